@@ -1,0 +1,390 @@
+"""The ``sparsepretrain`` command: verbs that import what they need when they are called."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sparsepretrain import __version__, registry
+from sparsepretrain.errors import INTERRUPTED, ConfigError, SparsePretrainError
+
+USAGE_ERROR = 2
+
+COMPLETION = {
+    "bash": r"""# eval "$(sparsepretrain completion bash)"
+_sparsepretrain() {
+    local line=${COMP_LINE:0:COMP_POINT} words IFS=$' \t\n'
+    read -ra words <<< "$line"
+    [[ $line == *" " ]] && words+=("")
+    local current=${words[${#words[@]}-1]}
+    IFS=$'\n'
+    COMPREPLY=($(sparsepretrain __complete "${words[@]:1}" 2>/dev/null))
+    # bash breaks words at = and : and replaces only what follows the last of them
+    local kept=${current%"${current##*[=:]}"}
+    COMPREPLY=("${COMPREPLY[@]#"$kept"}")
+    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} != *= ]] && COMPREPLY[0]+=" "
+}
+complete -o nospace -o default -F _sparsepretrain sparsepretrain
+""",
+    "zsh": r"""# eval "$(sparsepretrain completion zsh)"   (after compinit)
+_sparsepretrain() {
+    local -a found
+    found=(${(f)"$(sparsepretrain __complete "${(@)words[2,CURRENT]}" 2>/dev/null)"})
+    compadd -S '' -- ${(M)found:#*=}
+    compadd -- ${found:#*=} || _files
+}
+compdef _sparsepretrain sparsepretrain
+""",
+    "fish": r"""# sparsepretrain completion fish | source
+function __sparsepretrain
+    set -l typed (commandline -opc)
+    sparsepretrain __complete $typed[2..-1] (commandline -ct) 2>/dev/null
+end
+complete -c sparsepretrain -a '(__sparsepretrain)'
+""",
+}
+"""Shell -> script; each asks the hidden verb ``__complete``, so it never goes out of date."""
+
+EXAMPLES = """\
+examples:
+  sparsepretrain train                                     gpt2_nano with S-STE: offline, minutes
+  sparsepretrain train sparsity=srste sparsity.decay=1e-4 seed=1
+  sparsepretrain train model=gpt2_124m sparsity=sste --dry-run
+  sparsepretrain train --config-dir my_configs plugins=[my_method.py] sparsity=mine
+exit codes:
+  0 done, 2 config, 3 data, 4 checkpoint, 5 diverged, 130 interrupted, 143 preempted after a save
+"""
+
+
+class UsageError(SparsePretrainError):
+    """A verb, flag or argument that does not exist: exit code 2."""
+
+    exit_code = USAGE_ERROR
+    label = "usage error"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with our one-line errors and a suggestion for a mistyped flag."""
+
+    def error(self, message: str) -> NoReturn:
+        """Replace argparse's usage text and exit."""
+        raise UsageError(message)
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse flags and positionals in any order."""
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        for word in argv:
+            flag = word.partition("=")[0]
+            if word.startswith("--") and flag != "--" and flag not in flags:
+                raise UsageError(f"unknown flag {flag!r}{registry.suggestion(flag, flags)}")
+        return self.parse_intermixed_args(argv)
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """Arguments of ``bench``."""
+
+    suite: str = "cpu"
+    """Which measurements."""
+    out: str | None = None
+    """JSON file for the results."""
+    quick: bool = False
+    """Fewer repetitions: does it run, not how fast."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code; errors of the user are one line each.
+
+    Args:
+        argv: arguments without the program name; ``sys.argv`` by default.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for ᵀ
+    try:
+        code = _dispatch(argv)
+        sys.stdout.flush()
+        return code
+    except SparsePretrainError as error:
+        for line in getattr(error, "messages", None) or [str(error)]:
+            one_line = " ".join(str(line).split())
+            print(f"sparsepretrain: {error.label}: {one_line}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("sparsepretrain: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        return 0
+
+
+def _stdout_is_closed() -> bool:
+    """Whether the reader is gone (``| head``); if so, keep the interpreter's last flush quiet."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def _dispatch(argv: list[str]) -> int:
+    verb, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if verb in ("-h", "--help", "help"):
+        print(_help(), end="")
+        return 0 if argv else USAGE_ERROR
+    if verb in ("-V", "--version"):
+        print(f"sparsepretrain {__version__}")
+        return 0
+    if verb == "__complete":
+        return _complete(rest)
+    if verb not in VERBS:
+        hint = registry.suggestion(verb, VERBS)
+        if "=" in verb:
+            hint = f" (did you mean 'sparsepretrain train {verb}'?)"
+        raise UsageError(f"unknown verb {verb!r}{hint}")
+    run, _ = VERBS[verb]
+    try:
+        return run(_parser(verb).read(rest))
+    except SystemExit as stop:  # argparse ends --help this way
+        return int(stop.code or 0)
+
+
+def _help() -> str:
+    width = max(map(len, VERBS)) + 2
+    lines = [f"  {verb:<{width}}{summary}" for verb, (_, summary) in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: sparsepretrain VERB [arguments]   (sparsepretrain VERB --help says more)",
+            "",
+            "Pre-train 2:4 and N:M sparse networks.",
+            "",
+            *lines,
+            "",
+            EXAMPLES,
+        ]
+    )
+
+
+def _parser(verb: str) -> Parser:
+    """The arguments of one verb."""
+    parser = Parser(prog=f"sparsepretrain {verb}", description=VERBS[verb][1], allow_abbrev=False)
+    if verb in ("train", "prepare", "methods"):
+        parser.add_argument(
+            "overrides", nargs="*", metavar="KEY=VALUE", help="group=option or key=value"
+        )
+    if verb in ("train", "prepare", "methods", "configs"):
+        parser.add_argument(
+            "--config-dir",
+            action="append",
+            default=[],
+            type=Path,
+            metavar="DIR",
+            help="your own YAML files, laid out like configs/; may be repeated",
+        )
+    if verb == "train":
+        parser.add_argument(
+            "--cfg", choices=["job"], help="print the resolved configuration and stop"
+        )
+        parser.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="print coverage, parameters, FLOPs, memory and time, and stop",
+        )
+    elif verb == "prepare":
+        parser.add_argument("--workers", type=_count, help="processes; default: one per core")
+    elif verb == "report":
+        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+        parser.add_argument("--out", type=Path, metavar="DIR", help="where to write")
+    elif verb == "bench":
+        keys = " ".join(f"{f.name}={f.default}" for f in fields(Bench))
+        parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=f"defaults: {keys}")
+    elif verb == "completion":
+        parser.add_argument("shell", choices=["bash", "zsh", "fish"])
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer ≥ 1, got {text!r}")
+    return int(text)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from sparsepretrain import config
+
+    run, plain = config.load(args.overrides, args.config_dir)
+    if args.cfg:
+        from sparsepretrain.config.freeze import to_yaml
+
+        print(to_yaml(plain), end="")
+        return 0
+    from sparsepretrain import training
+
+    if args.dry_run:
+        training.dry_run(run, plain)
+        return 0
+    return training.train(run, plain)
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    import time
+
+    from sparsepretrain import config
+
+    run, _ = config.load(args.overrides, args.config_dir)
+    from sparsepretrain import data
+    from sparsepretrain.tracking.console import Console, count
+
+    console = Console()
+    start = time.monotonic()
+    prepared = data.prepare(run.data, workers=args.workers, on_progress=console.progress)
+    console.stop()
+    seconds = time.monotonic() - start
+    sizes = {split: len(tokens) for split, tokens in prepared.tokens.items()}
+    parts = ", ".join(f"{split} {count(size)}" for split, size in sizes.items())
+    console.info(f"prepared {count(sum(sizes.values()))} tokens ({parts}) in {prepared.directory}")
+    console.info(f"{seconds:.1f} s, {count(sum(sizes.values()) / max(seconds, 1e-9))} tokens/s")
+    return 0
+
+
+def _methods(args: argparse.Namespace) -> int:
+    from sparsepretrain import config
+    from sparsepretrain.config.validate import load_plugins
+
+    plain = config.compose(args.overrides, args.config_dir)
+    if problems := load_plugins(plain["plugins"]):
+        raise ConfigError(problems)
+    rows = [["method", "A(W)", "B(W)", "P(G)", "U(G)", "J", "summary", "paper"]]
+    for name in registry.names("method"):
+        method: Any = registry.get("method", name)
+        products = getattr(method, "products", {})
+        rows.append(
+            [name]
+            + [products.get(key, "?") for key in "ABPUJ"]
+            + [getattr(method, "summary", ""), getattr(method, "paper", "–")]
+        )
+    _table(rows)
+    print(
+        "\nfprop Y = X·A(W)ᵀ   dgrad dX = P(G)·B(W)   wgrad dW = U(G)ᵀ·X   "
+        "the optimiser receives J(dW, W)"
+    )
+    return 0
+
+
+def _configs(args: argparse.Namespace) -> int:
+    from sparsepretrain.config.compose import Request, build, catalogue, shipped
+
+    groups = catalogue(args.config_dir)
+    _, defaults = build(Request(), args.config_dir)
+    rows = [["group", "option", "from"]]
+    for group, options in groups.items():
+        for i, (option, directory) in enumerate(options.items()):
+            marked = f"{option} *" if defaults.get(group) == option else option
+            origin = "configs" if directory == shipped() else str(directory)
+            rows.append(["" if i else group, marked, f"{origin}/{group}/{option}.yaml"])
+    _table(rows)
+    print("\n* of a plain `sparsepretrain train`; model=… brings its own choices")
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from sparsepretrain import reports
+
+    for path in reports.report(args.runs, args.out):
+        print(path)
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    import yaml
+
+    from sparsepretrain.config.strict import build
+
+    settings: dict[str, Any] = {}
+    for word in args.settings:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise UsageError(f"{word!r} has no value; write {key}=value")
+        try:
+            settings[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UsageError(f"{word!r} cannot be read") from error
+    request = build(Bench, settings)
+    from sparsepretrain import bench
+
+    out = Path(request.out) if request.out else None
+    bench.run(suite=request.suite, out=out, quick=request.quick)
+    return 0
+
+
+def _completion(args: argparse.Namespace) -> int:
+    print(COMPLETION[args.shell], end="")
+    return 0
+
+
+def _complete(words: list[str]) -> int:
+    """Hidden verb behind the completion scripts: candidates for the last of ``words``."""
+    *before, current = words or [""]
+    if not before:
+        found = [*VERBS, "--help", "--version"]
+    elif before[0] not in VERBS:
+        found = []
+    else:
+        actions = _parser(before[0])._actions
+        found = [flag for action in actions for flag in action.option_strings if flag[:2] == "--"]
+        found += [c for a in actions if not a.option_strings for c in a.choices or ()]
+        if before[0] == "bench":
+            found += [f"{f.name}=" for f in fields(Bench)]
+        elif any(action.dest == "overrides" for action in actions) and current[:1] != "-":
+            found += _override_words(before[1:], current)
+    matching = [word for word in found if word.startswith(current)]
+    print("\n".join(matching), end="\n" if matching else "")
+    return 0
+
+
+def _override_words(typed: list[str], current: str) -> list[str]:
+    """``group=`` and ``key=`` of the configuration typed so far, or the options of a group."""
+    from sparsepretrain.config.compose import catalogue, compose
+    from sparsepretrain.config.freeze import flat
+
+    directories = [Path(b) for a, b in pairwise(typed) if a == "--config-dir"]
+    groups = catalogue(directories)
+    group, equals, _ = current.partition("=")
+    if equals:
+        return [f"{group}={option}" for option in groups.get(group, ())]
+    settled = [word for word in typed if "=" in word and not word.startswith("-")]
+    try:
+        plain = compose(settled, directories)
+    except ConfigError:
+        plain = compose((), directories)
+    return [f"{word}=" for word in (*groups, *flat(plain)) if word != "experiment"]
+
+
+def _table(rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
+
+
+VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
+    "train": (
+        _train,
+        "train a model; model=… brings the paper's recipe, everything can be changed",
+    ),
+    "prepare": (_prepare, "download, tokenize and store a data set without training"),
+    "methods": (_methods, "list the methods: what each matrix product sees, and the paper"),
+    "configs": (_configs, "list the configuration groups, their options and where they come from"),
+    "report": (_report, "draw plots and write a report from run directories"),
+    "bench": (_bench, "measure step times and memory; writes JSON"),
+    "completion": (_completion, "print a completion script for bash, zsh or fish"),
+}

@@ -1,0 +1,316 @@
+"""Overrides and YAML files become one plain dictionary. Hydra does the composing.
+
+Group choices are checked here, before Hydra sees them. Every other override is forced in, as if
+typed with ``++``, so that unknown keys reach the strict pass, which reports all mistakes at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sparsepretrain
+from sparsepretrain.config.schema import Run
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.registry import suggestion
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+PRIMARY = "train"
+"""The YAML file at the root of the shipped configuration."""
+
+ENVIRONMENT = "SPARSEPRETRAIN_CONFIG_DIR"
+"""Directories with a user's own configuration files, separated like PATH."""
+
+
+@dataclass(slots=True)
+class Request:
+    """What the overrides ask for."""
+
+    choices: dict[str, str] = field(default_factory=dict)
+    """Group -> option; ``null`` for none."""
+    values: list[tuple[str, Any]] = field(default_factory=list)
+    """Dotted key and value of every other override, in order."""
+    errors: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+    """Groups whose choice was refused."""
+
+
+def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
+    """Compose the shipped and the user's YAML files with ``overrides`` into plain values.
+
+    Args:
+        overrides: ``group=option`` and ``key=value`` as typed in a shell; ``+`` and ``++`` in front
+            change nothing. The last of several choices or values wins.
+        config_dirs: directories laid out like ``configs/``, in addition to those named by
+            ``SPARSEPRETRAIN_CONFIG_DIR`` and those of installed plugins.
+
+    Returns:
+        The resolved configuration, root keys in the order of :class:`schema.Run`.
+
+    Raises:
+        ConfigError: with all problems of the overrides, or the first one in a file.
+    """
+    request = read(overrides, catalogue(config_dirs))
+    if request.errors:
+        raise ConfigError(request.errors)
+    return build(request, config_dirs)[0]
+
+
+def shipped() -> Path:
+    """The directory of the shipped YAML files: inside the package (wheel) or next to it (checkout).
+
+    Relative to the running package, so that ``python -m sparsepretrain`` in a checkout uses the
+    checkout's files while a wheel is installed.
+    """
+    package = Path(sparsepretrain.__file__).resolve().parent
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
+    """The shipped directory, then the user's, in the order in which they are searched.
+
+    Raises:
+        ConfigError: a directory that does not exist, or a file that exists in two of them.
+    """
+    named = [Path(d) for d in os.environ.get(ENVIRONMENT, "").split(os.pathsep) if d]
+    users = dict.fromkeys(d.expanduser().resolve() for d in [*_plugin_dirs(), *named, *config_dirs])
+    errors = [f"config directory {str(d)!r} does not exist" for d in users if not d.is_dir()]
+    path = list(dict.fromkeys([shipped(), *users]))
+    seen: dict[str, Path] = {}
+    for directory in path:
+        for name in sorted(_files(directory)):
+            if name not in seen:
+                seen[name] = directory
+                continue
+            owner = "the shipped" if seen[name] == path[0] else f"{seen[name]}'s"
+            errors.append(f"{directory / name}.yaml would shadow {owner} {name!r}; rename the file")
+    if errors:
+        raise ConfigError(errors)
+    return path
+
+
+def catalogue(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
+    """Group -> option -> the directory that it comes from; options sorted within a group."""
+    groups: dict[str, dict[str, Path]] = {}
+    for directory in search_path(config_dirs):
+        for name in _files(directory):
+            group, _, option = name.rpartition("/")
+            if group:
+                groups.setdefault(group, {})[option] = directory
+    return {group: dict(sorted(groups[group].items())) for group in sorted(groups)}
+
+
+def read(overrides: Iterable[str], groups: dict[str, dict[str, Path]]) -> Request:
+    """Sort overrides into group choices and values, and collect what cannot be either."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import OverrideType
+    from hydra.errors import HydraException
+
+    request = Request()
+    parser = OverridesParser.create()
+    for text in overrides:
+        text = text.strip()
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            request.errors.append(_syntax(text, error))
+            continue
+        key = override.key_or_group
+        sweep = override.is_sweep_override()
+        if override.type == OverrideType.DEL:
+            problem = f"{text!r}: keys cannot be removed; set {key}=null or choose another option"
+        elif not key:
+            problem = f"override {text!r} has no key; write key=value"
+        elif key.split(".")[0] == "hydra":
+            problem = f"{key!r}: Hydra's own settings have no effect here; leave it out"
+        elif override.package is not None:
+            problem = f"{text!r}: packages (@) are not supported; write {key}=option"
+        elif sweep:
+            problem = f"{text!r} asks for several runs; give one value (lists: {key}=[a,b])"
+        elif key in groups:
+            problem = _choose(request, key, override.value(), list(groups[key]))
+        elif "/" in key:
+            problem = f"unknown group {key!r}{suggestion(key.split('/')[0], groups)}"
+        else:
+            problem = ""
+            request.values.append((key, override.value()))
+        if problem:
+            request.errors.append(problem)
+            request.broken.add(key)
+    return request
+
+
+def build(
+    request: Request, config_dirs: Sequence[Path] = ()
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Let Hydra compose a request.
+
+    Returns:
+        The resolved plain configuration, and the option that each group ended with.
+
+    Raises:
+        ConfigError: a file that cannot be read or composed, or a value that does not fit.
+    """
+    import hydra
+    import yaml
+    from hydra.errors import HydraException, MissingConfigException
+    from omegaconf import OmegaConf, open_dict
+    from omegaconf.errors import OmegaConfBaseException
+
+    path = search_path(config_dirs)
+    # a group of the user's own is not in the primary defaults list: it is appended
+    own = set(_defaults(path[0]))
+    overrides = [f"{'' if g in own else '+'}{g}={option}" for g, option in request.choices.items()]
+    if len(path) > 1:
+        quoted = ",".join(f"'file://{_escape(directory)}'" for directory in path[1:])
+        overrides.append(f"hydra.searchpath=[{quoted}]")
+    try:
+        with hydra.initialize_config_dir(str(path[0]), job_name=PRIMARY, version_base="1.3"):
+            composed = hydra.compose(PRIMARY, overrides, return_hydra_config=True)
+        choices = dict(composed.hydra.runtime.choices)
+        with open_dict(composed):
+            del composed["hydra"]
+        _force(composed, request.values)
+        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except yaml.YAMLError as error:
+        raise ConfigError(_yaml_problem(error)) from error
+    except MissingConfigException as error:
+        near = suggestion(str(error.missing_cfg_file), error.options or ())
+        raise ConfigError(f"{error.missing_cfg_file}.yaml does not exist{near}") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    except (HydraException, OSError, ValueError) as error:
+        raise ConfigError(_unreadable(path[1:]) or _one_line(error)) from error
+    assert isinstance(plain, dict)
+    # the file's label; a mapping here means a file without the _global_ package, see validate
+    if not isinstance(plain.get("experiment"), dict):
+        plain["experiment"] = choices.get("experiment")
+    order = [f.name for f in fields(Run)]
+    known = {key: plain[key] for key in order if key in plain}
+    return {**known, **{str(k): v for k, v in plain.items() if k not in known}}, {
+        group: option for group, option in choices.items() if not group.startswith("hydra/")
+    }
+
+
+def _force(composed: DictConfig, values: list[tuple[str, Any]]) -> None:
+    """Set every value, known key or not: what Hydra does for ``++``, with all errors at once."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    errors = []
+    for key, value in values:
+        try:
+            OmegaConf.update(composed, key, value, merge=True, force_add=True)
+        except OmegaConfBaseException as error:
+            errors.append(f"{key}: {str(error).splitlines()[0]}")
+        except (ValueError, TypeError, AssertionError):
+            parent = key.rpartition(".")[0] or key
+            errors.append(f"{key} cannot be set: {parent} has no keys of its own")
+    if errors:
+        raise ConfigError(errors)
+
+
+def _choose(request: Request, group: str, value: Any, options: list[str]) -> str:
+    """Record a group choice; return what is wrong with it."""
+    if value is None and group == "experiment":
+        request.choices[group] = "null"
+        return ""
+    if isinstance(value, dict | list):
+        return f"{group} takes the name of an option ({', '.join(options)}), or write {group}.KEY=…"
+    choice = "null" if value is None else str(value)
+    if choice in options:
+        request.choices[group] = choice
+        return ""
+    near = suggestion(choice, options)
+    listed = "" if "choose from" in near else f"; choose from {', '.join(options)}"
+    return f"{group} has no option {choice!r}{near}{listed}"
+
+
+def _files(directory: Path) -> set[str]:
+    """``group/option`` of every YAML file below ``directory``, and ``name`` of those at its root.
+
+    A leading underscore hides a file: it is a part of others.
+    """
+    if not directory.is_dir():
+        return set()
+    found = [*directory.glob("*.yaml"), *directory.glob("*/*.yaml")]
+    return {
+        file.relative_to(directory).with_suffix("").as_posix()
+        for file in found
+        if not file.name.startswith(("_", "."))
+    }
+
+
+def _plugin_dirs() -> list[Path]:
+    """``configs/`` next to the module of each installed plugin, where there is one."""
+    found = []
+    for entry in entry_points(group="sparsepretrain.plugins"):
+        try:
+            spec = importlib.util.find_spec(entry.module)
+        except ImportError:
+            continue  # validate says so when it loads the plugin
+        if spec is not None and spec.origin is not None:
+            found.append(Path(spec.origin).parent / "configs")
+    return [directory for directory in found if directory.is_dir()]
+
+
+def _defaults(directory: Path) -> list[str]:
+    """The groups of the primary defaults list."""
+    from omegaconf import OmegaConf
+
+    listed = OmegaConf.load(directory / f"{PRIMARY}.yaml").defaults
+    return [str(key) for entry in listed if not isinstance(entry, str) for key in entry]
+
+
+def _escape(path: Path) -> str:
+    return str(path).replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
+
+
+def _syntax(text: str, error: Exception) -> str:
+    if "=" not in text:
+        return f"override {text!r} has no value; write {text or 'key'}=value"
+    key, _, _ = text.partition("=")
+    if not re.fullmatch(r"[+~]*[A-Za-z_]\w*([./@][A-Za-z_]\w*)*", key):
+        return f"override {text!r}: {key!r} is not a key; write a.b.c=value"
+    reason = str(error).splitlines()[0].split(" expecting {")[0]
+    return f"override {text!r} cannot be read ({reason}); put the value in quotes: {key}='\"…\"'"
+
+
+def _yaml_problem(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is None:
+        return f"YAML error: {_one_line(error)}"
+    problem = getattr(error, "problem", None) or getattr(error, "context", None)
+    return f"{mark.name}:{mark.line + 1}: YAML error: {problem}"
+
+
+def _unreadable(directories: list[Path]) -> list[str]:
+    """The user's files that are not YAML mappings; asked only after composing has failed."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    problems = []
+    for file in (d / f"{name}.yaml" for d in directories for name in sorted(_files(d))):
+        try:
+            if not OmegaConf.is_dict(OmegaConf.load(file)):
+                problems.append(f"{file} must be a mapping of keys (key: value lines)")
+        except UnicodeDecodeError:
+            problems.append(f"{file} is not UTF-8 text")
+        except (OSError, ValueError) as error:
+            problems.append(f"{file} cannot be read: {_one_line(error)}")
+        except yaml.YAMLError as error:
+            problems.append(_yaml_problem(error))
+    return problems
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,115 @@
+"""The resolved configuration as text, as an identity, and as a difference."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from sparsepretrain.config.schema import Run
+from sparsepretrain.errors import ConfigError
+
+NOT_IDENTITY = ("resume", "runs_dir", "tracker", "seed")
+"""Root keys that leave the result alone; the seed stands next to the hash in the directory name."""
+
+Config = Run | dict[str, Any]
+
+
+def resolve(run: Run) -> dict[str, Any]:
+    """The plain values of a checked run, with what its options filled in; tuples are lists."""
+    plain: dict[str, Any] = _lists(dataclasses.asdict(run))
+    return plain
+
+
+def to_yaml(plain: dict[str, Any]) -> str:
+    """The configuration as YAML, in the order of its keys; :func:`from_yaml` is the inverse."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(plain))
+
+
+def from_yaml(file: Path) -> dict[str, Any]:
+    """Read a frozen configuration.
+
+    Raises:
+        ConfigError: the file is missing or is not a YAML mapping.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(file))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{file} is not a configuration: it must be a mapping of keys")
+    return {str(key): value for key, value in plain.items()}
+
+
+def identity(config: Config) -> str:
+    """Eight hexadecimal digits that are equal for equal experiments.
+
+    ``resume``, ``runs_dir``, ``tracker`` and ``seed`` are left out, so the seeds of one experiment
+    share it. The order of keys and the spelling of numbers (``1`` or ``1.0``) make no difference.
+    A mapping is expected as :func:`resolve` gives it.
+    """
+    plain = {key: value for key, value in _plain(config).items() if key not in NOT_IDENTITY}
+    text = json.dumps(_canonical(plain), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def run_directory(config: Config) -> Path:
+    """``<runs_dir>/<name>/<hash8>-s<seed>``: the same for the same configuration, every time."""
+    plain = _plain(config)
+    return Path(plain["runs_dir"]) / plain["name"] / f"{identity(config)}-s{plain['seed']}"
+
+
+def diff(old: Config, new: Config) -> list[str]:
+    """``key: old -> new`` for every dotted key that differs, in the order of the keys."""
+    left, right = flat(_canonical(_plain(old))), flat(_canonical(_plain(new)))
+    keys = list(dict.fromkeys([*left, *right]))
+    return [
+        f"{key}: {_show(left, key)} -> {_show(right, key)}"
+        for key in keys
+        if key not in left or key not in right or left[key] != right[key]
+    ]
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Dotted key -> value of every leaf of a plain configuration."""
+    if not isinstance(value, dict) or not value:
+        return {path: value}
+    return {
+        key: leaf
+        for name, item in value.items()
+        for key, leaf in flat(item, f"{path}.{name}" if path else name).items()
+    }
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    return resolve(config) if isinstance(config, Run) else config
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _show(leaves: dict[str, Any], key: str) -> str:
+    """A value as it is typed."""
+    value = leaves.get(key, "absent")
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _canonical(value: Any) -> Any:
+    """Equal settings as equal JSON: integral floats as integers."""
+    if isinstance(value, dict):
+        return {str(key): _canonical(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_canonical(item) for item in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value

@@ -1,0 +1,272 @@
+"""What a run consists of. Field names are the keys a user types; YAML files list every one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Problems = Iterator[tuple[str, str]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """Sequences (or images, or sentence pairs) per optimiser step and per forward."""
+
+    size: int
+    """Global batch: samples per optimiser step."""
+    micro: int
+    """Samples per forward and backward on one device; divides ``size``."""
+
+    def problems(self) -> Problems:
+        """Range errors as (key, message)."""
+        yield from _positive(self, "size", "micro")
+        if self.micro > 0 and self.size % self.micro:
+            yield "micro", f"must divide batch.size ({self.size}), got {self.micro}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Eval:
+    """Evaluation on the validation split, with the weights that the method evaluates with."""
+
+    every: int
+    """Optimiser steps between evaluations; 0: only at the end."""
+    batches: int
+    """Micro-batches per evaluation, the same ones every time; 0: no evaluation."""
+
+    def problems(self) -> Problems:
+        """Range errors as (key, message)."""
+        yield from _non_negative(self, "every", "batches")
+
+
+@dataclass(slots=True, kw_only=True)
+class Log:
+    """What is written to metrics.jsonl and how often, in optimiser steps."""
+
+    every: int
+    """Loss, learning rate, gradient norm, flip rate, tokens/s."""
+    layers_every: int
+    """Flip rate and L1 gap of each layer; 0: never."""
+    masks_every: int
+    """Packed masks into masks/; 0: never."""
+
+    def problems(self) -> Problems:
+        """Range errors as (key, message)."""
+        yield from _positive(self, "every")
+        yield from _non_negative(self, "layers_every", "masks_every")
+
+
+@dataclass(slots=True, kw_only=True)
+class Checkpoint:
+    """Checkpoints; the last step is always saved."""
+
+    every: int
+    """Optimiser steps between checkpoints; 0: only at the end and on a signal."""
+    keep_last: int
+    """Valid checkpoints kept; older ones are removed."""
+
+    def problems(self) -> Problems:
+        """Range errors as (key, message)."""
+        yield from _non_negative(self, "every")
+        yield from _positive(self, "keep_last")
+
+
+@dataclass(slots=True, kw_only=True)
+class AdamW:
+    """torch.optim.AdamW; decay applies to tensors of two or more dimensions only."""
+
+    name: Literal["adamw"]
+    lr: float
+    """Peak learning rate, reached after the schedule's warm-up."""
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    def problems(self) -> Problems:
+        """Range errors as (key, message)."""
+        yield from _positive(self, "lr", "eps")
+        yield from _non_negative(self, "weight_decay")
+        if not all(0 <= b < 1 for b in self.betas):
+            yield "betas", f"must lie in [0, 1), got {list(self.betas)}"
+
+
+@dataclass(slots=True, kw_only=True)
+class SGD:
+    """torch.optim.SGD; decay applies to tensors of two or more dimensions only."""
+
+    name: Literal["sgd"]
+    lr: float
+    """Peak learning rate, reached after the schedule's warm-up."""
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+
+    def problems(self) -> Problems:
+        """Range errors as (key, message)."""
+        yield from _positive(self, "lr")
+        yield from _non_negative(self, "momentum", "weight_decay")
+        if self.nesterov and self.momentum == 0:
+            yield "nesterov", "needs optim.momentum > 0"
+
+
+@dataclass(slots=True, kw_only=True)
+class Decay:
+    """Linear warm-up, then cosine or linear decay to a floor at the last step."""
+
+    name: Literal["cosine", "linear"]
+    warmup: int
+    """Optimiser steps from 0 to the peak learning rate."""
+    min_lr: float
+    """Learning rate at the last step."""
+
+    def problems(self) -> Problems:
+        """Range errors as (key, message)."""
+        yield from _non_negative(self, "warmup", "min_lr")
+
+
+@dataclass(slots=True, kw_only=True)
+class Warmup:
+    """Linear warm-up, then constant, or decay with the inverse square root of the step."""
+
+    name: Literal["inverse_sqrt", "constant"]
+    warmup: int
+    """Optimiser steps from 0 to the peak learning rate."""
+
+    def problems(self) -> Problems:
+        """Range errors as (key, message)."""
+        yield from _non_negative(self, "warmup")
+
+
+@dataclass(slots=True, kw_only=True)
+class Precision:
+    """Compute dtype of the matrix products; masters and optimiser states stay fp32."""
+
+    name: Literal["fp32", "bf16"]
+
+
+@dataclass(slots=True, kw_only=True)
+class ScaledPrecision:
+    """fp16 with dynamic loss scaling."""
+
+    name: Literal["fp16"]
+    init_scale: float
+    """First loss scale."""
+    growth_interval: int
+    """Steps without overflow after which the scale doubles."""
+
+    def problems(self) -> Problems:
+        """Range errors as (key, message)."""
+        yield from _positive(self, "init_scale", "growth_interval")
+
+
+@dataclass(slots=True, kw_only=True)
+class Parallel:
+    """How the run is spread over devices."""
+
+    name: Literal["single"]
+    device: Literal["auto", "cpu", "cuda"]
+    """auto: the GPU if there is one."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tracker:
+    """Mirrors of metrics.jsonl, which is always written. A failing mirror never stops a run."""
+
+    name: str
+    """The file this came from; the keys below decide."""
+    mode: Literal["online", "offline", "disabled"]
+    """Weights & Biases: online needs a login, offline neither account nor network."""
+    project: str
+    entity: str | None
+    tensorboard: bool
+    """Also write TensorBoard event files."""
+
+
+GROUPS: dict[str, dict[str, type]] = {
+    "optim": {"adamw": AdamW, "sgd": SGD},
+    "schedule": {"cosine": Decay, "linear": Decay, "inverse_sqrt": Warmup, "constant": Warmup},
+    "precision": {"fp32": Precision, "bf16": Precision, "fp16": ScaledPrecision},
+    "parallel": {"single": Parallel},
+}
+"""Groups whose ``name`` selects a dataclass of this file."""
+
+REGISTERED = {
+    "model": ("model", "family"),
+    "task": ("task", "name"),
+    "data": ("source", "source"),
+    "sparsity": ("method", "name"),
+}
+"""Group -> (registry kind, key that names the implementation); its class has an ``Options``."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """The root of a resolved configuration."""
+
+    name: str
+    """Directory under runs_dir."""
+    seed: int
+    """Initial weights, data order and every random draw follow from it."""
+    steps: int
+    """Optimiser steps."""
+    runs_dir: str
+    resume: str
+    """auto: continue from the newest valid checkpoint of this run; never; or a checkpoint path."""
+    plugins: list[str]
+    """Method files (.py) or modules to import first."""
+    batch: Batch
+    eval: Eval
+    log: Log
+    checkpoint: Checkpoint
+    clip: float | None
+    """Global gradient norm; null: no clipping."""
+    compile: bool
+    """torch.compile the model."""
+    guard: Literal["stop", "skip"]
+    """Non-finite loss or gradient: stop with exit code 5, or skip the step and count it."""
+    model: Any
+    task: Any
+    data: Any
+    sparsity: Any
+    optim: Any
+    schedule: Any
+    precision: Any
+    parallel: Any
+    tracker: Tracker
+    experiment: str | None = None
+    """Name of the experiment file, if one was chosen."""
+
+    def problems(self) -> Problems:
+        """Range errors as (key, message)."""
+        yield from _positive(self, "steps")
+        if not 0 <= self.seed < 2**63:
+            yield "seed", f"must lie in [0, 2^63), got {self.seed}"
+        if self.clip is not None and self.clip <= 0:
+            yield "clip", f"must be > 0 or null, got {self.clip}"
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            yield "name", f"must be a plain directory name, got {self.name!r}"
+        floor, peak = getattr(self.schedule, "min_lr", 0.0), getattr(self.optim, "lr", None)
+        if peak is not None and floor > peak:
+            yield "schedule.min_lr", f"must be ≤ optim.lr ({peak}), got {floor}"
+        length = getattr(self.task, "sequence_length", 0)
+        positions = getattr(self.model, "n_positions", None)
+        if positions is not None and length > positions:
+            yield "task.sequence_length", f"must be ≤ model.n_positions ({positions}), got {length}"
+        tokens, rows = (
+            getattr(self.data, "vocab_size", None),
+            getattr(self.model, "vocab_size", None),
+        )
+        if tokens is not None and rows is not None and tokens > rows:
+            yield "model.vocab_size", f"must be ≥ data.vocab_size ({tokens}), got {rows}"
+
+
+def _positive(options: Any, *keys: str) -> Problems:
+    for key in keys:
+        if getattr(options, key) <= 0:
+            yield key, f"must be > 0, got {getattr(options, key)}"
+
+
+def _non_negative(options: Any, *keys: str) -> Problems:
+    for key in keys:
+        if getattr(options, key) < 0:
+            yield key, f"must be ≥ 0, got {getattr(options, key)}"

@@ -1,0 +1,152 @@
+"""The strict pass: a plain mapping becomes a dataclass, or every reason why not.
+
+OmegaConf's own merge stops at the first error and ``+key`` slips past it, so composition is left
+to Hydra and checking is done here, on plain Python values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from typing import Any, TypeVar
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.registry import suggestion
+
+T = TypeVar("T")
+_MISSING = object()
+
+
+def build(cls: type[T], data: dict[str, Any], path: str = "") -> T:
+    """Build the dataclass ``cls`` from ``data``, checking names, types and ranges.
+
+    A dataclass may define ``problems() -> Iterable[tuple[str, str]]`` yielding (key, message) for
+    rules beyond types; it runs when all fields have the right type.
+
+    Args:
+        cls: a dataclass with annotated fields.
+        data: plain values (dict, list, str, int, float, bool, None).
+        path: dotted prefix of the keys in messages.
+
+    Raises:
+        ConfigError: with all problems, each naming the dotted key.
+    """
+    errors: list[str] = []
+    value = walk(cls, data, path, errors)
+    if errors:
+        raise ConfigError(errors)
+    return value
+
+
+def walk(cls: type, data: Any, path: str, errors: list[str]) -> Any:
+    """Like :func:`build`, but append problems to ``errors`` and return None if there were any."""
+    before = len(errors)
+    if not isinstance(data, dict):
+        errors.append(f"{path or 'config'} must be a mapping of keys, got {_show(data)}")
+        return None
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in data:
+        if key not in fields:
+            errors.append(f"unknown key {_join(path, key)!r}{_near(path, key, fields)}")
+    values = {}
+    for name, field in fields.items():
+        key = _join(path, name)
+        if name in data:
+            values[name] = _convert(hints[name], data[name], key, errors)
+        elif field.default is dataclasses.MISSING and (
+            field.default_factory is dataclasses.MISSING
+        ):
+            errors.append(f"missing key {key!r}")
+    if len(errors) > before:
+        return None
+    result = cls(**values)
+    problems = getattr(result, "problems", None)
+    if problems is not None:
+        errors.extend(f"{_join(path, key)} {message}" for key, message in problems())
+    return result if len(errors) == before else None
+
+
+def _convert(hint: Any, value: Any, key: str, errors: list[str]) -> Any:
+    converted = _match(hint, value, key, errors)
+    if converted is _MISSING:
+        errors.append(f"{key} must be {_name(hint)}, got {_show(value)}")
+        return None
+    return converted
+
+
+def _match(hint: Any, value: Any, key: str, errors: list[str]) -> Any:
+    """``value`` as ``hint``, or _MISSING when its type is wrong."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        for option in args:
+            trial: list[str] = []
+            converted = _match(option, value, key, trial)
+            if converted is not _MISSING and not trial:
+                return converted
+        return _MISSING
+    if hint is type(None):
+        return None if value is None else _MISSING
+    if origin is typing.Literal:
+        return value if any(value == a and type(value) is type(a) for a in args) else _MISSING
+    if origin in (list, tuple):
+        if not isinstance(value, list | tuple):
+            return _MISSING
+        if origin is tuple and args[-1] is not Ellipsis:
+            if len(value) != len(args):
+                return _MISSING
+            hints = list(args)
+        else:
+            hints = [args[0]] * len(value)
+        return origin(
+            _convert(h, v, f"{key}[{i}]", errors)
+            for i, (h, v) in enumerate(zip(hints, value, strict=True))
+        )
+    if origin is dict:
+        return dict(value) if isinstance(value, dict) else _MISSING
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return value if isinstance(value, hint) else walk(hint, value, key, errors)
+    if hint is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if number and math.isfinite(value) else _MISSING
+    if hint is int:
+        return value if isinstance(value, int) and not isinstance(value, bool) else _MISSING
+    return value if isinstance(value, hint) else _MISSING
+
+
+def _near(path: str, key: str, fields: dict[str, Any]) -> str:
+    return suggestion(str(key), fields, f"{path}." if path else "")
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _show(value: Any) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _name(hint: Any) -> str:
+    """A type as a user would say it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_name(a) for a in args)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(str(a) for a in args)
+    if origin is list:
+        return f"a list of {_name(args[0])}"
+    if origin is tuple:
+        return f"a list of {len(args)} values ({', '.join(_name(a) for a in args)})"
+    simple = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "a string",
+        type(None): "null",
+    }
+    return simple.get(hint, "a mapping of keys")

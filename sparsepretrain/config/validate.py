@@ -1,0 +1,125 @@
+"""From a plain configuration to a checked :class:`schema.Run`, or every reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from sparsepretrain import registry
+from sparsepretrain.config.compose import build, catalogue, read
+from sparsepretrain.config.freeze import resolve
+from sparsepretrain.config.schema import GROUPS, REGISTERED, Run
+from sparsepretrain.config.strict import walk
+from sparsepretrain.errors import ConfigError
+
+
+def load(
+    overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()
+) -> tuple[Run, dict[str, Any]]:
+    """Compose and check in one go, so that wrong choices and wrong keys are reported together.
+
+    Args:
+        overrides: see :func:`compose.compose`.
+        config_dirs: see :func:`compose.compose`.
+
+    Returns:
+        The checked run, and the same as plain values (:func:`freeze.resolve`).
+
+    Raises:
+        ConfigError: every problem, one message each.
+    """
+    request = read(overrides, catalogue(config_dirs))
+    plain, _ = build(request, config_dirs)
+    # the rest is judged only where a refused choice cannot have caused it: a model or an
+    # experiment brings settings for every group
+    recipe = request.broken & {"model", "experiment"}
+    skip = {*GROUPS, *REGISTERED} if recipe else request.broken
+    run, errors = check(plain, skip)
+    if request.errors:
+        errors = [*request.errors, *(e for e in errors if e.startswith("unknown key"))]
+    if errors or run is None:
+        raise ConfigError(errors)
+    return run, resolve(run)
+
+
+def validate(plain: dict[str, Any]) -> Run:
+    """Check a composed configuration against the schema, the registry and the ranges.
+
+    Torch is not imported: option classes and their rules are plain Python.
+
+    Raises:
+        ConfigError: every problem, one message each, naming the dotted key.
+    """
+    run, errors = check(plain)
+    if errors or run is None:
+        raise ConfigError(errors)
+    return run
+
+
+def check(plain: dict[str, Any], skip: Collection[str] = ()) -> tuple[Run | None, list[str]]:
+    """Like :func:`validate`, but return the problems; groups in ``skip`` are not looked at."""
+    errors = load_plugins(plain.get("plugins"))
+    if isinstance(plain.get("experiment"), dict):
+        errors.append("the experiment file must begin with the line '# @package _global_'")
+        plain = {**plain, "experiment": None}
+    known = {f.name for f in fields(Run)}
+    errors += [f"unknown key {key!r}{_near(key, plain)}" for key in plain if key not in known]
+    root = {key: value for key, value in plain.items() if key in known}
+    parts: list[str] = []
+    for group in (*REGISTERED, *GROUPS):
+        if group in root:
+            root[group] = None if group in skip else _part(group, root[group], parts)
+    run = walk(Run, root, "", errors)
+    return run, errors + parts
+
+
+def load_plugins(plugins: Any) -> list[str]:
+    """Import installed plugins and the listed ones; return the problems."""
+    errors = []
+    named = plugins if isinstance(plugins, list) else []
+    for plugin in [None, *(p for p in named if isinstance(p, str))]:
+        try:
+            if plugin is None:
+                registry.load_entry_points()
+            else:
+                registry.load_plugin(plugin)
+        except ConfigError as error:
+            errors += error.messages
+    return errors
+
+
+def _part(group: str, data: Any, errors: list[str]) -> Any:
+    """Build the options of ``group`` with the class that its discriminating key names."""
+    kind, key = REGISTERED.get(group, (group, "name"))
+    if not isinstance(data, dict):
+        errors.append(f"{group} must be a mapping of keys, got {data!r}")
+        return None
+    name = data.get(key)
+    if key not in data:
+        errors.append(f"missing key '{group}.{key}'")
+        return None
+    if not isinstance(name, str):
+        errors.append(f"{group}.{key} must be a string, got {name!r}")
+        return None
+    try:
+        if group in GROUPS:
+            if name not in GROUPS[group]:
+                near = registry.suggestion(name, GROUPS[group])
+                raise ConfigError(f"unknown {kind} {name!r}{near}")
+            options = GROUPS[group][name]
+        else:
+            options = registry.get(kind, name).Options  # type: ignore[attr-defined]
+    except ConfigError as error:
+        errors += [f"{group}.{key}: {message}" for message in error.messages]
+        return None
+    return walk(options, data, group, errors)
+
+
+def _near(key: str, plain: dict[str, Any]) -> str:
+    """A suggestion for an unknown root key: its place in a group, or a similar root key."""
+    places = [f"{k}.{key}" for k, part in plain.items() if isinstance(part, dict) and key in part]
+    if places:
+        return f" (did you mean {' or '.join(map(repr, places))}?)"
+    return registry.suggestion(key, [f.name for f in fields(Run)])

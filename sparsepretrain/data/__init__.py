@@ -1,0 +1,42 @@
+"""Token data: text becomes token files once, and training reads them as memory maps.
+
+    data = load(options)                        # prepares offline sources on first use
+    train = windows(data, "train", length=128, seed=0)
+    batch = train.batch(step, range(16), 16)    # (16, 129) int64
+
+Importing this package imports neither numpy nor torch; the first use of a function imports numpy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparsepretrain.data.order import Windows, windows
+    from sparsepretrain.data.preparation import Progress, load, prepare
+    from sparsepretrain.data.tokens import TokenData, cache_directory
+
+__all__ = [
+    "Progress",
+    "TokenData",
+    "Windows",
+    "cache_directory",
+    "load",
+    "prepare",
+    "windows",
+]
+
+_HOMES = {
+    "Windows": "order",
+    "windows": "order",
+    "TokenData": "tokens",
+    "cache_directory": "tokens",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        module = import_module(f"sparsepretrain.data.{_HOMES.get(name, 'preparation')}")
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

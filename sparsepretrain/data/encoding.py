@@ -1,0 +1,135 @@
+"""Text to token ids and back: raw bytes, or a tokenizer.json of the ``tokenizers`` library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from sparsepretrain.data.hub import hub_access, reason
+from sparsepretrain.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""Names of the token after each document, in the order in which they are looked for."""
+
+
+class ByteCodec:
+    """Tokens are bytes. Byte 0 ends a document: text does not contain it."""
+
+    vocab_size = 256
+    end_of_text: int | None = 0
+
+    def encode(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
+        """One uint8 array per text; strings become UTF-8."""
+        raw = (text.encode() if isinstance(text, str) else text for text in texts)
+        return [np.frombuffer(text, dtype=np.uint8) for text in raw]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the bytes ``ids``; what is not UTF-8 becomes U+FFFD."""
+        return bytes(ids).decode(errors="replace")
+
+
+class FileCodec:
+    """A tokenizer.json. Special tokens that occur in the text are read as ordinary text."""
+
+    def __init__(self, file: Path) -> None:
+        """Open ``file``.
+
+        Raises:
+            DataError: it is missing or not a tokenizer.
+        """
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise DataError(f"{file} is not a tokenizer.json: {reason(error)}") from error
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.end_of_text: int | None = next(
+            (vocabulary[name] for name in ENDS if name in vocabulary), None
+        )
+
+    def encode(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
+        """One int64 array per text; bytes that are not UTF-8 become U+FFFD."""
+        encodings = self._tokenizer.encode_batch_fast(
+            [_text(text) for text in texts], add_special_tokens=False
+        )
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the tokens ``ids``, special tokens included."""
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+
+
+Codec = ByteCodec | FileCodec
+
+
+def open_codec(file: Path | None) -> Codec:
+    """The codec of a tokenizer.json, or of bytes when ``file`` is None.
+
+    Raises:
+        DataError: the file is missing or not a tokenizer.
+    """
+    return ByteCodec() if file is None else FileCodec(file)
+
+
+def train_bpe(texts: Iterable[bytes | str], vocab_size: int) -> str:
+    """Train a byte-level BPE as GPT-2 has it, and return its tokenizer.json.
+
+    Small texts give fewer than ``vocab_size`` tokens. Token 0 is ``<|endoftext|>``.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((_text(text) for text in texts), trainer=trainer)
+    return str(tokenizer.to_str())
+
+
+def read_tokenizer(name: str) -> str:
+    """The tokenizer.json called ``name``: a local file, or the one of a hub repository.
+
+    Raises:
+        DataError: the file cannot be read, or the hub does not give it.
+    """
+    try:
+        if name.endswith(".json"):
+            return Path(name).expanduser().read_text(encoding="utf-8")
+        from huggingface_hub import hf_hub_download
+
+        with hub_access():
+            path = hf_hub_download(name, "tokenizer.json")
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        if name.endswith(".json"):
+            why = error.strerror or error
+            raise DataError(f"data.tokenizer: cannot read {name}: {why}") from error
+        raise DataError(
+            f"data.tokenizer: cannot fetch {name!r} from the hub (needs the network; or give a "
+            f"tokenizer.json file, or data.tokenizer=gpt2_size_bpe): {reason(error)}"
+        ) from error
+    except ValueError as error:  # not UTF-8, or no legal repository name
+        raise DataError(f"data.tokenizer: cannot use {name!r}: {reason(error)}") from error
+
+
+def one_thread_per_process() -> None:
+    """Keep ``tokenizers`` from starting a thread per core in each of many worker processes."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _text(text: bytes | str) -> str:
+    return text if isinstance(text, str) else text.decode(errors="replace")

@@ -1,0 +1,279 @@
+"""Text becomes token files: in parallel, once, and so that it may be killed at any moment.
+
+Shards are tokenised into ``<directory>.partial``, each appearing by a rename; a later attempt
+keeps those that are there. Finished files are put together next to them, the manifest last, and
+one rename makes them the prepared directory. A lock lets one process at a time prepare a
+directory; the others wait and use the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparsepretrain import registry
+from sparsepretrain.data.encoding import open_codec, read_tokenizer, train_bpe
+from sparsepretrain.data.shards import Job, run, write_atomic
+from sparsepretrain.data.sources._source import BYTES, SPLITS, TRAIN, TRAINED, Shard, Source
+from sparsepretrain.data.tokens import (
+    FORMAT,
+    MANIFEST,
+    TOKENIZER,
+    TokenData,
+    cache_directory,
+    is_prepared,
+    open_tokens,
+    token_dtype,
+)
+from sparsepretrain.errors import ConfigError, DataError
+
+TRAINING_TEXT = 256 << 20
+"""Bytes of the train split that a BPE is trained on at most; more hardly changes the merges."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a preparation is."""
+
+    phase: str
+    done: int
+    total: int | None
+    unit: str
+    seconds: float
+    """Since the phase began."""
+    tokens: int = 0
+    """Tokens made in this phase, without those kept from an earlier attempt."""
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def prepare(
+    options: Any, *, workers: int | None = None, on_progress: OnProgress | None = None
+) -> TokenData:
+    """Prepare the data of ``options``, unless that has been done; repair it if it was damaged.
+
+    Args:
+        options: ``Options`` of a registered source.
+        workers: processes that tokenise; None: one per core, or one for byte tokens, which
+            are read faster than processes start.
+        on_progress: called a few times per second at most from this process.
+
+    Raises:
+        ConfigError: ``workers`` is below 1.
+        DataError: the text cannot be found, fetched, read or tokenised, or the cache written.
+    """
+    if workers is not None and workers < 1:
+        raise ConfigError(f"workers must be ≥ 1, got {workers}")
+    source, directory = _locate(options)
+    if (data := _intact(directory)) is not None:
+        return data
+    report = on_progress or (lambda progress: None)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(directory, report):
+            if (data := _intact(directory)) is None:
+                _build(source, directory, workers, report)
+                data = open_tokens(directory)
+            return data
+    except OSError as error:
+        where = error.filename or directory
+        raise DataError(
+            f"cannot prepare {options.name}: {where}: {error.strerror or error} (prepared data "
+            f"goes to {directory.parent}; SPARSEPRETRAIN_CACHE_DIR chooses another place)"
+        ) from error
+
+
+def load(options: Any, *, on_progress: OnProgress | None = None) -> TokenData:
+    """Open the prepared data of ``options``; offline sources are prepared when they are not.
+
+    Raises:
+        DataError: it is damaged, or it is not prepared and that needs the network.
+    """
+    source, directory = _locate(options)
+    if is_prepared(directory):
+        return open_tokens(directory)
+    if not source.offline:
+        raise DataError(source.missing())
+    return prepare(options, on_progress=on_progress)
+
+
+def _locate(options: Any) -> tuple[Source, Path]:
+    source: Source = registry.get("source", options.source)(options)
+    identity: dict[str, Any] = {
+        "format": FORMAT,
+        "options": {k: v for k, v in asdict(options).items() if k not in options.about},
+        "state": source.state(),
+    }
+    if options.tokenizer.endswith(".json"):
+        identity["tokenizer"] = read_tokenizer(options.tokenizer)
+    text = json.dumps(identity, sort_keys=True, ensure_ascii=True)
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return source, cache_directory() / f"{options.name}-{key}"
+
+
+def _intact(directory: Path) -> TokenData | None:
+    try:
+        return open_tokens(directory)
+    except DataError:
+        return None
+
+
+def _exclusive(directory: Path, report: OnProgress) -> Any:
+    """A held lock, as a context manager; the system frees it when its process dies."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(f"{directory}.lock")
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        report(Progress("waiting for another process", 0, None, "", 0.0))
+        return lock.acquire()
+
+
+def _build(source: Source, directory: Path, workers: int | None, report: OnProgress) -> None:
+    options = source.options
+    parts = directory.with_name(directory.name + ".partial")
+    report(Progress("reading", 0, None, source.unit, 0.0))
+    shards = source.shards()
+    tokenizer = None if options.tokenizer == BYTES else parts / TOKENIZER
+    if tokenizer is not None and not tokenizer.exists():
+        content = _make_tokenizer(source, shards, report)
+        parts.mkdir(exist_ok=True)
+        write_atomic(tokenizer, content.encode())
+    parts.mkdir(exist_ok=True)
+    codec = open_codec(tokenizer)
+    if codec.vocab_size > options.vocab_size:
+        shutil.rmtree(parts)
+        raise DataError(
+            f"tokenizer {options.tokenizer} has {codec.vocab_size} tokens, more than "
+            f"data.vocab_size={options.vocab_size}: set data.vocab_size={codec.vocab_size}"
+        )
+    job = Job(source, tokenizer, token_dtype(options.vocab_size).str, parts)
+    _tokenize(job, shards, workers, report)
+    _publish(_merge(job, shards, report), directory)
+
+
+def _make_tokenizer(source: Source, shards: list[Shard], report: OnProgress) -> str:
+    options = source.options
+    if options.tokenizer not in TRAINED:
+        return read_tokenizer(options.tokenizer)
+    train = [shard for shard in shards if shard.split == TRAIN]
+    total = sum(shard.size for shard in train)
+
+    def texts() -> Iterator[bytes | str]:
+        begin, seen, done = time.monotonic(), 0, 0
+        for shard in train:
+            for text, _ in source.documents(shard):
+                yield text
+                seen += len(text)
+            done += shard.size
+            seconds = time.monotonic() - begin
+            report(Progress("training the tokenizer", done, total, source.unit, seconds))
+            if seen > TRAINING_TEXT:
+                return
+
+    return train_bpe(texts(), options.vocab_size)
+
+
+def _tokenize(job: Job, shards: list[Shard], workers: int | None, report: OnProgress) -> None:
+    pending = [shard for shard in shards if not job.file(shard).exists()]
+    if workers is None:
+        workers = 1 if job.tokenizer is None else _cores()
+    unit, total = job.source.unit, sum(shard.size for shard in shards)
+    done = total - sum(shard.size for shard in pending)
+    begin, tokens = time.monotonic(), 0
+    report(Progress("tokenizing", done, total, unit, 0.0))
+    for shard, count in run(job, pending, min(workers, len(pending))):
+        done, tokens = done + shard.size, tokens + count
+        report(Progress("tokenizing", done, total, unit, time.monotonic() - begin, tokens))
+
+
+def _merge(job: Job, shards: list[Shard], report: OnProgress) -> Path:
+    """Put the shards together in ``final``, each split in order; return that directory."""
+    final = job.directory / "final"
+    shutil.rmtree(final, ignore_errors=True)
+    final.mkdir()
+    total = sum(job.file(shard).stat().st_size for shard in shards)
+    done, begin = 0, time.monotonic()
+    digests = {}
+    for split in SPLITS:
+        digest = hashlib.sha256()
+        with open(final / f"{split}.bin", "wb") as stream:
+            for shard in (shard for shard in shards if shard.split == split):
+                content = job.file(shard).read_bytes()
+                digest.update(content)
+                stream.write(content)
+                done += len(content)
+                report(Progress("writing", done, total, "bytes", time.monotonic() - begin))
+            stream.flush()
+            os.fsync(stream.fileno())
+        digests[f"{split}.bin"] = digest.hexdigest()
+    tokenizer_bytes = None
+    if job.tokenizer is not None:
+        content = job.tokenizer.read_bytes()
+        digests[TOKENIZER] = hashlib.sha256(content).hexdigest()
+        tokenizer_bytes = len(content)
+        write_atomic(final / TOKENIZER, content)
+    _write_manifest(job, final, digests, tokenizer_bytes)
+    return final
+
+
+def _write_manifest(
+    job: Job, final: Path, digests: dict[str, str], tokenizer_bytes: int | None
+) -> None:
+    options, size = job.source.options, np.dtype(job.dtype).itemsize
+    counts = {split: (final / f"{split}.bin").stat().st_size // size for split in SPLITS}
+    if counts[TRAIN] == 0:
+        raise DataError(f"{options.name}: the train split has no text")
+    content = [job.dtype, sorted(digests.items())]
+    manifest = {
+        "format": FORMAT,
+        "name": options.name,
+        "fingerprint": hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16],
+        "vocab_size": options.vocab_size,
+        "dtype": job.dtype,
+        "tokens": counts,
+        "end_of_text": open_codec(job.tokenizer).end_of_text,
+        "tokenizer_bytes": tokenizer_bytes,
+        "sha256": digests,
+        "options": asdict(options),
+    }
+    write_atomic(final / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+
+
+def _publish(final: Path, directory: Path) -> None:
+    """Move ``final`` to its place, and what was damaged there out of the way."""
+    parts = final.parent
+    _sync(final)
+    if directory.exists():
+        damaged = parts / "damaged"
+        shutil.rmtree(damaged, ignore_errors=True)
+        os.rename(directory, damaged)
+    os.rename(final, directory)
+    _sync(directory.parent)
+    shutil.rmtree(parts, ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    """Make renames in ``directory`` survive a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # what the scheduler allows, not what the machine has
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,111 @@
+"""Shards of text become shards of tokens, in this process or in several."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+
+import numpy as np
+
+from sparsepretrain.data.encoding import Codec, one_thread_per_process, open_codec
+from sparsepretrain.data.sources._source import Shard, Source
+from sparsepretrain.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every worker needs to know."""
+
+    source: Source
+    tokenizer: Path | None
+    """tokenizer.json; None: bytes."""
+    dtype: str
+    """NumPy dtype of the token files."""
+    directory: Path
+    """Where the shards go."""
+
+    def file(self, shard: Shard) -> Path:
+        """The token file of ``shard``; it exists only when it is complete."""
+        return self.directory / f"{shard.split}-{shard.index:06d}.bin"
+
+
+def run(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[Shard, int]]:
+    """Tokenise ``shards`` and yield each with its number of tokens as it is finished.
+
+    Raises:
+        DataError: a document cannot be read, or a worker process died.
+    """
+    if workers <= 1:
+        codec = open_codec(job.tokenizer)
+        for shard in shards:
+            yield shard, _tokenize(job, codec, shard)
+        return
+    # not fork: tokenizers and pyarrow keep threads, and a forked lock stays locked
+    executor = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (job,))
+    try:
+        futures = {executor.submit(_in_worker, shard): shard for shard in shards}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker process died while tokenizing (out of memory?): run again with fewer "
+            "--workers; finished shards are kept"
+        ) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def write_atomic(file: Path, content: bytes | memoryview) -> None:
+    """Write ``file`` so that it either exists with all of ``content`` or not at all."""
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, file)
+
+
+def _tokenize(job: Job, codec: Codec, shard: Shard) -> int:
+    documents = list(job.source.documents(shard))
+    encoded = codec.encode([text for text, _ in documents])
+    dtype = np.dtype(job.dtype)
+    end = np.array([] if codec.end_of_text is None else [codec.end_of_text], dtype=dtype)
+    parts = [np.zeros(0, dtype=dtype)]
+    for ids, (_, last) in zip(encoded, documents, strict=True):
+        parts.append(ids.astype(dtype, copy=False))
+        if last:
+            parts.append(end)
+    tokens = np.concatenate(parts)
+    write_atomic(job.file(shard), tokens.data)
+    return len(tokens)
+
+
+_worker: tuple[Job, Codec]
+
+
+def _start_worker(job: Job) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    one_thread_per_process()
+    _worker = job, open_codec(job.tokenizer)
+
+
+def _die_with_parent() -> None:
+    # a killed parent closes no queue, and its workers would wait for ever
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _in_worker(shard: Shard) -> int:
+    job, codec = _worker
+    return _tokenize(job, codec, shard)

@@ -1,0 +1,140 @@
+"""What a text source is: options, a cheap description of its state, shards of documents."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sparsepretrain.registry import suggestion
+
+BYTES = "bytes"
+"""Tokenizer whose tokens are the bytes of the text; byte 0 ends a document."""
+TRAINED = ("bpe", "gpt2_size_bpe")
+"""Tokenizers trained on the train split when the data is prepared."""
+VOCABULARY = {
+    BYTES: 256,
+    "bpe": 4096,
+    "gpt2_size_bpe": 50257,
+    "gpt2": 50257,
+    "openai-community/gpt2": 50257,
+}
+"""Tokenizer -> ``vocab_size`` where the configuration says null."""
+
+TRAIN, VALIDATION = "train", "validation"
+SPLITS = (TRAIN, VALIDATION)
+
+Document = tuple[bytes | str, bool]
+"""Text, and whether the document ends with it (large documents come in several pieces)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SourceOptions:
+    """Keys that every text source has."""
+
+    name: str
+    """Name of the prepared data: the first part of its directory in the cache."""
+    source: str
+    tokenizer: str
+    """bytes, bpe, gpt2_size_bpe, or a tokenizer.json file."""
+    vocab_size: int | None
+    """Number of token ids; null: filled in for tokenizers whose size is known."""
+    validation: float
+    """Fraction of the text that is held out, in [0, 1)."""
+    seed: int
+    """Decides which text is held out; the order of training follows from the run's seed."""
+
+    hub_tokenizers: ClassVar[bool] = False
+    """Whether a tokenizer may also be named as on the Hugging Face hub."""
+    about: ClassVar[frozenset[str]] = frozenset({"name"})
+    """Keys that do not change the tokens, so that they are no part of the data's identity."""
+
+    def __post_init__(self) -> None:
+        if self.vocab_size is None:
+            self.vocab_size = VOCABULARY.get(self.tokenizer)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules beyond types, as (key, message)."""
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            yield "name", f"must be a plain directory name, got {self.name!r}"
+        if not 0 <= self.validation < 1:
+            yield "validation", f"must lie in [0, 1), got {self.validation}"
+        if not 0 <= self.seed < 2**32:
+            yield "seed", f"must lie in [0, 2^32), got {self.seed}"
+        yield from self._tokenizer_problems()
+
+    def _tokenizer_problems(self) -> Iterator[tuple[str, str]]:
+        known = (BYTES, *TRAINED)
+        other = self.tokenizer not in known
+        if other and not self.tokenizer.endswith(".json") and not self.hub_tokenizers:
+            hint = suggestion(self.tokenizer, known)
+            yield "tokenizer", f"must be {', '.join(known)} or a tokenizer.json file{hint}"
+        elif self.vocab_size is None:
+            yield "vocab_size", f"must be given for tokenizer {self.tokenizer!r}"
+        elif self.tokenizer == "bpe":
+            if self.vocab_size < 257:
+                yield "vocab_size", f"must be ≥ 257 (bytes and end of text), got {self.vocab_size}"
+        elif self.tokenizer in VOCABULARY and self.vocab_size != VOCABULARY[self.tokenizer]:
+            size = VOCABULARY[self.tokenizer]
+            yield (
+                "vocab_size",
+                f"must be {size} (or null) for tokenizer {self.tokenizer}, got {self.vocab_size}",
+            )
+        elif self.vocab_size < 1:
+            yield "vocab_size", f"must be > 0, got {self.vocab_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of one split that one worker turns into tokens at a time."""
+
+    split: str
+    index: int
+    """Place in the split."""
+    size: int
+    """Amount of text in the source's unit, for progress."""
+    items: tuple[Any, ...]
+    """What the source needs to read the documents again, in any process."""
+
+
+class Source(ABC):
+    """Base of the text sources. Instances are sent to worker processes, so they must pickle."""
+
+    Options: ClassVar[type[SourceOptions]]
+    offline: ClassVar[bool]
+    """Whether preparing needs no network, so that training may do it on its own."""
+    unit: ClassVar[str]
+    """Unit of ``Shard.size``."""
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    @abstractmethod
+    def state(self) -> list[Any]:
+        """What is there to be read, as JSON values; cheap, since every start asks for it.
+
+        Raises:
+            DataError: a local file or directory of the options is missing.
+        """
+
+    @abstractmethod
+    def shards(self) -> list[Shard]:
+        """All shards in order; the same list for the same options and state.
+
+        Raises:
+            DataError: the text cannot be found, fetched or split.
+        """
+
+    @abstractmethod
+    def documents(self, shard: Shard) -> Iterator[Document]:
+        """The text of one shard.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+
+    def missing(self) -> str:
+        """The message when nothing is prepared and training may not prepare on its own."""
+        name = self.options.name
+        return f"{name} is not prepared: run `sparsepretrain prepare data={name}`"

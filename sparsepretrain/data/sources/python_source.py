@@ -1,0 +1,79 @@
+"""Python source files: by default the running interpreter's own standard library."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from sparsepretrain.data.sources._files import FileSource, TextFile
+from sparsepretrain.data.sources._source import SourceOptions
+from sparsepretrain.errors import DataError
+from sparsepretrain.registry import register
+
+SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
+"""Directories below a root that hold other people's code or none."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Options(SourceOptions):
+    """Options of ``source: python_source``."""
+
+    source: Literal["python_source"]
+    roots: list[str] | None
+    """Directories that are searched for .py files; null: the standard library."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules beyond types."""
+        yield from SourceOptions.problems(self)
+        if self.roots is not None and not self.roots:
+            yield "roots", "must name at least one directory, or be null (standard library)"
+
+
+@register("source", "python_source")
+class PythonSource(FileSource):
+    """Every .py file below the roots, without hidden and installed-package directories."""
+
+    Options: ClassVar[type[SourceOptions]] = Options
+
+    def find(self) -> list[TextFile]:
+        """The .py files.
+
+        Raises:
+            DataError: a root is not a directory, cannot be read, or holds no .py file.
+        """
+        roots = self.options.roots
+        if roots is None:
+            roots = [sysconfig.get_path("stdlib")]
+        found = []
+        for root in map(os.path.expanduser, roots):
+            if not os.path.isdir(root):
+                raise DataError(f"data.roots: {root} is not a directory")
+            below = list(_walk(root, ""))
+            if not below:
+                raise DataError(f"data.roots: {root} holds no .py file")
+            found.extend(below)
+        return found
+
+
+def _walk(directory: str, prefix: str) -> Iterator[TextFile]:
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                name = entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    if name not in SKIPPED and not name.startswith("."):
+                        yield from _walk(entry.path, f"{prefix}{name}/")
+                elif name.endswith(".py") and entry.is_file():  # not a broken link
+                    stat = entry.stat()
+                    yield TextFile(
+                        prefix + name,
+                        os.path.abspath(entry.path),
+                        stat.st_size,
+                        stat.st_mtime_ns,
+                        (stat.st_dev, stat.st_ino),
+                    )
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename or directory}: {error.strerror}") from error

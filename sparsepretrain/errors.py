@@ -1,0 +1,53 @@
+"""Errors that a user can cause, each with the exit code the shell sees.
+
+Every message is one line that names the key, file or layer and says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+INTERRUPTED = 130
+"""Exit code after SIGINT (128 + 2); a checkpoint was saved."""
+
+PREEMPTED = 143
+"""Exit code after SIGTERM and a clean save (128 + 15); schedulers may requeue."""
+
+
+class SparsePretrainError(Exception):
+    """Base of all errors that end a command with one line and a documented exit code."""
+
+    exit_code = 1
+    label = "error"
+
+
+class ConfigError(SparsePretrainError, ValueError):
+    """Wrong configuration or arguments: exit code 2. Carries every problem found, one per line."""
+
+    exit_code = 2
+    label = "config error"
+
+    def __init__(self, messages: str | Sequence[str]) -> None:
+        self.messages = [messages] if isinstance(messages, str) else list(messages)
+        super().__init__("\n".join(self.messages))
+
+
+class DataError(SparsePretrainError):
+    """Missing, broken or unsuitable data: exit code 3."""
+
+    exit_code = 3
+    label = "data error"
+
+
+class CheckpointError(SparsePretrainError):
+    """A checkpoint that cannot be written, read or continued from: exit code 4."""
+
+    exit_code = 4
+    label = "checkpoint error"
+
+
+class DivergedError(SparsePretrainError):
+    """A non-finite loss or gradient stopped the run before the optimiser step: exit code 5."""
+
+    exit_code = 5
+    label = "diverged"

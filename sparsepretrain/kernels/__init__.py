@@ -1,0 +1,62 @@
+"""The shared operations of all methods: tensors in, tensors out, no modules, no state.
+
+Each takes ``backend=None | "reference" | "triton"``; see :func:`choose_backend`.
+Importing this package does not import torch; the first use of a function does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparsepretrain.kernels.flips import flip_count, pack_24, unpack_24
+    from sparsepretrain.kernels.decay import masked_decay_
+    from sparsepretrain.kernels.mvue24 import mvue
+    from sparsepretrain.kernels.nm import nm_mask
+    from sparsepretrain.kernels.noise import NoiseKey, noise_key, uniform_noise
+    from sparsepretrain.kernels.soft import (
+        boundary_magnitudes,
+        l1_scale,
+        optimal_scale,
+        soft_threshold,
+    )
+
+_HOME = {
+    "nm_mask": "nm",
+    "soft_threshold": "soft",
+    "optimal_scale": "soft",
+    "l1_scale": "soft",
+    "boundary_magnitudes": "soft",
+    "mvue": "mvue24",
+    "masked_decay_": "decay",
+    "flip_count": "flips",
+    "pack_24": "flips",
+    "unpack_24": "flips",
+    "NoiseKey": "noise",
+    "noise_key": "noise",
+    "uniform_noise": "noise",
+}
+__all__ = [
+    "NoiseKey",
+    "boundary_magnitudes",
+    "flip_count",
+    "l1_scale",
+    "masked_decay_",
+    "mvue",
+    "nm_mask",
+    "noise_key",
+    "optimal_scale",
+    "pack_24",
+    "soft_threshold",
+    "uniform_noise",
+    "unpack_24",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value: Any = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

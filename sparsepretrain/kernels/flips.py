@@ -1,0 +1,61 @@
+"""Flip counting and packed masks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsepretrain.kernels.groups import choose_backend
+
+
+def flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None) -> Tensor:
+    """Number of positions where two masks differ (numerator of the flip rate, arXiv:2404.01847).
+
+    Args:
+        previous, current: masks of one shape, bool or 0/1.
+
+    Returns:
+        0-d int64 tensor.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    choose_backend("flip_count", backend)
+    if previous.shape != current.shape:
+        shapes = tuple(previous.shape), tuple(current.shape)
+        raise ValueError(f"flip_count: shapes differ: {shapes[0]} and {shapes[1]}")
+    return (previous.bool() ^ current.bool()).sum()
+
+
+def pack_24(mask: Tensor) -> Tensor:
+    """A mask in one bit per element: position i of a group of four is bit i of its nibble.
+
+    Groups follow the row-major order of ``mask``, two per byte, the first in the low nibble. Any
+    mask can be packed, not only 2:4 ones; the last byte is filled with zeros.
+
+    Returns:
+        uint8 tensor of ceil(numel / 8) bytes.
+    """
+    bits = mask.bool().flatten()
+    if bits.numel() % 8:
+        bits = torch.nn.functional.pad(bits, (0, 8 - bits.numel() % 8))
+    # eight 0/1 bytes as one little-endian word; the multiplication moves byte i to bit 56 + i
+    words = bits.contiguous().view(torch.uint8).view(torch.int64)
+    return ((words * 0x0102040810204080) >> 56).bitwise_and_(255).to(torch.uint8)
+
+
+def unpack_24(code: Tensor, shape: Sequence[int]) -> Tensor:
+    """The bool mask of ``shape`` that :func:`pack_24` made ``code`` from.
+
+    Raises:
+        ValueError: ``code`` does not have the number of bytes that ``shape`` needs.
+    """
+    count = math.prod(shape)
+    if code.numel() != -(-count // 8):
+        raise ValueError(f"unpack_24: {code.numel()} bytes cannot hold a mask of {tuple(shape)}")
+    shifts = torch.arange(8, dtype=torch.uint8, device=code.device)
+    bits = (code.unsqueeze(-1) >> shifts).bitwise_and_(1)
+    return bits.flatten()[:count].bool().reshape(tuple(shape))

@@ -1,0 +1,161 @@
+"""Minimum-variance unbiased 2:4 estimates (Chmiel et al., ICLR 2023, arXiv:2203.10991).
+
+Of every four values two are kept and divided by their inclusion probability p, the rest is zero,
+so the expectation is the input. Nothing is ever formed as "total minus own": that is what makes
+the published kernel return NaN when one value dominates its group.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsepretrain.kernels.groups import choose_backend
+from sparsepretrain.kernels.noise import NoiseKey, uniform_noise
+
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.no_grad()
+def mvue(
+    x: Tensor,
+    *,
+    dim: int = -1,
+    estimator: str = "approximate",
+    uniforms: Tensor | None = None,
+    key: NoiseKey | int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Unbiased 2:4 estimate of ``x`` with groups of four consecutive elements along ``dim``.
+
+    ``approximate`` draws one position with probability |x_i|/S and a second one from the rest
+    (what the kernels of arXiv:2404.01847 and arXiv:2409.09099 run); ``exact`` has the smallest
+    variance any such estimator can have, drawn by systematic sampling. Groups with at most two
+    non-zeros are returned unchanged. A length that is not a multiple of four is padded with zeros.
+    Finite inputs give finite outputs, saturated at the largest value of the dtype; a group with
+    NaN or infinity becomes NaN.
+
+    Args:
+        x: floating-point tensor, any shape and strides.
+        dim: axis of the groups (for weight gradients: the tokens).
+        estimator: ``"approximate"`` or ``"exact"``.
+        uniforms: draws in [0, 1) of shape (…, groups, 2) for approximate, (…, groups, 1) for
+            exact: the shape of ``x`` with ``dim`` moved last and divided by four.
+        key: stream of the counter-based generator (group index along ``dim``, flattened index of
+            the other axes), or an integer seed. Used when ``uniforms`` is None.
+        backend: None, ``"reference"`` or ``"triton"``.
+
+    Returns:
+        tensor of the shape and dtype of ``x``; arithmetic is fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: unknown estimator, neither or both of uniforms and key, wrong uniforms shape.
+    """
+    choose_backend("mvue", backend)
+    if estimator not in ("approximate", "exact"):
+        raise ValueError(f"mvue: estimator must be 'approximate' or 'exact', got {estimator!r}")
+    if (uniforms is None) == (key is None):
+        raise ValueError("mvue: give either uniforms or key")
+    draws = 2 if estimator == "approximate" else 1
+    wide = x if x.dtype == torch.float64 else x.float()
+    rows = wide.movedim(dim, 0)
+    length, rest = rows.shape[0], rows.shape[1:]
+    rows = rows.reshape(length, -1)
+    if length % 4:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, 4 - length % 4))
+    groups, features = rows.shape[0] // 4, rows.shape[1]
+    if uniforms is not None:
+        if uniforms.shape != (*rest, groups, draws):
+            wanted, got = (*rest, groups, draws), tuple(uniforms.shape)
+            raise ValueError(f"mvue: uniforms must have shape {wanted}, got {got}")
+        r = list(uniforms.reshape(features, groups, draws).to(wide.dtype).permute(2, 1, 0))
+    else:
+        assert key is not None
+        r = uniform_noise(key, groups, features, draws, x.device)
+    four = rows.view(groups, 4, features).unbind(1)
+    estimate = _approximate if estimator == "approximate" else _exact
+    parts = estimate(four, r, torch.finfo(x.dtype).max)
+    out = torch.stack(parts, 1).view(groups * 4, features)[:length]
+    return out.view(length, *rest).movedim(0, dim).to(x.dtype)
+
+
+def _normalise(x: Four) -> tuple[list[Tensor], Tensor, Tensor]:
+    """(magnitudes divided by the group's largest, that largest, at most two non-zeros?)."""
+    a = [v.abs() for v in x]
+    low, high = torch.minimum(a[0], a[1]), torch.maximum(a[0], a[1])
+    low2, high2 = torch.minimum(a[2], a[3]), torch.maximum(a[2], a[3])
+    largest = torch.maximum(high, high2)
+    second = torch.minimum(torch.maximum(low, low2, out=low), torch.minimum(high, high2, out=high))
+    # a subnormal or zero maximum is replaced by the smallest normal number: no 0/0, no overflow
+    largest.clamp_(min=torch.finfo(largest.dtype).tiny)
+    return [v.div_(largest) for v in a], largest, second == 0
+
+
+def _finish(
+    x: Four, selected: list[Tensor], value: list[Tensor], sparse: Tensor, saturation: float
+) -> list[Tensor]:
+    """sign(x)·value where selected; groups that are 2:4 already stay as they are."""
+    out = []
+    for xi, keep, v in zip(x, selected, value, strict=True):
+        # multiplied by 0 or 1, not selected: a NaN must stay visible
+        estimate = torch.copysign(v.clamp_(max=saturation), xi).mul_(keep)
+        out.append(torch.where(sparse, xi, estimate))
+    return out
+
+
+def _others(b: list[Tensor]) -> list[Tensor]:
+    """Sum of the three other entries, for each entry; never a difference."""
+    head, tail = b[0] + b[1], b[2] + b[3]
+    return [b[1] + tail, b[0] + tail, head + b[3], head.add_(b[2])]
+
+
+def _one_hot(first: Tensor, second: Tensor, third: Tensor) -> list[Tensor]:
+    """Position of a draw that passed the first, second, third boundary (each implies the last)."""
+    return [~first, first & ~second, second & ~third, third]
+
+
+def _approximate(x: Four, r: list[Tensor], saturation: float) -> list[Tensor]:
+    b, scale, sparse = _normalise(x)
+    # First draw: the smallest i with r0·S < C_i. In floating point too r0·S < S for r0 ≤ 1 - 2⁻²⁴,
+    # and an empty interval cannot be hit: a zero is never drawn.
+    c1 = b[0] + b[1]
+    c2 = c1 + b[2]
+    total = c2 + b[3]
+    u = r[0] * total
+    first = _one_hot(u >= b[0], u >= c1, u >= c2)
+    # Second draw: the same among the other three.
+    rest = [v.masked_fill(hit, 0) for hit, v in zip(first, b, strict=True)]
+    c1 = torch.add(rest[0], rest[1], out=c1)
+    c2 = torch.add(c1, rest[2], out=c2)
+    u = torch.add(c2, rest[3], out=u).mul_(r[1])
+    second = _one_hot(u >= rest[0], u >= c1, u >= c2)
+    # p_i = b_i/S·(1 + Q_i), Q_i = Σ_{j≠i} b_j/(S - b_j); hence |x_i|/p_i = S/(1 + Q_i)
+    odds = [torch.div(v, o, out=o) for v, o in zip(b, _others(b), strict=True)]
+    value = [
+        torch.maximum(torch.div(total, q.add_(1), out=q), v, out=q).mul_(scale)  # p ≤ 1
+        for q, v in zip(_others(odds), b, strict=True)
+    ]
+    selected = [i.logical_or_(j) for i, j in zip(first, second, strict=True)]
+    return _finish(x, selected, value, sparse, saturation)
+
+
+def _exact(x: Four, r: list[Tensor], saturation: float) -> list[Tensor]:
+    b, scale, sparse = _normalise(x)
+    others = _others(b)
+    rest = torch.minimum(
+        torch.minimum(others[0], others[1]), torch.minimum(others[2], others[3])
+    )  # all but the largest
+    dominated = rest < 1
+    half = (b[0] + others[0]) / 2
+    share = torch.where(dominated, rest, half)
+    p = [(v / share).clamp_(max=1) for v in b]
+    # Systematic sampling: intervals of length p_i end to end on [0, 2), hit by u and u + 1.
+    c1 = p[0] + p[1]
+    c2 = torch.where(b[3] == 0, 2.0, c1 + p[2])  # no room for a zero by rounding
+    u = r[0]
+    first = _one_hot(u >= p[0], u >= c1, u >= c2)
+    u = u + 1
+    second = _one_hot(u >= p[0], u >= c1, u >= c2)
+    value = [torch.maximum(share, v).mul_(scale) for v in b]
+    selected = [i.logical_or_(j) for i, j in zip(first, second, strict=True)]
+    return _finish(x, selected, value, sparse, saturation)

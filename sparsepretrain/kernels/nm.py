@@ -1,0 +1,80 @@
+"""Hard N:M masks: the N largest magnitudes of every M consecutive elements."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsepretrain.kernels.groups import check_pattern, choose_backend, join_groups, split_groups
+
+_INTEGER = {torch.float64: torch.int64, torch.float32: torch.int32}
+_PAIRWISE_LIMIT = 8
+
+
+def nm_mask(
+    x: Tensor,
+    n: int = 2,
+    m: int = 4,
+    *,
+    dim: int = -1,
+    ties: str = "high",
+    backend: str | None = None,
+) -> Tensor:
+    """Mask of the N elements of largest magnitude in every M consecutive ones along ``dim``.
+
+    Equal magnitudes: the larger index is kept (``ties="high"``, what the 2:4 kernels and SR-STE
+    do; SR-STE, arXiv:2102.04010) or the smaller (``"low"``, SDGP). Exactly N of M are kept for
+    every input: -0.0 equals +0.0, NaN counts as larger than infinity.
+
+    Args:
+        x: floating-point tensor, any shape and strides.
+        n, m: the pattern, 1 ≤ n ≤ m.
+        dim: axis of the groups; its size must be a multiple of ``m``.
+        ties: ``"high"`` or ``"low"``.
+        backend: None, ``"reference"`` or ``"triton"``.
+
+    Returns:
+        bool tensor of the shape of ``x``, true = kept.
+
+    Raises:
+        ValueError: impossible pattern, axis not a multiple of M, unknown option.
+    """
+    choose_backend("nm_mask", backend)
+    check_pattern("nm_mask", x, n, m, dim)
+    if ties not in ("high", "low"):
+        raise ValueError(f"nm_mask: ties must be 'high' or 'low', got {ties!r}")
+    if n == m:
+        return torch.ones(x.shape, dtype=torch.bool, device=x.device)
+    keys = split_groups(_magnitude_bits(x), m, dim)
+    if ties == "low":
+        keys.reverse()
+    kept = _top_by_pairs(keys, n) if m <= _PAIRWISE_LIMIT else _top_by_sort(keys, n)
+    if ties == "low":
+        kept.reverse()
+    return join_groups(kept, dim)
+
+
+def _magnitude_bits(x: Tensor) -> Tensor:
+    """|x| as integers in the same order, NaN above infinity: floats of one sign sort like bits."""
+    x = x.detach()
+    x = x if x.dtype in _INTEGER else x.float()
+    return x.abs().view(_INTEGER[x.dtype])
+
+
+def _top_by_pairs(keys: list[Tensor], n: int) -> list[Tensor]:
+    """Compare all pairs; position i is kept when it beats at least M - N others."""
+    m = len(keys)
+    wins = [torch.zeros(keys[0].shape, dtype=torch.int8, device=keys[0].device) for _ in keys]
+    for i in range(m):
+        for j in range(i + 1, m):
+            first = keys[i] > keys[j]  # strict: on equality the later position wins
+            wins[i] += first
+            wins[j] += ~first
+    return [w >= m - n for w in wins]
+
+
+def _top_by_sort(keys: list[Tensor], n: int) -> list[Tensor]:
+    # stable ascending: among equals the later position ranks higher
+    order = torch.stack(keys).argsort(dim=0, stable=True)
+    kept = torch.zeros(order.shape, dtype=torch.bool, device=order.device)
+    return list(kept.scatter_(0, order[-n:], True).unbind(0))

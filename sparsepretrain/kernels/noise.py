@@ -1,0 +1,96 @@
+"""Counter-based uniform numbers: Philox4x32-10 (Salmon et al., SC 2011).
+
+A draw is a pure function of (seed, optimiser step, layer, product, global token group, feature),
+so resuming, accumulation and world size cannot change it. The arithmetic uses 32-bit values held
+in int64 (or Python integers), which every device and compiler has.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+_ROUNDS = 10
+
+
+class NoiseKey(NamedTuple):
+    """Key of one stream; integers or 0-d int64 tensors (under ``torch.compile``)."""
+
+    k0: Any
+    k1: Any
+    offset: Any = 0
+    """Global index of the first token group."""
+
+
+def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
+    """One Philox4x32-10 block; the parts are integers or int64 tensors holding 32-bit values."""
+    c0, c1, c2, c3 = counter
+    for r in range(_ROUNDS):
+        k0, k1 = (key[0] + r * _W0) & _LOW, (key[1] + r * _W1) & _LOW
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW
+        c2, c3 = ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
+    return c0, c1, c2, c3
+
+
+def noise_key(seed: int, step: Any, layer: int, product: int, offset: Any = 0) -> NoiseKey:
+    """The stream of one product of one layer in one optimiser step.
+
+    Args:
+        seed: seed of the run, 0 ≤ seed < 2⁶³.
+        step: completed optimiser steps, an integer or 0-d int64 tensor.
+        layer: index of the layer among the sparse layers of the model.
+        product: 0 fprop, 1 dgrad, 2 wgrad.
+        offset: global index of this micro-batch's first token group.
+    """
+    k0, k1, _, _ = philox((step & _LOW, layer, product, step >> 32), (seed & _LOW, seed >> 32))
+    return NoiseKey(k0, k1, offset)
+
+
+def uniform_noise(
+    key: NoiseKey | int, groups: int, features: int, words: int, device: torch.device | None = None
+) -> list[Tensor]:
+    """Uniforms in [0, 1) on the 2⁻²⁴ grid, one block per (token group, feature).
+
+    Args:
+        key: the stream; an integer is a seed.
+        groups, features: size of the grid; the counter is (offset + group, feature, 0, 0).
+        words: how many of the two first words of each block are wanted, 1 or 2.
+        device: where to compute.
+
+    Returns:
+        ``words`` fp32 tensors of shape (groups, features).
+    """
+    if not isinstance(key, NoiseKey):
+        key = NoiseKey(int(key) & _LOW, int(key) >> 32)
+    keys = [((key.k0 + r * _W0) & _LOW, (key.k1 + r * _W1) & _LOW) for r in range(_ROUNDS)]
+    token = (torch.arange(groups, device=device) + key.offset).bitwise_and_(_LOW).unsqueeze(1)
+    feature = torch.arange(features, device=device).unsqueeze(0)
+    zero = token.new_zeros((1, 1))
+    # With two counter words constant, three rounds stay rank one: (groups, 1) against (1, features)
+    c0, c1, c2, c3 = token, feature, zero, zero
+    for k0, k1 in keys[:2]:
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW
+        c2, c3 = ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
+    full = (groups, features)
+    c0, c1, c2, c3 = (c.expand(full) for c in (c0, c1, c2, c3))
+    for k0, k1 in keys[2:-1]:
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0 = _high(p1).bitwise_xor_(c1).bitwise_xor_(k0)
+        c2 = _high(p0).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = p1.bitwise_and_(_LOW), p0.bitwise_and_(_LOW)
+    k0, _ = keys[-1]
+    p1 = c2 * _M1
+    out = [_high(p1).bitwise_xor_(c1).bitwise_xor_(k0), p1.bitwise_and_(_LOW)][:words]
+    return [word.bitwise_right_shift_(8).float().mul_(2.0**-24) for word in out]
+
+
+def _high(product: Tensor) -> Tensor:
+    # the shift of a negative int64 carries ones down; the mask removes them
+    return (product >> 32).bitwise_and_(_LOW)

@@ -1,0 +1,116 @@
+"""The continuous pruning function of S-STE and its scale (arXiv:2409.09099)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsepretrain.kernels.groups import check_pattern, choose_backend, join_groups, split_groups
+
+
+def soft_threshold(
+    x: Tensor,
+    n: int = 2,
+    m: int = 4,
+    *,
+    gamma: float = 0.0,
+    dim: int = -1,
+    backend: str | None = None,
+) -> Tensor:
+    """S(x) = sign(x)·max(|x| - t, 0) per group of M, with at most N non-zeros.
+
+    t = (1 - γ)·|dropped| + γ·|kept|, where dropped is the largest magnitude that a hard N:M mask
+    drops and kept the smallest it keeps (S-STE section 4; γ = 0 in the authors' code). S is
+    continuous in x for every γ; at ties fewer than N are non-zero. A dropped element is +0.0; a
+    NaN makes its group NaN; infinities are kept.
+
+    Args:
+        x: floating-point tensor, any shape and strides.
+        n, m: the pattern, 1 ≤ n ≤ m (n = m returns x).
+        gamma: position of the threshold, 0 ≤ gamma ≤ 1.
+        dim: axis of the groups; its size must be a multiple of ``m``.
+        backend: None, ``"reference"`` or ``"triton"``.
+
+    Returns:
+        tensor of the shape and dtype of ``x``; arithmetic is fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: impossible pattern, axis not a multiple of M, gamma outside [0, 1].
+    """
+    choose_backend("soft_threshold", backend)
+    check_pattern("soft_threshold", x, n, m, dim)
+    if not 0.0 <= gamma <= 1.0:
+        raise ValueError(f"soft_threshold: gamma must lie in [0, 1], got {gamma}")
+    x = x.detach()
+    if n == m:
+        return x.clone()
+    values = split_groups(_wide(x), m, dim)
+    magnitudes = [v.abs() for v in values]
+    dropped, kept = _boundary(magnitudes, n)
+    if gamma == 0.0:
+        t = dropped
+    else:
+        # finite unless three of four are infinite, so that an infinity survives its threshold
+        t = (1.0 - gamma) * dropped + gamma * kept.clamp(max=torch.finfo(kept.dtype).max)
+    zero = t.new_zeros(())
+    parts = [
+        # not clamp(min=0): inf - inf must be 0, NaN must stay and a dropped value must be +0.0
+        torch.where(a <= t, zero, v - torch.copysign(t, v))
+        for a, v in zip(magnitudes, values, strict=True)
+    ]
+    return join_groups(parts, dim).to(x.dtype)
+
+
+def boundary_magnitudes(
+    x: Tensor, n: int = 2, m: int = 4, *, dim: int = -1
+) -> tuple[Tensor, Tensor]:
+    """(largest dropped, smallest kept) magnitude of each group: |t2| and |t3| for 2:4.
+
+    Returns:
+        two tensors of the shape of ``x`` with ``dim`` divided by M, fp32 (fp64 for fp64).
+    """
+    check_pattern("boundary_magnitudes", x, n, m, dim)
+    return _boundary([v.abs() for v in split_groups(_wide(x.detach()), m, dim)], n)
+
+
+def optimal_scale(w: Tensor, s: Tensor) -> Tensor:
+    """β = argmin_b ‖w - b·s‖² = ⟨w, s⟩ / ⟨s, s⟩, or 1 when s = 0 (S-STE section 4.2).
+
+    Args:
+        w, s: tensors of one shape. Sums are accumulated in fp64.
+
+    Returns:
+        0-d fp32 tensor on the device of ``w``.
+    """
+    w, s = w.detach().double(), s.detach().double()
+    return _ratio((w * s).sum(), (s * s).sum())
+
+
+def l1_scale(w: Tensor, s: Tensor) -> Tensor:
+    """β = ‖w‖₁ / ‖s‖₁, or 1 when s = 0 (S-STE Table 2, "same L1 norm"). 0-d fp32."""
+    return _ratio(w.detach().double().abs().sum(), s.detach().double().abs().sum())
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    one = torch.ones_like(numerator)
+    return torch.where(denominator == 0, one, numerator / denominator).float()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _boundary(a: list[Tensor], n: int) -> tuple[Tensor, Tensor]:
+    """Order statistics M-N and M-N+1 (from below) of the m magnitudes; NaN spreads."""
+    m = len(a)
+    if m == 4 and n == 2:
+        # a 4-element sorting network without its outer comparators
+        low, high = torch.minimum(a[0], a[1]), torch.maximum(a[0], a[1])
+        low2, high2 = torch.minimum(a[2], a[3]), torch.maximum(a[2], a[3])
+        inner, outer = torch.maximum(low, low2), torch.minimum(high, high2)
+        return torch.minimum(inner, outer), torch.maximum(inner, outer)
+    ordered = torch.stack(a).sort(dim=0).values
+    poison = ordered[-1] * 0  # sort puts NaN last; inf * 0 is NaN too, hence the next line
+    poison = torch.where(ordered[-1].isinf(), torch.zeros_like(poison), poison)
+    dropped = ordered[m - n - 1] if n < m else torch.zeros_like(poison)
+    return dropped + poison, ordered[m - n] + poison

@@ -1,0 +1,124 @@
+"""GPT-2 (Radford et al., 2019) on transformers' classes, with linear layers in place of Conv1D."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from sparsepretrain.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(slots=True, kw_only=True)
+class GPT2Options:
+    """Architecture; names as in transformers' GPT2Config."""
+
+    name: str
+    family: Literal["gpt2"]
+    vocab_size: int
+    """Rows of the embedding, which is also the output layer; may exceed the tokenizer's size."""
+    n_positions: int
+    """Longest sequence."""
+    n_embd: int
+    """Width."""
+    n_layer: int
+    n_head: int
+    n_inner: int | None
+    """FFN width; null: 4·n_embd."""
+    bias: bool
+    """Biases in linear layers and norms; the papers' runs have none."""
+    dropout: float
+    activation_checkpointing: bool
+    """Recompute each block in the backward: less memory, about a third more time."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        for key in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+            if getattr(self, key) <= 0:
+                yield key, f"must be > 0, got {getattr(self, key)}"
+        if self.n_head > 0 and self.n_embd % self.n_head:
+            yield "n_head", f"must divide model.n_embd ({self.n_embd}), got {self.n_head}"
+        if self.n_inner is not None and self.n_inner <= 0:
+            yield "n_inner", f"must be > 0 or null, got {self.n_inner}"
+        if not 0 <= self.dropout < 1:
+            yield "dropout", f"must lie in [0, 1), got {self.dropout}"
+
+
+@register("model", "gpt2")
+class GPT2:
+    """Builds the model and knows its layers by role."""
+
+    Options = GPT2Options
+    roles: ClassVar[dict[str, list[str]]] = {
+        "ffn": ["*.mlp.c_fc", "*.mlp.c_proj"],
+        "attention": ["*.attn.c_attn", "*.attn.c_proj"],
+        "all": ["*.mlp.c_fc", "*.mlp.c_proj", "*.attn.c_attn", "*.attn.c_proj"],
+    }
+    """Aliases of ``sparsity.targets``."""
+
+    @staticmethod
+    def build(options: GPT2Options) -> nn.Module:
+        """A GPT2LMHeadModel with weights drawn from torch's global generator.
+
+        N(0, 0.02), residual projections N(0, 0.02/√(2·layers)), as in nanoGPT. ``gelu_new`` is
+        replaced by the same function in its fused form. Under ``torch.device("meta")`` nothing
+        is allocated.
+        """
+        from torch import nn
+        from transformers import AttentionInterface, GPT2Config
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
+        from transformers.pytorch_utils import Conv1D
+
+        # Under a name of its own no mask is built: SDPA's causal flag is enough for full sequences,
+        # and the search for packed ones would synchronise with the GPU in every forward
+        AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+        config = GPT2Config(
+            vocab_size=options.vocab_size,
+            n_positions=options.n_positions,
+            n_embd=options.n_embd,
+            n_layer=options.n_layer,
+            n_head=options.n_head,
+            n_inner=options.n_inner,
+            activation_function="gelu_pytorch_tanh",
+            resid_pdrop=options.dropout,
+            embd_pdrop=options.dropout,
+            attn_pdrop=options.dropout,
+            attn_implementation="causal_sdpa",
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        model = GPT2LMHeadModel(config)
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, Conv1D):
+                    setattr(parent, name, _linear_from(child, options.bias))
+                elif isinstance(child, nn.LayerNorm) and not options.bias:
+                    child.bias = None
+        if options.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    @staticmethod
+    def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+        """(batch, length) int64 -> (batch, length, vocab_size)."""
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+def _linear_from(conv: nn.Module, bias: bool) -> nn.Module:
+    """nn.Linear with the weight of a Conv1D, which stores (in_features, out_features)."""
+    import torch
+    from torch import nn
+
+    width_in, width_out = conv.weight.shape  # type: ignore[union-attr,misc]
+    with torch.device("meta"):
+        linear = nn.Linear(width_in, width_out, bias=bias)
+    linear.weight = nn.Parameter(conv.weight.detach().t().contiguous())  # type: ignore[operator]
+    if bias:
+        linear.bias = nn.Parameter(conv.bias.detach().clone())  # type: ignore[operator]
+    return linear

@@ -1,0 +1,140 @@
+"""Names to implementations, without importing torch.
+
+A built-in is a module of the package that holds its kind: the method ``sste`` is
+``sparsepretrain/sparsity/methods/sste.py``. The module is imported when the name is looked up and
+registers its class with :func:`register`. Plugins (a file, a module, or an installed package with
+the entry-point group ``sparsepretrain.plugins``) register in the same way, so a new method is one
+file and one YAML and nothing else is edited.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TypeVar
+
+from sparsepretrain.errors import ConfigError
+
+T = TypeVar("T")
+
+PACKAGES = {
+    "method": "sparsepretrain.sparsity.methods",
+    "source": "sparsepretrain.data.sources",
+    "task": "sparsepretrain.tasks",
+    "model": "sparsepretrain.models",
+}
+"""Kind of thing -> package whose modules are the built-ins of that kind."""
+
+_registered: dict[str, dict[str, type]] = {kind: {} for kind in PACKAGES}
+
+
+def register(kind: str, name: str) -> Callable[[type[T]], type[T]]:
+    """Return a class decorator that makes the class available as ``name`` of ``kind``.
+
+    Raises:
+        ConfigError: another class already has that name (a plugin cannot replace a built-in).
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        known = _registered[kind].get(name)
+        same = known is not None and (known.__module__, known.__qualname__) == (
+            cls.__module__,
+            cls.__qualname__,
+        )
+        built_in = name in _builtin_names(kind) and cls.__module__ != f"{PACKAGES[kind]}.{name}"
+        if (known is not None and not same) or built_in:
+            raise ConfigError(f"plugin error: {kind} {name!r} exists already; choose another name")
+        _registered[kind][name] = cls
+        return cls
+
+    return decorate
+
+
+def names(kind: str) -> list[str]:
+    """All names of ``kind``, built-in and plugin, sorted."""
+    return sorted({*_builtin_names(kind), *_registered[kind]})
+
+
+def get(kind: str, name: str) -> type:
+    """The class registered as ``name`` of ``kind``; imports its module on first use.
+
+    Raises:
+        ConfigError: unknown name, with the nearest known one.
+    """
+    if name not in _registered[kind] and name in _builtin_names(kind):
+        importlib.import_module(f"{PACKAGES[kind]}.{name}")
+    if name not in _registered[kind]:
+        raise ConfigError(f"unknown {kind} {name!r}{suggestion(name, names(kind))}")
+    return _registered[kind][name]
+
+
+def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """`` (did you mean 'x'?)``, or the list of choices when nothing is near.
+
+    ``prefix`` is put before the names in the answer only, so that a long common path does not make
+    everything look near.
+    """
+    known = list(known)
+    # 0.5 finds every word of four letters or more with two wrong ones
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if near:
+        return f" (did you mean {prefix + near[0]!r}?)"
+    return f" (choose from {', '.join(known)})" if known else ""
+
+
+def load_plugin(plugin: str) -> None:
+    """Import a plugin: a path to a ``.py`` file or the dotted name of an installed module.
+
+    Raises:
+        ConfigError: it does not exist or its import fails.
+    """
+    try:
+        if plugin.endswith(".py"):
+            path = Path(plugin).expanduser().resolve()
+            digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+            module_name = f"sparsepretrain_plugin_{path.stem}_{digest}"
+            if module_name in sys.modules:
+                return
+            if not path.is_file():
+                raise ConfigError(f"plugin {plugin!r}: no such file")
+            spec = importlib.util.spec_from_file_location(module_name, path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[module_name] = module
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[module_name]
+                raise
+        else:
+            importlib.import_module(plugin)
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(f"plugin {plugin!r} does not import: {reason}") from error
+
+
+def load_entry_points() -> None:
+    """Import every installed plugin of the entry-point group ``sparsepretrain.plugins``."""
+    for entry in entry_points(group="sparsepretrain.plugins"):
+        load_plugin(entry.module)
+
+
+def _builtin_names(kind: str) -> list[str]:
+    # find_spec of a.b.c imports a.b: the packages' __init__ files are torch-free by rule
+    spec = importlib.util.find_spec(PACKAGES[kind])
+    if spec is None or spec.submodule_search_locations is None:
+        return []
+    return [
+        m.name
+        for m in pkgutil.iter_modules(list(spec.submodule_search_locations))
+        if not m.name.startswith("_")
+    ]

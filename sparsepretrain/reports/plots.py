@@ -1,0 +1,257 @@
+"""Figures of runs. Each function builds one figure from data and touches neither files nor pyplot.
+
+Colours are Okabe and Ito's, which stay apart for colour-blind readers; runs also differ by marker.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparsepretrain.reports.runs import RunData, smooth
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX"
+DASHES = ("-", "--", "-.", ":")
+TRAIN, VALIDATION = COLOURS[0], COLOURS[1]
+GREY = "#707070"
+
+
+def loss_figure(run: RunData) -> Figure | None:
+    """Training loss, as logged and averaged, and validation loss; None without a loss."""
+    steps, loss = run.series("loss")
+    evaluated, validation = run.series("loss", "validation")
+    if not _drawable(loss) and not _drawable(validation):
+        return None
+    figure, axes = _single(run)
+    if _drawable(loss):
+        mean, width = smooth(loss)
+        axes.plot(steps, loss, color=TRAIN, alpha=0.35, linewidth=0.8, label="train, as logged")
+        label = f"train, {mean_label(steps, width)}"
+        axes.plot(steps, mean, color=TRAIN, linewidth=1.6, label=label)
+    if _drawable(validation):
+        style: dict[str, Any] = {"color": VALIDATION, "marker": "o", "markersize": 3.5}
+        axes.plot(evaluated, validation, linewidth=1.2, label="validation", **style)
+    axes.set_ylabel("loss (cross-entropy, nats)")
+    return _finish(figure, run)
+
+
+def flip_figure(run: RunData) -> Figure | None:
+    """Flip rate over all sparse layers, log axis; None when there is none above zero."""
+    steps, flips = run.series("flip_rate")
+    if not _drawable(flips, log=True):
+        return None
+    figure, axes = _single(run)
+    mean, width = smooth(flips)
+    axes.plot(steps, _positive(flips), color=TRAIN, alpha=0.35, linewidth=0.8, label="as logged")
+    label = mean_label(steps, width)
+    axes.plot(steps, _positive(mean), color=TRAIN, linewidth=1.6, label=label)
+    _flip_axis(axes, [run])
+    return _finish(figure, run)
+
+
+def lr_figure(run: RunData) -> Figure | None:
+    """Learning rate; None when it was not logged."""
+    steps, rate = run.series("lr")
+    if not _drawable(rate):
+        return None
+    figure, axes = _single(run, height=3.6)
+    axes.plot(steps, rate, color=TRAIN, linewidth=1.6, label="learning rate")
+    axes.set_ylabel("learning rate")
+    axes.set_ylim(bottom=0)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+    return _finish(figure, run)
+
+
+def layers_figure(run: RunData) -> Figure | None:
+    """Flip rate of each layer over the steps, log colours; None without values above zero."""
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm
+
+    steps, names, values = run.layers()
+    if not _drawable(values, log=True):
+        return None
+    figure, axes = _new((9, min(16.0, max(3.2, 1.9 + 0.19 * len(names)))))
+    map_ = colormaps["viridis"].with_extremes(bad="#dddddd")
+    shown = np.ma.masked_invalid(_positive(values))
+    low, high = float(shown.min()), float(shown.max())
+    norm = LogNorm(vmin=min(low, high / 10), vmax=high)
+    edges = np.arange(len(names) + 1) - 0.5
+    mesh = axes.pcolormesh(_edges(steps), edges, shown, cmap=map_, norm=norm, rasterized=True)
+    stem, short = _shorten(names)
+    every = -(-len(names) // 70)
+    axes.set_yticks(range(0, len(names), every), short[::every], fontsize=8)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_ylabel(f"layer of {stem}" if stem else "layer")
+    axes.set_xlabel("step")
+    none = "; grey: none" if np.any(values == 0) else ""
+    figure.colorbar(mesh, ax=axes, label=f"flip rate{none}", fraction=0.05, pad=0.02)
+    for step in run.boundaries():
+        axes.axvline(step, color="white", linewidth=1.2, linestyle=":")
+    axes.set_title(f"Flip rate by layer: {title(run)}", loc="left", fontsize=10)
+    return _finish(figure, run, legend=False)
+
+
+def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:
+    """Several runs: loss (train and validation) on the left, flip rate (log axis) on the right."""
+    from matplotlib.lines import Line2D
+
+    figure, (left, right) = _new((12, 5.2), columns=2)
+    handles, tops, averages, boundaries = [], [], set(), False
+    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        line: dict[str, Any] = {
+            "color": COLOURS[index % len(COLOURS)],
+            "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
+            "linewidth": 1.3,
+        }
+        dots = {"color": line["color"], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
+        handles.append(Line2D([], [], **(line | dots), label=label))
+        steps, loss = run.series("loss")
+        mean, width = smooth(loss)
+        averages.add(mean_label(steps, width))
+        left.plot(steps, mean, **line)
+        if _drawable(late := mean[len(mean) // 10 :]):
+            tops.append(float(np.nanmax(late)))
+        left.plot(*run.series("loss", "validation"), linestyle=" ", zorder=3, **dots)
+        steps, flips = run.series("flip_rate")
+        if _drawable(flips, log=True):
+            right.plot(steps, _positive(smooth(flips)[0]), **line)
+        for step in run.boundaries():
+            boundaries = True
+            for axes in (left, right):
+                axes.axvline(step, color=line["color"], linewidth=0.8, linestyle=":")
+    average = averages.pop() if len(averages) == 1 else "running means"
+    note = "; dotted: dense ↔ sparse" if boundaries else ""
+    left.set_title(f"lines: train, {average}; markers: validation", fontsize=9, loc="left")
+    right.set_title(f"lines: {average}{note}", fontsize=9, loc="left")
+    left.set_ylabel("loss (cross-entropy, nats)")
+    left.set_xlabel("step")
+    right.set_xlabel("step")
+    bottom, top = left.get_ylim()
+    if tops and max(tops) < top:
+        # the first steps fall by several nats and would press all differences together
+        left.set_ylim(bottom, max(tops) + 0.05 * (max(tops) - bottom))
+        left.set_xlabel("step (the first 10 % may leave the axis)")
+    if any(_drawable(run.series("flip_rate")[1], log=True) for run in runs):
+        _flip_axis(right, runs)
+    else:
+        right.set_yticks([])
+        right.text(0.5, 0.5, "no flip rate recorded", ha="center", transform=right.transAxes)
+    columns = min(len(runs), 4 if max(map(len, labels)) < 40 else 2)
+    figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False)
+    figure.supxlabel(_footer(runs, 170), fontsize=7, color=GREY, x=0.01, ha="left")
+    return figure
+
+
+def _new(size: tuple[float, float], columns: int = 1) -> tuple[Figure, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained", dpi=150)
+    grid = figure.subplots(1, columns)
+    for axes in np.atleast_1d(grid):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(True, color="#e5e5e5", linewidth=0.6)
+        axes.set_axisbelow(True)
+    return figure, grid
+
+
+def _single(run: RunData, height: float = 4.8) -> tuple[Figure, Axes]:
+    figure, axes = _new((8.5, height))
+    axes.set_title(title(run), loc="left", fontsize=10)
+    axes.set_xlabel("step")
+    return figure, axes
+
+
+def _finish(figure: Figure, run: RunData, *, legend: bool = True) -> Figure:
+    axes = figure.axes[0]
+    if legend:
+        for step in run.boundaries():
+            axes.axvline(step, color=GREY, linewidth=1, linestyle=":")
+            name = f" dense ↔ sparse at {step}"
+            style: dict[str, Any] = {"rotation": 90, "fontsize": 7, "color": GREY}
+            where = axes.get_xaxis_transform()
+            axes.text(step, 1, name, transform=where, ha="right", va="top", **style)
+        if len(axes.get_legend_handles_labels()[0]) > 1:
+            figure.legend(loc="outside upper right", ncols=3, frameon=False, fontsize=8)
+    figure.supxlabel(_footer([run], 125), fontsize=7, color=GREY, x=0.01, ha="left")
+    return figure
+
+
+def _flip_axis(axes: Axes, runs: Sequence[RunData]) -> None:
+    refresh = {(run.config.get("sparsity") or {}).get("refresh", 1) for run in runs}
+    if refresh == {1}:
+        interval = "per step"
+    elif len(refresh) == 1:
+        interval = f"per mask refresh, every {refresh.pop()} steps"
+    else:
+        interval = "per mask refresh; the intervals differ"
+    axes.set_yscale("log")
+    axes.set_ylabel(f"flip rate (share of mask entries that change, {interval})", fontsize=9)
+
+
+def title(run: RunData) -> str:
+    """What a run is called in titles: its name, method and seed, as far as they are known."""
+    sparsity = run.config.get("sparsity") or {}
+    parts = [run.config.get("name"), sparsity.get("name")]
+    if "seed" in run.config:
+        parts.append(f"seed {run.config['seed']}")
+    return ", ".join(dict.fromkeys(str(part) for part in parts if part)) or run.path.name
+
+
+def _footer(runs: Sequence[RunData], width: int) -> str:
+    """Command, commit and hardware of the first run, as far as environment.json knows them."""
+    first = runs[0].environment
+    parts = []
+    for key in ("command", "commit", "hardware"):
+        value = first.get(key)
+        if isinstance(value, dict):
+            value = ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
+        if value and key == "command" and len({str(r.environment.get(key)) for r in runs}) > 1:
+            value = f"{value} (and {len(runs) - 1} more)"
+        if value:
+            parts.append(f"commit {str(value)[:12]}" if key == "commit" else str(value))
+    return textwrap.fill(" · ".join(parts), width, max_lines=3)
+
+
+def mean_label(steps: np.ndarray, width: int) -> str:
+    """What a smoothed line shows, with the width in steps."""
+    if width == 1:
+        return "not averaged"
+    span = int(np.median(np.diff(steps))) * width
+    return f"running mean over {span} steps"
+
+
+def _drawable(values: np.ndarray, *, log: bool = False) -> bool:
+    return bool(np.any(np.isfinite(values) & ((values > 0) | (not log))))
+
+
+def _positive(values: np.ndarray) -> np.ndarray:
+    """Zeros have no place on a log axis: gaps."""
+    return np.where(values > 0, values, np.nan)
+
+
+def _edges(steps: np.ndarray) -> np.ndarray:
+    """Cell borders: a column reaches back to the step logged before it."""
+    first = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)
+    return np.concatenate([[first], steps]).astype(float)
+
+
+def _shorten(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Split off the dotted prefix that all names share."""
+    parts = [name.split(".") for name in names]
+    shared = 0
+    # the last part always stays, and so does the only name of a single layer
+    while (
+        len(parts) > 1
+        and all(len(p) > shared + 1 for p in parts)
+        and (len({p[shared] for p in parts}) == 1)
+    ):
+        shared += 1
+    return ".".join(parts[0][:shared]), [".".join(p[shared:]) for p in parts]

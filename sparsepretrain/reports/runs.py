@@ -1,0 +1,172 @@
+"""A run directory, read back: records as arrays, configuration, environment."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparsepretrain.config.freeze import from_yaml
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.tracking.record import FILE, read
+
+SMOOTH = 40
+"""A curve is averaged over 1/40 of its points: short enough to keep its shape."""
+
+NOT_COMPARED = ("runs_dir", "resume", "tracker", "experiment")
+"""Keys that do not change what a run computes."""
+
+ABSENT = "–"
+"""Stands for the value of a key that a configuration does not have."""
+
+
+@dataclass(slots=True)
+class RunData:
+    """What a run directory holds."""
+
+    path: Path
+    records: list[dict[str, Any]]
+    config: dict[str, Any]
+    config_text: str
+    """config.yaml as it is; empty when there is none."""
+    environment: dict[str, Any]
+
+    def series(self, key: str, split: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Steps (int64) and values (float64, NaN for null) of the records that have ``key``."""
+        pairs = [
+            (record["step"], record[key])
+            for record in self.records
+            if key in record and record.get("split") == split
+        ]
+        steps = np.array([step for step, _ in pairs], dtype=np.int64)
+        values = [math.nan if value is None else value for _, value in pairs]
+        return steps, np.array(values, dtype=np.float64)
+
+    def layers(self, key: str = "flip_rate") -> tuple[np.ndarray, list[str], np.ndarray]:
+        """Steps (S,), layer names (L) and values (L, S) of the keys ``<key>/<layer>``."""
+        prefix = f"{key}/"
+        rows = [
+            r for r in self.records if any(n.startswith(prefix) for n in r) and "split" not in r
+        ]
+        names = list(dict.fromkeys(n for r in rows for n in r if n.startswith(prefix)))
+        values = [[_nan(r.get(name)) for r in rows] for name in names]
+        steps = np.array([r["step"] for r in rows], dtype=np.int64)
+        shape = (len(names), len(rows))
+        return steps, [n.removeprefix(prefix) for n in names], np.array(values).reshape(shape)
+
+    def boundaries(self) -> list[int]:
+        """Steps at which the configuration switches between dense and sparse; often none."""
+        total, sparsity = self.config.get("steps"), self.config.get("sparsity") or {}
+        window = sparsity.get("window") or {}
+        tail = sparsity.get("dense_tail", 0.0)
+        fractions = (window.get("start"), window.get("stop"), 1.0 - tail, sparsity.get("at"))
+        numbers = [f for f in fractions if isinstance(f, int | float)]
+        steps = sorted({math.floor(f * total + 0.5) for f in numbers}) if total else []
+        # beyond a dense tail nothing is sparse, whatever the window says
+        last = math.floor((1.0 - tail) * total + 0.5) if total else 0
+        return [step for step in steps if 0 < step < total and step <= last]
+
+
+def find(paths: Sequence[Path]) -> list[Path]:
+    """The run directories that are, or lie below, ``paths``; each once, in order.
+
+    Raises:
+        ConfigError: a path does not exist or holds no run, all of them at once.
+    """
+    found: dict[Path, None] = {}
+    problems = []
+    for path in map(Path, paths):
+        below = [path] if (path / FILE).is_file() else sorted(f.parent for f in path.rglob(FILE))
+        if not path.is_dir():
+            problems.append(f"{path} is not a directory: give the directory of a run")
+        elif not below:
+            problems.append(f"{path} has no {FILE}, nor has a directory below it")
+        found.update(dict.fromkeys(below))
+    if problems:
+        raise ConfigError(problems)
+    return list(found)
+
+
+def load(path: Path) -> RunData:
+    """Read one run directory.
+
+    Raises:
+        ConfigError: no records, or a config.yaml or environment.json that cannot be read.
+        DataError: a damaged record.
+    """
+    records = read(path)
+    if not records:
+        raise ConfigError(f"{path / FILE} has no records yet: let the run log its first step")
+    config_file, environment_file = path / "config.yaml", path / "environment.json"
+    config, text, environment = {}, "", {}
+    if config_file.is_file():
+        config, text = from_yaml(config_file), config_file.read_text(encoding="utf-8")
+    if environment_file.is_file():
+        try:
+            environment = json.loads(environment_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{environment_file} cannot be read: {error}") from error
+    return RunData(path, records, config, text, environment)
+
+
+def smooth(values: np.ndarray) -> tuple[np.ndarray, int]:
+    """Running mean over the last k points (fewer at the start, NaN ignored), and k."""
+    width = max(1, len(values) // SMOOTH)
+    known = np.isfinite(values)
+    sums = np.cumsum(np.where(known, values, 0.0))
+    counts = np.cumsum(known)
+    sums[width:] = sums[width:] - sums[:-width]
+    counts[width:] = counts[width:] - counts[:-width]
+    return np.divide(sums, counts, out=np.full(len(values), math.nan), where=counts > 0), width
+
+
+def differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
+    """Dotted configuration keys whose values differ -> the value in each run, or ``ABSENT``.
+
+    The most telling come first: the method, its options, the rest, the name of the run.
+    """
+    flat = [_flatten(run.config) for run in runs]
+    rows = {key: [c.get(key, ABSENT) for c in flat] for c in flat for key in c}
+    keys = [
+        key
+        for key, values in rows.items()
+        if key.split(".")[0] not in NOT_COMPARED and any(v != values[0] for v in values)
+    ]
+    keys.sort(key=lambda k: (k == "name", k != "sparsity.name", k.split(".")[0] != "sparsity"))
+    return {key: rows[key] for key in keys}
+
+
+def labels(runs: Sequence[RunData]) -> list[str]:
+    """Names that tell the runs apart: the method, then as many differing keys as it takes."""
+    names = [""] * len(runs)
+    for key, values in differences(runs).items():
+        if len(set(names)) == len(runs):
+            break
+        if ABSENT in values and key != "sparsity.name":
+            continue  # an option that only some methods have follows from the method
+        said = [str(v) if key == "sparsity.name" else f"{key}={v}" for v in values]
+        longer = [f"{name} {text}".strip() for name, text in zip(names, said, strict=True)]
+        if len(set(longer)) > len(set(names)):
+            names = longer
+    if len(set(names)) == len(runs) > 1:
+        return names
+    return ["/".join(run.path.resolve().parts[-2:]) for run in runs]
+
+
+def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _nan(value: float | None) -> float:
+    return math.nan if value is None else value

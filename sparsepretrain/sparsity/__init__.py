@@ -1,0 +1,41 @@
+"""Sparse training of anybody's model: swap layers, attach to the optimiser, read metrics.
+
+Importing this package does not import torch; the first use of a function does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from sparsepretrain.sparsity.policy import Method, MethodOptions, Projection, Window
+
+if TYPE_CHECKING:
+    from sparsepretrain.sparsity.sparsifier import Sparsifier
+    from sparsepretrain.sparsity.surgery import densify, sparsify
+
+__all__ = [
+    "Method",
+    "MethodOptions",
+    "Projection",
+    "Sparsifier",
+    "Window",
+    "densify",
+    "list_methods",
+    "sparsify",
+]
+
+
+def list_methods() -> list[str]:
+    """Names of all registered methods, plugins included, sorted."""
+    from sparsepretrain import registry
+
+    return registry.names("method")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Sparsifier":
+        return import_module(f"{__name__}.sparsifier").Sparsifier
+    if name in ("densify", "sparsify"):
+        return getattr(import_module(f"{__name__}.surgery"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

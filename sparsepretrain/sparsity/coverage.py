@@ -1,0 +1,96 @@
+"""The coverage report: which layers are sparse and what each product sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.policy import Method
+
+
+@dataclass(slots=True, kw_only=True)
+class CoveredLayer:
+    """One sparse layer."""
+
+    name: str
+    kind: str
+    """Class that was replaced."""
+    in_features: int
+    out_features: int
+    fprop: str
+    dgrad: str
+    wgrad: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Coverage:
+    """All sparse layers of a model; ``str()`` is a table."""
+
+    method: str
+    pattern: str
+    layers: list[CoveredLayer] = field(default_factory=list)
+    sparse_parameters: int = 0
+    """Entries of the sparse weights."""
+    total_parameters: int = 0
+    dense_linears: list[str] = field(default_factory=list)
+    """Linear layers that stay dense."""
+
+    @property
+    def sparse_products(self) -> str:
+        """Products that sparse hardware could run, such as ``fprop, wgrad``."""
+        first = self.layers[0]
+        operands = {"fprop": first.fprop, "dgrad": first.dgrad, "wgrad": first.wgrad}
+        return ", ".join(k for k, v in operands.items() if ":" in v) or "none"
+
+    def __str__(self) -> str:
+        head = ["layer", "out × in", "fprop", "dgrad", "wgrad"]
+        rows = [
+            [r.name, f"{r.out_features} × {r.in_features}", r.fprop, r.dgrad, r.wgrad]
+            for r in self.layers
+        ]
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        lines = [
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *rows]
+        ]
+        share = self.sparse_parameters / max(self.total_parameters, 1)
+        lines.append(
+            f"{self.method} {self.pattern}: {len(self.layers)} layers, {self.sparse_parameters:,} "
+            f"of {self.total_parameters:,} parameters ({share:.1%}); "
+            f"{len(self.dense_linears)} linear layers stay dense"
+        )
+        return "\n".join(lines)
+
+
+def cover(model: nn.Module, layers: dict[str, SparseLayer], method: Method) -> Coverage:
+    """Build the report."""
+    n, m = method.pattern
+    operands = method.operands()
+    rows = []
+    for name, layer in layers.items():
+        axis = layer.sparsity.dim
+        in_features, out_features = layer.weight.shape[axis], layer.weight.shape[1 - axis]
+        rows.append(
+            CoveredLayer(
+                name=name,
+                kind=layer.replaces.__name__,
+                in_features=in_features,
+                out_features=out_features,
+                **operands,
+            )
+        )
+    dense = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not isinstance(module, SparseLayer)
+    ]
+    return Coverage(
+        method=method.options.name,
+        pattern=f"{n}:{m}",
+        layers=rows,
+        sparse_parameters=sum(layer.weight.numel() for layer in layers.values()),
+        total_parameters=sum(p.numel() for p in model.parameters()),
+        dense_linears=dense,
+    )

@@ -1,0 +1,108 @@
+"""S-STE: a continuous pruning function with a scale frozen at initialisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from sparsepretrain import kernels
+from sparsepretrain.registry import register
+from sparsepretrain.sparsity.policy import DGRAD, Method, MethodOptions, Projection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparsepretrain.kernels import NoiseKey
+
+
+@dataclass(slots=True, kw_only=True)
+class SSTEOptions(MethodOptions):
+    """Options of S-STE."""
+
+    gamma: float = 0.0
+    """Threshold between |t2| (0, the authors' code) and |t3| (1); S-STE Table 1."""
+    beta: Literal["mse", "l1", "none"] = "mse"
+    """Scale: least squares ⟨W,S⟩/⟨S,S⟩, same L1 norm, or 1; S-STE Table 2."""
+    beta_update: Literal["init", "step"] = "init"
+    """Frozen after weight initialisation, or recomputed every step; S-STE Figure 4."""
+    mvue: Literal["gradient", "none", "weight"] = "gradient"
+    """Unbiased 2:4 sampling: of the output gradient for wgrad, of the weight for dgrad, or none."""
+    estimator: Literal["approximate", "exact"] = "approximate"
+    """The published sampler, or the one of least variance."""
+    ste_scale: Literal["identity", "beta"] = "identity"
+    """Factor of dW: 1 (authors' code) or β, the derivative of β·S."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        yield from MethodOptions.problems(self)
+        if not 0 <= self.gamma <= 1:
+            yield "gamma", f"must lie in [0, 1], got {self.gamma}"
+        if self.mvue == "weight" and (self.n, self.m) != (2, 4):
+            yield "mvue", f"weight exists for 2:4 only, got {self.n}:{self.m}"
+
+
+@register("method", "sste")
+class SSTE(Method):
+    """Y = X·(β·S(W))ᵀ; the gradient passes straight through, no decay, no mask state."""
+
+    Options = SSTEOptions
+    summary = "soft threshold, frozen scale β, MVUE on the weight gradient"
+    paper = "arXiv:2409.09099 (NeurIPS 2024)"
+    products = {"A": "β·S(W)", "B": "A", "P": "G", "U": "MVUE(G)", "J": "dW"}
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.samples_wgrad = options.mvue == "gradient"
+
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """Sampling the weight for dgrad needs groups of four along out_features as well."""
+        return 4 if self.options.mvue == "weight" else 1, self.options.m
+
+    def initial_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
+        """β of the initial weight (S-STE section 4.2)."""
+        return {"beta": self._scale(weight, self._soft(weight, dim))}
+
+    def mask(self, weight: Tensor, dim: int) -> Tensor:
+        """The non-zeros of S(W): at most n of m."""
+        return self._soft(weight, dim) != 0
+
+    def project(
+        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
+    ) -> Projection:
+        """A = β·S(W); B = A, or its unbiased 2:4 estimate along out_features."""
+        soft = self._soft(weight, dim)
+        mask = soft != 0
+        if self.options.beta_update == "step":
+            state["beta"].copy_(self._scale(weight, soft))
+        beta = state["beta"]
+        forward = soft * beta
+        backward = None
+        if self.options.mvue == "weight":
+            backward = kernels.mvue(
+                forward, dim=1 - dim, estimator=self.options.estimator, key=key(DGRAD)
+            )
+        scale = beta if self.options.ste_scale == "beta" else None
+        return Projection(forward, mask, backward, scale)
+
+    def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
+        """U(G) = MVUE along tokens (arXiv:2203.10991)."""
+        return kernels.mvue(grad, dim=0, estimator=self.options.estimator, key=key)
+
+    def operands(self) -> dict[str, str]:
+        """What each product sees; MVUE on the weight makes dgrad 2:4 along out_features."""
+        table = Method.operands(self)
+        if self.options.mvue == "weight":
+            table["dgrad"] = "MVUE(β·S(W)) 2:4"
+        return table
+
+    def _soft(self, weight: Tensor, dim: int) -> Tensor:
+        return kernels.soft_threshold(weight, *self.pattern, gamma=self.options.gamma, dim=dim)
+
+    def _scale(self, weight: Tensor, soft: Tensor) -> Tensor:
+        if self.options.beta == "mse":
+            return kernels.optimal_scale(weight, soft)
+        if self.options.beta == "l1":
+            return kernels.l1_scale(weight, soft)
+        return weight.new_ones(()).float()

@@ -1,0 +1,30 @@
+"""Hard threshold with the straight-through estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sparsepretrain.registry import register
+from sparsepretrain.sparsity.policy import Method, Projection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparsepretrain.kernels import NoiseKey
+
+
+@register("method", "ste")
+class STE(Method):
+    """Y = X·(M∘W)ᵀ with M recomputed every step; pruned weights receive the full gradient."""
+
+    summary = "magnitude mask in both directions, gradient straight through"
+    paper = "arXiv:1308.3432; N:M: arXiv:2102.04010 section 3"
+    products = {"A": "M∘W", "B": "A", "P": "G", "U": "G", "J": "dW"}
+
+    def project(
+        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
+    ) -> Projection:
+        """A = M∘W; a dropped weight is +0.0."""
+        mask = self.mask(weight, dim)
+        return Projection(weight.masked_fill(~mask, 0), mask)

@@ -1,0 +1,172 @@
+"""The operand table: a method says what each of the three products of a linear layer sees.
+
+    fprop   Y  = X · A(W)ᵀ
+    dgrad   dX = P(G) · B(W)
+    wgrad   dW = U(G)ᵀ · X,  then the optimiser receives J(dW, W)
+
+A method is a subclass of :class:`Method` that overrides what differs from a dense layer. The file
+must not import torch at the top level, so that configurations are checked without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from sparsepretrain import kernels
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparsepretrain.kernels import NoiseKey
+
+FPROP, DGRAD, WGRAD = 0, 1, 2
+"""Numbers of the products in noise keys."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Window:
+    """When the layers are sparse, as fractions of the run; dense outside."""
+
+    start: float = 0.0
+    """First sparse step = ⌊start·steps + ½⌋."""
+    stop: float = 1.0
+    """First dense step after it; 1: sparse to the end, and afterwards."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        if not 0 <= self.start < self.stop <= 1:
+            yield "start", f"and stop need 0 ≤ start < stop ≤ 1, got {self.start} and {self.stop}"
+
+
+@dataclass(slots=True, kw_only=True)
+class MethodOptions:
+    """Options that every method has; a method's ``Options`` adds its own."""
+
+    name: str
+    n: int = 2
+    """Elements kept of every m."""
+    m: int = 4
+    """Group size."""
+    targets: str | list[str] = "ffn"
+    """Layers: an alias of the model recipe (ffn, attention, all) or globs of module names."""
+    window: Window = field(default_factory=Window)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        if self.m < 1:
+            yield "m", f"must be ≥ 1, got {self.m}"
+        elif not 1 <= self.n <= self.m:
+            yield "n", f"must satisfy 1 ≤ n ≤ m (m = {self.m}), got {self.n}"
+        if not self.targets:
+            yield "targets", "must name at least one layer pattern"
+
+
+class Projection(NamedTuple):
+    """What the weight of one layer looks like for one optimiser step."""
+
+    forward: Tensor | None
+    """A(W), shape of W; None: the weight itself."""
+    mask: Tensor
+    """Bool, shape of W: the positions in use; what masked decay spares and flip rate compares."""
+    backward: Tensor | None = None
+    """B(W), shape of W; None: the same as ``forward``."""
+    wgrad_scale: Tensor | None = None
+    """0-d factor of dW; None: 1."""
+
+
+class Method:
+    """A dense layer, and the base of every method.
+
+    Class attributes for the table that ``sparsepretrain methods`` prints: ``summary``, ``paper``
+    and ``products`` (keys A, B, P, U, J).
+    """
+
+    Options: ClassVar[type] = MethodOptions
+    summary: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    products: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """What (out_features, in_features) of a layer must be multiples of."""
+        return 1, self.options.m
+
+    @property
+    def pattern(self) -> tuple[int, int]:
+        """(N, M)."""
+        return self.options.n, self.options.m
+
+    def initial_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
+        """Persistent tensors of one layer, made once from its initial weight.
+
+        Args:
+            weight: the dense weight as stored.
+            dim: axis of ``weight`` that holds in_features: groups run along it.
+        """
+        return {}
+
+    def mask(self, weight: Tensor, dim: int) -> Tensor:
+        """The mask that the method's rule chooses for ``weight``; bool, same shape."""
+        return kernels.nm_mask(weight, *self.pattern, dim=dim)
+
+    def project(
+        self,
+        weight: Tensor,
+        dim: int,
+        state: dict[str, Tensor],
+        key: Callable[[int], NoiseKey],
+    ) -> Projection:
+        """A(W), B(W) and the mask; called once per optimiser step, or inside a compiled graph.
+
+        Args:
+            weight: the master weight as stored, fp32 (or wider).
+            dim: axis of ``weight`` that holds in_features.
+            state: the tensors of :meth:`initial_state`; may be updated in place.
+            key: noise stream of a product (FPROP, DGRAD, WGRAD) at this step.
+        """
+        return Projection(None, self.mask(weight, dim))
+
+    prunes_dgrad: bool = False
+    """Whether :meth:`dgrad_gradient` does anything."""
+    samples_wgrad: bool = False
+    """Whether :meth:`wgrad_gradient` does anything."""
+
+    def dgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
+        """P(G): the output gradient that dgrad sees; (…, out_features)."""
+        return grad
+
+    def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
+        """U(G): the output gradient that wgrad sees; (tokens, out_features), fp32 or as given."""
+        return grad
+
+    def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
+        """J: change the accumulated, unscaled, clipped gradient in place before the update.
+
+        Args:
+            grad, weight, mask: of one layer, as stored.
+            scale: loss scale still contained in ``grad`` (1, or a 0-d tensor for fused optimisers).
+        """
+
+    def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:
+        """Change the weight in place after the optimiser's own update (rarely needed)."""
+
+    def operands(self) -> dict[str, str]:
+        """What each product sees with these options: keys fprop, dgrad, wgrad.
+
+        ``N:M`` stands where an operand has the pattern along the axis that the product reduces
+        over, which is what sparse hardware needs.
+        """
+        n, m = self.pattern
+        table = {"A": "W", "B": "A", "P": "G", "U": "G", **self.products}
+        dgrad = table["A"] if table["B"] == "A" else f"{table['B']} {n}:{m}"
+        gradient = f", {table['P']} {n}:{m}" if self.prunes_dgrad else ""
+        return {
+            "fprop": "W" if table["A"] == "W" else f"{table['A']} {n}:{m}",
+            "dgrad": dgrad + gradient,
+            "wgrad": f"{table['U']} 2:4" if self.samples_wgrad else "G",
+        }

@@ -1,0 +1,275 @@
+"""The handle to a sparse model: rides on an optimiser's step, measures, saves its counters."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.kernels import boundary_magnitudes
+from sparsepretrain.sparsity.coverage import Coverage, cover
+from sparsepretrain.sparsity.layers import Clock, SparseLayer
+from sparsepretrain.sparsity.policy import Method
+
+
+class MicroBatchCounter:
+    """Forward pre-hook of the model: counts training forwards since the last optimiser step.
+
+    A class, so that a model that carries it can be copied and pickled.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self.clock.count_forward()
+
+
+class Sparsifier:
+    """What :func:`sparsepretrain.sparsify` returns.
+
+    Attributes:
+        method: the row of the operand table in use.
+        layers: name -> sparse layer, in the model's order.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        layers: dict[str, SparseLayer],
+        clock: Clock,
+        total_steps: int | None,
+        model: nn.Module,
+    ) -> None:
+        self.method = method
+        self.layers = layers
+        self._clock = clock
+        self._model = model
+        self._handles: list[Any] = []
+        self._window = self._resolve_window(total_steps)
+        self._learning_rate: dict[str, Callable[[], float]] = {}
+        self._set_phase()
+
+    @property
+    def completed_steps(self) -> int:
+        """Optimiser steps taken since sparsify, resumed ones included."""
+        return self._clock.step
+
+    @property
+    def active(self) -> bool:
+        """Whether the next step is inside the window (sparse)."""
+        start, stop = self._window
+        return start <= self.completed_steps < stop
+
+    def attach(self, optimizer: Any) -> None:
+        """Ride on ``optimizer``: J before its step; counters, projections and flips after it.
+
+        Wrappers that expose ``.optimizer`` (Accelerate, Lightning) are unwrapped. Takes the mask
+        baseline that the first flip rate is measured against.
+
+        Raises:
+            ConfigError: attached already, not an optimiser, or a sparse weight is missing in it.
+        """
+        if self._handles:
+            raise ConfigError("the sparsifier is attached already: call detach() first")
+        while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
+            inner = getattr(optimizer, "optimizer", None)
+            if inner is None or inner is optimizer:
+                kind = type(optimizer).__name__
+                raise ConfigError(f"attach needs a torch optimiser, got {kind}")
+            optimizer = inner
+        group_of = {id(p): g for g in optimizer.param_groups for p in g["params"]}
+        missing = [k for k, v in self.layers.items() if id(v.weight) not in group_of]
+        if missing:
+            raise ConfigError(f"sparse weights missing in the optimiser: {', '.join(missing)}")
+        self._learning_rate = {
+            name: functools.partial(group_of[id(layer.weight)].__getitem__, "lr")
+            for name, layer in self.layers.items()
+        }
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        if self.completed_steps == 0:
+            for layer in self.layers.values():
+                layer.sparsity.take_baseline(layer)
+
+    def detach(self) -> None:
+        """Undo :meth:`attach`; the layers stay sparse."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def micro_batch(self, index: int, rank: int = 0, world: int = 1) -> None:
+        """State which part of the global batch the next forward sees.
+
+        Without this call the training forwards since the last step are counted (on rank 0 of 1).
+
+        Args:
+            index: micro-batch of this rank within the optimiser step, from 0.
+            rank, world: of the data-parallel group; ranks interleave: global index
+                ``index·world + rank``.
+        """
+        self._clock.set(micro=index * world + rank, counted=False)
+
+    def refresh(self) -> None:
+        """Project again: call it after changing weights by hand (an EMA swap, for instance)."""
+        for layer in self.layers.values():
+            layer.sparsity.invalidate()
+
+    def masks(self) -> dict[str, Tensor]:
+        """Name -> bool mask in use, shape of the stored weight.
+
+        For ``sste`` the non-zeros of S(W); for dense methods and phases the mask that the method's
+        rule would choose.
+        """
+        return {k: v.sparsity.project(v).mask for k, v in self.layers.items()}
+
+    @torch.no_grad()
+    def metrics(self, *, per_layer: bool = False) -> dict[str, float]:
+        """Numbers of the current weights; synchronises with the device.
+
+        ``flip_rate``: flips at the last comparison over all entries of the sparse weights
+        (arXiv:2404.01847 section 4), left out before the first one. ``density``: non-zeros of
+        the forward weights. ``l1_gap``: mean over groups of |t3| - |t2|, the distance of a mask
+        from its next best.
+
+        Args:
+            per_layer: also ``flip_rate/<layer>`` and ``l1_gap/<layer>``.
+        """
+        rows = {name: self._measure(layer) for name, layer in self.layers.items()}
+        entries = sum(r["entries"] for r in rows.values())
+        groups = sum(r["groups"] for r in rows.values())
+        result = {
+            "density": sum(r["nonzeros"] for r in rows.values()) / entries,
+            "l1_gap": sum(r["gap"] for r in rows.values()) / groups,
+        }
+        compared = all("flips" in r for r in rows.values())
+        if compared:
+            result["flip_rate"] = sum(r["flips"] for r in rows.values()) / entries
+        if per_layer:
+            for name, r in rows.items():
+                result[f"l1_gap/{name}"] = r["gap"] / r["groups"]
+                if compared:
+                    result[f"flip_rate/{name}"] = r["flips"] / r["entries"]
+        return result
+
+    def coverage(self) -> Coverage:
+        """Which layers are sparse and what each product sees."""
+        return cover(self._model, self.layers, self.method)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and phase. Masks and scales are buffers of the model."""
+        options = self.method.options
+        return {
+            "method": options.name,
+            "pattern": [options.n, options.m],
+            "layers": list(self.layers),
+            "completed_steps": self.completed_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; load the model's state dict first.
+
+        Raises:
+            CheckpointError: made by another method, pattern or set of layers.
+        """
+        mine = self.state_dict()
+        for key in ("method", "pattern", "layers"):
+            if state.get(key) != mine[key]:
+                raise CheckpointError(
+                    f"sparsifier state: {key} is {state.get(key)}, this model has {mine[key]}"
+                )
+        self._clock.set(step=int(state["completed_steps"]))
+        self._set_phase()
+        self.refresh()
+
+    def _before_step(
+        self, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """J. With a closure the gradients exist only after it has run, so it is wrapped."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._adjust_gradients(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def with_adjustment() -> Any:
+            loss = closure()
+            self._adjust_gradients(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], with_adjustment, *args[2:]), kwargs
+        return args, {**kwargs, "closure": with_adjustment}
+
+    @torch.no_grad()
+    def _adjust_gradients(self, optimizer: Optimizer) -> None:
+        if not self.active:
+            return
+        # fused optimisers unscale inside their kernel: the decay has to carry the scale until then
+        scale = getattr(optimizer, "grad_scale", None)
+        for layer in self.layers.values():
+            grad = layer.weight.grad
+            if grad is not None:
+                mask = layer.sparsity.project(layer).mask
+                self.method.adjust_gradient_(
+                    grad, layer.weight, mask, 1.0 if scale is None else scale
+                )
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and bool(found_inf):
+            return
+        if self.active:
+            for name, layer in self.layers.items():
+                mask = layer.sparsity.mask_in_use()
+                if mask is not None:
+                    lr = float(self._learning_rate[name]())
+                    self.method.adjust_weight_(layer.weight, mask, lr)
+        self._clock.set(step=self.completed_steps + 1)
+        self._set_phase()
+        for layer in self.layers.values():
+            layer.sparsity.invalidate()
+            layer.sparsity.compare(layer)
+
+    def _set_phase(self) -> None:
+        for layer in self.layers.values():
+            if layer.sparsity.active != self.active:
+                layer.sparsity.active = self.active
+                layer.sparsity.invalidate()
+
+    def _resolve_window(self, total_steps: int | None) -> tuple[int, float]:
+        window = self.method.options.window
+        if (window.start, window.stop) == (0.0, 1.0):
+            return 0, math.inf
+        if total_steps is None:
+            raise ConfigError("window is a fraction of the run: sparsify needs total_steps")
+        start = math.floor(window.start * total_steps + 0.5)
+        # sparse to the end means sparse in the evaluation after the last step too
+        stop = math.inf if window.stop == 1.0 else math.floor(window.stop * total_steps + 0.5)
+        return start, stop
+
+    def _measure(self, layer: SparseLayer) -> dict[str, float]:
+        state = layer.sparsity
+        projection = state.project(layer)
+        weight = layer.weight.detach()
+        used = weight if projection.forward is None else projection.forward
+        dropped, kept = boundary_magnitudes(weight, *self.method.pattern, dim=state.dim)
+        row = {
+            "entries": weight.numel(),
+            "groups": dropped.numel(),
+            "nonzeros": int(used.count_nonzero()),
+            "gap": float((kept - dropped).sum(dtype=torch.float64)),
+        }
+        if state.flips is not None:
+            row["flips"] = int(state.flips)
+        return row

@@ -1,0 +1,199 @@
+"""Swapping layers in and out: ``sparsify`` and ``densify``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsepretrain import registry
+from sparsepretrain.config.strict import build
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.kernels import pack_24
+from sparsepretrain.sparsity.layers import (
+    PREVIOUS_MASK,
+    Clock,
+    LayerState,
+    SparseLayer,
+    _invalidate_after_load,
+    sparse_class,
+)
+from sparsepretrain.sparsity.policy import Method
+from sparsepretrain.sparsity.sparsifier import MicroBatchCounter, Sparsifier
+
+
+def sparsify(
+    model: nn.Module,
+    method: str,
+    *,
+    targets: str | list[str],
+    n: int = 2,
+    m: int = 4,
+    seed: int = 0,
+    total_steps: int | None = None,
+    backend: str = "emulate",
+    precision: str | None = None,
+    **options: Any,
+) -> Sparsifier:
+    """Make layers of ``model`` sparse, in place, and freeze what a method takes from initial weights.
+
+    Every Parameter keeps its object, name and shape, so optimisers built before or after, state
+    dicts and ``save_pretrained`` keep working. Order under sharding: sparsify, shard, build the
+    optimiser, attach.
+
+    Args:
+        model: contains nn.Linear or transformers' Conv1D layers.
+        method: a name of :func:`sparsepretrain.list_methods`.
+        targets: globs of module names, such as ``["*.mlp.*"]``. ``*`` crosses dots, and a leading
+            ``*.`` also matches at the root.
+        n, m: N:M pattern along in_features.
+        seed: of the method's random draws.
+        total_steps: optimiser steps of the run; needed when something is a fraction of it.
+        backend: ``"emulate"``: exact arithmetic with dense products.
+        precision: None: the dtype of autocast, or of the weight.
+        **options: the method's own (keys of ``configs/sparsity/<method>.yaml``); dotted ones as
+            dicts, ``window={"start": 0.1}``.
+
+    Returns:
+        the handle to attach, measure and save with.
+
+    Raises:
+        ConfigError: unknown method, option or range; no layer for a pattern; a layer that is
+            sparse already, shares its weight, or whose width is not a multiple of M; a bare layer
+            as ``model``.
+    """
+    if backend != "emulate":
+        raise ConfigError(f"backend must be 'emulate' (the only one so far), got {backend!r}")
+    if precision is not None:
+        raise ConfigError(f"precision must be None (follow autocast) so far, got {precision!r}")
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must lie in [0, 2^63), got {seed}")
+    cls = registry.get("method", method)
+    patterns = [targets] if isinstance(targets, str) else list(targets)
+    given = {"name": method, "n": n, "m": m, "targets": patterns, **options}
+    implementation: Method = cls(build(cls.Options, given))
+    layers = _select(model, patterns)
+    _check_shapes(layers, implementation)
+    weight = next(iter(layers.values())).weight
+    clock = Clock(weight.device)  # type: ignore[arg-type]
+    for index, (name, layer) in enumerate(layers.items()):
+        _swap(layer, name, index, implementation, seed, clock)
+    sparsifier = Sparsifier(
+        implementation, {k: v for k, v in layers.items()}, clock, total_steps, model
+    )
+    model.register_forward_pre_hook(MicroBatchCounter(clock))
+    return sparsifier
+
+
+def densify(model: nn.Module) -> nn.Module:
+    """Give the layers their original classes back, holding the weight that evaluation uses.
+
+    Dropped weights become exact zeros (+0.0) and scales are folded in, so outputs stay equal.
+
+    Args:
+        model: anything; layers that are not sparse stay as they are.
+
+    Returns:
+        ``model``.
+    """
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, MicroBatchCounter):
+                del module._forward_pre_hooks[key]
+        if not isinstance(module, SparseLayer):
+            continue
+        projection = module.sparsity.project(module)
+        if projection.forward is not None:
+            with torch.no_grad():
+                module.weight.copy_(projection.forward)
+        for name in [b for b in module._buffers if b.startswith("sparsity_")]:
+            del module._buffers[name]
+        for key, load_hook in list(module._load_state_dict_post_hooks.items()):
+            if load_hook is _invalidate_after_load:
+                del module._load_state_dict_post_hooks[key]
+        del module.sparsity
+        module.__class__ = module.replaces
+    return model
+
+
+def _select(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
+    """Matching layers by name, in the model's order; every problem is reported at once."""
+    if sparse_class(type(model)) is not None or isinstance(model, SparseLayer):
+        raise ConfigError("the model is a bare layer: wrap it in a module, which can be searched")
+    problems: list[str] = []
+    chosen: dict[str, nn.Module] = {}
+    matched: set[str] = set()
+    for name, module in model.named_modules():  # a module under two names appears once
+        hits = {p for p in patterns if fnmatchcase(name, p) or fnmatchcase(f".{name}", p)}
+        if not name or not hits:
+            continue
+        if isinstance(module, SparseLayer):
+            problems.append(f"layer {name!r} is sparse already: call densify(model) first")
+            matched |= hits
+        elif sparse_class(type(module)) is not None:
+            chosen[name] = module
+            matched |= hits
+        elif isinstance(module, nn.Linear):
+            kind = type(module).__name__
+            problems.append(f"layer {name!r} ({kind}) has a forward of its own: exclude it")
+            matched |= hits
+    for pattern in patterns:
+        if pattern not in matched:
+            near = registry.suggestion(pattern, _layer_names(model))
+            problems.append(f"targets: no linear layer matches {pattern!r}{near}")
+    owners = defaultdict(list)
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[id(parameter)].append(f"{name}.{key}")
+    for name, module in chosen.items():
+        users = owners[id(module.weight)]
+        if len(users) > 1:
+            problems.append(f"layer {name!r} shares its weight ({', '.join(users)}): exclude it")
+    if problems:
+        raise ConfigError(problems)
+    return chosen
+
+
+def _layer_names(model: nn.Module) -> list[str]:
+    names = [k for k, v in model.named_modules() if sparse_class(type(v)) is not None]
+    return names[:8]
+
+
+def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
+    out_multiple, in_multiple = method.multiples
+    problems = []
+    for name, layer in layers.items():
+        assert isinstance(layer.weight, Tensor)
+        in_dim = sparse_class(type(layer)).in_dim  # type: ignore[union-attr]
+        for axis, size, multiple in (
+            ("in_features", layer.weight.shape[in_dim], in_multiple),
+            ("out_features", layer.weight.shape[1 - in_dim], out_multiple),
+        ):
+            if size % multiple:
+                problems.append(
+                    f"layer {name!r}: {axis} = {size} is not a multiple of {multiple}; "
+                    f"change the width or exclude it from targets"
+                )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _swap(layer: nn.Module, name: str, index: int, method: Method, seed: int, clock: Clock) -> None:
+    cls = sparse_class(type(layer))
+    assert cls is not None
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    layer.__class__ = cls
+    assert isinstance(layer, SparseLayer)
+    wide = weight.detach() if weight.dtype == torch.float64 else weight.detach().float()
+    state = method.initial_state(wide, cls.in_dim)
+    for key, value in state.items():
+        layer.register_buffer(f"sparsity_{key}", value)
+    layer.sparsity = LayerState(method, name, index, seed, cls.in_dim, tuple(state), clock)
+    empty = pack_24(torch.zeros(weight.shape, dtype=torch.bool, device=weight.device))
+    layer.register_buffer(PREVIOUS_MASK, empty)
+    layer.register_load_state_dict_post_hook(_invalidate_after_load)

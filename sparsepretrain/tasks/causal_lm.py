@@ -1,0 +1,100 @@
+"""Next-token prediction on prepared token files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from sparsepretrain import registry
+from sparsepretrain.registry import register
+from sparsepretrain.tasks import Batch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+@dataclass(slots=True, kw_only=True)
+class CausalLMOptions:
+    """Options of the task."""
+
+    name: Literal["causal_lm"]
+    sequence_length: int
+    """Tokens per sample."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        if self.sequence_length <= 0:
+            yield "sequence_length", f"must be > 0, got {self.sequence_length}"
+
+
+@register("task", "causal_lm")
+class CausalLM:
+    """Windows of ``sequence_length`` tokens; the loss of every position counts."""
+
+    Options = CausalLMOptions
+
+    def __init__(self, options: CausalLMOptions, model: Any, data: Any, seed: int) -> None:
+        self.options = options
+        self.fingerprint: str | None = None
+        self._model_options = model
+        self._recipe: Any = registry.get("model", model.family)
+        self._data_options = data
+        self._seed = seed
+        self._windows: dict[str, Any] = {}
+
+    @property
+    def roles(self) -> dict[str, list[str]]:
+        """The model recipe's aliases."""
+        roles: dict[str, list[str]] = self._recipe.roles
+        return roles
+
+    def build_model(self) -> nn.Module:
+        """The recipe's model."""
+        model: nn.Module = self._recipe.build(self._model_options)
+        return model
+
+    def open_data(self, on_progress: Callable[[Any], None] | None = None) -> None:
+        """Open the prepared tokens; offline sources are prepared when missing."""
+        from sparsepretrain.data import load, windows
+
+        tokens = load(self._data_options, on_progress=on_progress)
+        length = self.options.sequence_length
+        self._windows = {
+            split: windows(tokens, split, length, self._seed) for split in ("train", "validation")
+        }
+        self.fingerprint = tokens.fingerprint
+
+    def batch(
+        self, split: str, step: int, positions: Sequence[int], size: int, device: torch.device
+    ) -> Batch:
+        """``tokens`` and ``targets``, both (len(positions), sequence_length) int64."""
+        import torch
+
+        rows = torch.from_numpy(self._windows[split].batch(step, positions, size)).to(device)
+        return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+
+    def samples(self, split: str) -> int:
+        """Windows in one pass."""
+        return int(self._windows[split].count)
+
+    def example(self, size: int, device: torch.device) -> Batch:
+        """Zeros of the shapes of :meth:`batch`."""
+        import torch
+
+        rows = torch.zeros(size, self.options.sequence_length, dtype=torch.int64, device=device)
+        return {"tokens": rows, "targets": rows}
+
+    def count(self, batch: Batch) -> int:
+        """Target tokens."""
+        return int(batch["targets"].numel())
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        """(Σ negative log likelihood in nats, number of target tokens)."""
+        import torch.nn.functional as F
+
+        logits = self._recipe.logits(model, batch["tokens"])
+        rows = logits.reshape(-1, logits.shape[-1]).float()
+        total = F.cross_entropy(rows, batch["targets"].reshape(-1), reduction="sum")
+        return total, self.count(batch)

@@ -1,0 +1,233 @@
+"""Everything a person sees of a run: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from sparsepretrain.data.preparation import Progress as Preparation
+
+PLAIN_SECONDS = 10.0
+"""Between two lines of data preparation where no terminal shows a bar."""
+
+
+class Console:
+    """Prints lines, progress and tables.
+
+    Safe to call from several threads. An output that was closed (``| head``, a lost terminal)
+    silences it and is never an error.
+
+    Args:
+        file: where to print; the standard output by default.
+        live: show a bar that is redrawn; None: when ``file`` is a terminal.
+    """
+
+    def __init__(self, file: TextIO | None = None, *, live: bool | None = None) -> None:
+        sink: Any = _Sink(file or sys.stdout)
+        width = None if sink.isatty() else 200  # files have no width to fit into
+        self._rich = RichConsole(
+            file=sink, force_terminal=live, width=width, highlight=False, markup=False, emoji=False
+        )
+        terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
+        self._live = terminal if live is None else live
+        self._bar: Progress | None = None
+        self._task: tuple[str, TaskID] | None = None
+        self._first: tuple[int, float] | None = None
+        self._printed = ("", 0.0)
+
+    def info(self, line: str) -> None:
+        """Print one line."""
+        self._rich.print(line, soft_wrap=True)
+
+    def warn(self, line: str) -> None:
+        """Print one line that starts with ``warning:``."""
+        self._rich.print(f"warning: {line}", soft_wrap=True, style="yellow")
+
+    def table(
+        self, title: str, rows: Sequence[Sequence[object]], *, header: Sequence[str] | None = None
+    ) -> None:
+        """Print a table.
+
+        Args:
+            title: above it; may be empty.
+            rows: cells, shown with ``str``; rows of equal length.
+            header: names of the columns.
+        """
+        columns = header or [""] * max(map(len, rows), default=0)
+        table = Table(*columns, title=title or None, title_justify="left", title_style="bold")
+        table.show_header = header is not None
+        for row in rows:
+            table.add_row(*map(str, row))
+        self._rich.print(table)
+
+    def progress(self, state: Preparation) -> None:
+        """Show how far data preparation is, with its speed."""
+        text = f"{count(state.done)} {state.unit}" if state.done or state.unit else ""
+        if state.total is not None:
+            text = f"{count(state.done)} of {count(state.total)} {state.unit}"
+        if state.done and state.seconds > 0:
+            text += f"  {count(state.done / state.seconds)} {state.unit}/s"
+            if state.tokens and state.unit != "tokens":
+                text += f"  {count(state.tokens / state.seconds)} tokens/s"
+            if state.total is not None and 0 < state.done < state.total:
+                left = state.seconds * (state.total - state.done) / state.done
+                text += f"  ETA {clock(left)}"
+        finished = state.done == state.total
+        if self._live:
+            self._redraw(state.phase, state.done, state.total, text)
+            if finished:
+                self.stop()
+            return
+        phase, at = self._printed
+        if phase != state.phase or finished or time.monotonic() - at >= PLAIN_SECONDS:
+            self._printed = (state.phase, time.monotonic())
+            self.info(f"{state.phase}: {text}" if text else state.phase)
+
+    def step(self, line: dict[str, Any], total: int | None) -> None:
+        """Show one line of the record: training on the live line, evaluations above it.
+
+        Args:
+            line: as :class:`~sparsepretrain.tracking.record.Record` writes it.
+            total: optimiser steps of the run.
+        """
+        step = line["step"]
+        place = f"step {step}" if total is None else f"step {step:>{len(str(total))}}/{total}"
+        if "split" in line:
+            hidden = ("step", "split", "time", "tokens")
+            values = [f"{k} {v:.4f}" for k, v in line.items() if k not in hidden and _number(v)]
+            self.info("  ".join([place, line["split"], *values]))
+            return
+        text = describe(line, self._seconds_left(line, total), short=self._live)
+        if self._live:
+            self._redraw(place, step, total, text)
+        else:
+            self.info(f"{place}  {text}")
+
+    def stop(self) -> None:
+        """Leave the bar as it stands; later lines come below it."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = self._task = self._first = None
+
+    def _redraw(self, place: str, done: int, total: int | None, text: str) -> None:
+        key = place.partition(" ")[0]
+        if self._bar is None or self._task is None or self._task[0] != key:
+            first = self._first
+            self.stop()
+            self._first = first
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[text]}"),
+            )
+            self._bar = Progress(*columns, console=self._rich, refresh_per_second=4, expand=True)
+            self._task = (key, self._bar.add_task(place, total=total, text=text))
+            self._bar.start()
+        self._bar.update(self._task[1], description=place, completed=done, total=total, text=text)
+
+    def _seconds_left(self, line: dict[str, Any], total: int | None) -> float | None:
+        """From the speed since the first line shown, so that a resume does not distort it."""
+        if total is None or "time" not in line:
+            return None
+        if self._first is None:
+            self._first = (line["step"], line["time"])
+        step, at = self._first
+        if line["step"] == step:
+            return None
+        return (total - line["step"]) * (line["time"] - at) / (line["step"] - step)
+
+
+def describe(line: dict[str, Any], seconds_left: float | None, *, short: bool = False) -> str:
+    """The numbers of a training line, in columns of a fixed width; ``short`` fits a terminal."""
+    # the record holds null for a loss that is not finite
+    loss, flips, rate = line.get("loss"), line.get("flip_rate"), line.get("tokens_per_second")
+    parts = ["loss    nan" if loss is None else f"loss {loss:6.4f}"]
+    parts.append("flip       –" if flips is None else f"flip {flips:.1e}")
+    if _number(line.get("lr")) and not short:
+        parts.append(f"lr {line['lr']:.2e}")
+    if _number(line.get("grad_norm")) and not short:
+        parts.append(f"grad {line['grad_norm']:.3g}".ljust(10))
+    if _number(rate):
+        parts.append(f"{count(line['tokens_per_second']):>5} tokens/s")
+    if _number(line.get("mfu")):
+        parts.append(f"MFU {100 * line['mfu']:.1f}%")
+    if seconds_left is not None:
+        parts.append(f"ETA {clock(seconds_left)}")
+    return "  ".join(parts)
+
+
+def count(number: float) -> str:
+    """A count in at most five characters: ``950``, ``12.3k``, ``4.56M``."""
+    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * size:
+            value = number / size
+            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}{suffix}"
+    return f"{number:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """A duration: ``0:42``, ``2:03:10``, ``3d 04:05:06``."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class _Sink:
+    """A text file that falls silent when the file behind it is gone."""
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file = file
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._file, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        try:
+            return self._file is not None and self._file.isatty()
+        except ValueError:  # closed
+            return False
+
+    def fileno(self) -> int:
+        if self._file is None:
+            raise OSError("closed")
+        return self._file.fileno()
+
+    def write(self, text: str) -> int:
+        with self._alive() as file:
+            if file is not None:
+                file.write(text.encode(self.encoding, "replace").decode(self.encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with self._alive() as file:
+            if file is not None:
+                file.flush()
+
+    @contextlib.contextmanager
+    def _alive(self) -> Any:
+        try:
+            yield self._file
+        except (OSError, ValueError):
+            file, self._file = self._file, None
+            # what is still buffered would fail once more when the interpreter exits
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, file.fileno())  # type: ignore[union-attr]
+                os.close(null)

@@ -1,0 +1,148 @@
+"""metrics.jsonl, the record of a run: one strict JSON object per line, never a step twice.
+
+A line is ``{"step", "time", "tokens", "loss", "lr", "grad_norm", "flip_rate", "density", …}``.
+Evaluation lines also carry ``"split"``; values of a layer have flat keys (``flip_rate/<layer>``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError
+
+FILE = "metrics.jsonl"
+
+
+class Record:
+    """Appends to ``run_dir/metrics.jsonl``; every line is with the operating system on return.
+
+    Args:
+        run_dir: the run directory; created when missing.
+        resume_step: the last completed step of the checkpoint that the run continues from. Lines
+            of later steps are cut off, a torn last line is dropped. None: an empty record.
+
+    Raises:
+        ConfigError: the directory is not writable.
+        DataError: a line of the record that is continued is not JSON.
+    """
+
+    def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
+        self.path = Path(run_dir) / FILE
+        kept: list[dict[str, Any]] = []
+        if resume_step is not None and self.path.exists():
+            kept = [line for line in _parse(self.path) if line["step"] <= resume_step]
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(self.path, "".join(_dump(line) for line in kept))
+            # unbuffered: one write call per line, so that kill -9 tears at most the last one
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(
+                f"run directory {self.path.parent} is not writable ({error.strerror}): "
+                "choose another with runs_dir=DIR"
+            ) from error
+        self._last = {line.get("split"): line["step"] for line in kept}
+        self._before = max((line.get("time") or 0.0 for line in kept), default=0.0)
+        self._start = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, those before a resume included."""
+        return self._before + time.monotonic() - self._start
+
+    def write(self, record: dict[str, Any]) -> dict[str, Any] | None:
+        """Append one record.
+
+        Args:
+            record: has an int ``step``; values are numbers (0-d tensors and NumPy scalars too),
+                strings, booleans or None. NaN and ±inf are written as null, since JSON has neither.
+                ``time`` is filled in with :attr:`seconds` unless given.
+
+        Returns:
+            The line as written, or None when a line of this split reached this step before:
+            nothing is written then.
+
+        Raises:
+            SparsePretrainError: the line could not be written, for example on a full disk.
+        """
+        values = {key: _plain(key, value) for key, value in record.items()}
+        step, split = values["step"], values.get("split")
+        if step <= self._last.get(split, -1):
+            return None
+        line = {"step": step, "time": round(self.seconds, 3), **values}
+        data = _dump(line).encode()
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError(None, "disk full")
+        except OSError as error:
+            raise SparsePretrainError(f"cannot write {self.path}: {error.strerror}") from error
+        self._last[split] = step
+        return line
+
+    def close(self) -> None:
+        """Close the file; calling it again is harmless."""
+        self._file.close()
+
+
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of ``run_dir/metrics.jsonl`` in order; a torn last line is left out.
+
+    Raises:
+        ConfigError: there is no such file.
+        DataError: a line before the last is not a JSON record.
+    """
+    path = Path(run_dir) / FILE
+    if not path.is_file():
+        raise ConfigError(f"{run_dir} has no {FILE}: give the directory of a run")
+    return _parse(path)
+
+
+def _parse(path: Path) -> list[dict[str, Any]]:
+    try:
+        # bytes: a torn write may end inside a character
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    while lines and not lines[-1].strip():
+        lines.pop()
+    records = []
+    for number, text in enumerate(lines, start=1):
+        try:
+            record = json.loads(text)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+        elif number < len(lines):
+            raise DataError(f"{path}, line {number} is not a JSON record: remove that line")
+    return records
+
+
+def _dump(line: dict[str, Any]) -> str:
+    return json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _plain(key: str, value: Any) -> Any:
+    """``value`` as strict JSON can hold it."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"record key {key!r} holds a {type(value).__name__}, not a number or string")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``: afterwards the file is the old one or the new one, whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,99 @@
+"""The stream of metrics: the only thing of this room that training talks to.
+
+The record is written before :meth:`Stream.log` returns. W&B and TensorBoard are mirrors, each on
+its own thread: one that is missing, slow or failing never stops or slows a run.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from sparsepretrain.config.schema import Tracker
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.tracking.mirror import Lane, Mirror
+from sparsepretrain.tracking.record import Record
+from sparsepretrain.tracking.tensorboard import TensorBoard
+from sparsepretrain.tracking.wandb import WeightsAndBiases
+
+CLOSING_SECONDS = 10.0
+"""What :meth:`Stream.close` waits for all mirrors together; W&B keeps unsent data on disk."""
+
+
+class Stream:
+    """Sends every record to metrics.jsonl, the console and the mirrors of ``tracker``.
+
+    Args:
+        run_dir: the run directory.
+        tracker: which mirrors, from the configuration.
+        config: the resolved configuration, sent to the mirrors at the start.
+        run_name: what mirrors call the run.
+        resume_step: last completed step of the checkpoint continued from; None: a fresh run.
+        console: shows progress and warnings.
+        mirrors: instead of those that ``tracker`` names.
+
+    Raises:
+        ConfigError: the run directory is not writable.
+        DataError: the record to continue is damaged.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tracker: Tracker,
+        *,
+        config: dict[str, Any],
+        run_name: str,
+        resume_step: int | None,
+        console: Console,
+        mirrors: list[Mirror] | None = None,
+    ) -> None:
+        self._record = Record(run_dir, resume_step=resume_step)
+        self._console = console
+        self._total = config.get("steps")
+        if mirrors is None:
+            mirrors = []
+            if tracker.mode != "disabled":
+                mirrors.append(WeightsAndBiases(run_dir, tracker, config, run_name, resume_step))
+            if tracker.tensorboard:
+                mirrors.append(TensorBoard(run_dir, config, resume_step))
+        self._lanes = [Lane(mirror, console.warn) for mirror in mirrors]
+        self._closed = False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, those before a resume included."""
+        return self._record.seconds
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Record one step (see :meth:`Record.write`); a step that is there already is left out."""
+        line = self._record.write(record)
+        if line is None:
+            return
+        self._console.step(line, self._total)
+        values = _values(line)
+        for lane in self._lanes:
+            lane.offer(line["step"], values)
+
+    def close(self, exit_code: int, summary: dict[str, Any] | None = None) -> None:
+        """End the record and the mirrors, in about 10 s at most; calling it again is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        self._record.close()
+        self._console.stop()
+        deadline = time.monotonic() + CLOSING_SECONDS
+        for lane in self._lanes:
+            lane.finish(exit_code, summary or {}, deadline=deadline)
+
+
+def _values(line: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a line; those of an evaluation are called ``<split>/<key>``."""
+    prefix = f"{line['split']}/" if "split" in line else ""
+    skipped = ("step", "split") if not prefix else ("step", "split", "time", "tokens")
+    return {
+        prefix + key: value
+        for key, value in line.items()
+        if key not in skipped and isinstance(value, int | float)
+    }

@@ -1,0 +1,139 @@
+"""Weights & Biases, online or offline, in ``run_dir/wandb``."""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+import secrets
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from sparsepretrain.config.schema import Tracker
+from sparsepretrain.errors import ConfigError
+
+INIT_SECONDS = 20
+"""For wandb.init, which waits 90 s by default when a key is there and the network is not."""
+
+FINISH_SECONDS = 8
+"""For the last upload, also in wandb's exit hook; the rest stays on disk for `wandb sync`."""
+
+
+class WeightsAndBiases:
+    """A mirror (see :class:`~sparsepretrain.tracking.mirror.Mirror`).
+
+    The W&B run id is kept in ``run_dir/wandb/run_id``: a resumed run continues the same W&B run
+    wherever its directory was moved, and a fresh start never writes into an older one.
+    """
+
+    name = "W&B"
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tracker: Tracker,
+        config: dict[str, Any],
+        run_name: str,
+        resume_step: int | None,
+    ) -> None:
+        self._run_dir = Path(run_dir)
+        self._tracker = tracker
+        self._config = config
+        self._run_name = run_name
+        self._resume_step = resume_step
+
+    def open(self) -> str | None:
+        """Start the W&B run; online without a reachable server becomes offline, with a note."""
+        import wandb
+
+        # init's own silence begins too late: it reports the login before
+        wandb.setup(wandb.Settings(silent=True))
+        run_id = self._run_id()
+        if self._tracker.mode == "online" and logged_in():
+            try:
+                self._run = self._init("online", run_id)
+                return None
+            except Exception:
+                # the id of a failed attempt stays taken in this process
+                run_id += "-offline"
+        self._run = self._init("offline", run_id)
+        if self._tracker.mode == "offline":
+            return None
+        directory = Path(self._run.dir).parent
+        return f"is not reachable and records offline: upload with `wandb sync {directory}`"
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """One W&B history row; rows of one step are merged."""
+        self._run.log(values, step=step)
+
+    def close(self, exit_code: int, summary: dict[str, Any]) -> None:
+        """Send the summary and end the run as finished (0) or failed."""
+        self._run.summary.update(summary)
+        self._run.finish(exit_code=exit_code)
+
+    def _init(self, mode: Literal["online", "offline"], run_id: str) -> Any:
+        import wandb
+
+        settings: dict[str, Any] = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS}
+        if "finish_timeout" in wandb.Settings.model_fields:
+            settings["finish_timeout"] = FINISH_SECONDS
+        return wandb.init(
+            project=self._tracker.project,
+            entity=self._tracker.entity,
+            name=self._run_name,
+            id=run_id,
+            resume="allow" if mode == "online" else None,
+            mode=mode,
+            dir=str(self._run_dir),
+            config=self._config,
+            settings=wandb.Settings(**settings),
+        )
+
+    def _run_id(self) -> str:
+        """The id of this run; writing it also shows that W&B's directory is writable."""
+        path = self._run_dir / "wandb" / "run_id"
+        if self._resume_step is not None and path.is_file():
+            return path.read_text().strip()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        run_id = secrets.token_hex(4)
+        path.write_text(run_id + "\n")
+        return run_id
+
+
+def check_login(tracker: Tracker) -> None:
+    """Refuse ``mode=online`` without an API key, before a run touches anything; no network.
+
+    Raises:
+        ConfigError: no key in the environment, the netrc file or wandb's settings.
+    """
+    installed = importlib.util.find_spec("wandb") is not None
+    if tracker.mode == "online" and installed and not logged_in():
+        raise ConfigError(
+            "tracker.mode=online needs a W&B login: run `wandb login`, set WANDB_API_KEY, "
+            "or use tracker.mode=offline"
+        )
+
+
+def logged_in() -> bool:
+    """Whether wandb would find credentials: environment, netrc, or its own settings files."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    import wandb
+
+    settings = wandb.setup(wandb.Settings(silent=True)).settings
+    return bool(settings.api_key) or _in_netrc(urlsplit(settings.base_url).netloc)
+
+
+def _in_netrc(host: str) -> bool:
+    choices = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
+    paths = [Path(choice).expanduser() for choice in choices if choice]
+    path = next((p for p in paths if p.is_file()), None)
+    if path is None:
+        return False
+    try:
+        known = netrc.netrc(path)
+    except (OSError, netrc.NetrcParseError):
+        return False
+    # wandb also accepts the entry of its public server for that server's newer addresses
+    return any(known.authenticators(name) for name in (host, "api.wandb.ai"))

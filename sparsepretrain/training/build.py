@@ -1,0 +1,88 @@
+"""From a checked configuration to the objects of a run; the same steps for real and dry runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsepretrain import registry
+from sparsepretrain.config.schema import Run
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity import MethodOptions, Sparsifier, sparsify
+from sparsepretrain.tasks import Task
+
+
+def build_task(run: Run) -> Task:
+    """The task with its options; touches no data."""
+    task: Task = registry.get("task", run.task.name)(run.task, run.model, run.data, run.seed)
+    return task
+
+
+def build_model(run: Run, task: Task, device: torch.device) -> nn.Module:
+    """The model on ``device`` with the initial weights of ``run.seed``.
+
+    Weights are drawn on the CPU, so that they do not depend on the device.
+    """
+    torch.manual_seed(run.seed)
+    if device.type == "meta":
+        with device:
+            return task.build_model()
+    return task.build_model().to(device)
+
+
+def sparsify_model(run: Run, task: Task, model: nn.Module) -> Sparsifier:
+    """Apply the group ``sparsity``; errors name the configuration's keys."""
+    options: MethodOptions = run.sparsity
+    common = ("name", "n", "m", "targets")
+    own: dict[str, Any] = {
+        f.name: getattr(options, f.name)
+        for f in dataclasses.fields(options)
+        if f.name not in common
+    }
+    try:
+        return sparsify(
+            model,
+            options.name,
+            targets=resolve_targets(options.targets, task.roles),
+            n=options.n,
+            m=options.m,
+            seed=run.seed,
+            total_steps=run.steps,
+            **own,
+        )
+    except ConfigError as error:
+        raise ConfigError([f"sparsity: {message}" for message in error.messages]) from error
+
+
+def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> list[str]:
+    """Replace the aliases among ``targets`` by the recipe's globs.
+
+    Raises:
+        ConfigError: a word that is neither an alias nor a pattern with ``*`` or a dot.
+    """
+    patterns: list[str] = []
+    for target in [targets] if isinstance(targets, str) else targets:
+        if target in roles:
+            patterns += roles[target]
+        elif any(c in target for c in "*?[."):
+            patterns.append(target)
+        else:
+            near = registry.suggestion(target, roles)
+            raise ConfigError(f"targets: {target!r} is neither an alias nor a glob{near}")
+    return list(dict.fromkeys(patterns))
+
+
+def pick_device(run: Run) -> torch.device:
+    """The device of ``parallel.device``.
+
+    Raises:
+        ConfigError: cuda was asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if run.parallel.device == "cuda" and not available:
+        raise ConfigError("parallel.device=cuda, but torch sees no GPU: use auto or cpu")
+    use_gpu = available and run.parallel.device != "cpu"
+    return torch.device("cuda" if use_gpu else "cpu")

@@ -1,0 +1,106 @@
+"""What a run would do, worked out on the meta device: no data, no memory, no directory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from sparsepretrain.config import freeze
+from sparsepretrain.config.schema import AdamW, Run
+from sparsepretrain.tasks import Task
+from sparsepretrain.tracking.console import Console, clock, count
+from sparsepretrain.tracking.wandb import check_login
+from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
+from sparsepretrain.training.hardware import peak_flops
+
+GIB = 2**30
+_META = torch.device("meta")
+
+
+def dry_run(run: Run, plain: dict[str, Any], console: Console | None = None) -> None:
+    """Print coverage, parameters, FLOPs, memory and steps of ``run``."""
+    console = console or Console()
+    check_login(run.tracker)
+    device = pick_device(run)
+    task = build_task(run)
+    model = build_model(run, task, _META)
+    flops, saved, items = _measure(run, task, model)
+    coverage = sparsify_model(run, task, model).coverage()
+    console.info(str(coverage))
+    items_per_step = items * run.batch.size // run.batch.micro
+    states = 8 if isinstance(run.optim, AdamW) else 4
+    parameters = sum(p.numel() for p in model.parameters())
+    compute = 4 if run.precision.name == "fp32" else 2
+    fixed = parameters * (4 + 4 + states) + coverage.sparse_parameters * (compute + 1.125)
+    rows = [
+        ("run directory", str(freeze.run_directory(plain))),
+        ("parameters", f"{parameters:,} ({parameters / 1e6:.1f}M)"),
+        (
+            "sparse",
+            f"{coverage.sparse_parameters:,} in {len(coverage.layers)} layers, {coverage.method} "
+            f"{coverage.pattern}; products with an N:M operand: {coverage.sparse_products}",
+        ),
+        ("FLOPs per token", f"{count(flops / items)}, forward and backward, counted dense"),
+        (
+            "memory estimate",
+            f"{fixed / GIB:.2f} GiB parameters, gradients, optimiser, projections; "
+            f"{saved / GIB:.2f} GiB activations per micro-batch ({run.batch.micro})",
+        ),
+        (
+            "steps",
+            f"{run.steps:,} of {run.batch.size} samples in {run.batch.size // run.batch.micro} "
+            f"micro-batches; {count(items_per_step * run.steps)} tokens in all",
+        ),
+        ("precision, device", f"{run.precision.name}, {device}"),
+        ("time", _time(run, device, flops / items * items_per_step * run.steps)),
+    ]
+    console.table(f"{run.name} (dry run)", rows)
+
+
+def flops_per_item(run: Run, task: Task) -> float:
+    """FLOPs of forward and backward per token, all products counted as dense."""
+    flops, _, items = _measure(run, task, build_model(run, task, _META))
+    return flops / items
+
+
+def _measure(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int]:
+    """(FLOPs of forward and backward, bytes saved for the backward, items) of one micro-batch.
+
+    One sample is traced and scaled: all three are linear in the number of samples.
+    """
+    sizes: dict[int, int] = {}
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def pack(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage._cdata not in parameters:
+            sizes[storage._cdata] = storage.nbytes()
+            alive.append(saved)
+        return saved
+
+    alive: list[Tensor] = []  # keeps storages, and so their identities, distinct
+    counter = FlopCounterMode(display=False)
+    batch = task.example(1, _META)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
+    with counter, hooks:
+        loss, items = task.loss(model, batch)
+        loss.backward()
+    model.zero_grad(set_to_none=True)
+    width = 4 if run.precision.name == "fp32" else 2
+    return (
+        float(counter.get_total_flops()) * run.batch.micro,
+        sum(sizes.values()) * run.batch.micro * width / 4,
+        items * run.batch.micro,
+    )
+
+
+def _time(run: Run, device: torch.device, total: float) -> str:
+    peak = peak_flops(device, run.precision.name)
+    if peak is None:
+        return f"{total:.3g} FLOPs in all; no peak is known for this device"
+    seconds = total / peak / 0.4
+    return f"{total:.3g} FLOPs in all; {clock(math.ceil(seconds))} at 40% MFU"

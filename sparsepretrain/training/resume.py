@@ -1,0 +1,86 @@
+"""Where a run continues from."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from sparsepretrain.config import freeze
+from sparsepretrain.config.schema import Run
+from sparsepretrain.errors import CheckpointError
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import checkpoint
+
+FIXED = ("model.", "task.", "data.", "sparsity.", "optim.name", "seed", "batch.size")
+"""Keys that a checkpoint cannot be continued across; other differences are logged."""
+
+
+def finished_steps(directory: Path) -> int:
+    """Completed steps of the newest checkpoint by its manifest, 0 when there is none."""
+    for path in sorted((directory / "checkpoints").glob("step_*"), reverse=True):
+        try:
+            manifest = json.loads((path / checkpoint.MANIFEST).read_text(encoding="utf-8"))
+            return int(manifest["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return 0
+
+
+def choose_checkpoint(
+    directory: Path, run: Run, plain: dict[str, Any], console: Console
+) -> Path | None:
+    """The checkpoint to continue from according to ``resume``; None: from the start.
+
+    Raises:
+        CheckpointError: none of the run's checkpoints is whole, or the one named does not exist,
+            is damaged, or comes from a configuration that this one cannot continue.
+    """
+    if run.resume == "never":
+        if any(directory.glob("checkpoints/step_*")) or (directory / "metrics.jsonl").exists():
+            console.info(f"resume=never: the earlier run is kept in {set_aside(directory)}")
+        return None
+    own = directory / "checkpoints"
+    newest = checkpoint.newest_valid(own, console.warn)
+    if newest is None and any(own.glob("step_*")):
+        raise CheckpointError(
+            f"no checkpoint in {own} is whole: restore one, or start anew with resume=never"
+        )
+    if run.resume == "auto" or newest is not None:
+        return newest  # a requeued resume=PATH goes on where it was stopped
+    return _named(Path(run.resume), plain, console)
+
+
+def set_aside(directory: Path) -> Path:
+    """Rename a run directory to ``<name>.old-<k>``; returns the new path."""
+    number = 1
+    while (target := directory.with_name(f"{directory.name}.old-{number}")).exists():
+        number += 1
+    target.mkdir()
+    for entry in directory.iterdir():
+        if entry.name != ".lock":
+            os.replace(entry, target / entry.name)
+    return target
+
+
+def _named(path: Path, plain: dict[str, Any], console: Console) -> Path:
+    if (path / "checkpoints").is_dir():
+        found = checkpoint.newest_valid(path / "checkpoints", console.warn)
+        if found is None:
+            raise CheckpointError(f"resume={path}: there is no whole checkpoint in it")
+        path = found
+    if not path.is_dir():
+        raise CheckpointError(f"resume={path}: no such checkpoint (auto, never or a path)")
+    problem = checkpoint.verify(path)
+    if problem is not None:
+        raise CheckpointError(f"resume={path} is damaged ({problem}): choose another")
+    differences = freeze.diff(freeze.from_yaml(path / checkpoint.CONFIG), plain)
+    fatal = [d for d in differences if d.startswith(FIXED)]
+    if fatal:
+        raise CheckpointError(f"resume={path} comes from another configuration: {'; '.join(fatal)}")
+    ignored = ("resume", "runs_dir", "tracker.", "name")
+    for difference in differences:
+        if not difference.startswith(ignored):
+            console.info(f"continuing with another value of {difference}")
+    return path

@@ -1,0 +1,31 @@
+"""Learning-rate schedules: pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+
+from sparsepretrain.config.schema import Decay, Warmup
+
+
+def learning_rate(schedule: Decay | Warmup, peak: float, step: int, steps: int) -> float:
+    """Learning rate of the update that follows ``step`` completed steps.
+
+    Warm-up is linear and reaches the peak at update ``warmup`` + 1, as in nanoGPT. Decays reach
+    ``min_lr`` at ``steps``.
+
+    Args:
+        schedule: the group ``schedule``.
+        peak: ``optim.lr``.
+        step: completed optimiser steps, from 0.
+        steps: optimiser steps of the run.
+    """
+    if step < schedule.warmup:
+        return peak * (step + 1) / (schedule.warmup + 1)
+    if schedule.name == "constant":
+        return peak
+    if schedule.name == "inverse_sqrt":
+        return peak * math.sqrt(max(schedule.warmup, 1) / max(step, 1)) if step else peak
+    assert isinstance(schedule, Decay)
+    progress = (step - schedule.warmup) / max(steps - schedule.warmup, 1)
+    left = 1 - progress if schedule.name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return schedule.min_lr + (peak - schedule.min_lr) * left

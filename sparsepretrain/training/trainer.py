@@ -1,0 +1,235 @@
+"""One run: build, continue, loop, prove, sum up."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsepretrain.config import freeze
+from sparsepretrain.config.schema import Run
+from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainError
+from sparsepretrain.optim import build_optimizer
+from sparsepretrain.kernels import pack_24
+from sparsepretrain.sparsity.proof import Proof, prove
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.tracking.record import read
+from sparsepretrain.tracking.stream import Stream
+from sparsepretrain.tracking.wandb import check_login
+from sparsepretrain.training import checkpoint, rng
+from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
+from sparsepretrain.training.hardware import environment, peak_flops
+from sparsepretrain.training.loop import Training, run_steps
+from sparsepretrain.training.plan import flops_per_item
+from sparsepretrain.training.precision import grad_scaler
+from sparsepretrain.training.resume import choose_checkpoint, finished_steps
+from sparsepretrain.training.signals import StopSignals
+
+
+def train(run: Run, plain: dict[str, Any], console: Console | None = None) -> int:
+    """Train or continue ``run``; the exit code is 0 when finished, else that of the signal."""
+    console = console or Console()
+    check_login(run.tracker)
+    directory = freeze.run_directory(plain)
+    if run.resume != "never" and finished_steps(directory) >= run.steps:
+        console.info(f"{directory} is finished ({run.steps} steps): nothing to do")
+        return 0
+    with StopSignals() as signals:
+        t = _build(run, console)
+        with _claim(directory):
+            source = choose_checkpoint(directory, run, plain, console)
+            if source is not None:
+                _restore(t, source)
+                console.info(f"continuing from {source} (step {t.step})")
+            _write(directory / "config.yaml", freeze.to_yaml(plain))
+            details = json.dumps(environment(t.device), indent=1)
+            _write(directory / "environment.json", details + "\n")
+            return _run(t, plain, directory, console, signals, resumed=source is not None)
+
+
+def _run(
+    t: Training,
+    plain: dict[str, Any],
+    directory: Path,
+    console: Console,
+    signals: StopSignals,
+    *,
+    resumed: bool,
+) -> int:
+    run = t.run
+    _announce(t, directory, console)
+    stream = Stream(
+        directory,
+        run.tracker,
+        config=plain,
+        run_name=f"{run.name}/{directory.name}",
+        resume_step=t.step if resumed else None,
+        console=console,
+    )
+
+    def save() -> None:
+        checkpoint.save(
+            directory / "checkpoints",
+            t.step,
+            _state(t),
+            config=freeze.to_yaml(plain),
+            keep_last=run.checkpoint.keep_last,
+        )
+
+    exit_code, summary = 1, None
+    try:
+        code = run_steps(t, stream.log, save, lambda: _save_masks(t, directory), signals)
+        exit_code = code or 0
+        if code is None:
+            proof = prove(t.sparsifier)
+            summary = {"proof": str(proof)}
+            _summarise(t, directory, proof, console)
+        else:
+            console.info(f"stopped by a signal after step {t.step}; checkpoint saved")
+    except SparsePretrainError as error:
+        exit_code = error.exit_code
+        raise
+    finally:
+        stream.close(exit_code, summary)
+    return exit_code
+
+
+def _build(run: Run, console: Console) -> Training:
+    device = pick_device(run)
+    task = build_task(run)
+    task.open_data(on_progress=console.progress)
+    model = build_model(run, task, device)
+    sparsifier = sparsify_model(run, task, model)
+    optimizer = build_optimizer(model, run.optim)
+    sparsifier.attach(optimizer)
+    peak = peak_flops(device, run.precision.name)
+    return Training(
+        run=run,
+        device=device,
+        task=task,
+        model=model,
+        forward_model=torch.compile(model) if run.compile else model,  # type: ignore[arg-type]
+        optimizer=optimizer,
+        sparsifier=sparsifier,
+        scaler=grad_scaler(run.precision, device),
+        peak_flops=peak,
+        flops_per_item=0.0 if peak is None else flops_per_item(run, task),
+    )
+
+
+def _state(t: Training) -> dict[str, Any]:
+    """Everything a resumed run needs to go on bit for bit."""
+    return {
+        "step": t.step,
+        "tokens": t.tokens,
+        "evaluated": t.evaluated,
+        "skipped": t.skipped,
+        "skips_in_a_row": t.skips_in_a_row,
+        "fingerprint": t.task.fingerprint,
+        "model": t.model.state_dict(),
+        "optimizer": t.optimizer.state_dict(),
+        "sparsifier": t.sparsifier.state_dict(),
+        "scaler": t.scaler.state_dict(),
+        "rng": rng.capture(t.device),
+    }
+
+
+def _restore(t: Training, path: Path) -> None:
+    state, _ = checkpoint.load(path)
+    if state["fingerprint"] != t.task.fingerprint:
+        raise CheckpointError(
+            f"{path} was trained on other data (fingerprint {state['fingerprint']}, now "
+            f"{t.task.fingerprint}): prepare the same data, or start anew with resume=never"
+        )
+    try:
+        t.model.load_state_dict(state["model"])
+        fresh = [{k: v for k, v in g.items() if k != "params"} for g in t.optimizer.param_groups]
+        t.optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path} does not fit this model or optimiser: {reason}") from error
+    for group, options in zip(t.optimizer.param_groups, fresh, strict=True):
+        group.update(options)  # hyper-parameters come from the configuration
+    t.sparsifier.load_state_dict(state["sparsifier"])
+    t.scaler.load_state_dict(state["scaler"])
+    for key in ("step", "tokens", "evaluated", "skipped", "skips_in_a_row"):
+        setattr(t, key, state[key])
+    rng.restore(state["rng"], t.device)
+
+
+@contextlib.contextmanager
+def _claim(directory: Path) -> Iterator[None]:
+    """Create the run directory and keep other processes out of it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / ".lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(
+            f"run directory {directory} is not writable ({error.strerror}): set runs_dir=DIR"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"another process is training {directory}: wait for it, or change name or seed"
+            ) from error
+        yield
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _save_masks(t: Training, directory: Path) -> None:
+    """Packed masks (1 bit per weight) with the shapes to unpack them."""
+    folder = directory / "masks"
+    folder.mkdir(exist_ok=True)
+    arrays: dict[str, np.ndarray] = {}
+    for name, mask in t.sparsifier.masks().items():
+        arrays[name] = pack_24(mask).cpu().numpy()
+        arrays[f"{name}.shape"] = np.array(mask.shape)
+    path = folder / f"step_{t.step:08d}.npz"
+    with open(path.with_suffix(".tmp"), "wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def _announce(t: Training, directory: Path, console: Console) -> None:
+    parameters = sum(p.numel() for p in t.model.parameters())
+    coverage = t.sparsifier.coverage()
+    console.info(
+        f"{directory}: {parameters / 1e6:.2f}M parameters, {coverage.method} {coverage.pattern} on "
+        f"{len(coverage.layers)} layers, {t.device}, {t.run.precision.name}, "
+        f"steps {t.step} to {t.run.steps}"
+    )
+
+
+def _summarise(t: Training, directory: Path, proof: Proof, console: Console) -> None:
+    lines = read(directory)
+    training = [line for line in lines if "split" not in line]
+    validation = [line for line in lines if line.get("split") == "validation"]
+    rows = [("steps", f"{t.step:,}"), ("tokens", f"{t.tokens:,}")]
+    if training:
+        rows.append(("train loss", f"{training[0]['loss']:.4f} → {training[-1]['loss']:.4f}"))
+    if validation:
+        first, last = validation[0]["loss"], validation[-1]["loss"]
+        rows.append(("validation loss", f"{first:.4f} → {last:.4f}"))
+    flips = [line["flip_rate"] for line in training if line.get("flip_rate") is not None]
+    if flips:
+        rows.append(("flip rate", f"peak {max(flips):.2e}, end {flips[-1]:.2e}"))
+    rows.append(("target layers", f"{len(t.sparsifier.layers)}: {proof}"))
+    if t.skipped:
+        rows.append(("skipped steps", str(t.skipped)))
+    console.table(f"{t.run.name}, {t.run.sparsity.name}", rows)
+    if proof.sparse and not proof.holds:
+        raise SparsePretrainError(f"the final weights are {proof}; please report this")

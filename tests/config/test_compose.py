@@ -1,0 +1,241 @@
+"""Precedence, group choices, directories of users and plugins."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparsepretrain.config import compose, load, validate
+from sparsepretrain.config.compose import ENVIRONMENT, catalogue, shipped
+from sparsepretrain.errors import ConfigError
+
+GLOBAL = "# @package _global_\n"
+
+
+def write(directory: Path, **files: str) -> Path:
+    """``experiment__mine="…"`` becomes ``experiment/mine.yaml``."""
+    for name, text in files.items():
+        file = directory / f"{name.replace('__', '/')}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return directory
+
+
+def messages(*overrides: str, dirs: tuple[Path, ...] = ()) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(overrides, dirs)
+    assert all("\n" not in m for m in caught.value.messages)
+    return caught.value.messages
+
+
+def test_published_gpt2_settings():
+    plain = compose(["model=gpt2_124m"])
+    assert plain["batch"] == {"size": 512, "micro": 8} and plain["steps"] == 300_000
+    assert plain["eval"] == {"every": 1000, "batches": 200} and plain["clip"] == 1.0
+    assert plain["optim"]["lr"] == 1.5e-4 and plain["optim"]["betas"] == [0.9, 0.95]
+    assert plain["optim"]["weight_decay"] == 0.1
+    assert plain["schedule"] == {"name": "cosine", "warmup": 3000, "min_lr": 1e-5}
+    assert plain["precision"]["name"] == "fp16" and plain["data"]["name"] == "openwebtext"
+    assert plain["task"]["sequence_length"] == 1024 and plain["model"]["vocab_size"] == 50304
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "heads", "width", "micro"),
+    [
+        ("gpt2_124m", 12, 12, 768, 8),
+        ("gpt2_350m", 24, 16, 1024, 8),
+        ("gpt2_774m", 36, 20, 1280, 4),
+        ("gpt2_1558m", 48, 25, 1600, 1),
+    ],
+)
+def test_sizes_share_the_recipe(name, layers, heads, width, micro):
+    plain, small = compose([f"model={name}"]), compose(["model=gpt2_124m"])
+    model = plain["model"]
+    assert (model["n_layer"], model["n_head"], model["n_embd"]) == (layers, heads, width)
+    assert plain["batch"] == {"size": 512, "micro": micro}
+    assert plain["name"] == model["name"] == name
+    for key in ("task", "data", "optim", "schedule", "precision", "steps", "eval", "clip"):
+        assert plain[key] == small[key]
+
+
+def test_precedence(tmp_path):
+    base = "defaults:\n  - override /optim: sgd\n  - override /schedule: linear\n  - _self_\n"
+    dirs = [write(tmp_path, experiment__mine=f"{GLOBAL}{base}steps: 90\nclip: 0.5\n")]
+    plain = compose(["experiment=mine", "clip=0.25", "schedule=constant"], dirs)
+    assert plain["experiment"] == "mine"
+    assert plain["clip"] == 0.25, "command line beats experiment"
+    assert plain["schedule"]["name"] == "constant", "… also for groups"
+    assert plain["steps"] == 90, "experiment beats recipe"
+    assert plain["optim"]["name"] == "sgd", "… also for groups"
+    assert plain["batch"]["size"] == 16, "recipe"
+    assert plain["sparsity"]["name"] == "sste", "group default"
+
+
+def test_an_experiment_may_choose_the_model(tmp_path):
+    text = f"{GLOBAL}defaults:\n  - override /model: gpt2_350m\n  - _self_\nsteps: 5000\n"
+    plain = compose(["experiment=big"], [write(tmp_path, experiment__big=text)])
+    assert plain["model"]["n_layer"] == 24 and plain["optim"]["lr"] == 1.5e-4
+    assert plain["steps"] == 5000
+
+
+def test_another_optimiser_inherits_nothing():
+    assert set(compose(["model=gpt2_124m", "optim=sgd"])["optim"]) == {
+        "name", "lr", "momentum", "nesterov", "weight_decay",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_prefixes_change_nothing(prefix):
+    overrides = [f"{prefix}sparsity=ste", f"{prefix}seed=3", f"{prefix}sparsity.window.start=0.1"]
+    plain = compose(overrides)
+    assert plain["sparsity"]["name"] == "ste" and plain["seed"] == 3
+    assert plain["sparsity"]["window"] == {"start": 0.1, "stop": 1.0}
+
+
+def test_the_last_of_several_wins():
+    plain = compose(["sparsity=ste", "seed=1", "sparsity=dense", "seed=2"])
+    assert plain["sparsity"]["name"] == "dense" and plain["seed"] == 2
+
+
+def test_a_single_key_can_hold_a_list_and_null():
+    plain = compose(["sparsity.targets=[*.mlp.*,*.attn.*]", "clip=null", "optim.lr=1e-4"])
+    assert plain["sparsity"]["targets"] == ["*.mlp.*", "*.attn.*"]
+    assert plain["clip"] is None and plain["optim"]["lr"] == 1e-4
+
+
+def test_composing_touches_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    load(["model=gpt2_350m"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_root_keys_have_the_order_of_the_schema():
+    keys = list(compose(["zzz=1"]))
+    assert keys[:4] == ["name", "seed", "steps", "runs_dir"] and keys[-1] == "zzz"
+
+
+def test_user_directory_by_flag_and_environment(tmp_path, monkeypatch):
+    a = write(tmp_path / "a", optim__fast="defaults: [adamw, _self_]\nlr: 0.5\n")
+    b = write(tmp_path / "b", schedule__mine="name: constant\nwarmup: 7\n")
+    monkeypatch.setenv(ENVIRONMENT, os.pathsep.join([str(b), str(a)]))
+    plain = compose(["optim=fast", "schedule=mine"], [a])  # a twice is no conflict
+    assert plain["optim"]["lr"] == 0.5 and plain["optim"]["eps"] == 1e-8
+    assert plain["schedule"]["warmup"] == 7
+    assert catalogue()["optim"]["fast"] == a and catalogue()["optim"]["sgd"] == shipped()
+
+
+def test_a_directory_with_an_odd_name(tmp_path):
+    odd = write(tmp_path / "o'd \"d, [$x] é=1", schedule__mine="name: constant\nwarmup: 7\n")
+    assert compose(["schedule=mine"], [odd])["schedule"]["warmup"] == 7
+
+
+def test_a_group_of_the_users_own(tmp_path):
+    dirs = [write(tmp_path, scale__tiny=f"{GLOBAL}steps: 3\nbatch: {{size: 2, micro: 1}}\n")]
+    plain = compose(["scale=tiny", "batch.micro=2"], dirs)
+    assert plain["steps"] == 3 and plain["batch"] == {"size": 2, "micro": 2}
+    assert "scale" not in plain
+
+
+def test_hidden_files_are_no_options(tmp_path):
+    dirs = (write(tmp_path, optim___part="lr: 1.0\n"),)
+    assert "no option '_part'" in messages("optim=_part", dirs=dirs)[0]
+
+
+def test_shadowing_is_an_error(tmp_path):
+    a = write(tmp_path / "a", sparsity__sste="name: sste\n", train="seed: 1\n", optim__x="lr: 1\n")
+    b = write(tmp_path / "b", optim__x="lr: 2\n")
+    found = messages(dirs=(a, b))
+    assert len(found) == 3
+    assert any("sparsity/sste.yaml would shadow the shipped" in m and "rename" in m for m in found)
+    assert any("train.yaml would shadow the shipped" in m for m in found)
+    assert any(f"would shadow {a}'s 'optim/x'" in m for m in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("steps: [1\n", "mine.yaml:3: YAML error"),
+        ("steps: 1\nsteps: 2\n", "mine.yaml:3: YAML error: found duplicate key steps"),
+        ("batch:\n\tsize: 3\n", "mine.yaml:3: YAML error"),
+        ("steps: !!python/name:os.system x\n", "mine.yaml:2: YAML error"),
+        ("- a\n", "mine.yaml must be a mapping"),
+        ("defaults:\n  - override /optim: adamm\n", "optim/adamm.yaml does not exist (did you"),
+        ("defaults:\n  - override /optin: adamw\n", "Could not override 'optin'"),
+        ("defaults: 5\n", "experiment/mine"),
+        ("steps: ${nope}\n", "steps: Interpolation key 'nope' not found"),
+        ("stepz: 3\n", "unknown key 'stepz' (did you mean 'steps'?)"),
+        ("optim: {lrr: 3}\n", "unknown key 'optim.lrr' (did you mean 'optim.lr'?)"),
+    ],
+)
+def test_broken_files_of_the_user(tmp_path, text, expected):
+    dirs = (write(tmp_path, experiment__mine=GLOBAL + text),)
+    (message,) = messages("experiment=mine", dirs=dirs)
+    assert expected in message
+
+
+def test_an_experiment_without_the_global_package(tmp_path):
+    (message,) = messages("experiment=mine", dirs=(write(tmp_path, experiment__mine="steps: 3\n"),))
+    assert "# @package _global_" in message
+
+
+def test_a_file_that_is_not_text(tmp_path):
+    write(tmp_path, experiment__mine="")
+    (tmp_path / "experiment/mine.yaml").write_bytes(b"\xff\xfe\x00")
+    (message,) = messages("experiment=mine", dirs=(tmp_path,))
+    assert "mine.yaml is not UTF-8 text" in message
+
+
+METHOD = """
+from dataclasses import dataclass
+from sparsepretrain.registry import register
+from sparsepretrain.sparsity import Method, MethodOptions
+
+@dataclass(slots=True, kw_only=True)
+class Options(MethodOptions):
+    strength: float = 1.0
+
+@register("method", "{name}")
+class Mine(Method):
+    Options = Options
+"""
+
+
+def test_plugin_file(tmp_path):
+    (tmp_path / "mine.py").write_text(METHOD.format(name="mine_file"))
+    write(tmp_path / "configs", sparsity__mine_file="name: mine_file\nn: 1\nm: 8\nstrength: 2.0\n")
+    overrides = [f"plugins=[{tmp_path}/mine.py]", "sparsity=mine_file"]
+    run, plain = load(overrides, [tmp_path / "configs"])
+    assert run.sparsity.strength == 2.0 and run.sparsity.m == 8
+    assert validate(plain) == run
+    found = messages(*overrides, "sparsity.strenght=1", dirs=(tmp_path / "configs",))
+    assert found == [
+        "unknown key 'sparsity.strenght' (did you mean 'sparsity.strength'?)",
+    ]
+
+
+def test_installed_plugin_brings_its_configs(tmp_path, monkeypatch):
+    package = tmp_path / "my_methods"
+    write(package / "configs", sparsity__mine_installed="name: mine_installed\nstrength: 3.0\n")
+    (package / "__init__.py").write_text(METHOD.format(name="mine_installed"))
+    info = tmp_path / "my_methods-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-methods\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sparsepretrain.plugins]\nmine = my_methods\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    run, _ = load(["sparsity=mine_installed"])
+    assert run.sparsity.strength == 3.0
+    sys.modules.pop("my_methods")
+
+
+def test_wrong_choices_and_wrong_keys_are_reported_together():
+    found = messages("sparsity=sstee", "seedd=1", "sparsity.gg=1", "optim.lrr=3", "a=[1", "~seed")
+    assert len(found) == 5, "keys of the refused group are not judged"
+    assert sum(m.startswith("unknown key") for m in found) == 2
+
+
+def test_a_wrong_model_hides_what_its_recipe_decides():
+    found = messages("model=gpt2_124", "schedule.warmup=3000", "data.path=x", "sedd=1")
+    assert len(found) == 2 and "'sedd'" in found[1]

@@ -1,0 +1,110 @@
+"""Identity, text and differences of a resolved configuration."""
+
+import copy
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsepretrain.config import load, validate
+from sparsepretrain.config.freeze import (
+    diff,
+    flat,
+    from_yaml,
+    identity,
+    resolve,
+    run_directory,
+    to_yaml,
+)
+from sparsepretrain.errors import ConfigError
+
+RUN, PLAIN = load()
+
+
+def changed(key: str, value: object) -> dict:
+    plain = copy.deepcopy(PLAIN)
+    *parents, leaf = key.split(".")
+    part = plain
+    for parent in parents:
+        part = part[parent]
+    part[leaf] = value
+    return plain
+
+
+def test_text_round_trip_is_the_same_run(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(PLAIN))
+    plain = from_yaml(file)
+    assert plain == PLAIN and list(plain) == list(PLAIN)
+    assert validate(plain) == RUN and resolve(validate(plain)) == PLAIN
+
+
+VALUES = st.one_of(
+    st.text("aeZ19 -.:#'\"[]{}é%&*!|>@", max_size=8),
+    st.sampled_from(["1e-4", "null", "yes", "0x10", "~", "1_000", "2020-01-01", ".inf"]),
+    st.floats(allow_nan=False),
+    st.integers(),
+    st.booleans(),
+    st.none(),
+)
+
+
+@given(st.lists(VALUES, max_size=5))
+def test_any_values_survive_the_text(tmp_path_factory, values):
+    file = tmp_path_factory.mktemp("text") / "config.yaml"
+    file.write_text(to_yaml({"values": values}), encoding="utf-8")
+    back = from_yaml(file)["values"]
+    assert back == values and list(map(type, back)) == list(map(type, values))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("resume", "never"), ("runs_dir", "/x"), ("tracker.project", "p"), ("seed", 5)],
+)
+def test_identity_leaves_out(key, value):
+    assert identity(changed(key, value)) == identity(PLAIN)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [k for k in flat(PLAIN) if k.split(".")[0] not in ("resume", "runs_dir", "tracker", "seed")],
+)
+def test_identity_depends_on_everything_else(key):
+    assert identity(changed(key, "another")) != identity(PLAIN)
+
+
+def test_identity_ignores_order_and_spelling_of_numbers():
+    other = dict(reversed(changed("clip", 1).items()))
+    assert identity(other) == identity(PLAIN)
+    assert identity(load(["optim.eps=0.00000001", "clip=1"])[1]) == identity(PLAIN)
+    assert identity(RUN) == identity(PLAIN)
+    assert identity(load(["data.vocab_size=256"])[1]) == identity(PLAIN), "what null means here"
+
+
+def test_run_directory():
+    expected = Path("runs") / "gpt2_nano" / f"{identity(PLAIN)}-s0"
+    assert run_directory(RUN) == run_directory(PLAIN) == expected
+    assert run_directory(changed("seed", 3)).name == f"{identity(PLAIN)}-s3"
+    assert len(identity(PLAIN)) == 8
+
+
+def test_diff():
+    other = load(["sparsity=srste", "optim.lr=1e-3", "clip=1"])[1]
+    lines = diff(PLAIN, other)
+    assert "optim.lr: 0.002 -> 0.001" in lines
+    assert "sparsity.name: sste -> srste" in lines
+    assert "sparsity.gamma: 0 -> absent" in lines
+    assert "sparsity.decay: absent -> 0.0002" in lines
+    assert not any(line.startswith("clip") for line in lines)
+    assert diff(PLAIN, RUN) == []
+    assert diff(PLAIN, changed("clip", None)) == ["clip: 1 -> null"]
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "a: [\n", "5\n"])
+def test_what_is_no_configuration(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        from_yaml(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        from_yaml(tmp_path / "none.yaml")

@@ -1,0 +1,129 @@
+"""The strict pass: types, ranges, suggestions."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsepretrain.config import compose, load, validate
+from sparsepretrain.config.freeze import flat
+from sparsepretrain.config.schema import Batch, Run
+from sparsepretrain.config.strict import build
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.registry import suggestion
+
+KEYS = sorted({key.rpartition(".")[2] for key in flat(compose())})
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(overrides)
+    return caught.value.messages
+
+
+@given(st.data())
+def test_two_wrong_letters_get_a_suggestion(data):
+    """The one meant, or another one of these keys that is just as near."""
+    word = data.draw(st.sampled_from([key for key in KEYS if len(key) >= 4]))
+    typo = list(word)
+    for _ in range(data.draw(st.integers(1, 2))):
+        place = data.draw(st.integers(0, len(typo) - 1))
+        kind = data.draw(st.sampled_from(["replace", "insert", "drop"]))
+        if kind == "drop":
+            del typo[place]
+        elif kind == "insert":
+            typo.insert(place, "q")
+        else:
+            typo[place] = "q"
+    assert "did you mean" in suggestion("".join(typo), KEYS)
+
+
+def test_a_common_path_makes_nothing_similar():
+    (message,) = problems("sparsity.zzzz=1")
+    assert "did you mean" not in message and "choose from" in message
+
+
+def test_everything_at_once():
+    found = problems(
+        "seed=x",
+        "batch.micro=3",
+        "optim.lr=-1",
+        "sparsity.gamma=2",
+        "sparsity.n=5",
+        "schedule.name=cosin",
+        "clip=0",
+        "foo=1",
+        "data.validation=2",
+        "task.sequence_length=a",
+        "precision.name=fp8",
+        "tracker.mode=on",
+    )
+    assert len(found) == 12 - 1, "root rules wait for root types: clip is one of them"
+    for key in (
+        "seed",
+        "batch.micro",
+        "optim.lr",
+        "sparsity.gamma",
+        "sparsity.n",
+        "schedule.name",
+        "foo",
+        "data.validation",
+        "task.sequence_length",
+        "precision.name",
+        "tracker.mode",
+    ):
+        assert sum(re.search(rf"(^|'){key}\b", message) is not None for message in found) == 1, key
+
+
+def test_cross_rules_name_both_sides():
+    assert "model.n_positions (256)" in problems("task.sequence_length=257")[0]
+    assert "data.vocab_size (4096)" in problems("data.tokenizer=bpe")[0]
+    assert "optim.lr (0.002)" in problems("schedule.min_lr=0.1")[0]
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_micro_batches_divide_the_global_batch(size, micro):
+    if size % micro:
+        with pytest.raises(ConfigError, match="micro must divide"):
+            build(Batch, {"size": size, "micro": micro})
+    else:
+        assert build(Batch, {"size": size, "micro": micro}).size == size
+
+
+@pytest.mark.parametrize("group", ["model", "data", "sparsity", "task", "optim", "schedule"])
+def test_a_group_that_is_missing_or_no_mapping(group):
+    plain = compose()
+    with pytest.raises(ConfigError) as caught:
+        validate({**plain, group: 5})
+    assert caught.value.messages == [f"{group} must be a mapping of keys, got 5"]
+    del plain[group]
+    with pytest.raises(ConfigError) as caught:
+        validate(plain)
+    assert caught.value.messages == [f"missing key {group!r}"]
+
+
+def test_run_is_typed():
+    run, _ = load(["clip=1", "optim.betas=[0,0.5]"])
+    assert isinstance(run, Run) and run.optim.betas == (0.0, 0.5)
+    assert isinstance(run.clip, float)
+
+
+@dataclass(slots=True, kw_only=True)
+class Small:
+    a: int
+    b: list[float]
+    c: tuple[int, int] | None = None
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "1", None, [1], float("nan")])
+def test_only_integers_are_integers(value):
+    with pytest.raises(ConfigError, match="a must be an integer"):
+        build(Small, {"a": value, "b": []})
+
+
+@pytest.mark.parametrize("value", [True, "1", None, float("nan"), float("inf")])
+def test_elements_are_checked(value):
+    with pytest.raises(ConfigError, match=r"b\[1\] must be a number"):
+        build(Small, {"a": 1, "b": [0.5, value]})

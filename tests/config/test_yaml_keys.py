@@ -1,0 +1,132 @@
+"""The YAML files are the documentation: every key, and nothing else, with a comment."""
+
+import dataclasses
+import functools
+import re
+import subprocess
+import sys
+import tomllib
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sparsepretrain import registry
+from sparsepretrain import config
+from sparsepretrain.config import validate
+from sparsepretrain.config.compose import catalogue, shipped
+from sparsepretrain.config.schema import GROUPS, REGISTERED, Run, Tracker
+
+compose = functools.cache(lambda *overrides: config.compose(overrides))  # read only
+OPTIONS = [(group, option) for group, options in catalogue().items() for option in options]
+MODELS, METHODS = catalogue()["model"], registry.names("method")
+ROOT = shipped().parent
+
+
+def options_class(group: str, part: dict) -> type:
+    if group == "tracker":
+        return Tracker
+    if group in GROUPS:
+        return GROUPS[group][part["name"]]
+    kind, key = REGISTERED[group]
+    return registry.get(kind, part[key]).Options
+
+
+def keys(cls: type) -> dict:
+    """Names of the fields, nested."""
+    hints = typing.get_type_hints(cls)
+    return {
+        f.name: keys(hints[f.name]) if dataclasses.is_dataclass(hints[f.name]) else None
+        for f in dataclasses.fields(cls)
+    }
+
+
+def shape(part: object) -> object:
+    return {k: shape(v) for k, v in part.items()} if isinstance(part, dict) else None
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_yaml_keys_are_the_fields(group, option):
+    plain = compose(f"{group}={option}")
+    if group == "experiment":
+        assert set(plain) == {f.name for f in dataclasses.fields(Run)}
+    else:
+        part = plain[group]
+        # compare as sets of nested names; the order in a file is for its reader
+        assert shape(part) == keys(options_class(group, part))
+
+
+def test_root_keys_are_the_fields():
+    assert set(compose()) == {f.name for f in dataclasses.fields(Run)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_yaml_defaults_are_the_defaults_of_the_class(method):
+    options = validate(compose(f"sparsity={method}")).sparsity
+    assert options == type(options)(name=method)
+
+
+@pytest.mark.parametrize("kind", list(registry.PACKAGES))
+def test_every_registered_name_has_a_yaml(kind):
+    (group, key) = next((g, k) for g, (registered, k) in REGISTERED.items() if registered == kind)
+    named = set()
+    for option in catalogue()[group]:
+        named.add(compose(f"{group}={option}")[group][key])
+    builtin = {n for n in registry.names(kind) if not n.startswith("mine_")}
+    assert builtin == named
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_takes_every_method(model, method):
+    sparsity = compose(f"sparsity={method}")["sparsity"]
+    run = validate({**compose(f"model={model}"), "sparsity": sparsity})
+    assert run.model.name == model and run.sparsity.name == method
+
+
+@pytest.mark.parametrize("file", sorted(shipped().rglob("*.yaml")), ids=lambda f: f.stem)
+def test_every_key_has_a_comment(file):
+    lines = file.read_text().splitlines()
+    told = {"name", "source", "family"}  # they repeat the file's name
+    for before, line in zip(["", *lines], lines, strict=False):
+        key = re.match(r"\s*(\w+):\s*[^\s#]", line)
+        if key and key[1] not in told:
+            assert "#" in line or before.lstrip().startswith("#"), f"{file.name}: {line}"
+
+
+def test_parameters_of_the_default_model_fit_its_data():
+    run = validate(compose())
+    assert run.data.vocab_size <= run.model.vocab_size
+    assert yaml.safe_load((shipped() / "train.yaml").read_text())["defaults"][-3:] == [
+        "_self_",
+        {"model": "gpt2_nano"},
+        {"experiment": None},
+    ]
+
+
+def test_every_registered_class_is_free_of_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from sparsepretrain import registry\n"
+        "for kind in registry.PACKAGES:\n"
+        "    for name in registry.names(kind): assert registry.get(kind, name).Options\n"
+        "heavy = {'transformers', 'datasets', 'tokenizers', 'wandb', 'matplotlib', 'triton'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(not (ROOT / "pyproject.toml").is_file(), reason="not a checkout")
+def test_every_directory_is_packaged():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = set(project["tool"]["setuptools"]["packages"])
+    yamls = {f.parent for f in shipped().rglob("*.yaml")}
+    modules = {f.parent for f in (ROOT / "sparsepretrain").rglob("*.py")}
+    expected = {f"sparsepretrain.{_dotted(d, ROOT)}" for d in yamls}
+    expected |= {_dotted(d, ROOT) for d in modules}
+    assert listed == expected
+
+
+def _dotted(directory: Path, root: Path) -> str:
+    return ".".join(directory.relative_to(root).parts)

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sparsepretrain import registry
+from sparsepretrain.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "data").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda f: f.stem)
+def test_keys_are_the_fields_and_every_key_is_commented(file, options):
+    plain = yaml.safe_load(file.read_text())
+    cls = registry.get("source", plain["source"]).Options
+    assert set(plain) == {f.name for f in dataclasses.fields(cls)}
+    assert plain["name"] == file.stem
+    lines = file.read_text().splitlines()
+    for before, line in itertools.pairwise(lines):
+        if re.match(r"\w+:", line) and not line.startswith("source:"):
+            assert before.startswith("#"), f"{line} has no comment"
+    assert options(file.stem).vocab_size == {"gpt2": 50257, "bytes": 256}[plain["tokenizer"]]
+
+
+def test_every_source_has_a_config():
+    used = {yaml.safe_load(f.read_text())["source"] for f in CONFIGS}
+    assert used == set(registry.names("source"))
+
+
+def test_published_settings(options):
+    for config in ("openwebtext", "c4"):
+        chosen = options(config)
+        assert (chosen.seed, chosen.validation, chosen.vocab_size) == (2357, 0.0005, 50257)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "expected"),
+    [
+        ("python_source", {"vocab_size": 300}, "data.vocab_size must be 256 (or null)"),
+        ("python_source", {"tokenizer": "byte"}, "(did you mean 'bytes'?)"),
+        ("python_source", {"tokenizer": "gpt2"}, "data.tokenizer must be bytes, bpe, gpt2_size"),
+        ("python_source", {"tokenizer": "bpe", "vocab_size": 256}, "must be ≥ 257"),
+        ("python_source", {"tokenizer": "a.json"}, "data.vocab_size must be given"),
+        ("python_source", {"tokenizer": "a.json", "vocab_size": 0}, "data.vocab_size must be > 0"),
+        ("python_source", {"tokenizer": "gpt2_size_bpe", "vocab_size": 256}, "must be 50257"),
+        ("python_source", {"validation": 1.0}, "data.validation must lie in [0, 1)"),
+        ("python_source", {"seed": -1}, "data.seed must lie in [0, 2^32)"),
+        ("python_source", {"name": "a/b"}, "data.name must be a plain directory name"),
+        ("python_source", {"roots": []}, "data.roots must name at least one directory"),
+        ("python_source", {"roots": "src"}, "data.roots must be a list of a string or null"),
+        ("text_files", {"files": []}, "data.files must name at least one file"),
+        ("text_files", {"file": "x"}, "(did you mean 'data.files'?)"),
+        ("openwebtext", {"path": "json"}, "data.data_files must name local files"),
+        ("openwebtext", {"data_files": ["x"]}, "data.data_files needs data.path to be one of"),
+        ("openwebtext", {"tokenizer": "some/other"}, "data.vocab_size must be given"),
+    ],
+)
+def test_wrong_options_are_one_line(options, config, changes, expected):
+    with pytest.raises(ConfigError) as caught:
+        options(config, **changes)
+    assert len(caught.value.messages) == 1 and expected in caught.value.messages[0]
+
+
+def test_vocabulary_is_known_without_data(options):
+    assert options("python_source", tokenizer="bpe").vocab_size == 4096
+    assert options("python_source", tokenizer="gpt2_size_bpe").vocab_size == 50257
+    assert options("openwebtext", tokenizer="some/other", vocab_size=32000).vocab_size == 32000

@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparsepretrain.data import load, prepare, windows
+from sparsepretrain.data.encoding import FileCodec, train_bpe
+from sparsepretrain.data.sources import _files
+from sparsepretrain.errors import ConfigError, DataError
+
+PREPARE = """
+import os, signal, sys, yaml, multiprocessing
+from sparsepretrain import registry
+from sparsepretrain.config import strict
+light = [registry.get("source", name) for name in registry.names("source")]
+LIGHT = not {"numpy", "torch", "datasets"} & set(sys.modules)
+from sparsepretrain.data import load, prepare
+from sparsepretrain.data.sources import _files
+
+def options(root, tokenizer):
+    plain = yaml.safe_load(open(CONFIG)) | {"roots": [root], "tokenizer": tokenizer}
+    if tokenizer == "bpe":
+        plain["vocab_size"] = 400
+    return strict.build(registry.get("source", "python_source").Options, plain, "data")
+"""
+
+
+def script(body: str, *args: object) -> subprocess.Popen[str]:
+    config = Path(__file__).parents[2] / "configs" / "data" / "python_source.yaml"
+    code = f"CONFIG = {str(config)!r}\n{PREPARE}\n" + textwrap.dedent(body)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, args)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def left_over(cache: Path) -> list[str]:
+    return sorted(p.name for p in cache.iterdir() if p.suffix != ".lock")
+
+
+def test_standard_library_as_bytes(options, cache):
+    seen = []
+    begin = time.perf_counter()
+    data = load(options("python_source"), on_progress=seen.append)
+    assert time.perf_counter() - begin < 10
+    train, held_out = data.tokens["train"], data.tokens["validation"]
+    assert train.dtype == np.uint8 and data.vocab_size == 256 and data.tokenizer_file is None
+    assert len(train) > 5_000_000 and 0.03 < len(held_out) / (len(train) + len(held_out)) < 0.06
+    assert left_over(cache) == [data.directory.name]
+    last = [p for p in seen if p.phase == "tokenizing"][-1]
+    assert last.done == last.total and last.tokens == len(train) + len(held_out)
+    begin = time.perf_counter()
+    again = load(options("python_source"))
+    assert time.perf_counter() - begin < 1  # 0.03 s here; nothing is read again
+    assert again.fingerprint == data.fingerprint and len(data.fingerprint) == 16
+    batch = windows(data, "train", 128, 0).batch(0, range(4), 4)
+    assert batch.shape == (4, 129) and batch.min() >= 0 and batch.max() < 256
+
+
+def test_tokens_are_the_text_with_a_byte_between_files(options, corpus):
+    data = load(options("python_source", roots=[str(corpus)], validation=0.0))
+    texts = data.tokens["train"].tobytes().split(b"\0")
+    assert sorted(texts) == sorted([p.read_bytes() for p in corpus.rglob("*.py")] + [b""])
+    assert data.tokens["validation"].size == 0
+    assert data.decode(data.tokens["train"][:4]) == "def "
+    with pytest.raises(DataError, match="has 0 tokens"):
+        windows(data, "validation", 8, 0)
+
+
+def test_a_change_of_options_or_files_is_a_new_preparation(options, corpus):
+    first = load(options("python_source", roots=[str(corpus)]))
+    assert load(options("python_source", roots=[str(corpus)], name="x")).fingerprint == (
+        first.fingerprint
+    )
+    other = load(options("python_source", roots=[str(corpus)], seed=5))
+    assert other.directory != first.directory and other.fingerprint != first.fingerprint
+    victim = corpus / "package0" / "module1.py"
+    os.utime(victim, ns=(1, 1))  # touched, equal contents: prepared again, the same data
+    touched = load(options("python_source", roots=[str(corpus)]))
+    assert touched.directory != first.directory and touched.fingerprint == first.fingerprint
+    victim.write_text(victim.read_text().upper())
+    assert load(options("python_source", roots=[str(corpus)])).fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bpe_round_trip_and_any_number_of_workers(options, corpus, monkeypatch, workers):
+    monkeypatch.setattr(_files, "SHARD_BYTES", 4000)
+    # byte 233 alone is not UTF-8; the literal name of a special token is ordinary text
+    (corpus / "latin.py").write_bytes(b"# caf\xe9 <|endoftext|>\n")
+    chosen = options(
+        "python_source", roots=[str(corpus)], tokenizer="bpe", vocab_size=300, validation=0.0
+    )
+    data = prepare(chosen, workers=workers)
+    tokens = data.tokens["train"]
+    assert tokens.dtype == np.uint16 and tokens.max() < 300 and data.end_of_text == 0
+    pieces = np.split(tokens, np.flatnonzero(tokens == 0) + 1)
+    texts = sorted(data.decode(piece[:-1]) for piece in pieces[:-1])
+    expected = [p.read_bytes().decode(errors="replace") for p in corpus.rglob("*.py")]
+    assert texts == sorted(expected)
+    codec = FileCodec(data.tokenizer_file)
+    assert codec.vocab_size == 300
+    # the same tokens and tokenizer, whoever did the work
+    shutil.rmtree(data.directory)
+    assert prepare(chosen, workers=3 - workers).fingerprint == data.fingerprint
+
+
+def test_gpt2_size_needs_no_vocabulary_size(options, corpus):
+    data = load(options("python_source", roots=[str(corpus)], tokenizer="gpt2_size_bpe"))
+    assert data.vocab_size == 50257 and data.tokens["train"].dtype == np.uint16
+
+
+def test_tokenizer_file(options, corpus, tmp_path, cache):
+    file = tmp_path / "mine.json"
+    file.write_text(train_bpe(["some text", b"more text"], 270))
+    size = FileCodec(file).vocab_size
+    chosen = {"roots": [str(corpus)], "tokenizer": str(file)}
+    assert load(options("python_source", vocab_size=size, **chosen)).vocab_size == size
+    shutil.rmtree(cache)
+    with pytest.raises(DataError, match=f"set data.vocab_size={size}"):
+        load(options("python_source", vocab_size=size - 1, **chosen))
+    file.write_text("{}")
+    with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
+        load(options("python_source", vocab_size=size, **chosen))
+    file.unlink()
+    with pytest.raises(DataError, match=r"cannot read .*mine\.json: No such file"):
+        load(options("python_source", vocab_size=size, **chosen))
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "tokenizer.json"])
+def test_damage_is_named_and_prepare_repairs_it(options, corpus, cache, name):
+    chosen = options("python_source", roots=[str(corpus)], tokenizer="bpe", vocab_size=270)
+    data = prepare(chosen, workers=1)
+    file, size = data.directory / name, (data.directory / name).stat().st_size
+    os.truncate(file, size - 3)
+    with pytest.raises(DataError) as caught:
+        load(chosen)
+    assert str(caught.value) == (
+        f"{file} has {size - 3} bytes, expected {size} bytes: delete {data.directory} or run "
+        "`sparsepretrain prepare data=python_source` (with the data options of this run) again"
+    )
+    file.unlink()
+    with pytest.raises(DataError, match=f"{name} is missing, expected {size} bytes"):
+        load(chosen)
+    assert prepare(chosen, workers=1).fingerprint == data.fingerprint
+    assert load(chosen).fingerprint == data.fingerprint
+    assert left_over(cache) == [data.directory.name]
+
+
+def test_damaged_manifest(options, corpus):
+    chosen = options("python_source", roots=[str(corpus)])
+    data = load(chosen)
+    for content in ("", "[1]", "null", '{"format": 99}'):
+        (data.directory / "manifest.json").write_text(content)
+        with pytest.raises(DataError, match=r"manifest\.json is missing or damaged: delete"):
+            load(chosen)
+    assert prepare(chosen).fingerprint == data.fingerprint
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing in the package may catch it and tidy up."""
+
+
+def test_stopped_at_any_point_leaves_nothing_that_counts(
+    options, corpus, cache, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(_files, "SHARD_BYTES", 16000)
+    file = tmp_path / "mine.json"
+    file.write_text(train_bpe(["x"], 270))
+    changes = {"roots": [str(corpus)], "tokenizer": str(file), "vocab_size": 270}
+    chosen = options("python_source", **changes)
+    expected = prepare(chosen, workers=1)
+    contents = {f.name: f.read_bytes() for f in expected.directory.iterdir()}
+    points = {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
+    stop, finished = 0, False
+    while not finished:
+        shutil.rmtree(cache)
+        calls = iter(range(10**6))
+
+        def until(function, calls=calls, stop=stop):
+            def wrapped(*args, **kwargs):
+                if next(calls) == stop:
+                    raise Killed
+                return function(*args, **kwargs)
+
+            return wrapped
+
+        with monkeypatch.context() as patch:
+            for name, function in points.items():
+                patch.setattr(os, name, until(function))
+            try:
+                prepare(chosen, workers=1)
+                finished = True
+            except Killed:
+                stop += 1
+        # only the last rename makes it appear, and what appears is complete
+        ready = [name for name in left_over(cache) if not name.endswith(".partial")]
+        assert ready in ([], [expected.directory.name])
+        data = load(chosen)
+        assert {f.name: f.read_bytes() for f in data.directory.iterdir()} == contents
+    assert stop > 15
+
+
+def test_finished_shards_are_kept(options, corpus, monkeypatch):
+    monkeypatch.setattr(_files, "SHARD_BYTES", 4000)
+    chosen = options("python_source", roots=[str(corpus)])
+
+    def stop(progress):
+        if progress.phase == "tokenizing" and progress.done > progress.total / 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        prepare(chosen, on_progress=stop)
+    seen = []
+    data = prepare(chosen, on_progress=seen.append)
+    phase = [p for p in seen if p.phase == "tokenizing"]
+    assert phase[0].done > phase[0].total / 2 and phase[0].tokens == 0
+    assert 0 < phase[-1].tokens < sum(len(t) for t in data.tokens.values()) / 2
+
+
+@pytest.mark.parametrize("phase", ["tokenizing", "writing"])
+def test_kill_9_takes_the_workers_along_and_can_be_continued(
+    options, corpus, cache, phase, monkeypatch
+):
+    body = """
+        def stop(progress):
+            if progress.phase == sys.argv[2] and progress.done > 0:
+                print(*[p.pid for p in multiprocessing.active_children()], flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        if __name__ == "__main__":
+            _files.SHARD_BYTES = 2000
+            prepare(options(sys.argv[1], "bpe"), workers=2, on_progress=stop)
+    """
+    process = script(body, corpus, phase)
+    pids = process.communicate(timeout=60)[0].split()
+    assert process.returncode == -9 and (pids or phase == "writing")
+    assert not [n for n in left_over(cache) if not n.endswith(".partial")]
+    deadline = time.monotonic() + 10
+    while alive := [p for p in pids if running(p)]:
+        assert time.monotonic() < deadline, f"orphans {alive}"
+        time.sleep(0.05)
+    chosen = options("python_source", roots=[str(corpus)], tokenizer="bpe", vocab_size=400)
+    monkeypatch.setattr(_files, "SHARD_BYTES", 2000)
+    data = load(chosen)
+    assert left_over(cache) == [data.directory.name]
+
+
+def running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_two_processes_at_once_give_one_result(options, corpus, cache):
+    body = """
+        import time
+        if __name__ == "__main__":
+            waits = []
+            def slow(progress):
+                waits.append(progress.phase)
+                time.sleep(0.02)
+            _files.SHARD_BYTES = 4000
+            data = prepare(options(sys.argv[1], "bytes"), on_progress=slow)
+            print(data.fingerprint, len(data.tokens["train"]), "tokenizing" in waits)
+    """
+    processes = [script(body, corpus) for _ in range(3)]
+    out = [p.communicate(timeout=60) for p in processes]
+    assert [p.returncode for p in processes] == [0, 0, 0], out
+    results = [o.split() for o, _ in out]
+    assert len({tuple(r[:2]) for r in results}) == 1
+    assert [r[2] for r in results].count("True") == 1  # one worked, the others waited
+    assert len(left_over(cache)) == 1
+
+
+def test_neither_torch_nor_the_hub_is_imported(corpus):
+    body = """
+        assert LIGHT  # looking at options costs nothing
+        data = load(options(sys.argv[1], "bytes"))
+        heavy = {"torch", "transformers", "datasets", "tokenizers"} & set(sys.modules)
+        assert not heavy, heavy
+    """
+    process = script(body, corpus)
+    assert process.communicate(timeout=60) == ("", "") and process.returncode == 0
+
+
+def test_unwritable_cache(options, corpus, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(DataError) as caught:
+        load(options("python_source", roots=[str(corpus)]))
+    assert "Not a directory" in str(caught.value) and "\n" not in str(caught.value)
+    assert "SPARSEPRETRAIN_CACHE_DIR" in str(caught.value)
+
+
+def test_cache_directory(monkeypatch, tmp_path):
+    from sparsepretrain.data import cache_directory
+
+    assert cache_directory() == tmp_path / "cache"
+    monkeypatch.delenv("SPARSEPRETRAIN_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_directory() == tmp_path / "xdg" / "sparsepretrain"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / ".cache" / "sparsepretrain"
+
+
+def test_manifest_describes_the_data(options, corpus):
+    data = load(options("python_source", roots=[str(corpus)]))
+    manifest = json.loads((data.directory / "manifest.json").read_text())
+    assert manifest["options"]["seed"] == 0
+    files = {f"{split}.bin" for split in data.tokens}
+    assert manifest["sha256"] == {
+        name: hashlib.sha256((data.directory / name).read_bytes()).hexdigest() for name in files
+    }
+
+
+def test_workers_below_one(options, corpus):
+    with pytest.raises(ConfigError, match="workers must be ≥ 1, got 0"):
+        prepare(options("python_source", roots=[str(corpus)]), workers=0)

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import os
+import sysconfig
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsepretrain import registry
+from sparsepretrain.data.sources import _files
+from sparsepretrain.errors import DataError
+
+
+def source(options):
+    return registry.get("source", options.source)(options)
+
+
+def text_of(source, split):
+    shards = [s for s in source.shards() if s.split == split]
+    return b"".join(t + b"\0" * last for s in shards for t, last in source.documents(s))
+
+
+def paths(source, split):
+    return {p.path for s in source.shards() if s.split == split for p in s.items}
+
+
+def test_standard_library_without_installed_packages(options):
+    files = source(options("python_source")).files
+    assert len(files) > 500 and all(f.path.endswith(".py") for f in files)
+    stdlib = sysconfig.get_path("stdlib")
+    assert all(f.path.startswith(stdlib) for f in files)
+    assert not any("-packages/" in f.path or "__pycache__" in f.path for f in files)
+
+
+def test_split_is_by_file_close_to_the_fraction_and_seeded(options, corpus):
+    src = source(options("python_source", roots=[str(corpus)], validation=0.2))
+    train, held_out = paths(src, "train"), paths(src, "validation")
+    assert train | held_out == {str(p) for p in corpus.rglob("*.py")} and not train & held_out
+    sizes = {split: len(text_of(src, split)) for split in ("train", "validation")}
+    assert 0.1 < sizes["validation"] / sum(sizes.values()) <= 0.21
+    other = source(options("python_source", roots=[str(corpus)], validation=0.2, seed=1))
+    assert paths(other, "validation") != held_out
+
+
+def test_split_follows_the_relative_path_not_the_place(options, corpus, tmp_path):
+    moved = tmp_path / "elsewhere"
+    before = source(options("python_source", roots=[str(corpus)]))
+    names = {os.path.relpath(p, corpus) for p in paths(before, "validation")}
+    text = text_of(before, "train")
+    corpus.rename(moved)
+    after = source(options("python_source", roots=[str(moved)]))
+    assert {os.path.relpath(p, moved) for p in paths(after, "validation")} == names
+    assert text_of(after, "train") == text
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 5000), min_size=2, max_size=30),
+    fraction=st.floats(0.001, 0.6),
+    seed=st.integers(0, 9),
+)
+def test_any_two_files_give_two_disjoint_splits(sizes, fraction, seed):
+    class Fake(_files.FileSource):
+        def find(self):
+            return [_files.TextFile(f"{i}", f"/{i}", n, 0, (0, i)) for i, n in enumerate(sizes)]
+
+    options = registry.get("source", "text_files").Options(
+        name="x", source="text_files", files=["x"], tokenizer="bytes", vocab_size=None,
+        validation=fraction, seed=seed,
+    )  # fmt: skip
+    split = {name: {p.path for p in pieces} for name, pieces in Fake(options)._split().items()}
+    assert split["validation"] and split["train"]
+    assert not split["validation"] & split["train"]
+    assert len(split["validation"]) + len(split["train"]) == len(sizes)
+    held_out = sum(sizes[int(p[1:])] for p in split["validation"])
+    assert held_out <= max(fraction * sum(sizes), min(sizes))
+
+
+def test_a_single_file_is_cut_at_a_line_end(options, tmp_path):
+    file = tmp_path / "input.txt"
+    file.write_text("".join(f"line {i}\n" for i in range(1000)))
+    src = source(options("text_files", files=[str(file)], validation=0.1))
+    train, held_out = text_of(src, "train"), text_of(src, "validation")
+    assert train[:-1] + held_out[:-1] == file.read_bytes()
+    assert train.endswith(b"\n\0") and 0.08 < len(held_out) / len(train + held_out) < 0.11
+    file.write_text("x" * 1000)  # no line end at all
+    src = source(options("text_files", files=[str(file)], validation=0.1))
+    assert (len(text_of(src, "train")), len(text_of(src, "validation"))) == (901, 101)
+
+
+def test_large_files_are_cut_in_pieces_that_add_up(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(_files, "SHARD_BYTES", 100)
+    whole = "".join(f"line {i}\n" for i in range(300)).encode()
+    (tmp_path / "a.txt").write_bytes(whole)
+    (tmp_path / "b.txt").write_bytes(b"y" * 450)
+    src = source(options("text_files", files=[f"{tmp_path}/*.txt"], validation=0.0))
+    assert len(src.shards()) > 20 and not paths(src, "validation")
+    assert sorted(text_of(src, "train").split(b"\0")) == sorted([whole, b"y" * 450, b""])
+    assert [s.index for s in src.shards()] == list(range(len(src.shards())))
+    assert sum(s.size for s in src.shards()) == len(whole) + 450
+
+
+def test_a_file_reached_twice_is_read_once(options, tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 50)
+    os.symlink(tmp_path / "a.txt", tmp_path / "link.txt")
+    src = source(options("text_files", files=[f"{tmp_path}/*.txt", str(tmp_path / "b.txt")]))
+    assert len(src.files) == 3
+
+
+def test_hidden_and_installed_directories_and_broken_links_are_left_out(options, tmp_path):
+    for name in ("a.py", ".venv/b.py", "site-packages/c.py", "d/e.py", "notes.txt", "empty.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("" if name == "empty.py" else "x = 1\n")
+    os.symlink(tmp_path / "nowhere.py", tmp_path / "broken.py")
+    src = source(options("python_source", roots=[str(tmp_path)]))
+    assert sorted(f.name for f in src.files) == ["a.py", "d/e.py"]
+
+
+def bad_inputs(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "no_text").mkdir()
+    (tmp_path / "no_text" / "a.py").write_text("")
+    yield "python_source", {"roots": [str(tmp_path / "absent")]}, "absent is not a directory"
+    yield "python_source", {"roots": [str(tmp_path / "empty")]}, "empty holds no .py file"
+    yield "python_source", {"roots": [str(tmp_path / "no_text")]}, "all files are empty"
+    yield "text_files", {"files": [str(tmp_path / "*.txt")]}, "no file matches"
+    yield "text_files", {"files": [str(tmp_path / "empty")]}, "a directory: use"
+
+
+def test_nothing_to_read_is_one_line_and_leaves_nothing(options, tmp_path, cache):
+    from sparsepretrain.data import load
+
+    for config, changes, expected in bad_inputs(tmp_path):
+        with pytest.raises(DataError) as caught:
+            load(options(config, **changes))
+        assert expected in str(caught.value) and "\n" not in str(caught.value)
+    assert not cache.exists()
+
+
+def test_an_unreadable_file_is_named(options, corpus, monkeypatch):
+    from sparsepretrain.data import load
+
+    src = source(options("python_source", roots=[str(corpus)]))
+    shards, victim = src.shards(), corpus / "package1" / "module3.py"
+    victim.write_bytes(victim.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"module3\.py changed while it was read"):
+        [list(src.documents(s)) for s in shards]
+    victim.unlink()
+    with pytest.raises(DataError, match=r"cannot read .*module3\.py: No such file"):
+        [list(src.documents(s)) for s in shards]
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"cannot read .*corpus: Permission denied"):
+        load(options("python_source", roots=[str(corpus)]))

@@ -1,0 +1,259 @@
+"""Reports of synthetic run directories: the data that figures show, and the pages' numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.reports import plots, report
+from sparsepretrain.reports.runs import differences, find, labels, load, smooth
+
+LAYERS = [f"transformer.h.{i}.mlp.{name}" for i in range(2) for name in ("c_fc", "c_proj")]
+
+
+def make_run(
+    path: Path,
+    method: str = "sste",
+    *,
+    seed: int = 0,
+    flips: bool = True,
+    sparsity: dict[str, Any] | None = None,
+    **config: Any,
+) -> Path:
+    path.mkdir(parents=True)
+    options = {"name": method, "window": {"start": 0.0, "stop": 1.0}, **(sparsity or {})}
+    whole = {"name": "nano", "seed": seed, "steps": 100, "sparsity": options, **config}
+    (path / "config.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
+    environment = {"command": f"train sparsity={method}", "commit": "0123456789abcdef"}
+    (path / "environment.json").write_text(json.dumps(environment))
+    lines = []
+    for step in range(1, 101):
+        line = {"step": step, "time": 0.5 * step, "tokens": 64 * step, "loss": 5.0 - 0.04 * step}
+        line |= {"lr": 1e-3, "density": 0.5, "tokens_per_second": 128.0}
+        if flips:
+            line["flip_rate"] = 0.1 if step == 10 else 0.01
+            if step % 20 == 0:
+                line |= {f"flip_rate/{name}": 0.0 if step == 100 else 0.02 for name in LAYERS}
+        lines.append(line)
+        if step % 50 == 0:
+            lines.append({"step": step, "split": "validation", "loss": 4.5 - 0.02 * step})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_one_run_has_four_pictures_and_a_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    written = report([run])
+    names = [path.relative_to(run).as_posix() for path in written]
+    pictures = [f"plots/{name}.png" for name in ("loss", "flip_rate", "flip_rate_layers", "lr")]
+    assert names == [*pictures, "report.md"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[:-1])
+    page = written[-1].read_text()
+    for row in (
+        "| steps | 100 of 100 |",
+        "| train loss at step 1 | 4.9600 |",
+        "| train loss at the end (running mean over 2 steps) | 1.0200 |",
+        "| validation loss at step 50 | 3.5000 |",
+        "| validation loss at step 100 | 2.5000 |",
+        "| flip rate at its peak, step 10 | 1.00e-01 |",
+        "| density of the sparse layers at the end | 0.5000 |",
+        "| tokens/s (median) | 128 |",
+        "| tokens | 6.40k |",
+        "| time | 0:50 |",
+    ):
+        assert row in page
+    assert all(f"({picture})" in page for picture in pictures)
+    assert "  window:\n" in page and '"commit": "0123456789abcdef"' in page
+
+
+def test_what_is_missing_is_left_out_and_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "dense", flips=False)
+    (run / "environment.json").unlink()
+    written = report([run], out=tmp_path / "out")
+    assert [path.name for path in written] == ["loss.png", "lr.png", "report.md"]
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "no flip rate of layers was recorded: the plot `flip_rate_layers` is left out" in page
+    assert "environment.json is missing" in page
+    assert not (run / "plots").exists()
+
+
+def test_loss_figure_shows_the_recorded_numbers(tmp_path: Path) -> None:
+    run = load(make_run(tmp_path / "run", sparsity={"window": {"start": 0.0, "stop": 0.85}}))
+    figure = plots.loss_figure(run)
+    assert figure is not None
+    axes = figure.axes[0]
+    raw, mean, validation, boundary = axes.lines
+    np.testing.assert_allclose(raw.get_ydata(), 5.0 - 0.04 * np.arange(1, 101))
+    assert mean.get_label() == "train, running mean over 2 steps"
+    np.testing.assert_array_equal(validation.get_xdata(), [50, 100])
+    np.testing.assert_allclose(validation.get_ydata(), [3.5, 2.5])
+    assert boundary.get_xdata()[0] == 85
+    assert "nats" in axes.get_ylabel() and axes.get_xlabel() == "step"
+    assert figure.get_supxlabel() == "train sparsity=sste · commit 0123456789ab"
+
+
+def test_flip_figure_is_logarithmic_and_names_its_interval(tmp_path: Path) -> None:
+    each = plots.flip_figure(load(make_run(tmp_path / "a")))
+    every = plots.flip_figure(load(make_run(tmp_path / "b", sparsity={"refresh": 40})))
+    assert each is not None and every is not None
+    assert each.axes[0].get_yscale() == "log"
+    assert "per step" in each.axes[0].get_ylabel()
+    assert "every 40 steps" in every.axes[0].get_ylabel()
+
+
+def test_heat_map_has_short_layer_names_and_masks_zeros(tmp_path: Path) -> None:
+    figure = plots.layers_figure(load(make_run(tmp_path / "run")))
+    assert figure is not None
+    axes = figure.axes[0]
+    names = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert names == ["0.mlp.c_fc", "0.mlp.c_proj", "1.mlp.c_fc", "1.mlp.c_proj"]
+    assert axes.get_ylabel() == "layer of transformer.h"
+    shown = axes.collections[0].get_array()
+    assert shown.shape == (4, 5)
+    assert np.ma.getmaskarray(shown)[:, -1].all() and not np.ma.getmaskarray(shown)[:, :-1].any()
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "steps"),
+    [
+        ({}, []),
+        ({"window": {"start": 0.1, "stop": 0.9}}, [10, 90]),
+        ({"dense_tail": 0.16666667}, [83]),
+        ({"window": {"start": 0.0, "stop": 0.9}, "dense_tail": 0.2}, [80]),
+        ({"at": 0.5}, [50]),
+        ({"window": None}, []),
+    ],
+)
+def test_boundaries_follow_the_configuration(
+    tmp_path: Path, sparsity: dict[str, Any], steps: list[int]
+) -> None:
+    assert load(make_run(tmp_path / "run", sparsity=sparsity)).boundaries() == steps
+
+
+def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(Path("runs/a"), "dense")
+    make_run(Path("runs/b"), "sste", sparsity={"gamma": 0.2})
+    written = report([Path("runs")])
+    assert written == [Path("reports/dense-sste/overlay.png"), Path("reports/dense-sste/report.md")]
+    page = written[1].read_text()
+    assert "| sste | sste | 100 | 1.0200 | 2.5000 | 1.00e-02 | 128 | 0 |" in page
+    assert "| `sparsity.gamma` | – | 0.2 |" in page
+    assert "`../../runs/b`" in page and "`train sparsity=sste`" in page
+
+
+def test_overlay_figure_keeps_runs_apart(tmp_path: Path) -> None:
+    runs = [load(make_run(tmp_path / str(i), seed=i)) for i in range(9)]
+    figure = plots.overlay_figure(runs, [f"run {i}" for i in range(9)])
+    left, right = figure.axes
+    assert (left.get_yscale(), right.get_yscale()) == ("linear", "log")
+    assert len(right.lines) == 9 and len(left.lines) == 18
+    looks = {(line.get_color(), line.get_linestyle()) for line in right.lines}
+    assert len(looks) == 9
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [f"run {i}" for i in range(9)]
+    assert "and 8 more" not in figure.get_supxlabel()  # one command for all
+
+
+def test_overlay_without_flip_rates(tmp_path: Path) -> None:
+    runs = [load(make_run(tmp_path / str(i), flips=False)) for i in range(2)]
+    _, right = plots.overlay_figure(runs, ["a", "b"]).axes
+    assert right.texts[0].get_text() == "no flip rate recorded"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([{"method": "ste"}, {"method": "sste"}], ["ste", "sste"]),
+        ([{"seed": 0}, {"seed": 1}], ["seed=0", "seed=1"]),
+        (
+            [{"method": "ste"}, {"method": "sste"}, {"method": "sste", "seed": 1}],
+            ["ste seed=0", "sste seed=0", "sste seed=1"],
+        ),
+        (
+            [{"sparsity": {"gamma": 0.0}}, {"sparsity": {"gamma": 0.2}, "clip": 1.0}],
+            ["sparsity.gamma=0.0", "sparsity.gamma=0.2"],
+        ),
+        ([{"runs_dir": "a"}, {"runs_dir": "b"}], ["r/0", "r/1"]),
+    ],
+)
+def test_labels_say_what_differs(
+    tmp_path: Path, changes: list[dict[str, Any]], expected: list[str]
+) -> None:
+    runs = [load(make_run(tmp_path / "r" / str(i), **c)) for i, c in enumerate(changes)]
+    assert labels(runs) == expected
+
+
+def test_differences_tell_null_from_absent(tmp_path: Path) -> None:
+    runs = [load(make_run(tmp_path / "0", clip=None)), load(make_run(tmp_path / "1"))]
+    assert differences(runs) == {"clip": [None, "–"]}
+
+
+def test_non_finite_losses_are_gaps_not_errors(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(f'{{"step": {step}, "loss": null}}\n' for step in range(101, 110))
+    page = report([run])[-1].read_text()
+    assert "not finite" in page
+
+
+def test_user_errors_are_one_line_each(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError) as error:
+        report([tmp_path / "empty", tmp_path / "missing"])
+    assert error.value.messages == [
+        f"{tmp_path / 'empty'} has no metrics.jsonl, nor has a directory below it",
+        f"{tmp_path / 'missing'} is not a directory: give the directory of a run",
+    ]
+    (tmp_path / "empty" / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="has no records yet"):
+        report([tmp_path / "empty"])
+    run = make_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match="2 labels for 1 runs"):
+        report([run], labels=["a", "b"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write the report"):
+        report([run], out=tmp_path / "file")
+    (run / "environment.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"environment\.json cannot be read"):
+        report([run])
+    with pytest.raises(ConfigError, match="no run given"):
+        report([])
+
+
+def test_find_takes_each_run_once(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "x" / name) for name in "ab"]
+    assert find([tmp_path, runs[1]]) == runs
+    assert find([runs[1], tmp_path]) == [runs[1], runs[0]]
+
+
+@given(st.lists(st.floats(-100, 100) | st.just(math.nan), min_size=1, max_size=200))
+def test_smooth_is_the_mean_of_the_last_values(values: list[float]) -> None:
+    mean, width = smooth(np.array(values))
+    assert width == max(1, len(values) // 40)
+    for i in range(len(values)):
+        part = [v for v in values[max(0, i + 1 - width) : i + 1] if not math.isnan(v)]
+        expected = np.mean(part) if part else math.nan
+        np.testing.assert_allclose(mean[i], expected, atol=1e-9)
+
+
+def test_reports_need_no_display_and_no_pyplot(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    run = make_run(tmp_path / "run")
+    code = (
+        "import sys; from pathlib import Path; from sparsepretrain.reports import report;"
+        f"assert 'matplotlib' not in sys.modules; report([Path({str(run)!r})]);"
+        "assert 'matplotlib.pyplot' not in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

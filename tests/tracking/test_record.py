@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError
+from sparsepretrain.tracking.record import FILE, Record, read
+
+
+def write(directory: Path, steps: range | list[int], resume_step: int | None = None) -> Record:
+    record = Record(directory, resume_step=resume_step)
+    for step in steps:
+        record.write({"step": step, "loss": 1.0 / (step + 1)})
+    return record
+
+
+def test_one_strict_json_object_per_line(tmp_path: Path) -> None:
+    record = Record(tmp_path, resume_step=None)
+    loss = np.float32(0.5)
+    line = record.write({"step": np.int64(1), "loss": loss, "lr": math.nan, "a": math.inf})
+    text = (tmp_path / FILE).read_text()  # flushed: the record is still open
+    assert text.endswith("\n") and text.count("\n") == 1
+    assert json.loads(text, parse_constant=pytest.fail) == line
+    assert line is not None and list(line)[:2] == ["step", "time"]
+    assert line["loss"] == 0.5 and line["lr"] is None and line["a"] is None
+
+
+def test_a_step_is_never_there_twice(tmp_path: Path) -> None:
+    record = write(tmp_path, [1, 2])
+    assert record.write({"step": 2, "loss": 9.0}) is None
+    assert record.write({"step": 2, "split": "validation", "loss": 3.0}) is not None
+    assert record.write({"step": 2, "split": "validation", "loss": 4.0}) is None
+    assert [line["loss"] for line in read(tmp_path)] == [1 / 2, 1 / 3, 3.0]
+
+
+def test_resume_cuts_later_steps_and_goes_on(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 8)).close()
+    record = write(tmp_path, range(5, 9), resume_step=4)
+    assert [line["step"] for line in read(tmp_path)] == list(range(1, 9))
+    assert record.write({"step": 8}) is None
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_fresh_start_forgets_an_older_run(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 5)).close()
+    write(tmp_path, [1]).close()
+    assert [line["step"] for line in read(tmp_path)] == [1]
+
+
+def test_time_continues_over_a_resume(tmp_path: Path) -> None:
+    record = Record(tmp_path, resume_step=None)
+    record.write({"step": 1, "time": 100.0})
+    record.write({"step": 2, "time": 900.0})  # lost with the crash
+    record.close()
+    line = Record(tmp_path, resume_step=1).write({"step": 2})
+    assert line is not None and 100.0 <= line["time"] < 200.0
+
+
+@given(cut=st.integers(1, 40), steps=st.integers(1, 5), resume=st.integers(0, 6))
+def test_kill_anywhere_then_resume(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, steps: int, resume: int
+) -> None:
+    directory = tmp_path_factory.mktemp("run")
+    write(directory, range(1, steps + 1)).close()
+    whole = (directory / FILE).read_bytes()
+    (directory / FILE).write_bytes(whole[:-cut])
+    kept = [line["step"] for line in read(directory)]
+    assert kept == list(range(1, len(kept) + 1))
+    write(directory, range(resume + 1, 8), resume_step=resume).close()
+    after = [line["step"] for line in read(directory)]
+    assert after == [s for s in kept if s <= resume] + list(range(resume + 1, 8))
+    assert (directory / FILE).read_bytes().endswith(b"}\n")
+
+
+def test_torn_inside_a_character(tmp_path: Path) -> None:
+    write(tmp_path, [1]).close()
+    with (tmp_path / FILE).open("ab") as file:
+        file.write('{"step": 2, "note": "β'.encode()[:-1])
+    assert [line["step"] for line in read(tmp_path)] == [1]
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(DataError, match=r"line 2 .*remove that line"):
+        read(tmp_path)
+    with pytest.raises(DataError, match="line 2"):
+        Record(tmp_path, resume_step=1)
+
+
+def test_no_record(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no metrics\.jsonl"):
+        read(tmp_path)
+
+
+def test_unwritable_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"not writable.*runs_dir"):
+        Record(tmp_path / "file" / "run", resume_step=None)
+
+
+def test_full_disk_is_one_line(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full")
+    record = write(tmp_path, [1])
+    record._file = full.open("ab", buffering=0)
+    with pytest.raises(SparsePretrainError, match=r"cannot write .*No space left"):
+        record.write({"step": 2})
+
+
+def test_values_that_json_cannot_hold_are_a_bug(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="'loss' holds a list"):
+        Record(tmp_path, resume_step=None).write({"step": 1, "loss": [1]})

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import io
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sparsepretrain.config.schema import Tracker
+from sparsepretrain.config.strict import build
+from sparsepretrain.tracking import stream as stream_module
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.tracking.mirror import Lane
+from sparsepretrain.tracking.record import read
+from sparsepretrain.tracking.stream import Stream
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "tracker"
+
+
+def tracker(**changes: Any) -> Tracker:
+    values: dict[str, Any] = yaml.safe_load((CONFIGS / "jsonl.yaml").read_text())
+    return build(Tracker, {**values, **changes})
+
+
+class Fake:
+    name = "Fake"
+
+    def __init__(self, fail_in: str = "", hang: threading.Event | None = None) -> None:
+        self.fail_in, self.hang = fail_in, hang
+        self.calls: list[Any] = []
+        self.threads: set[threading.Thread] = set()
+
+    def _call(self, name: str, *what: Any) -> None:
+        self.threads.add(threading.current_thread())
+        if self.hang is not None:
+            self.hang.wait(60)
+        if name == self.fail_in:
+            raise RuntimeError("server says no\nand more")
+        self.calls.append((name, *what))
+
+    def open(self) -> str | None:
+        self._call("open")
+        return None
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._call("log", step, values)
+
+    def close(self, exit_code: int, summary: dict[str, Any]) -> None:
+        self._call("close", exit_code, summary)
+
+
+def open_stream(
+    directory: Path, *mirrors: Any, out: io.StringIO | None = None, **options: Any
+) -> Stream:
+    return Stream(
+        directory,
+        options.get("tracker", tracker()),
+        config={"steps": 10},
+        run_name="r",
+        resume_step=options.get("resume_step"),
+        console=Console(out or io.StringIO()),
+        mirrors=list(mirrors) if mirrors else None,
+    )
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_shipped_options_are_whole_and_named_after_their_file(path: Path) -> None:
+    values = yaml.safe_load(path.read_text())
+    assert build(Tracker, values).name == path.stem
+
+
+def test_mirrors_get_numbers_off_the_main_thread(tmp_path: Path) -> None:
+    mirror = Fake()
+    stream = open_stream(tmp_path, mirror)
+    stream.log({"step": 1, "time": 0.5, "tokens": 8, "loss": 2.0, "lr": float("nan")})
+    stream.log({"step": 1, "split": "validation", "time": 0.5, "tokens": 8, "loss": 3.0})
+    stream.log({"step": 1, "loss": 9.0})  # there already
+    stream.close(3, {"masks": "2:4"})
+    assert mirror.calls == [
+        ("open",),
+        ("log", 1, {"time": 0.5, "tokens": 8, "loss": 2.0}),
+        ("log", 1, {"validation/loss": 3.0}),
+        ("close", 3, {"masks": "2:4"}),
+    ]
+    assert threading.current_thread() not in mirror.threads
+
+
+@pytest.mark.parametrize("where", ["open", "log", "close"])
+def test_a_failing_mirror_is_one_warning(tmp_path: Path, where: str) -> None:
+    out = io.StringIO()
+    good = Fake()
+    stream = open_stream(tmp_path, Fake(fail_in=where), good, out=out)
+    for step in range(1, 20):
+        stream.log({"step": step, "loss": 1.0})
+    stream.close(0)
+    stream.close(0)
+    warnings = [text for text in out.getvalue().splitlines() if text.startswith("warning")]
+    assert warnings == [
+        "warning: Fake failed (RuntimeError: server says no); metrics.jsonl stays complete"
+    ]
+    assert len(read(tmp_path)) == 19
+    assert len(good.calls) == 21
+
+
+def test_a_hanging_mirror_delays_neither_log_nor_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "CLOSING_SECONDS", 0.2)
+    out, release = io.StringIO(), threading.Event()
+    mirror = Fake(hang=release)
+    stream = open_stream(tmp_path, mirror, out=out)
+    for step in range(1, 50):
+        stream.log({"step": step, "loss": 1.0})
+    assert mirror.calls == []  # it still hangs, and every log() came back
+    stream.close(0)
+    assert len(read(tmp_path)) == 49
+    assert "Fake did not finish in time" in out.getvalue()
+    release.set()
+
+
+def test_a_mirror_that_falls_behind_is_dropped_once() -> None:
+    warnings: list[str] = []
+    release = threading.Event()
+    lane = Lane(Fake(hang=release), warnings.append, capacity=4)
+    start = time.monotonic()
+    for step in range(20):
+        lane.offer(step, {})
+    assert time.monotonic() - start < 2  # offer() never waits for room
+    assert warnings == ["Fake does not keep up; metrics.jsonl stays complete"]
+    release.set()
+    lane.join(10)
+    assert not lane.is_alive()  # the thread ends by itself once the mirror moves again
+    lane.finish(0, {}, deadline=time.monotonic())
+    assert len(warnings) == 1
+
+
+def test_a_missing_package_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tensorboard", None)
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    out = io.StringIO()
+    stream = open_stream(tmp_path, tracker=tracker(tensorboard=True, mode="offline"), out=out)
+    stream.log({"step": 1, "loss": 1.0})
+    stream.close(0)
+    assert "TensorBoard needs the package tensorboard, which is not installed" in out.getvalue()
+    assert "W&B needs the package wandb, which is not installed" in out.getvalue()
+    assert len(read(tmp_path)) == 1
+
+
+def test_disabled_has_no_mirror(tmp_path: Path) -> None:
+    stream = open_stream(tmp_path)
+    stream.log({"step": 1, "loss": 1.0})
+    stream.close(0)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_tensorboard_writes_events(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = io.StringIO()
+    stream = open_stream(tmp_path, tracker=tracker(tensorboard=True), out=out)
+    for step in (1, 2):
+        stream.log({"step": step, "loss": 2.0 / step, "flip_rate/h.0.mlp": 0.5})
+    stream.close(0, {"masks": "2:4"})
+    assert "warning" not in out.getvalue()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
+    assert "flip_rate/h.0.mlp" in events.Tags()["scalars"]

@@ -1,0 +1,111 @@
+"""With the real wandb package, without account and network."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsepretrain.config.schema import Tracker
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.tracking import wandb as room
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.tracking.stream import Stream
+
+wandb = pytest.importorskip("wandb")
+
+
+def tracker(mode: Any) -> Tracker:
+    return Tracker(name="wandb", mode=mode, project="p", entity=None, tensorboard=False)
+
+
+@pytest.fixture(autouse=True)
+def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "home" / "wandb"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
+
+
+def one_run(directory: Path, mode: str, resume_step: int | None = None) -> str:
+    out = io.StringIO()
+    stream = Stream(
+        directory,
+        tracker(mode),
+        config={"steps": 2, "sparsity": {"name": "sste"}},
+        run_name="n",
+        resume_step=resume_step,
+        console=Console(out),
+    )
+    first = (resume_step or 0) + 1
+    for step in (first, first + 1):
+        stream.log({"step": step, "loss": 1.0, "flip_rate/h.0": 0.1})
+        stream.log({"step": step, "split": "validation", "loss": 1.0})
+    stream.close(0, {"masks": "2:4"})
+    return out.getvalue()
+
+
+def test_offline_needs_neither_account_nor_network(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert "warning" not in one_run(run, "offline")
+    (files,) = (run / "wandb").glob("offline-run-*/*.wandb")
+    data = files.read_bytes()
+    assert b"validation/loss" in data and b"flip_rate/h.0" in data and b"sste" in data
+    first = (run / "wandb" / "run_id").read_text()
+    assert first.strip() in files.name
+
+    one_run(run, "offline", resume_step=2)
+    assert (run / "wandb" / "run_id").read_text() == first
+    one_run(run, "offline")
+    assert (run / "wandb" / "run_id").read_text() != first  # a fresh start is another W&B run
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def test_online_without_a_server_records_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(room, "INIT_SECONDS", 1)
+    run = tmp_path / "run"
+    out = one_run(run, "online")
+    assert out.count("warning") == 1
+    assert "W&B is not reachable and records offline: upload with `wandb sync" in out
+    assert list((run / "wandb").glob("offline-run-*/*.wandb"))
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def test_an_unwritable_directory_is_one_warning(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "wandb").write_text("a file, not a directory")
+    out = one_run(run, "offline")
+    assert out.count("warning: W&B failed (FileExistsError") == 1
+
+
+def test_login_is_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb.teardown()
+    room.check_login(tracker("offline"))
+    room.check_login(tracker("disabled"))
+    with pytest.raises(ConfigError) as error:
+        room.check_login(tracker("online"))
+    assert error.value.messages == [
+        "tracker.mode=online needs a W&B login: run `wandb login`, set WANDB_API_KEY, "
+        "or use tracker.mode=offline"
+    ]
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1:9\n login user\n password " + "0" * 40 + "\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    room.check_login(tracker("online"))
+    netrc.write_text("machine example.org\n login user\n password x\n")
+    with pytest.raises(ConfigError):
+        room.check_login(tracker("online"))
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    room.check_login(tracker("online"))
