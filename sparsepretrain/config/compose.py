@@ -184,12 +184,13 @@ def build(
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_problem(error)) from error
     except MissingConfigException as error:
-        near = suggestion(str(error.missing_cfg_file), error.options or ())
-        raise ConfigError(f"{error.missing_cfg_file}.yaml does not exist{near}") from error
+        missing = str(error.missing_cfg_file)
+        near = suggestion(missing.rpartition("/")[2], error.options or ())
+        raise ConfigError(f"{missing}.yaml does not exist{near}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     except (HydraException, OSError, ValueError) as error:
-        raise ConfigError(_unreadable(path[1:]) or _one_line(error)) from error
+        raise ConfigError(_unreadable(request, path[1:]) or _one_line(error)) from error
     assert isinstance(plain, dict)
     # the file's label; a mapping here means a file without the _global_ package, see validate
     if not isinstance(plain.get("experiment"), dict):
@@ -209,7 +210,8 @@ def _force(composed: DictConfig, values: list[tuple[str, Any]]) -> None:
     errors = []
     for key, value in values:
         try:
-            OmegaConf.update(composed, key, value, merge=True, force_add=True)
+            merge = isinstance(value, dict) and OmegaConf.is_dict(OmegaConf.select(composed, key))
+            OmegaConf.update(composed, key, value, merge=merge, force_add=True)
         except OmegaConfBaseException as error:
             errors.append(f"{key}: {str(error).splitlines()[0]}")
         except (ValueError, TypeError, AssertionError):
@@ -293,13 +295,14 @@ def _yaml_problem(error: Exception) -> str:
     return f"{mark.name}:{mark.line + 1}: YAML error: {problem}"
 
 
-def _unreadable(directories: list[Path]) -> list[str]:
-    """The user's files that are not YAML mappings; asked only after composing has failed."""
+def _unreadable(request: Request, directories: list[Path]) -> list[str]:
+    """The user's chosen files that are not YAML mappings; asked only after composing has failed."""
     import yaml
     from omegaconf import OmegaConf
 
     problems = []
-    for file in (d / f"{name}.yaml" for d in directories for name in sorted(_files(d))):
+    chosen = [f"{group}/{option}.yaml" for group, option in request.choices.items()]
+    for file in (d / name for name in chosen for d in directories if (d / name).is_file()):
         try:
             if not OmegaConf.is_dict(OmegaConf.load(file)):
                 problems.append(f"{file} must be a mapping of keys (key: value lines)")

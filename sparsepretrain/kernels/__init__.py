@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsepretrain.kernels.flips import flip_count, pack_24, unpack_24
     from sparsepretrain.kernels.decay import masked_decay_
+    from sparsepretrain.kernels.flips import flip_count, pack_24, unpack_24
     from sparsepretrain.kernels.mvue24 import mvue
     from sparsepretrain.kernels.nm import nm_mask
     from sparsepretrain.kernels.noise import NoiseKey, noise_key, uniform_noise

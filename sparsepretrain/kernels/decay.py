@@ -17,7 +17,7 @@ def masked_decay_(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """grad += decay·(1 - mask)·weight, in place; the sum is formed in fp32 and rounded once.
+    """Grad += decay·(1 - mask)·weight, in place; the sum is formed in fp32 and rounded once.
 
     Args:
         grad: gradient of the weight, any floating dtype and strides.

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsepretrain.kernels.groups import choose_backend
 from sparsepretrain.kernels.noise import NoiseKey, uniform_noise
 
-Four = tuple[Tensor, Tensor, Tensor, Tensor]
+Four = tuple[Tensor, ...]
 
 
 @torch.no_grad()

@@ -87,18 +87,18 @@ class GPT2:
             resid_pdrop=options.dropout,
             embd_pdrop=options.dropout,
             attn_pdrop=options.dropout,
-            attn_implementation="causal_sdpa",
             use_cache=False,
             bos_token_id=None,
             eos_token_id=None,
         )
+        config._attn_implementation = "causal_sdpa"
         model = GPT2LMHeadModel(config)
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if isinstance(child, Conv1D):
                     setattr(parent, name, _linear_from(child, options.bias))
                 elif isinstance(child, nn.LayerNorm) and not options.bias:
-                    child.bias = None
+                    child.register_parameter("bias", None)
         if options.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
@@ -115,7 +115,7 @@ def _linear_from(conv: nn.Module, bias: bool) -> nn.Module:
     import torch
     from torch import nn
 
-    width_in, width_out = conv.weight.shape  # type: ignore[union-attr,misc]
+    width_in, width_out = conv.weight.shape  # type: ignore[misc]
     with torch.device("meta"):
         linear = nn.Linear(width_in, width_out, bias=bias)
     linear.weight = nn.Parameter(conv.weight.detach().t().contiguous())  # type: ignore[operator]

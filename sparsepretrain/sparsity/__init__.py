@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sparsepretrain.sparsity.policy import Method, MethodOptions, Projection, Window
+from sparsepretrain.sparsity.policy import Method, MethodOptions, Products, Projection, Window
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.sparsifier import Sparsifier
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Method",
     "MethodOptions",
+    "Products",
     "Projection",
     "Sparsifier",
     "Window",

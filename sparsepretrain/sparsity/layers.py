@@ -162,8 +162,8 @@ class SparseLayer(nn.Module):
     replaces: ClassVar[type[nn.Module]]
     in_dim: ClassVar[int] = 1
     sparsity: LayerState
-    weight: Tensor
-    bias: Tensor | None
+    weight: Any
+    bias: Any
 
     def forward(self, x: Tensor) -> Tensor:
         """Y = X·A(W)ᵀ + b for X of shape (…, in_features)."""
@@ -236,7 +236,7 @@ class _SparseProducts(torch.autograd.Function):
     """The three products of a linear layer with the operands of a policy."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
@@ -257,7 +257,7 @@ class _SparseProducts(torch.autograd.Function):
         return F.linear(x, forward_weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, backward_weight, wgrad_scale, clock = ctx.saved_tensors
         clock = ctx.clock if clock is None else clock
         state: LayerState = ctx.state
@@ -302,6 +302,7 @@ def _sample(state: LayerState, clock: Any, grad: Tensor) -> Tensor:
     return sampled.view(padded.shape)[..., :length, :].reshape(-1, grad.shape[-1])
 
 
-def _invalidate_after_load(layer: nn.Module, _: Any) -> None:
+def invalidate_after_load(layer: nn.Module, _: Any) -> None:
+    """Post-hook of ``load_state_dict``; a function, so that layers can be copied and pickled."""
     assert isinstance(layer, SparseLayer)
     layer.sparsity.invalidate()

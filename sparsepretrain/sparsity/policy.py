@@ -76,17 +76,31 @@ class Projection(NamedTuple):
     """0-d factor of dW; None: 1."""
 
 
+class Products(NamedTuple):
+    """One row of the operand table, in words."""
+
+    A: str = "W"
+    """Forward weight."""
+    B: str = "A"
+    """Backward weight."""
+    P: str = "G"
+    """Output gradient of dgrad."""
+    U: str = "G"
+    """Output gradient of wgrad."""
+    J: str = "dW"
+    """What the optimiser receives."""
+
+
 class Method:
     """A dense layer, and the base of every method.
 
-    Class attributes for the table that ``sparsepretrain methods`` prints: ``summary``, ``paper``
-    and ``products`` (keys A, B, P, U, J).
+    ``summary``, ``paper`` and ``products`` fill the table that ``sparsepretrain methods`` prints.
     """
 
     Options: ClassVar[type] = MethodOptions
     summary: ClassVar[str] = ""
     paper: ClassVar[str] = ""
-    products: ClassVar[dict[str, str]] = {}
+    products: ClassVar[Products] = Products()
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -162,11 +176,11 @@ class Method:
         over, which is what sparse hardware needs.
         """
         n, m = self.pattern
-        table = {"A": "W", "B": "A", "P": "G", "U": "G", **self.products}
-        dgrad = table["A"] if table["B"] == "A" else f"{table['B']} {n}:{m}"
-        gradient = f", {table['P']} {n}:{m}" if self.prunes_dgrad else ""
+        row = self.products
+        dgrad = row.A if row.B == "A" else f"{row.B} {n}:{m}"
+        gradient = f", {row.P} {n}:{m}" if self.prunes_dgrad else ""
         return {
-            "fprop": "W" if table["A"] == "W" else f"{table['A']} {n}:{m}",
+            "fprop": "W" if row.A == "W" else f"{row.A} {n}:{m}",
             "dgrad": dgrad + gradient,
-            "wgrad": f"{table['U']} 2:4" if self.samples_wgrad else "G",
+            "wgrad": f"{row.U} 2:4" if self.samples_wgrad else "G",
         }

@@ -28,6 +28,7 @@ class MicroBatchCounter:
         self.clock = clock
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        """Count, unless it is an evaluation."""
         if module.training and torch.is_grad_enabled():
             self.clock.count_forward()
 

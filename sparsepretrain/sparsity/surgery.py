@@ -18,7 +18,7 @@ from sparsepretrain.sparsity.layers import (
     Clock,
     LayerState,
     SparseLayer,
-    _invalidate_after_load,
+    invalidate_after_load,
     sparse_class,
 )
 from sparsepretrain.sparsity.policy import Method
@@ -38,7 +38,7 @@ def sparsify(
     precision: str | None = None,
     **options: Any,
 ) -> Sparsifier:
-    """Make layers of ``model`` sparse, in place, and freeze what a method takes from initial weights.
+    """Make layers of ``model`` sparse, in place, and freeze what comes from initial weights.
 
     Every Parameter keeps its object, name and shape, so optimisers built before or after, state
     dicts and ``save_pretrained`` keep working. Order under sharding: sparsify, shard, build the
@@ -71,7 +71,7 @@ def sparsify(
         raise ConfigError(f"precision must be None (follow autocast) so far, got {precision!r}")
     if not 0 <= seed < 2**63:
         raise ConfigError(f"seed must lie in [0, 2^63), got {seed}")
-    cls = registry.get("method", method)
+    cls: Any = registry.get("method", method)
     patterns = [targets] if isinstance(targets, str) else list(targets)
     given = {"name": method, "n": n, "m": m, "targets": patterns, **options}
     implementation: Method = cls(build(cls.Options, given))
@@ -79,11 +79,11 @@ def sparsify(
     _check_shapes(layers, implementation)
     weight = next(iter(layers.values())).weight
     clock = Clock(weight.device)  # type: ignore[arg-type]
-    for index, (name, layer) in enumerate(layers.items()):
-        _swap(layer, name, index, implementation, seed, clock)
-    sparsifier = Sparsifier(
-        implementation, {k: v for k, v in layers.items()}, clock, total_steps, model
-    )
+    sparse = {
+        name: _swap(layer, name, index, implementation, seed, clock)
+        for index, (name, layer) in enumerate(layers.items())
+    }
+    sparsifier = Sparsifier(implementation, sparse, clock, total_steps, model)
     model.register_forward_pre_hook(MicroBatchCounter(clock))
     return sparsifier
 
@@ -112,10 +112,10 @@ def densify(model: nn.Module) -> nn.Module:
         for name in [b for b in module._buffers if b.startswith("sparsity_")]:
             del module._buffers[name]
         for key, load_hook in list(module._load_state_dict_post_hooks.items()):
-            if load_hook is _invalidate_after_load:
+            if load_hook is invalidate_after_load:
                 del module._load_state_dict_post_hooks[key]
         del module.sparsity
-        module.__class__ = module.replaces
+        module.__class__ = module.replaces  # type: ignore[assignment]
     return model
 
 
@@ -182,12 +182,14 @@ def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
         raise ConfigError(problems)
 
 
-def _swap(layer: nn.Module, name: str, index: int, method: Method, seed: int, clock: Clock) -> None:
+def _swap(
+    layer: nn.Module, name: str, index: int, method: Method, seed: int, clock: Clock
+) -> SparseLayer:
     cls = sparse_class(type(layer))
     assert cls is not None
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    layer.__class__ = cls
+    layer.__class__ = cls  # the object stays: references, hooks and second names keep working
     assert isinstance(layer, SparseLayer)
     wide = weight.detach() if weight.dtype == torch.float64 else weight.detach().float()
     state = method.initial_state(wide, cls.in_dim)
@@ -196,4 +198,5 @@ def _swap(layer: nn.Module, name: str, index: int, method: Method, seed: int, cl
     layer.sparsity = LayerState(method, name, index, seed, cls.in_dim, tuple(state), clock)
     empty = pack_24(torch.zeros(weight.shape, dtype=torch.bool, device=weight.device))
     layer.register_buffer(PREVIOUS_MASK, empty)
-    layer.register_load_state_dict_post_hook(_invalidate_after_load)
+    layer.register_load_state_dict_post_hook(invalidate_after_load)
+    return layer

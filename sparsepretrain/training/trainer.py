@@ -16,8 +16,8 @@ import torch
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainError
-from sparsepretrain.optim import build_optimizer
 from sparsepretrain.kernels import pack_24
+from sparsepretrain.optim import build_optimizer
 from sparsepretrain.sparsity.proof import Proof, prove
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.tracking.record import read
@@ -200,7 +200,7 @@ def _save_masks(t: Training, directory: Path) -> None:
         arrays[f"{name}.shape"] = np.array(mask.shape)
     path = folder / f"step_{t.step:08d}.npz"
     with open(path.with_suffix(".tmp"), "wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+        np.savez(file, allow_pickle=False, **arrays)
     os.replace(path.with_suffix(".tmp"), path)
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sparsepretrain import registry
-from sparsepretrain import config
+from sparsepretrain import config, registry
 from sparsepretrain.config import validate
 from sparsepretrain.config.compose import catalogue, shipped
 from sparsepretrain.config.schema import GROUPS, REGISTERED, Run, Tracker

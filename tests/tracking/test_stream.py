@@ -156,8 +156,9 @@ def test_disabled_has_no_mirror(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_tensorboard_writes_events(tmp_path: Path) -> None:
+def test_tensorboard_writes_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
+    monkeypatch.setattr(stream_module, "CLOSING_SECONDS", 60.0)  # importing torch takes a while
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out = io.StringIO()

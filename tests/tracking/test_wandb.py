@@ -10,6 +10,7 @@ import pytest
 
 from sparsepretrain.config.schema import Tracker
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.tracking import stream as stream_module
 from sparsepretrain.tracking import wandb as room
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.tracking.stream import Stream
@@ -25,6 +26,7 @@ def tracker(mode: Any) -> Tracker:
 def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(stream_module, "CLOSING_SECONDS", 60.0)  # a busy machine
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "home" / "wandb"))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
@@ -45,6 +47,8 @@ def one_run(directory: Path, mode: str, resume_step: int | None = None) -> str:
         stream.log({"step": step, "loss": 1.0, "flip_rate/h.0": 0.1})
         stream.log({"step": step, "split": "validation", "loss": 1.0})
     stream.close(0, {"masks": "2:4"})
+    # as at the end of a process: wandb's service may still write for a moment after finish()
+    wandb.teardown()
     return out.getvalue()
 
 
@@ -90,7 +94,7 @@ def test_an_unwritable_directory_is_one_warning(tmp_path: Path) -> None:
 
 
 def test_login_is_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb.teardown()
+    wandb.teardown()  # what it read from the environment before
     room.check_login(tracker("offline"))
     room.check_login(tracker("disabled"))
     with pytest.raises(ConfigError) as error:

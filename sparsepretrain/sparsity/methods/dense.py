@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.policy import Method
+from sparsepretrain.sparsity.policy import Method, Products
 
 
 @register("method", "dense")
@@ -12,4 +12,4 @@ class Dense(Method):
 
     summary = "ordinary layers; logs the mask that magnitude would choose"
     paper = "–"
-    products = {"A": "W", "B": "A", "P": "G", "U": "G", "J": "dW"}
+    products = Products()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity.methods.ste import STE
-from sparsepretrain.sparsity.policy import MethodOptions
+from sparsepretrain.sparsity.policy import MethodOptions, Products
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ class SRSTE(STE):
     Options = SRSTEOptions
     summary = "STE plus masked decay λ on pruned weights"
     paper = "arXiv:2102.04010 (ICLR 2021)"
-    products = {"A": "M∘W", "B": "A", "P": "G", "U": "G", "J": "dW + λ(1-M)∘W"}
+    products = Products(A="M∘W", J="dW + λ(1-M)∘W")
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Masked decay on gradients (arXiv:2102.04010 eq. 7; arXiv:2404.01847 section 4)."""

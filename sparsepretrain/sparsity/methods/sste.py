@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.policy import DGRAD, Method, MethodOptions, Projection
+from sparsepretrain.sparsity.policy import DGRAD, Method, MethodOptions, Products, Projection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ class SSTE(Method):
     Options = SSTEOptions
     summary = "soft threshold, frozen scale β, MVUE on the weight gradient"
     paper = "arXiv:2409.09099 (NeurIPS 2024)"
-    products = {"A": "β·S(W)", "B": "A", "P": "G", "U": "MVUE(G)", "J": "dW"}
+    products = Products(A="β·S(W)", U="MVUE(G)")
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.policy import Method, Projection
+from sparsepretrain.sparsity.policy import Method, Products, Projection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ class STE(Method):
 
     summary = "magnitude mask in both directions, gradient straight through"
     paper = "arXiv:1308.3432; N:M: arXiv:2102.04010 section 3"
-    products = {"A": "M∘W", "B": "A", "P": "G", "U": "G", "J": "dW"}
+    products = Products(A="M∘W")
 
     def project(
         self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]

@@ -1,0 +1,255 @@
+"""Two hundred command lines that must end in one clear line each, exit code 2, nothing touched."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparsepretrain.config import compose
+from sparsepretrain.config.compose import catalogue
+from sparsepretrain.config.freeze import flat
+
+GLOBAL = "# @package _global_\n"
+
+USER_FILES = {
+    "experiment/syntax.yaml": GLOBAL + "steps: [1\n",
+    "experiment/duplicate.yaml": GLOBAL + "steps: 1\nsteps: 2\n",
+    "experiment/tab.yaml": GLOBAL + "batch:\n\tsize: 1\n",
+    "experiment/list.yaml": GLOBAL + "- a\n",
+    "experiment/number.yaml": "5\n",
+    "experiment/package.yaml": "steps: 5\n",
+    "experiment/key.yaml": GLOBAL + "stesp: 5\n",
+    "experiment/nested.yaml": GLOBAL + "sparsity:\n  gama: 0.5\n",
+    "experiment/type.yaml": GLOBAL + "steps: many\n",
+    "experiment/range.yaml": GLOBAL + "sparsity:\n  gamma: 5\n",
+    "experiment/option.yaml": GLOBAL + "defaults:\n  - override /sparsity: sstee\n",
+    "experiment/group.yaml": GLOBAL + "defaults:\n  - override /sparsty: sste\n",
+    "experiment/twice.yaml": GLOBAL + "defaults:\n  - /sparsity: ste\n",
+    "experiment/interpolation.yaml": GLOBAL + "steps: ${batch.sise}\n",
+    "sparsity/incomplete.yaml": "n: 2\n",
+    "sparsity/nobody.yaml": "name: nobody\n",
+    "optim/nameless.yaml": "lr: 1.0\n",
+    "optim/foreign.yaml": "defaults: [adamw, _self_]\nmomentum: 0.9\n",
+    "data/unknown.yaml": "name: x\nsource: python_sourc\n",
+    "model/norecipe.yaml": "name: x\nfamily: gpt3\n",
+    "crash.py": "import nothing_of_this_name\n",
+    "raises.py": "raise RuntimeError('first line\\nsecond line')\n",
+    "taken.py": (
+        "from sparsepretrain.registry import register\n"
+        "@register('method', 'sste')\nclass Mine: pass\n"
+    ),
+    "shadow/sparsity/sste.yaml": "name: sste\n",
+}
+
+
+def typos() -> list[tuple[list[str], list[str]]]:
+    """Every key with one letter missing, with and without ``+``; the key itself is suggested."""
+    cases = []
+    for i, key in enumerate(flat(compose())):
+        *parents, leaf = key.split(".")
+        if len(leaf) < 3 or leaf == "experiment":
+            continue
+        wrong = ".".join([*parents, leaf[:-2] + leaf[-1]])
+        suggested = key if parents else leaf
+        cases.append(
+            (
+                [f"{('', '+', '++')[i % 3]}{wrong}=1"],
+                [f"unknown key {wrong!r} (did you mean {suggested!r}?)"],
+            )
+        )
+    return cases
+
+
+def wrong_types() -> list[tuple[list[str], list[str]]]:
+    """Every key with a mapping for a value; and some values that look right."""
+    keys = [key for key in flat(compose()) if key not in ("experiment", "plugins")]
+    cases = [([f"{key}={{a:1}}"], [f"{key} must be"]) for key in keys]
+    return cases + [
+        ([override], [override.partition("=")[0] + " must be"])
+        for override in (
+            "steps=1.5", "steps=many", "steps=null", "steps=true", "steps=[1]", "seed=1e3",
+            "compile=1", "compile=yes", "clip=nan", "clip=inf", "clip=x", "batch=5",
+            "eval=null", "optim.betas=0.9", "optim.betas=[0.9]",
+            "plugins=a.py", "model=null", "model.n_layer=1.0", "model.bias=0",
+            "sparsity.targets=5", "sparsity.window=1", "tracker.entity=1", "guard=none",
+            "sparsity.window.start=early", "data.validation=null", "precision.name=true",
+        )
+        if not override.startswith("model=")
+    ]  # fmt: skip
+
+
+def out_of_range() -> list[tuple[list[str], list[str]]]:
+    return [
+        ([*overrides, override], [override.partition("=")[0].rpartition(".")[2]])
+        for *overrides, override in (
+            ("steps=0",), ("steps=-1",), ("seed=-1",), ("clip=0",), ("clip=-1.0",),
+            ("batch.size=0",), ("batch.micro=0",), ("batch.micro=5",), ("eval.every=-1",),
+            ("eval.batches=-1",), ("log.every=0",), ("checkpoint.keep_last=0",),
+            ("optim.lr=0",), ("optim.lr=-1e-3",), ("optim.betas=[0.9,1.0]",), ("optim.eps=0",),
+            ("optim.weight_decay=-0.1",), ("optim=sgd", "optim.momentum=-1"),
+            ("optim=sgd", "optim.momentum=0", "optim.nesterov=true"),
+            ("schedule.warmup=-1",), ("schedule.min_lr=-1.0",), ("schedule.min_lr=1.0",),
+            ("precision=fp16", "precision.init_scale=0"), ("sparsity.gamma=1.5",),
+            ("sparsity.gamma=-0.1",), ("sparsity.n=5",), ("sparsity.n=0",),
+            ("sparsity=ste", "sparsity.n=9", "sparsity.m=8", "sparsity.n=9"),
+            ("sparsity=srste", "sparsity.decay=-1.0"), ("sparsity.targets=[]",),
+            ("sparsity.window.start=-0.5",), ("sparsity.window.stop=1.5",),
+            ("task.sequence_length=257",), ("task.sequence_length=0",), ("model.vocab_size=255",),
+            ("model.n_head=3",), ("model.n_layer=0",), ("data.validation=1.5",),
+            ("data.vocab_size=100",), ("name=a/b",), ("name=.hidden",), ("guard=ignore",),
+            ("sparsity.beta=l2",), ("sparsity.mvue=all",), ("tracker.mode=of",),
+            ("parallel.device=gpu",), ("optim.name=adam",), ("sparsity.name=sstee",),
+            ("model.family=gpt3",), ("task.name=causal",), ("data.source=python",),
+        )
+    ]  # fmt: skip
+
+
+def wrong_options() -> list[tuple[list[str], list[str]]]:
+    cases = []
+    for group, options in catalogue().items():
+        first = next(iter(options))
+        wrong = first[:-1] + "#" if len(first) > 3 else first + "#"
+        quoted = f"{group}='{wrong}'"
+        cases.append(([quoted], [f"{group} has no option {wrong!r}", "did you mean"]))
+        cases.append(([f"+{group}=qqqqqqqq"], [f"{group} has no option 'qqqqqqqq'", first]))
+        cases.append(([f"{group}=[{first}]"], [f"{group} takes the name of an option", first]))
+        if group != "experiment":
+            cases.append(([f"{group}=null"], [f"{group} has no option 'null'", first]))
+    return cases
+
+
+def grammar() -> list[tuple[list[str], list[str]]]:
+    return [
+        (["seed"], ["'seed'", "seed=value"]),
+        (["optim.betas=[0.9,a]"], ["optim.betas[1] must be a number, got 'a'"]),
+        (["plugins=[1]"], ["plugins[0] must be a string"]),
+        (["=3"], ["'=3' has no key"]),
+        (["seed=[1"], ["'seed=[1'"]),
+        (["seed={a"], ["'seed={a'"]),
+        (["seed==1"], ["'seed==1'"]),
+        (["a b=1"], ["'a b'"]),
+        (["optim.betas[0]=1"], ["'optim.betas[0]'"]),
+        (["optim..lr=1"], ["'optim..lr'"]),
+        (["name='open"], ["name='open"]),
+        (["seed=1,2"], ["seed", "several runs"]),
+        (["sparsity=ste,sste"], ["sparsity", "several runs"]),
+        (["seed=range(1,3)"], ["seed", "several runs"]),
+        (["seed=choice(1,2)"], ["seed", "several runs"]),
+        (["model=glob(*)"], ["model", "several runs"]),
+        (["~seed"], ["'~seed'", "seed=null"]),
+        (["~sparsity=sste"], ["~sparsity"]),
+        (["hydra.run.dir=x"], ["hydra.run.dir"]),
+        (["hydra/launcher=basic"], ["hydra/launcher"]),
+        (["optim@schedule=adamw"], ["optim@schedule"]),
+        (["optim/adamw=1"], ["unknown group 'optim/adamw'"]),
+        (["optim.betas.x=1"], ["optim.betas.x"]),
+        (["seed.x=1"], ["seed must be an integer"]),
+        (["seed=${sed}"], ["seed", "'sed' not found"]),
+        (["seed=???"], ["seed"]),
+        (["lr=1e-3"], ["'lr' (did you mean 'optim.lr'?)"]),
+        (["gamma=0.5"], ["'gamma' (did you mean 'sparsity.gamma'?)"]),
+        (["modle=gpt2_nano"], ["'modle' (did you mean 'model'?)"]),
+        (["+spasity=ste"], ["'spasity' (did you mean 'sparsity'?)"]),
+        (["steps=int(x)"], ["steps=int(x)"]),
+        (["--dry-rnu"], ["'--dry-rnu' (did you mean '--dry-run'?)"]),
+        (["--cfg"], ["--cfg"]),
+        (["--cfg", "jbo"], ["--cfg", "'job'"]),
+        (["--dry-run=1"], ["--dry-run"]),
+        (["-x"], ["-x"]),
+        (["--config-dir"], ["--config-dir"]),
+        (["--config-dir", "nowhere"], ["nowhere", "does not exist"]),
+    ]
+
+
+def user_files() -> list[tuple[list[str], list[str]]]:
+    here = ["--config-dir", "DIR"]
+    expected = {
+        "syntax": ["syntax.yaml:3:"], "duplicate": ["duplicate.yaml:3:", "steps"],
+        "tab": ["tab.yaml:3:"], "list": ["list.yaml"], "number": ["number.yaml"],
+        "package": ["# @package _global_"], "key": ["'stesp' (did you mean 'steps'?)"],
+        "nested": ["'sparsity.gama' (did you mean 'sparsity.gamma'?)"],
+        "type": ["steps must be an integer"], "range": ["sparsity.gamma"],
+        "option": ["sparsity/sstee.yaml", "did you mean 'sste'"], "group": ["sparsty"],
+        "twice": ["sparsity"], "interpolation": ["steps", "batch.sise"],
+    }  # fmt: skip
+    return [
+        *(([*here, f"experiment={name}"], words) for name, words in expected.items()),
+        ([*here, "sparsity=incomplete"], ["missing key 'sparsity.name'"]),
+        ([*here, "sparsity=nobody"], ["sparsity.name", "'nobody'"]),
+        ([*here, "optim=nameless"], ["missing key 'optim.name'"]),
+        ([*here, "optim=foreign"], ["unknown key 'optim.momentum'"]),
+        ([*here, "data=unknown"], ["'python_sourc' (did you mean 'python_source'?)"]),
+        ([*here, "model=norecipe"], ["model.family", "'gpt3'"]),
+        ([*here, "experiment=keyy"], ["experiment has no option 'keyy' (did you mean 'key'?)"]),
+        (["--config-dir", "DIR/shadow"], ["sste.yaml would shadow the shipped", "rename"]),
+        (["plugins=[DIR/none.py]"], ["none.py", "no such file"]),
+        (["plugins=[DIR/crash.py]"], ["crash.py", "nothing_of_this_name"]),
+        (["plugins=[DIR/raises.py]"], ["raises.py", "first line"]),
+        (["plugins=[DIR/taken.py]"], ["'sste' exists already"]),
+        (["plugins=[no_such_module_at_all]"], ["no_such_module_at_all"]),
+    ]
+
+
+def verbs() -> list[tuple[list[str], list[str]]]:
+    return [
+        (["trian"], ["unknown verb 'trian' (did you mean 'train'?)"]),
+        (["seed=1"], ["sparsepretrain train seed=1"]),
+        (["--versio"], ["'--versio'"]),
+        (["completion"], ["shell"]),
+        (["completion", "tcsh"], ["tcsh", "bash"]),
+        (["report"], ["RUN"]),
+        (["report", "a", "--ot", "b"], ["'--ot' (did you mean '--out'?)"]),
+        (["bench", "suit=cpu"], ["'suit' (did you mean 'suite'?)"]),
+        (["bench", "quick=5"], ["quick must be true or false"]),
+        (["bench", "cpu"], ["'cpu'"]),
+        (["prepare", "data=openwebtxt"], ["'openwebtxt' (did you mean 'openwebtext'?)"]),
+        (["prepare", "--workers", "0"], ["--workers", "≥ 1"]),
+        (["configs", "extra"], ["extra"]),
+        (["methods", "plugins=[none.py]"], ["none.py"]),
+    ]
+
+
+TRAIN = [*typos(), *wrong_types(), *out_of_range(), *wrong_options(), *grammar(), *user_files()]
+CASES = [*((["train", *argv], words) for argv, words in TRAIN), *verbs()]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> list[dict]:
+    root = tmp_path_factory.mktemp("bad_input")
+    user, work = root / "user", root / "work"
+    work.mkdir()
+    for name, text in USER_FILES.items():
+        file = user / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    argvs = [[word.replace("DIR", str(user)) for word in argv] for argv, _ in CASES]
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("run_cases.py"))],
+        input=json.dumps(argvs),
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=work,
+        env={**os.environ, "SPARSEPRETRAIN_CACHE_DIR": str(work / "cache")},
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_there_are_enough():
+    assert len(CASES) >= 200
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(argv) for argv, _ in CASES])
+def test_one_clear_line(results, number):
+    words = CASES[number][1]
+    result = results[number]
+    assert result["code"] == 2, result
+    lines = result["err"].splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(("sparsepretrain: config error: ", "sparsepretrain: usage error: "))
+    assert all(word in lines[0] for word in words), (lines[0], words)
+    assert "object at 0x" not in lines[0] and len(lines[0]) < 400
+    assert not result["out"] and not result["made"]
