@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -128,12 +129,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _stdout_is_closed() -> bool:
     """Whether the reader is gone (``| head``); if so, keep the interpreter's last flush quiet."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    output = select.poll()
+    output.register(sys.stdout, 0)  # a pipe without a reader reports an error unasked
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -266,10 +267,10 @@ def _methods(args: argparse.Namespace) -> int:
     rows = [["method", "A(W)", "B(W)", "P(G)", "U(G)", "J", "summary", "paper"]]
     for name in registry.names("method"):
         method: Any = registry.get("method", name)
-        products = getattr(method, "products", {})
+        products = getattr(method, "products", None)
         rows.append(
             [name]
-            + [products.get(key, "?") for key in "ABPUJ"]
+            + [getattr(products, key, "?") for key in "ABPUJ"]
             + [getattr(method, "summary", ""), getattr(method, "paper", "–")]
         )
     _table(rows)
@@ -281,10 +282,10 @@ def _methods(args: argparse.Namespace) -> int:
 
 
 def _configs(args: argparse.Namespace) -> int:
-    from sparsepretrain.config.compose import Request, build, catalogue, shipped
+    from sparsepretrain.config.compose import build, catalogue, read, shipped
 
     groups = catalogue(args.config_dir)
-    _, defaults = build(Request(), args.config_dir)
+    _, defaults = build(read((), args.config_dir))
     rows = [["group", "option", "from"]]
     for group, options in groups.items():
         for i, (option, directory) in enumerate(options.items()):

@@ -34,8 +34,10 @@ ENVIRONMENT = "SPARSEPRETRAIN_CONFIG_DIR"
 class Request:
     """What the overrides ask for."""
 
+    path: list[Path]
+    """Where YAML files are searched; the shipped directory first."""
     choices: dict[str, str] = field(default_factory=dict)
-    """Group -> option; ``null`` for none."""
+    """Group -> option."""
     values: list[tuple[str, Any]] = field(default_factory=list)
     """Dotted key and value of every other override, in order."""
     errors: list[str] = field(default_factory=list)
@@ -58,10 +60,10 @@ def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> 
     Raises:
         ConfigError: with all problems of the overrides, or the first one in a file.
     """
-    request = read(overrides, catalogue(config_dirs))
+    request = read(overrides, config_dirs)
     if request.errors:
         raise ConfigError(request.errors)
-    return build(request, config_dirs)[0]
+    return build(request)[0]
 
 
 def shipped() -> Path:
@@ -100,8 +102,12 @@ def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
 
 def catalogue(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
     """Group -> option -> the directory that it comes from; options sorted within a group."""
+    return _options(search_path(config_dirs))
+
+
+def _options(path: list[Path]) -> dict[str, dict[str, Path]]:
     groups: dict[str, dict[str, Path]] = {}
-    for directory in search_path(config_dirs):
+    for directory in path:
         for name in _files(directory):
             group, _, option = name.rpartition("/")
             if group:
@@ -109,13 +115,18 @@ def catalogue(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
     return {group: dict(sorted(groups[group].items())) for group in sorted(groups)}
 
 
-def read(overrides: Iterable[str], groups: dict[str, dict[str, Path]]) -> Request:
-    """Sort overrides into group choices and values, and collect what cannot be either."""
+def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Request:
+    """Sort overrides into group choices and values, and collect what cannot be either.
+
+    Raises:
+        ConfigError: a problem of the directories, see :func:`search_path`.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
 
-    request = Request()
+    request = Request(search_path(config_dirs))
+    groups = _options(request.path)
     parser = OverridesParser.create()
     for text in overrides:
         text = text.strip()
@@ -125,7 +136,6 @@ def read(overrides: Iterable[str], groups: dict[str, dict[str, Path]]) -> Reques
             request.errors.append(_syntax(text, error))
             continue
         key = override.key_or_group
-        sweep = override.is_sweep_override()
         if override.type == OverrideType.DEL:
             problem = f"{text!r}: keys cannot be removed; set {key}=null or choose another option"
         elif not key:
@@ -134,7 +144,7 @@ def read(overrides: Iterable[str], groups: dict[str, dict[str, Path]]) -> Reques
             problem = f"{key!r}: Hydra's own settings have no effect here; leave it out"
         elif override.package is not None:
             problem = f"{text!r}: packages (@) are not supported; write {key}=option"
-        elif sweep:
+        elif override.is_sweep_override():
             problem = f"{text!r} asks for several runs; give one value (lists: {key}=[a,b])"
         elif key in groups:
             problem = _choose(request, key, override.value(), list(groups[key]))
@@ -149,9 +159,7 @@ def read(overrides: Iterable[str], groups: dict[str, dict[str, Path]]) -> Reques
     return request
 
 
-def build(
-    request: Request, config_dirs: Sequence[Path] = ()
-) -> tuple[dict[str, Any], dict[str, str]]:
+def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
     """Let Hydra compose a request.
 
     Returns:
@@ -166,15 +174,17 @@ def build(
     from omegaconf import OmegaConf, open_dict
     from omegaconf.errors import OmegaConfBaseException
 
-    path = search_path(config_dirs)
+    ours, *users = request.path
     # a group of the user's own is not in the primary defaults list: it is appended
-    own = set(_defaults(path[0]))
-    overrides = [f"{'' if g in own else '+'}{g}={option}" for g, option in request.choices.items()]
-    if len(path) > 1:
-        quoted = ",".join(f"'file://{_escape(directory)}'" for directory in path[1:])
+    overrides = [
+        f"{'' if (ours / group).is_dir() else '+'}{group}={_quote(option)}"
+        for group, option in request.choices.items()
+    ]
+    if users:
+        quoted = ",".join(_quote(f"file://{directory}") for directory in users)
         overrides.append(f"hydra.searchpath=[{quoted}]")
     try:
-        with hydra.initialize_config_dir(str(path[0]), job_name=PRIMARY, version_base="1.3"):
+        with hydra.initialize_config_dir(str(ours), job_name=PRIMARY, version_base="1.3"):
             composed = hydra.compose(PRIMARY, overrides, return_hydra_config=True)
         choices = dict(composed.hydra.runtime.choices)
         with open_dict(composed):
@@ -190,7 +200,7 @@ def build(
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     except (HydraException, OSError, ValueError) as error:
-        raise ConfigError(_unreadable(request, path[1:]) or _one_line(error)) from error
+        raise ConfigError(_unreadable(request) or _one_line(error)) from error
     assert isinstance(plain, dict)
     # the file's label; a mapping here means a file without the _global_ package, see validate
     if not isinstance(plain.get("experiment"), dict):
@@ -224,7 +234,7 @@ def _force(composed: DictConfig, values: list[tuple[str, Any]]) -> None:
 def _choose(request: Request, group: str, value: Any, options: list[str]) -> str:
     """Record a group choice; return what is wrong with it."""
     if value is None and group == "experiment":
-        request.choices[group] = "null"
+        request.choices.pop(group, None)
         return ""
     if isinstance(value, dict | list):
         return f"{group} takes the name of an option ({', '.join(options)}), or write {group}.KEY=…"
@@ -265,16 +275,9 @@ def _plugin_dirs() -> list[Path]:
     return [directory for directory in found if directory.is_dir()]
 
 
-def _defaults(directory: Path) -> list[str]:
-    """The groups of the primary defaults list."""
-    from omegaconf import OmegaConf
-
-    listed = OmegaConf.load(directory / f"{PRIMARY}.yaml").defaults
-    return [str(key) for entry in listed if not isinstance(entry, str) for key in entry]
-
-
-def _escape(path: Path) -> str:
-    return str(path).replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
+def _quote(text: str) -> str:
+    """A string of Hydra's grammar, whatever is in it."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${") + "'"
 
 
 def _syntax(text: str, error: Exception) -> str:
@@ -295,14 +298,14 @@ def _yaml_problem(error: Exception) -> str:
     return f"{mark.name}:{mark.line + 1}: YAML error: {problem}"
 
 
-def _unreadable(request: Request, directories: list[Path]) -> list[str]:
+def _unreadable(request: Request) -> list[str]:
     """The user's chosen files that are not YAML mappings; asked only after composing has failed."""
     import yaml
     from omegaconf import OmegaConf
 
     problems = []
     chosen = [f"{group}/{option}.yaml" for group, option in request.choices.items()]
-    for file in (d / name for name in chosen for d in directories if (d / name).is_file()):
+    for file in (d / name for name in chosen for d in request.path[1:] if (d / name).is_file()):
         try:
             if not OmegaConf.is_dict(OmegaConf.load(file)):
                 problems.append(f"{file} must be a mapping of keys (key: value lines)")

@@ -64,9 +64,10 @@ def prepare(
 
     Args:
         options: ``Options`` of a registered source.
-        workers: processes that tokenise; None: one per core, or one for byte tokens, which
-            are read faster than processes start.
-        on_progress: called a few times per second at most from this process.
+        workers: processes that tokenise; None: one per core, or only this one for bytes, which are
+            read faster than processes start. With more than one, a script that calls this needs
+            the usual ``if __name__ == "__main__"`` guard.
+        on_progress: called in this process whenever a shard is finished.
 
     Raises:
         ConfigError: ``workers`` is below 1.

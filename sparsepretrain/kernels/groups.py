@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import Tensor
+
+CHUNK = 16_000
+"""Elements per temporary on the CPU: stays in the L2 cache, and below the size (32,768) from which
+torch would split every single operation among threads."""
 
 
 def choose_backend(name: str, backend: str | None) -> str:
@@ -48,3 +57,34 @@ def join_groups(parts: list[Tensor], dim: int) -> Tensor:
     """Inverse of :func:`split_groups`."""
     dim %= parts[0].dim()
     return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+
+
+def in_chunks(
+    work: Callable[[int, int], None], count: int, width: int, device: torch.device
+) -> None:
+    """Call ``work(start, stop)`` on consecutive parts of ``range(count)``.
+
+    On the CPU a long chain of element-wise operations runs chunk by chunk in cache, one chunk per
+    thread: 2 to 4 times faster than whole tensors. Elsewhere, and inside a compiled graph, there
+    is one part.
+
+    Args:
+        work: writes results of its own part only.
+        count: number of rows.
+        width: elements per row.
+        device: where the tensors are.
+    """
+    step = max(1, CHUNK // max(width, 1))
+    if count <= step or device.type != "cpu" or torch.compiler.is_compiling():
+        work(0, count)
+        return
+    parts = [(start, min(start + step, count)) for start in range(0, count, step)]
+    threads = torch.get_num_threads()
+    run = map if threads == 1 else _pool(os.getpid(), threads).map
+    list(run(lambda part: work(*part), parts))
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    # by process: the threads of a pool do not survive a fork
+    return ThreadPoolExecutor(threads, thread_name_prefix="sparsepretrain")

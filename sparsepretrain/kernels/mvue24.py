@@ -10,13 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend
+from sparsepretrain.kernels.groups import choose_backend, in_chunks
 from sparsepretrain.kernels.noise import NoiseKey, uniform_noise
 
 Four = tuple[Tensor, ...]
 
 
-@torch.no_grad()
 def mvue(
     x: Tensor,
     *,
@@ -57,26 +56,36 @@ def mvue(
     if (uniforms is None) == (key is None):
         raise ValueError("mvue: give either uniforms or key")
     draws = 2 if estimator == "approximate" else 1
+    estimate = _approximate if estimator == "approximate" else _exact
+    x = x.detach()
     wide = x if x.dtype == torch.float64 else x.float()
     rows = wide.movedim(dim, 0)
     length, rest = rows.shape[0], rows.shape[1:]
-    rows = rows.reshape(length, -1)
+    rows = rows.reshape(length, rest.numel())
     if length % 4:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, 4 - length % 4))
     groups, features = rows.shape[0] // 4, rows.shape[1]
+    four = rows.view(groups, 4, features)
     if uniforms is not None:
         if uniforms.shape != (*rest, groups, draws):
             wanted, got = (*rest, groups, draws), tuple(uniforms.shape)
             raise ValueError(f"mvue: uniforms must have shape {wanted}, got {got}")
-        r = list(uniforms.reshape(features, groups, draws).to(wide.dtype).permute(2, 1, 0))
-    else:
-        assert key is not None
-        r = uniform_noise(key, groups, features, draws, x.device)
-    four = rows.view(groups, 4, features).unbind(1)
-    estimate = _approximate if estimator == "approximate" else _exact
-    parts = estimate(four, r, torch.finfo(x.dtype).max)
-    out = torch.stack(parts, 1).view(groups * 4, features)[:length]
-    return out.view(length, *rest).movedim(0, dim).to(x.dtype)
+        given = uniforms.reshape(features, groups, draws).to(wide.dtype).permute(2, 1, 0)
+    stream = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key or 0)
+    out = torch.empty_like(four, memory_format=torch.contiguous_format)
+
+    def sample(start: int, stop: int) -> None:
+        if uniforms is None:
+            part = stream._replace(offset=stream.offset + start)
+            r = uniform_noise(part, stop - start, features, draws, x.device)
+        else:
+            r = list(given[:, start:stop])
+        parts = estimate(four[start:stop].unbind(1), r, torch.finfo(x.dtype).max)
+        torch.stack(parts, 1, out=out[start:stop])
+
+    in_chunks(sample, groups, features, x.device)
+    pruned = out.view(groups * 4, features)[:length]
+    return pruned.view(length, *rest).movedim(0, dim).to(x.dtype)
 
 
 def _normalise(x: Four) -> tuple[list[Tensor], Tensor, Tensor]:

@@ -26,6 +26,11 @@ class NoiseKey(NamedTuple):
     offset: Any = 0
     """Global index of the first token group."""
 
+    @classmethod
+    def from_seed(cls, seed: int) -> NoiseKey:
+        """The stream of a bare seed, 0 ≤ seed < 2⁶⁴."""
+        return cls(seed & _LOW, seed >> 32)
+
 
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
     """One Philox4x32-10 block; the parts are integers or int64 tensors holding 32-bit values."""
@@ -66,28 +71,26 @@ def uniform_noise(
     Returns:
         ``words`` fp32 tensors of shape (groups, features).
     """
-    if not isinstance(key, NoiseKey):
-        key = NoiseKey(int(key) & _LOW, int(key) >> 32)
+    key = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
     keys = [((key.k0 + r * _W0) & _LOW, (key.k1 + r * _W1) & _LOW) for r in range(_ROUNDS)]
     token = (torch.arange(groups, device=device) + key.offset).bitwise_and_(_LOW).unsqueeze(1)
     feature = torch.arange(features, device=device).unsqueeze(0)
-    zero = token.new_zeros((1, 1))
-    # With two counter words constant, three rounds stay rank one: (groups, 1) against (1, features)
-    c0, c1, c2, c3 = token, feature, zero, zero
-    for k0, k1 in keys[:2]:
+    # Two counter words are constant, so the first three rounds mostly broadcast (groups, 1) against
+    # (1, features), and of the last two only what the first two output words need is computed
+    c0, c1, c2, c3 = token, feature, token.new_zeros((1, 1)), token.new_zeros((1, 1))
+    for k0, k1 in keys[:3]:
         p0, p1 = c0 * _M0, c2 * _M1
-        c0, c1 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW
-        c2, c3 = ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
-    full = (groups, features)
-    c0, c1, c2, c3 = (c.expand(full) for c in (c0, c1, c2, c3))
-    for k0, k1 in keys[2:-1]:
+        c0, c1 = _high(p1) ^ c1 ^ k0, p1 & _LOW
+        c2, c3 = _high(p0) ^ c3 ^ k1, p0 & _LOW
+    for k0, k1 in keys[3:-2]:
         p0, p1 = c0 * _M0, c2 * _M1
         c0 = _high(p1).bitwise_xor_(c1).bitwise_xor_(k0)
         c2 = _high(p0).bitwise_xor_(c3).bitwise_xor_(k1)
         c1, c3 = p1.bitwise_and_(_LOW), p0.bitwise_and_(_LOW)
-    k0, _ = keys[-1]
-    p1 = c2 * _M1
-    out = [_high(p1).bitwise_xor_(c1).bitwise_xor_(k0), p1.bitwise_and_(_LOW)][:words]
+    c1 = (c2 * _M1).bitwise_and_(_LOW)
+    c2 = _high(c0 * _M0).bitwise_xor_(c3).bitwise_xor_(keys[-2][1])
+    last = c2 * _M1
+    out = [_high(last).bitwise_xor_(c1).bitwise_xor_(keys[-1][0]), last.bitwise_and_(_LOW)][:words]
     return [word.bitwise_right_shift_(8).float().mul_(2.0**-24) for word in out]
 
 

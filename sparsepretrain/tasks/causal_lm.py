@@ -62,7 +62,9 @@ class CausalLM:
         tokens = load(self._data_options, on_progress=on_progress)
         length = self.options.sequence_length
         self._windows = {
-            split: windows(tokens, split, length, self._seed) for split in ("train", "validation")
+            "train": windows(tokens, "train", length, self._seed),
+            # scattered over the split, the same windows for every seed of a run
+            "validation": windows(tokens, "validation", length, 0, shuffled=True),
         }
         self.fingerprint = tokens.fingerprint
 

@@ -55,9 +55,11 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": versions,
-        "device": _device_name(device),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
+        "hardware": {
+            "device": _device_name(device),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        },
     }
 
 

@@ -42,7 +42,7 @@ def train(run: Run, plain: dict[str, Any], console: Console | None = None) -> in
         console.info(f"{directory} is finished ({run.steps} steps): nothing to do")
         return 0
     with StopSignals() as signals:
-        t = _build(run, console)
+        t = build_training(run, console)
         with _claim(directory):
             source = choose_checkpoint(directory, run, plain, console)
             if source is not None:
@@ -101,7 +101,8 @@ def _run(
     return exit_code
 
 
-def _build(run: Run, console: Console) -> Training:
+def build_training(run: Run, console: Console) -> Training:
+    """Build everything the loop touches; prepares offline data, writes no run directory."""
     device = pick_device(run)
     task = build_task(run)
     task.open_data(on_progress=console.progress)

@@ -99,6 +99,11 @@ def test_the_last_of_several_wins():
     assert plain["sparsity"]["name"] == "dense" and plain["seed"] == 2
 
 
+def test_no_experiment_is_the_default_and_can_be_said():
+    assert compose(["experiment=null"]) == compose()
+    assert compose(["experiment=smoke", "experiment=null"]) == compose()
+
+
 def test_a_single_key_can_hold_a_list_and_null():
     plain = compose(["sparsity.targets=[*.mlp.*,*.attn.*]", "clip=null", "optim.lr=1e-4"])
     assert plain["sparsity"]["targets"] == ["*.mlp.*", "*.attn.*"]
@@ -129,6 +134,13 @@ def test_user_directory_by_flag_and_environment(tmp_path, monkeypatch):
 def test_a_directory_with_an_odd_name(tmp_path):
     odd = write(tmp_path / "o'd \"d, [$x] é=1", schedule__mine="name: constant\nwarmup: 7\n")
     assert compose(["schedule=mine"], [odd])["schedule"]["warmup"] == 7
+
+
+@pytest.mark.parametrize("option", ["16", "a b", "a,b", "it's", "null2", "é"])
+def test_an_option_with_an_odd_name(tmp_path, option):
+    write(tmp_path / "dir", **{f"schedule__{option}": "name: constant\nwarmup: 7\n"})
+    quoted = option.replace("'", "\\'")
+    assert compose([f"schedule='{quoted}'"], [tmp_path / "dir"])["schedule"]["warmup"] == 7
 
 
 def test_a_group_of_the_users_own(tmp_path):

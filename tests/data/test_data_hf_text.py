@@ -112,8 +112,11 @@ def test_too_few_documents(options, tmp_path):
         prepare(options("openwebtext", **LOCAL, data_files=[str(file)]))
 
 
-def test_libraries_are_left_as_they_were(options, rows):
+def test_libraries_are_left_as_they_were(options, rows, monkeypatch):
     import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
 
     def state():
         return (

@@ -1,0 +1,75 @@
+"""Interleaved timing: machines are noisy, so only ratios within one round are compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """One figure of a suite."""
+
+    name: str
+    value: float
+    unit: str
+    at_most: float | None = None
+    """Limit that the project holds itself to."""
+    at_least: float | None = None
+    detail: dict[str, Any]
+    """How it was measured: rounds, medians, spread."""
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether the limit is kept; None without one."""
+        if self.at_most is not None:
+            return self.value <= self.at_most
+        return None if self.at_least is None else self.value >= self.at_least
+
+    @property
+    def limit_text(self) -> str:
+        """The limit as shown in the table."""
+        if self.at_most is not None:
+            return f"≤ {self.at_most:g}"
+        return "" if self.at_least is None else f"≥ {self.at_least:g}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON."""
+        return {**dataclasses.asdict(self), "ok": self.ok}
+
+
+def interleaved(
+    works: dict[str, Callable[[], object]], *, rounds: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of every work in every round; the order rotates from round to round."""
+    names = list(works)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(-warmup, rounds):
+        shift = index % len(names)
+        for name in names[shift:] + names[:shift]:
+            start = time.perf_counter()
+            works[name]()
+            if index >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(name: str, over: list[float], under: list[float], **limits: float | None) -> Case:
+    """Median over rounds of ``over / under``, with the quartiles and both medians."""
+    ratios = sorted(a / b for a, b in zip(over, under, strict=True))
+    quarter = len(ratios) // 4
+    return Case(
+        name=name,
+        value=statistics.median(ratios),
+        unit="×",
+        detail={
+            "rounds": len(ratios),
+            "quartiles": [ratios[quarter], ratios[-1 - quarter]],
+            "median_seconds": [statistics.median(over), statistics.median(under)],
+        },
+        **limits,
+    )

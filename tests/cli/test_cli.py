@@ -1,0 +1,223 @@
+"""Verbs, exit codes, streams and start-up cost of the command."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+import sparsepretrain
+from sparsepretrain import __version__, cli
+from sparsepretrain.errors import CheckpointError, ConfigError, DataError, DivergedError
+
+
+def run(*argv: str, **options) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "sparsepretrain", *argv]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def replace(monkeypatch, room: str, **functions) -> None:
+    monkeypatch.setattr(sparsepretrain, room, SimpleNamespace(**functions), raising=False)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["help"]])
+def test_help(argv, capsys):
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {verb} " in out for verb in cli.VERBS)
+    assert "__complete" not in out and max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("verb", list(cli.VERBS))
+def test_help_of_a_verb(verb, capsys):
+    assert cli.main([verb, "--help"]) == 0
+    assert f"usage: sparsepretrain {verb}" in capsys.readouterr().out
+
+
+def test_no_verb_is_a_usage_error_that_shows_the_help(capsys):
+    assert cli.main([]) == 2
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"sparsepretrain {__version__}\n"
+
+
+def test_cfg_job_is_the_resolved_configuration(capsys):
+    assert cli.main(["train", "seed=4", "--cfg", "job", "sparsity=ste"]) == 0
+    plain = yaml.safe_load(capsys.readouterr().out)
+    assert plain["seed"] == 4 and plain["sparsity"]["name"] == "ste"
+    assert plain["data"]["vocab_size"] == 256, "what null stands for is filled in"
+
+
+def test_train_passes_the_run_and_returns_its_code(monkeypatch):
+    calls = []
+    replace(monkeypatch, "training", train=lambda run, plain: calls.append((run, plain)) or 143)
+    assert cli.main(["train", "seed=4"]) == 143
+    run, plain = calls[0]
+    assert run.seed == plain["seed"] == 4
+
+
+def test_dry_run(monkeypatch):
+    calls = []
+    replace(monkeypatch, "training", dry_run=lambda run, plain: calls.append(run.steps))
+    assert cli.main(["train", "--dry-run", "steps=9"]) == 0
+    assert calls == [9]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (DataError("no file"), 3, "sparsepretrain: data error: no file\n"),
+        (CheckpointError("torn"), 4, "sparsepretrain: checkpoint error: torn\n"),
+        (DivergedError("step 5\nloss"), 5, "sparsepretrain: diverged: step 5 loss\n"),
+        (
+            ConfigError(["a", "b"]),
+            2,
+            "sparsepretrain: config error: a\nsparsepretrain: config error: b\n",
+        ),
+        (KeyboardInterrupt(), 130, "sparsepretrain: interrupted\n"),
+    ],
+)
+def test_exit_codes(monkeypatch, capsys, error, code, line):
+    def train(run, plain):
+        raise error
+
+    replace(monkeypatch, "training", train=train)
+    assert cli.main(["train"]) == code
+    assert capsys.readouterr().err == line
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def train(run, plain):
+        raise RuntimeError("bug")
+
+    replace(monkeypatch, "training", train=train)
+    with pytest.raises(RuntimeError, match="bug"):
+        cli.main(["train"])
+
+
+def test_somebody_elses_broken_pipe_is_not_ours(monkeypatch, capfd):
+    def train(run, plain):
+        raise BrokenPipeError
+
+    replace(monkeypatch, "training", train=train)
+    with capfd.disabled(), pytest.raises(BrokenPipeError), open(os.devnull, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        cli.main(["train"])
+
+
+def test_prepare(monkeypatch, capsys):
+    seen = {}
+
+    def prepare(options, *, workers, on_progress):
+        seen.update(source=options.source, workers=workers)
+        tokens = {"train": range(30_000), "validation": range(2_000)}
+        return SimpleNamespace(tokens=tokens, directory=Path("/cache/x"))
+
+    replace(monkeypatch, "data", prepare=prepare)
+    assert cli.main(["prepare", "data=python_source", "--workers", "3"]) == 0
+    assert seen == {"source": "python_source", "workers": 3}
+    out = capsys.readouterr().out
+    assert "/cache/x" in out and "32.0k tokens" in out and "tokens/s" in out
+
+
+def test_methods(capsys):
+    assert cli.main(["methods"]) == 0
+    out = capsys.readouterr().out
+    for word in ("dense", "ste", "srste", "sste", "M∘W", "MVUE", "arXiv:2409.09099"):
+        assert word in out
+
+
+def test_methods_of_a_plugin(tmp_path, capsys):
+    plugin = tmp_path / "bare.py"
+    plugin.write_text(
+        "from sparsepretrain.registry import register\n"
+        "@register('method', 'mine_bare')\nclass Bare: pass\n"
+    )
+    assert cli.main(["methods", f"plugins=[{plugin}]"]) == 0
+    assert "mine_bare" in capsys.readouterr().out
+
+
+def test_configs(tmp_path, capsys):
+    (tmp_path / "sparsity").mkdir()
+    (tmp_path / "sparsity/mine.yaml").write_text("name: mine\n")
+    assert cli.main(["configs", "--config-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"{tmp_path}/sparsity/mine.yaml" in out
+    assert "sste *" in out and "gpt2_nano *" in out and "configs/model/gpt2_1558m.yaml" in out
+    assert "ste *" not in out.replace("sste *", "")
+
+
+def test_report(monkeypatch, capsys):
+    seen = []
+
+    def report(runs, out):
+        seen.append((runs, out))
+        return [Path("a.png")]
+
+    replace(monkeypatch, "reports", report=report)
+    assert cli.main(["report", "r1", "--out", "o", "r2"]) == 0
+    assert seen == [([Path("r1"), Path("r2")], Path("o"))]
+    assert capsys.readouterr().out == "a.png\n"
+
+
+def test_bench(monkeypatch):
+    seen = []
+    replace(monkeypatch, "bench", run=lambda **options: seen.append(options))
+    assert cli.main(["bench", "suite=cpu", "quick=true", "out=x.json"]) == 0
+    assert seen == [{"suite": "cpu", "out": Path("x.json"), "quick": True}]
+
+
+def test_closed_output_is_not_an_error():
+    # a pipe whose reader is gone before the first byte
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "sparsepretrain", "train", "--cfg", "job"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_an_ascii_terminal(tmp_path):
+    done = run("methods", env={**os.environ, "PYTHONIOENCODING": "ascii"}, cwd=tmp_path)
+    assert done.returncode == 0 and "?" in done.stdout
+
+
+def test_errors_go_to_stderr_and_leave_nothing(tmp_path):
+    done = run("train", "+sparsity.gama=0.2", cwd=tmp_path)
+    expected = "unknown key 'sparsity.gama' (did you mean 'sparsity.gamma'?)"
+    assert done.stderr == f"sparsepretrain: config error: {expected}\n"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert not list(tmp_path.iterdir())
+
+
+LOADED = "import sys; from sparsepretrain.cli import main; main(sys.argv[1:]); print(*sys.modules)"
+
+
+@pytest.mark.parametrize(
+    ("argv", "absent", "seconds"),
+    [
+        (["--help"], {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich"}, 0.3),
+        (["train", "--cfg", "job"], {"torch", "transformers", "datasets", "rich"}, 0.6),
+        (["methods"], {"torch", "transformers"}, 0.6),
+        (["__complete", "train", "sparsity."], {"torch", "rich"}, 0.6),
+    ],
+)
+def test_what_starting_costs(argv, absent, seconds):
+    times = []
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-c", LOADED, *argv]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # processor time, so that a busy machine does not fail the test
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert not absent & set(done.stdout.splitlines()[-1].split())
+    assert min(times) < seconds

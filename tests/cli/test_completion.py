@@ -1,0 +1,80 @@
+"""Candidates of the hidden verb, and the bash script around it."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from sparsepretrain import cli
+
+
+def complete(capsys, *words: str) -> list[str]:
+    assert cli.main(["__complete", *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_verbs(capsys):
+    assert complete(capsys, "t") == ["train"]
+    assert set(cli.VERBS) < set(complete(capsys, ""))
+    assert complete(capsys, "nonsense", "") == []
+
+
+def test_groups_options_and_keys(capsys):
+    assert complete(capsys, "train", "sparsity=s") == [
+        "sparsity=srste",
+        "sparsity=sste",
+        "sparsity=ste",
+    ]
+    found = complete(capsys, "train", "s")
+    assert {"sparsity=", "sparsity.gamma=", "sparsity.window.start=", "steps=", "seed="} < {*found}
+
+
+def test_keys_follow_what_is_typed(capsys):
+    found = complete(capsys, "train", "sparsity=srste", "--dry-run", "sparsity.d")
+    assert found == ["sparsity.decay=", "sparsity.decay_on="]
+    assert "sparsity.gamma=" in complete(capsys, "train", "sparsity=nonsense", "sparsity.")
+
+
+def test_flags_and_arguments(capsys):
+    assert complete(capsys, "train", "--c") == ["--config-dir", "--cfg"]
+    assert complete(capsys, "completion", "") == ["--help", "bash", "zsh", "fish"]
+    assert complete(capsys, "bench", "q") == ["quick="]
+    assert complete(capsys, "report", "r") == []
+
+
+def test_options_of_the_users_own(tmp_path, capsys):
+    (tmp_path / "sparsity").mkdir()
+    (tmp_path / "sparsity/mine.yaml").write_text("name: mine\n")
+    words = ["train", "--config-dir", str(tmp_path), "sparsity=m"]
+    assert complete(capsys, *words) == ["sparsity=mine"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_scripts_parse(shell, capsys, tmp_path):
+    assert cli.main(["completion", shell]) == 0
+    script = tmp_path / "script"
+    script.write_text(capsys.readouterr().out)
+    assert "__complete" in script.read_text()
+    if shutil.which(shell):
+        assert subprocess.run([shell, "-n", str(script)], check=False).returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("sparsepretrain tra", "train "),
+        ("sparsepretrain train sparsity=ss", "sste "),
+        ("sparsepretrain train sparsity.gam", "sparsity.gamma="),
+        ("sparsepretrain completion f", "fish "),
+    ],
+)
+def test_bash(line, expected, capsys):
+    assert cli.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    script += f'sparsepretrain() {{ "{sys.executable}" -m sparsepretrain "$@"; }}\n'
+    script += f"COMP_LINE='{line}' COMP_POINT={len(line)}; _sparsepretrain\n"
+    script += "printf '%s|' \"${COMPREPLY[@]}\"\n"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{expected}|"

@@ -1,0 +1,101 @@
+"""The built wheel holds every YAML file and works from an empty directory."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    pytest.importorskip("setuptools", minversion="77")
+    work = tmp_path_factory.mktemp("wheel")
+    # building leaves files behind, so it gets a copy
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("sparsepretrain", "configs"):
+        shutil.copytree(ROOT / name, work / "source" / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, work / "source")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", work, work / "source"], check=True)
+    return next(work.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel) -> Path:
+    target = wheel.parent / "installed"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target]
+    subprocess.run([*command, "--no-index", wheel], check=True)
+    return target
+
+
+def run(installed: Path, cwd: Path, *argv: str) -> str:
+    code = (
+        "import sys, sparsepretrain.cli as cli\n"
+        f"assert cli.__file__.startswith({str(installed)!r}), cli.__file__\n"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *argv],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_file_is_in_the_wheel(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    yamls = {f.relative_to(ROOT) for f in (ROOT / "configs").rglob("*.yaml")}
+    modules = {f.relative_to(ROOT) for f in (ROOT / "sparsepretrain").rglob("*.py")}
+    assert {f"sparsepretrain/{f.as_posix()}" for f in yamls} <= names
+    assert {f.as_posix() for f in modules} <= names
+    assert "sparsepretrain/py.typed" in names
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"sparsepretrain"}
+
+
+def test_it_composes_from_an_empty_directory(installed, tmp_path):
+    out = run(installed, tmp_path, "train", "model=gpt2_350m", "--cfg", "job")
+    assert "n_layer: 24" in out and "name: openwebtext" in out
+    assert "gpt2_nano *" in run(installed, tmp_path, "configs")
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_takes_a_plugin_and_a_config_directory(installed, tmp_path):
+    (tmp_path / "own/sparsity").mkdir(parents=True)
+    (tmp_path / "own/sparsity/mine.yaml").write_text("name: mine\nboost: 2.0\n")
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from sparsepretrain.registry import register\n"
+        "from sparsepretrain.sparsity import Method, MethodOptions\n"
+        "@dataclass(slots=True, kw_only=True)\n"
+        "class Options(MethodOptions):\n"
+        "    boost: float = 1.0\n"
+        "@register('method', 'mine')\n"
+        "class Mine(Method):\n"
+        "    Options = Options\n"
+    )
+    argv = ["train", "--config-dir", "own", "plugins=[mine.py]", "sparsity=mine", "--cfg", "job"]
+    assert "boost: 2.0" in run(installed, tmp_path, *argv)
+
+
+def test_a_checkout_uses_its_own_configs(installed):
+    code = "from sparsepretrain.config.compose import shipped; print(shipped())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(ROOT / "configs")

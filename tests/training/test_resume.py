@@ -1,0 +1,207 @@
+"""Stopping and continuing is invisible: same record, same bits."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from conftest import METHODS, assert_equal_bits, assert_same_run, final_state, metrics
+
+
+def interrupted(tiny, stop_after, stops, *overrides):
+    for step in stops:
+        stop_after(step)
+        outcome = tiny.train(*overrides)
+        assert outcome.code == 143, outcome.output
+        assert final_state(outcome.directory)["step"] == step
+    stop_after(-1)
+    outcome = tiny.train(*overrides)
+    assert outcome.code == 0
+    return outcome.directory
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("stops", [(3,), (1, 3, 5)], ids=str)
+def test_resume_is_bit_exact(tiny, stop_after, method, stops):
+    overrides = (f"sparsity={method}", "batch.micro=2")
+    plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
+    again = interrupted(tiny, stop_after, stops, *overrides)
+    assert len(metrics(plain.directory)) == 6 + 3
+    assert_same_run(plain.directory, again)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model.dropout=0.2",),
+        ("precision=fp16", "precision.init_scale=1e30"),
+        ("precision=fp16", "precision.growth_interval=2", "model.dropout=0.1"),
+        ("precision=bf16", "sparsity.beta_update=step", "sparsity.mvue=weight"),
+        ("sparsity=srste", "sparsity.decay_on=weight", "optim=sgd"),
+        ("sparsity.window.start=0.3", "sparsity.window.stop=0.7"),
+        ("model.activation_checkpointing=true", "model.dropout=0.2"),
+        ("task.sequence_length=10", "batch.micro=1", "model.bias=true"),
+        ("checkpoint.every=0", "eval.every=0"),
+        ("checkpoint.keep_last=1", "checkpoint.every=1", "eval.every=1"),
+        ("log.every=4", "log.layers_every=0"),
+    ],
+    ids=" ".join,
+)
+def test_resume_of_variants_is_bit_exact(tiny, stop_after, overrides):
+    plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
+    assert plain.code == 0
+    again = interrupted(tiny, stop_after, (1, 2, 4, 5), *overrides)
+    assert_same_run(plain.directory, again)
+
+
+def test_epoch_boundaries(tiny, stop_after, tmp_path):
+    text = tmp_path / "one.txt"
+    text.write_text("".join(f"{i:03} " for i in range(60)))  # 10 windows: 2.5 steps per epoch
+    overrides = (f"data.files=['{text}']", "steps=8")
+    plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
+    again = interrupted(tiny, stop_after, (2, 3, 5, 6, 7), *overrides)
+    assert_same_run(plain.directory, again)
+
+
+@pytest.mark.parametrize("forgotten", ["rng", "sparsifier", "scaler"])
+def test_every_part_of_the_state_matters(tiny, stop_after, monkeypatch, forgotten):
+    """Negative control: leaving a part out must be noticed by the comparison above."""
+    from sparsepretrain.sparsity import Sparsifier
+    from sparsepretrain.training import rng
+
+    overrides = ("precision=fp16", "precision.growth_interval=2", "model.dropout=0.3")
+    plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
+    if forgotten == "rng":
+        monkeypatch.setattr(rng, "restore", lambda state, device: None)
+    elif forgotten == "sparsifier":
+        monkeypatch.setattr(Sparsifier, "load_state_dict", lambda self, state: None)
+    else:
+        import torch
+
+        monkeypatch.setattr(torch.amp.GradScaler, "load_state_dict", lambda self, state: None)
+    again = interrupted(tiny, stop_after, (3,), *overrides)
+    with pytest.raises(AssertionError):
+        assert_equal_bits(final_state(plain.directory), final_state(again))
+
+
+def test_the_mask_of_the_last_comparison_is_state(tiny, stop_after, monkeypatch):
+    from sparsepretrain.sparsity.layers import PREVIOUS_MASK
+
+    plain = tiny.train("runs_dir=" + str(tiny.root / "plain"))
+    stop_after(3)
+    tiny.train()
+    stop_after(-1)
+    from torch import nn
+
+    load = nn.Module.load_state_dict
+
+    def forget(self, state, *args):
+        return load(self, {k: v * (PREVIOUS_MASK not in k) for k, v in state.items()}, *args)
+
+    monkeypatch.setattr(nn.Module, "load_state_dict", forget)
+    again = tiny.train()
+    assert metrics(plain.directory) != metrics(again.directory)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_codes(tiny, stop_after, number, code):
+    before = signal.getsignal(number)
+    stop_after(2, number)
+    outcome = tiny.train()
+    assert outcome.code == code and "after step 2" in outcome.output
+    assert signal.getsignal(number) is before
+    assert final_state(outcome.directory)["step"] == 2
+
+
+def test_signal_in_an_evaluation(tiny, monkeypatch):
+    """The evaluation is left, the step saved, and the evaluation repeated on resume."""
+    import os
+
+    from sparsepretrain.training import loop
+
+    plain = tiny.train("runs_dir=" + str(tiny.root / "plain"), "eval.batches=5")
+    original, calls = loop.evaluate, []
+
+    def evaluate(t, signals=None):
+        calls.append(t.step)
+        if len(calls) in (1, 3, 5):  # at steps 0, 4 and 6
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(t, signals)
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    codes = []
+    while not codes or codes[-1]:
+        outcome = tiny.train("eval.batches=5")
+        codes.append(outcome.code)
+        assert len(codes) < 9
+    assert codes == [143, 143, 143, 0], calls
+    assert_same_run(plain.directory, outcome.directory)
+    assert "train loss" in outcome.output
+
+
+def test_signal_before_the_first_step(tiny, monkeypatch):
+    import os
+
+    from sparsepretrain.training import trainer
+
+    original = trainer.build_model
+
+    def build_model(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args)
+
+    monkeypatch.setattr(trainer, "build_model", build_model)
+    outcome = tiny.train()
+    assert outcome.code == 143
+    assert "checkpoint saved" not in outcome.output  # there is nothing to save
+    assert not list(outcome.directory.glob("checkpoints/step_*"))
+    monkeypatch.undo()
+    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tiny.root / "cache"))
+    assert tiny.train().code == 0
+
+
+def test_second_interrupt_is_immediate(tiny, monkeypatch):
+    import os
+
+    from sparsepretrain.training import loop
+
+    original = loop.train_step
+
+    def train_step(t):
+        values = original(t)
+        if t.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return values
+
+    plain = tiny.train("runs_dir=" + str(tiny.root / "plain"))
+    monkeypatch.setattr(loop, "train_step", train_step)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.train()
+    directory = tiny.directory()
+    assert final_state(directory)["step"] == 2
+    monkeypatch.setattr(loop, "train_step", original)
+    tiny.train()
+    assert_same_run(plain.directory, directory)
+
+
+def test_finished_run(tiny):
+    first = tiny.train()
+    files = {p: p.stat().st_mtime_ns for p in first.directory.rglob("*")}
+    again = tiny.train()
+    assert again.code == 0 and "finished (6 steps)" in again.output
+    assert {p: p.stat().st_mtime_ns for p in first.directory.rglob("*")} == files
+
+
+def test_never_keeps_the_old_run(tiny):
+    first = tiny.train()
+    old = (first.directory / "metrics.jsonl").read_text()
+    second = tiny.train("resume=never")
+    third = tiny.train("resume=never")
+    assert second.directory == third.directory == first.directory
+    kept = first.directory.with_name(first.directory.name + ".old-1")
+    assert (kept / "metrics.jsonl").read_text() == old
+    assert (kept / "checkpoints" / "step_00000006").is_dir()
+    assert str(kept) in second.output
+    assert first.directory.with_name(first.directory.name + ".old-2").is_dir()
+    assert_same_run(kept, first.directory)
