@@ -13,44 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sparsepretrain import __version__, registry
+from sparsepretrain.completion import COMPLETION
 from sparsepretrain.errors import INTERRUPTED, ConfigError, SparsePretrainError
 
 USAGE_ERROR = 2
-
-COMPLETION = {
-    "bash": r"""# eval "$(sparsepretrain completion bash)"
-_sparsepretrain() {
-    local line=${COMP_LINE:0:COMP_POINT} words IFS=$' \t\n'
-    read -ra words <<< "$line"
-    [[ $line == *" " ]] && words+=("")
-    local current=${words[${#words[@]}-1]}
-    IFS=$'\n'
-    COMPREPLY=($(sparsepretrain __complete "${words[@]:1}" 2>/dev/null))
-    # bash breaks words at = and : and replaces only what follows the last of them
-    local kept=${current%"${current##*[=:]}"}
-    COMPREPLY=("${COMPREPLY[@]#"$kept"}")
-    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} != *= ]] && COMPREPLY[0]+=" "
-}
-complete -o nospace -o default -F _sparsepretrain sparsepretrain
-""",
-    "zsh": r"""# eval "$(sparsepretrain completion zsh)"   (after compinit)
-_sparsepretrain() {
-    local -a found
-    found=(${(f)"$(sparsepretrain __complete "${(@)words[2,CURRENT]}" 2>/dev/null)"})
-    compadd -S '' -- ${(M)found:#*=}
-    compadd -- ${found:#*=} || _files
-}
-compdef _sparsepretrain sparsepretrain
-""",
-    "fish": r"""# sparsepretrain completion fish | source
-function __sparsepretrain
-    set -l typed (commandline -opc)
-    sparsepretrain __complete $typed[2..-1] (commandline -ct) 2>/dev/null
-end
-complete -c sparsepretrain -a '(__sparsepretrain)'
-""",
-}
-"""Shell -> script; each asks the hidden verb ``__complete``, so it never goes out of date."""
 
 EXAMPLES = """\
 examples:
@@ -222,10 +188,10 @@ def _count(text: str) -> int:
 def _train(args: argparse.Namespace) -> int:
     from sparsepretrain import config
 
+    from sparsepretrain.config.freeze import run_directory, to_yaml
+
     run, plain = config.load(args.overrides, args.config_dir)
     if args.cfg:
-        from sparsepretrain.config.freeze import to_yaml
-
         print(to_yaml(plain), end="")
         return 0
     from sparsepretrain import training
@@ -233,7 +199,23 @@ def _train(args: argparse.Namespace) -> int:
     if args.dry_run:
         training.dry_run(run, plain)
         return 0
-    return training.train(run, plain)
+    code = training.train(run, plain)
+    if code == 0:
+        _illustrate(run_directory(plain))
+    return code
+
+
+def _illustrate(directory: Path) -> None:
+    """Plots and report of a finished run; a failure here does not undo the training."""
+    from sparsepretrain import reports
+    from sparsepretrain.tracking.console import Console
+
+    try:
+        written = reports.report([directory])
+    except Exception as error:
+        Console().warn(f"no report: {error}; try `sparsepretrain report {directory}`")
+        return
+    Console().info(f"plots: {directory / 'plots'}\nreport: {written[-1]}")
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -322,9 +304,12 @@ def _bench(args: argparse.Namespace) -> int:
     request = build(Bench, settings)
     from sparsepretrain import bench
 
+    if request.suite not in bench.SUITES:
+        hint = registry.suggestion(request.suite, bench.SUITES)
+        raise ConfigError(f"unknown suite {request.suite!r}{hint}")
     out = Path(request.out) if request.out else None
-    bench.run(suite=request.suite, out=out, quick=request.quick)
-    return 0
+    result = bench.run(suite=request.suite, out=out, quick=request.quick)
+    return 0 if result["within_limits"] else 1
 
 
 def _completion(args: argparse.Namespace) -> int:

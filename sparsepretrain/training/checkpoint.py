@@ -27,6 +27,8 @@ CONFIG = "config.yaml"
 def save(directory: Path, step: int, state: dict[str, Any], *, config: str, keep_last: int) -> Path:
     """Write ``directory/step_<step>`` and remove the oldest beyond ``keep_last`` valid ones.
 
+    A whole checkpoint of this step stays as it is: replacing a directory is not atomic.
+
     Args:
         directory: ``checkpoints`` of a run directory; created when missing.
         step: completed optimiser steps.
@@ -39,6 +41,8 @@ def save(directory: Path, step: int, state: dict[str, Any], *, config: str, keep
     """
     final = directory / f"step_{step:08d}"
     stage = directory / f".{final.name}.{os.getpid()}"
+    if verify(final) is None:
+        return final
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(".step_*"):
@@ -51,14 +55,14 @@ def save(directory: Path, step: int, state: dict[str, Any], *, config: str, keep
         (stage / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         _sum_and_sync(stage / MANIFEST)
         _sync_directory(stage)
-        if final.exists():
+        if final.exists():  # damaged
             shutil.rmtree(final)
         os.replace(stage, final)
         _sync_directory(directory)
     except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in RuntimeError
         shutil.rmtree(stage, ignore_errors=True)
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"cannot write checkpoint {final}: {reason}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"cannot write checkpoint {final}: {reason[:200]}") from error
     _prune(directory, final, keep_last)
     return final
 
@@ -79,6 +83,11 @@ def verify(path: Path) -> str | None:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             return f"format {manifest['format']}, this version reads {FORMAT}"
+        number = path.name.removeprefix("step_")  # other names are the user's copies
+        if number.isdigit() and int(number) != manifest["step"]:
+            return f"{MANIFEST} is of step {manifest['step']}"
+        if set(manifest["sha256"]) != {STATE, CONFIG}:
+            return f"{MANIFEST} does not name its files"
         for name, expected in manifest["sha256"].items():
             if _sum(path / name) != expected:
                 return f"{name} does not match its checksum"

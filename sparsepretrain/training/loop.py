@@ -6,6 +6,7 @@ pre-hook -> optimiser -> refresh and flip count, inside its post-hook.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from sparsepretrain.training.signals import StopSignals
 
 MAX_SKIPS = 10
 """Skipped steps in a row after which ``guard=skip`` gives up."""
+
+MAX_OVERFLOWS = 50
+"""The same for gradients under loss scaling: so many halvings make any usable scale useless."""
 
 
 @dataclass
@@ -107,7 +111,7 @@ def run_steps(
         layers = bool(run.log.layers_every) and t.step % run.log.layers_every == 0
         if t.step % run.log.every == 0 or layers or t.step in (1, run.steps):
             rate = t.timer.rate()
-            values |= {"tokens_per_second": rate, **t.sparsifier.metrics(per_layer=layers)}
+            values |= {"tokens_per_second": rate, **_measure(t, per_layer=layers)}
             if t.peak_flops is not None:
                 values["mfu"] = rate * t.flops_per_item / t.peak_flops
             if t.skipped:
@@ -134,15 +138,14 @@ def train_step(t: Training) -> dict[str, Any]:
         t.sparsifier.micro_batch(index)
         total += _forward_backward(t, batch, items)
     t.scaler.unscale_(t.optimizer)
-    limit = float("inf") if run.clip is None else run.clip
-    norm = torch.nn.utils.clip_grad_norm_(t.model.parameters(), limit)
+    parameters = [p for p in t.model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     loss, grad_norm = float(total) / items, float(norm)
-    if _finite(t, loss, grad_norm):
-        scale = t.scaler.get_scale()
+    if _finite(t, loss, grad_norm):  # before clipping, which spreads a NaN to every gradient
+        if run.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, run.clip, norm)
         t.scaler.step(t.optimizer)
-        t.scaler.update()
-        if t.scaler.get_scale() < scale:  # an overflow: the scaler left the update out
-            t.skipped += 1
+    t.scaler.update()  # after an overflow: halves the scale
     t.optimizer.zero_grad(set_to_none=True)
     t.step += 1
     t.tokens += items
@@ -178,30 +181,49 @@ def evaluate(t: Training, signals: StopSignals | None = None) -> float | None:
     return total / items
 
 
+def _measure(t: Training, *, per_layer: bool) -> dict[str, float]:
+    values = t.sparsifier.metrics(per_layer=per_layer)
+    if t.skips_in_a_row:  # no update, so no masks were compared: the flips are of an older step
+        values = {k: v for k, v in values.items() if not k.startswith("flip_rate")}
+    return values
+
+
 def _finite(t: Training, loss: float, grad_norm: float) -> bool:
-    """Whether to update; raises or counts according to ``guard``."""
-    # with a loss scaler an infinite gradient is its business: it skips the update and halves
-    checked = loss if t.scaler.is_enabled() else loss + grad_norm
-    if torch.isfinite(torch.tensor(checked)):
+    """Whether to update; raises or counts according to ``guard``.
+
+    Under loss scaling an infinite gradient is an overflow: skipped whatever ``guard`` says.
+    """
+    if math.isfinite(loss + grad_norm):
         t.skips_in_a_row = 0
         return True
     t.skipped += 1
     t.skips_in_a_row += 1
-    if t.run.guard == "stop" or t.skips_in_a_row > MAX_SKIPS:
+    allowed = MAX_SKIPS if t.run.guard == "skip" else 0
+    if t.scaler.is_enabled() and math.isfinite(loss):
+        allowed = MAX_OVERFLOWS
+    if t.skips_in_a_row > allowed:
+        times = f", {t.skips_in_a_row} steps in a row" if allowed else ""
+        hint = "" if allowed else ", or continue past single steps with guard=skip"
         raise DivergedError(
-            f"step {t.step + 1}: {_culprit(t, loss)}; nothing was updated. "
-            "Lower optim.lr or clip, or continue past single steps with guard=skip"
+            f"step {t.step + 1}: {_culprit(t, loss)}{times}; nothing was updated. "
+            f"Lower optim.lr or clip{hint}"
         )
     return False
 
 
 def _culprit(t: Training, loss: float) -> str:
-    if not torch.isfinite(torch.tensor(loss)):
+    if not math.isfinite(loss):
         return f"the loss is {loss}"
-    for name, parameter in t.model.named_parameters():
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-            return f"the gradient of {name} is not finite"
-    return "the gradient norm is not finite"
+    names = [
+        name
+        for name, parameter in t.model.named_parameters()
+        if parameter.grad is not None and not torch.isfinite(parameter.grad).all()
+    ]
+    if not names:
+        return "the gradient norm is not finite"
+    # backward carries a NaN from where it arises to the layers before it
+    others = f" (and of {len(names) - 1} parameters before it)" if len(names) > 1 else ""
+    return f"the gradient of {names[-1]} is not finite{others}"
 
 
 def _due(every: int, t: Training) -> bool:

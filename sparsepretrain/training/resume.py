@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import CheckpointError
+from sparsepretrain.errors import CheckpointError, ConfigError, DataError
 from sparsepretrain.tracking.console import Console
+from sparsepretrain.tracking.record import read
 from sparsepretrain.training import checkpoint
 
 FIXED = ("model.", "task.", "data.", "sparsity.", "optim.name", "seed", "batch.size")
 """Keys that a checkpoint cannot be continued across; other differences are logged."""
 
 
-def finished_steps(directory: Path) -> int:
-    """Completed steps of the newest checkpoint by its manifest, 0 when there is none."""
-    for path in sorted((directory / "checkpoints").glob("step_*"), reverse=True):
-        try:
-            manifest = json.loads((path / checkpoint.MANIFEST).read_text(encoding="utf-8"))
-            return int(manifest["step"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return 0
+def is_finished(directory: Path, run: Run) -> bool:
+    """Whether there is a whole checkpoint of the last step and the evaluation that belongs to it."""
+    last = directory / "checkpoints" / f"step_{run.steps:08d}"
+    if checkpoint.verify(last) is not None:
+        return False
+    if not run.eval.batches:
+        return True
+    try:
+        lines = read(directory)
+    except (ConfigError, DataError):
+        return False
+    return any(line["step"] == run.steps and "split" in line for line in lines)
 
 
 def choose_checkpoint(

@@ -29,7 +29,7 @@ from sparsepretrain.training.hardware import environment, peak_flops
 from sparsepretrain.training.loop import Training, run_steps
 from sparsepretrain.training.plan import flops_per_item
 from sparsepretrain.training.precision import grad_scaler
-from sparsepretrain.training.resume import choose_checkpoint, finished_steps
+from sparsepretrain.training.resume import choose_checkpoint, is_finished
 from sparsepretrain.training.signals import StopSignals
 
 
@@ -38,7 +38,7 @@ def train(run: Run, plain: dict[str, Any], console: Console | None = None) -> in
     console = console or Console()
     check_login(run.tracker)
     directory = freeze.run_directory(plain)
-    if run.resume != "never" and finished_steps(directory) >= run.steps:
+    if run.resume != "never" and is_finished(directory, run):
         console.info(f"{directory} is finished ({run.steps} steps): nothing to do")
         return 0
     with StopSignals() as signals:
@@ -92,7 +92,8 @@ def _run(
             summary = {"proof": str(proof)}
             _summarise(t, directory, proof, console)
         else:
-            console.info(f"stopped by a signal after step {t.step}; checkpoint saved")
+            saved = "; checkpoint saved" if t.step else ", before there was anything to save"
+            console.info(f"stopped by a signal after step {t.step}{saved}")
     except SparsePretrainError as error:
         exit_code = error.exit_code
         raise
@@ -144,6 +145,10 @@ def _state(t: Training) -> dict[str, Any]:
 
 def _restore(t: Training, path: Path) -> None:
     state, _ = checkpoint.load(path)
+    if state["step"] > t.run.steps:
+        raise CheckpointError(
+            f"{path} has {state['step']} steps, more than steps={t.run.steps}: raise steps"
+        )
     if state["fingerprint"] != t.task.fingerprint:
         raise CheckpointError(
             f"{path} was trained on other data (fingerprint {state['fingerprint']}, now "
@@ -168,6 +173,7 @@ def _restore(t: Training, path: Path) -> None:
 @contextlib.contextmanager
 def _claim(directory: Path) -> Iterator[None]:
     """Create the run directory and keep other processes out of it."""
+    created = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = open(directory / ".lock", "w")  # noqa: SIM115
@@ -182,27 +188,44 @@ def _claim(directory: Path) -> Iterator[None]:
             raise ConfigError(
                 f"another process is training {directory}: wait for it, or change name or seed"
             ) from error
-        yield
+        try:
+            yield
+        except SparsePretrainError:
+            if created and [path.name for path in directory.iterdir()] == [".lock"]:
+                (directory / ".lock").unlink()  # refused before anything was written
+                with contextlib.suppress(OSError):
+                    for path in created:
+                        path.rmdir()
+            raise
 
 
 def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> SparsePretrainError:
+    return SparsePretrainError(f"cannot write {path}: {error.strerror or error}")
 
 
 def _save_masks(t: Training, directory: Path) -> None:
     """Packed masks (1 bit per weight) with the shapes to unpack them."""
-    folder = directory / "masks"
-    folder.mkdir(exist_ok=True)
     arrays: dict[str, np.ndarray] = {}
     for name, mask in t.sparsifier.masks().items():
         arrays[name] = pack_24(mask).cpu().numpy()
         arrays[f"{name}.shape"] = np.array(mask.shape)
-    path = folder / f"step_{t.step:08d}.npz"
-    with open(path.with_suffix(".tmp"), "wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)
-    os.replace(path.with_suffix(".tmp"), path)
+    path = directory / "masks" / f"step_{t.step:08d}.npz"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with open(path.with_suffix(".tmp"), "wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        os.replace(path.with_suffix(".tmp"), path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def _announce(t: Training, directory: Path, console: Console) -> None:
@@ -217,8 +240,9 @@ def _announce(t: Training, directory: Path, console: Console) -> None:
 
 def _summarise(t: Training, directory: Path, proof: Proof, console: Console) -> None:
     lines = read(directory)
-    training = [line for line in lines if "split" not in line]
-    validation = [line for line in lines if line.get("split") == "validation"]
+    finite = [line for line in lines if line.get("loss") is not None]
+    training = [line for line in finite if "split" not in line]
+    validation = [line for line in finite if line.get("split") == "validation"]
     rows = [("steps", f"{t.step:,}"), ("tokens", f"{t.tokens:,}")]
     if training:
         rows.append(("train loss", f"{training[0]['loss']:.4f} → {training[-1]['loss']:.4f}"))

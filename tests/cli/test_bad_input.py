@@ -203,6 +203,7 @@ def verbs() -> list[tuple[list[str], list[str]]]:
         (["report"], ["RUN"]),
         (["report", "a", "--ot", "b"], ["'--ot' (did you mean '--out'?)"]),
         (["bench", "suit=cpu"], ["'suit' (did you mean 'suite'?)"]),
+        (["bench", "suite=cpi"], ["unknown suite 'cpi' (did you mean 'cpu'?)"]),
         (["bench", "quick=5"], ["quick must be true or false"]),
         (["bench", "cpu"], ["'cpu'"]),
         (["prepare", "data=openwebtxt"], ["'openwebtxt' (did you mean 'openwebtext'?)"]),

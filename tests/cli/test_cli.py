@@ -170,7 +170,8 @@ def test_report(monkeypatch, capsys):
 
 def test_bench(monkeypatch):
     seen = []
-    replace(monkeypatch, "bench", run=lambda **options: seen.append(options))
+    run = lambda **options: seen.append(options)  # noqa: E731
+    replace(monkeypatch, "bench", run=run, SUITES=("cpu",))
     assert cli.main(["bench", "suite=cpu", "quick=true", "out=x.json"]) == 0
     assert seen == [{"suite": "cpu", "out": Path("x.json"), "quick": True}]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from conftest import METHODS, assert_equal_bits, assert_same_run, final_state, metrics
+from tiny_runs import METHODS, assert_equal_bits, assert_same_run, final_state, metrics
 
 
 def interrupted(tiny, stop_after, stops, *overrides):

@@ -1,0 +1,58 @@
+# Two commands do everything on a fresh machine with Python ≥ 3.11, make and pip:
+#   make train   install the package as a user would and train the default run
+#   make test    the same environment with the development tools; lint, types, imports, tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find sparsepretrain configs -name '*.py' -o -name '*.yaml')
+# an editable installation follows the sources, so it also serves `make train`
+INSTALLED := $(if $(wildcard $(VENV)/.dev),$(VENV)/.dev,$(VENV)/.user)
+# two busy OpenMP threads per test process on a small machine are slower than one
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: train test lint test-fast test-fault test-slow bench figure clean
+
+train: $(INSTALLED)
+	$(BIN)/sparsepretrain train $(ARGS)
+
+test: lint test-fast
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+	$(BIN)/mypy --no-error-summary
+	$(BIN)/lint-imports --quiet
+
+test-fast: $(VENV)/.dev
+	$(TEST) -n 2 -m "not fault and not slow"
+
+test-fault: $(VENV)/.dev
+	$(TEST) -m fault
+
+test-slow: $(VENV)/.dev
+	$(TEST) -m slow
+
+bench: $(INSTALLED)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/sparsepretrain bench suite=cpu out=benchmarks/results/cpu.json
+
+# the four methods with equal data order and initial weights, overlaid
+figure: $(INSTALLED)
+	for method in dense ste srste sste; do \
+		$(BIN)/sparsepretrain train name=compare_$$method sparsity=$$method || exit; done
+	$(BIN)/sparsepretrain report runs/compare_dense runs/compare_ste runs/compare_srste \
+		runs/compare_sste --out docs/four_methods
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.user: $(VENV)/bin/python pyproject.toml $(SOURCES)
+	$(BIN)/python -m pip install --quiet .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
