@@ -187,7 +187,6 @@ def _count(text: str) -> int:
 
 def _train(args: argparse.Namespace) -> int:
     from sparsepretrain import config
-
     from sparsepretrain.config.freeze import run_directory, to_yaml
 
     run, plain = config.load(args.overrides, args.config_dir)

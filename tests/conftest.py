@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import Tiny, write_corpus
+
+pytest.register_assert_rewrite("tiny_runs")
+from tiny_runs import Tiny, write_corpus  # noqa: E402
+
+# several runs may share the cores of a test machine: idle threads must not spin
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")

@@ -10,17 +10,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sparsepretrain.kernels.bimask24 import bimask_masks
     from sparsepretrain.kernels.decay import masked_decay_
     from sparsepretrain.kernels.flips import flip_count, pack_24, unpack_24
+    from sparsepretrain.kernels.fp8 import dequantize_fp8, quantize_fp8
+    from sparsepretrain.kernels.glu import geglu, swiglu
     from sparsepretrain.kernels.mvue24 import mvue
     from sparsepretrain.kernels.nm import nm_mask
     from sparsepretrain.kernels.noise import NoiseKey, noise_key, uniform_noise
+    from sparsepretrain.kernels.sdgp import prune_gradient
     from sparsepretrain.kernels.soft import (
         boundary_magnitudes,
         l1_scale,
         optimal_scale,
         soft_threshold,
     )
+    from sparsepretrain.kernels.transposable import transposable_mask
 
 _HOME = {
     "nm_mask": "nm",
@@ -33,14 +38,24 @@ _HOME = {
     "flip_count": "flips",
     "pack_24": "flips",
     "unpack_24": "flips",
+    "transposable_mask": "transposable",
+    "prune_gradient": "sdgp",
+    "quantize_fp8": "fp8",
+    "dequantize_fp8": "fp8",
+    "geglu": "glu",
+    "swiglu": "glu",
+    "bimask_masks": "bimask24",
     "NoiseKey": "noise",
     "noise_key": "noise",
     "uniform_noise": "noise",
 }
 __all__ = [
     "NoiseKey",
+    "bimask_masks",
     "boundary_magnitudes",
+    "dequantize_fp8",
     "flip_count",
+    "geglu",
     "l1_scale",
     "masked_decay_",
     "mvue",
@@ -48,7 +63,11 @@ __all__ = [
     "noise_key",
     "optimal_scale",
     "pack_24",
+    "prune_gradient",
+    "quantize_fp8",
     "soft_threshold",
+    "swiglu",
+    "transposable_mask",
     "uniform_noise",
     "unpack_24",
 ]

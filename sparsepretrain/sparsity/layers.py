@@ -103,8 +103,11 @@ class LayerState:
         wide = weight if weight.dtype == torch.float64 else weight.float()
         if not self.active:
             return Projection(None, self.method.mask(wide, self.dim))
-        state = {name: layer.get_buffer(f"sparsity_{name}") for name in self.state}
-        return self.method.project(wide, self.dim, state, self._step_key)
+        return self.method.project(wide, self.dim, self.tensors(layer), self._step_key)
+
+    def tensors(self, layer: SparseLayer) -> dict[str, Tensor]:
+        """The method's persistent tensors."""
+        return {name: layer.get_buffer(f"sparsity_{name}") for name in self.state}
 
     def mask_in_use(self) -> Tensor | None:
         """The mask of the last projection even if the weight has changed since; None: none yet."""

@@ -124,6 +124,16 @@ class Method:
         """
         return {}
 
+    def update_(self, weight: Tensor, dim: int, state: dict[str, Tensor], step: int) -> None:
+        """Bring the persistent tensors up to date, in place; runs after every optimiser step.
+
+        Args:
+            weight: the master weight after the update, as stored.
+            dim: axis of ``weight`` that holds in_features.
+            state: the tensors of :meth:`initial_state`.
+            step: completed optimiser steps.
+        """
+
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         """The mask that the method's rule chooses for ``weight``; bool, same shape."""
         return kernels.nm_mask(weight, *self.pattern, dim=dim)
@@ -137,10 +147,12 @@ class Method:
     ) -> Projection:
         """A(W), B(W) and the mask; called once per optimiser step, or inside a compiled graph.
 
+        A function of its arguments: what changes over time is in ``state`` (:meth:`update_`).
+
         Args:
             weight: the master weight as stored, fp32 (or wider).
             dim: axis of ``weight`` that holds in_features.
-            state: the tensors of :meth:`initial_state`; may be updated in place.
+            state: the tensors of :meth:`initial_state`.
             key: noise stream of a product (FPROP, DGRAD, WGRAD) at this step.
         """
         return Projection(None, self.mask(weight, dim))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,7 +54,6 @@ class Sparsifier:
         self._model = model
         self._handles: list[Any] = []
         self._window = self._resolve_window(total_steps)
-        self._learning_rate: dict[str, Callable[[], float]] = {}
         self._set_phase()
 
     @property
@@ -86,14 +84,10 @@ class Sparsifier:
                 kind = type(optimizer).__name__
                 raise ConfigError(f"attach needs a torch optimiser, got {kind}")
             optimizer = inner
-        group_of = {id(p): g for g in optimizer.param_groups for p in g["params"]}
-        missing = [k for k, v in self.layers.items() if id(v.weight) not in group_of]
+        held = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        missing = [k for k, v in self.layers.items() if id(v.weight) not in held]
         if missing:
             raise ConfigError(f"sparse weights missing in the optimiser: {', '.join(missing)}")
-        self._learning_rate = {
-            name: functools.partial(group_of[id(layer.weight)].__getitem__, "lr")
-            for name, layer in self.layers.items()
-        }
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -231,16 +225,22 @@ class Sparsifier:
         if found_inf is not None and bool(found_inf):
             return
         if self.active:
-            for name, layer in self.layers.items():
+            # looked up anew: the optimiser's load_state_dict replaces the group dictionaries
+            rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+            for layer in self.layers.values():
                 mask = layer.sparsity.mask_in_use()
                 if mask is not None:
-                    lr = float(self._learning_rate[name]())
+                    lr = float(rates[id(layer.weight)])
                     self.method.adjust_weight_(layer.weight, mask, lr)
         self._clock.set(step=self.completed_steps + 1)
         self._set_phase()
         for layer in self.layers.values():
-            layer.sparsity.invalidate()
-            layer.sparsity.compare(layer)
+            state = layer.sparsity
+            state.invalidate()
+            if self.active:
+                tensors = state.tensors(layer)
+                self.method.update_(layer.weight.detach(), state.dim, tensors, self.completed_steps)
+            state.compare(layer)
 
     def _set_phase(self) -> None:
         for layer in self.layers.values():

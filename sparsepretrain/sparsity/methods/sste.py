@@ -64,6 +64,11 @@ class SSTE(Method):
         """β of the initial weight (S-STE section 4.2)."""
         return {"beta": self._scale(weight, self._soft(weight, dim))}
 
+    def update_(self, weight: Tensor, dim: int, state: dict[str, Tensor], step: int) -> None:
+        """Recompute β if asked to; it then grows layer by layer (S-STE Figure 4)."""
+        if self.options.beta_update == "step":
+            state["beta"].copy_(self._scale(weight, self._soft(weight, dim)))
+
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         """The non-zeros of S(W): at most n of m."""
         return self._soft(weight, dim) != 0
@@ -73,9 +78,6 @@ class SSTE(Method):
     ) -> Projection:
         """A = β·S(W); B = A, or its unbiased 2:4 estimate along out_features."""
         soft = self._soft(weight, dim)
-        mask = soft != 0
-        if self.options.beta_update == "step":
-            state["beta"].copy_(self._scale(weight, soft))
         beta = state["beta"]
         forward = soft * beta
         backward = None
@@ -84,7 +86,7 @@ class SSTE(Method):
                 forward, dim=1 - dim, estimator=self.options.estimator, key=key(DGRAD)
             )
         scale = beta if self.options.ste_scale == "beta" else None
-        return Projection(forward, mask, backward, scale)
+        return Projection(forward, soft != 0, backward, scale)
 
     def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
         """U(G) = MVUE along tokens (arXiv:2203.10991)."""

@@ -1,0 +1,46 @@
+"""Per-tensor fp8 with current scaling (S-STE section 5; NVIDIA's e4m3fn and e5m2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsepretrain.kernels.groups import choose_backend
+
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@torch.no_grad()
+def quantize_fp8(x: Tensor, format: str, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """(q, scale) with x ≈ q / scale and scale = FP8_MAX / max|x|; 1 for an all-zero tensor.
+
+    Values are clamped to the format's range, then rounded to nearest even. Zeros stay zero, so
+    an N:M pattern survives; small entries may become zero too.
+
+    Args:
+        x: floating-point tensor.
+        format: ``"e4m3"`` (largest 448) or ``"e5m2"`` (largest 57344).
+        backend: None, ``"reference"`` or ``"triton"``.
+
+    Returns:
+        q of dtype float8_e4m3fn or float8_e5m2 and the shape of ``x``; scale, 0-d fp32.
+
+    Raises:
+        ValueError: unknown format.
+    """
+    choose_backend("quantize_fp8", backend)
+    if format not in FORMATS:
+        raise ValueError(f"quantize_fp8: format must be 'e4m3' or 'e5m2', got {format!r}")
+    dtype = FORMATS[format]
+    largest = torch.finfo(dtype).max
+    wide = x.float()
+    amax = wide.abs().amax() if x.numel() else wide.new_zeros(())
+    scale = torch.where(amax == 0, 1.0, (largest / amax).clamp(max=torch.finfo(wide.dtype).max))
+    return (wide * scale).clamp(-largest, largest).to(dtype), scale
+
+
+@torch.no_grad()
+def dequantize_fp8(q: Tensor, scale: Tensor, *, backend: str | None = None) -> Tensor:
+    """Return q / scale in fp32, the shape of ``q``; inverse of :func:`quantize_fp8` up to rounding."""
+    choose_backend("dequantize_fp8", backend)
+    return q.float() / scale

@@ -1,0 +1,105 @@
+"""Structured pruning of the data gradient (McDanel et al., ICPR 2022, arXiv:2202.00774)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsepretrain.kernels.groups import check_pattern, choose_backend
+from sparsepretrain.kernels.nm import nm_mask
+from sparsepretrain.kernels.noise import NoiseKey, uniform_noise
+
+EPSILON = 1e-4
+"""Added to the pruned L1 norm by the authors (sdgp.py, prune_wrapper)."""
+
+
+@torch.no_grad()
+def prune_gradient(
+    g: Tensor,
+    n: int = 2,
+    m: int = 4,
+    *,
+    variant: str = "magnitude",
+    scope: str = "channel",
+    rescale: bool = False,
+    dim: int = -1,
+    uniforms: Tensor | None = None,
+    key: NoiseKey | int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Keep N of every M consecutive output gradients along ``dim``.
+
+    Args:
+        g: output gradient, any floating dtype and strides.
+        n, m: the pattern.
+        variant: ``magnitude`` (the paper's max; the lower index wins ties), ``random`` (rnd; a
+            uniformly chosen subset), ``rescaled`` (maxnorm; magnitude, then each part of
+            ``scope`` is multiplied by Σ|g| / (Σ|kept| + 1e-4)).
+        scope: of ``rescaled``: ``channel`` (for two axes: sums over axis 0; otherwise per item of
+            axis 0 and channel over the rest), ``group`` or ``tensor``.
+        rescale: ``random`` only: multiply by m/n, which makes it unbiased.
+        dim: the channel axis (out_features; 1 for NCHW); its size is a multiple of ``m``.
+        uniforms: draws of ``random`` in [0, 1), shape of ``g``; else drawn under ``key`` with
+            counter (flattened index of the other axes, index along ``dim``).
+        key: stream of the counter-based generator, or an integer seed.
+        backend: None, ``"reference"`` or ``"triton"``.
+
+    Returns:
+        tensor of the shape and dtype of ``g``; arithmetic is fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: unknown option, impossible pattern, ``random`` without draws.
+    """
+    choose_backend("prune_gradient", backend)
+    check_pattern("prune_gradient", g, n, m, dim)
+    if variant == "random":
+        draws = _draws(g, dim, uniforms, key)
+        kept = g.masked_fill(~nm_mask(draws, n, m, dim=dim), 0)
+        return kept * (m / n) if rescale else kept
+    if variant not in ("magnitude", "rescaled"):
+        raise ValueError(
+            f"prune_gradient: variant must be magnitude, random or rescaled, got {variant!r}"
+        )
+    kept = g.masked_fill(~nm_mask(g, n, m, dim=dim, ties="low"), 0)
+    return kept if variant == "magnitude" else _match_norm(g, kept, m, scope, dim)
+
+
+def _draws(g: Tensor, dim: int, uniforms: Tensor | None, key: NoiseKey | int | None) -> Tensor:
+    if (uniforms is None) == (key is None):
+        raise ValueError("prune_gradient: variant random needs either uniforms or key")
+    if uniforms is not None:
+        if uniforms.shape != g.shape:
+            raise ValueError(
+                f"prune_gradient: uniforms must have the shape of g {tuple(g.shape)}, "
+                f"got {tuple(uniforms.shape)}"
+            )
+        return uniforms
+    assert key is not None
+    last = g.movedim(dim, -1)
+    rows = last.numel() // max(last.shape[-1], 1)
+    grid = uniform_noise(key, rows, last.shape[-1], 1, g.device)[0]
+    return grid.view(last.shape).movedim(-1, dim)
+
+
+def _match_norm(g: Tensor, kept: Tensor, m: int, scope: str, dim: int) -> Tensor:
+    """``kept`` with the L1 norm of ``g`` in every part of ``scope``."""
+    dim %= g.dim()
+    wide = torch.promote_types(g.dtype, torch.float32)
+    before, after = g.abs().to(wide), kept.abs().to(wide)
+    if scope == "channel":
+        axes = [0] if g.dim() == 2 and dim == 1 else [a for a in range(1, g.dim()) if a != dim]
+    elif scope == "group":
+        before = before.unflatten(dim, (-1, m))
+        after = after.unflatten(dim, (-1, m))
+        axes = [dim + 1]
+    elif scope == "tensor":
+        axes = list(range(g.dim()))
+    else:
+        raise ValueError(f"prune_gradient: scope must be channel, group or tensor, got {scope!r}")
+    if axes:
+        before, after = before.sum(axes, keepdim=True), after.sum(axes, keepdim=True)
+    # nothing kept means nothing to rescale: the factor is 1, not 0/ε
+    factor = torch.where(after == 0, 1.0, before / (after + EPSILON))
+    if scope == "group":
+        return (kept.to(wide).unflatten(dim, (-1, m)) * factor).flatten(dim, dim + 1).to(g.dtype)
+    return (kept.to(wide) * factor).to(g.dtype)

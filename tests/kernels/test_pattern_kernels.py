@@ -1,0 +1,171 @@
+"""Transposable masks, SDGP, fp8, gated activations and Bi-Mask against the golden vectors."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparsepretrain import kernels
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def load(name):
+    return {k: torch.from_numpy(np.asarray(v)) for k, v in np.load(GOLDEN / f"{name}.npz").items()}
+
+
+def test_transposable_golden():
+    g = load("transposable")
+    cases = [k.removeprefix("x") for k in g if k.startswith("x")]
+    assert cases
+    for k in cases:
+        assert torch.equal(kernels.transposable_mask(g[f"x{k}"]), g[f"mask{k}"].bool()), k
+
+
+def test_transposable_is_the_best_of_90():
+    patterns = [
+        p
+        for p in itertools.product((0, 1), repeat=16)
+        if all(sum(p[4 * i : 4 * i + 4]) == 2 and sum(p[i::4]) == 2 for i in range(4))
+    ]
+    assert len(patterns) == 90
+    table = torch.tensor(sorted(patterns, reverse=True), dtype=torch.float64)
+    w = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    mask = kernels.transposable_mask(w)
+    blocks = w.double().abs().view(16, 4, 16, 4).permute(0, 2, 1, 3).reshape(-1, 16)
+    kept = mask.view(16, 4, 16, 4).permute(0, 2, 1, 3).reshape(-1, 16)
+    best = (blocks @ table.t()).max(1).values
+    torch.testing.assert_close((blocks * kept).sum(1), best, rtol=1e-6, atol=0)
+    assert torch.equal(kernels.transposable_mask(w.t()), mask.t())
+
+
+def test_transposable_special_values():
+    first = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]).bool()
+    assert torch.equal(kernels.transposable_mask(torch.zeros(4, 4)), first)
+    w = torch.zeros(4, 4)
+    w[0, 3] = torch.nan
+    w[1, 2] = -torch.inf
+    mask = kernels.transposable_mask(w)
+    assert mask[0, 3] and mask[1, 2] and (mask.sum(0) == 2).all() and (mask.sum(1) == 2).all()
+    big = torch.full((4, 4), 3e38)
+    big[0, 0] = big[1, 1] = 1.0
+    assert not kernels.transposable_mask(big)[0, 0]
+    for shape in ((6, 8), (8, 6), (4,), (4, 4, 4)):
+        with pytest.raises(ValueError, match="multiples of 4"):
+            kernels.transposable_mask(torch.zeros(shape))
+
+
+def test_sdgp_golden():
+    g = load("sdgp")
+    for key in [k for k in g if k.startswith("max_")]:
+        n, m = map(int, key.split("_")[1:])
+        assert torch.equal(kernels.prune_gradient(g[f"gy_{n}_{m}"], n, m), g[key])
+    assert torch.equal(kernels.prune_gradient(g["ties_gy"]), g["ties_max_2_4"])
+    conv = kernels.prune_gradient(g["conv_gy"], dim=1)
+    assert torch.equal(conv, g["conv_max_2_4"])
+    rescaled = kernels.prune_gradient(g["conv_gy"], dim=1, variant="rescaled")
+    torch.testing.assert_close(rescaled, g["conv_maxnorm_2_4"], rtol=1e-5, atol=1e-6)
+    assert torch.equal(kernels.prune_gradient(g["seq_gy"]), g["seq_max_2_4"])
+    rescaled = kernels.prune_gradient(g["seq_gy"], variant="rescaled")
+    torch.testing.assert_close(rescaled, g["seq_maxnorm_2_4"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (2, 8)])
+def test_sdgp_random_is_uniform_and_unbiased(n, m):
+    x = torch.ones(200_000, m)
+    kept = kernels.prune_gradient(x, n, m, variant="random", key=3)
+    assert ((kept != 0).sum(1) == n).all()
+    share = (kept != 0).float().mean(0)
+    assert (share - n / m).abs().max() < 5 * (0.25 / len(x)) ** 0.5
+    scaled = kernels.prune_gradient(x, n, m, variant="random", key=3, rescale=True)
+    torch.testing.assert_close(scaled, kept * (m / n))
+
+
+@pytest.mark.parametrize("scope", ["channel", "group", "tensor"])
+def test_sdgp_rescaled_keeps_the_norm(scope):
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1)) * 100
+    x[:, 3] = 0
+    y = kernels.prune_gradient(x, variant="rescaled", scope=scope)
+    sums = {
+        "channel": lambda t: t.abs().sum(0),
+        "group": lambda t: t.abs().view(-1, 4).sum(1),
+        "tensor": lambda t: t.abs().sum(),
+    }[scope]
+    kept = sums(y) > 0
+    torch.testing.assert_close(sums(y)[kept], sums(x)[kept], rtol=1e-4, atol=0)
+    assert torch.isfinite(kernels.prune_gradient(x * 0, variant="rescaled", scope=scope)).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"variant": "max"}, "variant must be"),
+        ({"variant": "rescaled", "scope": "row"}, "scope must be"),
+        ({"variant": "random"}, "either uniforms or key"),
+        ({"variant": "random", "uniforms": torch.zeros(3)}, "shape of g"),
+        ({"n": 3, "m": 2}, "N:M needs"),
+    ],
+)
+def test_sdgp_errors(options, words):
+    with pytest.raises(ValueError, match=words):
+        kernels.prune_gradient(torch.zeros(4, 8), **options)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_fp8_golden(name):
+    g = load("fp8")
+    sides = []
+    for side in "ab":
+        q, scale = kernels.quantize_fp8(g[f"{name}_{side}"], name)
+        torch.testing.assert_close(scale, g[f"{name}_scale_{side}"], rtol=1e-6, atol=0)
+        assert torch.equal(q.view(torch.uint8), g[f"{name}_q{side}_bits"])
+        sides.append(kernels.dequantize_fp8(q, scale))
+    expected = g[f"{name}_out"]
+    assert (sides[0] @ sides[1] - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 1.0, 3e38])
+def test_fp8_extremes_stay_finite(name, value):
+    q, scale = kernels.quantize_fp8(torch.tensor([value, -value, 0.0]), name)
+    back = kernels.dequantize_fp8(q, scale)
+    assert torch.isfinite(back).all() and back[2] == 0
+    if value >= 1e-35 or value == 0:
+        torch.testing.assert_close(back[0], torch.tensor(value), rtol=1e-5, atol=0)
+
+
+def test_fp8_refuses_other_formats():
+    with pytest.raises(ValueError, match="format must be"):
+        kernels.quantize_fp8(torch.ones(2), "e3m4")
+    assert kernels.quantize_fp8(torch.ones(0), "e4m3")[1] == 1
+
+
+def test_geglu_golden():
+    g = load("gelu_glu")
+    x = g["x"].requires_grad_()
+    y = kernels.geglu(x)
+    torch.testing.assert_close(y, g["y"], rtol=1e-5, atol=1e-6 * float(g["y"].abs().max()))
+    y.backward(g["gy"])
+    torch.testing.assert_close(x.grad, g["gx"], rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="even"):
+        kernels.geglu(torch.ones(3))
+
+
+def test_swiglu():
+    x = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
+    expected = x[:, :4] * x[:, 4:] * torch.sigmoid(x[:, 4:])
+    torch.testing.assert_close(kernels.swiglu(x), expected)
+    assert torch.autograd.gradcheck(kernels.swiglu, (x,))
+
+
+def test_bimask_golden():
+    g = load("bimask")
+    forward, backward = kernels.bimask_masks(g["w"], g["perm"])
+    assert torch.equal(forward, g["fwd_mask"].bool())
+    assert torch.equal(backward, g["bwd_mask"].bool())
+    permuted = backward[g["perm"].long()].view(4, 4, -1).sum(1)
+    assert (permuted <= 2).all() and not (backward & ~forward).any()
+    with pytest.raises(ValueError, match="16 entries"):
+        kernels.bimask_masks(g["w"], g["perm"][:4])

@@ -1,0 +1,59 @@
+"""Learning rates at the points that can be worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsepretrain.config.schema import Decay, Warmup
+from sparsepretrain.training.schedules import learning_rate
+
+COSINE = Decay(name="cosine", warmup=9, min_lr=0.1)
+LINEAR = Decay(name="linear", warmup=9, min_lr=0.1)
+ROOT = Warmup(name="inverse_sqrt", warmup=9)
+CONSTANT = Warmup(name="constant", warmup=9)
+
+
+@pytest.mark.parametrize("schedule", [COSINE, LINEAR, ROOT, CONSTANT], ids=lambda s: s.name)
+def test_warm_up_is_linear_and_ends_at_the_peak(schedule):
+    rates = [learning_rate(schedule, 1.0, step, 109) for step in range(10)]
+    assert rates == pytest.approx([(i + 1) / 10 for i in range(10)], abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle", "end"),
+    [(COSINE, 0.55, 0.1), (LINEAR, 0.55, 0.1), (CONSTANT, 1.0, 1.0),
+     (ROOT, math.sqrt(9 / 59), math.sqrt(9 / 109))],
+    ids=lambda v: getattr(v, "name", ""),
+)  # fmt: skip
+def test_middle_and_end(schedule, middle, end):
+    assert learning_rate(schedule, 1.0, 59, 109) == pytest.approx(middle, abs=1e-15)
+    assert learning_rate(schedule, 1.0, 109, 109) == pytest.approx(end, abs=1e-15)
+
+
+def test_cosine_is_not_linear():
+    quarter = learning_rate(COSINE, 1.0, 34, 109)
+    assert quarter == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi / 4)), abs=1e-15)
+    assert learning_rate(LINEAR, 1.0, 34, 109) == pytest.approx(0.775, abs=1e-15)
+
+
+@given(
+    name=st.sampled_from(["cosine", "linear", "inverse_sqrt", "constant"]),
+    warmup=st.integers(0, 50),
+    steps=st.integers(1, 60),
+    peak=st.floats(1e-6, 1.0),
+)
+def test_always_positive_and_never_above_the_peak(name, warmup, steps, peak):
+    if name in ("cosine", "linear"):
+        schedule = Decay(name=name, warmup=warmup, min_lr=peak / 10)
+    else:
+        schedule = Warmup(name=name, warmup=warmup)
+    rates = [learning_rate(schedule, peak, step, steps) for step in range(steps)]
+    assert all(0 < rate <= peak * (1 + 1e-12) for rate in rates)
+    after = rates[warmup:]
+    assert all(a >= b * (1 - 1e-12) for a, b in zip(after, after[1:], strict=False))
+    if steps > warmup:
+        assert rates[warmup] == pytest.approx(peak, rel=1e-12)

@@ -1,0 +1,340 @@
+"""One optimiser step: what is averaged, clipped, decayed, scaled, and when nothing is updated."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from tiny_runs import METHODS, assert_equal_bits, final_state, metrics
+
+from sparsepretrain.errors import DivergedError
+from sparsepretrain.training.loop import MAX_OVERFLOWS, MAX_SKIPS, evaluate, train_step
+
+
+def losses(tiny, *overrides):
+    return [line["loss"] for line in metrics(tiny.train(*overrides).directory)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_micro_batches_only_change_the_rounding(tiny, method):
+    overrides = (f"sparsity={method}", "eval.every=0", "eval.batches=0", "batch.size=8")
+    expected = losses(tiny, *overrides, "batch.micro=8")
+    assert len(expected) == 6
+    for micro in (1, 2, 4):
+        assert losses(tiny, *overrides, f"batch.micro={micro}") == pytest.approx(expected, abs=2e-6)
+
+
+def test_gradients_of_accumulation_are_exact_in_double(tiny):
+    grads = []
+    for micro in (8, 4, 2, 1):
+        t = tiny.build("batch.size=8", f"batch.micro={micro}", "clip=null")
+        t.model.double()
+        seen = []
+
+        def pre_hook(optimizer, args, kwargs, t=t, seen=seen):
+            seen += [p.grad.clone() for p in t.model.parameters()]
+            raise StopIteration
+
+        t.optimizer.register_step_pre_hook(pre_hook)
+        with pytest.raises(StopIteration):
+            train_step(t)
+        grads.append(seen)
+    for other in grads[1:]:
+        for a, b in zip(grads[0], other, strict=True):
+            assert a.dtype == torch.float64
+            # the loss itself is formed in fp32, as design 7 says
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+
+
+def test_loss_is_the_mean_over_all_target_tokens(tiny):
+    t = tiny.build("batch.micro=1", "sparsity=dense")
+    reference = copy.deepcopy(t.model)
+    batch = t.task.batch("train", 0, range(4), 4, t.device)
+    logits = reference(input_ids=batch["tokens"]).logits.double()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+    values = train_step(t)
+    assert values["loss"] == pytest.approx(float(expected), abs=1e-6)
+    assert values["items"] == 4 * 16 and t.tokens == 64 and t.step == 1
+
+
+def test_clip(tiny):
+    norms = {}
+    for clip in ("null", "0.25", "1e6"):
+        t = tiny.build(f"clip={clip}", "optim=sgd", "optim.weight_decay=0", "optim.momentum=0")
+        before = [p.detach().clone() for p in t.model.parameters()]
+        values = train_step(t)
+        after = list(t.model.parameters())
+        moved = math.sqrt(
+            sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
+        )
+        norms[clip] = (values["grad_norm"], moved / values["lr"])
+    unclipped = norms["null"][0]
+    assert unclipped > 0.5
+    assert norms["null"] == pytest.approx((unclipped, unclipped), rel=1e-4)
+    assert norms["1e6"] == norms["null"]  # multiplied by exactly 1
+    assert norms["0.25"] == pytest.approx((unclipped, 0.25), rel=1e-4)  # the norm before clipping
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
+def test_weight_decay_on_matrices_only(tiny, optimiser):
+    t = tiny.build(f"optim={optimiser}", "optim.weight_decay=0.3", "model.bias=true")
+    decay = {id(p): g["weight_decay"] for g in t.optimizer.param_groups for p in g["params"]}
+    names = {name: decay[id(p)] for name, p in t.model.named_parameters()}
+    assert len(names) == len(decay) == len(list(t.model.parameters()))
+    assert {v for k, v in names.items() if k.endswith("bias") or ".ln_" in k} == {0.0}
+    assert names["transformer.h.0.mlp.c_fc.weight"] == names["transformer.wte.weight"] == 0.3
+
+
+def test_the_learning_rate_of_the_record_is_the_one_used(tiny):
+    t = tiny.build("schedule=linear", "schedule.warmup=0", "optim=sgd", "optim.lr=0.6")
+    for step in range(6):
+        values = train_step(t)
+        assert values["lr"] == pytest.approx(0.6 * (1 - step / 6))
+        assert {g["lr"] for g in t.optimizer.param_groups} == {values["lr"]}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
+def test_precisions_train_with_fp32_masters(tiny, precision, optimiser):
+    changes = (f"optim={optimiser}", "optim.lr=1e-2", "schedule=constant")
+    full = losses(tiny, *changes)
+    outcome = tiny.train(*changes, f"precision={precision}")
+    half = [line["loss"] for line in metrics(outcome.directory)]
+    assert half != full and half == pytest.approx(full, abs=0.05)
+    weights = final_state(outcome.directory)["model"]
+    assert {w.dtype for w in weights.values() if w.is_floating_point()} == {torch.float32}
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
+def test_overflow_skips_the_update_and_halves_the_scale(tiny, optimiser):
+    t = tiny.build(f"optim={optimiser}", "precision=fp16", "precision.init_scale=1e30")
+    before = copy.deepcopy(t.model.state_dict())
+    calls = []
+    t.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    train_step(t)
+    assert (t.step, t.skipped, t.skips_in_a_row, calls) == (1, 1, 1, [])
+    assert t.scaler.get_scale() == pytest.approx(5e29)
+    assert t.sparsifier.completed_steps == 0
+    assert_equal_bits(before, t.model.state_dict())
+    assert not any(state for state in t.optimizer.state.values())
+
+
+def test_overflows_are_in_the_record_and_stale_flips_are_not(tiny):
+    t = tiny.build("precision=fp16", "precision.init_scale=1e30", "steps=70")
+    while t.skips_in_a_row or not t.step:
+        train_step(t)
+    assert t.skipped == t.step - 1 < MAX_OVERFLOWS + 30
+    outcome = tiny.train("precision=fp16", "precision.init_scale=1e30", "guard=stop")
+    lines = [line for line in metrics(outcome.directory) if "split" not in line]
+    assert [line["skipped"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all("flip_rate" not in line for line in lines)
+
+
+def poison(t, name, value=float("nan"), times=10**6):
+    """``value`` in one entry of the gradient of ``name``, ``times`` times."""
+    left = [times]
+
+    def hook(grad):
+        if left[0] > 0:
+            left[0] -= 1
+            grad = grad.clone()
+            grad.view(-1)[7] = value
+        return grad
+
+    dict(t.model.named_parameters())[name].register_hook(hook)
+
+
+LAYER = "transformer.h.0.mlp.c_fc.weight"
+
+
+@pytest.mark.parametrize("clip", ["1.0", "null"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_guard_stop_names_the_parameter_and_updates_nothing(tiny, value, clip):
+    t = tiny.build(f"clip={clip}")
+    train_step(t)
+    before = copy.deepcopy([t.model.state_dict(), t.optimizer.state_dict()])
+    poison(t, LAYER, value)
+    with pytest.raises(DivergedError) as caught:
+        train_step(t)
+    message = str(caught.value)
+    assert caught.value.exit_code == 5 and "\n" not in message
+    assert message.startswith(f"step 2: the gradient of {LAYER} is not finite;")
+    assert "guard=skip" in message
+    assert_equal_bits(before, [t.model.state_dict(), t.optimizer.state_dict()])
+
+
+def test_guard_names_the_loss(tiny):
+    t = tiny.build("batch.micro=2")
+    with torch.no_grad():
+        t.model.transformer.ln_f.weight[0] = float("nan")
+    with pytest.raises(DivergedError, match="step 1: the loss is nan"):
+        train_step(t)
+
+
+def test_guard_names_where_a_nan_arose(tiny):
+    """Everything before the layer has a NaN too; the layer itself is the one to name."""
+    t = tiny.build()
+    layer = t.model.transformer.h[0].mlp.c_fc
+    layer.register_full_backward_hook(lambda m, gi, go: (gi[0] * float("nan"),))
+    with pytest.raises(DivergedError, match=r"ln_2.weight is not finite \(and of \d+ parameters"):
+        train_step(t)
+
+
+def test_guard_skip_counts_and_gives_up(tiny):
+    t = tiny.build("guard=skip", "steps=100", "precision=fp32")
+    before = copy.deepcopy([t.model.state_dict(), t.optimizer.state_dict()["state"]])
+    poison(t, LAYER)
+    for k in range(1, MAX_SKIPS + 1):
+        values = train_step(t)
+        assert (t.step, t.skipped, t.skips_in_a_row) == (k, k, k)
+        assert math.isnan(values["grad_norm"])
+    with pytest.raises(DivergedError, match=f"{MAX_SKIPS + 1} steps in a row") as caught:
+        train_step(t)
+    assert "guard=skip" not in str(caught.value)
+    assert_equal_bits(before, [t.model.state_dict(), t.optimizer.state_dict()["state"]])
+
+
+def test_guard_skip_starts_counting_anew(tiny):
+    t = tiny.build("guard=skip")
+    poison(t, LAYER, times=2)
+    for skipped, in_a_row in [(1, 1), (2, 2), (2, 0)]:
+        train_step(t)
+        assert (t.skipped, t.skips_in_a_row) == (skipped, in_a_row)
+
+
+def test_nan_under_loss_scaling_does_not_go_on_forever(tiny):
+    t = tiny.build("precision=fp16", "steps=200")
+    poison(t, LAYER)
+    with pytest.raises(DivergedError, match=f"{LAYER} is not finite, {MAX_OVERFLOWS + 1} steps"):
+        for _ in range(200):
+            train_step(t)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_guard_skips_a_nan_loss(tiny, monkeypatch, precision):
+    """Also under loss scaling, where the scaler must not be left half way through its step."""
+    from sparsepretrain.tasks.causal_lm import CausalLM
+
+    original, calls = CausalLM.loss, []
+
+    def loss(self, model, batch):
+        calls.append(model.training)
+        total, count = original(self, model, batch)
+        return total * (float("nan") if sum(calls) in (1, 4) else 1.0), count
+
+    monkeypatch.setattr(CausalLM, "loss", loss)
+    outcome = tiny.train("guard=skip", f"precision={precision}")
+    lines = [line for line in metrics(outcome.directory) if "split" not in line]
+    assert outcome.code == 0 and "skipped steps" in outcome.output
+    assert [line["loss"] is None for line in lines] == [True, False, False, True, False, False]
+    assert lines[-1]["skipped"] == 2
+
+
+def test_divergence_leaves_the_last_checkpoint(tiny, monkeypatch):
+    from sparsepretrain.tasks.causal_lm import CausalLM
+
+    original, calls = CausalLM.loss, []
+
+    def loss(self, model, batch):
+        calls.append(model.training)
+        total, count = original(self, model, batch)
+        return total * (float("inf") if sum(calls) == 4 else 1.0), count
+
+    monkeypatch.setattr(CausalLM, "loss", loss)
+    with pytest.raises(DivergedError, match="step 4: the loss is inf"):
+        tiny.train()
+    state = final_state(tiny.directory())
+    assert state["step"] == 2
+    assert all(torch.isfinite(v).all() for v in state["model"].values() if v.is_floating_point())
+    monkeypatch.setattr(CausalLM, "loss", original)
+    assert "step 2" in tiny.train().output
+
+
+def test_evaluation_changes_nothing(tiny):
+    t = tiny.build("model.dropout=0.5", "sparsity.beta_update=step", "batch.micro=2")
+    train_step(t)
+
+    def everything():
+        optimizer, sparsifier = t.optimizer.state_dict(), t.sparsifier.state_dict()
+        return copy.deepcopy(
+            [t.model.state_dict(), optimizer, sparsifier, torch.get_rng_state(), t.step, t.tokens]
+        )
+
+    before, flips = everything(), t.sparsifier.metrics(per_layer=True)
+    first = evaluate(t)
+    assert evaluate(t) == first > 0
+    assert_equal_bits(before, everything())
+    assert t.sparsifier.metrics(per_layer=True) == flips
+    assert all(p.grad is None for p in t.model.parameters())
+
+
+def test_evaluations_do_not_change_training(tiny):
+    def training(*overrides):
+        directory = tiny.train(*overrides, "model.dropout=0.2").directory
+        return [line for line in metrics(directory) if "split" not in line]
+
+    assert training("eval.every=1", "eval.batches=3") == training("eval.batches=0")
+
+
+def test_evaluation_uses_the_sparse_weights(tiny):
+    from sparsepretrain import densify
+
+    t = tiny.build()
+    train_step(t)
+    sparse = evaluate(t)
+    t.forward_model = t.model = densify(t.model)
+    assert evaluate(t) == pytest.approx(sparse, abs=1e-7)
+    assert not (t.model.transformer.h[0].mlp.c_fc.weight.unflatten(1, (-1, 4)) != 0).sum(2).gt(2).any()
+
+
+def test_same_seed_same_start_and_data_for_every_method(tiny):
+    def start(*overrides):
+        t = tiny.build(*overrides)
+        weights = {k: v for k, v in t.model.state_dict().items() if "sparsity_" not in k}
+        batches = [t.task.batch("train", s, range(4), 4, t.device)["tokens"] for s in range(3)]
+        return [weights, batches]
+
+    first = start("sparsity=dense")
+    for method in METHODS[1:]:
+        assert_equal_bits(first, start(f"sparsity={method}", "batch.micro=2"))
+    other = start("sparsity=dense", "seed=1")
+    assert not torch.equal(first[1][0], other[1][0])
+    assert not torch.equal(
+        first[0]["transformer.wte.weight"], other[0]["transformer.wte.weight"]
+    )
+
+
+def test_runs_repeat_and_seeds_differ(tiny):
+    first = tiny.train()
+    again = tiny.train("runs_dir=" + str(tiny.root / "again"))
+    assert metrics(first.directory) == metrics(again.directory)
+    assert metrics(tiny.train("seed=1").directory) != metrics(first.directory)
+
+
+def test_activation_checkpointing_changes_nothing(tiny):
+    changes = ("model.n_layer=2", "batch.micro=2")
+    plain = tiny.train(*changes)
+    saved = tiny.train(*changes, "model.activation_checkpointing=true")
+    assert metrics(plain.directory) == metrics(saved.directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_losses_equal_eager_ones(tiny, method):
+    changes = (f"sparsity={method}", "batch.micro=2")
+    eager = losses(tiny, *changes)
+    assert losses(tiny, *changes, "compile=true") == pytest.approx(eager, abs=1e-4)
+
+
+def test_console_is_not_part_of_the_run(tiny):
+    """A closed output is not an error."""
+    from sparsepretrain.tracking.console import Console
+    from sparsepretrain.training.trainer import train
+
+    run, plain = tiny.load()
+    closed = io.StringIO()
+    closed.close()
+    assert train(run, plain, Console(closed)) == 0
