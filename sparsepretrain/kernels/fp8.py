@@ -41,6 +41,6 @@ def quantize_fp8(x: Tensor, format: str, *, backend: str | None = None) -> tuple
 
 @torch.no_grad()
 def dequantize_fp8(q: Tensor, scale: Tensor, *, backend: str | None = None) -> Tensor:
-    """Return q / scale in fp32, the shape of ``q``; inverse of :func:`quantize_fp8` up to rounding."""
+    """Return q / scale in fp32, shape of ``q``; inverts :func:`quantize_fp8` up to rounding."""
     choose_backend("dequantize_fp8", backend)
     return q.float() / scale

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config.schema import SGD, AdamW
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+
+    from sparsepretrain.optim.step_adamw import StepAdamW
+
+__all__ = ["StepAdamW", "build_optimizer"]
 
 
 def build_optimizer(model: nn.Module, options: AdamW | SGD) -> Optimizer:
@@ -39,3 +43,11 @@ def build_optimizer(model: nn.Module, options: AdamW | SGD) -> Optimizer:
         nesterov=options.nesterov,
         fused=True,
     )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "StepAdamW":  # on first use: importing this package does not import torch
+        from sparsepretrain.optim.step_adamw import StepAdamW
+
+        return StepAdamW
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

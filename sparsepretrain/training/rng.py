@@ -9,6 +9,13 @@ import numpy as np
 import torch
 
 
+def seed_all(seed: int) -> None:
+    """Seed the same generators; NumPy's takes 32 bits of ``seed``."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def capture(device: torch.device) -> dict[str, Any]:
     """Python, NumPy, torch CPU and (on a GPU) torch CUDA."""
     name, words, position, has_gauss, gauss = np.random.get_state()

@@ -105,6 +105,7 @@ def _run(
 def build_training(run: Run, console: Console) -> Training:
     """Build everything the loop touches; prepares offline data, writes no run directory."""
     device = pick_device(run)
+    rng.seed_all(run.seed)
     task = build_task(run)
     task.open_data(on_progress=console.progress)
     model = build_model(run, task, device)
@@ -178,6 +179,7 @@ def _claim(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         lock = open(directory / ".lock", "w")  # noqa: SIM115
     except OSError as error:
+        _remove(created)
         raise ConfigError(
             f"run directory {directory} is not writable ({error.strerror}): set runs_dir=DIR"
         ) from error
@@ -193,10 +195,15 @@ def _claim(directory: Path) -> Iterator[None]:
         except SparsePretrainError:
             if created and [path.name for path in directory.iterdir()] == [".lock"]:
                 (directory / ".lock").unlink()  # refused before anything was written
-                with contextlib.suppress(OSError):
-                    for path in created:
-                        path.rmdir()
+                _remove(created)
             raise
+
+
+def _remove(directories: list[Path]) -> None:
+    """Remove those that are empty, in order."""
+    for path in directories:
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,0 +1,185 @@
+"""Real processes that are killed, interrupted and preempted go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_runs import METHODS, assert_same_run, final_state, metrics
+
+KILLED = -signal.SIGKILL
+
+
+class Forks:
+    """Talks to run_forks.py."""
+
+    def __init__(self, cache: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("run_forks.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "SPARSEPRETRAIN_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, tiny, *overrides, at=None, **job):
+        assert self.process.stdin and self.process.stdout
+        job["argv"] = ["train", *tiny.overrides(*overrides)]
+        job["directory"] = str(tiny.directory(*overrides))
+        self.process.stdin.write(json.dumps({"at": at, **job}) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    forks = Forks(tmp_path_factory.mktemp("cache"))
+    yield forks
+    forks.process.stdin.close()
+    forks.process.wait(timeout=30)
+
+
+LONG = ("steps=30", "checkpoint.every=4", "eval.every=7", "batch.micro=2")
+
+
+def uninterrupted(forks, tiny, *overrides):
+    plain = "runs_dir=" + str(tiny.root / "plain")
+    done = forks.run(tiny, *overrides, plain)
+    assert done["code"] == 0, done
+    return tiny.directory(*overrides, plain)
+
+
+def finish(forks, tiny, *overrides):
+    done = forks.run(tiny, *overrides)
+    assert done["code"] == 0, done
+    return tiny.directory(*overrides)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_kill_9_in_the_middle(forks, tiny, method):
+    """Three kills within one run, each after more lines of the record than the one before."""
+    overrides = (f"sparsity={method}", *LONG)
+    expected = uninterrupted(forks, tiny, *overrides)
+    assert len(metrics(expected)) == 30 + 6
+    for line in (7, 19, 30):
+        result = forks.run(tiny, *overrides, at={"line": line})
+        assert result["code"] == KILLED, result
+    last = forks.run(tiny, *overrides)
+    assert last["code"] == 0 and "continuing from" in last["out"], last
+    assert_same_run(expected, tiny.directory(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
+)
+def test_signal_saves_and_continues(forks, tiny, number, code):
+    expected = uninterrupted(forks, tiny, *LONG)
+    result = forks.run(tiny, *LONG, at={"line": 9}, signals=[number])
+    assert result["code"] == code and "checkpoint saved" in result["out"], result
+    directory = tiny.directory(*LONG)
+    recorded, saved = metrics(directory)[-1]["step"], final_state(directory)["step"]
+    assert 8 <= saved == recorded < 30
+    assert_same_run(expected, finish(forks, tiny, *LONG))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("method", METHODS)
+def test_kill_9_at_random_moments(forks, tiny, method):
+    """R1: about fifteen kills per method, over as many runs as it takes."""
+    overrides = (f"sparsity={method}", *LONG, "model.dropout=0.1")
+    expected = uninterrupted(forks, tiny, *overrides)
+    seed = random.randrange(2**32)
+    moments, kills, runs = random.Random(seed), 0, 0
+    while kills < 15:
+        runs += 1
+        runs_dir = "runs_dir=" + str(tiny.root / f"run{runs}")
+        while True:
+            at = {"seconds": moments.uniform(0.05, 0.9)}
+            code = forks.run(tiny, *overrides, runs_dir, at=at)["code"]
+            assert code in (0, KILLED), seed
+            if code == 0:
+                break
+            kills += 1
+        assert_same_run(expected, tiny.directory(*overrides, runs_dir))
+
+
+@pytest.mark.fault
+def test_kill_9_before_every_file_operation(forks, tiny):
+    """R2: at each point of each save, and of the start and the end."""
+    overrides = ("steps=4", "checkpoint.every=1", "checkpoint.keep_last=1", "log.masks_every=2")
+    expected = uninterrupted(forks, tiny, *overrides)
+    for call in range(1, 500):
+        runs_dir = "runs_dir=" + str(tiny.root / f"run{call}")
+        result = forks.run(tiny, *overrides, runs_dir, at={"call": call})
+        directory = tiny.directory(*overrides, runs_dir)
+        if result["code"] == KILLED:
+            assert forks.run(tiny, *overrides, runs_dir)["code"] == 0, call
+        assert_same_run(expected, directory)
+        assert [p.name for p in (directory / "checkpoints").iterdir()] == ["step_00000004"], call
+        assert not list(directory.rglob("*.tmp")), call
+        if result["code"] != KILLED:
+            break
+    assert result["code"] == 0 and call > 60
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
+)
+def test_signals_at_any_time(forks, tiny, number, code):
+    """R14: during start-up, training and evaluation."""
+    overrides = (*LONG, "eval.batches=40", "eval.every=3")
+    expected = uninterrupted(forks, tiny, *overrides)
+    seed = random.randrange(2**32)
+    moments, stops = random.Random(seed), 0
+    for k in range(8):
+        runs_dir = "runs_dir=" + str(tiny.root / f"run{k}")
+        for _ in range(50):
+            at = {"seconds": moments.uniform(0.0, 1.5)}
+            result = forks.run(tiny, *overrides, runs_dir, at=at, signals=[number])
+            # before the handler is there, the default one ends the process
+            assert result["code"] in (0, code, -number), (seed, result)
+            assert "Traceback" not in result["out"], (seed, result)
+            if result["code"] == 0:
+                break
+            stops += result["code"] == code
+        else:
+            assert forks.run(tiny, *overrides, runs_dir)["code"] == 0
+        assert_same_run(expected, tiny.directory(*overrides, runs_dir))
+    assert stops > 3
+
+
+@pytest.mark.fault
+def test_interrupted_twice(forks, tiny):
+    """R15: the second SIGINT ends the process at once, and nothing is lost."""
+    expected = uninterrupted(forks, tiny, *LONG)
+    for line in (3, 8, 15, 20, 25):
+        result = forks.run(
+            tiny, *LONG, at={"line": line}, signals=[signal.SIGINT, signal.SIGINT], gap=0.002
+        )
+        assert result["code"] == 130, result
+        assert "Traceback" not in result["out"]
+    assert_same_run(expected, finish(forks, tiny, *LONG))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
+def test_signal_to_the_command(tiny, number):
+    """The installed command, from its start on; importing torch included."""
+    command = [sys.executable, "-m", "sparsepretrain", "train", *tiny.overrides("steps=100000")]
+    for seconds in (1.5, 3.0, 8.0):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=seconds)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        expected = {signal.SIGTERM: (143, -15), signal.SIGINT: (130,)}[number]
+        assert process.returncode in expected, (seconds, err)
+        assert "Traceback" not in err
+        assert len(err.splitlines()) <= 1

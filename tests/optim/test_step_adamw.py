@@ -1,0 +1,141 @@
+"""StepAdamW against the golden trajectories."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.kernels import nm_mask
+from sparsepretrain.optim.step_adamw import StepAdamW
+
+GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "step_optimizer.npz"))
+CASES = [k.removesuffix("_hp") for k in GOLDEN if k.endswith("_hp")]
+
+
+def number(value):
+    return float(np.format_float_positional(value, unique=True))
+
+
+def make(case):
+    hp = [number(v) for v in GOLDEN[f"{case}_hp"]]
+    lr, beta1, beta2, eps, decay, low, high, option, window, _, amsgrad = hp
+    w = torch.tensor(GOLDEN["W0"]).requires_grad_()
+    b = torch.tensor(GOLDEN["b0"]).requires_grad_()
+    optimizer = StepAdamW(
+        [w, b],
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=eps,
+        weight_decay=decay,
+        option=int(option),
+        clipping=(None if low < 0 else int(low), None if high < 0 else int(high)),
+        window=int(window),
+        amsgrad=bool(amsgrad),
+    )
+    optimizer.mark_sparse([w])
+    return optimizer, w, b
+
+
+def gradients(case, t, w, b, sparse):
+    if case == "openloop":
+        w.grad = torch.tensor(GOLDEN["openloop_gradW"][t])
+        b.grad = torch.tensor(GOLDEN["openloop_gradb"][t])
+        return
+    x, y = torch.tensor(GOLDEN["X"]), torch.tensor(GOLDEN["Y"])
+    used = w.detach() * nm_mask(w) if sparse else w.detach()
+    used.requires_grad_()
+    loss = (x @ used.t() + b - y).square().mean()
+    w.grad, b.grad = torch.autograd.grad(loss, [used, b])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("reload", [False, True])
+def test_golden(case, reload):
+    optimizer, w, b = make(case)
+    for t in range(len(GOLDEN[f"{case}_W"])):
+        gradients(case, t, w, b, optimizer.sparse_phase)
+        measuring = not optimizer.sparse_phase
+        optimizer.step()
+        want = GOLDEN[f"{case}_Z"][t]
+        assert measuring == (not np.isnan(want))
+        if measuring:
+            np.testing.assert_allclose(optimizer.last_change, want, rtol=1e-4)
+            np.testing.assert_allclose(optimizer.window_mean, GOLDEN[f"{case}_avgZ"][t], rtol=1e-4)
+        assert optimizer.sparse_phase == bool(GOLDEN[f"{case}_phase"][t]), t
+        np.testing.assert_allclose(w.detach(), GOLDEN[f"{case}_W"][t], rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(b.detach(), GOLDEN[f"{case}_b"][t], rtol=1e-3, atol=1e-5)
+        if reload:
+            state = copy.deepcopy(optimizer.state_dict())
+            values = w.detach().clone(), b.detach().clone()
+            optimizer, w, b = make(case)
+            w.data.copy_(values[0]), b.data.copy_(values[1])
+            optimizer.load_state_dict(state)
+    end = optimizer.state[w]
+    np.testing.assert_allclose(end["exp_avg"], GOLDEN[f"{case}_m_end"], rtol=1e-3, atol=1e-6)
+    if optimizer.sparse_phase:
+        np.testing.assert_allclose(end["frozen"], GOLDEN[f"{case}_vstar"], rtol=1e-3)
+
+
+def test_equals_adamw_before_the_switch():
+    w = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    mine, theirs = w.clone().requires_grad_(), w.clone().requires_grad_()
+    a = StepAdamW([mine], lr=0.1, clipping=(100, 100))
+    a.mark_sparse([mine])
+    b = torch.optim.AdamW([theirs], lr=0.1)
+    for t in range(5):
+        mine.grad = theirs.grad = torch.cos(w * t)
+        a.step(), b.step()
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_one_coordinate_without_gradient_does_not_switch():
+    w = torch.ones(2, 4, requires_grad=True)
+    optimizer = StepAdamW([w], option=2)
+    optimizer.mark_sparse([w])
+    w.grad = torch.ones(2, 4)
+    w.grad[0, 0] = 0
+    optimizer.step()
+    assert not optimizer.sparse_phase and optimizer.last_change > 1e-4
+
+
+def test_a_parameter_without_gradient_at_the_switch():
+    w, idle = torch.ones(2, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
+    optimizer = StepAdamW([w, idle], clipping=(None, 1))
+    optimizer.mark_sparse([w, idle])
+    for t in range(4):
+        w.grad = torch.ones(2, 4)
+        idle.grad = torch.ones(2, 4) if t == 3 else None
+        optimizer.step()
+    assert optimizer.switched_at == 2 and torch.isfinite(idle).all() and (idle != 1).all()
+
+
+def test_window_is_rounded_and_full_window_can_be_required():
+    w = torch.ones(4, requires_grad=True)
+    for beta2, length in ((0.999, 1000), (0.95, 20), (0.98, 50), (0.99, 100)):
+        assert StepAdamW([w], betas=(0.9, beta2))._changes.maxlen == length
+    optimizer = StepAdamW([w], eps=1.0, window=5, require_full_window=True)
+    optimizer.mark_sparse([w])
+    for _ in range(6):
+        w.grad = torch.ones(4)
+        optimizer.step()
+    assert optimizer.switched_at == 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"option": 3}, {"denominator": "x"}, {"clipping": (5, 2)}, {"window": 0}, {"eps": 0.0}],
+)
+def test_errors(options):
+    with pytest.raises(ConfigError, match="StepAdamW"):
+        StepAdamW([torch.ones(2, requires_grad=True)], **options)
+
+
+def test_mark_sparse_errors():
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with pytest.raises(ConfigError, match="not in the optimiser"):
+        StepAdamW([a]).mark_sparse([b])
+    with pytest.raises(ConfigError, match="share eps"):
+        StepAdamW([{"params": [a]}, {"params": [b], "eps": 1e-3}]).mark_sparse([a, b])
