@@ -40,8 +40,8 @@ def pack_24(mask: Tensor) -> Tensor:
         uint8 tensor of ceil(numel / 8) bytes.
     """
     bits = mask.bool().flatten()
-    if bits.numel() % 8:
-        bits = torch.nn.functional.pad(bits, (0, 8 - bits.numel() % 8))
+    if bits.numel() % 8 or bits.storage_offset() % 8:  # a copy: words must be aligned
+        bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).clone()
     # eight 0/1 bytes as one little-endian word; the multiplication moves byte i to bit 56 + i
     words = bits.contiguous().view(torch.uint8).view(torch.int64)
     return ((words * 0x0102040810204080) >> 56).bitwise_and_(255).to(torch.uint8)

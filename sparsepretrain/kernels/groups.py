@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-CHUNK = 16_000
+CHUNK = 20_000
 """Elements per temporary on the CPU: stays in the L2 cache, and below the size (32,768) from which
 torch would split every single operation among threads."""
 
@@ -81,7 +81,13 @@ def in_chunks(
     parts = [(start, min(start + step, count)) for start in range(0, count, step)]
     threads = torch.get_num_threads()
     run = map if threads == 1 else _pool(os.getpid(), threads).map
-    list(run(lambda part: work(*part), parts))
+    inference = torch.is_inference_mode_enabled()  # a property of the calling thread
+
+    def work_alike(part: tuple[int, int]) -> None:
+        with torch.inference_mode(inference):
+            work(*part)
+
+    list(run(work_alike, parts))
 
 
 @functools.lru_cache(maxsize=1)

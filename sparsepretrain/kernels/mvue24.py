@@ -89,7 +89,7 @@ def mvue(
 
 
 def _normalise(x: Four) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(magnitudes divided by the group's largest, that largest, at most two non-zeros?)."""
+    """(magnitudes divided by the group's largest, that largest, second smallest magnitude)."""
     a = [v.abs() for v in x]
     low, high = torch.minimum(a[0], a[1]), torch.maximum(a[0], a[1])
     low2, high2 = torch.minimum(a[2], a[3]), torch.maximum(a[2], a[3])
@@ -97,74 +97,88 @@ def _normalise(x: Four) -> tuple[list[Tensor], Tensor, Tensor]:
     second = torch.minimum(torch.maximum(low, low2, out=low), torch.minimum(high, high2, out=high))
     # a subnormal or zero maximum is replaced by the smallest normal number: no 0/0, no overflow
     largest.clamp_(min=torch.finfo(largest.dtype).tiny)
-    return [v.div_(largest) for v in a], largest, second == 0
+    return [v.div_(largest) for v in a], largest, second
 
 
 def _finish(
-    x: Four, selected: list[Tensor], value: list[Tensor], sparse: Tensor, saturation: float
+    x: Four, selected: list[Tensor], value: list[Tensor], second: Tensor, saturation: float
 ) -> list[Tensor]:
-    """sign(x)·value where selected; groups that are 2:4 already stay as they are."""
-    out = []
-    for xi, keep, v in zip(x, selected, value, strict=True):
+    """sign(x)·value where selected; groups with at most two non-zeros stay as they are."""
+    out = [
         # multiplied by 0 or 1, not selected: a NaN must stay visible
-        estimate = torch.copysign(v.clamp_(max=saturation), xi).mul_(keep)
-        out.append(torch.where(sparse, xi, estimate))
+        torch.copysign(v.clamp_(max=saturation), xi, out=v).mul_(keep)
+        for xi, keep, v in zip(x, selected, value, strict=True)
+    ]
+    sparse = second == 0
+    # in eager mode on the CPU the test is cheaper than four selections that change nothing
+    if second.device.type != "cpu" or torch.compiler.is_compiling() or bool(sparse.any()):
+        out = [torch.where(sparse, xi, v) for xi, v in zip(x, out, strict=True)]
     return out
 
 
 def _others(b: list[Tensor]) -> list[Tensor]:
     """Sum of the three other entries, for each entry; never a difference."""
     head, tail = b[0] + b[1], b[2] + b[3]
-    return [b[1] + tail, b[0] + tail, head + b[3], head.add_(b[2])]
+    return [b[1] + tail, tail.add_(b[0]), head + b[3], head.add_(b[2])]
 
 
-def _one_hot(first: Tensor, second: Tensor, third: Tensor) -> list[Tensor]:
-    """Position of a draw that passed the first, second, third boundary (each implies the last)."""
-    return [~first, first & ~second, second & ~third, third]
+def _below(u: Tensor, boundary: Tensor) -> Tensor:
+    """1.0 where u < boundary, else 0.0; NaN stays NaN.
+
+    Arithmetic on floats, since comparisons and selections are not vectorised by torch on the CPU:
+    any positive difference, subnormal or not, exceeds 1 after two factors of the largest number.
+    """
+    huge = torch.finfo(u.dtype).max
+    return (boundary - u).mul_(huge).mul_(huge).clamp_(0, 1)
+
+
+def _one_hot(u: Tensor, first: Tensor, second: Tensor, third: Tensor) -> list[Tensor]:
+    """Which of the intervals ending at the three boundaries (and beyond) holds u, as 0.0 or 1.0."""
+    a, b, c = _below(u, first), _below(u, second), _below(u, third)
+    last = 1 - c
+    return [a, b - a, c.sub_(b), last]
 
 
 def _approximate(x: Four, r: list[Tensor], saturation: float) -> list[Tensor]:
-    b, scale, sparse = _normalise(x)
+    b, scale, smallest = _normalise(x)
     # First draw: the smallest i with r0·S < C_i. In floating point too r0·S < S for r0 ≤ 1 - 2⁻²⁴,
     # and an empty interval cannot be hit: a zero is never drawn.
     c1 = b[0] + b[1]
     c2 = c1 + b[2]
     total = c2 + b[3]
-    u = r[0] * total
-    first = _one_hot(u >= b[0], u >= c1, u >= c2)
+    selected = _one_hot(r[0] * total, b[0], c1, c2)
     # Second draw: the same among the other three.
-    rest = [v.masked_fill(hit, 0) for hit, v in zip(first, b, strict=True)]
+    rest = [torch.addcmul(v, v, hit, value=-1) for hit, v in zip(selected, b, strict=True)]
     c1 = torch.add(rest[0], rest[1], out=c1)
     c2 = torch.add(c1, rest[2], out=c2)
-    u = torch.add(c2, rest[3], out=u).mul_(r[1])
-    second = _one_hot(u >= rest[0], u >= c1, u >= c2)
+    u = torch.add(c2, rest[3], out=rest[3]).mul_(r[1])
+    for hit, again in zip(selected, _one_hot(u, rest[0], c1, c2), strict=True):
+        hit.add_(again)
+    del rest, c1, c2, u, again  # all of a chunk's temporaries live in cache
     # p_i = b_i/S·(1 + Q_i), Q_i = Σ_{j≠i} b_j/(S - b_j); hence |x_i|/p_i = S/(1 + Q_i)
     odds = [torch.div(v, o, out=o) for v, o in zip(b, _others(b), strict=True)]
     value = [
         torch.maximum(torch.div(total, q.add_(1), out=q), v, out=q).mul_(scale)  # p ≤ 1
         for q, v in zip(_others(odds), b, strict=True)
     ]
-    selected = [i.logical_or_(j) for i, j in zip(first, second, strict=True)]
-    return _finish(x, selected, value, sparse, saturation)
+    return _finish(x, selected, value, smallest, saturation)
 
 
 def _exact(x: Four, r: list[Tensor], saturation: float) -> list[Tensor]:
-    b, scale, sparse = _normalise(x)
+    b, scale, smallest = _normalise(x)
     others = _others(b)
     rest = torch.minimum(
         torch.minimum(others[0], others[1]), torch.minimum(others[2], others[3])
     )  # all but the largest
-    dominated = rest < 1
     half = (b[0] + others[0]) / 2
-    share = torch.where(dominated, rest, half)
+    # The largest is certain when it outweighs the rest; what remains is shared either way
+    share = torch.minimum(rest, half)
     p = [(v / share).clamp_(max=1) for v in b]
     # Systematic sampling: intervals of length p_i end to end on [0, 2), hit by u and u + 1.
     c1 = p[0] + p[1]
     c2 = torch.where(b[3] == 0, 2.0, c1 + p[2])  # no room for a zero by rounding
-    u = r[0]
-    first = _one_hot(u >= p[0], u >= c1, u >= c2)
-    u = u + 1
-    second = _one_hot(u >= p[0], u >= c1, u >= c2)
+    selected = _one_hot(r[0], p[0], c1, c2)
+    for hit, again in zip(selected, _one_hot(r[0] + 1, p[0], c1, c2), strict=True):
+        hit.add_(again).clamp_(max=1)
     value = [torch.maximum(share, v).mul_(scale) for v in b]
-    selected = [i.logical_or_(j) for i, j in zip(first, second, strict=True)]
-    return _finish(x, selected, value, sparse, saturation)
+    return _finish(x, selected, value, smallest, saturation)

@@ -50,8 +50,11 @@ def soft_threshold(
     if gamma == 0.0:
         t = dropped
     else:
-        # finite unless three of four are infinite, so that an infinity survives its threshold
-        t = (1.0 - gamma) * dropped + gamma * kept.clamp(max=torch.finfo(kept.dtype).max)
+        # Finite unless M - N + 1 are infinite, so that an infinity survives its threshold. At ties
+        # rounding may fall below |dropped|, which would keep more than N.
+        most = torch.finfo(kept.dtype).max
+        t = (1.0 - gamma) * dropped.clamp(max=most) + gamma * kept.clamp(max=most)
+        t = torch.maximum(t, dropped)
     zero = t.new_zeros(())
     parts = [
         # not clamp(min=0): inf - inf must be 0, NaN must stay and a dropped value must be +0.0

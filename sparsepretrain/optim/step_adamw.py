@@ -113,7 +113,7 @@ class StepAdamW(Optimizer):
         self._sparse = marked
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient, then decide about the switch."""
         loss = None
         if closure is not None:

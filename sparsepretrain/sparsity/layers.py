@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from sparsepretrain.kernels import NoiseKey, flip_count, noise_key, pack_24, unpack_24
 from sparsepretrain.sparsity.policy import DGRAD, WGRAD, Method, Projection
 
-PREVIOUS_MASK = "sparsity_mask"
+PREVIOUS_MASK = "sparsity_previous_mask"
 """Buffer with the packed mask of the last comparison; part of the model's state dict."""
 
 
@@ -94,7 +96,8 @@ class LayerState:
         stamp = (weight._version, weight.data_ptr())
         if self._projection is None or stamp != self._stamp:
             self.invalidate()
-            self._projection = self._compute(layer, weight)
+            with torch.inference_mode(False):  # cached: a training forward may use it next
+                self._projection = self._compute(layer, weight)
             self._stamp = stamp
         return self._projection
 
@@ -121,7 +124,8 @@ class LayerState:
         if projection.forward is None:
             return self._cast(layer, dtype)
         if dtype not in self._operands:
-            self._operands[dtype] = self._cast(layer, dtype)
+            with torch.inference_mode(False), torch.no_grad():
+                self._operands[dtype] = self._cast(layer, dtype)
         return self._operands[dtype]
 
     def _cast(self, layer: SparseLayer, dtype: torch.dtype) -> Operands:
@@ -180,6 +184,20 @@ class SparseLayer(nn.Module):
         x = x.to(dtype) if autocast else x
         return _SparseProducts.apply(x, self.weight, self.bias, *operands, state.clock.now(), state)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseLayer:
+        # .to(bfloat16) and the like convert the weight; scales stay fp32
+        before = {k: self.get_buffer(k) for k in self._buffers if k.startswith("sparsity_")}
+        super()._apply(fn, recurse)
+        for key, old in before.items():
+            new = self.get_buffer(key)
+            if new.dtype != old.dtype:
+                self._buffers[key] = old.to(new.device)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # most sparse classes are made on the fly: what is pickled is the class they replace
+        return _blank, (self.replaces,), self.__dict__
+
     def extra_repr(self) -> str:
         """The original representation and the method."""
         options = self.sparsity.method.options
@@ -192,6 +210,7 @@ class SparseLinear(SparseLayer, nn.Linear):
     replaces = nn.Linear
 
 
+@functools.cache
 def sparse_class(cls: type[nn.Module]) -> type[SparseLayer] | None:
     """The sparse version of a layer class, or None when there is none.
 
@@ -208,26 +227,16 @@ def sparse_class(cls: type[nn.Module]) -> type[SparseLayer] | None:
             return None
     if cls.forward is not base.forward or cls.__name__ == "NonDynamicallyQuantizableLinear":
         return None  # its forward, or the attention that owns it, would bypass ours
-    name = f"Sparse{cls.__name__}"
-    if name not in globals():
-        axis = 0 if base.__name__ == "Conv1D" else 1
-        namespace = {
-            "replaces": cls,
-            "in_dim": axis,
-            "__module__": __name__,
-            "__doc__": cls.__doc__,
-        }
-        globals()[name] = type(name, (SparseLayer, cls), namespace)
-    found: type[SparseLayer] = globals()[name]
-    return found if found.replaces is cls else None
+    axis = 0 if base.__name__ == "Conv1D" else 1
+    namespace = {"replaces": cls, "in_dim": axis, "__module__": __name__, "__doc__": cls.__doc__}
+    return type(f"Sparse{cls.__name__}", (SparseLayer, cls), namespace)
 
 
-def __getattr__(name: str) -> Any:
-    if name == "SparseConv1D":  # unpickling in a fresh process
-        from transformers.pytorch_utils import Conv1D
-
-        return sparse_class(Conv1D)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _blank(replaced: type[nn.Module]) -> SparseLayer:
+    """An empty layer to unpickle into."""
+    cls = sparse_class(replaced)
+    assert cls is not None
+    return cls.__new__(cls)
 
 
 def _is_conv1d(cls: type) -> bool:
@@ -294,8 +303,8 @@ def _micro_key(state: LayerState, product: int, clock: Any, grad: Tensor) -> Noi
 
 def _sample(state: LayerState, clock: Any, grad: Tensor) -> Tensor:
     """U(G) as (tokens, out_features). Groups of four tokens never straddle a micro-batch."""
-    tokens, length = grad.numel() // max(grad.shape[-1], 1), grad.shape[-2] if grad.dim() > 1 else 1
-    if tokens % 4 == 0 or grad.dim() < 3:
+    length = grad.shape[-2] if grad.dim() > 2 else 0
+    if length % 4 == 0:
         rows = grad.reshape(-1, grad.shape[-1])
         return state.method.wgrad_gradient(rows, _micro_key(state, WGRAD, clock, rows))
     # each sample is filled with zero tokens, so that cutting the batch elsewhere changes nothing

@@ -76,6 +76,7 @@ class Sparsifier:
         Raises:
             ConfigError: attached already, not an optimiser, or a sparse weight is missing in it.
         """
+        self._require_sparse()
         if self._handles:
             raise ConfigError("the sparsifier is attached already: call detach() first")
         while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
@@ -125,6 +126,7 @@ class Sparsifier:
         For ``sste`` the non-zeros of S(W); for dense methods and phases the mask that the method's
         rule would choose.
         """
+        self._require_sparse()
         return {k: v.sparsity.project(v).mask for k, v in self.layers.items()}
 
     @torch.no_grad()
@@ -139,6 +141,7 @@ class Sparsifier:
         Args:
             per_layer: also ``flip_rate/<layer>`` and ``l1_gap/<layer>``.
         """
+        self._require_sparse()
         rows = {name: self._measure(layer) for name, layer in self.layers.items()}
         entries = sum(r["entries"] for r in rows.values())
         groups = sum(r["groups"] for r in rows.values())
@@ -158,6 +161,7 @@ class Sparsifier:
 
     def coverage(self) -> Coverage:
         """Which layers are sparse and what each product sees."""
+        self._require_sparse()
         return cover(self._model, self.layers, self.method)
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,9 +209,17 @@ class Sparsifier:
             return (args[0], with_adjustment, *args[2:]), kwargs
         return args, {**kwargs, "closure": with_adjustment}
 
+    @property
+    def _densified(self) -> bool:
+        return not all(isinstance(layer, SparseLayer) for layer in self.layers.values())
+
+    def _require_sparse(self) -> None:
+        if self._densified:
+            raise ConfigError("the model was densified: call sparsify again for a new sparsifier")
+
     @torch.no_grad()
     def _adjust_gradients(self, optimizer: Optimizer) -> None:
-        if not self.active:
+        if not self.active or self._densified:
             return
         # fused optimisers unscale inside their kernel: the decay has to carry the scale until then
         scale = getattr(optimizer, "grad_scale", None)
@@ -222,7 +234,7 @@ class Sparsifier:
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and bool(found_inf):
+        if (found_inf is not None and bool(found_inf)) or self._densified:
             return
         if self.active:
             # looked up anew: the optimiser's load_state_dict replaces the group dictionaries

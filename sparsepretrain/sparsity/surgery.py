@@ -69,8 +69,10 @@ def sparsify(
         raise ConfigError(f"backend must be 'emulate' (the only one so far), got {backend!r}")
     if precision is not None:
         raise ConfigError(f"precision must be None (follow autocast) so far, got {precision!r}")
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"seed must lie in [0, 2^63), got {seed}")
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be an integer in [0, 2^63), got {seed!r}")
+    if total_steps is not None and total_steps < 1:
+        raise ConfigError(f"total_steps must be ≥ 1, got {total_steps}")
     cls: Any = registry.get("method", method)
     patterns = [targets] if isinstance(targets, str) else list(targets)
     given = {"name": method, "n": n, "m": m, "targets": patterns, **options}
@@ -126,8 +128,12 @@ def _select(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
     problems: list[str] = []
     chosen: dict[str, nn.Module] = {}
     matched: set[str] = set()
-    for name, module in model.named_modules():  # a module under two names appears once
-        hits = {p for p in patterns if fnmatchcase(name, p) or fnmatchcase(f".{name}", p)}
+    names: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module].append(name)
+    for module, aliases in names.items():  # a module under two names appears once
+        name = aliases[0]
+        hits = {p for p in patterns for a in aliases if _matches(a, p)}
         if not name or not hits:
             continue
         if isinstance(module, SparseLayer):
@@ -158,6 +164,10 @@ def _select(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
     return chosen
 
 
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(f".{name}", pattern)
+
+
 def _layer_names(model: nn.Module) -> list[str]:
     names = [k for k, v in model.named_modules() if sparse_class(type(v)) is not None]
     return names[:8]
@@ -168,6 +178,9 @@ def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
     problems = []
     for name, layer in layers.items():
         assert isinstance(layer.weight, Tensor)
+        if torch.nn.parameter.is_lazy(layer.weight):
+            problems.append(f"layer {name!r} has no shape yet: run one forward before sparsify")
+            continue
         in_dim = sparse_class(type(layer)).in_dim  # type: ignore[union-attr]
         for axis, size, multiple in (
             ("in_features", layer.weight.shape[in_dim], in_multiple),

@@ -30,8 +30,10 @@ class Task(Protocol):
     def build_model(self) -> nn.Module:
         """The model with initial weights from torch's global generator."""
 
-    def open_data(self, on_progress: Callable[[Any], None] | None = None) -> None:
-        """Open prepared data; raises DataError when it is missing or unsuitable."""
+    def open_data(
+        self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None
+    ) -> None:
+        """Open prepared data; raises DataError when it is missing or unsuitable for ``splits``."""
 
     def batch(
         self, split: str, step: int, positions: Sequence[int], size: int, device: torch.device

@@ -55,16 +55,18 @@ class CausalLM:
         model: nn.Module = self._recipe.build(self._model_options)
         return model
 
-    def open_data(self, on_progress: Callable[[Any], None] | None = None) -> None:
+    def open_data(
+        self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None
+    ) -> None:
         """Open the prepared tokens; offline sources are prepared when missing."""
         from sparsepretrain.data import load, windows
 
         tokens = load(self._data_options, on_progress=on_progress)
         length = self.options.sequence_length
+        # validation windows: scattered over the split, the same ones for every seed of a run
+        seeds = {"train": self._seed, "validation": 0}
         self._windows = {
-            "train": windows(tokens, "train", length, self._seed),
-            # scattered over the split, the same windows for every seed of a run
-            "validation": windows(tokens, "validation", length, 0, shuffled=True),
+            split: windows(tokens, split, length, seeds[split], shuffled=True) for split in splits
         }
         self.fingerprint = tokens.fingerprint
 

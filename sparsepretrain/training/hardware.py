@@ -19,7 +19,8 @@ DENSE_PEAK_TFLOPS: tuple[tuple[str, float, str], ...] = (
     # name as torch reports it, dense fp16/bf16 tensor TFLOP/s with fp32 accumulation, source.
     # Data sheets of Hopper, Ada and later print the figure "with sparsity": halved here.
     ("B200", 2250.0, "NVIDIA Blackwell architecture brief, HGX B200, 4.5 PFLOP/s sparse"),
-    ("H200", 989.4, "NVIDIA H200 data sheet, 1,979 TFLOP/s sparse"),
+    ("H200 NVL", 835.5, "NVIDIA H200 data sheet, NVL, 1,671 TFLOP/s sparse"),
+    ("H200", 989.4, "NVIDIA H200 data sheet, SXM, 1,979 TFLOP/s sparse"),
     ("H100 PCIe", 756.5, "NVIDIA H100 data sheet, PCIe, 1,513 TFLOP/s sparse"),
     ("H100 NVL", 835.5, "NVIDIA H100 data sheet, NVL, 1,671 TFLOP/s sparse"),
     ("H100", 989.4, "NVIDIA H100 data sheet, SXM, 1,979 TFLOP/s sparse"),
@@ -29,6 +30,9 @@ DENSE_PEAK_TFLOPS: tuple[tuple[str, float, str], ...] = (
     ("RTX 4090", 165.2, "NVIDIA Ada architecture white paper, table of GeForce RTX 4090"),
     ("RTX 3090", 71.0, "NVIDIA GA102 architecture white paper, GeForce RTX 3090"),
 )
+
+OTHER_CHIPS = frozenset({"MIG", "Laptop", "Max-Q", "Ti", "D", "SUPER"})
+"""Words that make a name another, slower or faster, device: those have no entry."""
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -65,8 +69,8 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def _is(key: str, name: str) -> bool:
     # "L4" must not match "L40S": compare whole words
-    words = name.replace("-", " ").split()
-    return all(part in words for part in key.split())
+    words = {*name.split(), *name.replace("-", " ").split()}
+    return words.isdisjoint(OTHER_CHIPS) and words.issuperset(key.split())
 
 
 def _device_name(device: torch.device) -> str:

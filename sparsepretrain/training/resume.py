@@ -18,7 +18,7 @@ FIXED = ("model.", "task.", "data.", "sparsity.", "optim.name", "seed", "batch.s
 
 
 def is_finished(directory: Path, run: Run) -> bool:
-    """Whether there is a whole checkpoint of the last step and the evaluation that belongs to it."""
+    """Whether the last step has a whole checkpoint and the evaluation that belongs to it."""
     last = directory / "checkpoints" / f"step_{run.steps:08d}"
     if checkpoint.verify(last) is not None:
         return False

@@ -107,7 +107,10 @@ def build_training(run: Run, console: Console) -> Training:
     device = pick_device(run)
     rng.seed_all(run.seed)
     task = build_task(run)
-    task.open_data(on_progress=console.progress)
+    # wrong targets and widths are found before data is prepared and weights are drawn
+    sparsify_model(run, task, build_model(run, task, torch.device("meta")))
+    splits = ("train", "validation") if run.eval.batches else ("train",)
+    task.open_data(splits, on_progress=console.progress)
     model = build_model(run, task, device)
     sparsifier = sparsify_model(run, task, model)
     optimizer = build_optimizer(model, run.optim)

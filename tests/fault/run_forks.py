@@ -3,7 +3,8 @@
 Importing torch and transformers takes five seconds, a run a tenth of one: the imports are done
 once and every run is a fork of this process, which has no threads of its own.
 
-A job: {"argv": [...], "at": what to wait for, "signals": [numbers], "gap": seconds between them}
+A job: {"argv": [...], "at": what to wait for, "delay": seconds after that, "signals": [numbers],
+"gap": seconds between them}
 "at" is {"line": k}: k lines in metrics.jsonl of "directory", or {"seconds": s} after the start, or
 {"call": k}: the child kills itself at the k-th file operation, or null: no signal.
 The result: {"code": exit code or -signal, "out": stdout and stderr}.
@@ -23,12 +24,13 @@ from typing import Any
 
 import torch
 import torch.utils.flop_counter
-import transformers.models.gpt2.modeling_gpt2
+import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
 import sparsepretrain.training.trainer  # noqa: F401
-from sparsepretrain.cli import main
+from sparsepretrain import cli
 
 LIMIT = 120.0
+cli._illustrate = lambda *args: None  # plots take longer than the runs
 
 
 def child(argv: list[str], log: int, call: int | None) -> None:
@@ -38,7 +40,7 @@ def child(argv: list[str], log: int, call: int | None) -> None:
         os.dup2(log, 2)
         if call is not None:
             kill_at(call)
-        code = main(argv)
+        code = cli.main(argv)
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:
@@ -91,6 +93,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             if todo and (
                 lines(job["directory"]) >= at["line"] if "line" in at else seconds >= at["seconds"]
             ):
+                time.sleep(job.get("delay", 0.0))
                 for number in todo:
                     os.kill(pid, number)
                     time.sleep(job.get("gap", 0.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -54,6 +55,6 @@ def test_always_positive_and_never_above_the_peak(name, warmup, steps, peak):
     rates = [learning_rate(schedule, peak, step, steps) for step in range(steps)]
     assert all(0 < rate <= peak * (1 + 1e-12) for rate in rates)
     after = rates[warmup:]
-    assert all(a >= b * (1 - 1e-12) for a, b in zip(after, after[1:], strict=False))
+    assert all(a >= b * (1 - 1e-12) for a, b in pairwise(after))
     if steps > warmup:
         assert rates[warmup] == pytest.approx(peak, rel=1e-12)

@@ -288,7 +288,9 @@ def test_evaluation_uses_the_sparse_weights(tiny):
     sparse = evaluate(t)
     t.forward_model = t.model = densify(t.model)
     assert evaluate(t) == pytest.approx(sparse, abs=1e-7)
-    assert not (t.model.transformer.h[0].mlp.c_fc.weight.unflatten(1, (-1, 4)) != 0).sum(2).gt(2).any()
+    assert (
+        not (t.model.transformer.h[0].mlp.c_fc.weight.unflatten(1, (-1, 4)) != 0).sum(2).gt(2).any()
+    )
 
 
 def test_same_seed_same_start_and_data_for_every_method(tiny):
@@ -303,9 +305,7 @@ def test_same_seed_same_start_and_data_for_every_method(tiny):
         assert_equal_bits(first, start(f"sparsity={method}", "batch.micro=2"))
     other = start("sparsity=dense", "seed=1")
     assert not torch.equal(first[1][0], other[1][0])
-    assert not torch.equal(
-        first[0]["transformer.wte.weight"], other[0]["transformer.wte.weight"]
-    )
+    assert not torch.equal(first[0]["transformer.wte.weight"], other[0]["transformer.wte.weight"])
 
 
 def test_runs_repeat_and_seeds_differ(tiny):

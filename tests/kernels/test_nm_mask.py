@@ -1,0 +1,135 @@
+"""Hard N:M masks: golden vectors, ties, special values, layouts."""
+
+import itertools
+
+import pytest
+import torch
+from golden_vectors import load
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsepretrain.kernels import nm_mask
+
+PATTERNS = [(1, 4), (2, 4), (3, 4), (2, 8), (4, 8), (1, 16), (16, 32), (1, 1), (4, 4), (5, 7)]
+nan, inf = float("nan"), float("inf")
+
+
+def reference(x, n, m, ties="high"):
+    """The rule of the specification, one group at a time: sort by (|x|, index), NaN above all."""
+    rows = x.double().abs().reshape(-1, m).tolist()
+    sign = 1 if ties == "high" else -1
+    mask = torch.zeros(len(rows), m, dtype=torch.bool)
+    for r, row in enumerate(rows):
+        key = [(v != v, 0.0 if v != v else v, sign * i) for i, v in enumerate(row)]
+        for i in sorted(range(m), key=key.__getitem__)[m - n :]:
+            mask[r, i] = True
+    return mask.view(x.shape)
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (2, 8), (1, 16), (4, 8)])
+@pytest.mark.parametrize("prefix", ["", "ties_"])
+def test_golden(n, m, prefix):
+    g = load("hard_masks")
+    mask = nm_mask(g[f"{prefix}w_{n}_{m}"], n, m)
+    assert torch.equal(mask, g[f"{prefix}mask_{n}_{m}"].bool())
+
+
+def test_golden_all_ties_strides_and_convolutions():
+    g = load("hard_masks")
+    assert torch.equal(nm_mask(g["ties24_all_w"]), g["ties24_all_mask"].bool())
+    column_major = g["colmajor_w"].t().contiguous().t()
+    assert not column_major.is_contiguous()
+    assert torch.equal(nm_mask(column_major), g["colmajor_mask"].bool())
+    assert torch.equal(nm_mask(g["conv_w"], dim=1), g["conv_mask"].bool())
+    channels_last = g["conv_w"].to(memory_format=torch.channels_last)
+    assert torch.equal(nm_mask(channels_last, dim=1), g["conv_mask"].bool())
+
+
+@pytest.mark.parametrize(("n", "m"), PATTERNS)
+@pytest.mark.parametrize("ties", ["high", "low"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_ten_thousand_groups_of_every_pattern(n, m, ties, dtype):
+    g = torch.Generator().manual_seed(n * 100 + m)
+    x = torch.randn(2048 // m, 40 * m, generator=g)
+    x[::2] = x[::2].mul(2).round()  # every kind of tie
+    x = x.to(dtype)
+    mask = nm_mask(x, n, m, ties=ties)
+    assert (mask.view(-1, m).sum(1) == n).all()
+    sample = slice(0, min(len(x), 16))
+    assert torch.equal(mask[sample], reference(x[sample], n, m, ties))
+    kept = x.double().abs().masked_fill(~mask, inf).view(-1, m).min(1).values
+    dropped = x.double().abs().masked_fill(mask, -inf).view(-1, m).max(1).values
+    assert (kept >= dropped).all()
+
+
+def test_every_group_over_special_values():
+    values = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 1.0, -1.0, 3e38, inf, -inf, nan]
+    x = torch.tensor(list(itertools.product(values, repeat=4)))  # 14,641 groups
+    for n in (1, 2, 3):
+        mask = nm_mask(x, n, 4)
+        assert (mask.sum(1) == n).all()
+    assert torch.equal(nm_mask(x[::7]), reference(x[::7], 2, 4))
+    assert torch.equal(nm_mask(x[::7], ties="low"), reference(x[::7], 2, 4, "low"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pattern=st.sampled_from(PATTERNS),
+    before=st.integers(0, 3),
+    groups=st.integers(0, 5),
+    after=st.integers(1, 3),
+    layout=st.sampled_from(["plain", "transposed", "sliced", "strided", "flipped"]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_axis_and_layout(pattern, before, groups, after, layout, seed):
+    n, m = pattern
+    shape = (before, groups * m, after)
+    base = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+    x = {
+        "plain": lambda: base,
+        "transposed": lambda: base.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+        "sliced": lambda: torch.cat([base, base], 2)[..., :after],
+        "strided": lambda: base.repeat_interleave(2, 1)[:, ::2],
+        "flipped": lambda: base.flip(1).flip(1),
+    }[layout]()
+    assert torch.equal(x, base)
+    expected = reference(base.movedim(1, -1).contiguous(), n, m).movedim(-1, 1)
+    for dim in (1, -2):
+        assert torch.equal(nm_mask(x, n, m, dim=dim), expected)
+
+
+def test_expanded_and_differentiable_inputs():
+    row = torch.tensor([3.0, -4.0, 1.0, 2.0])
+    expected = torch.tensor([True, True, False, False])
+    assert torch.equal(nm_mask(row.expand(5, 4)), expected.expand(5, 4))
+    column = row.view(4, 1).expand(4, 3)
+    assert torch.equal(nm_mask(column, dim=0), expected.view(4, 1).expand(4, 3))
+    mask = nm_mask(row.clone().requires_grad_())
+    assert mask.dtype == torch.bool and not mask.requires_grad
+
+
+def test_bfloat16_scores_change_masks():
+    # why masks come from the fp32 master: the half-precision copy ties where the master does not
+    x = torch.tensor([1.0, 1.001, 0.5, 2.0])
+    assert nm_mask(x).tolist() == [False, True, False, True]
+    assert nm_mask(-x.flip(0)).tolist() == [True, False, True, False]
+    assert nm_mask(x.flip(0).bfloat16()).tolist() != nm_mask(x.flip(0)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "words"),
+    [
+        ((5, 3), {}, "axis -1 of shape .5, 3. is not a multiple of M = 4"),
+        ((2, 10), {}, "not a multiple"),
+        ((), {}, "not a multiple"),
+        ((4,), {"n": 0}, "1 ≤ N ≤ M"),
+        ((4,), {"n": 5}, "1 ≤ N ≤ M"),
+        ((4,), {"n": -1, "m": -4}, "1 ≤ N ≤ M"),
+        ((4,), {"ties": "random"}, "ties must be"),
+        ((4,), {"backend": "triton"}, "no triton kernel"),
+        ((4,), {"backend": "cuda"}, "unknown backend 'cuda'"),
+    ],
+)
+def test_refusals(shape, options, words):
+    with pytest.raises(ValueError, match=words):
+        nm_mask(torch.zeros(shape), **options)

@@ -1,0 +1,96 @@
+"""Philox4x32-10 against the published vectors, and the grid of uniforms built on it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsepretrain.kernels import NoiseKey, noise_key, uniform_noise
+from sparsepretrain.kernels.noise import philox
+
+ONES = 0xFFFFFFFF
+# Random123, kat_vectors: philox4x32 10
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ((ONES,) * 4, (ONES,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
+]
+WORD = st.integers(0, ONES)
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_known_answers(counter, key, expected):
+    assert [f"{word:08x}" for word in philox(counter, key)] == expected.split()
+    tensors = tuple(torch.tensor([word]) for word in counter)
+    keys = tuple(torch.tensor(word) for word in key)
+    for result in (philox(tensors, key), philox(tensors, keys)):
+        assert [f"{int(word):08x}" for word in result] == expected.split()
+
+
+@settings(max_examples=30, deadline=None)
+@given(k0=WORD, k1=WORD, offset=st.integers(0, 2**33), groups=st.integers(0, 9), words=st.just(2))
+def test_grid_is_philox_element_by_element(k0, k1, offset, groups, words):
+    features = 7
+    for key in (NoiseKey(k0, k1, offset), NoiseKey(*map(torch.tensor, (k0, k1, offset)))):
+        out = uniform_noise(key, groups, features, words)
+        assert len(out) == words
+        for word in out:
+            assert word.shape == (groups, features) and word.dtype == torch.float32
+        for group in range(groups):
+            for feature in range(features):
+                block = philox(((offset + group) & ONES, feature, 0, 0), (k0, k1))
+                for word, bits in zip(out, block, strict=False):
+                    assert float(word[group, feature]) == (bits >> 8) * 2.0**-24
+    assert torch.equal(uniform_noise(NoiseKey(k0, k1, offset), groups, features, 1)[0], out[0])
+
+
+def test_offsets_are_slices_of_one_grid():
+    key = noise_key(5, 7, 2, 1)
+    whole = uniform_noise(key, 40, 6, 2)
+    for start in (0, 1, 13):
+        part = uniform_noise(key._replace(offset=start), 20, 6, 2)
+        for a, b in zip(whole, part, strict=True):
+            assert torch.equal(a[start : start + 20], b)
+
+
+def test_every_coordinate_of_a_key_matters():
+    base = {"seed": 3, "step": 4, "layer": 5, "product": 2}
+    changes = [{}, *({k: v + 1} for k, v in base.items())]
+    changes += [{"seed": 3 + 2**32}, {"step": 4 + 2**32}, {"seed": 2**63 - 1}, {"step": 0}]
+    keys = [noise_key(**base | change)[:2] for change in changes]
+    assert len(set(keys)) == len(keys)
+    as_tensor = noise_key(**base | {"step": torch.tensor(4)})
+    assert (int(as_tensor.k0), int(as_tensor.k1)) == keys[0]
+
+
+def test_a_bare_seed_is_a_key():
+    for seed in (0, 1, 2**40 + 3):
+        expected = uniform_noise(NoiseKey(seed & ONES, seed >> 32), 3, 4, 1)[0]
+        assert torch.equal(uniform_noise(seed, 3, 4, 1)[0], expected)
+
+
+def test_distribution():
+    a, b = uniform_noise(noise_key(0, 0, 0, 2), 512, 2048, 2)
+    n = a.numel()
+    for word in (a, b):
+        assert 0 <= word.min() and word.max() < 1
+        assert abs(float(word.double().mean()) - 0.5) < 5 * (1 / 12 / n) ** 0.5
+        counts = torch.histc(word, 64, 0, 1)
+        chi2 = ((counts - n / 64) ** 2 / (n / 64)).sum()
+        assert chi2 < 63 + 5 * (2 * 63) ** 0.5
+
+    def correlation(x, y):
+        return abs(float(torch.corrcoef(torch.stack([x.flatten(), y.flatten()]))[0, 1]))
+
+    limit = 5 / (n / 2) ** 0.5
+    assert correlation(a, b) < limit
+    assert correlation(a[:, :1024], a[:, 1024:]) < limit  # the published kernel repeats these
+    for shift in (1, 4, 64):
+        assert correlation(a[shift:, :1024], a[:-shift, 1024:]) < limit
+        assert correlation(a[shift:], a[:-shift]) < limit
+    c = uniform_noise(noise_key(0, 1, 0, 2), 512, 2048, 1)[0]
+    assert correlation(a, c) < limit

@@ -1,0 +1,190 @@
+"""The continuous pruning function and its scales."""
+
+import itertools
+
+import pytest
+import torch
+from golden_vectors import load
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsepretrain.kernels import (
+    boundary_magnitudes,
+    l1_scale,
+    nm_mask,
+    optimal_scale,
+    soft_threshold,
+)
+
+CASES = ["rand0", "rand1", "rand2", "rand3", "ties", "zeros", "negative", "allequal"]
+CASES += ["subnormal", "signedzero", "large", "inf"]
+PATTERNS = [(1, 4), (2, 4), (3, 4), (2, 8), (4, 8), (1, 16), (16, 32)]
+nan, inf = float("nan"), float("inf")
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden(case):
+    g = load("soft_threshold")
+    y = soft_threshold(g[f"{case}_x"])
+    torch.testing.assert_close(y, g[f"{case}_y"], rtol=1.2e-7, atol=0)
+    assert not (y.signbit() & (y == 0)).any()
+    assert torch.equal(nm_mask(g[f"{case}_x"]), g[f"{case}_mask"].bool())
+
+
+def test_golden_gamma():
+    g = load("soft_threshold")
+    for gamma, expected in zip(g["gamma_values"], g["gamma_y"], strict=True):
+        y = soft_threshold(g["gamma_x"], gamma=round(float(gamma), 6))
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("n", "m"), PATTERNS)
+@pytest.mark.parametrize("gamma", [0.0, 0.3, 1.0])
+def test_definition_on_ten_thousand_groups(n, m, gamma):
+    x = normal(10_000, m, dtype=torch.float64)
+    x[::3] = x[::3].mul(2).round()
+    order = x.abs().sort(1).values
+    t = (1 - gamma) * order[:, m - n - 1] + gamma * order[:, m - n]
+    expected = x.sign() * (x.abs() - t[:, None]).clamp(min=0)
+    y = soft_threshold(x, n, m, gamma=gamma)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-15)
+    assert ((y != 0).sum(1) <= n).all()
+    if gamma == 1:
+        assert ((y != 0).sum(1) < n + (n == 1)).all()
+    dropped, kept = boundary_magnitudes(x, n, m)
+    assert torch.equal(dropped[:, 0], order[:, m - n - 1])
+    assert torch.equal(kept[:, 0], order[:, m - n])
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (4, 8)])
+def test_continuity_where_hard_masks_jump(gamma, n, m):
+    a = normal(20_000, m, seed=1, dtype=torch.float64)
+    b = a + 1e-4 * normal(20_000, m, seed=2, dtype=torch.float64)
+    b = b.abs().roll(1, 0).copysign(a) * 1e-9 + b
+    gap = (a - b).abs().amax(1)
+    moved = (soft_threshold(a, n, m, gamma=gamma) - soft_threshold(b, n, m, gamma=gamma)).abs()
+    assert (moved.amax(1) <= 2 * gap + 1e-15).all()
+    hard = (a * nm_mask(a, n, m) - b * nm_mask(b, n, m)).abs().amax(1)
+    assert (hard > 100 * gap).any()
+
+
+def test_scale_equivariance_is_exact_for_powers_of_two():
+    x = normal(1000, 8)
+    for c in (2.0**-40, 2.0**40):
+        assert torch.equal(soft_threshold(x * c, gamma=0.5), soft_threshold(x, gamma=0.5) * c)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_fp32(dtype):
+    x = normal(500, 16).to(dtype)
+    y = soft_threshold(x, gamma=0.3)
+    assert y.dtype == dtype
+    assert torch.equal(y, soft_threshold(x.float(), gamma=0.3).to(dtype))
+
+
+def test_every_group_over_special_values():
+    values = [0.0, -0.0, 1e-45, -1e-39, 1.0, -2.0, 3e38, inf, -inf, nan]
+    x = torch.tensor(list(itertools.product(values, repeat=4)))
+    for gamma in (0.0, 0.5, 1.0):
+        y = soft_threshold(x, gamma=gamma)
+        bad = x.isnan().any(1)
+        assert y[bad].isnan().all(), "a NaN poisons its group"
+        assert not y[~bad].isnan().any()
+        assert not (y.signbit() & (y == 0)).any()
+        finite = x.isfinite().all(1)
+        assert y[finite].isfinite().all()
+        few = x.isinf().sum(1) <= 2
+        kept = few[:, None] & x.isinf() & ~bad[:, None]
+        assert torch.equal(y[kept], x[kept]), "infinities survive"
+        assert ((y[~bad] != 0).sum(1) <= 2).all()
+    for n, m in ((1, 4), (2, 8)):
+        wide = x[:9996].view(-1, m) if m == 4 else x[:9992].view(-1, m)
+        y = soft_threshold(wide, n, m)
+        bad = wide.isnan().any(1)
+        assert y[bad].isnan().all() and not y[~bad].isnan().any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 4),
+    m=st.sampled_from([4, 5, 8]),
+    dim=st.integers(-3, 2),
+    gamma=st.floats(0, 1),
+    order=st.permutations(range(3)),
+)
+def test_any_axis_and_layout(n, m, dim, gamma, order):
+    shape = [2, 3, 4]
+    shape[dim] = 2 * m
+    base = normal(*shape)
+    inverse = [order.index(i) for i in range(3)]
+    x = base.permute(order).contiguous().permute(inverse)
+    expected = soft_threshold(base.movedim(dim, -1).contiguous(), n, m, gamma=gamma)
+    y = soft_threshold(x, n, m, gamma=gamma, dim=dim)
+    assert y.shape == base.shape
+    assert torch.equal(y, expected.movedim(-1, dim))
+    big = torch.zeros(*[2 * s for s in shape])
+    big[tuple(slice(0, s) for s in shape)] = base
+    view = big[tuple(slice(0, s) for s in shape)]
+    assert torch.equal(soft_threshold(view, n, m, gamma=gamma, dim=dim), y)
+
+
+def test_degenerate_inputs():
+    x = normal(3, 8)
+    same = soft_threshold(x, 4, 4)
+    assert torch.equal(same, x) and same.data_ptr() != x.data_ptr()
+    assert soft_threshold(torch.zeros(0, 8)).shape == (0, 8)
+    assert soft_threshold(torch.zeros(3, 0)).shape == (3, 0)
+    expanded = torch.tensor([1.0, 2.0, 3.0, 4.0]).expand(5, 4)
+    assert torch.equal(soft_threshold(expanded)[3], torch.tensor([0.0, 0.0, 1.0, 2.0]))
+    assert not soft_threshold(x.requires_grad_()).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "words"),
+    [
+        ((4,), {"gamma": -0.1}, "gamma must lie in"),
+        ((4,), {"gamma": 1.1}, "gamma must lie in"),
+        ((4,), {"gamma": nan}, "gamma must lie in"),
+        ((6,), {}, "not a multiple"),
+        ((4,), {"n": 5}, "1 ≤ N ≤ M"),
+        ((4,), {"backend": "triton"}, "no triton kernel"),
+    ],
+)
+def test_refusals(shape, options, words):
+    with pytest.raises(ValueError, match=words):
+        soft_threshold(torch.zeros(shape), **options)
+
+
+def test_scale_golden_and_optimality():
+    g = load("sste")
+    for k in "012":
+        w = g[f"w{k}"]
+        s = soft_threshold(w)
+        beta = optimal_scale(w, s)
+        assert beta.dtype == torch.float32 and beta.dim() == 0
+        torch.testing.assert_close(beta, g[f"beta{k}"], rtol=1e-6, atol=0)
+        slope = ((w - beta * s).double() * s.double()).sum() / (s.double() ** 2).sum()
+        assert abs(slope) < 1e-6
+        torch.testing.assert_close(l1_scale(w, s), w.abs().sum() / s.abs().sum())
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_scale_constants(scale):
+    w = normal(2048, 1024) * scale
+    assert float(optimal_scale(w, soft_threshold(w))) == pytest.approx(1.484, abs=2e-3)
+    w = torch.rand(2048, 1024, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    assert float(optimal_scale(w, soft_threshold(w))) == pytest.approx(1.749, abs=2e-3)
+
+
+def test_scale_of_nothing_is_one():
+    for zero in (torch.zeros(2, 4), torch.ones(2, 4)):
+        s = soft_threshold(zero)
+        assert not s.any()
+        assert optimal_scale(zero, s) == 1 and l1_scale(zero, s) == 1
+    tiny = torch.tensor([1e-44, 2e-44, 3e-44, 4e-44])
+    assert torch.isfinite(optimal_scale(tiny, soft_threshold(tiny)))

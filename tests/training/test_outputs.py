@@ -1,0 +1,101 @@
+"""What a run leaves in its directory and on the screen."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import METHODS, metrics
+
+from sparsepretrain.config import freeze
+from sparsepretrain.kernels import unpack_24
+from sparsepretrain.training import checkpoint
+
+
+def test_masks(tiny):
+    outcome = tiny.train("log.masks_every=3", "sparsity=ste", "checkpoint.every=3")
+    files = sorted(p.name for p in (outcome.directory / "masks").iterdir())
+    assert files == ["step_00000003.npz", "step_00000006.npz"]
+    state, _ = checkpoint.load(outcome.directory / "checkpoints" / "step_00000003")
+    with np.load(outcome.directory / "masks" / "step_00000003.npz") as arrays:
+        names = [n for n in arrays if n.startswith("transformer") and not n.endswith(".shape")]
+        assert names == ["transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"]
+        for name in names:
+            shape = arrays[f"{name}.shape"].tolist()
+            mask = unpack_24(torch.from_numpy(arrays[name]), shape)
+            assert (mask.unflatten(1, (-1, 4)).sum(2) == 2).all()
+            weight = state["model"][f"{name}.weight"]
+            assert list(weight.shape) == shape
+            kept = weight.abs().unflatten(1, (-1, 4)).topk(2, dim=2).indices
+            expected = torch.zeros(weight.shape, dtype=torch.bool).unflatten(1, (-1, 4))
+            assert torch.equal(mask, expected.scatter(2, kept, True).flatten(1))
+
+
+def test_configuration_and_environment(tiny):
+    outcome = tiny.train()
+    _, plain = tiny.load()
+    assert freeze.from_yaml(outcome.directory / "config.yaml") == plain
+    assert "torch" in json.loads((outcome.directory / "environment.json").read_text())["packages"]
+    assert not list(outcome.directory.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_record_and_summary(tiny, method):
+    outcome = tiny.train(f"sparsity={method}")
+    lines = metrics(outcome.directory)
+    training = [line for line in lines if "split" not in line]
+    validation = [line for line in lines if "split" in line]
+    assert [line["step"] for line in training] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in validation] == [0, 4, 6]
+    assert [line["tokens"] for line in training] == [64 * k for k in range(1, 7)]
+    for line in training:
+        assert {"loss", "lr", "grad_norm", "density", "l1_gap", "flip_rate"} <= set(line)
+        assert "mfu" not in line
+        assert line["density"] == (1.0 if method == "dense" else 0.5)
+        assert ("flip_rate/transformer.h.0.mlp.c_fc" in line) == (line["step"] % 2 == 0)
+    proof = "dense weights" if method == "dense" else "2:4 in all 2,048 groups, 50.0% exact zeros"
+    assert f"2: {proof}" in outcome.output
+    assert f"{validation[0]['loss']:.4f} → {validation[-1]['loss']:.4f}" in outcome.output
+
+
+def test_log_every_and_layers_every(tiny):
+    lines = metrics(tiny.train("log.every=4", "log.layers_every=3", "steps=8").directory)
+    assert [line["step"] for line in lines if "split" not in line] == [1, 3, 4, 6, 8]
+
+
+def test_a_broken_proof_is_an_error(tiny, monkeypatch):
+    from sparsepretrain.errors import SparsePretrainError
+    from sparsepretrain.kernels import soft_threshold
+    from sparsepretrain.sparsity.methods.sste import SSTE
+
+    monkeypatch.setattr(
+        SSTE, "_soft", lambda self, w, dim: soft_threshold(w, 3, 4, gamma=0.0, dim=dim)
+    )
+    with pytest.raises(SparsePretrainError, match=r"NOT 2:4: transformer\.h\.0\.mlp\.c_fc"):
+        tiny.train()
+
+
+def test_a_failing_mirror_does_not_stop_a_run(tiny, monkeypatch):
+    from sparsepretrain.tracking.wandb import WeightsAndBiases
+
+    def fail(self):
+        raise RuntimeError("no server")
+
+    monkeypatch.setattr(WeightsAndBiases, "open", fail)
+    outcome = tiny.train("tracker.mode=offline")
+    assert outcome.code == 0 and "W&B failed" in outcome.output
+    assert len(metrics(outcome.directory)) == 9
+
+
+def test_no_evaluation(tiny):
+    outcome = tiny.train("eval.batches=0", "data.validation=0.0")
+    assert outcome.code == 0
+    assert all("split" not in line for line in metrics(outcome.directory))
+    assert "finished" in tiny.train("eval.batches=0", "data.validation=0.0").output
+
+
+def test_one_step(tiny):
+    outcome = tiny.train("steps=1", "schedule.warmup=0")
+    assert outcome.code == 0 and [line["step"] for line in metrics(outcome.directory)] == [0, 1, 1]
