@@ -32,7 +32,7 @@ def mvue(
     variance any such estimator can have, drawn by systematic sampling. Groups with at most two
     non-zeros are returned unchanged. A length that is not a multiple of four is padded with zeros.
     Finite inputs give finite outputs, saturated at the largest value of the dtype; a group with
-    NaN or infinity becomes NaN.
+    NaN or infinity does not become finite.
 
     Args:
         x: floating-point tensor, any shape and strides.
@@ -89,7 +89,7 @@ def mvue(
 
 
 def _normalise(x: Four) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(magnitudes divided by the group's largest, that largest, second smallest magnitude)."""
+    """(magnitudes divided by the group's largest, that largest, second smallest of the former)."""
     a = [v.abs() for v in x]
     low, high = torch.minimum(a[0], a[1]), torch.maximum(a[0], a[1])
     low2, high2 = torch.minimum(a[2], a[3]), torch.maximum(a[2], a[3])
@@ -97,11 +97,16 @@ def _normalise(x: Four) -> tuple[list[Tensor], Tensor, Tensor]:
     second = torch.minimum(torch.maximum(low, low2, out=low), torch.minimum(high, high2, out=high))
     # a subnormal or zero maximum is replaced by the smallest normal number: no 0/0, no overflow
     largest.clamp_(min=torch.finfo(largest.dtype).tiny)
-    return [v.div_(largest) for v in a], largest, second
+    return [v.div_(largest) for v in a], largest, second.div_(largest)
 
 
 def _finish(
-    x: Four, selected: list[Tensor], value: list[Tensor], second: Tensor, saturation: float
+    x: Four,
+    b: list[Tensor],
+    selected: list[Tensor],
+    value: list[Tensor],
+    second: Tensor,
+    saturation: float,
 ) -> list[Tensor]:
     """sign(x)·value where selected; groups with at most two non-zeros stay as they are."""
     out = [
@@ -109,10 +114,16 @@ def _finish(
         torch.copysign(v.clamp_(max=saturation), xi, out=v).mul_(keep)
         for xi, keep, v in zip(x, selected, value, strict=True)
     ]
-    sparse = second == 0
+    # below the floor r·S may round up to S; such entries (10⁻²⁹ of the largest) are dropped
+    floor = torch.finfo(second.dtype).tiny * 2**30
+    sparse = second < floor
     # in eager mode on the CPU the test is cheaper than four selections that change nothing
     if second.device.type != "cpu" or torch.compiler.is_compiling() or bool(sparse.any()):
-        out = [torch.where(sparse, xi, v) for xi, v in zip(x, out, strict=True)]
+        few = torch.stack([xi != 0 for xi in x]).sum(0) <= 2
+        out = [
+            torch.where(sparse, torch.where(few | ~(bi < floor), xi, 0), v)
+            for xi, bi, v in zip(x, b, out, strict=True)
+        ]
     return out
 
 
@@ -161,7 +172,7 @@ def _approximate(x: Four, r: list[Tensor], saturation: float) -> list[Tensor]:
         torch.maximum(torch.div(total, q.add_(1), out=q), v, out=q).mul_(scale)  # p ≤ 1
         for q, v in zip(_others(odds), b, strict=True)
     ]
-    return _finish(x, selected, value, smallest, saturation)
+    return _finish(x, b, selected, value, smallest, saturation)
 
 
 def _exact(x: Four, r: list[Tensor], saturation: float) -> list[Tensor]:
@@ -176,9 +187,9 @@ def _exact(x: Four, r: list[Tensor], saturation: float) -> list[Tensor]:
     p = [(v / share).clamp_(max=1) for v in b]
     # Systematic sampling: intervals of length p_i end to end on [0, 2), hit by u and u + 1.
     c1 = p[0] + p[1]
-    c2 = torch.where(b[3] == 0, 2.0, c1 + p[2])  # no room for a zero by rounding
+    c2 = torch.where(b[3] == 0, torch.inf, c1 + p[2])  # u + 1 may round up to 2
     selected = _one_hot(r[0], p[0], c1, c2)
     for hit, again in zip(selected, _one_hot(r[0] + 1, p[0], c1, c2), strict=True):
         hit.add_(again).clamp_(max=1)
     value = [torch.maximum(share, v).mul_(scale) for v in b]
-    return _finish(x, selected, value, smallest, saturation)
+    return _finish(x, b, selected, value, smallest, saturation)

@@ -43,6 +43,8 @@ def child(argv: list[str], log: int, call: int | None) -> None:
         code = cli.main(argv)
         sys.stdout.flush()
         sys.stderr.flush()
+    except KeyboardInterrupt:  # before the command begins, while the interpreter would start
+        code = 130
     except BaseException:
         os.write(2, traceback.format_exc().encode())
     finally:

@@ -117,7 +117,9 @@ def test_kill_9_before_every_file_operation(forks, tiny):
         if result["code"] == KILLED:
             assert forks.run(tiny, *overrides, runs_dir)["code"] == 0, call
         assert_same_run(expected, directory)
-        assert [p.name for p in (directory / "checkpoints").iterdir()] == ["step_00000004"], call
+        left = sorted(p.name for p in (directory / "checkpoints").iterdir())
+        # killed between the last save and the removal of the one before, that one stays
+        assert left in (["step_00000004"], ["step_00000003", "step_00000004"]), call
         assert not list(directory.rglob("*.tmp")), call
         if result["code"] != KILLED:
             break
@@ -136,8 +138,8 @@ def test_signals_at_any_time(forks, tiny, number, code):
     moments, stops = random.Random(seed), 0
     for run in range(4):
         runs_dir = "runs_dir=" + str(tiny.root / f"run{run}")
-        for _ in range(8):
-            at = {"seconds": moments.uniform(0.0, 2.0)}
+        for k in range(8):
+            at = {"seconds": moments.uniform(0.0, 2.0)} if k % 2 else {"line": 4 * k + run}
             result = forks.run(tiny, *overrides, runs_dir, at=at, signals=[number])
             # before the handler is there, the default one ends the process
             assert result["code"] in (0, code, -number), (seed, result)

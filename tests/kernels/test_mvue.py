@@ -46,9 +46,9 @@ def outcomes(x):
 def inclusion(x):
     a = x.abs()
     s = a.sum(1, keepdim=True)
-    others = torch.stack([a[:, [j for j in range(4) if j != i]].sum(1) for i in range(4)], 1)
-    odds = a / others
-    return a / s * (1 + odds.sum(1, keepdim=True) - odds)
+    rest = [[j for j in range(4) if j != i] for i in range(4)]
+    odds = a / torch.stack([a[:, r].sum(1) for r in rest], 1)
+    return a / s * (1 + torch.stack([odds[:, r].sum(1) for r in rest], 1))
 
 
 def test_approximate_enumerated_is_unbiased():
@@ -74,6 +74,7 @@ def exact_law(x):
     rest = a.scatter(1, k, 0).sum(1, keepdim=True)
     dominated = rest < a.gather(1, k)
     p = torch.where(dominated, a / rest, 2 * a / s).clamp(max=1)
+    p = torch.where((x != 0).sum(1, keepdim=True) <= 2, (x != 0).double(), p)
     c = p.cumsum(1)[:, :3] % 1
     cuts = torch.cat([torch.zeros(len(x), 1), c, torch.ones(len(x), 1)], 1).double()
     cuts = cuts.sort(1).values

@@ -56,4 +56,4 @@ def test_environment():
     found = json.loads(json.dumps(environment(torch.device("cpu"))))
     assert found["packages"]["torch"]
     assert found["hardware"]["cores"] >= 1 and found["hardware"]["device"]
-    assert found["command"].startswith("sparsepretrain ")
+    assert found["command"].startswith("sparsepretrain")

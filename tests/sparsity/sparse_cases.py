@@ -1,0 +1,100 @@
+"""What the tests of this room share: methods with option variants, small models, twins."""
+
+import copy
+import io
+
+import torch
+from torch import nn
+
+import sparsepretrain as sp
+
+STEPS = 40
+"""``total_steps`` of all small runs."""
+VARIANTS = [
+    ("ste", {"n": 1}),
+    ("ste", {"n": 2, "m": 8}),
+    ("ste", {"n": 4, "m": 8}),
+    ("srste", {"decay": 0.1}),
+    ("srste", {"decay": 0.1, "decay_on": "weight"}),
+    ("srste", {"n": 1, "m": 16}),
+    ("sste", {"gamma": 0.3}),
+    ("sste", {"beta": "l1", "beta_update": "step"}),
+    ("sste", {"beta": "none", "estimator": "exact"}),
+    ("sste", {"mvue": "none", "ste_scale": "beta"}),
+    ("sste", {"mvue": "weight"}),
+    ("sste", {"mvue": "weight", "estimator": "exact", "gamma": 0.1, "ste_scale": "beta"}),
+    ("sste", {"n": 2, "m": 8}),
+]
+CASES = [(name, {}) for name in sp.list_methods()] + VARIANTS
+IDS = ["-".join([name, *(f"{k}={v}" for k, v in options.items())]) for name, options in CASES]
+
+
+class Net(nn.Module):
+    """Two sparse layers, one of them without bias, and a dense one."""
+
+    def __init__(self, dtype=torch.float64, seed=0):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.fc1 = nn.Linear(16, 32, dtype=dtype)
+            self.fc2 = nn.Linear(32, 16, bias=False, dtype=dtype)
+            self.head = nn.Linear(16, 5, dtype=dtype)
+
+    def forward(self, x):
+        return self.head(self.fc2(torch.tanh(self.fc1(x))))
+
+
+def sparsify(model, method, **options):
+    options = {"targets": ["fc*"], "total_steps": STEPS, "seed": 3} | options
+    return sp.sparsify(model, method, **options)
+
+
+def optimizer_for(method, parameters, cls=torch.optim.AdamW, **options):
+    """The kind of optimiser that ``method`` needs, else ``cls``."""
+    if method == "step":
+        from sparsepretrain.optim import StepAdamW
+
+        return StepAdamW(parameters, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01)
+    return cls(parameters, **{"lr": 1e-2} | options)
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def build(method, options=None, *, dtype=torch.float64, seed=0, cls=torch.optim.AdamW, **settings):
+    """(model, optimiser, attached sparsifier)."""
+    model = Net(dtype, seed)
+    sparsifier = sparsify(model, method, **options or {})
+    optimizer = optimizer_for(method, model.parameters(), cls, **settings)
+    sparsifier.attach(optimizer)
+    return model, optimizer, sparsifier
+
+
+def train(model, optimizer, first, last, *, batch=8, micro=8, length=8):
+    """Optimiser steps ``first`` to ``last`` on data that depends on the step only."""
+    dtype = next(model.parameters()).dtype
+    for step in range(first, last):
+        x = draw(batch, length, 16, seed=100 + step, dtype=dtype)
+        gy = draw(batch, length, 5, seed=200 + step, dtype=dtype)
+        for i in range(0, batch, micro):
+            (model(x[i : i + micro]) * gy[i : i + micro]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model, optimizer, sparsifier):
+    """All that a checkpoint holds."""
+    parts = (model.state_dict(), optimizer.state_dict(), sparsifier.state_dict())
+    return copy.deepcopy(parts)
+
+
+def through_disk(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def gradients(model):
+    return {k: p.grad.clone() for k, p in model.named_parameters()}

@@ -1,0 +1,349 @@
+"""What every registered method must do, with every option variant."""
+
+import copy
+
+import pytest
+import torch
+from sparse_cases import (
+    CASES,
+    IDS,
+    STEPS,
+    Net,
+    build,
+    draw,
+    everything,
+    gradients,
+    sparsify,
+    through_disk,
+    train,
+)
+from tiny_runs import assert_equal_bits
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import sparsepretrain as sp
+from sparsepretrain import registry
+from sparsepretrain.sparsity.layers import PREVIOUS_MASK, SparseLayer
+from sparsepretrain.sparsity.policy import DGRAD, WGRAD, Method
+
+every_case = pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
+
+
+def test_the_registry_lists_the_methods():
+    assert {"dense", "ste", "srste", "sste"} <= set(sp.list_methods())
+    for name in sp.list_methods():
+        cls = registry.get("method", name)
+        assert issubclass(cls, Method) and cls.summary and cls.paper
+        cls.products._asdict()
+
+
+@every_case
+@pytest.mark.parametrize("shape", [(8,), (3, 5), (2, 6), (4, 2, 7)])
+def test_gradient_rule_against_autograd_in_fp64(method, options, shape):
+    """The layer equals the operand table written out with ordinary autograd."""
+    model, _, _ = build(method, options)
+    layer, plain = model.fc1, nn.functional.linear
+    state = layer.sparsity
+    x, gy = draw(*shape, 16, seed=1), draw(*shape, 32, seed=2)
+    projection = state.project(layer)
+    A = layer.weight.detach() if projection.forward is None else projection.forward
+    B = A if projection.backward is None else projection.backward
+    P, U = gy, gy
+    groups = -(-gy[..., 0].numel() // 4)
+    if len(shape) > 1 and shape[-1] % 4:
+        groups = gy[..., 0, 0].numel() * -(-shape[-1] // 4)
+    if state.method.prunes_dgrad and state.active:
+        P = state.method.dgrad_gradient(gy, state.key(DGRAD, 0))
+    if state.method.samples_wgrad and state.active:
+        pad = -shape[-1] % 4 if len(shape) > 1 else 0
+        padded = nn.functional.pad(gy, (0, 0, 0, pad))
+        rows = state.method.wgrad_gradient(padded.reshape(-1, 32), state.key(WGRAD, 0))
+        assert -(-len(rows) // 4) == groups
+        U = rows.view(padded.shape)[..., : gy.shape[-2], :]
+    expected = {}
+    for name, weight, g in (("x", B, P), ("w", A, U), ("b", A, gy)):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, layer.bias.detach())]
+        y = plain(*leaves)
+        y.backward(g)
+        expected[name] = dict(zip("xwb", leaves, strict=True))[name].grad
+    if projection.wgrad_scale is not None:
+        expected["w"] = expected["w"] * projection.wgrad_scale
+    inputs = x.clone().requires_grad_()
+    y = layer(inputs)
+    y.backward(gy)
+    got = {"x": inputs.grad, "w": layer.weight.grad, "b": layer.bias.grad}
+    for name in "xwb":
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(y, plain(x, A, layer.bias), rtol=1e-12, atol=1e-12)
+
+
+@every_case
+def test_expanded_and_strided_gradients(method, options):
+    """Loss 3·ΣY: a published layer replaces this gradient by ones."""
+    model, _, sparsifier = build(method, options)
+    layer = model.fc1
+    results = []
+    for kind in ("expanded", "contiguous", "strided"):
+        layer.weight.grad = layer.bias.grad = None
+        sparsifier.micro_batch(0)
+        x = draw(16, 4, 8, seed=1).permute(2, 1, 0)  # (8, 4, 16), not contiguous
+        x = x.contiguous() if kind == "contiguous" else x
+        x = x.detach().requires_grad_()
+        y = layer(x)
+        if kind == "expanded":
+            (3 * y.sum()).backward()
+        elif kind == "contiguous":
+            y.backward(torch.full_like(y, 3.0))
+        else:
+            y.backward(torch.full((32, 4, 8), 3.0, dtype=y.dtype).permute(2, 1, 0))
+        results.append((x.grad, layer.weight.grad, layer.bias.grad))
+        torch.testing.assert_close(layer.bias.grad, torch.full((32,), 96.0, dtype=y.dtype))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@every_case
+def test_pattern_holds_after_every_step(method, options):
+    model, optimizer, sparsifier = build(method, options, dtype=torch.float32)
+    n, m = sparsifier.method.pattern
+    for step in range(4):
+        train(model, optimizer, step, step + 1)
+        assert sparsifier.completed_steps == step + 1
+        for name, mask in sparsifier.masks().items():
+            layer = sparsifier.layers[name]
+            assert mask.dtype == torch.bool and mask.shape == layer.weight.shape
+            assert (mask.view(len(mask), -1, m).sum(-1) <= n).all()
+            forward = layer.sparsity.project(layer).forward
+            if forward is not None:
+                assert ((forward != 0).view(len(mask), -1, m).sum(-1) <= n).all()
+                assert not (forward.signbit() & (forward == 0)).any()
+                assert not forward[~mask].any()
+        metrics = sparsifier.metrics()
+        assert 0 <= metrics["flip_rate"] <= 1 and 0 < metrics["density"] <= 1
+        assert metrics["l1_gap"] >= 0
+
+
+@every_case
+@pytest.mark.parametrize("length", [8, 6, 5])
+def test_accumulation_changes_nothing(method, options, length):
+    results = []
+    for micro in (8, 4, 2, 1):
+        model, optimizer, sparsifier = build(method, options)
+        model.register_forward_hook(lambda *_: None)
+        train(model, optimizer, 0, 2, micro=micro, length=length)
+        x, gy = draw(8, length, 16, seed=5), draw(8, length, 5, seed=6)
+        for i in range(0, 8, micro):
+            (model(x[i : i + micro]) * gy[i : i + micro]).sum().backward()
+        results.append((gradients(model), sparsifier.masks(), model.state_dict()))
+    for grads, masks, state in results[1:]:
+        for key, expected in results[0][0].items():
+            scale = expected.abs().max()
+            assert (grads[key] - expected).abs().max() <= 1e-12 * scale, key
+        assert all(torch.equal(masks[k], v) for k, v in results[0][1].items())
+        torch.testing.assert_close(state, results[0][2], rtol=1e-9, atol=1e-10)
+
+
+@every_case
+def test_ranks_see_the_noise_of_their_part(method, options):
+    model, _, sparsifier = build(method, options)
+    x, gy = draw(8, 4, 16, seed=5), draw(8, 4, 5, seed=6)
+    (model(x) * gy).sum().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    for world, micro in ((2, 2), (4, 2)):
+        model.zero_grad()
+        for rank in range(world):
+            for index in range(8 // micro // world):
+                sparsifier.micro_batch(index, rank, world)
+                i = (index * world + rank) * micro
+                (model(x[i : i + micro]) * gy[i : i + micro]).sum().backward()
+        torch.testing.assert_close(gradients(model), expected, rtol=1e-11, atol=1e-12)
+
+
+@every_case
+def test_three_resumes_are_byte_equal(method, options):
+    model, optimizer, sparsifier = build(method, options, dtype=torch.float32)
+    train(model, optimizer, 0, 8, micro=4)
+    straight = everything(model, optimizer, sparsifier)
+    metrics = sparsifier.metrics(per_layer=True)
+    state = None
+    for part, (first, last) in enumerate([(0, 2), (2, 5), (5, 6), (6, 8)]):
+        # another seed: whatever is not restored would show
+        model, optimizer, sparsifier = build(
+            method, options, dtype=torch.float32, seed=0 if state is None else part
+        )
+        if state is not None:
+            saved = through_disk(state)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            sparsifier.load_state_dict(saved[2])
+            assert sparsifier.completed_steps == first
+        train(model, optimizer, first, last, micro=4)
+        state = everything(model, optimizer, sparsifier)
+    assert_equal_bits(state, straight)
+    assert sparsifier.metrics(per_layer=True) == metrics
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_evaluation_changes_nothing(method, options, dtype):
+    twins = [build(method, options, dtype=torch.float32) for _ in range(2)]
+    x = draw(4, 8, 16, dtype=torch.float32)
+
+    def evaluate(model):
+        autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+        model.eval()
+        with autocast:
+            with torch.inference_mode():
+                model(x)
+            with torch.no_grad():
+                model(x[:1])
+            model(x)
+        model.train()
+        with autocast, torch.no_grad():
+            model(x[:2])
+        with autocast, torch.inference_mode():
+            return model(x).clone()
+
+    evaluate(twins[1][0])  # before the first step, too
+    for step in range(3):
+        for disturbed, (model, optimizer, sparsifier) in enumerate(twins):
+            if disturbed:
+                before = everything(model, optimizer, sparsifier)
+                clock = sparsifier._clock
+                reading = (clock.step, clock.micro, clock.tensor.tolist())
+                evaluate(model)
+                sparsifier.metrics(per_layer=True)
+                sparsifier.masks()
+                sparsifier.coverage()
+                evaluate(model)
+                assert (clock.step, clock.micro, clock.tensor.tolist()) == reading
+                assert_equal_bits(everything(model, optimizer, sparsifier), before)
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                first = model(x[:2]).float().sum()
+            first.backward()
+            if disturbed:
+                evaluate(model)
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                second = model(x[2:]).float().square().sum()
+            second.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_bits(everything(*twins[0]), everything(*twins[1]))
+
+
+@every_case
+def test_state_dict_only_gains_sparsity_buffers(method, options):
+    plain = Net().state_dict()
+    model, _, sparsifier = build(method, options)
+    extra = [k for k in model.state_dict() if k not in plain]
+    own = {f"sparsity_{k}" for k in sparsifier.layers["fc1"].sparsity.state} | {PREVIOUS_MASK}
+    assert set(extra) == {f"{layer}.{k}" for layer in ("fc1", "fc2") for k in own}
+    for key in plain:
+        assert model.state_dict()[key].shape == plain[key].shape
+    assert model.load_state_dict(plain, strict=False).unexpected_keys == []
+    assert isinstance(sparsifier.state_dict()["completed_steps"], int)
+
+
+@every_case
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_is_invisible(method, options, reentrant):
+    class Recomputed(Net):
+        def forward(self, x):
+            block = torch.nn.Sequential(self.fc1, nn.Tanh(), self.fc2)
+            return self.head(checkpoint(block, x, use_reentrant=reentrant))
+
+    results = []
+    for cls in (Net, Recomputed):
+        model = cls()
+        sparsify(model, method, **options)
+        for i in range(2):
+            x = draw(4, 6, 16, seed=i).requires_grad_()
+            model(x).square().sum().backward()
+        results.append(gradients(model) | {"x": x.grad})
+    assert_equal_bits(*results)
+
+
+@every_case
+def test_densify(method, options):
+    model, optimizer, sparsifier = build(method, options, dtype=torch.float32)
+    parameters = dict(model.named_parameters())
+    train(model, optimizer, 0, 3)
+    model.eval()
+    x = draw(4, 8, 16, dtype=torch.float32)
+    expected, sparse = model(x), not sparsifier.layers["fc1"].sparsity.project(model.fc1)[0] is None
+    n, m = sparsifier.method.pattern
+    assert sp.densify(model) is model
+    assert type(model.fc1) is nn.Linear and type(model.fc2) is nn.Linear
+    assert dict(model.named_parameters()) == parameters
+    assert list(model.state_dict()) == list(Net().state_dict())
+    assert torch.equal(model(x), expected)
+    for module in model.modules():
+        assert not isinstance(module, SparseLayer) and not hasattr(module, "sparsity")
+        assert not module._forward_pre_hooks and not module._load_state_dict_post_hooks
+        assert not module._buffers
+    if sparse:
+        for weight in (model.fc1.weight, model.fc2.weight):
+            assert ((weight != 0).view(len(weight), -1, m).sum(-1) <= n).all()
+            assert not (weight.signbit() & (weight == 0)).any()
+    clean = Net(torch.float32)
+    clean.load_state_dict(model.state_dict())
+    assert torch.equal(clean(x), expected)
+    train(model, optimizer, 3, 4)  # the old hooks do nothing to a dense model
+    for call in (sparsifier.metrics, sparsifier.masks, sparsifier.coverage):
+        with pytest.raises(sp.sparsity.surgery.ConfigError, match="was densified"):
+            call()
+    again = sparsify(model, method, **options)
+    assert list(again.layers) == ["fc1", "fc2"]
+
+
+@every_case
+def test_copies_are_independent_and_equal(method, options):
+    model, optimizer, _ = build(method, options)
+    train(model, optimizer, 0, 2)
+    x = draw(8, 8, 16)
+    copied = copy.deepcopy(model)
+    assert type(copied.fc1) is type(model.fc1)
+    for m in (model, copied):
+        m(x).square().sum().backward()
+    assert_equal_bits(gradients(copied), gradients(model))
+    frozen = copy.deepcopy(copied.state_dict())
+    optimizer.step()
+    assert_equal_bits(copied.state_dict(), frozen)
+    assert copied.fc1.sparsity.clock is copied.fc2.sparsity.clock
+    assert copied.fc1.sparsity.clock.step == 2 and model.fc1.sparsity.clock.step == 3
+
+
+@every_case
+def test_windows(method, options):
+    """Sparse iff start ≤ completed steps < stop; the same in a resumed run."""
+    window = {"start": 0.1, "stop": 0.2}  # steps 4 to 7 of 40
+    model, optimizer, sparsifier = build(method, options | {"window": window})
+    plain = registry.get("method", "dense")
+    for step in range(10):
+        inside = 4 <= step < 8
+        if not inside:
+            assert not sparsifier.active
+            x = draw(4, 16, seed=step)
+            dense = nn.functional.linear(x, model.fc1.weight, model.fc1.bias)
+            assert torch.equal(model.fc1(x), dense)
+            assert sparsifier.metrics()["density"] == 1
+            mask = sparsifier.masks()["fc1"]
+            rule = sparsifier.method.mask(model.fc1.weight.detach(), 1)
+            assert torch.equal(mask, rule)
+        elif type(sparsifier.method) is not plain:
+            assert sparsifier.active or method in ("step", "tsrste", "asp")
+        x = draw(4, 8, 16, seed=step)
+        model(x).square().sum().backward()
+        before = model.fc1.weight.grad.clone()
+        optimizer.step()
+        if not inside:
+            assert torch.equal(model.fc1.weight.grad, before), "no decay outside the window"
+        optimizer.zero_grad()
+        other = build(method, options | {"window": window}, seed=9)
+        other[0].load_state_dict(model.state_dict())
+        other[2].load_state_dict(sparsifier.state_dict())
+        assert other[2].active == sparsifier.active
+        assert torch.equal(other[0](x), model(x))
+    assert STEPS == 40
