@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -205,6 +206,16 @@ class StepAdamW(Optimizer):
         moved = size > 0
         return torch.where(moved, size, 1.0).log_().sum(), moved.sum()
 
+    def _warn_of_a_jump(self) -> None:
+        correction = 1 - self.param_groups[0]["betas"][1] ** self.steps
+        if correction < 0.99 and not self.frozen_bias_correction:
+            factor = correction**-0.5
+            warnings.warn(
+                f"StepAdamW switched at step {self.steps}, before its second moments had settled: "
+                f"steps become {factor:.2f} times longer; see frozen_bias_correction and clipping",
+                stacklevel=4,
+            )
+
     def _decide(self, change: float) -> None:
         self.last_change = change
         self._changes.append(change)
@@ -220,6 +231,7 @@ class StepAdamW(Optimizer):
             settled and (low is None or self.steps > low)
         ):
             self.switched_at = self.steps
+            self._warn_of_a_jump()
             for group in self.param_groups:
                 for p in group["params"]:
                     if id(p) in self._sparse and self.state[p]:

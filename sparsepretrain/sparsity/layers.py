@@ -53,7 +53,10 @@ class Clock:
 
 
 class Operands(NamedTuple):
-    """A projection cast to the compute dtype; ``forward`` None: an ordinary dense product."""
+    """A projection cast to the compute dtype; ``forward`` None: an ordinary dense product.
+
+    ``backward`` None: the same as ``forward`` (one tensor given twice breaks compiled graphs).
+    """
 
     forward: Tensor | None
     backward: Tensor | None
@@ -79,12 +82,14 @@ class LayerState:
     flips: Tensor | None = None
     """0-d int64: flips at the last comparison."""
     _projection: Projection | None = None
+    _would_choose: Tensor | None = None
     _operands: dict[torch.dtype, Operands] = field(default_factory=dict)
     _stamp: tuple[int, int] | None = None
 
     def invalidate(self) -> None:
         """Forget the projection: the weight has changed."""
         self._projection = None
+        self._would_choose = None
         self._operands = {}
 
     def project(self, layer: SparseLayer) -> Projection:
@@ -105,7 +110,7 @@ class LayerState:
     def _compute(self, layer: SparseLayer, weight: Tensor) -> Projection:
         wide = weight if weight.dtype == torch.float64 else weight.float()
         if not self.active:
-            return Projection(None, self.method.mask(wide, self.dim))
+            return Projection(None, None)
         return self.method.project(wide, self.dim, self.tensors(layer), self._step_key)
 
     def tensors(self, layer: SparseLayer) -> dict[str, Tensor]:
@@ -113,8 +118,26 @@ class LayerState:
         return {name: layer.get_buffer(f"sparsity_{name}") for name in self.state}
 
     def mask_in_use(self) -> Tensor | None:
-        """The mask of the last projection even if the weight has changed since; None: none yet."""
+        """The mask of the last projection even if the weight has changed since; None: none."""
         return None if self._projection is None else self._projection.mask
+
+    @torch.no_grad()
+    def mask(self, layer: SparseLayer) -> Tensor:
+        """The mask in use, or the one that the method's rule would choose for a dense product."""
+        mask = self.project(layer).mask
+        if mask is not None:
+            return mask
+        if self._would_choose is None:
+            weight = layer.weight.detach()
+            wide = weight if weight.dtype == torch.float64 else weight.float()
+            self._would_choose = self.method.mask(wide, self.dim)
+        return self._would_choose
+
+    @torch.no_grad()
+    def update(self, layer: SparseLayer) -> None:
+        """Let the method bring its persistent tensors up to date with the current weight."""
+        weight = layer.weight.detach()
+        self.method.update_(weight, self.dim, self.tensors(layer), self._step_key)
 
     def operands(self, layer: SparseLayer, dtype: torch.dtype) -> Operands:
         """The projection in ``dtype`` (pruned first, cast last), as (out_features, in_features)."""
@@ -136,7 +159,7 @@ class LayerState:
         dense = layer.weight.detach() if forward is None else forward
         rows = self._as_rows(dense).to(dtype)
         return Operands(
-            rows, rows if backward is None else self._as_rows(backward).to(dtype), scale
+            rows, None if backward is None else self._as_rows(backward).to(dtype), scale
         )
 
     def _as_rows(self, weight: Tensor) -> Tensor:
@@ -152,13 +175,13 @@ class LayerState:
 
     def take_baseline(self, layer: SparseLayer) -> None:
         """Remember the current mask as the one that the next comparison starts from."""
-        layer.get_buffer(PREVIOUS_MASK).copy_(pack_24(self.project(layer).mask))
+        layer.get_buffer(PREVIOUS_MASK).copy_(pack_24(self.mask(layer)))
         self.flips = None
 
     def compare(self, layer: SparseLayer) -> None:
         """Count the flips since the last comparison and remember the new mask."""
         code = layer.get_buffer(PREVIOUS_MASK)
-        mask = self.project(layer).mask
+        mask = self.mask(layer)
         self.flips = flip_count(unpack_24(code, mask.shape), mask)
         code.copy_(pack_24(mask))
 
@@ -178,6 +201,8 @@ class SparseLayer(nn.Module):
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else self.weight.dtype
         state = self.sparsity
+        if self.training and state.method.trains_dense:
+            return self.replaces.forward(self, x)
         operands = state.operands(self, dtype)
         if operands.forward is None:
             return self.replaces.forward(self, x)
@@ -254,7 +279,7 @@ class _SparseProducts(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         forward_weight: Tensor,
-        backward_weight: Tensor,
+        backward_weight: Tensor | None,
         wgrad_scale: Tensor | None,
         clock: Any,
         state: LayerState,
@@ -263,6 +288,8 @@ class _SparseProducts(torch.autograd.Function):
         # As an attribute, the reading survives the recomputation of activation checkpointing
         ctx.clock = None if isinstance(clock, Tensor) else clock
         saved_clock = clock if isinstance(clock, Tensor) else None
+        if backward_weight is None:
+            backward_weight = forward_weight
         ctx.save_for_backward(x, backward_weight, wgrad_scale, saved_clock)
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype

@@ -10,14 +10,17 @@ must not import torch at the top level, so that configurations are checked witho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from sparsepretrain import kernels
+from sparsepretrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
 
     from sparsepretrain.kernels import NoiseKey
 
@@ -68,8 +71,9 @@ class Projection(NamedTuple):
 
     forward: Tensor | None
     """A(W), shape of W; None: the weight itself."""
-    mask: Tensor
-    """Bool, shape of W: the positions in use; what masked decay spares and flip rate compares."""
+    mask: Tensor | None
+    """Bool, shape of W: the positions in use; what masked decay spares and flip rate compares.
+    None: what :meth:`Method.mask` chooses, computed when it is asked for."""
     backward: Tensor | None = None
     """B(W), shape of W; None: the same as ``forward``."""
     wgrad_scale: Tensor | None = None
@@ -102,8 +106,33 @@ class Method:
     paper: ClassVar[str] = ""
     products: ClassVar[Products] = Products()
 
-    def __init__(self, options: Any) -> None:
+    step: int = 0
+    """Completed optimiser steps, kept up to date by the sparsifier; not for :meth:`project`."""
+
+    def __init__(self, options: Any, total_steps: int | None = None) -> None:
         self.options = options
+        self.total_steps = total_steps
+        self.window = self.window_steps(options.window)
+
+    def steps_of(self, fraction: float, key: str) -> int:
+        """⌊fraction·total_steps + ½⌋.
+
+        Raises:
+            ConfigError: the length of the run is not known; names ``key``.
+        """
+        if self.total_steps is None:
+            raise ConfigError(f"{key} is a fraction of the run: sparsify needs total_steps")
+        return math.floor(fraction * self.total_steps + 0.5)
+
+    def window_steps(self, window: Window) -> tuple[int, float]:
+        """(first sparse step, first dense step after it); sparse to the end is for ever."""
+        start = self.steps_of(window.start, "window.start") if window.start else 0
+        return start, math.inf if window.stop == 1 else self.steps_of(window.stop, "window.stop")
+
+    @property
+    def compares(self) -> bool:
+        """Whether masks are compared after this step; between refreshes nothing can flip."""
+        return True
 
     @property
     def multiples(self) -> tuple[int, int]:
@@ -124,14 +153,20 @@ class Method:
         """
         return {}
 
-    def update_(self, weight: Tensor, dim: int, state: dict[str, Tensor], step: int) -> None:
+    def update_(
+        self,
+        weight: Tensor,
+        dim: int,
+        state: dict[str, Tensor],
+        key: Callable[[int], NoiseKey],
+    ) -> None:
         """Bring the persistent tensors up to date, in place; runs after every optimiser step.
 
         Args:
             weight: the master weight after the update, as stored.
             dim: axis of ``weight`` that holds in_features.
             state: the tensors of :meth:`initial_state`.
-            step: completed optimiser steps.
+            key: noise stream of a product at this step.
         """
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
@@ -155,7 +190,25 @@ class Method:
             state: the tensors of :meth:`initial_state`.
             key: noise stream of a product (FPROP, DGRAD, WGRAD) at this step.
         """
-        return Projection(None, self.mask(weight, dim))
+        return Projection(None, None)
+
+    trains_dense: bool = False
+    """Training products are dense for now, evaluation uses the projection (STEP's first phase)."""
+
+    def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer | None:
+        """The optimiser that this method brings along; None: the configured one.
+
+        Args:
+            groups: parameter groups.
+            options: of the group ``optim``.
+        """
+        return None
+
+    def attached(self, optimizer: Optimizer, weights: list[Tensor]) -> None:
+        """The sparsifier rides on ``optimizer`` from now on; ``weights`` are the sparse ones."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimiser step is complete; phases that it decides are read here."""
 
     prunes_dgrad: bool = False
     """Whether :meth:`dgrad_gradient` does anything."""

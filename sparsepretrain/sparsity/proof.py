@@ -44,9 +44,12 @@ def prove(sparsifier: Sparsifier) -> Proof:
     proof = Proof(pattern=f"{n}:{m}", sparse=False)
     violations = []
     for name, layer in sparsifier.layers.items():
-        weight = layer.sparsity.project(layer).forward
+        projection = layer.sparsity.project(layer)
+        weight = projection.forward
         if weight is None:
-            continue
+            if projection.mask is None:
+                continue
+            weight = layer.weight  # zeros that are stored, not projected
         proof.sparse = True
         dim = layer.sparsity.dim
         nonzeros = (weight != 0).unflatten(dim, (-1, m)).sum(dim + 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -45,7 +44,6 @@ class Sparsifier:
         method: Method,
         layers: dict[str, SparseLayer],
         clock: Clock,
-        total_steps: int | None,
         model: nn.Module,
     ) -> None:
         self.method = method
@@ -53,7 +51,6 @@ class Sparsifier:
         self._clock = clock
         self._model = model
         self._handles: list[Any] = []
-        self._window = self._resolve_window(total_steps)
         self._set_phase()
 
     @property
@@ -64,7 +61,7 @@ class Sparsifier:
     @property
     def active(self) -> bool:
         """Whether the next step is inside the window (sparse)."""
-        start, stop = self._window
+        start, stop = self.method.window
         return start <= self.completed_steps < stop
 
     def attach(self, optimizer: Any) -> None:
@@ -89,6 +86,7 @@ class Sparsifier:
         missing = [k for k, v in self.layers.items() if id(v.weight) not in held]
         if missing:
             raise ConfigError(f"sparse weights missing in the optimiser: {', '.join(missing)}")
+        self.method.attached(optimizer, [layer.weight for layer in self.layers.values()])
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -127,7 +125,7 @@ class Sparsifier:
         rule would choose.
         """
         self._require_sparse()
-        return {k: v.sparsity.project(v).mask for k, v in self.layers.items()}
+        return {k: v.sparsity.mask(v) for k, v in self.layers.items()}
 
     @torch.no_grad()
     def metrics(self, *, per_layer: bool = False) -> dict[str, float]:
@@ -172,6 +170,7 @@ class Sparsifier:
             "pattern": [options.n, options.m],
             "layers": list(self.layers),
             "completed_steps": self.completed_steps,
+            "trains_dense": self.method.trains_dense,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -187,6 +186,7 @@ class Sparsifier:
                     f"sparsifier state: {key} is {state.get(key)}, this model has {mine[key]}"
                 )
         self._clock.set(step=int(state["completed_steps"]))
+        self.method.trains_dense = state["trains_dense"]
         self._set_phase()
         self.refresh()
 
@@ -219,14 +219,14 @@ class Sparsifier:
 
     @torch.no_grad()
     def _adjust_gradients(self, optimizer: Optimizer) -> None:
-        if not self.active or self._densified:
+        if not self.active or self.method.trains_dense or self._densified:
             return
         # fused optimisers unscale inside their kernel: the decay has to carry the scale until then
         scale = getattr(optimizer, "grad_scale", None)
         for layer in self.layers.values():
             grad = layer.weight.grad
             if grad is not None:
-                mask = layer.sparsity.project(layer).mask
+                mask = layer.sparsity.mask(layer)
                 self.method.adjust_gradient_(
                     grad, layer.weight, mask, 1.0 if scale is None else scale
                 )
@@ -245,37 +245,32 @@ class Sparsifier:
                     lr = float(rates[id(layer.weight)])
                     self.method.adjust_weight_(layer.weight, mask, lr)
         self._clock.set(step=self.completed_steps + 1)
+        self.method.after_step(optimizer)
         self._set_phase()
         for layer in self.layers.values():
             state = layer.sparsity
             state.invalidate()
             if self.active:
-                tensors = state.tensors(layer)
-                self.method.update_(layer.weight.detach(), state.dim, tensors, self.completed_steps)
-            state.compare(layer)
+                state.update(layer)
+            if self.method.compares:
+                state.compare(layer)
+            else:
+                state.flips = None
 
     def _set_phase(self) -> None:
+        self.method.step = self.completed_steps
         for layer in self.layers.values():
             if layer.sparsity.active != self.active:
                 layer.sparsity.active = self.active
                 layer.sparsity.invalidate()
 
-    def _resolve_window(self, total_steps: int | None) -> tuple[int, float]:
-        window = self.method.options.window
-        if (window.start, window.stop) == (0.0, 1.0):
-            return 0, math.inf
-        if total_steps is None:
-            raise ConfigError("window is a fraction of the run: sparsify needs total_steps")
-        start = math.floor(window.start * total_steps + 0.5)
-        # sparse to the end means sparse in the evaluation after the last step too
-        stop = math.inf if window.stop == 1.0 else math.floor(window.stop * total_steps + 0.5)
-        return start, stop
-
     def _measure(self, layer: SparseLayer) -> dict[str, float]:
         state = layer.sparsity
         projection = state.project(layer)
         weight = layer.weight.detach()
-        used = weight if projection.forward is None else projection.forward
+        used = weight
+        if projection.forward is not None and not self.method.trains_dense:
+            used = projection.forward
         dropped, kept = boundary_magnitudes(weight, *self.method.pattern, dim=state.dim)
         row = {
             "entries": weight.numel(),

@@ -76,7 +76,7 @@ def sparsify(
     cls: Any = registry.get("method", method)
     patterns = [targets] if isinstance(targets, str) else list(targets)
     given = {"name": method, "n": n, "m": m, "targets": patterns, **options}
-    implementation: Method = cls(build(cls.Options, given))
+    implementation: Method = cls(build(cls.Options, given), total_steps)
     layers = _select(model, patterns)
     _check_shapes(layers, implementation)
     weight = next(iter(layers.values())).weight
@@ -85,7 +85,7 @@ def sparsify(
         name: _swap(layer, name, index, implementation, seed, clock)
         for index, (name, layer) in enumerate(layers.items())
     }
-    sparsifier = Sparsifier(implementation, sparse, clock, total_steps, model)
+    sparsifier = Sparsifier(implementation, sparse, clock, model)
     model.register_forward_pre_hook(MicroBatchCounter(clock))
     return sparsifier
 
@@ -212,4 +212,6 @@ def _swap(
     empty = pack_24(torch.zeros(weight.shape, dtype=torch.bool, device=weight.device))
     layer.register_buffer(PREVIOUS_MASK, empty)
     layer.register_load_state_dict_post_hook(invalidate_after_load)
+    if method.window[0] == 0:
+        layer.sparsity.update(layer)
     return layer

@@ -113,7 +113,7 @@ def build_training(run: Run, console: Console) -> Training:
     task.open_data(splits, on_progress=console.progress)
     model = build_model(run, task, device)
     sparsifier = sparsify_model(run, task, model)
-    optimizer = build_optimizer(model, run.optim)
+    optimizer = build_optimizer(model, run.optim, sparsifier.method.build_optimizer)
     sparsifier.attach(optimizer)
     peak = peak_flops(device, run.precision.name)
     return Training(

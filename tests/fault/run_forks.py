@@ -28,13 +28,28 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
 import sparsepretrain.training.trainer  # noqa: F401
 from sparsepretrain import cli
+from sparsepretrain.training.signals import StopSignals
 
 LIMIT = 120.0
 cli._illustrate = lambda *args: None  # plots take longer than the runs
 
 
+enter = StopSignals.__enter__
+
+
+def unblocked(self: StopSignals) -> StopSignals:
+    enter(self)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    return self
+
+
+StopSignals.__enter__ = unblocked  # type: ignore[method-assign]
+
+
 def child(argv: list[str], log: int, call: int | None) -> None:
     code = 99
+    # argparse and omegaconf turn an interrupt into errors of their own: an early one waits
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -43,8 +58,6 @@ def child(argv: list[str], log: int, call: int | None) -> None:
         code = cli.main(argv)
         sys.stdout.flush()
         sys.stderr.flush()
-    except KeyboardInterrupt:  # before the command begins, while the interpreter would start
-        code = 130
     except BaseException:
         os.write(2, traceback.format_exc().encode())
     finally:

@@ -251,8 +251,7 @@ def test_chunks_and_modes_change_nothing(threads, inference):
     r = torch.stack(uniform_noise(key, 1500, 33, 2), -1).permute(1, 0, 2)
     expected = mvue(x, dim=0, uniforms=r)
     parts = [
-        mvue(x[i : i + 2000], dim=0, key=NoiseKey(key.k0, key.k1, i // 4))
-        for i in (0, 2000, 4000)
+        mvue(x[i : i + 2000], dim=0, key=NoiseKey(key.k0, key.k1, i // 4)) for i in (0, 2000, 4000)
     ]
     assert torch.equal(torch.cat(parts), expected)
     before = torch.get_num_threads()

@@ -11,6 +11,7 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import nm_mask
 from sparsepretrain.optim.step_adamw import StepAdamW
 
+pytestmark = pytest.mark.filterwarnings("ignore:StepAdamW switched")
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "step_optimizer.npz"))
 CASES = [k.removesuffix("_hp") for k in GOLDEN if k.endswith("_hp")]
 

@@ -51,8 +51,8 @@ class SSTE(Method):
     paper = "arXiv:2409.09099 (NeurIPS 2024)"
     products = Products(A="β·S(W)", U="MVUE(G)")
 
-    def __init__(self, options: Any) -> None:
-        super().__init__(options)
+    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+        super().__init__(options, total_steps)
         self.samples_wgrad = options.mvue == "gradient"
 
     @property
@@ -64,7 +64,9 @@ class SSTE(Method):
         """β of the initial weight (S-STE section 4.2)."""
         return {"beta": self._scale(weight, self._soft(weight, dim))}
 
-    def update_(self, weight: Tensor, dim: int, state: dict[str, Tensor], step: int) -> None:
+    def update_(
+        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
+    ) -> None:
         """Recompute β if asked to; it then grows layer by layer (S-STE Figure 4)."""
         if self.options.beta_update == "step":
             state["beta"].copy_(self._scale(weight, self._soft(weight, dim)))

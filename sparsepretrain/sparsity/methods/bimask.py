@@ -1,0 +1,94 @@
+"""Bi-Mask: separate masks for the forward and the backward weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparsepretrain import kernels
+from sparsepretrain.registry import register
+from sparsepretrain.sparsity.policy import DGRAD, Method, MethodOptions, Products, Projection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparsepretrain.kernels import NoiseKey
+
+
+@dataclass(slots=True, kw_only=True)
+class BiMaskOptions(MethodOptions):
+    """Options of Bi-Mask; the pattern is 2:4."""
+
+    decay: float = 2.0e-4
+    """λ of the masked decay on gradients, with the forward mask."""
+    every: int = 100
+    """Optimiser steps between two searches for a row permutation."""
+    candidates: int = 100
+    """Random permutations per search; the current one is always a candidate too."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        yield from MethodOptions.problems(self)
+        if (self.n, self.m) != (2, 4):
+            yield "n", f"and m must be 2 and 4 for Bi-Mask, got {self.n}:{self.m}"
+        if self.decay < 0:
+            yield "decay", f"must be ≥ 0, got {self.decay}"
+        for name in ("every", "candidates"):
+            if getattr(self, name) < 1:
+                yield name, f"must be ≥ 1, got {getattr(self, name)}"
+
+
+@register("method", "bimask")
+class BiMask(Method):
+    """dX uses a second mask that is 2:4 along out_features after a permutation of the rows."""
+
+    Options = BiMaskOptions
+    summary = "forward and backward masks, rows permuted for the backward one"
+    paper = "arXiv:2302.06058 (ICML 2023)"
+    products = Products(A="Mf∘W", B="Mb∘W", J="dW + λ(1-Mf)∘W")
+
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """Groups of four along both axes."""
+        return 4, 4
+
+    def initial_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
+        """The identity; the first search follows at once."""
+        import torch
+
+        rows = weight.shape[1 - dim]
+        return {"permutation": torch.arange(rows, device=weight.device)}
+
+    def update_(
+        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
+    ) -> None:
+        """Every ``every`` steps keep the permutation whose backward mask has the most ones."""
+        if self.step % self.options.every:
+            return
+        rows = weight if dim == 1 else weight.t()
+        count, size = self.options.candidates, rows.shape[0]
+        draws = kernels.uniform_noise(key(DGRAD), count, size, 1, weight.device)[0]
+        best = state["permutation"].clone()
+        most = kernels.bimask_masks(rows, best)[1].sum()
+        for permutation in draws.argsort(dim=1, stable=True):
+            ones = kernels.bimask_masks(rows, permutation)[1].sum()
+            better = ones > most  # the first of equals stays; no synchronisation
+            best = best.where(~better, permutation)
+            most = most.maximum(ones)
+        state["permutation"].copy_(best)
+
+    def project(
+        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
+    ) -> Projection:
+        """A = Mf∘W, B = Mb∘W."""
+        rows = weight if dim == 1 else weight.t()
+        masks = kernels.bimask_masks(rows, state["permutation"])
+        forward, backward = masks if dim == 1 else (masks[0].t(), masks[1].t())
+        return Projection(
+            weight.masked_fill(~forward, 0), forward, weight.masked_fill(~backward, 0)
+        )
+
+    def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
+        """Masked decay with the forward mask, once per step."""
+        kernels.masked_decay_(grad, weight, mask, self.options.decay * scale)

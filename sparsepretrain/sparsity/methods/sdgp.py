@@ -1,0 +1,63 @@
+"""SDGP: dense weights, N:M output gradients in the product that yields the input gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from sparsepretrain import kernels
+from sparsepretrain.registry import register
+from sparsepretrain.sparsity.policy import Method, MethodOptions, Products
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparsepretrain.kernels import NoiseKey
+
+
+@dataclass(slots=True, kw_only=True)
+class SDGPOptions(MethodOptions):
+    """Options of SDGP; n:m is the pattern of the gradient along out_features."""
+
+    variant: Literal["rescaled", "magnitude", "random"] = "rescaled"
+    """Largest with the L1 norm restored (paper: maxnorm), largest (max), or any (rnd)."""
+    scope: Literal["channel", "group", "tensor"] = "channel"
+    """What shares one factor of ``rescaled``; channel: per sample and out_feature."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        yield from MethodOptions.problems(self)
+        if self.m > 32:
+            yield "m", f"must be ≤ 32, got {self.m}"
+
+
+@register("method", "sdgp")
+class SDGP(Method):
+    """dX = N:M(G)·W; the forward and the weight gradient stay dense."""
+
+    Options = SDGPOptions
+    summary = "prunes the output gradient of dgrad only"
+    paper = "arXiv:2202.00774 (ICPR 2022)"
+    products = Products(P="N:M(G)")
+    prunes_dgrad = True
+
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """Gradients are pruned along out_features; logged masks run along in_features."""
+        return self.options.m, self.options.m
+
+    def dgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
+        """P(G) along out_features, per token."""
+        return kernels.prune_gradient(
+            grad,
+            *self.pattern,
+            variant=self.options.variant,
+            scope=self.options.scope,
+            key=key if self.options.variant == "random" else None,
+        )
+
+    def operands(self) -> dict[str, str]:
+        """Only dgrad has a sparse operand."""
+        n, m = self.pattern
+        return {"fprop": "W", "dgrad": f"W, G {n}:{m}", "wgrad": "G"}

@@ -1,0 +1,112 @@
+"""STEP: dense AdamW until its second moments settle, then N:M masks with frozen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from sparsepretrain import kernels
+from sparsepretrain.config.schema import AdamW
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.registry import register
+from sparsepretrain.sparsity.methods.ste import STE
+from sparsepretrain.sparsity.policy import MethodOptions, Products
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+
+@dataclass(slots=True, kw_only=True)
+class STEPOptions(MethodOptions):
+    """Options of STEP; those of the optimiser are explained at ``StepAdamW``."""
+
+    option: Literal[1, 2] = 1
+    """AutoSwitch: arithmetic (1) or geometric (2) mean of the change of the second moment."""
+    clipping: tuple[float | None, float | None] = (0.1, 0.5)
+    """Earliest and latest switch, fractions of the run; null: no bound."""
+    window_length: int | None = None
+    """Steps that the change is averaged over; null: round(1/(1 - beta2))."""
+    decay: float = 0.0
+    """λ of masked decay on gradients in the sparse phase; the paper has none."""
+    frozen_bias_correction: bool = False
+    """Divide the frozen second moment by 1 - beta2^t0; the authors' code does not."""
+    denominator: Literal["sqrt_v_plus_eps34", "sqrt_of_v_plus_eps"] = "sqrt_v_plus_eps34"
+    """√v* + ε^¾ (authors' code) or √(v* + ε) (paper)."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        yield from MethodOptions.problems(self)
+        bounds = [b for b in self.clipping if b is not None]
+        if any(not 0 <= b <= 1 for b in bounds) or bounds != sorted(bounds):
+            yield "clipping", f"needs 0 ≤ earliest ≤ latest ≤ 1, got {list(self.clipping)}"
+        if self.window_length is not None and self.window_length < 1:
+            yield "window_length", f"must be ≥ 1 or null, got {self.window_length}"
+        if self.decay < 0:
+            yield "decay", f"must be ≥ 0, got {self.decay}"
+
+
+@register("method", "step")
+class STEP(STE):
+    """Two phases that the optimiser decides; evaluation is N:M in both."""
+
+    Options = STEPOptions
+    summary = "dense until AutoSwitch, then STE with a frozen second moment"
+    paper = "arXiv:2302.01172 (ICML 2023)"
+    products = Products(A="M∘W after switch")
+
+    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+        super().__init__(options, total_steps)
+        self.trains_dense = True
+
+    def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer:
+        """StepAdamW with the AdamW options of the run and AutoSwitch's of this method."""
+        from sparsepretrain.optim import StepAdamW
+
+        if not isinstance(options, AdamW):
+            raise ConfigError(
+                f"sparsity=step needs optim=adamw (it freezes its moments), got {options.name}"
+            )
+        own = self.options
+        low, high = (None if f is None else self.steps_of(f, "clipping") for f in own.clipping)
+        return StepAdamW(
+            groups,
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            option=own.option,
+            clipping=(low, high),
+            window=own.window_length,
+            frozen_bias_correction=own.frozen_bias_correction,
+            denominator=own.denominator,
+        )
+
+    def attached(self, optimizer: Optimizer, weights: list[Tensor]) -> None:
+        """Tell the optimiser which second moments to watch.
+
+        Raises:
+            ConfigError: it is not a StepAdamW.
+        """
+        from sparsepretrain.optim import StepAdamW
+
+        if not isinstance(optimizer, StepAdamW):
+            kind = type(optimizer).__name__
+            raise ConfigError(f"method step needs a sparsepretrain.optim.StepAdamW, got {kind}")
+        optimizer.mark_sparse(weights)
+        self.trains_dense = not optimizer.sparse_phase
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The first sparse forward is the one after the step that switched."""
+        self.trains_dense = not optimizer.sparse_phase  # type: ignore[attr-defined]
+
+    def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
+        """Masked decay, if asked for."""
+        if self.options.decay:
+            kernels.masked_decay_(grad, weight, mask, self.options.decay * scale)
+
+    def operands(self) -> dict[str, str]:
+        """Of the sparse phase."""
+        n, m = self.pattern
+        return {"fprop": f"M∘W {n}:{m} after switch", "dgrad": "M∘W after switch", "wgrad": "G"}

@@ -1,0 +1,154 @@
+"""GPT-2: parameter count, agreement with transformers, initialisation, roles."""
+
+import copy
+import math
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
+
+import sparsepretrain as sp
+from sparsepretrain import config
+from sparsepretrain.models.gpt2 import GPT2, GPT2Options
+
+TINY = {
+    "name": "tiny", "family": "gpt2", "vocab_size": 50, "n_positions": 16, "n_embd": 16,
+    "n_layer": 2, "n_head": 2, "n_inner": None, "bias": True, "dropout": 0.0,
+    "activation_checkpointing": False,
+}  # fmt: skip
+
+
+def build(seed=0, **options):
+    torch.manual_seed(seed)
+    return GPT2.build(GPT2Options(**TINY | options))
+
+
+def tokens():
+    return torch.randint(50, (3, 16), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "count"),
+    [
+        ("gpt2_124m", 124_373_760),
+        ("gpt2_350m", 354_599_936),
+        ("gpt2_774m", 773_527_040),
+        ("gpt2_1558m", 1_556_997_120),
+    ],
+)
+def test_published_sizes(recipe, count):
+    run, _ = config.load([f"model={recipe}"])
+    with torch.device("meta"):
+        model = GPT2.build(run.model)
+    width, layers = run.model.n_embd, run.model.n_layer
+    vocabulary, positions = run.model.vocab_size, run.model.n_positions
+    norms = (2 * layers + 1) * width
+    formula = (vocabulary + positions) * width + layers * 12 * width**2 + norms
+    assert sum(p.numel() for p in model.parameters()) == formula == count
+    assert all(p.is_meta for p in model.parameters())
+    linears = [k for k, v in model.named_modules() if isinstance(v, nn.Linear) and k != "lm_head"]
+    assert not any(isinstance(m, Conv1D) for m in model.modules())
+    for role, per_block in (("ffn", 2), ("attention", 2), ("all", 4)):
+        hits = [k for k in linears if any(fnmatchcase(k, p) for p in GPT2.roles[role])]
+        assert len(hits) == per_block * layers
+    ffn = [k for k in linears if any(fnmatchcase(k, p) for p in GPT2.roles["ffn"])]
+    assert recipe != "gpt2_124m" or len(ffn) == 24
+    coverage = sp.sparsify(model, "sste", targets=GPT2.roles["ffn"]).coverage()
+    assert [row.name for row in coverage.layers] == ffn
+    assert coverage.sparse_parameters == layers * 8 * width**2
+
+
+def reference(model, bias):
+    """transformers' own GPT-2 with our weights transposed back."""
+    settings = GPT2Config(
+        vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    settings._attn_implementation = "eager"
+    other = GPT2LMHeadModel(settings).eval()
+    convs = {k for k, v in other.named_modules() if isinstance(v, Conv1D)}
+    ours = model.state_dict()
+    state = {}
+    for key, value in other.state_dict().items():
+        if key in ours:
+            transpose = key.removesuffix(".weight") in convs
+            state[key] = ours[key].t() if transpose else ours[key]
+        else:
+            assert not bias and key.endswith("bias")
+            state[key] = torch.zeros_like(value)
+    other.load_state_dict(state)
+    return other
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_logits_and_gradients_equal_transformers(bias):
+    model = build(bias=bias)
+    with torch.no_grad():  # biases start at zero, which would prove nothing
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    other = reference(model, bias)
+    x = tokens()
+    ours, theirs = GPT2.logits(model, x), other(x).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    ours.square().mean().backward()
+    theirs.square().mean().backward()
+    for i, block in enumerate(model.transformer.h):
+        torch.testing.assert_close(
+            block.mlp.c_fc.weight.grad.t(),
+            other.transformer.h[i].mlp.c_fc.weight.grad,
+            rtol=1e-3,
+            atol=1e-6,
+        )
+
+
+def test_attention_is_causal():
+    model = build().eval()
+    x = tokens()
+    changed = x.clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % 50
+    a, b = GPT2.logits(model, x), GPT2.logits(model, changed)
+    assert torch.equal(a[:, :10], b[:, :10]) and not torch.equal(a[:, 10:], b[:, 10:])
+
+
+def test_initialisation():
+    model = build(n_embd=128, n_layer=6, vocab_size=1000, bias=False)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            assert (parameter == 1).all(), name
+            continue
+        expected = 0.02 / math.sqrt(12) if name.endswith("c_proj.weight") else 0.02
+        # the standard error of a standard deviation is σ/√(2n)
+        error = 5 * expected / math.sqrt(2 * parameter.numel())
+        assert abs(float(parameter.std()) - expected) < error, name
+        assert abs(float(parameter.mean())) < 5 * expected / math.sqrt(parameter.numel()), name
+    assert model.lm_head.weight is model.transformer.wte.weight
+    for a, b in zip(build().parameters(), build().parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(build(seed=1).transformer.wte.weight, build().transformer.wte.weight)
+
+
+@pytest.mark.parametrize("method", ["dense", "srste", "sste"])
+def test_activation_checkpointing_gives_equal_gradients(method):
+    results = []
+    for checkpointing in (False, True):
+        model = build(activation_checkpointing=checkpointing).train()
+        sp.sparsify(model, method, targets=GPT2.roles["ffn"])
+        for _ in range(2):
+            GPT2.logits(model, tokens()).square().mean().backward()
+        results.append({k: p.grad for k, p in model.named_parameters()})
+    assert results[0].keys() == results[1].keys()
+    for key, grad in results[0].items():
+        assert torch.equal(grad, results[1][key]), key
+
+
+def test_options_are_checked():
+    good = GPT2Options(**TINY)
+    assert list(good.problems()) == []
+    for key, value in (("n_embd", 0), ("n_head", 3), ("n_inner", 0), ("dropout", 1.0)):
+        bad = copy.copy(good)
+        setattr(bad, key, value)
+        assert [k for k, _ in bad.problems()] == [key]
+    assert build(n_inner=24).transformer.h[0].mlp.c_fc.weight.shape == (24, 16)

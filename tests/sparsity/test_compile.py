@@ -1,0 +1,113 @@
+"""torch.compile: one graph per block, no recompilation from step to step, eager's numbers."""
+
+import pytest
+import torch
+from sparse_cases import CASES, IDS, Net, build, draw, gradients, sparsify
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+# asp and step change what a layer computes inside the run: a phase costs a compilation
+PHASES = {"asp", "step"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Blocks(nn.Module):
+    """A block to compile below an eager root, where micro-batches are counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Net()
+
+    def forward(self, x):
+        return self.block(x)
+
+
+@pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
+def test_a_block_is_one_graph_and_equals_eager(method, options):
+    results, counter = [], CompileCounterWithBackend("aot_eager")
+    for compiled in (False, True):
+        model = Blocks()
+        sparsifier = sparsify(model, method, targets=["*fc*"], **options)
+        optimizer = build(method, options)[1].__class__(model.parameters(), lr=1e-2)
+        sparsifier.attach(optimizer)
+        if compiled:
+            model.block.compile(backend=counter, fullgraph=True)
+        for step in range(5):
+            for micro in range(2):
+                x = draw(4, 8, 16, seed=10 * step + micro)
+                model(x).square().sum().backward()
+            if step == 3:
+                last = gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            model(draw(4, 8, 16))
+        results.append((last, {k: v.clone() for k, v in model.state_dict().items()}))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
+    assert counter.frame_count <= 2, "training, and evaluation without gradients"
+
+
+def test_a_phase_switch_recompiles_once():
+    counter = CompileCounterWithBackend("aot_eager")
+    model = Blocks()
+    window = {"start": 0.05, "stop": 0.1}  # steps 2 and 3 of 40
+    sparsifier = sparsify(model, "sste", targets=["*fc*"], window=window)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsifier.attach(optimizer)
+    model.block.compile(backend=counter, fullgraph=True)
+    for step in range(6):
+        assert sparsifier.active == (2 <= step < 4)
+        model(draw(4, 8, 16, seed=step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counter.frame_count <= 3
+
+
+def test_noise_of_a_compiled_layer_follows_step_and_micro_batch():
+    eager, compiled = Blocks(), Blocks()
+    handles = [sparsify(m, "sste", targets=["*fc*"]) for m in (eager, compiled)]
+    compiled.block.compile(backend="aot_eager", fullgraph=True)
+    x, seen = draw(4, 8, 16), []
+    for step, micro in ((0, 0), (0, 3), (7, 0), (2**33, 5)):
+        for model, handle in zip((eager, compiled), handles, strict=True):
+            handle._clock.set(step=step)
+            handle.micro_batch(micro)
+            model.zero_grad()
+            model(x).square().sum().backward()
+        a, b = (m.block.fc1.weight.grad.clone() for m in (eager, compiled))
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+        assert all(not torch.allclose(a, other) for other in seen), "fresh noise"
+        seen.append(a)
+
+
+def test_a_compiled_root_still_counts_micro_batches():
+    results = []
+    for compiled in (False, True):
+        model = Net()
+        sparsify(model, "sste")
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        for micro in range(3):
+            run(draw(4, 8, 16, seed=micro)).square().sum().backward()
+        results.append(gradients(model))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_inductor():
+    results = []
+    for compiled in (False, True):
+        model = Blocks()
+        sparsify(model, "sste", targets=["*fc*"], gamma=0.1)
+        if compiled:
+            model.block.compile(fullgraph=True)
+        for micro in range(2):
+            model(draw(4, 8, 16, seed=micro)).square().sum().backward()
+        results.append(gradients(model))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)

@@ -1,0 +1,78 @@
+"""The documented example of a user's own method, in the library and from the shell."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sparse_cases import build, train
+from torch import nn
+
+import sparsepretrain as sp
+from sparsepretrain import registry
+from sparsepretrain.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+PLUGIN = EXAMPLES / "my_method.py"
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    monkeypatch.setitem(registry._registered, "method", dict(registry._registered["method"]))
+    modules = set(sys.modules)
+    registry.load_plugin(str(PLUGIN))
+    yield
+    for name in set(sys.modules) - modules:
+        if name.startswith("sparsepretrain_plugin_"):
+            del sys.modules[name]
+
+
+def test_it_is_short():
+    assert len(PLUGIN.read_text(encoding="utf-8").splitlines()) <= 30
+
+
+@pytest.mark.parametrize("choice", ["magnitude", "random"])
+def test_library(plugin, choice):
+    assert "mine" in sp.list_methods()
+    model, optimizer, sparsifier = build("mine", {"choice": choice}, dtype=torch.float32)
+    masks = {k: v.clone() for k, v in sparsifier.masks().items()}
+    before = model.fc1.weight.detach().clone()
+    train(model, optimizer, 0, 3, micro=4)
+    assert all(torch.equal(v, masks[k]) for k, v in sparsifier.masks().items())
+    assert sparsifier.metrics()["flip_rate"] == 0
+    assert (masks["fc1"].view(-1, 4).sum(1) == 2).all()
+    assert torch.equal(masks["fc1"], sp.kernels.nm_mask(before)) == (choice == "magnitude")
+    other, _, handle = build("mine", {"choice": choice}, dtype=torch.float32, seed=5)
+    other.load_state_dict(model.state_dict())
+    handle.load_state_dict(sparsifier.state_dict())
+    assert torch.equal(handle.masks()["fc1"], masks["fc1"])
+    sp.densify(model)
+    assert not model.fc1.weight[~masks["fc1"]].any() and type(model.fc1) is nn.Linear
+
+
+def test_wrong_options_of_a_plugin(plugin):
+    with pytest.raises(ConfigError, match="choice"):
+        build("mine", {"choice": "largest"})
+
+
+def test_a_plugin_cannot_replace_a_method(tmp_path):
+    text = PLUGIN.read_text(encoding="utf-8").replace('"mine"', '"ste"')
+    (tmp_path / "evil.py").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match="'ste' exists already"):
+        registry.load_plugin(str(tmp_path / "evil.py"))
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name", encoding="utf-8")
+    with pytest.raises(ConfigError, match="does not import"):
+        registry.load_plugin(str(tmp_path / "broken.py"))
+    with pytest.raises(ConfigError, match="no such file"):
+        registry.load_plugin(str(tmp_path / "absent.py"))
+
+
+def test_shell(tiny):
+    overrides = tiny.overrides("sparsity=mine", "steps=3", f"plugins=['{PLUGIN}']")
+    configs = ["--config-dir", str(EXAMPLES / "my_configs")]
+    command = [sys.executable, "-m", "sparsepretrain", "train", *configs, *overrides]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "mine 2:4" in done.stdout + done.stderr
+    assert "2:4 in all" in done.stdout + done.stderr

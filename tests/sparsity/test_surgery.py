@@ -1,0 +1,328 @@
+"""Swapping layers: names, roles, refusals, copies."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from sparse_cases import Net, build, draw, sparsify, train
+from torch import nn
+
+import sparsepretrain as sp
+from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.sparsity.layers import SparseLayer, SparseLinear
+
+
+class Shared(nn.Module):
+    """One module under two names, and a container under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = self.first
+        self.block = nn.Sequential(nn.Linear(8, 8))
+        self.alias = self.block
+
+    def forward(self, x):
+        return self.alias(self.second(self.block(self.first(x))))
+
+
+class OwnForward(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Named(nn.Linear):
+    """A subclass that keeps the forward."""
+
+
+def tied():
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False))
+    model[1].weight = model[0].weight
+    return model
+
+
+def twice():
+    model = Net()
+    sparsify(model, "ste")
+    return model
+
+
+REFUSALS = {
+    "no match": (Net, "ste", {"targets": ["mlp.*"]}, "targets: no linear layer matches 'mlp."),
+    "near": (Net, "ste", {"targets": ["fc3"]}, "did you mean 'fc"),
+    "one of two": (Net, "ste", {"targets": ["fc1", "nope*"]}, "matches 'nope.'"),
+    "no linear": (Net, "ste", {"targets": []}, "targets"),
+    "not a layer": (lambda: nn.Sequential(nn.Tanh()), "ste", {"targets": "*"}, "no linear layer"),
+    "twice": (twice, "srste", {}, "layer 'fc1' is sparse already: call densify"),
+    "bare": (lambda: nn.Linear(8, 8), "ste", {"targets": "*"}, "bare layer"),
+    "tied": (tied, "ste", {"targets": "1"}, "shares its weight .0.weight, 1.weight."),
+    "own forward": (lambda: nn.Sequential(OwnForward(8, 8)), "ste", {"targets": "*"}, "own"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(8)), "ste", {"targets": "*"}, "no shape yet"),
+    "width": (
+        lambda: nn.Sequential(nn.Linear(10, 8)),
+        "ste",
+        {"targets": "*"},
+        "layer '0': in_features = 10 is not a multiple of 4",
+    ),
+    "wide group": (Net, "ste", {"n": 16, "m": 64}, "fc1.: in_features = 16 .* of 64"),
+    "weight width": (
+        lambda: nn.Sequential(nn.Linear(8, 6)),
+        "sste",
+        {"targets": "*", "mvue": "weight"},
+        "out_features = 6 is not a multiple of 4",
+    ),
+    "weight pattern": (Net, "sste", {"mvue": "weight", "m": 8}, "2:4 only"),
+    "n": (Net, "ste", {"n": 5}, "1 ≤ n ≤ m"),
+    "n zero": (Net, "ste", {"n": 0}, "1 ≤ n ≤ m"),
+    "m": (Net, "ste", {"m": 0}, "m: must be ≥ 1|m must be ≥ 1|must be ≥ 1"),
+    "gamma": (Net, "sste", {"gamma": 1.5}, "gamma.*0, 1"),
+    "gamma nan": (Net, "sste", {"gamma": float("nan")}, "gamma"),
+    "decay": (Net, "srste", {"decay": -1.0}, "decay.*≥ 0"),
+    "decay nan": (Net, "srste", {"decay": float("nan")}, "decay"),
+    "choice": (Net, "sste", {"mvue": "grad"}, "mvue"),
+    "type": (Net, "srste", {"decay": "large"}, "decay"),
+    "window": (Net, "ste", {"window": {"start": 0.5, "stop": 0.4}}, "start.*stop"),
+    "window key": (Net, "ste", {"window": {"begin": 0.5}}, "begin"),
+    "method": (Net, "srst", {}, "unknown method 'srst' .did you mean 'srste'"),
+    "option": (Net, "sste", {"gama": 0.1}, "gama.*did you mean.*gamma"),
+    "foreign option": (Net, "ste", {"decay": 0.1}, "decay"),
+    "total": (Net, "ste", {"window": {"start": 0.1}, "total_steps": None}, "needs total_steps"),
+    "total zero": (Net, "ste", {"total_steps": 0}, "total_steps must be ≥ 1"),
+    "seed": (Net, "ste", {"seed": -1}, "seed must be"),
+    "seed type": (Net, "ste", {"seed": 1.5}, "seed must be"),
+    "backend": (Net, "ste", {"backend": "cutlass"}, "backend"),
+    "precision": (Net, "ste", {"precision": "int8"}, "precision"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_leave_the_model_alone(case):
+    make, method, options, words = REFUSALS[case]
+    model = make()
+    before = [(name, type(m), dict(m._buffers)) for name, m in model.named_modules()]
+    hooks = len(model._forward_pre_hooks)
+    with pytest.raises(ConfigError, match=words) as caught:
+        sparsify(model, method, **options)
+    for message in caught.value.messages:
+        assert "\n" not in message and message
+    assert [(name, type(m), dict(m._buffers)) for name, m in model.named_modules()] == before
+    assert len(model._forward_pre_hooks) == hooks
+
+
+def test_all_problems_are_reported_at_once():
+    model = nn.ModuleDict({"a": nn.Linear(10, 4), "b": nn.Linear(9, 4), "c": nn.Linear(8, 4)})
+    with pytest.raises(ConfigError) as caught:
+        sp.sparsify(model, "ste", targets="*")
+    assert len(caught.value.messages) == 2
+    with pytest.raises(ConfigError) as caught:
+        sp.sparsify(model, "ste", targets=["x*", "y*"])
+    assert len(caught.value.messages) == 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (None, "needs a torch optimiser, got NoneType"),
+        (Net(), "needs a torch optimiser, got Net"),
+        (torch.optim.SGD(Net().parameters(), lr=1.0), "missing in the optimiser: fc1, fc2"),
+    ],
+)
+def test_attach_refuses(optimizer, words):
+    sparsifier = sparsify(Net(), "ste")
+    with pytest.raises(ConfigError, match=words):
+        sparsifier.attach(optimizer)
+
+
+def test_attach_twice_and_again():
+    model, optimizer, sparsifier = build("ste")
+    with pytest.raises(ConfigError, match=r"attached already: call detach\(\)"):
+        sparsifier.attach(optimizer)
+    sparsifier.detach()
+    train(model, optimizer, 0, 1)
+    assert sparsifier.completed_steps == 0
+    sparsifier.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    frozen = nn.Parameter(torch.ones(3))
+    partial = torch.optim.SGD([model.fc1.weight, frozen], lr=0.1)
+    sparsifier.detach()
+    with pytest.raises(ConfigError, match="optimiser: fc2$"):
+        sparsifier.attach(partial)
+
+
+def test_state_of_another_run_is_refused():
+    _, _, sparsifier = build("ste")
+    good = sparsifier.state_dict()
+    for bad in ({"method": "srste"}, {"pattern": [1, 4]}, {"layers": ["fc1"]}):
+        with pytest.raises(CheckpointError, match=next(iter(bad))):
+            sparsifier.load_state_dict(good | bad)
+    with pytest.raises(CheckpointError):
+        sparsifier.load_state_dict({})
+    sparsifier.load_state_dict(good)
+
+
+def test_a_module_under_two_names():
+    for target, layers in (("second", ["first"]), ("alias.0", ["block.0"]), ("f*", ["first"])):
+        model = Shared()
+        sparsifier = sp.sparsify(model, "srste", targets=target)
+        assert list(sparsifier.layers) == layers
+    model = Shared()
+    weight = model.first.weight
+    sparsifier = sp.sparsify(model, "srste", targets="*")
+    assert list(sparsifier.layers) == ["first", "block.0"]
+    assert model.second is model.first and type(model.second) is SparseLinear
+    assert model.first.weight is weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsifier.attach(optimizer)
+    model(torch.randn(4, 8)).sum().backward()
+    gradient, mask = weight.grad.clone(), sparsifier.masks()["first"]
+    expected = gradient + 2e-4 * weight.detach().masked_fill(mask, 0)
+    optimizer.step()
+    torch.testing.assert_close(weight.grad, expected)
+    sp.densify(model)
+    assert type(model.second) is nn.Linear and model.second is model.first
+
+
+def test_globs():
+    blocks = nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(8, 8), "down": nn.Linear(8, 8)})})
+    model = nn.ModuleDict({"mlp": nn.Linear(8, 8), "h": nn.ModuleList([blocks])})
+    for targets, names in (
+        ("*.mlp.*", ["h.0.mlp.up", "h.0.mlp.down"]),
+        ("*.mlp", ["mlp"]),
+        (["*.up", "h.?.mlp.down"], ["h.0.mlp.up", "h.0.mlp.down"]),
+        ("*", ["mlp", "h.0.mlp.up", "h.0.mlp.down"]),
+        ("h.[0-3].mlp.up", ["h.0.mlp.up"]),
+    ):
+        trial = copy.deepcopy(model)
+        assert list(sp.sparsify(trial, "ste", targets=targets).layers) == names
+
+
+def test_parameters_hooks_and_optimizers_survive():
+    model = Net()
+    calls = []
+    model.fc1.register_forward_hook(lambda *_: calls.append(1))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # built before
+    sparsifier = sparsify(model, "sste")
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    sparsifier.attach(optimizer)
+    train(model, optimizer, 0, 1)
+    assert calls == [1]
+    assert isinstance(model.fc1, nn.Linear) and "sste 2:4" in repr(model)
+
+
+def test_subclasses_of_one_name():
+    """Two classes called alike, as re-running a notebook cell makes them."""
+    classes = [type("Named", (nn.Linear,), {}) for _ in range(2)] + [Named]
+    for cls in classes:
+        model = nn.Sequential(cls(8, 8))
+        sp.sparsify(model, "ste", targets="*")
+        assert model[0].replaces is cls and isinstance(model[0], cls)
+        sp.densify(model)
+        assert type(model[0]) is cls
+
+
+def test_multihead_attention_is_not_bypassed():
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)})
+    with pytest.raises(ConfigError, match=r"a\.out_proj.*forward of its own"):
+        sp.sparsify(model, "ste", targets="*")
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, Named])
+def test_pickle(cls, tmp_path):
+    model = nn.Sequential(cls(8, 8), nn.Tanh(), cls(8, 8))
+    sp.sparsify(model, "sste", targets="*", seed=4)
+    x = draw(8, 8, dtype=torch.float32)
+    expected = model(x)
+    for copied in (pickle.loads(pickle.dumps(model)), copy.copy(model)):
+        assert torch.equal(copied(x), expected)
+        assert isinstance(copied[0], SparseLayer) and type(copied[0]) is type(model[0])
+
+
+def test_pickle_in_a_fresh_process(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8))
+    sp.sparsify(model, "sste", targets="*")
+    torch.save(model, tmp_path / "model.pt")
+    x = torch.arange(8.0)
+    code = (
+        "import sys, torch; m = torch.load(sys.argv[1], weights_only=False); "
+        "print(type(m[0]).__name__, m(torch.arange(8.0)).sum().item())"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path / "model.pt")]
+    out = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
+    assert out == ["SparseLinear", str(model(x).sum().item())]
+
+
+def test_scale_stays_fp32_in_low_precision():
+    model, _, _ = build("sste", dtype=torch.float32)
+    beta = model.fc1.sparsity_beta.clone()
+    for convert in (lambda: model.bfloat16(), lambda: model.half(), lambda: model.to("cpu")):
+        convert()
+        assert model.fc1.sparsity_beta.dtype == torch.float32
+        assert torch.equal(model.fc1.sparsity_beta, beta)
+    model.double()
+    assert model.fc1.sparsity_beta.dtype == torch.float32
+    assert model.to("meta").fc1.sparsity_beta.is_meta
+
+
+def test_masks_and_scores_come_from_the_master():
+    model, _, sparsifier = build("ste", dtype=torch.float32)
+    with torch.no_grad():  # a tie in bfloat16, not in fp32
+        model.fc1.weight[0, :4] = torch.tensor([1.001, 1.0, 0.5, 2.0])
+    x = torch.eye(16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model.fc1(x) - model.fc1.bias.bfloat16()
+    assert sparsifier.masks()["fc1"][0, :4].tolist() == [True, False, False, True]
+    assert y.dtype == torch.bfloat16
+    assert (y[:4, 0] != 0).tolist() == [True, False, False, True]
+
+
+def test_edits_of_the_weight_are_seen():
+    model, _, sparsifier = build("ste")
+    model.fc1(draw(1, 16))
+    with torch.no_grad():
+        model.fc1.weight[0, :4] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert sparsifier.masks()["fc1"][0, :4].tolist() == [False, False, True, True]
+    model.fc1.weight.data = model.fc1.weight.data.flip(1)
+    assert sparsifier.masks()["fc1"][0, -4:].tolist() == [True, True, False, False]
+    model.fc1.weight.data[0, :4] = torch.tensor([9.0, 8.0, 1.0, 2.0])  # bumps no version
+    sparsifier.refresh()
+    assert sparsifier.masks()["fc1"][0, :4].tolist() == [True, True, False, False]
+    state = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
+    model.load_state_dict(state)
+    assert sparsifier.masks()["fc1"][0, :4].tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("shape", [(16,), (0, 16), (3, 0, 16), (2, 3, 4, 16)])
+@pytest.mark.parametrize("method", ["ste", "sste"])
+def test_odd_batches(method, shape):
+    model, _, _ = build(method)
+    x = torch.ones(shape, dtype=torch.float64, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert y.shape == (*shape[:-1], 5) and x.grad.shape == x.shape
+    assert model.fc1.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
+def test_frozen_tensors_get_no_gradient(frozen):
+    model, _, _ = build("sste")
+    layer = model.fc1
+    x = draw(8, 16).requires_grad_(frozen != "input")
+    if frozen != "input":
+        getattr(layer, frozen).requires_grad_(False)
+    layer(x).sum().backward()
+    grads = {"input": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+    assert [k for k, g in grads.items() if g is None] == [frozen]
+
+
+def test_coverage_counts_and_prints():
+    _, _, sparsifier = build("sste")
+    coverage = sparsifier.coverage()
+    assert coverage.sparse_parameters == 2 * 16 * 32
+    assert coverage.total_parameters == 16 * 32 * 2 + 32 + 16 * 5 + 5
+    assert coverage.dense_linears == ["head"]
+    assert coverage.sparse_products == "fprop, wgrad"
+    table = str(coverage)
+    assert "fc1    32 × 16" in table and "2:4" in table and "1 linear layers stay dense" in table
