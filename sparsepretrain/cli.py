@@ -91,6 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _stdout_is_closed():
             raise
         return 0
+    except Exception as error:
+        # argparse and OmegaConf can turn an interrupt into an error of their own
+        context = error.__context__
+        while context is not None and not isinstance(context, KeyboardInterrupt):
+            context = context.__context__
+        if context is None:
+            raise
+        print("sparsepretrain: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _stdout_is_closed() -> bool:

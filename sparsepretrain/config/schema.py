@@ -117,7 +117,7 @@ class Decay:
     warmup: int
     """Optimiser steps from 0 to the peak learning rate."""
     min_lr: float
-    """Learning rate at the last step."""
+    """Learning rate that the decay reaches after the last step."""
 
     def problems(self) -> Problems:
         """Range errors as (key, message)."""

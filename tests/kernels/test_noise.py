@@ -77,7 +77,7 @@ def test_distribution():
     a, b = uniform_noise(noise_key(0, 0, 0, 2), 512, 2048, 2)
     n = a.numel()
     for word in (a, b):
-        assert 0 <= word.min() and word.max() < 1
+        assert word.min() >= 0 and word.max() < 1
         assert abs(float(word.double().mean()) - 0.5) < 5 * (1 / 12 / n) ** 0.5
         counts = torch.histc(word, 64, 0, 1)
         chi2 = ((counts - n / 64) ** 2 / (n / 64)).sum()

@@ -217,7 +217,7 @@ def test_weight_sampling_draws_once_per_step():
 
 @pytest.mark.parametrize("what", ["step", "micro", "layer", "seed"])
 def test_fresh_noise_for_every_coordinate(what):
-    model, optimizer, sparsifier = build("sste")
+    model, _, sparsifier = build("sste")
     x, gy = draw(8, 16, seed=1), draw(8, 32, seed=2)
 
     def wgrad(layer=None):

@@ -147,7 +147,7 @@ def test_attach_twice_and_again():
     frozen = nn.Parameter(torch.ones(3))
     partial = torch.optim.SGD([model.fc1.weight, frozen], lr=0.1)
     sparsifier.detach()
-    with pytest.raises(ConfigError, match="optimiser: fc2$"):
+    with pytest.raises(ConfigError, match=r"optimiser: fc2$"):
         sparsifier.attach(partial)
 
 
