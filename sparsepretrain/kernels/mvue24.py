@@ -116,9 +116,10 @@ def _finish(
     ]
     # below the floor r·S may round up to S; such entries (10⁻²⁹ of the largest) are dropped
     floor = torch.finfo(second.dtype).tiny * 2**30
-    sparse = second < floor
-    # in eager mode on the CPU the test is cheaper than four selections that change nothing
-    if second.device.type != "cpu" or torch.compiler.is_compiling() or bool(sparse.any()):
+    # in eager mode on the CPU the test is cheaper than selections that change nothing
+    eager = second.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not eager or (second.numel() and not float(second.amin()) >= floor):  # true for NaN
+        sparse = second < floor
         few = torch.stack([xi != 0 for xi in x]).sum(0) <= 2
         out = [
             torch.where(sparse, torch.where(few | ~(bi < floor), xi, 0), v)
@@ -136,17 +137,16 @@ def _others(b: list[Tensor]) -> list[Tensor]:
 def _below(u: Tensor, boundary: Tensor) -> Tensor:
     """1.0 where u < boundary, else 0.0; NaN stays NaN.
 
-    Arithmetic on floats, since comparisons and selections are not vectorised by torch on the CPU:
-    any positive difference, subnormal or not, exceeds 1 after two factors of the largest number.
+    Arithmetic on floats, since comparisons and selections are not vectorised by torch on the CPU.
+    Differences of numbers above the floor of :func:`_finish` exceed 1 when multiplied so.
     """
-    huge = torch.finfo(u.dtype).max
-    return (boundary - u).mul_(huge).mul_(huge).clamp_(0, 1)
+    return (boundary - u).mul_(torch.finfo(u.dtype).max).clamp_(0, 1)
 
 
 def _one_hot(u: Tensor, first: Tensor, second: Tensor, third: Tensor) -> list[Tensor]:
     """Which of the intervals ending at the three boundaries (and beyond) holds u, as 0.0 or 1.0."""
     a, b, c = _below(u, first), _below(u, second), _below(u, third)
-    last = 1 - c
+    last = c.neg().add_(1)
     return [a, b - a, c.sub_(b), last]
 
 

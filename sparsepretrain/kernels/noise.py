@@ -96,4 +96,5 @@ def uniform_noise(
 
 def _high(product: Tensor) -> Tensor:
     # the shift of a negative int64 carries ones down; the mask removes them
-    return (product >> 32).bitwise_and_(_LOW)
+    # (and the named function is vectorised where the operator is not)
+    return torch.bitwise_right_shift(product, 32).bitwise_and_(_LOW)

@@ -100,7 +100,9 @@ class GPT2:
                 elif isinstance(child, nn.LayerNorm) and not options.bias:
                     child.register_parameter("bias", None)
         if options.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            # the second name is the older one, which newer versions warn about
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         return model
 
     @staticmethod

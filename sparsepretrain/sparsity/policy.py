@@ -129,6 +129,10 @@ class Method:
         start = self.steps_of(window.start, "window.start") if window.start else 0
         return start, math.inf if window.stop == 1 else self.steps_of(window.stop, "window.stop")
 
+    def set_step(self, step: int) -> None:
+        """Called with the completed steps; sets the phases, as booleans, that project reads."""
+        self.step = step
+
     @property
     def compares(self) -> bool:
         """Whether masks are compared after this step; between refreshes nothing can flip."""

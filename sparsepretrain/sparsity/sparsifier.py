@@ -258,7 +258,7 @@ class Sparsifier:
                 state.flips = None
 
     def _set_phase(self) -> None:
-        self.method.step = self.completed_steps
+        self.method.set_step(self.completed_steps)
         for layer in self.layers.values():
             if layer.sparsity.active != self.active:
                 layer.sparsity.active = self.active

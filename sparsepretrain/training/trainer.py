@@ -232,7 +232,7 @@ def _save_masks(t: Training, directory: Path) -> None:
     try:
         path.parent.mkdir(exist_ok=True)
         with open(path.with_suffix(".tmp"), "wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+            np.savez(file, **arrays)  # type: ignore[arg-type]
         os.replace(path.with_suffix(".tmp"), path)
     except OSError as error:
         raise _unwritable(path, error) from error

@@ -348,3 +348,42 @@ def test_parameters_without_gradient_are_left_alone():
     optimizer.step()
     assert model.fc1.weight.grad is None and torch.equal(model.fc1.weight, before)
     assert sparsifier.completed_steps == 1
+
+
+@pytest.mark.parametrize(("at", "start", "pruned"), [(0.0, 0.1, 4), (0.1, 0.0, 4), (0.0, 0.0, 0)])
+def test_one_shot_pruning_takes_the_weights_of_its_step(at, start, pruned):
+    model, optimizer, sparsifier = build("asp", {"at": at, "window": {"start": start}})
+    for step in range(7):
+        zeros = (model.fc1.weight == 0).view(-1, 4).sum(1)
+        assert (zeros == (2 if step >= pruned else 0)).all(), step
+        if step == pruned:
+            mask = sparsifier.masks()["fc1"].clone()
+            kept = model.fc1.weight[mask].abs().min()
+        before = model.fc1.weight.detach().clone()
+        train(model, optimizer, step, step + 1)
+        if step + 1 == pruned:  # the survivors are the largest of the weights just before
+            after = model.fc1.weight.detach()
+            assert not torch.equal(after != 0, before != 0)
+    assert torch.equal(sparsifier.masks()["fc1"], mask) and kept > 0
+    assert sparsifier.metrics() == {
+        "density": 0.5,
+        "flip_rate": 0.0,
+        "l1_gap": sparsifier.metrics()["l1_gap"],
+    }
+
+
+@pytest.mark.parametrize("start", [0.0, 0.1])
+def test_transposable_masks_refresh_from_the_first_sparse_step(start):
+    options = {"refresh": 3, "window": {"start": start}}
+    model, optimizer, sparsifier = build("tsrste", options)
+    first, seen = round(start * 40), []
+    for step in range(first + 7):
+        if step >= first:
+            mask = sparsifier.masks()["fc1"].clone()
+            rule = sparsifier.method.mask(model.fc1.weight.detach(), 1)
+            if (step - first) % 3 == 0:
+                assert torch.equal(mask, rule)
+            else:
+                assert torch.equal(mask, seen[-1]), "masks rest between refreshes"
+            seen.append(mask)
+        train(model, optimizer, step, step + 1)

@@ -40,7 +40,14 @@ class ASP(Method):
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
-        self.at = self.steps_of(options.at, "at") if options.at else 0
+        at = self.steps_of(options.at, "at") if options.at else 0
+        self.at = max(at, self.window[0])
+        self.set_step(0)
+
+    def set_step(self, step: int) -> None:
+        """Pruned from step ``at`` on."""
+        super().set_step(step)
+        self.pruned = step >= self.at
 
     def initial_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
         """The mask, once it is chosen."""
@@ -52,7 +59,7 @@ class ASP(Method):
         """Choose the mask at its step, and write zeros from then on."""
         if self.step == self.at:
             state["mask"].copy_(self.mask(weight, dim))
-        if self.step >= self.at:
+        if self.pruned:
             # after every step: moments and weight decay would move pruned weights otherwise
             weight.masked_fill_(~state["mask"], 0)
 
@@ -60,9 +67,9 @@ class ASP(Method):
         self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
     ) -> Projection:
         """The weight as it is."""
-        return Projection(None, state["mask"] if self.step >= self.at else None)
+        return Projection(None, state["mask"] if self.pruned else None)
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Pruned weights receive nothing."""
-        if self.step >= self.at:
+        if self.pruned:
             grad.masked_fill_(~mask, 0)

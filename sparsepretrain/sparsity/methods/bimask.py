@@ -64,7 +64,7 @@ class BiMask(Method):
         self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
     ) -> None:
         """Every ``every`` steps keep the permutation whose backward mask has the most ones."""
-        if self.step % self.options.every:
+        if (self.step - self.window[0]) % self.options.every:
             return
         rows = weight if dim == 1 else weight.t()
         count, size = self.options.candidates, rows.shape[0]

@@ -67,7 +67,7 @@ class TSRSTE(Method):
     @property
     def compares(self) -> bool:
         """Only a refresh can flip."""
-        return self.step % self.options.refresh == 0
+        return (self.step - self.window[0]) % self.options.refresh == 0
 
     def window_steps(self, window: Window) -> tuple[int, float]:
         """Sparse until the earlier of window.stop and the dense tail."""
@@ -88,7 +88,7 @@ class TSRSTE(Method):
     def update_(
         self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
     ) -> None:
-        """Search again at steps 0, refresh, 2·refresh, …"""
+        """Search again at the first sparse step and every ``refresh`` steps after it."""
         if self.compares:
             state["mask"].copy_(self.mask(weight, dim))
 
