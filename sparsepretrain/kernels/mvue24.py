@@ -138,9 +138,10 @@ def _below(u: Tensor, boundary: Tensor) -> Tensor:
     """1.0 where u < boundary, else 0.0; NaN stays NaN.
 
     Arithmetic on floats, since comparisons and selections are not vectorised by torch on the CPU.
-    Differences of numbers above the floor of :func:`_finish` exceed 1 when multiplied so.
+    Any positive difference, subnormal or not, exceeds 1 after two factors of the largest number.
     """
-    return (boundary - u).mul_(torch.finfo(u.dtype).max).clamp_(0, 1)
+    huge = torch.finfo(u.dtype).max
+    return (boundary - u).mul_(huge).mul_(huge).clamp_(0, 1)
 
 
 def _one_hot(u: Tensor, first: Tensor, second: Tensor, third: Tensor) -> list[Tensor]:
