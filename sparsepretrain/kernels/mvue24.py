@@ -7,13 +7,18 @@ the published kernel return NaN when one value dominates its group.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend, in_chunks
-from sparsepretrain.kernels.noise import NoiseKey, uniform_noise
+from sparsepretrain.kernels.groups import array_module, choose_backend, in_chunks
+from sparsepretrain.kernels.noise import NoiseKey, draw
 
-Four = tuple[Tensor, ...]
+Array = Any
+"""A tensor, or a NumPy array that shares memory with one: see :func:`array_module`."""
 
 
 def mvue(
@@ -70,127 +75,138 @@ def mvue(
         if uniforms.shape != (*rest, groups, draws):
             wanted, got = (*rest, groups, draws), tuple(uniforms.shape)
             raise ValueError(f"mvue: uniforms must have shape {wanted}, got {got}")
-        given = uniforms.reshape(features, groups, draws).to(wide.dtype).permute(2, 1, 0)
+        given = uniforms.detach().reshape(features, groups, draws).to(wide.dtype).permute(2, 1, 0)
     stream = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key or 0)
     out = torch.empty_like(four, memory_format=torch.contiguous_format)
+    xp = array_module(x.device)
+    source, target = (four, out) if xp is torch else (four.numpy(), out.numpy())
 
     def sample(start: int, stop: int) -> None:
         if uniforms is None:
             part = stream._replace(offset=stream.offset + start)
-            r = uniform_noise(part, stop - start, features, draws, x.device)
+            r = draw(part, stop - start, features, draws, x.device)
         else:
-            r = list(given[:, start:stop])
-        parts = estimate(four[start:stop].unbind(1), r, torch.finfo(x.dtype).max)
-        torch.stack(parts, 1, out=out[start:stop])
+            chosen = given[:, start:stop]
+            r = list(chosen if xp is torch else chosen.numpy())
+        values = [source[start:stop, k] for k in range(4)]
+        parts = estimate(xp, values, r, torch.finfo(x.dtype).max)
+        for k, part in enumerate(parts):
+            target[start:stop, k] = part
 
-    in_chunks(sample, groups, features, x.device)
+    with contextlib.nullcontext() if xp is torch else xp.errstate(all="ignore"):
+        in_chunks(sample, groups, features, x.device)
     pruned = out.view(groups * 4, features)[:length]
     return pruned.view(length, *rest).movedim(0, dim).to(x.dtype)
 
 
-def _normalise(x: Four) -> tuple[list[Tensor], Tensor, Tensor]:
+def _normalise(xp: Any, x: Sequence[Array]) -> tuple[list[Array], Array, Array]:
     """(magnitudes divided by the group's largest, that largest, second smallest of the former)."""
-    a = [v.abs() for v in x]
-    low, high = torch.minimum(a[0], a[1]), torch.maximum(a[0], a[1])
-    low2, high2 = torch.minimum(a[2], a[3]), torch.maximum(a[2], a[3])
-    largest = torch.maximum(high, high2)
-    second = torch.minimum(torch.maximum(low, low2, out=low), torch.minimum(high, high2, out=high))
+    a = [xp.abs(v) for v in x]
+    low, high = xp.minimum(a[0], a[1]), xp.maximum(a[0], a[1])
+    low2, high2 = xp.minimum(a[2], a[3]), xp.maximum(a[2], a[3])
+    largest = xp.maximum(high, high2)
+    second = xp.minimum(xp.maximum(low, low2, out=low), xp.minimum(high, high2, out=high))
     # a subnormal or zero maximum is replaced by the smallest normal number: no 0/0, no overflow
-    largest.clamp_(min=torch.finfo(largest.dtype).tiny)
-    return [v.div_(largest) for v in a], largest, second.div_(largest)
+    largest = xp.clip(largest, xp.finfo(largest.dtype).tiny, None)
+    for v in (*a, second):
+        v /= largest
+    return a, largest, second
 
 
 def _finish(
-    x: Four,
-    b: list[Tensor],
-    selected: list[Tensor],
-    value: list[Tensor],
-    second: Tensor,
+    xp: Any,
+    x: Sequence[Array],
+    b: list[Array],
+    selected: list[Array],
+    value: list[Array],
+    second: Array,
     saturation: float,
-) -> list[Tensor]:
+) -> list[Array]:
     """sign(x)·value where selected; groups with at most two non-zeros stay as they are."""
-    out = [
-        # multiplied by 0 or 1, not selected: a NaN must stay visible
-        torch.copysign(v.clamp_(max=saturation), xi, out=v).mul_(keep)
-        for xi, keep, v in zip(x, selected, value, strict=True)
-    ]
+    out = []
+    for xi, keep, v in zip(x, selected, value, strict=True):
+        capped = torch.clip(v, max=saturation) if xp is torch else xp.minimum(v, saturation)
+        estimate = _signed(xp, capped, xi)
+        estimate *= keep  # by 0 or 1, not a selection: a NaN must stay visible
+        out.append(estimate)
     # below the floor r·S may round up to S; such entries (10⁻²⁹ of the largest) are dropped
-    floor = torch.finfo(second.dtype).tiny * 2**30
-    # in eager mode on the CPU the test is cheaper than selections that change nothing
-    eager = second.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not eager or (second.numel() and not float(second.amin()) >= floor):  # true for NaN
-        sparse = second < floor
-        few = torch.stack([xi != 0 for xi in x]).sum(0) <= 2
-        out = [
-            torch.where(sparse, torch.where(few | ~(bi < floor), xi, 0), v)
-            for xi, bi, v in zip(x, b, out, strict=True)
-        ]
-    return out
+    floor = float(xp.finfo(second.dtype).tiny) * 2**30
+    # where looking costs no synchronisation, it is cheaper than selections that change nothing
+    if xp is not torch and second.size and second.min() >= floor:  # false for NaN
+        return out
+    sparse = second < floor
+    few = (x[0] != 0) * 1 + (x[1] != 0) + (x[2] != 0) + (x[3] != 0) <= 2
+    zero = x[0] * 0 if xp is torch else xp.float32(0)
+    return [
+        xp.where(sparse, xp.where(few | ~(bi < floor), xi, zero), v)
+        for xi, bi, v in zip(x, b, out, strict=True)
+    ]
 
 
-def _others(b: list[Tensor]) -> list[Tensor]:
+def _others(b: list[Array]) -> list[Array]:
     """Sum of the three other entries, for each entry; never a difference."""
     head, tail = b[0] + b[1], b[2] + b[3]
-    return [b[1] + tail, tail.add_(b[0]), head + b[3], head.add_(b[2])]
+    return [b[1] + tail, b[0] + tail, head + b[3], head + b[2]]
 
 
-def _below(u: Tensor, boundary: Tensor) -> Tensor:
-    """1.0 where u < boundary, else 0.0; NaN stays NaN.
-
-    Arithmetic on floats, since comparisons and selections are not vectorised by torch on the CPU.
-    Any positive difference, subnormal or not, exceeds 1 after two factors of the largest number.
-    """
-    huge = torch.finfo(u.dtype).max
-    return (boundary - u).mul_(huge).mul_(huge).clamp_(0, 1)
+def _below(xp: Any, u: Array, boundary: Array) -> Array:
+    """1.0 where u < boundary, else 0.0."""
+    return (u < boundary).to(u.dtype) if xp is torch else (u < boundary).astype(u.dtype)
 
 
-def _one_hot(u: Tensor, first: Tensor, second: Tensor, third: Tensor) -> list[Tensor]:
+def _signed(xp: Any, magnitude: Array, sign_of: Array) -> Array:
+    """``copysign``; NumPy's is not vectorised, its bit operations are."""
+    if xp is torch:
+        return torch.copysign(magnitude, sign_of)
+    integer, top = (xp.uint64, 63) if magnitude.itemsize == 8 else (xp.uint32, 31)
+    bits = sign_of.view(integer) & integer(1 << top)
+    bits |= magnitude.view(integer)
+    return bits.view(magnitude.dtype)
+
+
+def _one_hot(xp: Any, u: Array, first: Array, second: Array, third: Array) -> list[Array]:
     """Which of the intervals ending at the three boundaries (and beyond) holds u, as 0.0 or 1.0."""
-    a, b, c = _below(u, first), _below(u, second), _below(u, third)
-    last = c.neg().add_(1)
-    return [a, b - a, c.sub_(b), last]
+    a, b, c = _below(xp, u, first), _below(xp, u, second), _below(xp, u, third)
+    return [a, b - a, c - b, 1 - c]
 
 
-def _approximate(x: Four, r: list[Tensor], saturation: float) -> list[Tensor]:
-    b, scale, smallest = _normalise(x)
+def _approximate(xp: Any, x: Sequence[Array], r: list[Array], saturation: float) -> list[Array]:
+    b, scale, smallest = _normalise(xp, x)
     # First draw: the smallest i with r0·S < C_i. In floating point too r0·S < S for r0 ≤ 1 - 2⁻²⁴,
     # and an empty interval cannot be hit: a zero is never drawn.
     c1 = b[0] + b[1]
     c2 = c1 + b[2]
     total = c2 + b[3]
-    selected = _one_hot(r[0] * total, b[0], c1, c2)
+    selected = _one_hot(xp, r[0] * total, b[0], c1, c2)
     # Second draw: the same among the other three.
-    rest = [torch.addcmul(v, v, hit, value=-1) for hit, v in zip(selected, b, strict=True)]
-    c1 = torch.add(rest[0], rest[1], out=c1)
-    c2 = torch.add(c1, rest[2], out=c2)
-    u = torch.add(c2, rest[3], out=rest[3]).mul_(r[1])
-    for hit, again in zip(selected, _one_hot(u, rest[0], c1, c2), strict=True):
-        hit.add_(again)
-    del rest, c1, c2, u, again  # all of a chunk's temporaries live in cache
+    rest = [v - v * hit for v, hit in zip(b, selected, strict=True)]
+    c1 = rest[0] + rest[1]
+    c2 = c1 + rest[2]
+    again = _one_hot(xp, r[1] * (c2 + rest[3]), rest[0], c1, c2)
+    selected = [hit + other for hit, other in zip(selected, again, strict=True)]
+    del rest, c1, c2, again  # all of a chunk's temporaries live in cache
     # p_i = b_i/S·(1 + Q_i), Q_i = Σ_{j≠i} b_j/(S - b_j); hence |x_i|/p_i = S/(1 + Q_i)
-    odds = [torch.div(v, o, out=o) for v, o in zip(b, _others(b), strict=True)]
+    odds = [v / others for v, others in zip(b, _others(b), strict=True)]
     value = [
-        torch.maximum(torch.div(total, q.add_(1), out=q), v, out=q).mul_(scale)  # p ≤ 1
+        xp.maximum(total / (q + 1), v) * scale  # p ≤ 1
         for q, v in zip(_others(odds), b, strict=True)
     ]
-    return _finish(x, b, selected, value, smallest, saturation)
+    return _finish(xp, x, b, selected, value, smallest, saturation)
 
 
-def _exact(x: Four, r: list[Tensor], saturation: float) -> list[Tensor]:
-    b, scale, smallest = _normalise(x)
+def _exact(xp: Any, x: Sequence[Array], r: list[Array], saturation: float) -> list[Array]:
+    b, scale, smallest = _normalise(xp, x)
     others = _others(b)
-    rest = torch.minimum(
-        torch.minimum(others[0], others[1]), torch.minimum(others[2], others[3])
-    )  # all but the largest
+    rest = xp.minimum(xp.minimum(others[0], others[1]), xp.minimum(others[2], others[3]))
     half = (b[0] + others[0]) / 2
     # The largest is certain when it outweighs the rest; what remains is shared either way
-    share = torch.minimum(rest, half)
-    p = [(v / share).clamp_(max=1) for v in b]
+    share = xp.minimum(rest, half)
+    p = [xp.clip(v / share, None, 1) for v in b]
     # Systematic sampling: intervals of length p_i end to end on [0, 2), hit by u and u + 1.
     c1 = p[0] + p[1]
-    c2 = torch.where(b[3] == 0, torch.inf, c1 + p[2])  # u + 1 may round up to 2
-    selected = _one_hot(r[0], p[0], c1, c2)
-    for hit, again in zip(selected, _one_hot(r[0] + 1, p[0], c1, c2), strict=True):
-        hit.add_(again).clamp_(max=1)
-    value = [torch.maximum(share, v).mul_(scale) for v in b]
-    return _finish(x, b, selected, value, smallest, saturation)
+    c2 = xp.where(b[3] == 0, half * 0 + 2, c1 + p[2])  # no room for a zero by rounding
+    first = _one_hot(xp, r[0], p[0], c1, c2)
+    second = _one_hot(xp, r[0], p[0] - 1, c1 - 1, c2 - 1)  # u + 1 could round up to 2
+    selected = [xp.maximum(hit, other) for hit, other in zip(first, second, strict=True)]
+    value = [xp.maximum(share, v) * scale for v in b]
+    return _finish(xp, x, b, selected, value, smallest, saturation)

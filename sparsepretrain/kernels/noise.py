@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsepretrain.kernels.groups import array_module
+
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
@@ -72,29 +74,70 @@ def uniform_noise(
         ``words`` fp32 tensors of shape (groups, features).
     """
     key = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
+    device = device or torch.device("cpu")
+    return [torch.as_tensor(word) for word in draw(key, groups, features, words, device)]
+
+
+def draw(key: NoiseKey, groups: int, features: int, words: int, device: torch.device) -> list[Any]:
+    """:func:`uniform_noise` as arrays of :func:`array_module`."""
+    xp = array_module(device)
+    if xp is not torch:
+        key = NoiseKey(*map(int, key))
+    if xp is torch:
+        token = (torch.arange(groups, device=device) + key.offset).bitwise_and_(_LOW)
+        feature = torch.arange(features, device=device)
+    else:
+        token = (xp.arange(groups, dtype=xp.uint64) + xp.uint64(key.offset)) & xp.uint64(_LOW)
+        feature = xp.arange(features, dtype=xp.uint64)
     keys = [((key.k0 + r * _W0) & _LOW, (key.k1 + r * _W1) & _LOW) for r in range(_ROUNDS)]
-    token = (torch.arange(groups, device=device) + key.offset).bitwise_and_(_LOW).unsqueeze(1)
-    feature = torch.arange(features, device=device).unsqueeze(0)
-    # Two counter words are constant, so the first three rounds mostly broadcast (groups, 1) against
-    # (1, features), and of the last two only what the first two output words need is computed
-    c0, c1, c2, c3 = token, feature, token.new_zeros((1, 1)), token.new_zeros((1, 1))
+    first, second = _two_words(token.reshape(-1, 1), feature.reshape(1, -1), keys)
+    return [_to_unit(xp, word) for word in (first, second)[:words]]
+
+
+def _two_words(token: Any, feature: Any, keys: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """The two first words of :func:`philox` for the counters (token, feature, 0, 0).
+
+    Two counter words are constant, so the first three rounds mostly broadcast (groups, 1) against
+    (1, features), and of the last two only what the first two words need is computed.
+    """
+    c0, c1, c2, c3 = token, feature, token[:1] * 0, token[:1] * 0
     for k0, k1 in keys[:3]:
         p0, p1 = c0 * _M0, c2 * _M1
         c0, c1 = _high(p1) ^ c1 ^ k0, p1 & _LOW
         c2, c3 = _high(p0) ^ c3 ^ k1, p0 & _LOW
     for k0, k1 in keys[3:-2]:
         p0, p1 = c0 * _M0, c2 * _M1
-        c0 = _high(p1).bitwise_xor_(c1).bitwise_xor_(k0)
-        c2 = _high(p0).bitwise_xor_(c3).bitwise_xor_(k1)
-        c1, c3 = p1.bitwise_and_(_LOW), p0.bitwise_and_(_LOW)
-    c1 = (c2 * _M1).bitwise_and_(_LOW)
-    c2 = _high(c0 * _M0).bitwise_xor_(c3).bitwise_xor_(keys[-2][1])
+        c0, c2 = _high(p1), _high(p0)
+        c0 ^= c1
+        c0 ^= k0
+        c2 ^= c3
+        c2 ^= k1
+        p0 &= _LOW
+        p1 &= _LOW
+        c1, c3 = p1, p0
+    c1 = c2 * _M1
+    c1 &= _LOW
+    c2 = _high(c0 * _M0)
+    c2 ^= c3
+    c2 ^= keys[-2][1]
     last = c2 * _M1
-    out = [_high(last).bitwise_xor_(c1).bitwise_xor_(keys[-1][0]), last.bitwise_and_(_LOW)][:words]
-    return [word.bitwise_right_shift_(8).float().mul_(2.0**-24) for word in out]
+    first = _high(last)
+    first ^= c1
+    first ^= keys[-1][0]
+    last &= _LOW
+    return first, last
 
 
-def _high(product: Tensor) -> Tensor:
-    # the shift of a negative int64 carries ones down; the mask removes them
-    # (and the named function is vectorised where the operator is not)
-    return torch.bitwise_right_shift(product, 32).bitwise_and_(_LOW)
+def _high(product: Any) -> Any:
+    if isinstance(product, Tensor):
+        # int64: the shift of a negative number carries ones down, the mask removes them
+        return torch.bitwise_right_shift(product, 32).bitwise_and_(_LOW)
+    return product >> 32  # uint64
+
+
+def _to_unit(xp: Any, word: Any) -> Any:
+    """(word ≫ 8)·2⁻²⁴ as fp32."""
+    if xp is torch:
+        return torch.bitwise_right_shift(word, 8).float().mul_(2.0**-24)
+    word >>= 8
+    return word.astype(xp.uint32).astype(xp.float32) * xp.float32(2.0**-24)

@@ -54,7 +54,9 @@ def optimizer_for(method, parameters, cls=torch.optim.AdamW, **options):
     if method == "step":
         from sparsepretrain.optim import StepAdamW
 
-        return StepAdamW(parameters, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01)
+        return StepAdamW(
+            parameters, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, frozen_bias_correction=True
+        )
     return cls(parameters, **{"lr": 1e-2} | options)
 
 

@@ -387,3 +387,43 @@ def test_transposable_masks_refresh_from_the_first_sparse_step(start):
                 assert torch.equal(mask, seen[-1]), "masks rest between refreshes"
             seen.append(mask)
         train(model, optimizer, step, step + 1)
+
+
+def test_bias_gradients_are_summed_in_fp32():
+    model = Net(torch.float32)
+    sparsify(model, "ste")
+    x = torch.zeros(1001, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model.fc1(x)
+    y.backward(torch.ones_like(y))
+    assert torch.equal(model.fc1.bias.grad, torch.full((32,), 1001.0)), "1001 is no bfloat16"
+
+
+@pytest.mark.parametrize("attach_first", [False, True])
+def test_the_flip_baseline_survives_a_resume(attach_first):
+    model, optimizer, sparsifier = build("ste", cls=torch.optim.SGD, lr=0.1)
+    train(model, optimizer, 0, 2)
+    saved = everything(model, optimizer, sparsifier)
+    with torch.no_grad():
+        saved[0]["fc1.weight"].copy_(saved[0]["fc1.weight"].flip(1))  # as if masks rested since
+    resumed = Net(seed=4)
+    handle = sparsify(resumed, "ste")
+    other = torch.optim.SGD(resumed.parameters(), lr=0.0)
+    if attach_first:
+        handle.attach(other)
+    resumed.load_state_dict(saved[0])
+    handle.load_state_dict(saved[2])
+    if not attach_first:
+        handle.attach(other)
+    other.step()
+    flips = (sparsifier.masks()["fc1"] != handle.masks()["fc1"]).sum()
+    assert flips > 0 and handle.metrics()["flip_rate"] == float(flips) / (2 * 16 * 32)
+
+
+def test_loading_only_a_scale_is_seen():
+    model, _, _ = build("sste")
+    x = draw(2, 16)
+    before = model.fc1(x)
+    model.load_state_dict({"fc1.sparsity_beta": model.fc1.sparsity_beta * 2}, strict=False)
+    bias = model.fc1.bias
+    torch.testing.assert_close(model.fc1(x) - bias, 2 * (before - bias))
