@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sparsepretrain.kernels.bimask24 import bimask_masks
     from sparsepretrain.kernels.decay import masked_decay_
-    from sparsepretrain.kernels.flips import flip_count, pack_24, unpack_24
+    from sparsepretrain.kernels.flips import flip_count, pack_24, packed_flip_count, unpack_24
     from sparsepretrain.kernels.fp8 import dequantize_fp8, quantize_fp8
     from sparsepretrain.kernels.glu import geglu, swiglu
     from sparsepretrain.kernels.mvue24 import mvue
@@ -36,6 +36,7 @@ _HOME = {
     "mvue": "mvue24",
     "masked_decay_": "decay",
     "flip_count": "flips",
+    "packed_flip_count": "flips",
     "pack_24": "flips",
     "unpack_24": "flips",
     "transposable_mask": "transposable",
@@ -63,6 +64,7 @@ __all__ = [
     "noise_key",
     "optimal_scale",
     "pack_24",
+    "packed_flip_count",
     "prune_gradient",
     "quantize_fp8",
     "soft_threshold",

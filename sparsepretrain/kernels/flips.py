@@ -30,6 +30,16 @@ def flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None)
     return (previous.bool() ^ current.bool()).sum()
 
 
+def packed_flip_count(previous: Tensor, current: Tensor) -> Tensor:
+    """:func:`flip_count` of two packed masks (:func:`pack_24`), an eighth of the traffic.
+
+    Returns:
+        0-d int64 tensor.
+    """
+    ones = torch.tensor([i.bit_count() for i in range(256)], device=current.device)
+    return ones[(previous ^ current).int()].sum()
+
+
 def pack_24(mask: Tensor) -> Tensor:
     """A mask in one bit per element: position i of a group of four is bit i of its nibble.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import array_module, choose_backend, in_chunks
+from sparsepretrain.kernels.groups import array_module, choose_backend, in_chunks, signed
 from sparsepretrain.kernels.noise import NoiseKey, draw
 
 Array = Any
@@ -71,6 +71,7 @@ def mvue(
         rows = torch.nn.functional.pad(rows, (0, 0, 0, 4 - length % 4))
     groups, features = rows.shape[0] // 4, rows.shape[1]
     four = rows.view(groups, 4, features)
+    given = None  # bound in either case: compiled graphs cannot hold an empty cell
     if uniforms is not None:
         if uniforms.shape != (*rest, groups, draws):
             wanted, got = (*rest, groups, draws), tuple(uniforms.shape)
@@ -82,7 +83,7 @@ def mvue(
     source, target = (four, out) if xp is torch else (four.numpy(), out.numpy())
 
     def sample(start: int, stop: int) -> None:
-        if uniforms is None:
+        if given is None:
             part = stream._replace(offset=stream.offset + start)
             r = draw(part, stop - start, features, draws, x.device)
         else:
@@ -126,7 +127,7 @@ def _finish(
     out = []
     for xi, keep, v in zip(x, selected, value, strict=True):
         capped = torch.clip(v, max=saturation) if xp is torch else xp.minimum(v, saturation)
-        estimate = _signed(xp, capped, xi)
+        estimate = signed(xp, capped, xi)
         estimate *= keep  # by 0 or 1, not a selection: a NaN must stay visible
         out.append(estimate)
     # below the floor r·S may round up to S; such entries (10⁻²⁹ of the largest) are dropped
@@ -152,16 +153,6 @@ def _others(b: list[Array]) -> list[Array]:
 def _below(xp: Any, u: Array, boundary: Array) -> Array:
     """1.0 where u < boundary, else 0.0."""
     return (u < boundary).to(u.dtype) if xp is torch else (u < boundary).astype(u.dtype)
-
-
-def _signed(xp: Any, magnitude: Array, sign_of: Array) -> Array:
-    """``copysign``; NumPy's is not vectorised, its bit operations are."""
-    if xp is torch:
-        return torch.copysign(magnitude, sign_of)
-    integer, top = (xp.uint64, 63) if magnitude.itemsize == 8 else (xp.uint32, 31)
-    bits = sign_of.view(integer) & integer(1 << top)
-    bits |= magnitude.view(integer)
-    return bits.view(magnitude.dtype)
 
 
 def _one_hot(xp: Any, u: Array, first: Array, second: Array, third: Array) -> list[Array]:

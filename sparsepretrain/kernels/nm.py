@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import check_pattern, choose_backend, join_groups, split_groups
+from sparsepretrain.kernels.groups import (
+    array_module,
+    check_pattern,
+    choose_backend,
+    join_groups,
+    split_groups,
+)
 
 _INTEGER = {torch.float64: torch.int64, torch.float32: torch.int32}
 _PAIRWISE_LIMIT = 8
@@ -64,13 +70,15 @@ def _magnitude_bits(x: Tensor) -> Tensor:
 def _top_by_pairs(keys: list[Tensor], n: int) -> list[Tensor]:
     """Compare all pairs; position i is kept when it beats at least M - N others."""
     m = len(keys)
-    wins = [torch.zeros(keys[0].shape, dtype=torch.int8, device=keys[0].device) for _ in keys]
+    xp = array_module(keys[0].device)
+    values = keys if xp is torch else [key.numpy() for key in keys]
+    wins = [xp.zeros_like(values[0], dtype=xp.int8) for _ in values]
     for i in range(m):
         for j in range(i + 1, m):
-            first = keys[i] > keys[j]  # strict: on equality the later position wins
+            first = values[i] > values[j]  # strict: on equality the later position wins
             wins[i] += first
             wins[j] += ~first
-    return [w >= m - n for w in wins]
+    return [torch.as_tensor(w >= m - n) for w in wins]
 
 
 def _top_by_sort(keys: list[Tensor], n: int) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsepretrain.kernels import NoiseKey, flip_count, noise_key, pack_24, unpack_24
+from sparsepretrain.kernels import NoiseKey, noise_key, pack_24, packed_flip_count
 from sparsepretrain.sparsity.policy import DGRAD, WGRAD, Method, Projection
 
 PREVIOUS_MASK = "sparsity_previous_mask"
@@ -181,9 +180,9 @@ class LayerState:
     def compare(self, layer: SparseLayer) -> None:
         """Count the flips since the last comparison and remember the new mask."""
         code = layer.get_buffer(PREVIOUS_MASK)
-        mask = self.mask(layer)
-        self.flips = flip_count(unpack_24(code, mask.shape), mask)
-        code.copy_(pack_24(mask))
+        new = pack_24(self.mask(layer))
+        self.flips = packed_flip_count(code, new)
+        code.copy_(new)
 
 
 class SparseLayer(nn.Module):
@@ -235,7 +234,9 @@ class SparseLinear(SparseLayer, nn.Linear):
     replaces = nn.Linear
 
 
-@functools.cache
+_made: dict[type[nn.Module], type[SparseLayer]] = {}
+
+
 def sparse_class(cls: type[nn.Module]) -> type[SparseLayer] | None:
     """The sparse version of a layer class, or None when there is none.
 
@@ -252,9 +253,11 @@ def sparse_class(cls: type[nn.Module]) -> type[SparseLayer] | None:
             return None
     if cls.forward is not base.forward or cls.__name__ == "NonDynamicallyQuantizableLinear":
         return None  # its forward, or the attention that owns it, would bypass ours
-    axis = 0 if base.__name__ == "Conv1D" else 1
-    namespace = {"replaces": cls, "in_dim": axis, "__module__": __name__, "__doc__": cls.__doc__}
-    return type(f"Sparse{cls.__name__}", (SparseLayer, cls), namespace)
+    if cls not in _made:
+        axis = 0 if base.__name__ == "Conv1D" else 1
+        space = {"replaces": cls, "in_dim": axis, "__module__": __name__, "__doc__": cls.__doc__}
+        _made[cls] = type(f"Sparse{cls.__name__}", (SparseLayer, cls), space)
+    return _made[cls]
 
 
 def _blank(replaced: type[nn.Module]) -> SparseLayer:
