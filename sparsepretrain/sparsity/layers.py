@@ -40,10 +40,15 @@ class Clock:
 
     @torch.compiler.disable
     def count_forward(self) -> None:
-        """A training forward begins: the first after a step is micro-batch 0."""
-        if self._counting and not self._first:
-            self.micro += 1
-            self.tensor[1] += 1
+        """A training forward begins: the first after a step is micro-batch 0 of this rank."""
+        if not self._counting:
+            return
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self._first:
+            self.micro = torch.distributed.get_rank() if distributed else 0
+        else:
+            self.micro += torch.distributed.get_world_size() if distributed else 1
+        self.tensor[1] = self.micro
         self._first = False
 
     def now(self) -> Any:

@@ -113,6 +113,11 @@ class Method:
         self.options = options
         self.total_steps = total_steps
         self.window = self.window_steps(options.window)
+        if self.window[0] >= self.window[1]:
+            first, stop = self.window
+            raise ConfigError(
+                f"window: no step is sparse (from {first} to {stop} of {total_steps})"
+            )
 
     def steps_of(self, fraction: float, key: str) -> int:
         """⌊fraction·total_steps + ½⌋.

@@ -104,7 +104,8 @@ class Sparsifier:
     def micro_batch(self, index: int, rank: int = 0, world: int = 1) -> None:
         """State which part of the global batch the next forward sees.
 
-        Without this call the training forwards since the last step are counted (on rank 0 of 1).
+        Without this call the training forwards since the last step are counted, on the rank that
+        torch.distributed reports.
 
         Args:
             index: micro-batch of this rank within the optimiser step, from 0.
@@ -125,7 +126,7 @@ class Sparsifier:
         rule would choose.
         """
         self._require_sparse()
-        return {k: v.sparsity.mask(v) for k, v in self.layers.items()}
+        return {k: v.sparsity.mask(v).clone() for k, v in self.layers.items()}
 
     @torch.no_grad()
     def metrics(self, *, per_layer: bool = False) -> dict[str, float]:
@@ -236,14 +237,8 @@ class Sparsifier:
         found_inf = getattr(optimizer, "found_inf", None)
         if (found_inf is not None and bool(found_inf)) or self._densified:
             return
-        if self.active:
-            # looked up anew: the optimiser's load_state_dict replaces the group dictionaries
-            rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
-            for layer in self.layers.values():
-                mask = layer.sparsity.mask_in_use()
-                if mask is not None:
-                    lr = float(rates[id(layer.weight)])
-                    self.method.adjust_weight_(layer.weight, mask, lr)
+        if self.active and type(self.method).adjust_weight_ is not Method.adjust_weight_:
+            self._adjust_weights(optimizer)
         self._clock.set(step=self.completed_steps + 1)
         self.method.after_step(optimizer)
         self._set_phase()
@@ -256,6 +251,14 @@ class Sparsifier:
                 state.compare(layer)
             else:
                 state.flips = None
+
+    def _adjust_weights(self, optimizer: Optimizer) -> None:
+        # looked up anew: the optimiser's load_state_dict replaces the group dictionaries
+        rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+        for layer in self.layers.values():
+            mask = layer.sparsity.mask_in_use()
+            if mask is not None:
+                self.method.adjust_weight_(layer.weight, mask, float(rates[id(layer.weight)]))
 
     def _set_phase(self) -> None:
         self.method.set_step(self.completed_steps)
