@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -36,8 +37,13 @@ def packed_flip_count(previous: Tensor, current: Tensor) -> Tensor:
     Returns:
         0-d int64 tensor.
     """
-    ones = torch.tensor([i.bit_count() for i in range(256)], device=current.device)
-    return ones[(previous ^ current).int()].sum()
+    return _ones(current.device)[(previous ^ current).int()].sum(dtype=torch.int64)
+
+
+@functools.lru_cache(maxsize=8)
+def _ones(device: torch.device) -> Tensor:
+    """Number of ones in each byte."""
+    return torch.tensor([i.bit_count() for i in range(256)], dtype=torch.uint8, device=device)
 
 
 def pack_24(mask: Tensor) -> Tensor:

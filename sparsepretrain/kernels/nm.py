@@ -74,10 +74,12 @@ def _top_by_pairs(keys: list[Tensor], n: int) -> list[Tensor]:
     values = keys if xp is torch else [key.numpy() for key in keys]
     wins = [xp.zeros_like(values[0], dtype=xp.int8) for _ in values]
     for i in range(m):
+        wins[i] += m - 1 - i  # as if it beat all later ones, corrected below
         for j in range(i + 1, m):
-            first = values[i] > values[j]  # strict: on equality the later position wins
-            wins[i] += first
-            wins[j] += ~first
+            # strict: on equality the later position wins
+            later = (values[j] >= values[i]).view(xp.int8)
+            wins[i] -= later
+            wins[j] += later
     return [torch.as_tensor(w >= m - n) for w in wins]
 
 
