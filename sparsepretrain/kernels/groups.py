@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 16_000
+CHUNK = 24_000
 """Elements per temporary on the CPU, so that a chain of operations stays in the L2 cache."""
 
 
