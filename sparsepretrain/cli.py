@@ -232,15 +232,13 @@ def _illustrate(directory: Path) -> None:
 def _prepare(args: argparse.Namespace) -> int:
     import time
 
-    from sparsepretrain import config
-
-    run, _ = config.load(args.overrides, args.config_dir)
+    options = _data_options(args)
     from sparsepretrain import data
     from sparsepretrain.tracking.console import Console, count
 
     console = Console()
     start = time.monotonic()
-    prepared = data.prepare(run.data, workers=args.workers, on_progress=console.progress)
+    prepared = data.prepare(options, workers=args.workers, on_progress=console.progress)
     console.stop()
     seconds = time.monotonic() - start
     sizes = {split: len(tokens) for split, tokens in prepared.tokens.items()}
@@ -248,6 +246,22 @@ def _prepare(args: argparse.Namespace) -> int:
     console.info(f"prepared {count(sum(sizes.values()))} tokens ({parts}) in {prepared.directory}")
     console.info(f"{seconds:.1f} s, {count(sum(sizes.values()) / max(seconds, 1e-9))} tokens/s")
     return 0
+
+
+def _data_options(args: argparse.Namespace) -> Any:
+    """The group ``data``; all is checked but whether the model has a row for every token."""
+    from sparsepretrain import config
+    from sparsepretrain.config.strict import build
+
+    try:
+        return config.load(args.overrides, args.config_dir)[0].data
+    except ConfigError as error:
+        others = [m for m in error.messages if not m.startswith("model.vocab_size must be ≥")]
+        if others:
+            raise ConfigError(others) from error
+    plain = config.compose(args.overrides, args.config_dir)["data"]
+    source: Any = registry.get("source", plain["source"])
+    return build(source.Options, plain, "data")
 
 
 def _methods(args: argparse.Namespace) -> int:

@@ -48,7 +48,7 @@ def run(*, suite: str, out: Path | None = None, quick: bool = False) -> dict[str
             c.name,
             f"{c.value:.3g} {c.unit}",
             c.limit_text,
-            "" if c.ok is None else "yes" if c.ok else "NO",
+            "" if quick or c.ok is None else "yes" if c.ok else "NO",
         )
         for c in cases
     ]

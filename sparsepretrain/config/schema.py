@@ -239,6 +239,8 @@ class Run:
     def problems(self) -> Problems:
         """Range errors as (key, message)."""
         yield from _positive(self, "steps")
+        if not self.runs_dir:
+            yield "runs_dir", "must name a directory, got ''"
         if not 0 <= self.seed < 2**63:
             yield "seed", f"must lie in [0, 2^63), got {self.seed}"
         if self.clip is not None and self.clip <= 0:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
 from sparsepretrain.sparsity.policy import Method
 
 
@@ -84,7 +84,7 @@ def cover(model: nn.Module, layers: dict[str, SparseLayer], method: Method) -> C
     dense = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not isinstance(module, SparseLayer)
+        if sparse_class(type(module)) is not None  # None for layers that are sparse
     ]
     return Coverage(
         method=method.options.name,

@@ -32,13 +32,18 @@ def is_finished(directory: Path, run: Run) -> bool:
 
 
 def choose_checkpoint(
-    directory: Path, run: Run, plain: dict[str, Any], console: Console
+    directory: Path, run: Run, named: Path | None, console: Console
 ) -> Path | None:
     """The checkpoint to continue from according to ``resume``; None: from the start.
 
+    Args:
+        directory: of the run.
+        run: its configuration.
+        named: what :func:`named_checkpoint` returned.
+        console: says what is passed over.
+
     Raises:
-        CheckpointError: none of the run's checkpoints is whole, or the one named does not exist,
-            is damaged, or comes from a configuration that this one cannot continue.
+        CheckpointError: none of the run's checkpoints is whole.
     """
     if run.resume == "never":
         if any(directory.glob("checkpoints/step_*")) or (directory / "metrics.jsonl").exists():
@@ -50,9 +55,11 @@ def choose_checkpoint(
         raise CheckpointError(
             f"no checkpoint in {own} is whole: restore one, or start anew with resume=never"
         )
-    if run.resume == "auto" or newest is not None:
-        return newest  # a requeued resume=PATH goes on where it was stopped
-    return _named(Path(run.resume), plain, console)
+    if newest is None or named is None:
+        return newest or named
+    # a requeued resume=PATH goes on where it was stopped
+    console.info(f"this run has checkpoints of its own: {newest} is used instead of {named}")
+    return newest
 
 
 def set_aside(directory: Path) -> Path:
@@ -67,7 +74,16 @@ def set_aside(directory: Path) -> Path:
     return target
 
 
-def _named(path: Path, plain: dict[str, Any], console: Console) -> Path:
+def named_checkpoint(run: Run, plain: dict[str, Any], console: Console) -> Path | None:
+    """The checkpoint that ``resume=PATH`` names; None for ``auto`` and ``never``.
+
+    Raises:
+        CheckpointError: it does not exist, is damaged, or comes from a configuration that this
+            one cannot continue.
+    """
+    if run.resume in ("auto", "never"):
+        return None
+    path = Path(run.resume)
     if (path / "checkpoints").is_dir():
         found = checkpoint.newest_valid(path / "checkpoints", console.warn)
         if found is None:

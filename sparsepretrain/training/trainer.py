@@ -29,7 +29,7 @@ from sparsepretrain.training.hardware import environment, peak_flops
 from sparsepretrain.training.loop import Training, run_steps
 from sparsepretrain.training.plan import flops_per_item
 from sparsepretrain.training.precision import grad_scaler
-from sparsepretrain.training.resume import choose_checkpoint, is_finished
+from sparsepretrain.training.resume import choose_checkpoint, is_finished, named_checkpoint
 from sparsepretrain.training.signals import StopSignals
 
 
@@ -38,13 +38,18 @@ def train(run: Run, plain: dict[str, Any], console: Console | None = None) -> in
     console = console or Console()
     check_login(run.tracker)
     directory = freeze.run_directory(plain)
+    named = named_checkpoint(run, plain, console)
+    finished = f"{directory} is finished ({run.steps} steps): nothing to do"
     if run.resume != "never" and is_finished(directory, run):
-        console.info(f"{directory} is finished ({run.steps} steps): nothing to do")
+        console.info(finished)
         return 0
     with StopSignals() as signals:
         t = build_training(run, console)
         with _claim(directory):
-            source = choose_checkpoint(directory, run, plain, console)
+            if run.resume != "never" and is_finished(directory, run):  # by another process
+                console.info(finished)
+                return 0
+            source = choose_checkpoint(directory, run, named, console)
             if source is not None:
                 _restore(t, source)
                 console.info(f"continuing from {source} (step {t.step})")

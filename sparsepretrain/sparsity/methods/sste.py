@@ -69,6 +69,7 @@ class SSTE(Method):
     ) -> None:
         """Recompute β if asked to; it then grows layer by layer (S-STE Figure 4)."""
         if self.options.beta_update == "step":
+            weight = weight if weight.itemsize > 4 else weight.float()  # the master may be bf16
             state["beta"].copy_(self._scale(weight, self._soft(weight, dim)))
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
