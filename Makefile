@@ -21,7 +21,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy --no-error-summary
-	$(BIN)/lint-imports --quiet
+	@out=$$($(BIN)/lint-imports 2>&1) || { echo "$$out"; exit 1; }
 
 test-fast: $(VENV)/.dev
 	$(TEST) -n 2 -m "not fault and not slow"
