@@ -75,7 +75,8 @@ def _shrink(value: Tensor, magnitude: Tensor, t: Tensor) -> Tensor:
     if xp is torch:
         return torch.where(magnitude <= t, 0, value - torch.copysign(t, value))
     a, threshold = magnitude.numpy(), t.numpy()
-    kept = signed(xp, a - threshold, value.numpy())
+    with xp.errstate(invalid="ignore"):  # inf - inf
+        kept = signed(xp, a - threshold, value.numpy())
     integer = xp.int64 if kept.itemsize == 8 else xp.int32
     # as bits: all ones where kept (or NaN), all zeros where dropped; four times faster than where
     bits = (a <= threshold).astype(integer)

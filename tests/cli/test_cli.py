@@ -170,10 +170,15 @@ def test_report(monkeypatch, capsys):
 
 def test_bench(monkeypatch):
     seen = []
-    run = lambda **options: seen.append(options)  # noqa: E731
+
+    def run(**options):
+        seen.append(options)
+        return {"within_limits": options["quick"]}
+
     replace(monkeypatch, "bench", run=run, SUITES=("cpu",))
     assert cli.main(["bench", "suite=cpu", "quick=true", "out=x.json"]) == 0
     assert seen == [{"suite": "cpu", "out": Path("x.json"), "quick": True}]
+    assert cli.main(["bench", "suite=cpu"]) == 1
 
 
 def test_closed_output_is_not_an_error():

@@ -32,6 +32,8 @@ def test_the_registry_lists_the_methods():
     assert {"dense", "ste", "srste", "sste"} <= set(sp.list_methods())
     for name in sp.list_methods():
         cls = registry.get("method", name)
+        if not cls.__module__.startswith("sparsepretrain."):
+            continue  # a plugin that another test registered in this process
         assert issubclass(cls, Method) and cls.summary and cls.paper
         cls.products._asdict()
 
