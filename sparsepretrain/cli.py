@@ -8,12 +8,11 @@ import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 from sparsepretrain import __version__, registry
-from sparsepretrain.completion import COMPLETION
+from sparsepretrain.completion import COMPLETION, override_words
 from sparsepretrain.errors import INTERRUPTED, ConfigError, SparsePretrainError
 
 USAGE_ERROR = 2
@@ -356,28 +355,10 @@ def _complete(words: list[str]) -> int:
         if before[0] == "bench":
             found += [f"{f.name}=" for f in fields(Bench)]
         elif any(action.dest == "overrides" for action in actions) and current[:1] != "-":
-            found += _override_words(before[1:], current)
+            found += override_words(before[1:], current)
     matching = [word for word in found if word.startswith(current)]
     print("\n".join(matching), end="\n" if matching else "")
     return 0
-
-
-def _override_words(typed: list[str], current: str) -> list[str]:
-    """``group=`` and ``key=`` of the configuration typed so far, or the options of a group."""
-    from sparsepretrain.config.compose import catalogue, compose
-    from sparsepretrain.config.freeze import flat
-
-    directories = [Path(b) for a, b in pairwise(typed) if a == "--config-dir"]
-    groups = catalogue(directories)
-    group, equals, _ = current.partition("=")
-    if equals:
-        return [f"{group}={option}" for option in groups.get(group, ())]
-    settled = [word for word in typed if "=" in word and not word.startswith("-")]
-    try:
-        plain = compose(settled, directories)
-    except ConfigError:
-        plain = compose((), directories)
-    return [f"{word}=" for word in (*groups, *flat(plain)) if word != "experiment"]
 
 
 def _table(rows: list[list[str]]) -> None:

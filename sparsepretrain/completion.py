@@ -1,6 +1,11 @@
-"""Shell completion: the scripts that ``sparsepretrain completion SHELL`` prints."""
+"""Shell completion: the scripts, and the words of the configuration that they offer."""
 
 from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+from sparsepretrain.errors import ConfigError
 
 COMPLETION = {
     "bash": r"""# eval "$(sparsepretrain completion bash)"
@@ -36,3 +41,21 @@ complete -c sparsepretrain -a '(__sparsepretrain)'
 """,
 }
 """Shell -> script; each asks the hidden verb ``__complete``, so it never goes out of date."""
+
+
+def override_words(typed: list[str], current: str) -> list[str]:
+    """``group=`` and ``key=`` of the configuration typed so far, or the options of a group."""
+    from sparsepretrain.config.compose import catalogue, compose
+    from sparsepretrain.config.freeze import flat
+
+    directories = [Path(b) for a, b in pairwise(typed) if a == "--config-dir"]
+    groups = catalogue(directories)
+    group, equals, _ = current.partition("=")
+    if equals:
+        return [f"{group}={option}" for option in groups.get(group, ())]
+    settled = [word for word in typed if "=" in word and not word.startswith("-")]
+    try:
+        plain = compose(settled, directories)
+    except ConfigError:
+        plain = compose((), directories)
+    return [f"{word}=" for word in (*groups, *flat(plain)) if word != "experiment"]
