@@ -10,7 +10,7 @@ INSTALLED := $(if $(wildcard $(VENV)/.dev),$(VENV)/.dev,$(VENV)/.user)
 # two busy OpenMP threads per test process on a small machine are slower than one
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: train test lint test-fast test-fault test-slow bench figure clean
+.PHONY: train test lint test-fast test-fault test-slow bench figure docs clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
@@ -34,6 +34,10 @@ test-slow: $(VENV)/.dev
 
 bench: $(INSTALLED)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/sparsepretrain bench suite=cpu out=benchmarks/results/cpu.json
+
+# the tables of the documentation that come from the code and from the measurements
+docs: $(VENV)/.dev
+	$(BIN)/python scripts/generate_docs.py
 
 # the four methods with equal data order and initial weights, overlaid
 figure: $(INSTALLED)

@@ -1,0 +1,265 @@
+"""Rewrite the generated tables of the documentation; ``make docs`` runs it.
+
+A table stands between ``<!-- generated: TABLE ARGUMENT -->`` and ``<!-- end -->``. What it holds
+comes from the registry, the option dataclasses, the YAML files and ``benchmarks/results``, so that
+a name, a default or a measured number is written down once.
+
+    python scripts/generate_docs.py           rewrite what is stale, print the files
+    python scripts/generate_docs.py --check   rewrite nothing; exit code 1 if something is stale
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import os
+import re
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from sparsepretrain import registry
+from sparsepretrain.config.compose import shipped
+from sparsepretrain.sparsity import MethodOptions
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "docs" / "methods"
+MEASURED = ROOT / "benchmarks" / "results" / "cpu.json"
+
+BLOCK = re.compile(
+    r"(?P<start><!-- generated: (?P<table>\w+)(?: (?P<argument>.+?))? -->\n)"
+    r".*?(?P<end><!-- end -->)",
+    re.DOTALL,
+)
+YAML_LINE = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: +(?P<value>[^#]*?))?(?: *# *(?P<note>.*))?")
+
+
+class Key(NamedTuple):
+    """One key as it stands in a YAML file."""
+
+    value: str
+    comment: str
+
+
+def documents() -> list[Path]:
+    """Every Markdown file of the repository that people read."""
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def render(text: str, path: Path) -> str:
+    """``text``, the contents of ``path``, with every generated table up to date."""
+
+    def replace(block: re.Match[str]) -> str:
+        if block["table"] not in TABLES:
+            raise SystemExit(f"{path}: no generated table is called {block['table']!r}")
+        return block["start"] + TABLES[block["table"]](block["argument"] or "", path) + block["end"]
+
+    return BLOCK.sub(replace, text)
+
+
+def main(arguments: list[str]) -> int:
+    """Bring all documents up to date, or only look."""
+    stale = []
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        new = render(text, path)
+        if new != text:
+            stale.append(path)
+            if "--check" not in arguments:
+                path.write_text(new, encoding="utf-8")
+    for path in stale:
+        print(path.relative_to(ROOT))
+    return 1 if stale and "--check" in arguments else 0
+
+
+# ------------------------------------------------------------------------------------- the tables
+
+
+def options(method: str, path: Path) -> str:
+    """Every key of a method: type, default, meaning."""
+    cls = registry.get("method", method).Options  # type: ignore[attr-defined]
+    written = yaml_keys(shipped() / "sparsity" / f"{method}.yaml")
+    own, shared = docstrings(cls), docstrings(MethodOptions)
+    rows = []
+    # the method's own keys first, then those that every method has
+    for key, annotation in sorted(leaves(cls), key=lambda leaf: leaf[0].split(".")[0] in SHARED):
+        # the latter are explained for the method at hand in its YAML file
+        meaning = written[key].comment if key.partition(".")[0] in SHARED else own.get(key, "")
+        meaning = meaning or shared.get(key, "")
+        rows.append([f"`{key}`", type_words(annotation), f"`{written[key].value}`", prose(meaning)])
+    return table(["key", "type", "default", "meaning"], rows)
+
+
+def operands(method: str, path: Path) -> str:
+    """The row of one method in the operand table."""
+    row = registry.get("method", method).products  # type: ignore[attr-defined]
+    return table([OPERANDS[k] for k in row._fields], [[prose(cell) for cell in row]])
+
+
+def methods(_: str, path: Path) -> str:
+    """The operand table of all methods, with links to their pages."""
+    rows = []
+    for name in registry.names("method"):
+        method: Any = registry.get("method", name)
+        page = os.path.relpath(PAGES / f"{name}.md", path.parent)
+        cells = [prose(cell) for cell in method.products]
+        rows.append([f"[`{name}`]({page})", *cells, linked(method.paper)])
+    return table(["method", *OPERANDS.values(), "paper"], rows)
+
+
+def costs(method: str, path: Path) -> str:
+    """What the committed benchmark says about one method."""
+    found = bench(rf"(step time|peak memory), (our )?{re.escape(method)}\b.* over ", path)
+    if found:
+        return found
+    return (
+        f"No measurement of `{method}` is committed. To compare: tokens/s in the reports of\n"
+        f"`sparsepretrain train sparsity={method}` and `sparsepretrain train sparsity=dense`.\n"
+    )
+
+
+def bench(pattern: str, path: Path) -> str:
+    """Cases of the committed CPU benchmark whose names match; empty if there is none."""
+    record = json.loads(MEASURED.read_text(encoding="utf-8"))
+    rows = []
+    for case in record["cases"]:
+        if re.match(pattern, case["name"]):
+            rows.append([case["name"], f"{case['value']:.4g} {case['unit']}", limit(case)])
+    if not rows:
+        return ""
+    where, versions = record["environment"], record["environment"]["packages"]
+    hardware = where["hardware"]
+    raw = os.path.relpath(MEASURED, path.parent)
+    source = (
+        f"{hardware['cores']} cores of an {hardware['device']}, torch {versions['torch']}, "
+        f"NumPy {versions['numpy']}, commit {where['commit']}; `gpt2_nano`; step times are "
+        f"medians of interleaved ratios in one process ([raw results]({raw})). "
+        f"Again: `{where['command']}`."
+    )
+    source = textwrap.fill(source, 100, break_long_words=False, break_on_hyphens=False)
+    return table(["case", "measured", "limit"], rows) + f"\n{source}\n"
+
+
+TABLES: dict[str, Callable[[str, Path], str]] = {
+    "bench": bench,
+    "costs": costs,
+    "methods": methods,
+    "operands": operands,
+    "options": options,
+}
+
+OPERANDS = {"A": "A(W)", "B": "B(W)", "P": "P(G)", "U": "U(G)", "J": "J"}
+
+SHARED = {f.name for f in dataclasses.fields(MethodOptions)}
+"""Keys that every method has."""
+
+
+# ------------------------------------------------------------------------------------ where from
+
+
+def leaves(cls: type) -> Iterator[tuple[str, Any]]:
+    """Dotted names and types of the fields of an options class; its name is not an option."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from (
+                (f"{field.name}.{key}", kind) for key, kind in leaves(typing.cast(type, hint))
+            )
+        elif field.name != "name":
+            yield field.name, hint
+
+
+def docstrings(cls: type) -> dict[str, str]:
+    """Field -> the string literal that follows it, base classes included."""
+    found: dict[str, str] = {}
+    for part in reversed(cls.__mro__[:-1]):
+        body = typing.cast(
+            ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(part))).body[0]
+        ).body
+        for field, below in itertools.pairwise(body):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+                and isinstance(below.value.value, str)
+            ):
+                found[field.target.id] = " ".join(below.value.value.split())
+    return found
+
+
+def yaml_keys(file: Path) -> dict[str, Key]:
+    """Dotted key -> value and comment, both as written; a comment may stand on the line above."""
+    found: dict[str, Key] = {}
+    group, above = "", ""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        text = line.strip()
+        if text.startswith("#"):
+            above = f"{above} {text.lstrip('# ')}".strip()
+            continue
+        entry = YAML_LINE.fullmatch(line)
+        if entry is not None:
+            inside = group if entry["indent"] else ""
+            if not entry["value"]:
+                group = entry["key"] + "."
+            found[inside + entry["key"]] = Key(entry["value"] or "", entry["note"] or above)
+        above = ""
+    return found
+
+
+# --------------------------------------------------------------------------------------- Markdown
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A GitHub table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def type_words(annotation: Any) -> str:
+    """A type as a person types values of it."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_words(part) for part in arguments)
+    if origin is tuple:
+        return "[" + ", ".join(type_words(part) for part in arguments) + "]"
+    if origin is list:
+        return "list of " + type_words(arguments[0])
+    return "null" if annotation is type(None) else annotation.__name__
+
+
+def prose(text: str) -> str:
+    """Plain text for a table cell: nothing in it is Markdown, except code spans."""
+    spans = re.split(r"(`+[^`]*`+)", text)
+    spans[::2] = [re.sub(r"([*_<])", r"\\\1", span) for span in spans[::2]]
+    spans[1::2] = [f"`{span.strip('`')}`" for span in spans[1::2]]
+    return "".join(spans).replace("|", "\\|")
+
+
+def linked(paper: str) -> str:
+    """``arXiv:…`` as a link."""
+    return re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[\1](https://arxiv.org/abs/\1)", paper)
+
+
+def limit(case: dict[str, Any]) -> str:
+    """The bound of a case, and whether it was missed."""
+    bounds = [
+        f"{sign} {case[key]:g}"
+        for key, sign in (("at_most", "≤"), ("at_least", "≥"))
+        if case[key] is not None
+    ]
+    return ", ".join(bounds) + (" (missed)" if case["ok"] is False else "") if bounds else "–"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

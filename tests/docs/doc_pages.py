@@ -1,0 +1,120 @@
+"""What the tests of the documentation read: files, fenced blocks, links, headings."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import unicodedata
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^(?P<fence>```+)(?P<language>[^\n`]*)\n(?P<body>.*?)^(?P=fence)$", re.M | re.S)
+HEADING = re.compile(r"^#+ (.+)$", re.M)
+LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+
+
+def load_generator():
+    """``scripts/generate_docs.py`` as a module; it is not part of the package."""
+    if "generate_docs" not in sys.modules:
+        file = ROOT / "scripts" / "generate_docs.py"
+        spec = importlib.util.spec_from_file_location("generate_docs", file)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["generate_docs"] = module
+        spec.loader.exec_module(module)
+    return sys.modules["generate_docs"]
+
+
+generator = load_generator()
+DOCUMENTS = generator.documents()
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    file: Path
+    line: int
+    language: str
+    body: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(file: Path, language: str | None = None) -> list[Block]:
+    """Fenced blocks of a file, in order."""
+    text = file.read_text(encoding="utf-8")
+    found = [
+        Block(file, text.count("\n", 0, m.start()) + 1, m["language"].strip(), m["body"])
+        for m in FENCE.finditer(text)
+    ]
+    return [block for block in found if language in (None, block.language)]
+
+
+def without_code(text: str) -> str:
+    """``text`` without fenced blocks and code spans."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments that GitHub gives to the headings of a page."""
+    found: set[str] = set()
+    for heading in HEADING.findall(FENCE.sub("", text)):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        kept = (c for c in words if c in " -_" or unicodedata.category(c)[0] in "LN")
+        slug = "".join(kept).replace(" ", "-")
+        repeated = sum(re.fullmatch(re.escape(slug) + r"(-\d+)?", a) is not None for a in found)
+        found.add(f"{slug}-{repeated}" if repeated else slug)
+    return found
+
+
+def dead_links(file: Path, text: str) -> list[str]:
+    """Links of ``text`` to files or headings of this repository that do not exist."""
+    dead = []
+    for link in LINK.finditer(without_code(text)):
+        address, _, fragment = link["target"].partition("#")
+        if re.match(r"[a-z]+:", address):
+            continue  # elsewhere
+        target = (file.parent / address).resolve() if address else file
+        if not target.exists() or not target.is_relative_to(ROOT):
+            dead.append(link["target"])
+        elif fragment and target.suffix == ".md":
+            page = text if target == file else target.read_text(encoding="utf-8")
+            if fragment not in anchors(page):
+                dead.append(link["target"])
+    return dead
+
+
+MATH = re.compile(
+    r"^\$\$\n(?P<block>.*?)\n\$\$$|(?<![\w$])\$(?P<inline>[^$\n]+)\$(?![\w$])", re.M | re.S
+)
+FORBIDDEN = (
+    r"\\(operatorname|mbox|phantom|newcommand|def|require|href|style|class|unicode|label|tag)\b"
+)
+
+
+def math_problems(text: str) -> list[str]:
+    """What GitHub would not render, or would render as something else."""
+    text = without_code(text)
+    problems = []
+    for part in MATH.finditer(text):
+        formula = part["block"] or part["inline"]
+        if re.search(FORBIDDEN, formula):
+            problems.append(f"macro that GitHub refuses: {formula}")
+        if re.search(r"\\[^A-Za-z]", formula):  # Markdown takes the backslash away
+            problems.append(f"escaped punctuation: {formula}")
+        if formula.count("{") != formula.count("}"):
+            problems.append(f"unbalanced braces: {formula}")
+        if len(re.findall(r"\\left\b", formula)) != len(re.findall(r"\\right\b", formula)):
+            problems.append(f"unbalanced delimiters: {formula}")
+        if re.search(r"[*<]", formula):  # emphasis, HTML: \ast and \lt mean the same
+            problems.append(f"* or < in a formula: {formula}")
+        if part["block"]:
+            around = text[max(0, part.start() - 2) : part.start()], text[part.end() :][:2]
+            if around != ("\n\n", "\n\n"):
+                problems.append(f"needs an empty line before and after: {formula}")
+    if "$" in MATH.sub("", text):
+        problems.append("a $ that opens or closes nothing")
+    return problems

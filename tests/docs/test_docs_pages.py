@@ -1,0 +1,168 @@
+"""Pages say what the code says: every method has one, every key is explained, nothing is stale."""
+
+import dataclasses
+import re
+import shutil
+
+import pytest
+from doc_pages import DOCUMENTS, ROOT, anchors, blocks, dead_links, generator, math_problems
+
+from sparsepretrain import registry
+from sparsepretrain.sparsity import MethodOptions
+
+METHODS = registry._builtin_names("method")
+PAGES = ROOT / "docs" / "methods"
+SECTIONS = (
+    "equations",
+    "sources",
+    "options",
+    "where-paper-and-code-differ",
+    "published-settings",
+    "use",
+    "costs",
+    "pitfalls",
+)
+each_document = pytest.mark.parametrize("file", DOCUMENTS, ids=lambda f: str(f.relative_to(ROOT)))
+each_method = pytest.mark.parametrize("method", METHODS)
+
+
+def page(method: str) -> str:
+    return (PAGES / f"{method}.md").read_text(encoding="utf-8")
+
+
+def test_every_method_has_a_page_and_every_page_a_method():
+    assert {f.stem for f in PAGES.glob("*.md")} - {"README"} == set(METHODS)
+
+
+@each_method
+def test_a_page_has_every_section_and_table(method):
+    text = page(method)
+    assert text.startswith("# ") and f"(`{method}`)" in text.splitlines()[0]
+    assert anchors(text) >= set(SECTIONS)
+    tables = {(m["table"], m["argument"]) for m in generator.BLOCK.finditer(text)}
+    assert tables == {("operands", method), ("options", method), ("costs", method)}
+
+
+@each_method
+def test_every_key_is_in_the_table_with_a_meaning(method):
+    lines = generator.options(method, PAGES).splitlines()[2:]
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
+    options = registry.get("method", method).Options
+    top = {f.name for f in dataclasses.fields(options)} - {"name", "window"}
+    assert {row[0].strip(" `") for row in rows} == top | {"window.start", "window.stop"}
+    assert all(len(row) == 4 and all(cell.strip(" `") for cell in row) for row in rows), rows
+
+
+@each_method
+def test_the_index_says_whom_a_method_is_for(method):
+    text = (PAGES / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(rf"^\| \[`{method}`\]\({method}\.md\) \|", text, re.M)
+    assert len(listed) == 2, "a row of the operand table, and one of the table of purposes"
+
+
+@each_document
+def test_generated_tables_are_up_to_date(file):
+    text = file.read_text(encoding="utf-8")
+    assert generator.render(text, file) == text, "run `make docs`"
+    assert text.count("<!-- generated: ") - text.count("`<!-- generated: ") == len(
+        list(generator.BLOCK.finditer(text))
+    ), "a marker without its end"
+
+
+@each_document
+def test_links_lead_somewhere(file):
+    assert dead_links(file, file.read_text(encoding="utf-8")) == []
+
+
+@each_document
+def test_github_renders_the_math(file):
+    assert math_problems(file.read_text(encoding="utf-8")) == []
+
+
+@each_document
+def test_every_fenced_block_names_its_language(file):
+    assert {b.language for b in blocks(file)} <= {"sh", "python", "text", "yaml"}
+
+
+def test_every_page_is_reachable_from_the_index():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    top = {f for f in DOCUMENTS if f.parent in (ROOT / "docs", ROOT) and f.name != "README.md"}
+    missing = [f.name for f in top if f"{f.name})" not in index]
+    assert not missing, f"docs/README.md does not link {missing}"
+
+
+def test_a_changed_default_makes_a_page_stale(tmp_path, monkeypatch):
+    (tmp_path / "sparsity").mkdir()
+    copy = shutil.copy(generator.shipped() / "sparsity" / "srste.yaml", tmp_path / "sparsity")
+    text = (PAGES / "srste.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(generator, "shipped", lambda: tmp_path)
+    assert generator.render(text, PAGES / "srste.md") == text
+    changed = (tmp_path / "sparsity" / "srste.yaml").read_text().replace("2.0e-4", "3.0e-4")
+    (tmp_path / "sparsity" / "srste.yaml").write_text(changed)
+    assert "`3.0e-4`" in generator.render(text, PAGES / "srste.md"), copy
+
+
+def test_check_reports_and_does_not_write(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "page.md"
+    file.write_text("<!-- generated: operands ste -->\nold\n<!-- end -->\n")
+    monkeypatch.setattr(generator, "documents", lambda: [file])
+    monkeypatch.setattr(generator, "ROOT", tmp_path)
+    assert generator.main(["--check"]) == 1 and "old" in file.read_text()
+    assert generator.main([]) == 0 and "M∘W" in file.read_text() and "old" not in file.read_text()
+    assert generator.main(["--check"]) == 0
+    assert capsys.readouterr().out == "page.md\npage.md\n"
+
+
+def test_a_comment_may_stand_above_its_key(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text(
+        "# about the file\n\nname: x\n# first\n# second\na: 1\nw:\n  b: [0, 1]  # c # d\n"
+    )
+    keys = generator.yaml_keys(file)
+    assert keys["a"] == ("1", "first second") and keys["w.b"] == ("[0, 1]", "c # d")
+    assert keys["name"].comment == ""
+
+
+def test_docstrings_of_attributes_are_read_through_base_classes():
+    found = generator.docstrings(registry.get("method", "srste").Options)
+    assert found["m"] == generator.docstrings(MethodOptions)["m"] == "Group size."
+    assert "λ" in found["decay"] and "name" not in found
+
+
+@pytest.mark.parametrize(
+    ("annotation", "words"),
+    [
+        (float, "float"),
+        (int | None, "int or null"),
+        (str | list[str], "str or list of str"),
+        (tuple[float | None, int], "[float or null, int]"),
+    ],
+)
+def test_types_in_words(annotation, words):
+    assert generator.type_words(annotation) == words
+
+
+def test_prose_cannot_become_markdown():
+    assert generator.prose('["*.a_b.*"] | ``x*|y``') == '["\\*.a\\_b.\\*"] \\| `x*\\|y`'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "$$\n\\operatorname{sign}(x)\n$$",
+        "text\n$$\nx\n$$\n",
+        "\n\n$$\n\\{x\\}\n$$\n\n",
+        "\n\n$$\n\\frac{1}{2\n$$\n\n",
+        "\n\n$$\nx^*\n$$\n\n",
+        "\n\n$$\n\\left( x\n$$\n\n",
+        "costs $5",
+    ],
+)
+def test_math_that_github_would_not_render_is_found(text):
+    assert math_problems(text)
+
+
+def test_dead_links_are_found(tmp_path):
+    file = PAGES / "README.md"
+    text = "# A b\n[x](ste.md) [y](nothing.md) [z](#a-b) [w](#c) [v](ste.md#nowhere) `[u](n.md)`"
+    assert dead_links(file, text) == ["nothing.md", "#c", "ste.md#nowhere"]

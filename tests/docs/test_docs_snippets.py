@@ -1,0 +1,86 @@
+"""What the documentation shows is run: library snippets as they are, commands on a tiny model."""
+
+import glob
+import os
+import re
+import subprocess
+
+import pytest
+from doc_pages import DOCUMENTS, ROOT, blocks
+
+from sparsepretrain import cli, config
+from sparsepretrain.errors import ConfigError
+
+SHELL = [b for f in DOCUMENTS for b in blocks(f, "sh")]
+PYTHON = [b for f in DOCUMENTS for b in blocks(f, "python")]
+RUN = ("train", "prepare", "methods", "configs", "report", "completion")
+"""Verbs that are run; of others the arguments are checked."""
+
+RECORDER = """#!/bin/sh
+{ printf '%s\\0' "${0##*/}" "$@"; echo; } >> "$RECORD"
+"""
+
+
+def commands(script: str, scratch) -> list[list[str]]:
+    """The commands of a shell block as bash reads them; none of them is run."""
+    bin, record = scratch / "bin", scratch / "record"
+    bin.mkdir()
+    record.touch()
+    for program in ("sparsepretrain", "make", "pip"):
+        (bin / program).write_text(RECORDER)
+        (bin / program).chmod(0o755)
+    environment = {"PATH": f"{bin}:{os.environ['PATH']}", "RECORD": str(record)}
+    subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], check=True, env=environment, cwd=scratch
+    )
+    return [line.split("\0")[:-1] for line in record.read_text().split("\n")[:-1]]
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda b: b.name)
+def test_library_snippet(block, capsys):
+    exec(compile(block.body, block.name, "exec"), {"__name__": "snippet"})
+
+
+@pytest.mark.parametrize("block", SHELL, ids=lambda b: b.name)
+def test_commands(block, tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        cli, "_illustrate", lambda directory: None
+    )  # seconds each; tested elsewhere
+    told = commands(block.body, tmp_path)
+    assert told, "a block without a command"
+    for program, *argv in told:
+        if program == "sparsepretrain":
+            run(argv, tiny)
+        elif program == "make":
+            assert re.search(rf"^{argv[0]}:", (ROOT / "Makefile").read_text(), re.M), argv
+
+
+def run(argv: list[str], tiny) -> None:
+    """A command of the documentation: checked as it stands, run tiny if it trains or downloads."""
+    verb, *words = argv
+    arguments = cli._parser(verb).read(words)
+    if verb == "prepare":
+        cli._data_options(arguments)
+    elif hasattr(arguments, "overrides"):
+        config.load(arguments.overrides, arguments.config_dir)
+    if verb not in RUN:
+        return
+    if verb == "report":
+        argv = [found for word in argv for found in glob.glob(word) or [word]]
+    elif verb in ("train", "prepare") and not {"--dry-run", "--cfg"} & set(words):
+        argv = [*argv, *tiny.overrides("steps=4", "precision=fp32")]
+    assert cli.main(argv) == 0, argv
+
+
+def test_a_shell_block_is_read_as_bash_reads_it(tmp_path):
+    script = "sparsepretrain train a=1 \\\n  'b=[\"*.c\"]' # comment\nmake train\n"
+    assert commands(script, tmp_path) == [
+        ["sparsepretrain", "train", "a=1", 'b=["*.c"]'],
+        ["make", "train"],
+    ]
+
+
+def test_a_wrong_key_in_a_command_is_found(tiny, capsys):
+    with pytest.raises(ConfigError, match="gama"):
+        run(["train", "sparsity=sste", "sparsity.gama=0.2"], tiny)
