@@ -34,8 +34,8 @@ PAGES = ROOT / "docs" / "methods"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu.json"
 
 BLOCK = re.compile(
-    r"(?P<start><!-- generated: (?P<table>\w+)(?: (?P<argument>.+?))? -->\n)"
-    r".*?(?P<end><!-- end -->)",
+    r"(?P<start><!-- generated: (?P<table>\w+)(?: (?P<argument>[^\n>]+?))? -->\n)"
+    r"(?P<body>.*?)(?P<end><!-- end -->)",
     re.DOTALL,
 )
 YAML_LINE = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: +(?P<value>[^#]*?))?(?: *# *(?P<note>.*))?")
