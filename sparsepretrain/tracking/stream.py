@@ -32,6 +32,7 @@ class Stream:
         resume_step: last completed step of the checkpoint continued from; None: a fresh run.
         console: shows progress and warnings.
         mirrors: instead of those that ``tracker`` names.
+        total: last step of this stream; by default ``steps`` of the configuration.
 
     Raises:
         ConfigError: the run directory is not writable.
@@ -48,10 +49,11 @@ class Stream:
         resume_step: int | None,
         console: Console,
         mirrors: list[Mirror] | None = None,
+        total: int | None = None,
     ) -> None:
         self._record = Record(run_dir, resume_step=resume_step)
         self._console = console
-        self._total = config.get("steps")
+        self._total = config.get("steps") if total is None else total
         if mirrors is None:
             mirrors = []
             if tracker.mode != "disabled":

@@ -57,7 +57,14 @@ class Training:
     skipped: int = 0
     """Steps without an update because something was not finite."""
     skips_in_a_row: int = 0
+    stop_after: int | None = None
+    """End early, after so many completed steps; schedules and windows stay those of the run."""
     timer: Timer = field(default_factory=lambda: Timer())
+
+    @property
+    def end(self) -> int:
+        """Completed steps after which the loop returns."""
+        return self.run.steps if self.stop_after is None else self.stop_after
 
 
 @dataclass
@@ -86,7 +93,7 @@ def run_steps(
     save_masks: Callable[[], None],
     signals: StopSignals,
 ) -> int | None:
-    """Train to the last step; returns the exit code of a signal, or None when finished.
+    """Train to the end; returns the exit code of a signal, or None when finished.
 
     Whatever stops it, the newest checkpoint is at a step boundary, and everything that the record
     has for its step was written before it: an interrupted run continues as if nothing happened.
@@ -103,13 +110,13 @@ def run_steps(
             save()
         if stopping:
             return signals.exit_code
-        if t.step == run.steps:
+        if t.step >= t.end:
             return None
         started = time.perf_counter()
         values = train_step(t)
         t.timer.add(time.perf_counter() - started, values.pop("items"))
         layers = bool(run.log.layers_every) and t.step % run.log.layers_every == 0
-        if t.step % run.log.every == 0 or layers or t.step in (1, run.steps):
+        if t.step % run.log.every == 0 or layers or t.step in (1, t.end):
             rate = t.timer.rate()
             values |= {"tokens_per_second": rate, **_measure(t, per_layer=layers)}
             if t.peak_flops is not None:
@@ -228,4 +235,4 @@ def _culprit(t: Training, loss: float) -> str:
 
 def _due(every: int, t: Training) -> bool:
     """At multiples of ``every``, at the start (evaluations) and at the end."""
-    return t.step == t.run.steps or (every > 0 and t.step % every == 0)
+    return t.step >= t.end or (every > 0 and t.step % every == 0)

@@ -17,10 +17,11 @@ FIXED = ("model.", "task.", "data.", "sparsity.", "optim.name", "seed", "batch.s
 """Keys that a checkpoint cannot be continued across; other differences are logged."""
 
 
-def is_finished(directory: Path, run: Run) -> bool:
-    """Whether the last step has a whole checkpoint and the evaluation that belongs to it."""
-    last = directory / "checkpoints" / f"step_{run.steps:08d}"
-    if checkpoint.verify(last) is not None:
+def is_finished(directory: Path, run: Run, end: int) -> bool:
+    """Whether step ``end`` or a later one has a whole checkpoint and its evaluation."""
+    numbers = {p: p.name.removeprefix("step_") for p in directory.glob("checkpoints/step_*")}
+    late = [path for path, number in numbers.items() if number.isdigit() and int(number) >= end]
+    if all(checkpoint.verify(path) is not None for path in late):
         return False
     if not run.eval.batches:
         return True
@@ -28,7 +29,7 @@ def is_finished(directory: Path, run: Run) -> bool:
         lines = read(directory)
     except (ConfigError, DataError):
         return False
-    return any(line["step"] == run.steps and "split" in line for line in lines)
+    return any(line["step"] >= end and "split" in line for line in lines)
 
 
 def choose_checkpoint(

@@ -33,20 +33,39 @@ from sparsepretrain.training.resume import choose_checkpoint, is_finished, named
 from sparsepretrain.training.signals import StopSignals
 
 
-def train(run: Run, plain: dict[str, Any], console: Console | None = None) -> int:
-    """Train or continue ``run``; the exit code is 0 when finished, else that of the signal."""
+def train(
+    run: Run,
+    plain: dict[str, Any],
+    console: Console | None = None,
+    *,
+    stop_after: int | None = None,
+) -> int:
+    """Train or continue ``run``.
+
+    Args:
+        run: the checked configuration.
+        plain: the same as plain values.
+        console: shows progress; one on the standard output by default.
+        stop_after: end early, after so many steps of the run. What it computes up to there, and
+            its directory, are those of the whole run, which can be continued later.
+
+    Returns:
+        0 when finished, else the exit code of the signal that stopped it.
+    """
     console = console or Console()
     check_login(run.tracker)
     directory = freeze.run_directory(plain)
     named = named_checkpoint(run, plain, console)
-    finished = f"{directory} is finished ({run.steps} steps): nothing to do"
-    if run.resume != "never" and is_finished(directory, run):
+    end = run.steps if stop_after is None else stop_after
+    finished = f"{directory} is finished ({end} steps): nothing to do"
+    if run.resume != "never" and is_finished(directory, run, end):
         console.info(finished)
         return 0
     with StopSignals() as signals:
         t = build_training(run, console)
+        t.stop_after = stop_after
         with _claim(directory):
-            if run.resume != "never" and is_finished(directory, run):  # by another process
+            if run.resume != "never" and is_finished(directory, run, end):  # by another process
                 console.info(finished)
                 return 0
             source = choose_checkpoint(directory, run, named, console)
@@ -77,6 +96,7 @@ def _run(
         run_name=f"{run.name}/{directory.name}",
         resume_step=t.step if resumed else None,
         console=console,
+        total=t.end,
     )
 
     def save() -> None:
@@ -249,7 +269,7 @@ def _announce(t: Training, directory: Path, console: Console) -> None:
     console.info(
         f"{directory}: {parameters / 1e6:.2f}M parameters, {coverage.method} {coverage.pattern} on "
         f"{len(coverage.layers)} layers, {t.device}, {t.run.precision.name}, "
-        f"steps {t.step} to {t.run.steps}"
+        f"steps {t.step} to {t.end}"
     )
 
 
