@@ -155,11 +155,11 @@ def _help() -> str:
 def _parser(verb: str) -> Parser:
     """The arguments of one verb."""
     parser = Parser(prog=f"sparsepretrain {verb}", description=VERBS[verb][1], allow_abbrev=False)
-    if verb in ("train", "prepare", "methods"):
+    if verb in ("train", "tune-decay", "prepare", "methods"):
         parser.add_argument(
             "overrides", nargs="*", metavar="KEY=VALUE", help="group=option or key=value"
         )
-    if verb in ("train", "prepare", "methods", "configs"):
+    if verb in ("train", "tune-decay", "prepare", "methods", "configs"):
         parser.add_argument(
             "--config-dir",
             action="append",
@@ -177,6 +177,10 @@ def _parser(verb: str) -> Parser:
             action="store_true",
             help="print coverage, parameters, FLOPs, memory and time, and stop",
         )
+    elif verb == "tune-decay":
+        from sparsepretrain import tuning
+
+        tuning.add_flags(parser)
     elif verb == "prepare":
         parser.add_argument("--workers", type=_count, help="processes; default: one per core")
     elif verb == "report":
@@ -228,6 +232,12 @@ def _illustrate(directory: Path) -> None:
     Console().info(f"plots: {directory / 'plots'}\nreport: {written[-1]}")
 
 
+def _tune_decay(args: argparse.Namespace) -> int:
+    from sparsepretrain import tuning
+
+    return tuning.run(args)
+
+
 def _prepare(args: argparse.Namespace) -> int:
     import time
 
@@ -264,42 +274,16 @@ def _data_options(args: argparse.Namespace) -> Any:
 
 
 def _methods(args: argparse.Namespace) -> int:
-    from sparsepretrain import config
-    from sparsepretrain.config.validate import load_plugins
+    from sparsepretrain.listing import print_methods
 
-    plain = config.compose(args.overrides, args.config_dir)
-    if problems := load_plugins(plain["plugins"]):
-        raise ConfigError(problems)
-    rows = [["method", "A(W)", "B(W)", "P(G)", "U(G)", "J", "summary", "paper"]]
-    for name in registry.names("method"):
-        method: Any = registry.get("method", name)
-        products = getattr(method, "products", None)
-        rows.append(
-            [name]
-            + [getattr(products, key, "?") for key in "ABPUJ"]
-            + [getattr(method, "summary", ""), getattr(method, "paper", "–")]
-        )
-    _table(rows)
-    print(
-        "\nfprop Y = X·A(W)ᵀ   dgrad dX = P(G)·B(W)   wgrad dW = U(G)ᵀ·X   "
-        "the optimiser receives J(dW, W)"
-    )
+    print_methods(args.overrides, args.config_dir)
     return 0
 
 
 def _configs(args: argparse.Namespace) -> int:
-    from sparsepretrain.config.compose import build, catalogue, read, shipped
+    from sparsepretrain.listing import print_configs
 
-    groups = catalogue(args.config_dir)
-    _, defaults = build(read((), args.config_dir))
-    rows = [["group", "option", "from"]]
-    for group, options in groups.items():
-        for i, (option, directory) in enumerate(options.items()):
-            marked = f"{option} *" if defaults.get(group) == option else option
-            origin = "configs" if directory == shipped() else str(directory)
-            rows.append(["" if i else group, marked, f"{origin}/{group}/{option}.yaml"])
-    _table(rows)
-    print("\n* of a plain `sparsepretrain train`; model=… brings its own choices")
+    print_configs(args.config_dir)
     return 0
 
 
@@ -355,17 +339,12 @@ def _complete(words: list[str]) -> int:
         if before[0] == "bench":
             found += [f"{f.name}=" for f in fields(Bench)]
         elif any(action.dest == "overrides" for action in actions) and current[:1] != "-":
-            found += override_words(before[1:], current)
+            # the keys of the method that is tuned when none is chosen
+            default = ["sparsity=tsrste"] if before[0] == "tune-decay" else []
+            found += override_words([*default, *before[1:]], current)
     matching = [word for word in found if word.startswith(current)]
     print("\n".join(matching), end="\n" if matching else "")
     return 0
-
-
-def _table(rows: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join(cells).rstrip())
 
 
 VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
@@ -373,6 +352,7 @@ VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
         _train,
         "train a model; model=… brings the paper's recipe, everything can be changed",
     ),
+    "tune-decay": (_tune_decay, "find the decay factor of tsrste or srste on the warm-up alone"),
     "prepare": (_prepare, "download, tokenize and store a data set without training"),
     "methods": (_methods, "list the methods: what each matrix product sees, and the paper"),
     "configs": (_configs, "list the configuration groups, their options and where they come from"),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config.schema import Run
+
+if TYPE_CHECKING:
+    from sparsepretrain.training.decay import Search
+    from sparsepretrain.training.tune import Outcome
 
 
 def train(run: Run, plain: dict[str, Any]) -> int:
@@ -27,3 +33,23 @@ def dry_run(run: Run, plain: dict[str, Any]) -> None:
     from sparsepretrain.training.plan import dry_run as show
 
     show(run, plain)
+
+
+def tune_decay(
+    search: Search, out: Path, overrides: Sequence[str], config_dirs: Sequence[Path]
+) -> Outcome:
+    """Search the decay factor of masked decay on the first steps of a run; writes to ``out``.
+
+    Raises:
+        Stopped, DivergedError, ConfigError: with one line for the user.
+    """
+    from sparsepretrain.training.tune import tune_decay as start
+
+    return start(search, out, overrides, config_dirs)
+
+
+def plan_tuning(search: Search, out: Path) -> None:
+    """Print what :func:`tune_decay` would run; trains nothing."""
+    from sparsepretrain.training.tune import show_plan
+
+    show_plan(search, out)

@@ -56,7 +56,7 @@ def dry_run(run: Run, plain: dict[str, Any], console: Console | None = None) -> 
             f"micro-batches; {count(items_per_step * run.steps)} tokens in all",
         ),
         ("precision, device", f"{run.precision.name}, {device}"),
-        ("time", _time(run, device, flops / items * items_per_step * run.steps)),
+        ("time", duration(run, device, flops / items * items_per_step * run.steps)),
     ]
     console.table(f"{run.name} (dry run)", rows)
 
@@ -65,6 +65,13 @@ def flops_per_item(run: Run, task: Task) -> float:
     """FLOPs of forward and backward per token, all products counted as dense."""
     flops, _, items = _measure(run, task, build_model(run, task, _META))
     return flops / items
+
+
+def step_cost(run: Run, task: Task, model: nn.Module) -> tuple[float, int]:
+    """(FLOPs, items) of one optimiser step; ``model`` is on the meta device, not sparse."""
+    flops, _, items = _measure(run, task, model)
+    micro_batches = run.batch.size // run.batch.micro
+    return flops * micro_batches, items * micro_batches
 
 
 def _measure(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int]:
@@ -98,7 +105,8 @@ def _measure(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int]
     )
 
 
-def _time(run: Run, device: torch.device, total: float) -> str:
+def duration(run: Run, device: torch.device, total: float) -> str:
+    """What ``total`` FLOPs take, in words."""
     peak = peak_flops(device, run.precision.name)
     if peak is None:
         return f"{total:.3g} FLOPs in all; no peak is known for this device"

@@ -1,0 +1,259 @@
+"""The decay factor λ of masked decay, judged on the learning-rate warm-up alone.
+
+The flip rate of a sparse run over that of a dense one, μ = r_λ / r_dense at the end of warm-up,
+falls as λ grows; a λ with μ in [0.60, 0.95] is accepted (arXiv:2404.01847 section 4). This file
+decides what is run and what follows from the ratios; :mod:`.tune` runs it. It never imports torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sparsepretrain import registry
+from sparsepretrain.config import freeze, validate
+from sparsepretrain.config.schema import Run
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity.policy import Method
+
+GRID = (6.0e-6, 1.0e-3)
+"""Between the smallest and the largest published λ (BERT and DeiT-base)."""
+
+POINTS = 5
+"""Grid points by default: a factor of 3.6 apart."""
+
+INTERVAL = (0.60, 0.95)
+"""Feasible μ (arXiv:2404.01847 section 4)."""
+
+BISECTIONS = 4
+"""Runs after the grid at most: on the default grid they place λ within a factor of 1.1."""
+
+LAST = 3
+"""Comparisons of masks that a flip rate is averaged over, or the last tenth if that is more."""
+
+DEFAULT = "sparsity=tsrste"
+"""The method where neither an override nor an experiment chooses one."""
+
+
+class Segment(NamedTuple):
+    """The first steps of one run."""
+
+    decay: float | None
+    """None: the dense reference."""
+    run: Run
+    plain: dict[str, Any]
+
+    @property
+    def directory(self) -> Path:
+        """Its run directory."""
+        return freeze.run_directory(self.plain)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What to search: a run whose method has a ``decay``, over its first ``steps`` steps.
+
+    Raises:
+        ConfigError: the method has no λ or no known mask rule, or nothing can be compared.
+    """
+
+    run: Run
+    plain: dict[str, Any]
+    grid: tuple[float, ...]
+    """λ to try, ascending."""
+    interval: tuple[float, float]
+    """Feasible μ."""
+    steps: int
+    """Length of a segment; the learning rates are those of the whole run."""
+
+    def __post_init__(self) -> None:
+        run, name = self.run, self.run.sparsity.name
+        if "decay" not in self.plain["sparsity"]:
+            raise ConfigError(f"sparsity={name} has no decay to tune: choose tsrste or srste")
+        if run.resume not in ("auto", "never"):
+            raise ConfigError(
+                f"resume={run.resume} continues one run; a search takes auto or never"
+            )
+        if not self.steps:
+            raise ConfigError("schedule.warmup=0 leaves no segment to compare: give --steps")
+        if self.steps > run.steps:
+            raise ConfigError(f"--steps {self.steps} is more than the run has (steps={run.steps})")
+        _flip_rule(name)
+        start, stop = self._window()
+        if not start < self.steps <= stop:
+            raise ConfigError(
+                f"the layers are not sparse at the end of the first {self.steps} steps (sparse "
+                f"from step {start} to {stop}): change sparsity.window or --steps"
+            )
+        if not self.comparisons:
+            raise ConfigError(
+                f"no masks are compared in {self.steps} steps: lower sparsity.refresh "
+                f"({self.refresh}) or give more --steps"
+            )
+
+    @property
+    def refresh(self) -> int:
+        """Optimiser steps between two comparisons of masks."""
+        return int(getattr(self.run.sparsity, "refresh", 1))
+
+    @property
+    def comparisons(self) -> int:
+        """Comparisons of masks in a segment."""
+        start = int(self._window()[0])
+        return sum((step - start) % self.refresh == 0 for step in range(1, self.steps + 1))
+
+    @property
+    def out(self) -> Path:
+        """Where results are written by default: the same for the same search."""
+        plain = self._segment(self.plain["sparsity"])
+        del plain["sparsity"]["decay"]
+        directory = freeze.run_directory(plain)
+        return directory.with_name(f"search-{directory.name}")
+
+    def reference(self) -> Segment:
+        """The dense run: same data, same initial weights, flips of the same masks."""
+        shared = {key: self.plain["sparsity"][key] for key in ("n", "m", "targets", "window")}
+        rule = _flip_rule(self.run.sparsity.name)
+        sparsity = {"name": "dense", **shared, "flip_rule": rule, "refresh": self.refresh}
+        return self._checked(None, sparsity)
+
+    def sparse(self, decay: float) -> Segment:
+        """The run with λ = ``decay``."""
+        return self._checked(decay, self.plain["sparsity"] | {"decay": decay})
+
+    def _window(self) -> tuple[int, float]:
+        method: type[Method] = registry.get("method", self.run.sparsity.name)
+        return method(self.run.sparsity, self.run.steps).window
+
+    def _checked(self, decay: float | None, sparsity: dict[str, Any]) -> Segment:
+        run = validate(self._segment(sparsity))
+        return Segment(decay, run, freeze.resolve(run))
+
+    def _segment(self, sparsity: dict[str, Any]) -> dict[str, Any]:
+        """The run under its own name, with every flip recorded and nothing that costs time."""
+        plain = copy.deepcopy(self.plain) | {"sparsity": copy.deepcopy(sparsity)}
+        plain["name"] = f"tune_{plain['name']}"
+        plain["eval"]["batches"] = 0
+        plain["log"] = {"every": 1, "layers_every": 0, "masks_every": 0}
+        plain["checkpoint"]["keep_last"] = 1
+        return plain
+
+
+def with_default(overrides: Sequence[str]) -> list[str]:
+    """``overrides``, with T-SR-STE where they choose neither a method nor an experiment."""
+    chosen = any(key_of(word) in ("sparsity", "experiment") for word in overrides)
+    return [*overrides] if chosen else [DEFAULT, *overrides]
+
+
+def key_of(override: str) -> str:
+    """The key of ``key=value``."""
+    return override.partition("=")[0].strip().lstrip("+")
+
+
+def log_grid(low: float, high: float, points: int) -> tuple[float, ...]:
+    """``points`` values from ``low`` to ``high``, evenly spaced in the logarithm."""
+    ratio = (high / low) ** (1 / (points - 1))
+    return tuple(dict.fromkeys(_rounded(low * ratio**i) for i in range(points)))
+
+
+def search(
+    ratio: Callable[[float], float],
+    grid: Sequence[float],
+    interval: tuple[float, float],
+    bisections: int = BISECTIONS,
+) -> dict[float, float]:
+    """Evaluate μ on the grid; where it jumps over the interval, bisect in log λ.
+
+    Args:
+        ratio: μ of a λ; costs a run.
+        grid: λ, ascending.
+        interval: lowest and highest feasible μ.
+        bisections: evaluations beyond the grid, at most.
+
+    Returns:
+        λ -> μ of everything evaluated, ascending in λ.
+    """
+    found = {decay: ratio(decay) for decay in grid}
+    for _ in range(bisections):
+        gap = _jump(found, interval)
+        if gap is None:
+            break
+        middle = _rounded(math.sqrt(gap[0] * gap[1]))
+        if middle in found:
+            break
+        found = dict(sorted([*found.items(), (middle, ratio(middle))]))
+    return found
+
+
+def choose(found: dict[float, float], interval: tuple[float, float]) -> float | None:
+    """The λ whose μ is nearest to the middle of the interval: the largest margin on both sides.
+
+    Of equals the smaller λ, which disturbs training less; None when no μ is inside.
+    """
+    middle = sum(interval) / 2
+    feasible = [decay for decay, mu in found.items() if verdict(mu, interval) == "feasible"]
+    return min(feasible, key=lambda decay: (abs(found[decay] - middle), decay), default=None)
+
+
+def verdict(mu: float, interval: tuple[float, float]) -> str:
+    """What μ says about its λ."""
+    low, high = interval
+    if mu > high:
+        return "too small"
+    return "feasible" if mu >= low else "too large"
+
+
+def in_order(found: dict[float, float], interval: tuple[float, float]) -> bool:
+    """Whether the verdicts go from too small over feasible to too large as λ grows."""
+    order = ["too small", "feasible", "too large"]
+    ranks = [order.index(verdict(found[decay], interval)) for decay in sorted(found)]
+    return ranks == sorted(ranks)
+
+
+def why_none(found: dict[float, float], interval: tuple[float, float]) -> str:
+    """One line: why no λ was chosen, and what to change."""
+    verdicts = {verdict(mu, interval) for mu in found.values()}
+    missed = f"no λ from {min(found):.3g} to {max(found):.3g} has μ in {list(interval)}"
+    if len(found) > 1 and len(set(found.values())) == 1:
+        mu = next(iter(found.values()))
+        return f"{missed}: μ is {mu:.3f} for all; decay has no effect in these steps"
+    if verdicts == {"too small"}:
+        return f"{missed}: μ falls to {min(found.values()):.3f} only; raise the end of --grid"
+    if verdicts == {"too large"}:
+        return f"{missed}: μ rises to {max(found.values()):.3f} only; lower the start of --grid"
+    gap = _jump(found, interval)
+    assert gap is not None
+    return (
+        f"{missed}: it jumps from {found[gap[0]]:.3f} at {gap[0]:.3g} to {found[gap[1]]:.3f} at "
+        f"{gap[1]:.3g}; compare more masks (--steps, sparsity.refresh) or widen --interval"
+    )
+
+
+def _jump(found: dict[float, float], interval: tuple[float, float]) -> tuple[float, float] | None:
+    """The first two neighbours on different sides of the interval; None when a μ is inside."""
+    if choose(found, interval) is not None:
+        return None
+    above = [(decay, mu > interval[1]) for decay, mu in found.items()]
+    return next(((a, b) for (a, x), (b, y) in pairwise(above) if x != y), None)
+
+
+def _rounded(decay: float) -> float:
+    """Three digits: a λ that can be typed."""
+    return float(f"{decay:.3g}")
+
+
+def _flip_rule(name: str) -> str:
+    """Which ``flip_rule`` of dense training chooses the masks of a method."""
+    transposable: Any = registry.get("method", "tsrste")
+    method: Any = registry.get("method", name)
+    rules = {Method.mask: "magnitude", transposable.mask: "transposable"}
+    if method.mask not in rules:
+        raise ConfigError(
+            f"sparsity={name} chooses masks by a rule of its own, which a dense run cannot log"
+        )
+    return rules[method.mask]
