@@ -219,9 +219,8 @@ def why_none(found: dict[float, float], interval: tuple[float, float]) -> str:
     """One line: why no λ was chosen, and what to change."""
     verdicts = {verdict(mu, interval) for mu in found.values()}
     missed = f"no λ from {min(found):.3g} to {max(found):.3g} has μ in {list(interval)}"
-    if len(found) > 1 and len(set(found.values())) == 1:
-        mu = next(iter(found.values()))
-        return f"{missed}: μ is {mu:.3f} for all; decay has no effect in these steps"
+    if set(found.values()) == {1.0}:
+        return f"{missed}: all flip exactly like the dense run; is the method dense in these steps?"
     if verdicts == {"too small"}:
         return f"{missed}: μ falls to {min(found.values()):.3f} only; raise the end of --grid"
     if verdicts == {"too large"}:

@@ -107,8 +107,9 @@ def tune_decay(
     if not rules.in_order(found, search.interval):
         console.warn("μ does not fall steadily with λ: few flips make it noisy, average over more")
     _show(search, dense, runs, found, chosen, console)
-    message = rules.why_none(found, search.interval)
-    if chosen is not None:
+    if chosen is None:
+        message = rules.why_none(found, search.interval)
+    else:
         option = _write_option(search, chosen, out)
         message = _command(search, option, chosen, overrides, [*config_dirs, out])
     result = _result(search, dense, runs, found) | {"chosen": chosen, "message": message}
@@ -191,12 +192,12 @@ def _show(
         run = runs[decay]
         row = (f"{decay:.3g}", f"{run.flip_rate:.3e}", f"{mu:.3f}", says, f"{run.loss:.4f}")
         rows.append(row)
+    console.table("decay search", rows, header=("λ", "flip rate", "μ", "λ is", "train loss"))
     low, high = search.interval
-    title = (
-        f"{search.run.sparsity.name}: flip rate after {search.steps} steps, mean of "
-        f"{dense.compared} comparisons; feasible μ: {low:g} to {high:g}"
+    console.info(
+        f"{search.run.sparsity.name}, first {search.steps} of {search.run.steps} steps; flip rates "
+        f"are means of the last {dense.compared} comparisons; feasible μ: {low:g} to {high:g}"
     )
-    console.table(title, rows, header=("λ", "flip rate", "μ", "λ is", "train loss"))
 
 
 def _result(

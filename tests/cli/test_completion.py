@@ -15,7 +15,7 @@ def complete(capsys, *words: str) -> list[str]:
 
 
 def test_verbs(capsys):
-    assert complete(capsys, "t") == ["train"]
+    assert complete(capsys, "t") == ["train", "tune-decay"]
     assert set(cli.VERBS) < set(complete(capsys, ""))
     assert complete(capsys, "nonsense", "") == []
 
@@ -31,6 +31,13 @@ def test_keys_follow_what_is_typed(capsys):
     found = complete(capsys, "train", "sparsity=srste", "--dry-run", "sparsity.d")
     assert found == ["sparsity.decay=", "sparsity.decay_on="]
     assert "sparsity.gamma=" in complete(capsys, "train", "sparsity=nonsense", "sparsity.")
+
+
+def test_keys_of_the_method_that_is_tuned(capsys):
+    found = complete(capsys, "tune-decay", "sparsity.d")
+    assert {"sparsity.decay=", "sparsity.dense_tail="} <= {*found}
+    assert "sparsity.decay_on=" in complete(capsys, "tune-decay", "sparsity=srste", "sparsity.d")
+    assert complete(capsys, "tune-decay", "--p") == ["--points"]
 
 
 def test_flags_and_arguments(capsys):

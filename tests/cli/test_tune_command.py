@@ -1,0 +1,128 @@
+"""``sparsepretrain tune-decay``: flags, help, one-line errors, and a search from the shell."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import Tiny
+
+from sparsepretrain import cli, training
+from sparsepretrain.training.tune import Outcome
+
+TINY = ("schedule.warmup=4", "steps=8", "sparsity.refresh=2", "sparsity.mvue=none", "optim.lr=1e-2")
+
+
+def test_help_documents_every_flag_and_the_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune-decay", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "--grid LOW,HIGH", "default: 6e-06,0.001", "--points K", "default: 5",
+        "--interval LOW,HIGH", "default: 0.6,0.95", "--steps T", "default: schedule.warmup",
+        "--out DIR", "--dry-run", "--config-dir", "nearest to the middle", "exit code is 2",
+        "sparsity=tsrste",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["sparsity=sste"], "config error: sparsity=sste has no decay to tune"),
+        (["sparsity.gamma=1"], "config error: unknown key 'sparsity.gamma'"),
+        (["schedule=constant", "schedule.warmup=0"], "config error: schedule.warmup=0 leaves"),
+        (["--steps", "0"], "usage error: argument --steps: must be an integer ≥ 1, got '0'"),
+        (["--steps", "701"], "config error: --steps 701 is more than the run has (steps=700)"),
+        (["--points", "1"], "usage error: argument --points: must be an integer ≥ 2, got '1'"),
+        (["--grid", "1e-3,1e-6"], "usage error: argument --grid: must be LOW,HIGH with 0 < LOW"),
+        (["--grid", "1e-3"], "usage error: argument --grid: must be LOW,HIGH"),
+        (["--grid", "a,b"], "usage error: argument --grid: must be LOW,HIGH"),
+        (["--interval", "0,1"], "usage error: argument --interval: must be LOW,HIGH"),
+        (["--interval", "0.5,inf"], "usage error: argument --interval: must be LOW,HIGH"),
+        (["--gird", "1,2"], "usage error: unknown flag '--gird' (did you mean '--grid'?)"),
+        (["resume=x"], "config error: resume=x continues one run"),
+    ],
+)
+def test_one_line_and_nothing_touched(
+    argv: list[str],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["tune-decay", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"sparsepretrain: {line}") and err.count("\n") == 1 and not out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refusal_does_not_wait_for_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from sparsepretrain.cli import main; code = main(sys.argv[1:]);"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "tune-decay", "sparsity=ste"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2 and "sparsity=ste has no decay" in done.stderr
+
+
+def test_flags_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def tune_decay(*args: Any) -> Outcome:
+        seen.append(args)
+        return Outcome(1e-4, "train")
+
+    monkeypatch.setattr(training, "tune_decay", tune_decay)
+    flags = ["--grid", "1e-5,1e-3", "--points", "3", "--interval", "0.5,0.9", "--steps", "45"]
+    words = ["seed=4", *flags, "--out", str(tmp_path), "sparsity.refresh=5"]
+    assert cli.main(["tune-decay", *words]) == 0
+    search, out, overrides, config_dirs = seen[0]
+    assert search.grid == (1e-5, 1e-4, 1e-3) and search.interval == (0.5, 0.9)
+    assert (search.steps, search.refresh, search.run.seed) == (45, 5, 4)
+    assert (out, config_dirs) == (tmp_path, [])
+    assert overrides == ["sparsity=tsrste", "seed=4", "sparsity.refresh=5"]
+    assert cli.main(["tune-decay"]) == 0
+    search, out, *_ = seen[1]
+    assert search.steps == 50 and len(search.grid) == 5
+    assert out.parent == Path("runs/tune_gpt2_nano") and out.name.startswith("search-")
+
+
+def test_a_search_from_the_shell(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tune-decay", *tiny.overrides(*TINY), "--grid", "1e-3,1e-1", "--points", "2"]
+    assert cli.main([*words, "--interval", "0.01,5"]) == 0
+    captured = capsys.readouterr()
+    out = captured.out
+    assert out.index("decay search") < out.index("plot: ") < out.index("to train with λ = ")
+    assert not captured.err
+    picture = Path(out.partition("plot: ")[2].splitlines()[0])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    command = shlex.split(out.splitlines()[-1])
+    assert cli.main([*command[1:], "--cfg", "job"]) == 0
+
+    # the same runs under a narrow interval: the exit code says that nothing was found
+    assert cli.main([*words, "--interval", "0.001,0.002"]) == 2
+    captured = capsys.readouterr()
+    assert "is finished (4 steps)" in captured.out and "plot: " in captured.out
+    assert captured.err.startswith("sparsepretrain: config error: no λ from 0.001 to 0.1 has μ in")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_failing_picture_does_not_undo_the_search(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sparsepretrain import reports
+
+    def decay_report(out: Path) -> Path:
+        raise OSError("no space")
+
+    monkeypatch.setattr(reports, "decay_report", decay_report)
+    monkeypatch.setattr(training, "tune_decay", lambda *_: Outcome(1e-4, "the command"))
+    assert cli.main(["tune-decay"]) == 0
+    out = capsys.readouterr().out
+    assert "warning: no plot: no space" in out and out.endswith("the command\n")

@@ -1,0 +1,227 @@
+"""Decay searches on tiny runs: segments, ratios, interruption, and the files they leave."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import Tiny, assert_equal_bits, assert_same_run, final_state, metrics
+
+from sparsepretrain import config, kernels
+from sparsepretrain.config import freeze
+from sparsepretrain.errors import ConfigError, DivergedError
+from sparsepretrain.reports import decay_report
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import loop
+from sparsepretrain.training.decay import Search
+from sparsepretrain.training.trainer import build_training, train
+from sparsepretrain.training.tune import RESULT, Outcome, Stopped, show_plan, tune_decay
+
+# a high learning rate, so that masks flip in a few steps of a tiny model
+RUN = ("schedule.warmup=8", "steps=16", "optim.lr=1e-2", "checkpoint.every=0")
+TSRSTE = (*RUN, "sparsity=tsrste", "sparsity.refresh=2", "sparsity.mvue=none")
+GRID = (1e-3, 1e-2, 1e-1)
+
+
+def plan(
+    tiny: Tiny, *more: str, grid: tuple[float, ...] = GRID, interval: tuple[float, float]
+) -> Search:
+    run, plain = tiny.load(*(more or TSRSTE))
+    return Search(run, plain, grid, interval, 8)
+
+
+def tune(search: Search, out: Path, overrides: tuple[str, ...] = TSRSTE) -> tuple[Outcome, str]:
+    screen = io.StringIO()
+    return tune_decay(search, out, overrides, [], Console(screen)), screen.getvalue()
+
+
+@pytest.mark.parametrize("method", ["dense", "tsrste"])
+def test_a_segment_is_the_start_of_the_run(tiny: Tiny, method: str) -> None:
+    chosen = [f"sparsity={method}", *(TSRSTE[5:] if method == "tsrste" else ())]
+    overrides = (*RUN, *chosen, "checkpoint.every=2", "eval.batches=0")
+    whole = tiny.train(*overrides, "name=whole")
+    run, plain = tiny.load(*overrides, "name=cut")
+    directory, screen = freeze.run_directory(plain), io.StringIO()
+    assert train(run, plain, Console(screen), stop_after=5) == 0
+    assert metrics(directory) == metrics(whole.directory)[:5], "rates and phases of all 16 steps"
+    assert "steps 0 to 5" in screen.getvalue() and "step 5/5" in screen.getvalue()
+    assert sorted(p.name for p in directory.glob("checkpoints/*"))[-1] == "step_00000005"
+    for end in (5, 4, 2):  # shorter than what is there: nothing to do
+        assert train(run, plain, Console(screen), stop_after=end) == 0
+        assert f"is finished ({end} steps)" in screen.getvalue()
+    assert len(metrics(directory)) == 5
+    assert train(run, plain, Console(screen)) == 0
+    assert_same_run(directory, whole.directory)
+
+
+def test_all_segments_start_equal_and_see_the_same_data(tiny: Tiny) -> None:
+    search = plan(tiny, interval=(0.6, 0.95))
+    segments = [search.reference(), *map(search.sparse, GRID[:2])]
+    dense, *sparse = [build_training(s.run, Console(io.StringIO())) for s in segments]
+    for other in sparse:
+        weights, reference = dict(other.model.named_parameters()), dense.model.named_parameters()
+        assert all(torch.equal(weights[name], value) for name, value in reference)
+        for step in (0, 7):
+            batches = [t.task.batch("train", step, range(4), 4, t.device) for t in (dense, other)]
+            assert_equal_bits(*batches)
+        assert other.sparsifier.masks().keys() == dense.sparsifier.masks().keys()
+    for name, mask in dense.sparsifier.masks().items():
+        assert all(torch.equal(mask, other.sparsifier.masks()[name]) for other in sparse)
+
+
+def test_dense_flips_are_those_of_transposable_masks_at_each_refresh(tiny: Tiny) -> None:
+    t = build_training(plan(tiny, interval=(0.6, 0.95)).reference().run, Console(io.StringIO()))
+    layers = t.sparsifier.layers
+    before = {name: kernels.transposable_mask(v.weight) for name, v in layers.items()}
+    seen = []
+    for _ in range(5):
+        loop.train_step(t)
+        rate = t.sparsifier.metrics().get("flip_rate")
+        assert (rate is None) == (t.step % 2 == 1)
+        if rate is None:
+            continue
+        after = {name: kernels.transposable_mask(v.weight) for name, v in layers.items()}
+        flips = sum(int(kernels.flip_count(before[k], after[k])) for k in before)
+        assert rate == flips / sum(mask.numel() for mask in after.values())
+        before = after
+        seen.append(rate)
+    assert len(seen) == 2 and min(seen) > 0
+
+
+@pytest.mark.parametrize("method", ["tsrste", "srste"])
+def test_the_ratio_falls_and_the_file_trains(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    overrides = TSRSTE if method == "tsrste" else (*RUN, "sparsity=srste")
+    search, out = plan(tiny, *overrides, interval=(0.05, 0.95)), tmp_path / "out"
+    outcome, screen = tune(search, out, (*tiny.overrides(), *overrides, "sparsity.decay=5"))
+    result = json.loads((out / RESULT).read_text())
+    rows = {row["decay"]: row for row in result["runs"]}
+    assert list(rows) == sorted(rows) and set(GRID) <= set(rows)
+    weak, medium, strong = (rows[decay]["mu"] for decay in GRID)
+    assert weak > medium - 0.02 and medium > strong + 0.05, "one flip in 4,000 entries is noise"
+    for row in rows.values():
+        flips = [m["flip_rate"] for m in metrics(Path(row["directory"])) if "flip_rate" in m]
+        assert row["flip_rate"] == pytest.approx(sum(flips[-3:]) / 3)
+        assert row["mu"] == row["flip_rate"] / result["dense"]["flip_rate"]
+        assert f"{row['mu']:.3f}" in screen and f"{row['loss']:.4f}" in screen
+    assert outcome.decay in rows and rows[outcome.decay]["verdict"] == "feasible"
+    assert outcome.decay == result["chosen"] and "chosen" in screen
+
+    words = shlex.split(outcome.message)
+    assert words[:4] == ["sparsepretrain", "train", "--config-dir", str(out)]
+    plain = config.load(words[4:], [out])[1]
+    assert plain["sparsity"] == search.plain["sparsity"] | {"decay": outcome.decay}
+    by_hand = tiny.load(*overrides, f"sparsity.decay={outcome.decay!r}")[1]
+    assert freeze.run_directory(plain) == freeze.run_directory(by_hand), "the very same run"
+
+    # a second call reads what is there
+    monkeypatch.setattr(loop, "train_step", None)
+    again, screen = tune(search, out, (*tiny.overrides(), *overrides, "sparsity.decay=5"))
+    assert again == outcome and screen.count("is finished (8 steps)") == 1 + len(rows)
+    assert decay_report(out).read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_experiment_cannot_hide_the_chosen_decay(tiny: Tiny, tmp_path: Path) -> None:
+    mine, out = tmp_path / "mine", tmp_path / "out"
+    (mine / "experiment").mkdir(parents=True)
+    text = "# @package _global_\nsparsity:\n  decay: 0.5\n"
+    (mine / "experiment" / "published.yaml").write_text(text)
+    overrides = [*tiny.overrides(*TSRSTE), "experiment=published"]
+    search = Search(*config.load(overrides, [mine]), (0.1,), (0.01, 5.0), 8)
+    outcome = tune_decay(search, out, overrides, [mine], Console(io.StringIO()))
+    words = shlex.split(outcome.message)
+    assert words[2:6] == ["--config-dir", str(mine), "--config-dir", str(out)]
+    assert config.load(words[6:], [mine, out])[1]["sparsity"]["decay"] == 0.1
+
+
+def test_no_feasible_decay_is_said_and_recorded(tiny: Tiny, tmp_path: Path) -> None:
+    search = plan(tiny, grid=(1e-7, 1e-6), interval=(0.1, 0.2))
+    outcome, screen = tune(search, tmp_path)
+    assert outcome.decay is None and "raise the end of --grid" in outcome.message
+    result = json.loads((tmp_path / RESULT).read_text())
+    assert result["chosen"] is None and result["message"] == outcome.message
+    assert {row["verdict"] for row in result["runs"]} == {"too small"}
+    assert "too small" in screen and not (tmp_path / "sparsity").exists()
+    assert decay_report(tmp_path).is_file()
+
+
+def test_a_signal_stops_the_search_and_nothing_is_lost(
+    tiny: Tiny, tmp_path: Path, stop_after: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = plan(tiny, grid=(1e-3, 1e-1), interval=(0.01, 5.0))
+    original = loop.train_step
+    stop_after(3)
+    with pytest.raises(Stopped) as stopped:
+        tune(search, tmp_path / "out")
+    assert stopped.value.exit_code == 143 and not (tmp_path / "out" / RESULT).exists()
+    screen = io.StringIO()
+    show_plan(search, tmp_path / "out", Console(screen))
+    assert "from step 3" in screen.getvalue() and screen.getvalue().count("to run") == 2
+
+    trained = []
+
+    def train_step(t: Any) -> dict[str, Any]:
+        trained.append((t.run.sparsity.name, t.step))
+        return original(t)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    continued, _ = tune(search, tmp_path / "out")
+    assert trained[0] == ("dense", 3) and len(trained) == 5 + 2 * 8
+    directory = search.reference().directory
+    state = final_state(directory)
+    directory.rename(directory.with_name("stopped"))
+    assert tune(search, tmp_path / "out")[0] == continued
+    assert_equal_bits(final_state(directory), state)
+
+
+def test_few_comparisons_are_warned_of(tiny: Tiny, tmp_path: Path) -> None:
+    overrides = (*TSRSTE, "sparsity.refresh=8")
+    search = plan(tiny, *overrides, grid=(1e-3,), interval=(0.01, 5.0))
+    outcome, screen = tune(search, tmp_path)
+    assert outcome.decay == 1e-3
+    assert "warning: μ rests on 1 comparison(s) of masks in 8 steps" in screen
+
+
+def test_a_frozen_reference_is_an_error(tiny: Tiny, tmp_path: Path) -> None:
+    search = plan(tiny, *TSRSTE, "optim.lr=1e-12", "schedule.min_lr=0", interval=(0.6, 0.95))
+    with pytest.raises(ConfigError, match="no mask flips at the end of the dense run"):
+        tune(search, tmp_path)
+
+
+def test_a_diverged_segment_names_its_decay(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = loop.train_step
+
+    def train_step(t: Any) -> dict[str, Any]:
+        if t.run.sparsity.name != "dense" and t.step == 2:
+            raise DivergedError("step 3: the loss is nan")
+        return original(t)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    with pytest.raises(DivergedError, match=r"λ = 0\.001: step 3: the loss is nan"):
+        tune(plan(tiny, interval=(0.6, 0.95)), tmp_path)
+
+
+def test_an_unwritable_directory_is_found_before_training(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot make .*file/out .*--out DIR"):
+        tune(plan(tiny, interval=(0.6, 0.95)), tmp_path / "file" / "out")
+    assert not (tiny.root / "runs").exists()
+
+
+def test_the_plan_trains_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    screen = io.StringIO()
+    show_plan(plan(tiny, interval=(0.6, 0.95)), tmp_path / "out", Console(screen))
+    text = screen.getvalue()
+    for words in ("dense", "0.001", "0.01", "0.1", "to run", "4, and up to 4 more", "8 each of 16"):
+        assert words in text, words
+    assert "at most 64" in text and "FLOPs in all" in text
+    assert not (tmp_path / "out").exists() and not (tiny.root / "runs").exists()
