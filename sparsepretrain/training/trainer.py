@@ -46,8 +46,9 @@ def train(
         run: the checked configuration.
         plain: the same as plain values.
         console: shows progress; one on the standard output by default.
-        stop_after: end early, after so many steps of the run. What it computes up to there, and
-            its directory, are those of the whole run, which can be continued later.
+        stop_after: end early, after so many steps of the run, with the evaluation, log line and
+            checkpoint of an end. What it computes up to there, and its directory, are those of
+            the whole run, which can be continued later.
 
     Returns:
         0 when finished, else the exit code of the signal that stopped it.

@@ -196,7 +196,7 @@ def _show(
     low, high = search.interval
     console.info(
         f"{search.run.sparsity.name}, first {search.steps} of {search.run.steps} steps; flip rates "
-        f"are means of the last {dense.compared} comparisons; feasible μ: {low:g} to {high:g}"
+        f"are means of the last {dense.compared} comparison(s); feasible μ: {low:g} to {high:g}"
     )
 
 
