@@ -8,14 +8,15 @@ from torch import nn
 
 def test_metrics_keys():
     model, optimizer, sparsifier = build("sste", dtype=torch.float32)
-    assert set(sparsifier.metrics()) == {"density", "l1_gap"}
+    always = {"density", "l1_gap", "sparse"}
+    assert set(sparsifier.metrics()) == always
     layers = {"l1_gap/fc1", "l1_gap/fc2"}
-    assert set(sparsifier.metrics(per_layer=True)) == {"density", "l1_gap"} | layers
+    assert set(sparsifier.metrics(per_layer=True)) == always | layers
     train(model, optimizer, 0, 1)
-    assert set(sparsifier.metrics()) == {"density", "l1_gap", "flip_rate"}
+    assert set(sparsifier.metrics()) == always | {"flip_rate"}
     metrics = sparsifier.metrics(per_layer=True)
     layers |= {"flip_rate/fc1", "flip_rate/fc2"}
-    assert set(metrics) == {"density", "l1_gap", "flip_rate"} | layers
+    assert set(metrics) == always | {"flip_rate"} | layers
     assert all(type(v) is float for v in metrics.values())
     by_layer = (metrics["flip_rate/fc1"] + metrics["flip_rate/fc2"]) / 2  # equal sizes
     assert metrics["flip_rate"] == pytest.approx(by_layer)
@@ -71,6 +72,7 @@ def test_one_shot_pruning_takes_the_weights_of_its_step(at, start, pruned):
     assert sparsifier.metrics() == {
         "density": 0.5,
         "flip_rate": 0.0,
+        "sparse": 1.0,
         "l1_gap": sparsifier.metrics()["l1_gap"],
     }
 
