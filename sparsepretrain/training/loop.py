@@ -105,11 +105,12 @@ def run_steps(
             return signals.exit_code
         if t.step == run.steps:
             return None
-        started = time.perf_counter()
+        started, was_sparse = time.perf_counter(), t.sparsifier.sparse
         values = train_step(t)
         t.timer.add(time.perf_counter() - started, values.pop("items"))
         layers = bool(run.log.layers_every) and t.step % run.log.layers_every == 0
-        if t.step % run.log.every == 0 or layers or t.step in (1, run.steps):
+        switched = t.sparsifier.sparse != was_sparse  # its step is in the record, whatever is due
+        if t.step % run.log.every == 0 or layers or switched or t.step in (1, run.steps):
             rate = t.timer.rate()
             values |= {"tokens_per_second": rate, **_measure(t, per_layer=layers)}
             if t.peak_flops is not None:
@@ -184,7 +185,7 @@ def evaluate(t: Training, signals: StopSignals | None = None) -> float | None:
 def _measure(t: Training, *, per_layer: bool) -> dict[str, float]:
     values = t.sparsifier.metrics(per_layer=per_layer)
     if t.skips_in_a_row:  # no update, so no masks were compared: the flips are of an older step
-        values = {k: v for k, v in values.items() if not k.startswith("flip_rate")}
+        values = {k: v for k, v in values.items() if not k.startswith("flip_")}
     return values
 
 
