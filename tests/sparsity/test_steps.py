@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from sparse_cases import CASES, IDS, Net, build, draw, everything, sparsify, train
+from sparse_cases import CASES, IDS, Net, build, draw, everything, gradients, sparsify, train
 from tiny_runs import assert_equal_bits
 from torch import nn
 
@@ -130,6 +130,40 @@ def test_an_overflow_is_no_step(method, options, fused):
     step(False)
     assert sparsifier.completed_steps == 2
     assert not torch.equal(model.fc1.weight, weights["fc1.weight"])
+
+
+@pytest.mark.parametrize("stated", [False, True])
+def test_a_skipped_step_starts_the_count_of_micro_batches_anew(stated):
+    """The draws after an overflow are those of a run without it: no hook saw the skipped step."""
+    results = []
+    for overflow in (False, True):
+        model, optimizer, sparsifier = build("sste", dtype=torch.float32)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        for poison in [True, False] if overflow else [False]:
+            for micro in range(3):
+                if stated:
+                    sparsifier.micro_batch(micro)
+                x = draw(4, 8, 16, seed=micro, dtype=torch.float32)
+                loss = model(x).square().mean()
+                scaler.scale(loss * (torch.inf if poison else 1)).backward()
+                assert sparsifier._clock.micro == micro
+            last = gradients(model)
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert sparsifier.completed_steps == 1
+        results.append({k: g / scale for k, g in last.items()})
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_forwards_before_the_first_backward_are_counted():
+    model, _, sparsifier = build("sste")
+    losses = []
+    for micro in range(3):
+        losses.append(model(draw(4, 8, 16, seed=micro)).square().sum())
+        assert sparsifier._clock.micro == micro
+    sum(losses).backward()
 
 
 @pytest.mark.parametrize("style", ["positional", "keyword"])
