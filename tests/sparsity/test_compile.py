@@ -10,6 +10,9 @@ import sparsepretrain as sp
 
 CASES = [(name, {}) for name in sp.list_methods()] + [
     ("srste", {"n": 1, "m": 16, "decay_on": "weight"}),
+    ("sdgp", {"variant": "random"}),
+    ("dense", {"flip_rule": "transposable", "refresh": 2}),
+    ("slope", {"mask": "random"}),
     ("sste", {"mvue": "weight", "estimator": "exact", "gamma": 0.1, "ste_scale": "beta"}),
 ]
 
