@@ -77,6 +77,30 @@ def test_a_phase_switch_recompiles_once():
     assert counter.frame_count <= 3
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "frames"),
+    [("mdgf", {"until": 0.1}, 2), ("sdgf", {"n": 1, "m": 8, "until": 0.15}, 4)],
+)
+def test_methods_that_change_their_weights_over_time(method, options, frames):
+    """One graph per stage, whatever changes from step to step is data; eager's numbers."""
+    results, counter = [], CompileCounterWithBackend("eager")
+    for compiled in (False, True):
+        model = Blocks()
+        handle = sparsify(model, method, targets=["*fc*"], **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        handle.attach(optimizer)
+        if compiled:
+            model.block.compile(backend=counter, fullgraph=True)
+        for step in range(9):
+            model(draw(4, 8, 16, seed=step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert handle.sparse
+        results.append({k: v.clone() for k, v in model.state_dict().items()})
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
+    assert counter.frame_count <= frames
+
+
 def test_noise_of_a_compiled_layer_follows_step_and_micro_batch():
     eager, compiled = Blocks(), Blocks()
     handles = [sparsify(m, "sste", targets=["*fc*"]) for m in (eager, compiled)]
