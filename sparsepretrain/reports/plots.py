@@ -201,7 +201,7 @@ def _flip_axis(axes: Axes, runs: Sequence[RunData]) -> None:
     else:
         interval = "over the steps in the legend: not comparable"
     axes.set_yscale("log")
-    axes.set_ylabel(f"flip rate (share of mask entries that change, {interval})", fontsize=9)
+    axes.set_ylabel(f"flip rate (share of mask entries that change,\n{interval})", fontsize=9)
 
 
 def over(run: RunData) -> str:
