@@ -10,7 +10,7 @@ INSTALLED := $(if $(wildcard $(VENV)/.dev),$(VENV)/.dev,$(VENV)/.user)
 # two busy OpenMP threads per test process on a small machine are slower than one
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: train test lint test-fast test-fault test-slow bench figure docs clean
+.PHONY: train test lint test-fast test-fault test-slow golden bench figure docs clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
@@ -31,6 +31,10 @@ test-fault: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(TEST) -m slow
+
+# the 50-step losses that a change of a method's arithmetic changes; prints what did
+golden: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/golden_losses.py
 
 bench: $(INSTALLED)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/sparsepretrain bench suite=cpu out=benchmarks/results/cpu.json

@@ -28,11 +28,19 @@ class GPT2Options:
     n_head: int
     n_inner: int | None
     """FFN width; null: 4·n_embd."""
+    ffn_factor: float
+    """Factor of the FFN width; 0.5 is the baseline "Half" of arXiv:2404.01847."""
     bias: bool
     """Biases in linear layers and norms; the papers' runs have none."""
     dropout: float
     activation_checkpointing: bool
     """Recompute each block in the backward: less memory, about a third more time."""
+
+    @property
+    def ffn_width(self) -> float:
+        """What the FFN's width comes to."""
+        full = 4 * self.n_embd if self.n_inner is None else self.n_inner
+        return full * self.ffn_factor
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Range errors as (key, message)."""
@@ -43,6 +51,8 @@ class GPT2Options:
             yield "n_head", f"must divide model.n_embd ({self.n_embd}), got {self.n_head}"
         if self.n_inner is not None and self.n_inner <= 0:
             yield "n_inner", f"must be > 0 or null, got {self.n_inner}"
+        elif self.n_embd > 0 and (self.ffn_width < 1 or self.ffn_width % 1):
+            yield "ffn_factor", f"must make the FFN a whole width, got {self.ffn_width:g}"
         if not 0 <= self.dropout < 1:
             yield "dropout", f"must lie in [0, 1), got {self.dropout}"
 
@@ -82,7 +92,7 @@ class GPT2:
             n_embd=options.n_embd,
             n_layer=options.n_layer,
             n_head=options.n_head,
-            n_inner=options.n_inner,
+            n_inner=int(options.ffn_width),
             activation_function="gelu_pytorch_tanh",
             resid_pdrop=options.dropout,
             embd_pdrop=options.dropout,

@@ -98,6 +98,15 @@ class StepAdamW(Optimizer):
         """Mean of the changes in the window; None before the first step."""
         return sum(self._changes) / len(self._changes) if self._changes else None
 
+    @property
+    def threshold(self) -> float:
+        """ε of the sparse parameters: the phase ends when :attr:`window_mean` falls below it."""
+        groups = self.param_groups
+        eps: float = next(
+            g["eps"] for g in groups if any(id(p) in self._sparse for p in g["params"])
+        )
+        return eps
+
     def mark_sparse(self, params: Iterable[Tensor]) -> None:
         """Name the parameters whose second moments are watched and frozen.
 
@@ -220,13 +229,10 @@ class StepAdamW(Optimizer):
         self.last_change = change
         self._changes.append(change)
         low, high = self.clipping
-        eps = next(
-            g["eps"] for g in self.param_groups if any(id(p) in self._sparse for p in g["params"])
-        )
         mean = self.window_mean
         assert mean is not None
         full = len(self._changes) == self._changes.maxlen
-        settled = mean < eps and (full or not self.require_full_window)
+        settled = mean < self.threshold and (full or not self.require_full_window)
         if (high is not None and self.steps > high) or (
             settled and (low is None or self.steps > low)
         ):

@@ -92,8 +92,8 @@ def layers_figure(run: RunData) -> Figure | None:
     axes.set_ylabel(f"layer of {stem}" if stem else "layer")
     axes.set_xlabel("step")
     none = "; grey: none" if np.any(values == 0) else ""
-    figure.colorbar(mesh, ax=axes, label=f"flip rate{none}", fraction=0.05, pad=0.02)
-    for step in run.boundaries():
+    figure.colorbar(mesh, ax=axes, label=f"flip rate{over(run)}{none}", fraction=0.05, pad=0.02)
+    for step, _ in run.switches():
         axes.axvline(step, color="white", linewidth=1.2, linestyle=":")
     axes.set_title(f"Flip rate by layer: {title(run)}", loc="left", fontsize=10)
     return _finish(figure, run, legend=False)
@@ -104,7 +104,8 @@ def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:
     from matplotlib.lines import Line2D
 
     figure, (left, right) = _new((12, 5.2), columns=2)
-    handles, tops, averages, boundaries = [], [], set(), False
+    handles, tops, averages, switched = [], [], set(), False
+    intervals = _intervals(runs)
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
         line: dict[str, Any] = {
             "color": COLOURS[index % len(COLOURS)],
@@ -112,6 +113,8 @@ def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:
             "linewidth": 1.3,
         }
         dots = {"color": line["color"], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
+        if len(intervals) > 1 and run.flip_interval() in intervals:
+            label += f" (flips{over(run) or ' over 1 step'})"
         handles.append(Line2D([], [], **(line | dots), label=label))
         steps, loss = run.series("loss")
         mean, width = smooth(loss)
@@ -123,12 +126,12 @@ def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:
         steps, flips = run.series("flip_rate")
         if _drawable(flips, log=True):
             right.plot(steps, _positive(smooth(flips)[0]), **line)
-        for step in run.boundaries():
-            boundaries = True
+        for step, _ in run.switches():
+            switched = True
             for axes in (left, right):
                 axes.axvline(step, color=line["color"], linewidth=0.8, linestyle=":")
     average = averages.pop() if len(averages) == 1 else "running means"
-    note = "; dotted: dense ↔ sparse" if boundaries else ""
+    note = "; dotted: dense ↔ sparse" if switched else ""
     left.set_title(f"lines: train, {average}; markers: validation", fontsize=9, loc="left")
     right.set_title(f"lines: {average}{note}", fontsize=9, loc="left")
     left.set_ylabel("loss (cross-entropy, nats)")
@@ -172,9 +175,9 @@ def _single(run: RunData, height: float = 4.8) -> tuple[Figure, Axes]:
 def _finish(figure: Figure, run: RunData, *, legend: bool = True) -> Figure:
     axes = figure.axes[0]
     if legend:
-        for step in run.boundaries():
+        for step, change in run.switches():
             axes.axvline(step, color=GREY, linewidth=1, linestyle=":")
-            name = f" dense ↔ sparse at {step}"
+            name = f"{change} at {step} "
             style: dict[str, Any] = {"rotation": 90, "fontsize": 7, "color": GREY}
             where = axes.get_xaxis_transform()
             axes.text(step, 1, name, transform=where, ha="right", va="top", **style)
@@ -184,16 +187,27 @@ def _finish(figure: Figure, run: RunData, *, legend: bool = True) -> Figure:
     return figure
 
 
+def _intervals(runs: Sequence[RunData]) -> set[int]:
+    """Steps between compared masks, of the runs that have a flip rate to show."""
+    return {run.flip_interval() for run in runs if _drawable(run.series("flip_rate")[1], log=True)}
+
+
 def _flip_axis(axes: Axes, runs: Sequence[RunData]) -> None:
-    refresh = {(run.config.get("sparsity") or {}).get("refresh", 1) for run in runs}
-    if refresh == {1}:
+    intervals = _intervals(runs)
+    if intervals == {1}:
         interval = "per step"
-    elif len(refresh) == 1:
-        interval = f"per mask refresh, every {refresh.pop()} steps"
+    elif len(intervals) == 1:
+        interval = f"per refresh, every {intervals.pop()} steps"
     else:
-        interval = "per mask refresh; the intervals differ"
+        interval = "over the steps in the legend: not comparable"
     axes.set_yscale("log")
-    axes.set_ylabel(f"flip rate (share of mask entries that change, {interval})", fontsize=9)
+    axes.set_ylabel(f"flip rate (share of mask entries that change,\n{interval})", fontsize=9)
+
+
+def over(run: RunData) -> str:
+    """`` over 40 steps`` where a flip rate is not that of one step."""
+    interval = run.flip_interval()
+    return f" over {interval} steps" if interval > 1 else ""
 
 
 def title(run: RunData) -> str:

@@ -120,12 +120,14 @@ def _numbers(run: RunData) -> list[tuple[str, str]]:
         rows.append((f"validation loss at step {evaluated[-1]}", _loss(validation[-1])))
     if np.any(np.isfinite(flips)):
         peak = int(np.nanargmax(flips))
-        rows.append((f"flip rate at step {flipped[0]}", f"{flips[0]:.2e}"))
-        rows.append((f"flip rate at its peak, step {flipped[peak]}", f"{flips[peak]:.2e}"))
+        over = plots.over(run)
+        rows.append((f"flip rate{over} at step {flipped[0]}", f"{flips[0]:.2e}"))
+        rows.append((f"flip rate{over} at its peak, step {flipped[peak]}", f"{flips[peak]:.2e}"))
         mean, width = smooth(flips)
         rows.append(
-            (f"flip rate at the end ({plots.mean_label(flipped, width)})", f"{mean[-1]:.2e}")
+            (f"flip rate{over} at the end ({plots.mean_label(flipped, width)})", f"{mean[-1]:.2e}")
         )
+    rows += [(change, f"at step {step}") for step, change in run.switches()]
     density = run.series("density")[1]
     if len(density):
         rows.append(("density of the sparse layers at the end", f"{density[-1]:.4f}"))
@@ -151,7 +153,7 @@ def _row(run: RunData) -> tuple[str, ...]:
         str(max(record["step"] for record in run.records)),
         _loss(smooth(loss)[0][-1]) if len(loss) else "–",
         _loss(validation[-1]) if len(validation) else "–",
-        f"{smooth(flips)[0][-1]:.2e}" if np.any(np.isfinite(flips)) else "–",
+        f"{smooth(flips)[0][-1]:.2e}{plots.over(run)}" if np.any(np.isfinite(flips)) else "–",
         count(_median(rates)) if len(rates) else "–",
         str(run.config.get("seed", "–")),
     )

@@ -59,17 +59,20 @@ class RunData:
         shape = (len(names), len(rows))
         return steps, [n.removeprefix(prefix) for n in names], np.array(values).reshape(shape)
 
-    def boundaries(self) -> list[int]:
-        """Steps at which the configuration switches between dense and sparse; often none."""
-        total, sparsity = self.config.get("steps"), self.config.get("sparsity") or {}
-        window = sparsity.get("window") or {}
-        tail = sparsity.get("dense_tail", 0.0)
-        fractions = (window.get("start"), window.get("stop"), 1.0 - tail, sparsity.get("at"))
-        numbers = [f for f in fractions if isinstance(f, int | float)]
-        steps = sorted({math.floor(f * total + 0.5) for f in numbers}) if total else []
-        # beyond a dense tail nothing is sparse, whatever the window says
-        last = math.floor((1.0 - tail) * total + 0.5) if total else 0
-        return [step for step in steps if 0 < step < total and step <= last]
+    def switches(self) -> list[tuple[int, str]]:
+        """(step, "dense → sparse" or "sparse → dense") at every change in the record."""
+        steps, sparse = self.series("sparse")
+        return [
+            (int(step), "dense → sparse" if now else "sparse → dense")
+            for step, before, now in zip(steps[1:], sparse, sparse[1:], strict=False)
+            if before != now
+        ]
+
+    def flip_interval(self) -> int:
+        """Steps between two masks whose difference is a flip rate; the usual number."""
+        steps, intervals = self.series("flip_interval")
+        known = len(steps) and len(steps) * 2 > len(self.series("flip_rate")[0])
+        return int(np.median(intervals)) if known else 1
 
 
 def find(paths: Sequence[Path]) -> list[Path]:

@@ -66,7 +66,7 @@ class Coverage:
 
 def cover(model: nn.Module, layers: dict[str, SparseLayer], method: Method) -> Coverage:
     """Build the report."""
-    n, m = method.pattern
+    n, m = method.options.n, method.options.m  # the one it ends with
     operands = method.operands()
     rows = []
     for name, layer in layers.items():

@@ -51,6 +51,11 @@ class Clock:
         self.tensor[1] = self.micro
         self._first = False
 
+    def restart(self) -> None:
+        """The forwards counted so far belong to a step that was given up."""
+        if self._counting:
+            self.set()
+
     def now(self) -> Any:
         """The reading that a forward hands to its backward."""
         return self.tensor.clone() if torch.compiler.is_compiling() else (self.step, self.micro)
@@ -313,7 +318,9 @@ class _SparseProducts(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             pruned = grad
             if method.prunes_dgrad and state.active:
-                pruned = method.dgrad_gradient(grad, _micro_key(state, DGRAD, clock, grad))
+                count = grad.numel() // max(grad.shape[-1], 1)  # one counter per token
+                key = state.key(DGRAD, clock[0], clock[1] * count)
+                pruned = method.dgrad_gradient(grad, key)
             dx = pruned.matmul(backward_weight)
         if ctx.needs_input_grad[1]:
             rows = grad.reshape(-1, grad.shape[-1])
@@ -330,10 +337,10 @@ class _SparseProducts(torch.autograd.Function):
         return dx, dw, db, None, None, None, None, None
 
 
-def _micro_key(state: LayerState, product: int, clock: Any, grad: Tensor) -> NoiseKey:
+def _micro_key(state: LayerState, clock: Any, grad: Tensor) -> NoiseKey:
     """Stream of this micro-batch: token groups are counted over the global batch."""
     groups = -(-grad.numel() // grad.shape[-1] // 4) if grad.numel() else 0
-    return state.key(product, clock[0], clock[1] * groups)
+    return state.key(WGRAD, clock[0], clock[1] * groups)
 
 
 def _sample(state: LayerState, clock: Any, grad: Tensor) -> Tensor:
@@ -341,11 +348,11 @@ def _sample(state: LayerState, clock: Any, grad: Tensor) -> Tensor:
     length = grad.shape[-2] if grad.dim() > 2 else 0
     if length % 4 == 0:
         rows = grad.reshape(-1, grad.shape[-1])
-        return state.method.wgrad_gradient(rows, _micro_key(state, WGRAD, clock, rows))
+        return state.method.wgrad_gradient(rows, _micro_key(state, clock, rows))
     # each sample is filled with zero tokens, so that cutting the batch elsewhere changes nothing
     padded = F.pad(grad, (0, 0, 0, -length % 4))
     rows = padded.reshape(-1, grad.shape[-1])
-    sampled = state.method.wgrad_gradient(rows, _micro_key(state, WGRAD, clock, rows))
+    sampled = state.method.wgrad_gradient(rows, _micro_key(state, clock, rows))
     return sampled.view(padded.shape)[..., :length, :].reshape(-1, grad.shape[-1])
 
 

@@ -138,10 +138,25 @@ class Method:
         """Called with the completed steps; sets the phases, as booleans, that project reads."""
         self.step = step
 
+    refresh: int = 1
+    """Steps between two comparisons of masks, counted from the first sparse step."""
+
     @property
     def compares(self) -> bool:
         """Whether masks are compared after this step; between refreshes nothing can flip."""
-        return True
+        return (self.step - self.window[0]) % self.refresh == 0
+
+    @property
+    def sparse(self) -> bool:
+        """Whether training products see the sparse operands, the window aside.
+
+        Recorded as ``sparse``: the console and the plots show every change of it.
+        """
+        return not self.trains_dense
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the method's own for the record; name -> value."""
+        return {}
 
     @property
     def multiples(self) -> tuple[int, int]:
@@ -150,7 +165,7 @@ class Method:
 
     @property
     def pattern(self) -> tuple[int, int]:
-        """(N, M)."""
+        """(N, M) of the operand for now; a method may approach the one of its options."""
         return self.options.n, self.options.m
 
     def initial_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:

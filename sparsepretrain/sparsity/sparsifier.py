@@ -19,16 +19,30 @@ from sparsepretrain.sparsity.policy import Method
 class MicroBatchCounter:
     """Forward pre-hook of the model: counts training forwards since the last optimiser step.
 
+    A step that a loss scaler skips is seen by no hook of the optimiser; what is seen is that the
+    gradients are gone (``zero_grad``) though no step was completed. Counting then starts anew. With
+    ``zero_grad(set_to_none=False)`` they are not gone: such loops call ``Sparsifier.micro_batch``.
+
     A class, so that a model that carries it can be copied and pickled.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
+        self._had_gradient = False
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Count, unless it is an evaluation."""
         if module.training and torch.is_grad_enabled():
+            self._notice_a_skipped_step(module)
             self.clock.count_forward()
+
+    @torch.compiler.disable
+    def _notice_a_skipped_step(self, module: nn.Module) -> None:
+        layer = next((m for m in module.modules() if isinstance(m, SparseLayer)), None)
+        has_gradient = layer is not None and layer.weight.grad is not None
+        if self._had_gradient and not has_gradient:
+            self.clock.restart()
+        self._had_gradient = has_gradient
 
 
 class Sparsifier:
@@ -51,7 +65,14 @@ class Sparsifier:
         self._clock = clock
         self._model = model
         self._handles: list[Any] = []
+        self._compared_at = 0
+        self._interval = 0
         self._set_phase()
+
+    @property
+    def refreshed(self) -> bool:
+        """Whether masks that are in use for more than one step were compared after the last one."""
+        return self._interval > 1 and self._compared_at == self.completed_steps
 
     @property
     def completed_steps(self) -> int:
@@ -63,6 +84,11 @@ class Sparsifier:
         """Whether the next step is inside the window (sparse)."""
         start, stop = self.method.window
         return start <= self.completed_steps < stop
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the next step trains sparse: inside the window and not in a dense phase."""
+        return self.active and self.method.sparse
 
     def attach(self, optimizer: Any) -> None:
         """Ride on ``optimizer``: J before its step; counters, projections and flips after it.
@@ -133,9 +159,11 @@ class Sparsifier:
         """Numbers of the current weights; synchronises with the device.
 
         ``flip_rate``: flips at the last comparison over all entries of the sparse weights
-        (arXiv:2404.01847 section 4), left out before the first one. ``density``: non-zeros of
-        the forward weights. ``l1_gap``: mean over groups of |t3| - |t2|, the distance of a mask
-        from its next best.
+        (arXiv:2404.01847 section 4), left out before the first one and at steps without one.
+        ``flip_interval``: steps between the two masks compared, left out when it is 1.
+        ``density``: non-zeros of the forward weights. ``l1_gap``: mean over groups of
+        |t3| - |t2|, the distance of a mask from its next best. ``sparse``: 1 when the next step
+        trains sparse, 0 when it trains dense. A method may add its own (:meth:`Method.metrics`).
 
         Args:
             per_layer: also ``flip_rate/<layer>`` and ``l1_gap/<layer>``.
@@ -147,10 +175,14 @@ class Sparsifier:
         result = {
             "density": sum(r["nonzeros"] for r in rows.values()) / entries,
             "l1_gap": sum(r["gap"] for r in rows.values()) / groups,
+            "sparse": float(self.sparse),
+            **self.method.metrics(),
         }
         compared = all("flips" in r for r in rows.values())
         if compared:
             result["flip_rate"] = sum(r["flips"] for r in rows.values()) / entries
+            if self._interval > 1:
+                result["flip_interval"] = float(self._interval)
         if per_layer:
             for name, r in rows.items():
                 result[f"l1_gap/{name}"] = r["gap"] / r["groups"]
@@ -171,6 +203,7 @@ class Sparsifier:
             "pattern": [options.n, options.m],
             "layers": list(self.layers),
             "completed_steps": self.completed_steps,
+            "compared_at": self._compared_at,
             "trains_dense": self.method.trains_dense,
         }
 
@@ -187,6 +220,7 @@ class Sparsifier:
                     f"sparsifier state: {key} is {state.get(key)}, this model has {mine[key]}"
                 )
         self._clock.set(step=int(state["completed_steps"]))
+        self._compared_at = int(state["compared_at"])
         self.method.trains_dense = state["trains_dense"]
         self._set_phase()
         self.refresh()
@@ -251,6 +285,9 @@ class Sparsifier:
                 state.compare(layer)
             else:
                 state.flips = None
+        if self.method.compares:
+            self._interval = self.completed_steps - self._compared_at
+            self._compared_at = self.completed_steps
 
     def _adjust_weights(self, optimizer: Optimizer) -> None:
         # looked up anew: the optimiser's load_state_dict replaces the group dictionaries

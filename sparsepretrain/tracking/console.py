@@ -43,6 +43,7 @@ class Console:
         self._task: tuple[str, TaskID] | None = None
         self._first: tuple[int, float] | None = None
         self._printed = ("", 0.0)
+        self._sparse: object = None
 
     def info(self, line: str) -> None:
         """Print one line."""
@@ -95,6 +96,8 @@ class Console:
     def step(self, line: dict[str, Any], total: int | None) -> None:
         """Show one line of the record: training on the live line, evaluations above it.
 
+        A switch between dense and sparse training has a line of its own.
+
         Args:
             line: as :class:`~sparsepretrain.tracking.record.Record` writes it.
             total: optimiser steps of the run.
@@ -107,6 +110,10 @@ class Console:
             self.info("  ".join([place, line["split"], *values]))
             return
         text = describe(line, self._seconds_left(line, total), short=self._live)
+        if "sparse" in line:
+            if self._sparse not in (None, line["sparse"]):
+                self.info(f"{place}  {switch(line)}")
+            self._sparse = line["sparse"]
         if self._live:
             self._redraw(place, step, total, text)
         else:
@@ -163,6 +170,15 @@ def describe(line: dict[str, Any], seconds_left: float | None, *, short: bool = 
     if seconds_left is not None:
         parts.append(f"ETA {clock(seconds_left)}")
     return "  ".join(parts)
+
+
+def switch(line: dict[str, Any]) -> str:
+    """What a line says that is the first of a dense or sparse phase."""
+    text = "sparse from here on" if line.get("sparse") else "dense from here on"
+    change, threshold = line.get("autoswitch_z"), line.get("autoswitch_threshold")
+    if _number(change) and _number(threshold):
+        text += f" (AutoSwitch: Z̄ {change:.2e}, ε {threshold:.2e})"
+    return text
 
 
 def count(number: float) -> str:

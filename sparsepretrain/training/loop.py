@@ -112,11 +112,13 @@ def run_steps(
             return signals.exit_code
         if t.step >= t.end:
             return None
-        started = time.perf_counter()
+        started, was_sparse = time.perf_counter(), t.sparsifier.sparse
         values = train_step(t)
         t.timer.add(time.perf_counter() - started, values.pop("items"))
         layers = bool(run.log.layers_every) and t.step % run.log.layers_every == 0
-        if t.step % run.log.every == 0 or layers or t.step in (1, t.end):
+        # in the record whatever is due: a switch of phase, and flips that no later line repeats
+        event = t.sparsifier.sparse != was_sparse or t.sparsifier.refreshed
+        if t.step % run.log.every == 0 or layers or event or t.step in (1, t.end):
             rate = t.timer.rate()
             values |= {"tokens_per_second": rate, **_measure(t, per_layer=layers)}
             if t.peak_flops is not None:
@@ -191,7 +193,7 @@ def evaluate(t: Training, signals: StopSignals | None = None) -> float | None:
 def _measure(t: Training, *, per_layer: bool) -> dict[str, float]:
     values = t.sparsifier.metrics(per_layer=per_layer)
     if t.skips_in_a_row:  # no update, so no masks were compared: the flips are of an older step
-        values = {k: v for k, v in values.items() if not k.startswith("flip_rate")}
+        values = {k: v for k, v in values.items() if not k.startswith("flip_")}
     return values
 
 

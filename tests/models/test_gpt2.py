@@ -16,7 +16,7 @@ from sparsepretrain.models.gpt2 import GPT2, GPT2Options
 
 TINY = {
     "name": "tiny", "family": "gpt2", "vocab_size": 50, "n_positions": 16, "n_embd": 16,
-    "n_layer": 2, "n_head": 2, "n_inner": None, "bias": True, "dropout": 0.0,
+    "n_layer": 2, "n_head": 2, "n_inner": None, "ffn_factor": 1.0, "bias": True, "dropout": 0.0,
     "activation_checkpointing": False,
 }  # fmt: skip
 
@@ -59,6 +59,24 @@ def test_published_sizes(recipe, count):
     coverage = sp.sparsify(model, "sste", targets=GPT2.roles["ffn"]).coverage()
     assert [row.name for row in coverage.layers] == ffn
     assert coverage.sparse_parameters == layers * 8 * width**2
+
+
+@pytest.mark.parametrize(("recipe", "width"), [("gpt2_nano", 256), ("gpt2_124m", 1536)])
+def test_the_half_baseline(recipe, width):
+    """Dense, with half the FFN: a third of a block's matrices less."""
+    counts = {}
+    for overrides in ((), ("experiment=half",)):
+        run, _ = config.load([f"model={recipe}", "sparsity=dense", *overrides])
+        with torch.device("meta"):
+            model = GPT2.build(run.model)
+        counts[overrides] = sum(p.numel() for p in model.parameters())
+    run, _ = config.load([f"model={recipe}", "experiment=half"])
+    assert run.sparsity.name == "dense"
+    block = model.transformer.h[0].mlp
+    assert block.c_fc.weight.shape == (width, run.model.n_embd)
+    assert block.c_proj.weight.shape == (run.model.n_embd, width)
+    full, half = counts.values()
+    assert full - half == run.model.n_layer * 4 * run.model.n_embd**2
 
 
 def reference(model, bias):
@@ -147,8 +165,16 @@ def test_activation_checkpointing_gives_equal_gradients(method):
 def test_options_are_checked():
     good = GPT2Options(**TINY)
     assert list(good.problems()) == []
-    for key, value in (("n_embd", 0), ("n_head", 3), ("n_inner", 0), ("dropout", 1.0)):
+    for key, value in (
+        ("n_embd", 0),
+        ("n_head", 3),
+        ("n_inner", 0),
+        ("dropout", 1.0),
+        ("ffn_factor", 0.0),
+        ("ffn_factor", 0.33),
+    ):
         bad = copy.copy(good)
         setattr(bad, key, value)
         assert [k for k, _ in bad.problems()] == [key]
+    assert build(n_inner=24, ffn_factor=0.5).transformer.h[0].mlp.c_fc.weight.shape == (12, 16)
     assert build(n_inner=24).transformer.h[0].mlp.c_fc.weight.shape == (24, 16)

@@ -27,6 +27,8 @@ def make_run(
     seed: int = 0,
     flips: bool = True,
     sparsity: dict[str, Any] | None = None,
+    phases: dict[int, float] | None = None,
+    interval: int = 1,
     **config: Any,
 ) -> Path:
     path.mkdir(parents=True)
@@ -39,7 +41,10 @@ def make_run(
     for step in range(1, 101):
         line = {"step": step, "time": 0.5 * step, "tokens": 64 * step, "loss": 5.0 - 0.04 * step}
         line |= {"lr": 1e-3, "density": 0.5, "tokens_per_second": 128.0}
-        if flips:
+        if phases:
+            line["sparse"] = [value for first, value in phases.items() if step >= first][-1]
+        if flips and step % interval == 0:
+            line |= {"flip_interval": float(interval)} if interval > 1 else {}
             line["flip_rate"] = 0.1 if step == 10 else 0.01
             if step % 20 == 0:
                 line |= {f"flip_rate/{name}": 0.0 if step == 100 else 0.02 for name in LAYERS}
@@ -87,7 +92,7 @@ def test_what_is_missing_is_left_out_and_said(tmp_path: Path) -> None:
 
 
 def test_loss_figure_shows_the_recorded_numbers(tmp_path: Path) -> None:
-    run = load(make_run(tmp_path / "run", sparsity={"window": {"start": 0.0, "stop": 0.85}}))
+    run = load(make_run(tmp_path / "run", phases={1: 1.0, 85: 0.0}))
     figure = plots.loss_figure(run)
     assert figure is not None
     axes = figure.axes[0]
@@ -97,13 +102,14 @@ def test_loss_figure_shows_the_recorded_numbers(tmp_path: Path) -> None:
     np.testing.assert_array_equal(validation.get_xdata(), [50, 100])
     np.testing.assert_allclose(validation.get_ydata(), [3.5, 2.5])
     assert boundary.get_xdata()[0] == 85
+    assert [text.get_text() for text in axes.texts] == ["sparse → dense at 85 "]
     assert "nats" in axes.get_ylabel() and axes.get_xlabel() == "step"
     assert figure.get_supxlabel() == "train sparsity=sste · commit 0123456789ab"
 
 
 def test_flip_figure_is_logarithmic_and_names_its_interval(tmp_path: Path) -> None:
     each = plots.flip_figure(load(make_run(tmp_path / "a")))
-    every = plots.flip_figure(load(make_run(tmp_path / "b", sparsity={"refresh": 40})))
+    every = plots.flip_figure(load(make_run(tmp_path / "b", interval=40)))
     assert each is not None and every is not None
     assert each.axes[0].get_yscale() == "log"
     assert "per step" in each.axes[0].get_ylabel()
@@ -123,20 +129,41 @@ def test_heat_map_has_short_layer_names_and_masks_zeros(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sparsity", "steps"),
+    ("phases", "switches"),
     [
-        ({}, []),
-        ({"window": {"start": 0.1, "stop": 0.9}}, [10, 90]),
-        ({"dense_tail": 0.16666667}, [83]),
-        ({"window": {"start": 0.0, "stop": 0.9}, "dense_tail": 0.2}, [80]),
-        ({"at": 0.5}, [50]),
-        ({"window": None}, []),
+        (None, []),
+        ({1: 1.0}, []),
+        ({1: 0.0, 37: 1.0}, [(37, "dense → sparse")]),
+        ({1: 0.0, 10: 1.0, 83: 0.0}, [(10, "dense → sparse"), (83, "sparse → dense")]),
     ],
 )
-def test_boundaries_follow_the_configuration(
-    tmp_path: Path, sparsity: dict[str, Any], steps: list[int]
+def test_switches_are_read_from_the_record(
+    tmp_path: Path, phases: dict[int, float] | None, switches: list[tuple[int, str]]
 ) -> None:
-    assert load(make_run(tmp_path / "run", sparsity=sparsity)).boundaries() == steps
+    run = load(make_run(tmp_path / "run", phases=phases))
+    assert run.switches() == switches
+    for draw in (plots.loss_figure, plots.flip_figure, plots.lr_figure):
+        figure = draw(run)
+        assert figure is not None
+        texts = [text.get_text().strip() for text in figure.axes[0].texts]
+        assert texts == [f"{change} at {step}" for step, change in switches]
+    page = report([tmp_path / "run"])[-1].read_text()
+    assert all(f"| {change} | at step {step} |" in page for step, change in switches)
+
+
+def test_flip_rates_over_different_intervals_are_told_apart(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", interval=5)]
+    assert [load(run).flip_interval() for run in runs] == [1, 5]
+    figure = plots.overlay_figure([load(run) for run in runs], ["a", "b"])
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["a (flips over 1 step)", "b (flips over 5 steps)"]
+    assert "not comparable" in figure.axes[1].get_ylabel()
+    np.testing.assert_array_equal(figure.axes[1].lines[1].get_xdata(), np.arange(5, 101, 5))
+    page = report(runs, out=tmp_path / "out", labels=["a", "b"])[-1].read_text()
+    assert "| 1.00e-02 over 5 steps |" in page
+    alone = report([runs[1]])[-1].read_text()
+    assert "| flip rate over 5 steps at step 5 |" in alone
 
 
 def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,16 @@ VARIANTS = [
     ("sste", {"mvue": "weight"}),
     ("sste", {"mvue": "weight", "estimator": "exact", "gamma": 0.1, "ste_scale": "beta"}),
     ("sste", {"n": 2, "m": 8}),
+    ("srste", {"decay": 0.1, "decay_ramp": 0.1}),
+    ("tsrste", {"decay": 0.1, "decay_ramp": 0.1, "refresh": 2, "dense_tail": 0.0}),
+    ("dense", {"flip_rule": "transposable", "refresh": 2}),
+    ("sdgp", {"epsilon": 0.0}),
+    ("sdgp", {"variant": "random", "n": 2, "m": 8}),
+    ("mdgf", {"until": 0.05}),
+    ("mdgf", {"shape": "exponential"}),
+    ("sdgf", {"n": 1, "m": 8, "until": 0.1}),
+    ("slope", {"mask": "random"}),
+    ("slope", {"n": 1, "m": 4}),
 ]
 CASES = [(name, {}) for name in sp.list_methods()] + VARIANTS
 IDS = ["-".join([name, *(f"{k}={v}" for k, v in options.items())]) for name, options in CASES]

@@ -10,6 +10,9 @@ import sparsepretrain as sp
 
 CASES = [(name, {}) for name in sp.list_methods()] + [
     ("srste", {"n": 1, "m": 16, "decay_on": "weight"}),
+    ("sdgp", {"variant": "random"}),
+    ("dense", {"flip_rule": "transposable", "refresh": 2}),
+    ("slope", {"mask": "random"}),
     ("sste", {"mvue": "weight", "estimator": "exact", "gamma": 0.1, "ste_scale": "beta"}),
 ]
 
@@ -72,6 +75,30 @@ def test_a_phase_switch_recompiles_once():
         optimizer.step()
         optimizer.zero_grad()
     assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "frames"),
+    [("mdgf", {"until": 0.1}, 2), ("sdgf", {"n": 1, "m": 8, "until": 0.15}, 4)],
+)
+def test_methods_that_change_their_weights_over_time(method, options, frames):
+    """One graph per stage, whatever changes from step to step is data; eager's numbers."""
+    results, counter = [], CompileCounterWithBackend("eager")
+    for compiled in (False, True):
+        model = Blocks()
+        handle = sparsify(model, method, targets=["*fc*"], **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        handle.attach(optimizer)
+        if compiled:
+            model.block.compile(backend=counter, fullgraph=True)
+        for step in range(9):
+            model(draw(4, 8, 16, seed=step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert handle.sparse
+        results.append({k: v.clone() for k, v in model.state_dict().items()})
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
+    assert counter.frame_count <= frames
 
 
 def test_noise_of_a_compiled_layer_follows_step_and_micro_batch():

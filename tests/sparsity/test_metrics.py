@@ -1,21 +1,27 @@
 """Metrics, masks in use, and the phases of single methods."""
 
+import copy
+
 import pytest
 import torch
-from sparse_cases import build, sparsify, train
+from sparse_cases import Net, build, sparsify, train
 from torch import nn
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.optim import StepAdamW
 
 
 def test_metrics_keys():
     model, optimizer, sparsifier = build("sste", dtype=torch.float32)
-    assert set(sparsifier.metrics()) == {"density", "l1_gap"}
+    always = {"density", "l1_gap", "sparse"}
+    assert set(sparsifier.metrics()) == always
     layers = {"l1_gap/fc1", "l1_gap/fc2"}
-    assert set(sparsifier.metrics(per_layer=True)) == {"density", "l1_gap"} | layers
+    assert set(sparsifier.metrics(per_layer=True)) == always | layers
     train(model, optimizer, 0, 1)
-    assert set(sparsifier.metrics()) == {"density", "l1_gap", "flip_rate"}
+    assert set(sparsifier.metrics()) == always | {"flip_rate"}
     metrics = sparsifier.metrics(per_layer=True)
     layers |= {"flip_rate/fc1", "flip_rate/fc2"}
-    assert set(metrics) == {"density", "l1_gap", "flip_rate"} | layers
+    assert set(metrics) == always | {"flip_rate"} | layers
     assert all(type(v) is float for v in metrics.values())
     by_layer = (metrics["flip_rate/fc1"] + metrics["flip_rate/fc2"]) / 2  # equal sizes
     assert metrics["flip_rate"] == pytest.approx(by_layer)
@@ -71,6 +77,7 @@ def test_one_shot_pruning_takes_the_weights_of_its_step(at, start, pruned):
     assert sparsifier.metrics() == {
         "density": 0.5,
         "flip_rate": 0.0,
+        "sparse": 1.0,
         "l1_gap": sparsifier.metrics()["l1_gap"],
     }
 
@@ -90,3 +97,91 @@ def test_transposable_masks_refresh_from_the_first_sparse_step(start):
                 assert torch.equal(mask, seen[-1]), "masks rest between refreshes"
             seen.append(mask)
         train(model, optimizer, step, step + 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("tsrste", {"refresh": 3, "dense_tail": 0.0}),
+        ("dense", {"refresh": 3}),
+        ("dense", {"refresh": 3, "flip_rule": "transposable"}),
+    ],
+)
+def test_flip_rates_name_their_interval_and_are_not_repeated(method, options):
+    model, optimizer, sparsifier = build(method, options, dtype=torch.float32)
+    before = sparsifier.method.mask(model.fc1.weight.detach(), 1)
+    state = None
+    for step in range(7):
+        if step == 4:  # a resume between two comparisons
+            state = (copy.deepcopy(model.state_dict()), sparsifier.state_dict())
+            model, optimizer, sparsifier = build(method, options, dtype=torch.float32, seed=1)
+            model.load_state_dict(state[0])
+            sparsifier.load_state_dict(state[1])
+        train(model, optimizer, step, step + 1)
+        metrics = sparsifier.metrics(per_layer=True)
+        assert ("flip_rate" in metrics) == ((step + 1) % 3 == 0)
+        if "flip_rate" in metrics:
+            assert metrics["flip_interval"] == 3.0
+            now = sparsifier.method.mask(model.fc1.weight.detach(), 1)
+            assert metrics["flip_rate/fc1"] == float((now != before).float().mean()) > 0
+            before = now
+        else:
+            assert not [k for k in metrics if k.startswith("flip_")]
+
+
+def test_a_dense_run_logs_the_flips_of_transposable_masks():
+    """What the decay search divides by: the rule and the interval of T-SR-STE, nothing applied."""
+    plain, first, _ = build("dense")
+    model, second, sparsifier = build("dense", {"flip_rule": "transposable", "refresh": 2})
+    for trained, optimizer in ((plain, first), (model, second)):
+        train(trained, optimizer, 0, 4)
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True)
+    )
+    for name, mask in sparsifier.masks().items():
+        assert (mask.view(-1, 4, mask.shape[1]).sum(1) == 2).all(), name
+        assert (mask.view(len(mask), -1, 4).sum(2) == 2).all(), name
+    assert sparsifier.metrics()["sparse"] == 0
+    odd = nn.ModuleDict({"fc": nn.Linear(8, 6)})
+    with pytest.raises(ConfigError, match="out_features = 6 is not a multiple of 4"):
+        sparsify(odd, "dense", flip_rule="transposable")
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "phases"),
+    [
+        ("dense", {}, "0" * 9),
+        ("ste", {}, "1" * 9),
+        ("ste", {"window": {"start": 0.05, "stop": 0.15}}, "001111000"),
+        ("tsrste", {"dense_tail": 0.85}, "111111000"),
+        ("asp", {"at": 0.1}, "000011111"),
+        ("mdgf", {"until": 0.1}, "000011111"),
+        ("sdgf", {"until": 0.1}, "000011111"),
+    ],
+)
+def test_phases_are_metrics(method, options, phases):
+    model, optimizer, sparsifier = build(method, options)
+    seen = ""
+    for step in range(9):
+        seen += f"{sparsifier.metrics()['sparse']:.0f}"
+        train(model, optimizer, step, step + 1)
+    assert seen == phases
+
+
+def test_autoswitch_is_visible_up_to_its_switch():
+    model = Net(torch.float32)
+    sparsifier = sparsify(model, "step")
+    optimizer = StepAdamW(
+        model.parameters(), eps=1e-8, betas=(0.9, 0.9), clipping=(2, 5), frozen_bias_correction=True
+    )
+    sparsifier.attach(optimizer)
+    assert sparsifier.metrics().keys() == {"density", "l1_gap", "sparse"}
+    for step in range(1, 8):
+        train(model, optimizer, step, step + 1)
+        metrics = sparsifier.metrics()
+        assert metrics["sparse"] == float(step >= 6) == float(optimizer.sparse_phase)
+        if step <= 6:  # step 6 > T_max switches; its own products were dense
+            assert metrics["autoswitch_z"] == optimizer.window_mean > 0
+            assert metrics["autoswitch_threshold"] == 1e-8
+        else:
+            assert not [k for k in metrics if k.startswith("autoswitch")]

@@ -41,6 +41,22 @@ def test_time_left_is_not_fooled_by_a_resume() -> None:
     assert out.getvalue().splitlines()[1].endswith("ETA 8:10")  # 1 s per step, 490 steps
 
 
+def test_a_switch_has_a_line_of_its_own() -> None:
+    out = io.StringIO()
+    console = Console(out)
+    watched = {"autoswitch_z": 9.9e-9, "autoswitch_threshold": 1e-8}
+    for step, values in enumerate(
+        [{"sparse": 0.0}, {}, {"sparse": 0.0}, {"sparse": 1.0, **watched}, {}, {"sparse": 0.0}], 1
+    ):
+        console.step(line(step, **values), 9)
+    console.step({"step": 6, "split": "validation", "loss": 2.0}, 9)
+    said = [text for text in out.getvalue().splitlines() if "from here on" in text]
+    assert said == [
+        "step 4/9  sparse from here on (AutoSwitch: Z̄ 9.90e-09, ε 1.00e-08)",
+        "step 6/9  dense from here on",
+    ]
+
+
 def test_evaluations_and_missing_losses() -> None:
     out = io.StringIO()
     Console(out).step({"step": 5, "split": "validation", "time": 1.0, "loss": 2.0, "bleu": 27.1}, 9)

@@ -47,6 +47,14 @@ def test_sizes_of_the_recipes():
         assert f"{weights:,} (" in show(f"model=gpt2_{model}"), model
 
 
+def test_the_half_baseline_has_fewer_parameters():
+    assert "853,120 (0.9M)" in show("sparsity=dense")
+    assert "590,976 (0.6M)" in show("experiment=half")
+    assert "256 × 128" in show("experiment=half") and "dense 2:4" in show("experiment=half")
+    # the 124M model without half of its 24 FFN matrices
+    assert f"{124_373_760 - 12 * 768 * 3072:,} (" in show("model=gpt2_124m", "experiment=half")
+
+
 def test_nothing_is_allocated(monkeypatch):
     made = []
     original = torch.Tensor.to

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.registry import register
+from sparsepretrain.sparsity import checks
 from sparsepretrain.sparsity.policy import Method, MethodOptions, Products, Projection
 
 if TYPE_CHECKING:
@@ -25,8 +26,7 @@ class ASPOptions(MethodOptions):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Range errors as (key, message)."""
         yield from MethodOptions.problems(self)
-        if not 0 <= self.at < 1:
-            yield "at", f"must lie in [0, 1), got {self.at}"
+        yield from checks.proper_fraction(self, "at")
 
 
 @register("method", "asp")
@@ -48,6 +48,11 @@ class ASP(Method):
         """Pruned from step ``at`` on."""
         super().set_step(step)
         self.pruned = step >= self.at
+
+    @property
+    def sparse(self) -> bool:
+        """Once the zeros are written."""
+        return self.pruned
 
     def initial_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
         """The mask, once it is chosen."""

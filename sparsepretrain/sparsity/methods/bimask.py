@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
+from sparsepretrain.sparsity import checks
 from sparsepretrain.sparsity.policy import DGRAD, Method, MethodOptions, Products, Projection
 
 if TYPE_CHECKING:
@@ -30,13 +31,9 @@ class BiMaskOptions(MethodOptions):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Range errors as (key, message)."""
         yield from MethodOptions.problems(self)
-        if (self.n, self.m) != (2, 4):
-            yield "n", f"and m must be 2 and 4 for Bi-Mask, got {self.n}:{self.m}"
-        if self.decay < 0:
-            yield "decay", f"must be ≥ 0, got {self.decay}"
-        for name in ("every", "candidates"):
-            if getattr(self, name) < 1:
-                yield name, f"must be ≥ 1, got {getattr(self, name)}"
+        yield from checks.two_of_four(self, "Bi-Mask")
+        yield from checks.at_least(0, self, "decay")
+        yield from checks.at_least(1, self, "every", "candidates")
 
 
 @register("method", "bimask")

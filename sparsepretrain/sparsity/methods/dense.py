@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from sparsepretrain import kernels
 from sparsepretrain.registry import register
+from sparsepretrain.sparsity import checks
+from sparsepretrain.sparsity.methods._transposable import transposable
 from sparsepretrain.sparsity.policy import Method, MethodOptions, Products
 
 if TYPE_CHECKING:
@@ -16,43 +17,50 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class DenseOptions(MethodOptions):
-    """Options of dense training: which masks are compared for the record."""
+    """Which flips are logged: those of the method that the dense run is compared with."""
 
     flip_rule: Literal["magnitude", "transposable"] = "magnitude"
-    """The masks whose flips are logged: those of the method that the run is compared with."""
+    """Masks compared: N:M by magnitude, or the transposable ones of T-SR-STE (2:4 only)."""
     refresh: int = 1
-    """Optimiser steps between two comparisons of masks."""
+    """Optimiser steps between two comparisons; T-SR-STE's is 40."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Range errors as (key, message)."""
         yield from MethodOptions.problems(self)
-        if self.refresh < 1:
-            yield "refresh", f"must be ≥ 1, got {self.refresh}"
-        if self.flip_rule == "transposable" and (self.n, self.m) != (2, 4):
-            yield "n", f"and m must be 2 and 4 for transposable masks, got {self.n}:{self.m}"
+        if self.flip_rule == "transposable":
+            yield from checks.two_of_four(self, "transposable masks")
+        yield from checks.at_least(1, self, "refresh")
 
 
 @register("method", "dense")
 class Dense(Method):
-    """Every product is dense; the mask is computed for the record only."""
+    """Every product is dense; masks are computed for the record only.
+
+    The search for a decay factor (arXiv:2404.01847) divides the flip rate of a sparse run by that
+    of a dense one, which needs the same rule and interval on both sides.
+    """
 
     Options = DenseOptions
-    summary = "ordinary layers; logs the mask that magnitude would choose"
+    summary = "ordinary layers; logs the flips of the masks it would have"
     paper = "–"
     products = Products()
+
+    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+        super().__init__(options, total_steps)
+        self.refresh = options.refresh
 
     @property
     def multiples(self) -> tuple[int, int]:
         """Transposable masks are chosen in blocks of 4×4."""
-        return (4, 4) if self.options.flip_rule == "transposable" else (1, self.options.m)
+        return 4 if self.options.flip_rule == "transposable" else 1, self.options.m
 
     @property
-    def compares(self) -> bool:
-        """At the steps at which a method with this window and ``refresh`` compares."""
-        return (self.step - self.window[0]) % self.options.refresh == 0
+    def sparse(self) -> bool:
+        """Never."""
+        return False
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
-        """What ``flip_rule`` would choose."""
+        """The mask of ``flip_rule``."""
         if self.options.flip_rule == "transposable":
-            return kernels.transposable_mask(weight)
+            return transposable(weight)
         return Method.mask(self, weight, dim)

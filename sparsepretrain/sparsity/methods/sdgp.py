@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
+from sparsepretrain.sparsity import checks
 from sparsepretrain.sparsity.policy import Method, MethodOptions, Products
 
 if TYPE_CHECKING:
@@ -24,10 +25,14 @@ class SDGPOptions(MethodOptions):
     """Largest with the L1 norm restored (paper: maxnorm), largest (max), or any (rnd)."""
     scope: Literal["channel", "group", "tensor"] = "channel"
     """What shares one factor of ``rescaled``; channel: per sample and out_feature."""
+    epsilon: float = 1.0e-4
+    """Added to the divisor of ``rescaled`` (authors' code): gradients whose sums are near it
+    shrink, so that results depend on the loss scale; 0 restores the norm exactly."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Range errors as (key, message)."""
         yield from MethodOptions.problems(self)
+        yield from checks.at_least(0, self, "epsilon")
         if self.m > 32:
             yield "m", f"must be ≤ 32, got {self.m}"
 
@@ -54,6 +59,7 @@ class SDGP(Method):
             *self.pattern,
             variant=self.options.variant,
             scope=self.options.scope,
+            epsilon=self.options.epsilon,
             key=key if self.options.variant == "random" else None,
         )
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
+from sparsepretrain.sparsity.methods._decay import RampedDecay, RampedDecayOptions
 from sparsepretrain.sparsity.methods.ste import STE
-from sparsepretrain.sparsity.policy import MethodOptions, Products
+from sparsepretrain.sparsity.policy import Products
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(slots=True, kw_only=True)
-class SRSTEOptions(MethodOptions):
+class SRSTEOptions(RampedDecayOptions):
     """Options of SR-STE."""
 
     decay: float = 2.0e-4
@@ -24,15 +24,9 @@ class SRSTEOptions(MethodOptions):
     decay_on: Literal["gradient", "weight"] = "gradient"
     """gradient: dW + λ(1-M)∘W before the optimiser; weight: W -= lr·λ(1-M)∘W after it."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
-        yield from MethodOptions.problems(self)
-        if self.decay < 0:
-            yield "decay", f"must be ≥ 0, got {self.decay}"
-
 
 @register("method", "srste")
-class SRSTE(STE):
+class SRSTE(RampedDecay, STE):
     """STE with masked decay, added once per optimiser step after clipping."""
 
     Options = SRSTEOptions
@@ -43,9 +37,9 @@ class SRSTE(STE):
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Masked decay on gradients (arXiv:2102.04010 eq. 7; arXiv:2404.01847 section 4)."""
         if self.options.decay_on == "gradient":
-            kernels.masked_decay_(grad, weight, mask, self.options.decay * scale)
+            kernels.masked_decay_(grad, weight, mask, self.decay * scale)
 
     def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:
         """Masked decay on weights, outside the moments as AdamW treats weight decay."""
         if self.options.decay_on == "weight":
-            kernels.masked_decay_(weight, weight, mask, -lr * self.options.decay)
+            kernels.masked_decay_(weight, weight, mask, -lr * self.decay)

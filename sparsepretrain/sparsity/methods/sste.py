@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
+from sparsepretrain.sparsity import checks
 from sparsepretrain.sparsity.policy import DGRAD, Method, MethodOptions, Products, Projection
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ class SSTEOptions(MethodOptions):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Range errors as (key, message)."""
         yield from MethodOptions.problems(self)
-        if not 0 <= self.gamma <= 1:
-            yield "gamma", f"must lie in [0, 1], got {self.gamma}"
+        yield from checks.fraction(self, "gamma")
         if self.mvue == "weight" and (self.n, self.m) != (2, 4):
             yield "mvue", f"weight exists for 2:4 only, got {self.n}:{self.m}"
 

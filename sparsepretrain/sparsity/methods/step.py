@@ -10,6 +10,7 @@ from sparsepretrain import kernels
 from sparsepretrain.config.schema import AdamW
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register
+from sparsepretrain.sparsity import checks
 from sparsepretrain.sparsity.methods.ste import STE
 from sparsepretrain.sparsity.policy import MethodOptions, Products
 
@@ -41,10 +42,9 @@ class STEPOptions(MethodOptions):
         bounds = [b for b in self.clipping if b is not None]
         if any(not 0 <= b <= 1 for b in bounds) or bounds != sorted(bounds):
             yield "clipping", f"needs 0 ≤ earliest ≤ latest ≤ 1, got {list(self.clipping)}"
-        if self.window_length is not None and self.window_length < 1:
-            yield "window_length", f"must be ≥ 1 or null, got {self.window_length}"
-        if self.decay < 0:
-            yield "decay", f"must be ≥ 0, got {self.decay}"
+        if self.window_length is not None:
+            yield from checks.at_least(1, self, "window_length")
+        yield from checks.at_least(0, self, "decay")
 
 
 @register("method", "step")
@@ -59,6 +59,7 @@ class STEP(STE):
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self.trains_dense = True
+        self._watched: dict[str, float] = {}
 
     def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer:
         """StepAdamW with the AdamW options of the run and AutoSwitch's of this method."""
@@ -99,7 +100,20 @@ class STEP(STE):
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The first sparse forward is the one after the step that switched."""
+        self._watched = {}
+        change = optimizer.window_mean  # type: ignore[attr-defined]
+        if self.trains_dense and change is not None:
+            threshold = optimizer.threshold  # type: ignore[attr-defined]
+            self._watched = {"autoswitch_z": change, "autoswitch_threshold": threshold}
         self.trains_dense = not optimizer.sparse_phase  # type: ignore[attr-defined]
+
+    def metrics(self) -> dict[str, float]:
+        """What AutoSwitch saw at a dense step: the mean change Z̄ of its window, and ε.
+
+        It switches when Z̄ < ε, unless ``clipping`` decides. The step that switches is the last
+        one with these values.
+        """
+        return self._watched
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Masked decay, if asked for."""

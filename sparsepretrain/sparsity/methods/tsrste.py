@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.policy import Method, MethodOptions, Products, Projection, Window
+from sparsepretrain.sparsity import checks
+from sparsepretrain.sparsity.methods._decay import RampedDecay, RampedDecayOptions
+from sparsepretrain.sparsity.methods._transposable import transposable
+from sparsepretrain.sparsity.policy import Method, Products, Projection, Window
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class TSRSTEOptions(MethodOptions):
+class TSRSTEOptions(RampedDecayOptions):
     """Options of T-SR-STE; the pattern is 2:4."""
 
     decay: float = 6.0e-5
@@ -33,21 +36,16 @@ class TSRSTEOptions(MethodOptions):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Range errors as (key, message)."""
-        yield from MethodOptions.problems(self)
-        if (self.n, self.m) != (2, 4):
-            yield "n", f"and m must be 2 and 4 for transposable masks, got {self.n}:{self.m}"
-        if self.decay < 0:
-            yield "decay", f"must be ≥ 0, got {self.decay}"
-        if self.refresh < 1:
-            yield "refresh", f"must be ≥ 1, got {self.refresh}"
-        if not 0 <= self.dense_tail < 1:
-            yield "dense_tail", f"must lie in [0, 1), got {self.dense_tail}"
-        elif self.window.start >= 1 - self.dense_tail:
+        yield from RampedDecayOptions.problems(self)
+        yield from checks.two_of_four(self, "transposable masks")
+        yield from checks.at_least(1, self, "refresh")
+        yield from checks.proper_fraction(self, "dense_tail")
+        if 0 <= self.dense_tail < 1 and self.window.start >= 1 - self.dense_tail:
             yield "dense_tail", f"leaves no sparse step after window.start ({self.window.start})"
 
 
 @register("method", "tsrste")
-class TSRSTE(Method):
+class TSRSTE(RampedDecay):
     """One mask for W and Wᵀ, refreshed every few steps, so that all three products are sparse."""
 
     Options = TSRSTEOptions
@@ -58,16 +56,12 @@ class TSRSTE(Method):
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self.samples_wgrad = options.mvue == "gradient"
+        self.refresh = options.refresh
 
     @property
     def multiples(self) -> tuple[int, int]:
         """Masks are chosen in blocks of 4×4."""
         return 4, 4
-
-    @property
-    def compares(self) -> bool:
-        """Only a refresh can flip."""
-        return (self.step - self.window[0]) % self.options.refresh == 0
 
     def window_steps(self, window: Window) -> tuple[int, float]:
         """Sparse until the earlier of window.stop and the dense tail."""
@@ -83,7 +77,7 @@ class TSRSTE(Method):
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         """The best transposable mask (arXiv:2404.01847 section 5.1)."""
-        return kernels.transposable_mask(weight)
+        return transposable(weight)
 
     def update_(
         self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
@@ -104,7 +98,7 @@ class TSRSTE(Method):
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Masked decay on gradients (arXiv:2404.01847 section 4.2)."""
-        kernels.masked_decay_(grad, weight, mask, self.options.decay * scale)
+        kernels.masked_decay_(grad, weight, mask, self.decay * scale)
 
     def operands(self) -> dict[str, str]:
         """The mask is 2:4 along out_features too."""

@@ -1,0 +1,80 @@
+"""SDGF: the pattern is tightened in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sparsepretrain.registry import register
+from sparsepretrain.sparsity import checks
+from sparsepretrain.sparsity.methods.ste import STE
+from sparsepretrain.sparsity.policy import MethodOptions, Products
+
+
+@dataclass(slots=True, kw_only=True)
+class SDGFOptions(MethodOptions):
+    """Options of the progressive pattern; n:m is the last one."""
+
+    until: float = 0.5
+    """Fraction of the run at which the last stage, n:m, begins; the others share the time before
+    it equally."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        yield from MethodOptions.problems(self)
+        yield from checks.fraction(self, "until")
+
+
+def stages(n: int, m: int) -> list[int]:
+    """Elements kept of every m, stage by stage: m-1, then m/2, m/4, …, and n at last."""
+    halves = [m >> k for k in range(1, m.bit_length())]
+    return [kept for kept in dict.fromkeys([m - 1, *halves]) if kept > n] + [n]
+
+
+@register("method", "sdgf")
+class SDGF(STE):
+    """STE under (m-1):m, then m/2:m, m/4:m, … and n:m at last.
+
+    Structure Decay Gradient Flow, stepwise (Bambhaniya et al., arXiv:2402.04744). The authors
+    divide all sparse epochs equally; here the last stage begins at ``until``. The masks of
+    evaluation, ``densify`` and the flip rate are those of the current stage.
+    """
+
+    Options = SDGFOptions
+    summary = "STE with a pattern that tightens from (m-1):m to n:m"
+    paper = "arXiv:2402.04744"
+    products = Products(A="M∘W, M by stages")
+
+    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+        super().__init__(options, total_steps)
+        self.stages = stages(options.n, options.m)
+        until = self.steps_of(options.until, "until") if options.until else 0
+        self.until = max(until, self.window[0])
+        self.set_step(0)
+
+    def set_step(self, step: int) -> None:
+        """The stage of this step."""
+        super().set_step(step)
+        first, earlier = self.window[0], len(self.stages) - 1
+        if step >= self.until:
+            self.kept = self.options.n
+        elif step <= first:
+            self.kept = self.stages[0]
+        else:
+            self.kept = self.stages[(step - first) * earlier // (self.until - first)]
+
+    @property
+    def sparse(self) -> bool:
+        """In the last stage."""
+        return self.kept == self.options.n
+
+    @property
+    def pattern(self) -> tuple[int, int]:
+        """The pattern of the current stage."""
+        return self.kept, self.options.m
+
+    def operands(self) -> dict[str, str]:
+        """All patterns, in order."""
+        patterns = " → ".join(f"{kept}:{self.options.m}" for kept in self.stages)
+        return {"fprop": f"M∘W {patterns}", "dgrad": "M∘W", "wgrad": "G"}

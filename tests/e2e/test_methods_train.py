@@ -1,0 +1,80 @@
+"""Methods, patterns and layers from the command line; phase switches in all that a run leaves."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_runs import metrics
+
+from sparsepretrain.cli import main
+from sparsepretrain.reports.runs import load
+
+PATTERNS = [(1, 4), (3, 4), (1, 8), (2, 8), (4, 8), (1, 16)]
+BOTH = 'sparsity.targets=["*.mlp.*","*.attn.*"]'
+
+
+@pytest.mark.parametrize(("n", "m"), PATTERNS)
+def test_any_pattern_on_all_layers(tiny, n, m, capfd):
+    overrides = ["sparsity=srste", f"sparsity.n={n}", f"sparsity.m={m}", BOTH, "steps=4"]
+    assert main(["train", *tiny.overrides(*overrides, "schedule.warmup=1")]) == 0
+    out, err = capfd.readouterr()
+    assert not err and f"srste {n}:{m} on 4 layers" in out
+    assert f"4: {n}:{m} in all" in out and f"{1 - n / m:.1%} exact zeros" in out
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("sparsity=srste", "sparsity.decay_ramp=0.5"),
+        ("sparsity=tsrste", "sparsity.dense_tail=0.2", BOTH),
+        ("sparsity=sdgp", "sparsity.n=4", "sparsity.m=16"),
+        ("sparsity=bimask", "sparsity.every=2", "sparsity.candidates=3"),
+        ("sparsity=mdgf", "sparsity.n=1"),
+        ("sparsity=sdgf", "sparsity.n=1", "sparsity.m=8"),
+        ("sparsity=slope", "sparsity.mask=random"),
+        ("sparsity=dense", "sparsity.flip_rule=transposable", "sparsity.refresh=2"),
+        ("experiment=half",),
+    ],
+)
+def test_methods_train(tiny, overrides, capfd):
+    assert main(["train", *tiny.overrides(*overrides)]) == 0
+    _, err = capfd.readouterr()
+    assert not err
+    losses = [line["loss"] for line in metrics(tiny.directory(*overrides)) if "split" not in line]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "switches"),
+    [
+        (("sparsity=tsrste", "sparsity.dense_tail=0.34"), [(4, "sparse → dense")]),
+        (("sparsity=asp", "sparsity.at=0.5"), [(3, "dense → sparse")]),
+        (
+            ("sparsity=ste", "sparsity.window.start=0.34", "sparsity.window.stop=0.67"),
+            [(2, "dense → sparse"), (4, "sparse → dense")],
+        ),
+        (("sparsity=step", "sparsity.clipping=[0.2,0.4]"), [(3, "dense → sparse")]),
+        (("sparsity=sste",), []),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:StepAdamW switched")
+def test_a_switch_is_seen_everywhere(tiny, overrides, switches):
+    """At its own step, however rarely lines are logged."""
+    overrides = (*overrides, "log.every=100", "log.layers_every=0")
+    outcome = tiny.train(*overrides)
+    assert load(outcome.directory).switches() == switches
+    steps = [line["step"] for line in metrics(outcome.directory) if "split" not in line]
+    assert steps == sorted({1, 6, *(step for step, _ in switches)})
+    lines = [text for text in outcome.output.splitlines() if "from here on" in text]
+    assert len(lines) == len(switches)
+    for text, (step, change) in zip(lines, switches, strict=True):
+        assert text.startswith(f"step {step}/6  {change.rpartition(' ')[2]} from here on")
+    if "sparsity=step" in overrides:
+        assert "AutoSwitch: Z̄ " in lines[0] and "ε 1.00e-08" in lines[0]
+        record = [line for line in metrics(outcome.directory) if "autoswitch_z" in line]
+        assert [line["step"] for line in record] == [1, 3]
+
+
+def test_an_unknown_layer_is_one_line(tiny, capfd):
+    assert main(["train", *tiny.overrides("sparsity=srste", "sparsity.targets=[atn]")]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "sparsity: targets: 'atn'" in said
