@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import sparsepretrain as sp
 from sparsepretrain import registry
-from sparsepretrain.sparsity.layers import PREVIOUS_MASK, SparseLayer
+from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.policy import DGRAD, WGRAD, Method
+from sparsepretrain.sparsity.state import PREVIOUS_MASK
 
 every_case = pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
 

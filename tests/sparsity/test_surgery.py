@@ -51,7 +51,12 @@ def twice():
 
 
 REFUSALS = {
-    "no match": (Net, "ste", {"targets": ["mlp.*"]}, "targets: no linear layer matches 'mlp."),
+    "no match": (
+        Net,
+        "ste",
+        {"targets": ["mlp.*"]},
+        "targets: no linear .* matches 'mlp.",
+    ),
     "near": (Net, "ste", {"targets": ["fc3"]}, "did you mean 'fc"),
     "one of two": (Net, "ste", {"targets": ["fc1", "nope*"]}, "matches 'nope.'"),
     "no linear": (Net, "ste", {"targets": []}, "targets"),
@@ -90,7 +95,7 @@ REFUSALS = {
     "option": (Net, "sste", {"gama": 0.1}, "gama.*did you mean.*gamma"),
     "foreign option": (Net, "ste", {"decay": 0.1}, "decay"),
     "total": (Net, "ste", {"window": {"start": 0.1}, "total_steps": None}, "needs total_steps"),
-    "total zero": (Net, "ste", {"total_steps": 0}, "total_steps must be ≥ 1"),
+    "total zero": (Net, "ste", {"total_steps": 0}, "total_steps must be an integer ≥ 1"),
     "seed": (Net, "ste", {"seed": -1}, "seed must be"),
     "seed type": (Net, "ste", {"seed": 1.5}, "seed must be"),
     "backend": (Net, "ste", {"backend": "cutlass"}, "backend"),
@@ -325,4 +330,5 @@ def test_coverage_counts_and_prints():
     assert coverage.dense_linears == ["head"]
     assert coverage.sparse_products == "fprop, wgrad"
     table = str(coverage)
-    assert "fc1    32 × 16" in table and "2:4" in table and "1 linear layers stay dense" in table
+    assert "fc1    32 × 16" in table and "2:4" in table
+    assert "1 linear layers and convolutions stay dense" in table

@@ -71,8 +71,8 @@ def test_memory_follows_the_micro_batch():
         (("model.n_inner=66",), "in_features = 66 is not a multiple of 4"),
         (("sparsity.m=48", "sparsity.n=2"), "in_features = 128 is not a multiple of 48"),
         (("sparsity.targets=fnn",), "'fnn' is neither an alias nor a glob (did you mean 'ffn'?)"),
-        (("sparsity.targets=['*.nowhere.*']",), "no linear layer matches '*.nowhere.*'"),
-        (("sparsity.targets=[lm_head.*, ffn]",), "no linear layer matches 'lm_head.*'"),
+        (("sparsity.targets=['*.nowhere.*']",), "or convolution matches '*.nowhere.*'"),
+        (("sparsity.targets=[lm_head.*, ffn]",), "or convolution matches 'lm_head.*'"),
         (("sparsity.targets=['*lm_head']",), "shares its weight"),
     ],
 )  # fmt: skip

@@ -85,7 +85,7 @@ def test_every_part_of_the_state_matters(tiny, stop_after, monkeypatch, forgotte
 
 
 def test_the_mask_of_the_last_comparison_is_state(tiny, stop_after, monkeypatch):
-    from sparsepretrain.sparsity.layers import PREVIOUS_MASK
+    from sparsepretrain.sparsity.state import PREVIOUS_MASK
 
     plain = tiny.train("runs_dir=" + str(tiny.root / "plain"))
     stop_after(3)

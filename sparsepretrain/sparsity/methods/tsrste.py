@@ -82,8 +82,10 @@ class TSRSTE(Method):
         return {"mask": self.mask(weight, dim)}
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
-        """The best transposable mask (arXiv:2404.01847 section 5.1)."""
-        return kernels.transposable_mask(weight)
+        """The best transposable mask (arXiv:2404.01847 section 5.1), per kernel position."""
+        matrices = weight.movedim((0, 1), (-2, -1))
+        mask = kernels.transposable_mask(matrices.flatten(0, -2))
+        return mask.view(matrices.shape).movedim((-2, -1), (0, 1))
 
     def update_(
         self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
