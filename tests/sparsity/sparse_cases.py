@@ -24,6 +24,7 @@ VARIANTS = [
     ("sste", {"mvue": "weight"}),
     ("sste", {"mvue": "weight", "estimator": "exact", "gamma": 0.1, "ste_scale": "beta"}),
     ("sste", {"n": 2, "m": 8}),
+    ("sdgp", {"variant": "random"}),
 ]
 CASES = [(name, {}) for name in sp.list_methods()] + VARIANTS
 IDS = ["-".join([name, *(f"{k}={v}" for k, v in options.items())]) for name, options in CASES]

@@ -96,9 +96,24 @@ REFUSALS = {
     "foreign option": (Net, "ste", {"decay": 0.1}, "decay"),
     "total": (Net, "ste", {"window": {"start": 0.1}, "total_steps": None}, "needs total_steps"),
     "total zero": (Net, "ste", {"total_steps": 0}, "total_steps must be an integer ≥ 1"),
+    "total type": (Net, "ste", {"total_steps": "9"}, "total_steps must be an integer .* got '9'"),
+    "total float": (Net, "ste", {"total_steps": 9.0}, "total_steps must be an integer .* got 9.0"),
+    "targets type": (
+        Net,
+        "ste",
+        {"targets": 3},
+        "targets must be a glob or a list of globs, got 3",
+    ),
+    "targets null": (Net, "ste", {"targets": None}, "targets must be a glob or a .* got None"),
+    "targets items": (Net, "ste", {"targets": ["fc1", 2]}, "targets must be a glob .*'fc1', 2"),
+    "method type": (Net, 3, {}, "method must be a name such as 'sste', got 3"),
+    "method list": (Net, ["ste"], {}, "method must be a name"),
+    "pattern type": (Net, "ste", {"n": "2"}, "n must be an integer, got '2'"),
     "seed": (Net, "ste", {"seed": -1}, "seed must be"),
     "seed type": (Net, "ste", {"seed": 1.5}, "seed must be"),
-    "backend": (Net, "ste", {"backend": "cutlass"}, "backend"),
+    "backend": (Net, "ste", {"backend": "foo"}, "backend must be 'emulate' .* got 'foo'"),
+    "backend null": (Net, "ste", {"backend": None}, "backend must be 'emulate' .* got None"),
+    "kernels": (Net, "ste", {"backend": "triton"}, "backend 'triton' is one of single kernels"),
     "precision": (Net, "ste", {"precision": "int8"}, "precision"),
 }
 
@@ -125,6 +140,20 @@ def test_all_problems_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         sp.sparsify(model, "ste", targets=["x*", "y*"])
     assert len(caught.value.messages) == 2
+
+
+@pytest.mark.parametrize("model", [None, {}, torch.ones(2), [nn.Linear(4, 4)], nn.Linear])
+def test_only_modules_can_be_sparse(model):
+    with pytest.raises(ConfigError, match="^model must be a torch"):
+        sp.sparsify(model, "ste", targets="*")
+
+
+def test_repr():
+    model, optimizer, sparsifier = build("srste", {"n": 1, "m": 8})
+    train(model, optimizer, 0, 2)
+    assert repr(sparsifier) == "Sparsifier(srste 1:8, 2 layers, step 2)"
+    sp.densify(model)
+    assert repr(sparsifier) == "Sparsifier(srste 1:8, 2 layers, step 2, densified)"
 
 
 @pytest.mark.parametrize(

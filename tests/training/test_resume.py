@@ -37,6 +37,13 @@ def test_resume_is_bit_exact(tiny, stop_after, method, stops):
         ("precision=fp16", "precision.init_scale=1e30"),
         ("precision=fp16", "precision.growth_interval=2", "model.dropout=0.1"),
         ("precision=bf16", "sparsity.beta_update=step", "sparsity.mvue=weight"),
+        ("precision=fp8_sim",),
+        (
+            "precision=fp8_sim",
+            "precision.recipe=reference",
+            "precision.dtype=bf16",
+            "batch.micro=2",
+        ),
         ("sparsity=srste", "sparsity.decay_on=weight", "optim=sgd"),
         ("sparsity.window.start=0.3", "sparsity.window.stop=0.7"),
         ("model.activation_checkpointing=true", "model.dropout=0.2"),
