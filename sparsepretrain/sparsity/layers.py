@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsepretrain.sparsity.products import ConvolutionProducts, LinearProducts, SparseProducts
-from sparsepretrain.sparsity.state import LayerState, Operands
+from sparsepretrain.sparsity.state import LayerState
 
 
 class SparseLayer(nn.Module):
@@ -28,25 +28,23 @@ class SparseLayer(nn.Module):
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else self.weight.dtype
-        operands = self.sparsity.operands(self, dtype)
+        state = self.sparsity
+        operands = state.operands(self, dtype)
         if operands is None:
             return self.replaces.forward(self, x)
-        # operands have their dtype already; simulated fp8 multiplies in fp32
-        with torch.autocast(device, enabled=False) if autocast else nullcontext():
-            return self._multiply(x.to(dtype) if autocast else x, operands)
-
-    def _multiply(self, x: Tensor, operands: Operands) -> Tensor:
-        return self._apply_products(x, operands, LinearProducts(self.in_dim))
-
-    def _apply_products(
-        self, x: Tensor, operands: Operands, products: LinearProducts | ConvolutionProducts
-    ) -> Tensor:
-        state = self.sparsity
-        estimates = None if state.in_dense_phase(self) else state
         recipe = state.recipe_in_use(self)
-        return SparseProducts.apply(
-            x, self.weight, self.bias, *operands, state.clock.now(), estimates, products, recipe
-        )
+        estimates = None if state.in_dense_phase(self) else state
+        x, products = self._products(x.to(dtype) if autocast else x)
+        # simulated fp8 multiplies in fp32
+        in_fp32 = autocast and recipe is not None
+        with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
+            return SparseProducts.apply(
+                x, self.weight, self.bias, *operands, state.clock.now(), estimates, products, recipe
+            )
+
+    def _products(self, x: Tensor) -> tuple[Tensor, LinearProducts | ConvolutionProducts]:
+        """How this layer multiplies, and X as that wants it."""
+        return x, LinearProducts(self.in_dim)
 
     @classmethod
     def widths(cls, layer: Any) -> dict[str, int]:
@@ -90,7 +88,7 @@ class SparseConvolution(SparseLayer):
         """Y = X ∗ A(W) + b for X of shape (N, in_channels, H, W), or without N."""
         return super().forward(x) if x.dim() != 3 else super().forward(x[None])[0]
 
-    def _multiply(self, x: Tensor, operands: Operands) -> Tensor:
+    def _products(self, x: Tensor) -> tuple[Tensor, ConvolutionProducts]:
         padding = self.padding
         if self.padding_mode != "zeros":
             x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
@@ -101,8 +99,7 @@ class SparseConvolution(SparseLayer):
             if (left, top) != (right, bottom):
                 x = F.pad(x, (0, right - left, 0, bottom - top))
             padding = (top, left)
-        products = ConvolutionProducts(self.stride, padding, self.dilation, self.groups)
-        return self._apply_products(x, operands, products)
+        return x, ConvolutionProducts(self.stride, padding, self.dilation, self.groups)
 
     @classmethod
     def widths(cls, layer: Any) -> dict[str, int]:

@@ -125,11 +125,14 @@ class SparseProducts(torch.autograd.Function):
         kept, scale = x, None
         if recipe is not None:
             kept, scale = quantize_fp8(x, recipe.backward)
-            x = round_fp8(x, recipe.forward)
+            same = recipe.backward == recipe.forward
+            x = dequantize_fp8(kept, scale) if same else round_fp8(x, recipe.forward)
         if backward_weight is None:
             backward_weight = forward_weight
         ctx.save_for_backward(kept, scale, backward_weight, wgrad_scale)
-        bias = None if bias is None else bias.to(forward_weight.dtype)
+        if recipe is None:
+            return products.fprop(x, forward_weight, bias)
+        bias = None if bias is None else bias.float()
         return products.fprop(x, forward_weight, bias).to(ctx.x_dtype)
 
     @staticmethod
@@ -151,7 +154,8 @@ class SparseProducts(torch.autograd.Function):
             pruned = round_fp8(pruned, recipe.gradient)
             sampled = pruned if same else round_fp8(sampled, recipe.gradient)
         if need_dx:
-            dx = products.dgrad(pruned, backward_weight, x.shape).to(ctx.x_dtype)
+            dx = products.dgrad(pruned, backward_weight, x.shape)
+            dx = dx if recipe is None else dx.to(ctx.x_dtype)
         if need_dw:
             dw = products.wgrad(sampled.to(x.dtype), x, ctx.weight_shape).to(ctx.weight_dtype)
             dw = dw if wgrad_scale is None else dw * wgrad_scale

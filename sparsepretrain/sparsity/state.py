@@ -76,7 +76,7 @@ class _Cached:
     stamp: tuple[int, int]
     projection: Projection
     would_choose: Tensor | None = None
-    operands: dict[Any, Operands] = field(default_factory=dict)
+    operands: dict[Any, Operands | None] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -113,7 +113,8 @@ class LayerState:
 
     def _current(self, layer: SparseLayer) -> _Cached:
         # the hooks invalidate; the stamp also catches edits of the weight between steps
-        stamp = (layer.weight._version, layer.weight.data_ptr())
+        weight = layer.weight
+        stamp = (weight._version, weight.data_ptr())
         if self._cached is None or stamp != self._cached.stamp:
             with torch.inference_mode(False):  # cached: a training forward may use it next
                 self._cached = _Cached(stamp, self._compute(layer))
@@ -172,7 +173,7 @@ class LayerState:
         with torch.inference_mode(False), torch.no_grad():
             operands = self._prepare(layer, dtype)
         # a weight that is only cast is not kept: the cast of an edited one is always right
-        if operands is not None and (recipe is not None or cached.projection.forward is not None):
+        if operands is None or recipe is not None or cached.projection.forward is not None:
             cached.operands[key] = operands
         return operands
 

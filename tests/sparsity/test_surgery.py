@@ -144,7 +144,7 @@ def test_all_problems_are_reported_at_once():
 
 @pytest.mark.parametrize("model", [None, {}, torch.ones(2), [nn.Linear(4, 4)], nn.Linear])
 def test_only_modules_can_be_sparse(model):
-    with pytest.raises(ConfigError, match="^model must be a torch"):
+    with pytest.raises(ConfigError, match="model must be a torch"):
         sp.sparsify(model, "ste", targets="*")
 
 
