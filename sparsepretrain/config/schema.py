@@ -160,6 +160,17 @@ class ScaledPrecision:
 
 
 @dataclass(slots=True, kw_only=True)
+class SimulatedFP8:
+    """fp8 values in the products of the layers of ``sparsity.targets`` (S-STE section 5)."""
+
+    name: Literal["fp8_sim"]
+    recipe: Literal["hybrid", "reference"]
+    """Operands of the backward products: e5m2 gradient × e4m3, or both e5m2 (authors' code)."""
+    dtype: Literal["fp32", "bf16"]
+    """Compute dtype of everything else."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Parallel:
     """How the run is spread over devices."""
 
@@ -185,7 +196,12 @@ class Tracker:
 GROUPS: dict[str, dict[str, type]] = {
     "optim": {"adamw": AdamW, "sgd": SGD},
     "schedule": {"cosine": Decay, "linear": Decay, "inverse_sqrt": Warmup, "constant": Warmup},
-    "precision": {"fp32": Precision, "bf16": Precision, "fp16": ScaledPrecision},
+    "precision": {
+        "fp32": Precision,
+        "bf16": Precision,
+        "fp16": ScaledPrecision,
+        "fp8_sim": SimulatedFP8,
+    },
     "parallel": {"single": Parallel},
 }
 """Groups whose ``name`` selects a dataclass of this file."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from sparsepretrain.sparsity.fp8 import FP8Recipe
 from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
 from sparsepretrain.sparsity.policy import Method
 
@@ -18,7 +19,11 @@ class CoveredLayer:
     kind: str
     """Class that was replaced."""
     in_features: int
+    """Of a convolution: in_channels / groups."""
     out_features: int
+    """Of a convolution: out_channels."""
+    kernel: tuple[int, ...]
+    """Kernel size of a convolution; () for linear layers."""
     fprop: str
     dgrad: str
     wgrad: str
@@ -35,7 +40,9 @@ class Coverage:
     """Entries of the sparse weights."""
     total_parameters: int = 0
     dense_linears: list[str] = field(default_factory=list)
-    """Linear layers that stay dense."""
+    """Linear layers and convolutions that stay dense."""
+    precision: str | None = None
+    """Formats of simulated fp8; None: the products follow autocast."""
 
     @property
     def sparse_products(self) -> str:
@@ -47,7 +54,13 @@ class Coverage:
     def __str__(self) -> str:
         head = ["layer", "out × in", "fprop", "dgrad", "wgrad"]
         rows = [
-            [r.name, f"{r.out_features} × {r.in_features}", r.fprop, r.dgrad, r.wgrad]
+            [
+                r.name,
+                " × ".join(map(str, (r.out_features, r.in_features, *r.kernel))),
+                r.fprop,
+                r.dgrad,
+                r.wgrad,
+            ]
             for r in self.layers
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
@@ -59,12 +72,19 @@ class Coverage:
         lines.append(
             f"{self.method} {self.pattern}: {len(self.layers)} layers, {self.sparse_parameters:,} "
             f"of {self.total_parameters:,} parameters ({share:.1%}); "
-            f"{len(self.dense_linears)} linear layers stay dense"
+            f"{len(self.dense_linears)} linear layers and convolutions stay dense"
         )
+        if self.precision is not None:
+            lines.append(f"{self.precision}; evaluation without fp8")
         return "\n".join(lines)
 
 
-def cover(model: nn.Module, layers: dict[str, SparseLayer], method: Method) -> Coverage:
+def cover(
+    model: nn.Module,
+    layers: dict[str, SparseLayer],
+    method: Method,
+    recipe: FP8Recipe | None = None,
+) -> Coverage:
     """Build the report."""
     n, m = method.options.n, method.options.m  # the one it ends with
     operands = method.operands()
@@ -78,6 +98,7 @@ def cover(model: nn.Module, layers: dict[str, SparseLayer], method: Method) -> C
                 kind=layer.replaces.__name__,
                 in_features=in_features,
                 out_features=out_features,
+                kernel=tuple(layer.weight.shape[2:]),
                 **operands,
             )
         )
@@ -93,4 +114,5 @@ def cover(model: nn.Module, layers: dict[str, SparseLayer], method: Method) -> C
         sparse_parameters=sum(layer.weight.numel() for layer in layers.values()),
         total_parameters=sum(p.numel() for p in model.parameters()),
         dense_linears=dense,
+        precision=None if recipe is None else str(recipe),
     )

@@ -160,7 +160,7 @@ class Method:
 
     @property
     def multiples(self) -> tuple[int, int]:
-        """What (out_features, in_features) of a layer must be multiples of."""
+        """What (out_features, in_features) of a layer must be multiples of; or its channels."""
         return 1, self.options.m
 
     @property
@@ -168,12 +168,16 @@ class Method:
         """(N, M) of the operand for now; a method may approach the one of its options."""
         return self.options.n, self.options.m
 
+    mixes_outputs: ClassVar[bool] = False
+    """Whether one group may hold any output channels; a grouped convolution keeps them apart."""
+
     def initial_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
         """Persistent tensors of one layer, made once from its initial weight.
 
         Args:
             weight: the dense weight as stored.
-            dim: axis of ``weight`` that holds in_features: groups run along it.
+            dim: axis of ``weight`` that holds in_features: groups run along it. Out_features are
+                axis ``1 - dim``; a convolution's weight has two more axes, its kernel positions.
         """
         return {}
 
@@ -240,7 +244,10 @@ class Method:
     """Whether :meth:`wgrad_gradient` does anything."""
 
     def dgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
-        """P(G): the output gradient that dgrad sees; (…, out_features)."""
+        """P(G): the output gradient that dgrad sees; (…, out_features).
+
+        Of a convolution: (samples, positions, out_channels).
+        """
         return grad
 
     def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:

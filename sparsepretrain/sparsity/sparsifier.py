@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.kernels import boundary_magnitudes
 from sparsepretrain.sparsity.coverage import Coverage, cover
-from sparsepretrain.sparsity.layers import Clock, SparseLayer
+from sparsepretrain.sparsity.fp8 import FP8Recipe
+from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.policy import Method
+from sparsepretrain.sparsity.state import Clock
 
 
 class MicroBatchCounter:
@@ -51,6 +53,7 @@ class Sparsifier:
     Attributes:
         method: the row of the operand table in use.
         layers: name -> sparse layer, in the model's order.
+        recipe: of simulated fp8; None: the products follow autocast.
     """
 
     def __init__(
@@ -59,15 +62,24 @@ class Sparsifier:
         layers: dict[str, SparseLayer],
         clock: Clock,
         model: nn.Module,
+        recipe: FP8Recipe | None = None,
     ) -> None:
         self.method = method
         self.layers = layers
+        self.recipe = recipe
         self._clock = clock
         self._model = model
         self._handles: list[Any] = []
         self._compared_at = 0
         self._interval = 0
         self._set_phase()
+
+    def __repr__(self) -> str:
+        n, m = self.method.pattern
+        words = [f"{self.method.options.name} {n}:{m}", f"{len(self.layers)} layers"]
+        words += [] if self.recipe is None else [f"{self.recipe.name} {self.recipe.recipe}"]
+        words += [f"step {self.completed_steps}", *["densified"] * self._densified]
+        return f"Sparsifier({', '.join(words)})"
 
     @property
     def refreshed(self) -> bool:
@@ -193,7 +205,7 @@ class Sparsifier:
     def coverage(self) -> Coverage:
         """Which layers are sparse and what each product sees."""
         self._require_sparse()
-        return cover(self._model, self.layers, self.method)
+        return cover(self._model, self.layers, self.method, self.recipe)
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and phase. Masks and scales are buffers of the model."""

@@ -13,16 +13,16 @@ from sparsepretrain import registry
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import pack_24
+from sparsepretrain.sparsity.fp8 import FP8Recipe, recipe_from
 from sparsepretrain.sparsity.layers import (
-    PREVIOUS_MASK,
-    Clock,
-    LayerState,
     SparseLayer,
     invalidate_after_load,
+    layer_family,
     sparse_class,
 )
 from sparsepretrain.sparsity.policy import Method
 from sparsepretrain.sparsity.sparsifier import MicroBatchCounter, Sparsifier
+from sparsepretrain.sparsity.state import PREVIOUS_MASK, Clock, LayerState
 
 
 def sparsify(
@@ -35,7 +35,7 @@ def sparsify(
     seed: int = 0,
     total_steps: int | None = None,
     backend: str = "emulate",
-    precision: str | None = None,
+    precision: str | dict[str, str] | None = None,
     **options: Any,
 ) -> Sparsifier:
     """Make layers of ``model`` sparse, in place, and freeze what comes from initial weights.
@@ -45,15 +45,19 @@ def sparsify(
     optimiser, attach.
 
     Args:
-        model: contains nn.Linear or transformers' Conv1D layers.
+        model: contains nn.Linear, nn.Conv2d or transformers' Conv1D layers.
         method: a name of :func:`sparsepretrain.list_methods`.
         targets: globs of module names, such as ``["*.mlp.*"]``. ``*`` crosses dots, and a leading
             ``*.`` also matches at the root.
-        n, m: N:M pattern along in_features.
+        n, m: N:M pattern along in_features; for convolutions along the input channels of each
+            kernel position.
         seed: of the method's random draws.
         total_steps: optimiser steps of the run; needed when something is a fraction of it.
         backend: ``"emulate"``: exact arithmetic with dense products.
-        precision: None: the dtype of autocast, or of the weight.
+        precision: None: the dtype of autocast, or of the weight. ``"fp8_sim"``, or a dict such as
+            ``{"name": "fp8_sim", "recipe": "reference"}``: training products of these layers see
+            operands rounded to fp8 (:class:`~sparsepretrain.sparsity.fp8.FP8Recipe`), in dense
+            phases too; evaluation and everything else stay as with None.
         **options: the method's own (keys of ``configs/sparsity/<method>.yaml``); dotted ones as
             dicts, ``window={"start": 0.1}``.
 
@@ -61,31 +65,25 @@ def sparsify(
         the handle to attach, measure and save with.
 
     Raises:
-        ConfigError: unknown method, option or range; no layer for a pattern; a layer that is
-            sparse already, shares its weight, or whose width is not a multiple of M; a bare layer
-            as ``model``.
+        ConfigError: an argument of the wrong type; unknown method, option or range; no layer for
+            a pattern; a layer that is sparse already, shares its weight, or whose width is not a
+            multiple of M; a bare layer as ``model``.
     """
-    if backend != "emulate":
-        raise ConfigError(f"backend must be 'emulate' (the only one so far), got {backend!r}")
-    if precision is not None:
-        raise ConfigError(f"precision must be None (follow autocast) so far, got {precision!r}")
-    if not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ConfigError(f"seed must be an integer in [0, 2^63), got {seed!r}")
-    if total_steps is not None and total_steps < 1:
-        raise ConfigError(f"total_steps must be ≥ 1, got {total_steps}")
+    patterns = [targets] if isinstance(targets, str) else targets
+    _check_arguments(model, method, patterns, seed, total_steps, backend)
+    recipe = recipe_from(precision)
     cls: Any = registry.get("method", method)
-    patterns = [targets] if isinstance(targets, str) else list(targets)
-    given = {"name": method, "n": n, "m": m, "targets": patterns, **options}
+    given = {"name": method, "n": n, "m": m, "targets": list(patterns), **options}
     implementation: Method = cls(build(cls.Options, given), total_steps)
-    layers = _select(model, patterns)
+    layers = _select(model, list(patterns))
     _check_shapes(layers, implementation)
     weight = next(iter(layers.values())).weight
     clock = Clock(weight.device)  # type: ignore[arg-type]
     sparse = {
-        name: _swap(layer, name, index, implementation, seed, clock)
+        name: _swap(layer, name, index, implementation, seed, clock, recipe)
         for index, (name, layer) in enumerate(layers.items())
     }
-    sparsifier = Sparsifier(implementation, sparse, clock, model)
+    sparsifier = Sparsifier(implementation, sparse, clock, model, recipe)
     model.register_forward_pre_hook(MicroBatchCounter(clock))
     return sparsifier
 
@@ -94,6 +92,7 @@ def densify(model: nn.Module) -> nn.Module:
     """Give the layers their original classes back, holding the weight that evaluation uses.
 
     Dropped weights become exact zeros (+0.0) and scales are folded in, so outputs stay equal.
+    Weights are not quantised: evaluation after training in simulated fp8 runs without fp8.
 
     Args:
         model: anything; layers that are not sparse stay as they are.
@@ -121,6 +120,45 @@ def densify(model: nn.Module) -> nn.Module:
     return model
 
 
+def _check_arguments(
+    model: Any, method: Any, patterns: Any, seed: Any, total_steps: Any, backend: Any
+) -> None:
+    """Types of what does not pass through an options class."""
+    problems = []
+    if not isinstance(model, nn.Module):
+        problems.append(f"model must be a torch.nn.Module, got {_show(model)}")
+    if not isinstance(method, str):
+        problems.append(f"method must be a name such as 'sste', got {_show(method)}")
+    if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
+        problems.append(f"targets must be a glob or a list of globs, got {_show(patterns)}")
+    if not _is_integer(seed) or not 0 <= seed < 2**63:
+        problems.append(f"seed must be an integer in [0, 2^63), got {_show(seed)}")
+    if total_steps is not None and (not _is_integer(total_steps) or total_steps < 1):
+        problems.append(f"total_steps must be an integer ≥ 1 or None, got {_show(total_steps)}")
+    if backend in ("reference", "triton"):
+        problems.append(
+            f"backend {backend!r} is one of single kernels (sparsepretrain.kernels); layers have "
+            f"'emulate' (dense products of sparse operands)"
+        )
+    elif backend != "emulate":
+        problems.append(
+            f"backend must be 'emulate' (dense products of sparse operands; the only one so far), "
+            f"got {_show(backend)}"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _show(value: Any) -> str:
+    """A wrong argument in one line."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else type(value).__name__
+
+
 def _select(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
     """Matching layers by name, in the model's order; every problem is reported at once."""
     if sparse_class(type(model)) is not None or isinstance(model, SparseLayer):
@@ -142,14 +180,14 @@ def _select(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
         elif sparse_class(type(module)) is not None:
             chosen[name] = module
             matched |= hits
-        elif isinstance(module, nn.Linear):
+        elif layer_family(type(module)) is not None:
             kind = type(module).__name__
             problems.append(f"layer {name!r} ({kind}) has a forward of its own: exclude it")
             matched |= hits
     for pattern in patterns:
         if pattern not in matched:
             near = registry.suggestion(pattern, _layer_names(model))
-            problems.append(f"targets: no linear layer matches {pattern!r}{near}")
+            problems.append(f"targets: no linear layer or convolution matches {pattern!r}{near}")
     owners = defaultdict(list)
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
@@ -174,29 +212,46 @@ def _layer_names(model: nn.Module) -> list[str]:
 
 
 def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
-    out_multiple, in_multiple = method.multiples
+    """Refuse widths that groups do not divide, one message for all layers of one width."""
     problems = []
+    odd: dict[str, list[str]] = defaultdict(list)
     for name, layer in layers.items():
         assert isinstance(layer.weight, Tensor)
         if torch.nn.parameter.is_lazy(layer.weight):
             problems.append(f"layer {name!r} has no shape yet: run one forward before sparsify")
             continue
-        in_dim = sparse_class(type(layer)).in_dim  # type: ignore[union-attr]
-        for axis, size, multiple in (
-            ("in_features", layer.weight.shape[in_dim], in_multiple),
-            ("out_features", layer.weight.shape[1 - in_dim], out_multiple),
-        ):
+        cls = sparse_class(type(layer))
+        assert cls is not None
+        widths = cls.widths(layer)
+        for (axis, size), multiple in zip(widths.items(), reversed(method.multiples), strict=True):
             if size % multiple:
-                problems.append(
-                    f"layer {name!r}: {axis} = {size} is not a multiple of {multiple}; "
-                    f"change the width or exclude it from targets"
-                )
+                problem = f"{axis} = {size} is not a multiple of {multiple}; change the width"
+                odd[problem].append(name)
+        if method.mixes_outputs and getattr(layer, "groups", 1) > 1:
+            own = method.options.name
+            odd[f"{own} mixes output channels of all groups; choose another method"].append(name)
+    for problem, names in odd.items():
+        them = "them" if len(names) > 1 else "it"
+        problems.append(f"{_list(names)}: {problem} or exclude {them} from targets")
     if problems:
         raise ConfigError(problems)
 
 
+def _list(names: list[str]) -> str:
+    """``layer 'a'``, or the first three of several and how many more."""
+    shown = ", ".join(map(repr, names[:3]))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"layer{'s' if len(names) > 1 else ''} {shown}{more}"
+
+
 def _swap(
-    layer: nn.Module, name: str, index: int, method: Method, seed: int, clock: Clock
+    layer: nn.Module,
+    name: str,
+    index: int,
+    method: Method,
+    seed: int,
+    clock: Clock,
+    recipe: FP8Recipe | None,
 ) -> SparseLayer:
     cls = sparse_class(type(layer))
     assert cls is not None
@@ -208,7 +263,7 @@ def _swap(
     state = method.initial_state(wide, cls.in_dim)
     for key, value in state.items():
         layer.register_buffer(f"sparsity_{key}", value)
-    layer.sparsity = LayerState(method, name, index, seed, cls.in_dim, tuple(state), clock)
+    layer.sparsity = LayerState(method, name, index, seed, cls.in_dim, tuple(state), clock, recipe)
     empty = pack_24(torch.zeros(weight.shape, dtype=torch.bool, device=weight.device))
     layer.register_buffer(PREVIOUS_MASK, empty)
     layer.register_load_state_dict_post_hook(invalidate_after_load)

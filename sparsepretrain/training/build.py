@@ -13,6 +13,7 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import MethodOptions, Sparsifier, sparsify
 from sparsepretrain.tasks import Task
+from sparsepretrain.training.precision import fp8_recipe
 
 
 def build_task(run: Run) -> Task:
@@ -51,6 +52,7 @@ def sparsify_model(run: Run, task: Task, model: nn.Module) -> Sparsifier:
             m=options.m,
             seed=run.seed,
             total_steps=run.steps,
+            precision=fp8_recipe(run.precision),
             **own,
         )
     except ConfigError as error:

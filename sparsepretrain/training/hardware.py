@@ -40,7 +40,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
     Args:
         device: where the model is.
-        precision: ``fp16`` or ``bf16``; fp32 has no entry since it may or may not mean TF32.
+        precision: ``fp16`` or ``bf16``; fp32 has no entry since it may or may not mean TF32,
+            fp8_sim none since nothing runs in fp8.
     """
     if device.type != "cuda" or precision not in ("fp16", "bf16"):
         return None

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsepretrain.config import freeze
-from sparsepretrain.config.schema import AdamW, Run
+from sparsepretrain.config.schema import AdamW, Run, SimulatedFP8
 from sparsepretrain.tasks import Task
 from sparsepretrain.tracking.console import Console, clock, count
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
 from sparsepretrain.training.hardware import peak_flops
+from sparsepretrain.training.precision import compute_dtype, describe
 
 GIB = 2**30
 _META = torch.device("meta")
@@ -34,8 +35,10 @@ def dry_run(run: Run, plain: dict[str, Any], console: Console | None = None) -> 
     items_per_step = items * run.batch.size // run.batch.micro
     states = 8 if isinstance(run.optim, AdamW) else 4
     parameters = sum(p.numel() for p in model.parameters())
-    compute = 4 if run.precision.name == "fp32" else 2
-    fixed = parameters * (4 + 4 + states) + coverage.sparse_parameters * (compute + 1.125)
+    operands = compute_dtype(run.precision).itemsize
+    if isinstance(run.precision, SimulatedFP8):  # A, and B where its format is another
+        operands = 8 if run.precision.recipe == "reference" else 4
+    fixed = parameters * (4 + 4 + states) + coverage.sparse_parameters * (operands + 1.125)
     rows = [
         ("run directory", str(freeze.run_directory(plain))),
         ("parameters", f"{parameters:,} ({parameters / 1e6:.1f}M)"),
@@ -55,7 +58,7 @@ def dry_run(run: Run, plain: dict[str, Any], console: Console | None = None) -> 
             f"{run.steps:,} of {run.batch.size} samples in {run.batch.size // run.batch.micro} "
             f"micro-batches; {count(items_per_step * run.steps)} tokens in all",
         ),
-        ("precision, device", f"{run.precision.name}, {device}"),
+        ("precision, device", f"{describe(run.precision)}, {device}"),
         ("time", duration(run, device, flops / items * items_per_step * run.steps)),
     ]
     console.table(f"{run.name} (dry run)", rows)
@@ -97,7 +100,7 @@ def _measure(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int]
         loss, items = task.loss(model, batch)
         loss.backward()
     model.zero_grad(set_to_none=True)
-    width = 4 if run.precision.name == "fp32" else 2
+    width = compute_dtype(run.precision).itemsize
     return (
         float(counter.get_total_flops()) * run.batch.micro,
         sum(sizes.values()) * run.batch.micro * width / 4,
@@ -107,6 +110,8 @@ def _measure(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int]
 
 def duration(run: Run, device: torch.device, total: float) -> str:
     """What ``total`` FLOPs take, in words."""
+    if isinstance(run.precision, SimulatedFP8):
+        return f"{total:.3g} FLOPs in all; simulated fp8 has no peak to compare with"
     peak = peak_flops(device, run.precision.name)
     if peak is None:
         return f"{total:.3g} FLOPs in all; no peak is known for this device"

@@ -28,7 +28,7 @@ from sparsepretrain.training.build import build_model, build_task, pick_device, 
 from sparsepretrain.training.hardware import environment, peak_flops
 from sparsepretrain.training.loop import Training, run_steps
 from sparsepretrain.training.plan import flops_per_item
-from sparsepretrain.training.precision import grad_scaler
+from sparsepretrain.training.precision import describe, grad_scaler
 from sparsepretrain.training.resume import choose_checkpoint, is_finished, named_checkpoint
 from sparsepretrain.training.signals import StopSignals
 
@@ -269,7 +269,7 @@ def _announce(t: Training, directory: Path, console: Console) -> None:
     coverage = t.sparsifier.coverage()
     console.info(
         f"{directory}: {parameters / 1e6:.2f}M parameters, {coverage.method} {coverage.pattern} on "
-        f"{len(coverage.layers)} layers, {t.device}, {t.run.precision.name}, "
+        f"{len(coverage.layers)} layers, {t.device}, {describe(t.run.precision)}, "
         f"steps {t.step} to {t.end}"
     )
 

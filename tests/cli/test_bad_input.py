@@ -93,6 +93,8 @@ def out_of_range() -> list[tuple[list[str], list[str]]]:
             ("optim=sgd", "optim.momentum=0", "optim.nesterov=true"),
             ("schedule.warmup=-1",), ("schedule.min_lr=-1.0",), ("schedule.min_lr=1.0",),
             ("precision=fp16", "precision.init_scale=0"), ("sparsity.gamma=1.5",),
+            ("precision=fp8_sim", "precision.recipe=foo"),
+            ("precision=fp8_sim", "precision.dtype=fp16"),
             ("sparsity.gamma=-0.1",), ("sparsity.n=5",), ("sparsity.n=0",),
             ("sparsity=ste", "sparsity.n=9", "sparsity.m=8", "sparsity.n=9"),
             ("sparsity=srste", "sparsity.decay=-1.0"), ("sparsity.targets=[]",),

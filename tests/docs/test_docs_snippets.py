@@ -69,7 +69,8 @@ def run(argv: list[str], tiny) -> None:
     if verb == "report":
         argv = [found for word in argv for found in glob.glob(word) or [word]]
     elif verb in ("train", "prepare") and not {"--dry-run", "--cfg"} & set(words):
-        argv = [*argv, *tiny.overrides("steps=4", "precision=fp32")]
+        given = any(word.startswith("precision=") for word in words)
+        argv = [*argv, *tiny.overrides("steps=4", *[] if given else ["precision=fp32"])]
     assert cli.main(argv) == 0, argv
 
 

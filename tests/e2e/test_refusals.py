@@ -97,7 +97,7 @@ def test_empty_data_root(refused, tmp_path):
     [
         ("model.n_inner=66", ["'transformer.h.0.mlp.c_proj': in_features = 66 is not a multiple"]),
         ("sparsity.targets=fnn", ["'fnn' is neither an alias nor a glob (did you mean 'ffn'?)"]),
-        ("sparsity.targets=['*.x']", ["no linear layer matches '*.x'"]),
+        ("sparsity.targets=['*.x']", ["no linear layer or convolution matches '*.x'"]),
         ("parallel.device=cuda", ["parallel.device=cuda"]),
     ],
 )  # fmt: skip

@@ -95,6 +95,11 @@ def train(model, optimizer, first, last, *, batch=8, micro=8, length=8):
         optimizer.zero_grad()
 
 
+def has_pattern(sparsifier):
+    """Whether A(W) is N:M by now; where products train dense, evaluation uses A(W) already."""
+    return sparsifier.sparse or sparsifier.method.trains_dense
+
+
 def everything(model, optimizer, sparsifier):
     """All that a checkpoint holds."""
     parts = (model.state_dict(), optimizer.state_dict(), sparsifier.state_dict())

@@ -12,6 +12,7 @@ from sparse_cases import (
     draw,
     everything,
     gradients,
+    has_pattern,
     sparsify,
     through_disk,
     train,
@@ -22,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 import sparsepretrain as sp
 from sparsepretrain import registry
-from sparsepretrain.sparsity.layers import PREVIOUS_MASK, SparseLayer
+from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.policy import DGRAD, WGRAD, Method
+from sparsepretrain.sparsity.state import PREVIOUS_MASK
 
 every_case = pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
 
@@ -103,11 +105,6 @@ def test_expanded_and_strided_gradients(method, options):
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def has_pattern(sparsifier):
-    """Whether A(W) is N:M by now; where products train dense, evaluation uses A(W) already."""
-    return sparsifier.sparse or sparsifier.method.trains_dense
 
 
 @every_case

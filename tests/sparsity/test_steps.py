@@ -310,6 +310,7 @@ def test_autocast(method, options, dtype):
     projection = model.fc1.sparsity.project(model.fc1)
     if projection.forward is not None:  # pruned in fp32, cast last
         assert projection.forward.dtype == torch.float32
+        model.eval()  # in every phase the products that evaluation runs
         with torch.autocast("cpu", dtype=dtype):
             rows = model.fc1.sparsity.operands(model.fc1, dtype).forward
         assert torch.equal(rows, projection.forward.to(dtype))

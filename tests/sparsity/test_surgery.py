@@ -51,7 +51,12 @@ def twice():
 
 
 REFUSALS = {
-    "no match": (Net, "ste", {"targets": ["mlp.*"]}, "targets: no linear layer matches 'mlp."),
+    "no match": (
+        Net,
+        "ste",
+        {"targets": ["mlp.*"]},
+        "targets: no linear .* matches 'mlp.",
+    ),
     "near": (Net, "ste", {"targets": ["fc3"]}, "did you mean 'fc"),
     "one of two": (Net, "ste", {"targets": ["fc1", "nope*"]}, "matches 'nope.'"),
     "no linear": (Net, "ste", {"targets": []}, "targets"),
@@ -90,10 +95,25 @@ REFUSALS = {
     "option": (Net, "sste", {"gama": 0.1}, "gama.*did you mean.*gamma"),
     "foreign option": (Net, "ste", {"decay": 0.1}, "decay"),
     "total": (Net, "ste", {"window": {"start": 0.1}, "total_steps": None}, "needs total_steps"),
-    "total zero": (Net, "ste", {"total_steps": 0}, "total_steps must be ≥ 1"),
+    "total zero": (Net, "ste", {"total_steps": 0}, "total_steps must be an integer ≥ 1"),
+    "total type": (Net, "ste", {"total_steps": "9"}, "total_steps must be an integer .* got '9'"),
+    "total float": (Net, "ste", {"total_steps": 9.0}, "total_steps must be an integer .* got 9.0"),
+    "targets type": (
+        Net,
+        "ste",
+        {"targets": 3},
+        "targets must be a glob or a list of globs, got 3",
+    ),
+    "targets null": (Net, "ste", {"targets": None}, "targets must be a glob or a .* got None"),
+    "targets items": (Net, "ste", {"targets": ["fc1", 2]}, "targets must be a glob .*'fc1', 2"),
+    "method type": (Net, 3, {}, "method must be a name such as 'sste', got 3"),
+    "method list": (Net, ["ste"], {}, "method must be a name"),
+    "pattern type": (Net, "ste", {"n": "2"}, "n must be an integer, got '2'"),
     "seed": (Net, "ste", {"seed": -1}, "seed must be"),
     "seed type": (Net, "ste", {"seed": 1.5}, "seed must be"),
-    "backend": (Net, "ste", {"backend": "cutlass"}, "backend"),
+    "backend": (Net, "ste", {"backend": "foo"}, "backend must be 'emulate' .* got 'foo'"),
+    "backend null": (Net, "ste", {"backend": None}, "backend must be 'emulate' .* got None"),
+    "kernels": (Net, "ste", {"backend": "triton"}, "backend 'triton' is one of single kernels"),
     "precision": (Net, "ste", {"precision": "int8"}, "precision"),
 }
 
@@ -120,6 +140,20 @@ def test_all_problems_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         sp.sparsify(model, "ste", targets=["x*", "y*"])
     assert len(caught.value.messages) == 2
+
+
+@pytest.mark.parametrize("model", [None, {}, torch.ones(2), [nn.Linear(4, 4)], nn.Linear])
+def test_only_modules_can_be_sparse(model):
+    with pytest.raises(ConfigError, match="model must be a torch"):
+        sp.sparsify(model, "ste", targets="*")
+
+
+def test_repr():
+    model, optimizer, sparsifier = build("srste", {"n": 1, "m": 8})
+    train(model, optimizer, 0, 2)
+    assert repr(sparsifier) == "Sparsifier(srste 1:8, 2 layers, step 2)"
+    sp.densify(model)
+    assert repr(sparsifier) == "Sparsifier(srste 1:8, 2 layers, step 2, densified)"
 
 
 @pytest.mark.parametrize(
@@ -325,4 +359,5 @@ def test_coverage_counts_and_prints():
     assert coverage.dense_linears == ["head"]
     assert coverage.sparse_products == "fprop, wgrad"
     table = str(coverage)
-    assert "fc1    32 × 16" in table and "2:4" in table and "1 linear layers stay dense" in table
+    assert "fc1    32 × 16" in table and "2:4" in table
+    assert "1 linear layers and convolutions stay dense" in table

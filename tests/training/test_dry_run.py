@@ -55,6 +55,15 @@ def test_the_half_baseline_has_fewer_parameters():
     assert f"{124_373_760 - 12 * 768 * 3072:,} (" in show("model=gpt2_124m", "experiment=half")
 
 
+def test_simulated_fp8():
+    text = show("precision=fp8_sim", "precision.dtype=bf16", "precision.recipe=reference")
+    assert "fp8_sim reference: fprop e4m3×e4m3, dgrad and wgrad e5m2×e5m2; eval" in text
+    assert "fp8_sim reference, bf16 elsewhere, cpu" in text
+    assert "simulated fp8 has no peak to compare with" in text
+    text = show("precision=fp8_sim", "sparsity=dense")
+    assert "fp8_sim hybrid: fprop e4m3×e4m3, dgrad and wgrad e5m2×e4m3; eval" in text
+
+
 def test_nothing_is_allocated(monkeypatch):
     made = []
     original = torch.Tensor.to
@@ -79,8 +88,8 @@ def test_memory_follows_the_micro_batch():
         (("model.n_inner=66",), "in_features = 66 is not a multiple of 4"),
         (("sparsity.m=48", "sparsity.n=2"), "in_features = 128 is not a multiple of 48"),
         (("sparsity.targets=fnn",), "'fnn' is neither an alias nor a glob (did you mean 'ffn'?)"),
-        (("sparsity.targets=['*.nowhere.*']",), "no linear layer matches '*.nowhere.*'"),
-        (("sparsity.targets=[lm_head.*, ffn]",), "no linear layer matches 'lm_head.*'"),
+        (("sparsity.targets=['*.nowhere.*']",), "or convolution matches '*.nowhere.*'"),
+        (("sparsity.targets=[lm_head.*, ffn]",), "or convolution matches 'lm_head.*'"),
         (("sparsity.targets=['*lm_head']",), "shares its weight"),
     ],
 )  # fmt: skip

@@ -43,7 +43,8 @@ def test_names(monkeypatch, name):
     for precision in ("fp16", "bf16"):
         peak = peak_flops(torch.device("cuda"), precision)
         assert peak == (None if expected is None else expected * 1e12)
-    assert peak_flops(torch.device("cuda"), "fp32") is None
+    for precision in ("fp32", "fp8_sim"):
+        assert peak_flops(torch.device("cuda"), precision) is None
     assert peak_flops(torch.device("cpu"), "bf16") is None
 
 

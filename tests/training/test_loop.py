@@ -96,7 +96,7 @@ def test_the_learning_rate_of_the_record_is_the_one_used(tiny):
         assert {g["lr"] for g in t.optimizer.param_groups} == {values["lr"]}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8_sim"])
 @pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
 def test_precisions_train_with_fp32_masters(tiny, precision, optimiser):
     changes = (f"optim={optimiser}", "optim.lr=1e-2", "schedule=constant")

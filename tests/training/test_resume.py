@@ -37,6 +37,13 @@ def test_resume_is_bit_exact(tiny, stop_after, method, stops):
         ("precision=fp16", "precision.init_scale=1e30"),
         ("precision=fp16", "precision.growth_interval=2", "model.dropout=0.1"),
         ("precision=bf16", "sparsity.beta_update=step", "sparsity.mvue=weight"),
+        ("precision=fp8_sim",),
+        (
+            "precision=fp8_sim",
+            "precision.recipe=reference",
+            "precision.dtype=bf16",
+            "batch.micro=2",
+        ),
         ("sparsity=srste", "sparsity.decay_on=weight", "optim=sgd"),
         ("sparsity.window.start=0.3", "sparsity.window.stop=0.7"),
         ("model.activation_checkpointing=true", "model.dropout=0.2"),
@@ -85,7 +92,7 @@ def test_every_part_of_the_state_matters(tiny, stop_after, monkeypatch, forgotte
 
 
 def test_the_mask_of_the_last_comparison_is_state(tiny, stop_after, monkeypatch):
-    from sparsepretrain.sparsity.layers import PREVIOUS_MASK
+    from sparsepretrain.sparsity.state import PREVIOUS_MASK
 
     plain = tiny.train("runs_dir=" + str(tiny.root / "plain"))
     stop_after(3)

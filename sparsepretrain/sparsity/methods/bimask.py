@@ -44,6 +44,7 @@ class BiMask(Method):
     summary = "forward and backward masks, rows permuted for the backward one"
     paper = "arXiv:2302.06058 (ICML 2023)"
     products = Products(A="Mf∘W", B="Mb∘W", J="dW + λ(1-Mf)∘W")
+    mixes_outputs = True
 
     @property
     def multiples(self) -> tuple[int, int]:
