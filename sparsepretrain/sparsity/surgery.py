@@ -49,15 +49,13 @@ def sparsify(
         method: a name of :func:`sparsepretrain.list_methods`.
         targets: globs of module names, such as ``["*.mlp.*"]``. ``*`` crosses dots, and a leading
             ``*.`` also matches at the root.
-        n, m: N:M pattern along in_features; for convolutions along the input channels of each
-            kernel position.
+        n, m: N:M pattern along in_features, or along input channels at each kernel position.
         seed: of the method's random draws.
         total_steps: optimiser steps of the run; needed when something is a fraction of it.
         backend: ``"emulate"``: exact arithmetic with dense products.
         precision: None: the dtype of autocast, or of the weight. ``"fp8_sim"``, or a dict such as
             ``{"name": "fp8_sim", "recipe": "reference"}``: training products of these layers see
-            operands rounded to fp8 (:class:`~sparsepretrain.sparsity.fp8.FP8Recipe`), in dense
-            phases too; evaluation and everything else stay as with None.
+            fp8 operands (:class:`~sparsepretrain.sparsity.fp8.FP8Recipe`), evaluation does not.
         **options: the method's own (keys of ``configs/sparsity/<method>.yaml``); dotted ones as
             dicts, ``window={"start": 0.1}``.
 

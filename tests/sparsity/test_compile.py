@@ -131,14 +131,17 @@ def test_a_compiled_root_still_counts_micro_batches():
 
 
 @pytest.mark.slow
-def test_inductor():
+@pytest.mark.parametrize("precision", [None, "fp8_sim"])
+def test_inductor(precision):
     results = []
     for compiled in (False, True):
-        model = Blocks()
-        sparsify(model, "sste", targets=["*fc*"], gamma=0.1)
+        model = Blocks().float() if precision else Blocks()
+        sparsify(model, "sste", targets=["*fc*"], gamma=0.1, precision=precision)
         if compiled:
             model.block.compile(fullgraph=True)
         for micro in range(2):
-            model(draw(4, 8, 16, seed=micro)).square().sum().backward()
+            x = draw(4, 8, 16, seed=micro, dtype=model.block.fc1.weight.dtype)
+            model(x).square().sum().backward()
         results.append(gradients(model))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
+    rtol, atol = (1e-4, 1e-5) if precision else (1e-9, 1e-10)
+    torch.testing.assert_close(results[1], results[0], rtol=rtol, atol=atol)
