@@ -30,6 +30,20 @@ def test_one_value_among_zeros(estimator, dtype, value):
         assert torch.equal(mvue(groups, estimator=estimator, key=key), groups)
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_one_value_among_tiny_ones(estimator, dtype):
+    """The same where no entry is zero, so that something has to be drawn."""
+    tiny = 1e-18 if dtype == torch.float64 else 1e-9
+    groups = (torch.eye(4).double() * 8 + tiny).to(dtype)
+    assert published_inclusion(groups, 0.0).isnan().any(1).all()
+    for key in range(8):
+        y = mvue(groups, estimator=estimator, key=key)
+        assert torch.equal(y.diagonal(), groups.diagonal())
+        drawn = y.double().fill_diagonal_(0).sum(1)
+        torch.testing.assert_close(drawn, torch.full_like(drawn, 3 * tiny), rtol=1e-2, atol=0)
+
+
 def published_counters(rows, k):
     """triton_ops.py:40-41,67: a block of 1024 rows advances by k/16, its groups take k/4 places."""
     block = torch.arange(rows) // 1024 * (k // 16)
