@@ -141,7 +141,7 @@ def blocks_of(x, dim, m):
 
 
 def lay_out(x, layout):
-    """``x`` in other memory; ``expanded`` repeats its first slice with stride 0."""
+    """``x`` in other memory; ``expanded`` repeats a slice with stride 0, along the shortest axis."""
     if layout == "transposed":
         return x.movedim(-1, 0).contiguous().movedim(0, -1)
     if layout == "sliced":  # an odd offset; what lies beside must neither be read nor written
@@ -152,7 +152,7 @@ def lay_out(x, layout):
         wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 77.0, device=x.device).to(x.dtype)
         return wide[..., 1::2].copy_(x)
     if layout == "expanded":
-        return x[:1].expand(x.shape)
+        return x.narrow(min(range(x.dim()), key=lambda axis: x.shape[axis]), 0, 1).expand(x.shape)
     return x
 
 
