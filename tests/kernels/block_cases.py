@@ -141,7 +141,7 @@ def blocks_of(x, dim, m):
 
 
 def lay_out(x, layout):
-    """``x`` in other memory; ``expanded`` repeats a slice with stride 0, along the shortest axis."""
+    """``x`` in other memory; ``expanded`` repeats a slice, with stride 0, of the shortest axis."""
     if layout == "transposed":
         return x.movedim(-1, 0).contiguous().movedim(0, -1)
     if layout == "sliced":  # an odd offset; what lies beside must neither be read nor written
