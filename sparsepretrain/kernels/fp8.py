@@ -35,7 +35,9 @@ def quantize_fp8(x: Tensor, format: str, *, backend: str | None = None) -> tuple
     largest = torch.finfo(dtype).max
     wide = x.float()
     amax = wide.abs().amax() if x.numel() else wide.new_zeros(())
-    scale = torch.where(amax == 0, 1.0, (largest / amax).clamp(max=torch.finfo(wide.dtype).max))
+    # not `largest / amax`, which torch evaluates as a product with the rounded reciprocal
+    ratio = torch.full_like(amax, largest) / amax
+    scale = torch.where(amax == 0, 1.0, ratio.clamp(max=torch.finfo(wide.dtype).max))
     return (wide * scale).clamp(-largest, largest).to(dtype), scale
 
 

@@ -1,0 +1,147 @@
+"""Defects of published samplers: MVUE and SDGP's random pruning (docs/published_defects.md)."""
+
+import itertools
+
+import pytest
+import torch
+
+from sparsepretrain.kernels import NoiseKey, mvue, prune_gradient
+from sparsepretrain.kernels.noise import philox
+
+ESTIMATORS = ["approximate", "exact"]
+
+
+def published_inclusion(x, epsilon=2.0**-23):
+    """huyz2023/2by4-pretrain, utils.py: an absolute epsilon and sums as "total minus own"."""
+    a = x.abs() + epsilon
+    total = a.sum(-1, keepdim=True)
+    odds = a / (total - a)
+    return a / total * (1 + odds.sum(-1, keepdim=True) - odds)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [8.0, -1000.0])
+def test_one_value_among_zeros(estimator, dtype, value):
+    """utils.py:20,31: S - a is 0 for a real token beside three padding tokens: inf - inf."""
+    groups = (torch.eye(4) * value).to(dtype)
+    assert published_inclusion(groups.float()).isnan().any(1).all()
+    for key in range(8):
+        assert torch.equal(mvue(groups, estimator=estimator, key=key), groups)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_one_value_among_tiny_ones(estimator, dtype):
+    """The same where no entry is zero, so that something has to be drawn."""
+    tiny = 1e-18 if dtype == torch.float64 else 1e-9
+    groups = (torch.eye(4).double() * 8 + tiny).to(dtype)
+    assert published_inclusion(groups, 0.0).isnan().any(1).all()
+    for key in range(8):
+        y = mvue(groups, estimator=estimator, key=key)
+        assert torch.equal(y.diagonal(), groups.diagonal())
+        drawn = y.double().fill_diagonal_(0).sum(1)
+        torch.testing.assert_close(drawn, torch.full_like(drawn, 3 * tiny), rtol=1e-2, atol=0)
+
+
+def published_counters(rows, k):
+    """triton_ops.py:40-41,67: a block of 1024 rows advances by k/16, its groups take k/4 places."""
+    block = torch.arange(rows) // 1024 * (k // 16)
+    return block[:, None] + torch.arange(k // 4), torch.arange(rows)[:, None] % 1024
+
+
+def test_row_blocks_draw_different_numbers():
+    """Rows r and r + 1024 share draws, shifted by k/16 groups: every layer with out > 1024."""
+    rows, k = 2048, 64
+    column, row = published_counters(rows, k)
+    words = philox((column, row, torch.zeros_like(column), torch.zeros_like(column)), (1, 2))[0]
+    assert torch.equal(words[:1024, 4:], words[1024:, :-4]), "the published collision"
+    for dim, shape in ((0, (k, rows)), (1, (rows, k))):
+        x = torch.ones(shape)
+        kept = (mvue(x, dim=dim, key=1) != 0).movedim(dim, -1).view(rows, k // 4, 4)
+        for shift in (0, 4):
+            same = kept[:1024, shift:] == kept[1024:, : k // 4 - shift]
+            # two random pairs of four agree entirely with probability 1/6
+            share = float(same.all(-1).float().mean())
+            assert abs(share - 1 / 6) < 5 * (5 / 36 / same[..., 0].numel()) ** 0.5, (dim, shift)
+
+
+@pytest.mark.parametrize(
+    "values", [(0.1, 0.2, 0.3, 2.0), (0.1, 1.0, 1.1, 1.6), (0.4, 0.5, 0.6, 0.7)]
+)
+def test_the_exact_estimator_is_unbiased(values):
+    """legacy.py:189,220 (``MVUE24``): S/2 is kept even where the largest outweighs the rest."""
+    x = torch.tensor(values, dtype=torch.float64)
+    rest, total = x.sum() - x.max(), x.sum()
+    p = (x / torch.minimum(rest, total / 2)).clamp(max=1)
+    ends = torch.cat([torch.zeros(1), p.cumsum(0)[:3] % 1, torch.ones(1)]).double().sort().values
+    middles, lengths = (ends[1:] + ends[:-1]) / 2, ends.diff()
+    y = mvue(x.expand(4, 4), estimator="exact", uniforms=middles[:, None, None])
+    assert ((lengths @ y - x).abs() < 1e-12).all()
+    published = lengths @ ((y != 0) * total / 2)
+    if values[3] == 2.0:
+        expected = torch.tensor([0.216, 0.433, 0.651, 1.300], dtype=torch.float64)
+        torch.testing.assert_close(published, expected, rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_tiny_gradients_keep_their_probabilities(estimator):
+    """utils.py:8: 2^-23 beside values of 1e-9 makes all four equally likely."""
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    usual, tiny = (published_inclusion(x * scale) for scale in (1.0, 2.0**-30))
+    assert (tiny - 0.5).abs().max() < 0.01 < (usual - 0.5).abs().max()
+    many = x[:, None].expand(4, 2000)
+    y = mvue(many, dim=0, estimator=estimator, key=1)
+    assert torch.equal(mvue(many * 2.0**-30, dim=0, estimator=estimator, key=1), y * 2.0**-30)
+
+
+def test_a_draw_of_zero_keeps_two():
+    """utils.py: ``<=`` with a zeroed weight draws the first position again when r is 0."""
+    x = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, 2.0, 3.0, 4.0]])
+    y = mvue(x, uniforms=torch.zeros(2, 1, 2))
+    assert (y != 0).sum(1).tolist() == [2, 2] and y[1, 0] == 0
+
+
+def test_draws_follow_the_key_only():
+    """triton_ops.py:58 seeds from Python's ``random``; _semi_structured_conversions.py:349 lets the
+    draws depend on an autotuned block size. Here a piece of a tensor draws what the whole draws."""
+    x = torch.randn(4096, 40, generator=torch.Generator().manual_seed(0))
+    whole = mvue(x, dim=0, key=NoiseKey(3, 4))
+    for start, stop in ((0, 8), (2048, 4096)):
+        part = mvue(x[start:stop], dim=0, key=NoiseKey(3, 4, start // 4))
+        assert torch.equal(part, whole[start:stop])
+
+
+def published_swaps(m):
+    """BradMcDanel/sdgp, prune_kernel.cu:86: each place swaps with any place, not with a later one.
+
+    Returns the probability of every element to be among the first m/2, over all m^m outcomes.
+    """
+    counts = [0] * m
+    for targets in itertools.product(range(m), repeat=m):
+        order = list(range(m))
+        for i, j in enumerate(targets):
+            order[i], order[j] = order[j], order[i]
+        for element in order[: m // 2]:
+            counts[element] += 1
+    return torch.tensor(counts) / m**m
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 2), (1, 4), (4, 8)])
+def test_random_pruning_is_uniform(n, m):
+    """prune_kernel.cu:86: inclusion 0.500, 0.516, 0.527, 0.457; a group of 2 is never shuffled."""
+    assert (published_swaps(4) - 0.5).abs().max() > 0.02
+    count = 100_000
+    y = prune_gradient(torch.ones(count, m), n, m, variant="random", key=2)
+    assert ((y != 0).sum(1) == n).all()
+    spread = (n / m * (1 - n / m) / count) ** 0.5
+    assert ((y != 0).float().mean(0) - n / m).abs().max() < 5 * spread
+
+
+def test_random_pruning_can_be_unbiased():
+    """prune_kernel.cu writes kept values unchanged: the expected gradient shrinks by n/m."""
+    x = torch.tensor([1.0, -2.0, 3.0, 4.0]).expand(100_000, 4)
+    published = prune_gradient(x, variant="random", key=1).mean(0)
+    torch.testing.assert_close(published, x[0] / 2, rtol=0.05, atol=0)
+    ours = prune_gradient(x, variant="random", rescale=True, key=1).mean(0)
+    torch.testing.assert_close(ours, x[0], rtol=0.02, atol=0)

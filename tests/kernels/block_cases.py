@@ -1,0 +1,189 @@
+"""Blocks that break kernels, the backend under test, and how results are compared.
+
+The same cases run against every backend: a property calls ``kernel("nm_mask")(x.to(DEVICE), …)``
+and compares bits with a plain-Python oracle (block_oracles.py). Environment:
+
+    SPARSEPRETRAIN_TEST_BACKEND   passed to every kernel: reference (default) or triton
+    SPARSEPRETRAIN_TEST_DEVICE    where its tensors are: cpu (default) or cuda
+    SPARSEPRETRAIN_TEST_BLOCKS    blocks per call (4096)
+    SPARSEPRETRAIN_TEST_CALLS     calls per property and dtype (3)
+
+Triton on the CPU needs ``TRITON_INTERPRET=1`` from the start of the process.
+"""
+
+import functools
+import inspect
+import os
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from sparsepretrain import kernels
+
+BACKEND = os.environ.get("SPARSEPRETRAIN_TEST_BACKEND", "reference")
+DEVICE = os.environ.get("SPARSEPRETRAIN_TEST_DEVICE", "cpu")
+BLOCKS = int(os.environ.get("SPARSEPRETRAIN_TEST_BLOCKS", "4096"))
+CALLS = int(os.environ.get("SPARSEPRETRAIN_TEST_CALLS", "3"))
+
+INTERPRETED = BACKEND == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton 3.9's interpreter converts subnormal bfloat16 wrongly, both ways; a GPU does not."""
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+if BACKEND == "reference":
+    DTYPES.insert(0, torch.float64)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+LAYOUTS = ["contiguous", "transposed", "sliced", "strided", "expanded"]
+AXES = ["last", "first", "middle"]
+PATTERNS = [(2, 4), (1, 4), (3, 4), (2, 8), (4, 8), (1, 16), (16, 32), (5, 7), (1, 1), (4, 4)]
+
+
+def kernel(name):
+    """The public function ``name``, bound to the backend under test."""
+    function = getattr(kernels, name)
+    takes = "backend" in inspect.signature(function).parameters
+    return functools.partial(function, backend=BACKEND) if takes else function
+
+
+def many_blocks(**strategies):
+    """A property of a few calls with many blocks each: what varies is drawn by hypothesis."""
+
+    def decorate(test):
+        drawn = given(seed=st.integers(0, 2**32 - 1), **strategies)(test)
+        # thousands of blocks would shrink for minutes, and a failure names its first block anyway
+        phases = (Phase.reuse, Phase.generate)
+        return settings(max_examples=CALLS, deadline=None, print_blob=True, phases=phases)(drawn)
+
+    return decorate
+
+
+layouts = st.sampled_from(LAYOUTS)
+axes = st.sampled_from(AXES)
+patterns = st.sampled_from(PATTERNS)
+per_row = st.sampled_from([1, 3, 5, 13])
+"""Groups in a row: with BLOCKS a power of two, sizes that do not fill a kernel's block."""
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def nasty_blocks(seed, dtype, m=4, *, count=BLOCKS, finite=False):
+    """(count, m) of ``dtype``; each block is of one kind, all kinds occur.
+
+    Normal numbers, ties between small integers (and between +0 and -0), special values (the
+    smallest and largest of the dtype, infinities, NaN), random bit patterns (every exponent), one
+    value among zeros, and values that differ in the last bits.
+    """
+    g, info = generator(seed), torch.finfo(dtype)
+    shape = (count, m)
+    eps, tiny = info.eps, info.smallest_normal
+    special = [0.0, -0.0, tiny * eps, -3 * tiny * eps, tiny, -tiny * (1 - eps), 1.0, -1.0]
+    special += [1 + eps, -(1 + eps), 1 - eps / 2, 0.1, info.max, -info.max]
+    special = torch.tensor(special + ([] if finite else [torch.inf, -torch.inf, torch.nan]))
+    special = special.double().to(dtype) if dtype != torch.float64 else _special64(finite)
+
+    def pick(values):
+        return values[torch.randint(len(values), shape, generator=g)]
+
+    alone = torch.zeros(shape, dtype=dtype)
+    alone.scatter_(1, torch.randint(m, (count, 1), generator=g), pick(special))
+    kinds = torch.stack(
+        [
+            torch.randn(shape, generator=g, dtype=torch.float64).to(dtype),
+            pick(torch.tensor([-2.0, -1.0, -0.0, 0.0, 1.0, 2.0])).to(dtype),
+            pick(special),
+            random_bits(shape, dtype, g, finite=finite),
+            alone,
+            (1 + eps * torch.randint(-2, 3, shape, generator=g)).double().to(dtype),
+        ]
+    )
+    x = kinds[torch.randint(len(kinds), (count,), generator=g), torch.arange(count)]
+    if INTERPRETED and dtype == torch.bfloat16:
+        x = torch.where(x.abs() < tiny, x * 0, x)
+    return x
+
+
+def _special64(finite):
+    info = torch.finfo(torch.float64)
+    tiny, eps = info.smallest_normal, info.eps
+    values = [0.0, -0.0, tiny * eps, -tiny, 1.0, -1.0, 1 + eps, 1 - eps / 2, info.max, -info.max]
+    values += [] if finite else [torch.inf, -torch.inf, torch.nan]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def random_bits(shape, dtype, g, *, finite=False):
+    """Every exponent is equally likely; subnormals, and infinities and NaN unless ``finite``."""
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    info = torch.iinfo(integer)
+    x = torch.randint(info.min, info.max, shape, generator=g, dtype=integer).view(dtype)
+    # payloads of NaN differ between devices and mean nothing
+    return torch.where(x.isfinite(), x, 1.5) if finite else torch.where(x.isnan(), torch.nan, x)
+
+
+def place(blocks, axis="last", per_row=1):
+    """(x, dim): the blocks as groups along ``dim`` of a contiguous tensor, ``per_row`` in a row."""
+    m = blocks.shape[1]
+    rows = len(blocks) // (3 * per_row) * 3
+    x = blocks[: rows * per_row].reshape(rows, per_row * m)
+    if axis == "last":
+        return x, -1
+    if axis == "first":
+        return x.t().contiguous(), 0
+    return x.view(3, rows // 3, per_row * m).movedim(-1, 1).contiguous(), 1
+
+
+def blocks_of(x, dim, m):
+    """(blocks, m): inverse of :func:`place`, for any strides."""
+    return x.cpu().movedim(dim, -1).reshape(-1, m)
+
+
+def lay_out(x, layout):
+    """``x`` in other memory; ``expanded`` repeats a slice, with stride 0, of the shortest axis."""
+    if layout == "transposed":
+        return x.movedim(-1, 0).contiguous().movedim(0, -1)
+    if layout == "sliced":  # an odd offset; what lies beside must neither be read nor written
+        big = torch.full([s + 3 for s in x.shape], 77.0, device=x.device).to(x.dtype)
+        view = big[tuple(slice(1, s + 1) for s in x.shape)]
+        return view.copy_(x)
+    if layout == "strided":
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 77.0, device=x.device).to(x.dtype)
+        return wide[..., 1::2].copy_(x)
+    if layout == "expanded":
+        return x.narrow(min(range(x.dim()), key=lambda axis: x.shape[axis]), 0, 1).expand(x.shape)
+    return x
+
+
+def assert_same(got, want, inputs=None, *, signed_zero=True):
+    """Equal shape, dtype and bits, except that any NaN equals any other; names a block if not."""
+    got, want = got.cpu(), want.cpu()
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    if want.dtype.itemsize == 1 and want.is_floating_point():
+        got, want = got.float(), want.float()
+    same = got == want
+    if want.is_floating_point():
+        if signed_zero:
+            same &= got.signbit() == want.signbit()
+        same |= got.isnan() & want.isnan()
+        if INTERPRETED and want.dtype == torch.bfloat16:
+            tiny = torch.finfo(want.dtype).smallest_normal
+            same |= (got.abs() <= tiny) & (want.abs() < tiny)
+    if same.all():
+        return
+    first = tuple((~same).nonzero()[0].tolist())[:1]
+    source = "" if inputs is None else f"\n  input {inputs.cpu()[first].tolist()}"
+    pytest.fail(
+        f"{int((~same).sum())} of {same.numel()} elements differ, first in {first}:{source}"
+        f"\n  got   {got[first].tolist()}\n  want  {want[first].tolist()}"
+    )
+
+
+def assert_equals_reference(name, got, *args, **options):
+    """Another backend gives the bits of the reference on the CPU; nothing to say of itself."""
+    if BACKEND == "reference":
+        return
+    args = [a.cpu() if isinstance(a, torch.Tensor) else a for a in args]
+    options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    assert_same(got, getattr(kernels, name)(*args, **options, backend="reference"))

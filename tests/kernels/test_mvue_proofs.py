@@ -1,0 +1,194 @@
+"""Exact reasoning about MVUE through its public draws: the whole law, moment by moment, in fp64.
+
+test_mvue.py feeds the middle of every interval of the uniforms. Here both ends are fed too, which
+fixes the length of each interval, that is the probability of each outcome, to 1e-12.
+"""
+
+import itertools
+
+import pytest
+import torch
+from block_cases import DEVICE, every_dtype, generator, kernel
+
+from sparsepretrain import kernels
+
+INSET = 1e-12
+ESTIMATORS = ["approximate", "exact"]
+PAIRS = list(itertools.permutations(range(4), 2))
+
+
+def mvue64(x, **options):
+    """The reference: other backends have no fp64 and are compared with its bits elsewhere."""
+    return kernels.mvue(x, backend="reference", **options)
+
+
+def mvue(x, **options):
+    options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    return kernel("mvue")(x.to(DEVICE), **options).cpu()
+
+
+def groups(count=2000, seed=0):
+    """No zeros; a third over six orders of magnitude, so that one entry often dominates."""
+    x = torch.randn(count, 4, generator=generator(seed), dtype=torch.float64)
+    x[1::3] *= 10.0 ** (6 * torch.rand(x[1::3].shape, generator=generator(1)).double() - 3)
+    x[5::7] = x[5::7].sign()
+    return x
+
+
+def intervals(weights):
+    """(starts, ends) of the parts of [0, 1) that belong to the entries of each row."""
+    ends = weights.cumsum(1) / weights.sum(1, keepdim=True)
+    ends[:, -1] = 1.0
+    return torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], 1), ends
+
+
+def corners(start, end):
+    """Just inside both ends, and the middle; an empty part has no inside."""
+    inset = torch.minimum(torch.full_like(start, INSET), (end - start) / 4)
+    return start + inset, (start + end) / 2, end - inset
+
+
+def test_every_interval_of_the_approximate_law():
+    """P(i, then j) = a_i/S · a_j/(S - a_i), to 1e-12, and the moments that follow."""
+    x = groups()
+    a = x.abs()
+    p, joint = torch.zeros_like(x), torch.zeros(len(x), 4, 4, dtype=x.dtype)
+    second = torch.zeros_like(joint)
+    for i, j in PAIRS:
+        rest = a.clone()
+        rest[:, i] = 0
+        (low0, high0), (low1, high1) = intervals(a), intervals(rest)
+        estimates = []
+        for r0 in corners(low0[:, i], high0[:, i]):
+            for r1 in corners(low1[:, j], high1[:, j]):
+                estimates.append(mvue64(x, uniforms=torch.stack([r0, r1], 1)[:, None]))
+        assert all(torch.equal(estimates[0], other) for other in estimates[1:])
+        kept = estimates[0] != 0
+        assert kept[:, [i, j]].all() and (kept.sum(1) == 2).all()
+        probability = a[:, i] / a.sum(1) * rest[:, j] / rest.sum(1)
+        p[:, [i, j]] += probability[:, None]
+        joint[:, i, j] += probability
+        joint[:, j, i] += probability
+        second += probability[:, None, None] * estimates[0][:, :, None] * estimates[0][:, None, :]
+    scale = x.abs().amax(1)
+    variance = x**2 * (1 / p - 1)
+    covariance = second - x[:, :, None] * x[:, None, :]
+    diagonal = covariance.diagonal(dim1=1, dim2=2)
+    assert ((diagonal - variance).abs() <= 1e-12 * (variance + scale[:, None] ** 2)).all()
+    expected = x[:, :, None] * x[:, None, :] * (joint / (p[:, :, None] * p[:, None, :]) - 1)
+    off = ~torch.eye(4, dtype=torch.bool)
+    error = (covariance - expected).abs() / scale[:, None, None] ** 2
+    assert (error[:, off] <= 1e-12).all()
+    assert ((p.sum(1) - 2).abs() < 1e-12).all() and (p < 1 + 1e-12).all()
+
+
+def exact_inclusion(a):
+    """p of least variance: 2a/S, or 1 for an entry that outweighs the others and a/R for those."""
+    k = a.argmax(1, keepdim=True)
+    rest = a.scatter(1, k, 0).sum(1, keepdim=True)
+    share = torch.where(a.gather(1, k) > rest, rest, a.sum(1, keepdim=True) / 2)
+    return (a / share).clamp(max=1)
+
+
+def test_every_interval_of_the_exact_law():
+    """Between two fractional parts of C_i the selection is constant and as systematic sampling."""
+    x = groups()
+    p = exact_inclusion(x.abs())
+    c = torch.cat([torch.zeros(len(x), 1, dtype=x.dtype), p.cumsum(1)], 1)
+    c[:, 4] = 2
+    cuts = torch.cat([c[:, :4] % 1, torch.ones(len(x), 1, dtype=x.dtype)], 1).sort(1).values
+    mean, mass = torch.zeros_like(x), torch.zeros_like(x)
+    for start, end in zip(cuts[:, :-1].t(), cuts[:, 1:].t(), strict=True):
+        wide = end - start > 1e-9
+        points = corners(start, end)
+        estimates = [mvue64(x, estimator="exact", uniforms=u[:, None, None]) for u in points]
+        assert all(torch.equal(estimates[0][wide], other[wide]) for other in estimates[1:])
+        u = points[1][:, None]
+        hit = [((c[:, :4] <= v) & (v < c[:, 1:])) for v in (u, u + 1)]
+        assert torch.equal((estimates[0] != 0)[wide], (hit[0] | hit[1])[wide])
+        mean += (end - start)[:, None] * estimates[1]
+        mass += (end - start)[:, None] * (estimates[1] != 0)
+    # intervals below 1e-9 are too narrow to be told apart; they weigh at most that
+    scale = x.abs().amax(1, keepdim=True)
+    clear = ((cuts.diff(dim=1) > 1e-9) | (cuts.diff(dim=1) < 1e-15)).all(1)
+    assert clear.float().mean() > 0.9
+    assert ((mean - x).abs() <= 1e-12 * scale)[clear].all()
+    assert ((mass - p).abs() <= 1e-12)[clear].all()
+
+
+def total_variance(x, p):
+    return (x**2 * (1 / p - 1)).sum(1)
+
+
+def test_exact_never_varies_more():
+    """100,000 groups: the laws whose probabilities the tests above establish."""
+    x = groups(100_000, seed=3)
+    a = x.abs()
+    others = a @ (1 - torch.eye(4, dtype=a.dtype))  # never a difference
+    odds = a / others
+    p = a / a.sum(1, keepdim=True) * (1 + odds @ (1 - torch.eye(4, dtype=a.dtype)))
+    exact, approximate = total_variance(x, exact_inclusion(a)), total_variance(x, p)
+    assert (exact <= approximate * (1 + 1e-9) + 1e-12 * a.amax(1) ** 2).all()
+    assert (exact < 0.99 * approximate).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_pairs_are_as_frequent_as_they_should_be(estimator):
+    """120,000 keyed draws of one group in fp32: the six pairs against their probabilities."""
+    n, x = 120_000, torch.tensor([0.3, -1.0, 0.7, 1.2])
+    y = mvue(x[:, None].expand(4, n), dim=0, estimator=estimator, key=8)
+    kept = (y != 0).double()
+    a = x.double().abs()
+    if estimator == "approximate":
+        joint = torch.zeros(4, 4, dtype=torch.float64)
+        for i, j in PAIRS:
+            joint[i, j] += a[i] / a.sum() * a[j] / (a.sum() - a[i])
+        expected = joint + joint.t()
+    else:  # intervals of u: C = 0.1875, 0.8125, 1.25, 2
+        expected = torch.zeros(4, 4, dtype=torch.float64)
+        ends = (0, 0.1875, 0.25, 0.8125, 1)
+        for (i, j), low, high in zip(
+            ((0, 2), (1, 2), (1, 3), (2, 3)), ends, ends[1:], strict=False
+        ):
+            expected[i, j] = expected[j, i] = high - low
+    found = kept @ kept.t() / n
+    off = ~torch.eye(4, dtype=torch.bool)
+    spread = (expected * (1 - expected) / n).sqrt()
+    assert ((found - expected).abs() <= 5 * spread)[off].all()
+    assert found[off].sum() == 2, "two of four, always"
+
+
+@every_dtype
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_powers_of_two_scale_exactly(dtype, estimator):
+    """No absolute epsilon: scaling by 2^k changes no decision and no bit of a significand."""
+    x = torch.randn(2000, 4, generator=generator(2), dtype=torch.float64)
+    x = x.clamp(-4, 4).abs().clamp(min=2.0**-6) * x.sign()
+    x[::5, 1:] = 0  # one entry that dominates
+    x[1::5, 0] *= 16
+    x[2::5, 2] = 0
+    x = x.to(dtype)
+    low, high = (-6, 8) if dtype == torch.float16 else (-100, 100)
+    y = mvue(x, estimator=estimator, key=1)
+    for k in (low, -1, 1, high):
+        scaled = mvue((x.double() * 2.0**k).to(dtype), estimator=estimator, key=1)
+        assert torch.equal(scaled.double(), y.double() * 2.0**k), k
+
+
+@every_dtype
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_what_dominates_is_kept_and_the_rest_is_drawn(dtype, estimator):
+    """Ratios from 1 to the whole range of the dtype: finite, bounded by S, right on average."""
+    info = torch.finfo(dtype)
+    ratios = [2.0**-k for k in range(0, 24, 3)] + [info.smallest_normal, info.smallest_normal / 4]
+    for ratio in ratios:
+        x = torch.tensor([ratio, 1.0, -ratio, ratio], dtype=torch.float64).to(dtype)
+        y = mvue(x[:, None].expand(4, 4000), dim=0, estimator=estimator, key=5).double()
+        assert y.isfinite().all() and ((y != 0).sum(0) <= 2).all()
+        total = 1 + 3 * ratio
+        assert (y.abs() <= total * (1 + 4 * info.eps)).all()
+        if ratio <= 0.25 and estimator == "exact":
+            assert (y[1] == 1).all(), "certain, and not divided by anything"
+        if 2.0**-20 < ratio < 1:
+            spread = 5 * (3 * ratio) / 4000**0.5 + 4 * info.eps
+            assert ((y[::2].mean(1) - x[::2].double()).abs() <= spread).all()
