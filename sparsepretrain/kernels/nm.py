@@ -45,12 +45,16 @@ def nm_mask(
     Raises:
         ValueError: impossible pattern, axis not a multiple of M, unknown option.
     """
-    choose_backend("nm_mask", backend)
+    triton = choose_backend("nm_mask", backend, x) == "triton"
     check_pattern("nm_mask", x, n, m, dim)
     if ties not in ("high", "low"):
         raise ValueError(f"nm_mask: ties must be 'high' or 'low', got {ties!r}")
     if n == m:
         return torch.ones(x.shape, dtype=torch.bool, device=x.device)
+    if triton:
+        from sparsepretrain.kernels import nm_triton
+
+        return nm_triton.nm_mask(x.detach(), n, m, dim, ties == "low")
     keys = split_groups(_magnitude_bits(x), m, dim)
     if ties == "low":
         keys.reverse()
