@@ -6,6 +6,7 @@ Imported only where a Triton kernel runs; the references need torch alone.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,28 @@ def rows_of(x: Tensor, dim: int) -> Rows:
     return Rows(flat, after, outer, inner, stride)
 
 
+def over_elements(
+    kernel: Any, pointers: Sequence[Tensor], count: int, *args: Any, tile: int = TILE, **options: Any
+) -> None:
+    """Launch ``kernel`` on parts of ``range(count)``.
+
+    The kernel takes ``pointers``, ``count``, ``args`` and the constants ``TILE``, ``WIDE`` and
+    ``options``.
+    """
+    if not count:
+        return
+    with torch.cuda.device_of(pointers[0]):
+        kernel[(triton.cdiv(count, tile),)](
+            *pointers,
+            count,
+            *args,
+            TILE=tile,
+            WIDE=count >= 2**31 - tile,
+            enable_fp_fusion=False,
+            **options,
+        )
+
+
 def over_groups(
     kernel: Any, m: int, dim: int, x: Tensor, out: Tensor, *args: Any, **options: Any
 ) -> None:
@@ -87,6 +110,15 @@ def over_groups(
             enable_fp_fusion=False,  # decisions are compared bit for bit with the reference
             **options,
         )
+
+
+@triton.jit
+def part_of(TILE: tl.constexpr, WIDE: tl.constexpr):
+    """Element indices of this program in :func:`over_elements`."""
+    program = tl.program_id(0)
+    if WIDE:
+        program = program.to(tl.int64)
+    return program * TILE + tl.arange(0, TILE)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.launch import (
+    empty_rows,
     load_fours,
     over_groups,
     row_starts,
@@ -19,7 +20,7 @@ from sparsepretrain.kernels.launch import (
 @torch.library.custom_op("sparsepretrain::nm_mask", mutates_args=())
 def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
     """:func:`sparsepretrain.kernels.nm_mask`; ``low``: the smaller index wins ties."""
-    mask = torch.empty_like(x, dtype=torch.bool)
+    mask = empty_rows(x, dim, torch.bool)
     out = mask.view(torch.int8)
     if (n, m) == (2, 4):
         over_groups(_mask_24, m, dim, x, out, LOW=low)
@@ -30,7 +31,7 @@ def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
 
 @nm_mask.register_fake
 def _(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
-    return torch.empty_like(x, dtype=torch.bool)
+    return empty_rows(x, dim, torch.bool)
 
 
 @triton.jit

@@ -126,7 +126,7 @@ def test_bfloat16_scores_change_masks():
         ((4,), {"n": 5}, "1 ≤ N ≤ M"),
         ((4,), {"n": -1, "m": -4}, "1 ≤ N ≤ M"),
         ((4,), {"ties": "random"}, "ties must be"),
-        ((4,), {"backend": "triton"}, "no triton kernel"),
+        ((4,), {"backend": "triton"}, "needs a CUDA tensor"),
         ((4,), {"backend": "cuda"}, "unknown backend 'cuda'"),
     ],
 )
