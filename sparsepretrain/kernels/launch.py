@@ -51,7 +51,12 @@ def rows_of(x: Tensor, dim: int) -> Rows:
 
 
 def over_elements(
-    kernel: Any, pointers: Sequence[Tensor], count: int, *args: Any, tile: int = TILE, **options: Any
+    kernel: Any,
+    pointers: Sequence[Tensor],
+    count: int,
+    *args: Any,
+    tile: int = TILE,
+    **options: Any,
 ) -> None:
     """Launch ``kernel`` on parts of ``range(count)``.
 
@@ -70,6 +75,17 @@ def over_elements(
             enable_fp_fusion=False,
             **options,
         )
+
+
+def empty_rows(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """A result of the shape of ``x``, and its strides unless :func:`rows_of` would copy those."""
+    out = torch.empty_like(x, dtype=dtype)
+    dim %= x.dim()
+    try:
+        out.view(x.shape[:dim].numel(), x.shape[dim], x.shape[dim + 1 :].numel())
+    except RuntimeError:
+        return torch.empty(x.shape, dtype=dtype, device=x.device)
+    return out
 
 
 def over_groups(
@@ -161,7 +177,7 @@ def load_fours(data, starts, group, stride, rows_inside, groups, CONTIGUOUS: tl.
         x1 = tl.load(first + stride, inside, 0)
         x2 = tl.load(first + 2 * stride, inside, 0)
         x3 = tl.load(first + 3 * stride, inside, 0)
-    return x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    return widen(x0), widen(x1), widen(x2), widen(x3)
 
 
 @triton.jit
@@ -184,6 +200,14 @@ def store_fours(
         tl.store(first + stride, x1, inside)
         tl.store(first + 2 * stride, x2, inside)
         tl.store(first + 3 * stride, x3, inside)
+
+
+@triton.jit
+def widen(x):
+    """``x`` as fp32. Triton's interpreter converts bf16 subnormals wrongly, hence the bits."""
+    if _INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
 
 
 @triton.jit

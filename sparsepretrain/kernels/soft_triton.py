@@ -15,6 +15,7 @@ from sparsepretrain.kernels.launch import (
     row_starts,
     store_fours,
     tile_of,
+    widen,
 )
 from sparsepretrain.kernels.nm_triton import kept_by_rank, magnitude_bits
 
@@ -126,7 +127,7 @@ def _soft_nm(
     element = (group * M)[None, :, None] + position
     filled = inside[:, :, None] & (position < M)
     starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    values = tl.load(x + starts[:, None, None] + element * x_stride, filled, 0).to(tl.float32)
+    values = widen(tl.load(x + starts[:, None, None] + element * x_stride, filled, 0))
     bits = magnitude_bits(values)
     keep = kept_by_rank(bits, x, starts, group, x_stride, inside, N, M, False)
     # largest dropped and smallest kept, compared as integers: NaN is above infinity
