@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsepretrain.kernels.fp8 import FORMATS
 from sparsepretrain.kernels.launch import INTERPRETED, over_elements, part_of, widen
 
-_ALL: tl.constexpr = tl.PropagateNan.ALL
+_ALL: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 _FIELDS = {"e4m3": (3, -6), "e5m2": (2, -14)}

@@ -71,17 +71,18 @@ def _mask_24(
     ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
     LOW: tl.constexpr,
 ):  # fmt: skip
-    row, group = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
     inside = row < count
     starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    x0, x1, x2, x3 = load_fours(x, starts, group, x_stride, inside, groups, CONTIGUOUS)
+    x0, x1, x2, x3 = load_fours(x, starts, first, x_stride, inside, groups, GROUPS, CONTIGUOUS)
     keep0, keep1, keep2, keep3 = top_two(
         magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), LOW
     )
     starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
     store_fours(
-        out, starts, group, out_stride, inside, groups,
-        keep0.to(tl.int8), keep1.to(tl.int8), keep2.to(tl.int8), keep3.to(tl.int8), CONTIGUOUS,
+        out, starts, first, out_stride, inside, groups,
+        keep0.to(tl.int8), keep1.to(tl.int8), keep2.to(tl.int8), keep3.to(tl.int8),
+        GROUPS, CONTIGUOUS,
     )  # fmt: skip
 
 
@@ -112,7 +113,8 @@ def _mask_nm(
     ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    row, group = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    group = first + tl.arange(0, GROUPS)
     inside = (row < count)[:, None] & (group < groups)[None, :]
     position = tl.arange(0, triton.next_power_of_2(M))[None, None, :]
     element = (group * M)[None, :, None] + position
