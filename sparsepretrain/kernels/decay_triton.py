@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.launch import narrow, over_elements, part_of
+from sparsepretrain.kernels.launch import narrow, over_elements, part_of, widen
 
 
 @torch.library.custom_op("sparsepretrain::masked_decay_", mutates_args=("grad",))
@@ -35,8 +35,8 @@ def _masked_decay(
         decay = tl.load(factor).to(tl.float32)
     i = part_of(TILE, WIDE)
     inside = i < count
-    g = tl.load(grad + i, inside, 0).to(tl.float32)
-    w = tl.load(weight + i, inside, 0).to(tl.float32)
+    g = widen(tl.load(grad + i, inside, 0))
+    w = widen(tl.load(weight + i, inside, 0))
     kept = tl.load(mask + i, inside, 1)
     g += tl.where(kept != 0, 0.0, w) * decay
     tl.store(grad + i, narrow(g, grad), inside)

@@ -34,9 +34,7 @@ def flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None)
     return (previous.bool() ^ current.bool()).sum()
 
 
-def packed_flip_count(
-    previous: Tensor, current: Tensor, *, backend: str | None = None
-) -> Tensor:
+def packed_flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None) -> Tensor:
     """:func:`flip_count` of two packed masks (:func:`pack_24`), an eighth of the traffic.
 
     Returns:

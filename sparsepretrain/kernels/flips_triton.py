@@ -16,9 +16,7 @@ def differing_bits(previous: Tensor, current: Tensor) -> Tensor:
     """Number of bits in which two tensors of bytes (masks or packed codes) differ; 0-d int64."""
     total = torch.zeros((), dtype=torch.int64, device=current.device)
     order = sorted(range(current.dim()), key=lambda axis: -current.stride(axis))
-    pair = [
-        t.permute(order).contiguous().view(-1).view(torch.uint8) for t in (previous, current)
-    ]
+    pair = [t.permute(order).contiguous().view(-1).view(torch.uint8) for t in (previous, current)]
     if all(t.numel() % 4 == 0 and t.storage_offset() % 4 == 0 for t in pair):
         pair = [t.view(torch.int32) for t in pair]
     over_elements(_differing_bits, (*pair, total), pair[0].numel())

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.fp8 import FORMATS
-from sparsepretrain.kernels.launch import INTERPRETED, over_elements, part_of
+from sparsepretrain.kernels.launch import INTERPRETED, over_elements, part_of, widen
 
-_ALL: tl.constexpr = tl.PropagateNan.ALL
+_ALL: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 _FIELDS = {"e4m3": (3, -6), "e5m2": (2, -14)}
@@ -50,7 +50,7 @@ def _is_dense(x: Tensor) -> bool:
 @triton.jit
 def _largest(x, amax, count, TILE: tl.constexpr, WIDE: tl.constexpr):
     i = part_of(TILE, WIDE)
-    value = tl.load(x + i, i < count, 0).to(tl.float32)
+    value = widen(tl.load(x + i, i < count, 0))
     # magnitudes compare like their bits, NaN above infinity
     tl.atomic_max(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
 
@@ -65,7 +65,7 @@ def _quantize(
     factor = tl.minimum(tl.div_rn(MOST * 1.0, largest), _MOST, propagate_nan=_ALL)
     factor = tl.where(largest == 0, 1.0, factor)
     i = part_of(TILE, WIDE)
-    value = tl.load(x + i, i < count, 0).to(tl.float32) * factor
+    value = widen(tl.load(x + i, i < count, 0)) * factor
     value = tl.minimum(tl.maximum(value, -MOST, propagate_nan=_ALL), MOST, propagate_nan=_ALL)
     if _INTERPRETED:  # which does not round to nearest even by itself
         value = _round(value, MANTISSA, EXPONENT)

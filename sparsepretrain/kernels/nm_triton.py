@@ -14,6 +14,7 @@ from sparsepretrain.kernels.launch import (
     row_starts,
     store_fours,
     tile_of,
+    widen,
 )
 
 
@@ -70,17 +71,18 @@ def _mask_24(
     ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
     LOW: tl.constexpr,
 ):  # fmt: skip
-    row, group = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
     inside = row < count
     starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    x0, x1, x2, x3 = load_fours(x, starts, group, x_stride, inside, groups, CONTIGUOUS)
+    x0, x1, x2, x3 = load_fours(x, starts, first, x_stride, inside, groups, GROUPS, CONTIGUOUS)
     keep0, keep1, keep2, keep3 = top_two(
         magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), LOW
     )
     starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
     store_fours(
-        out, starts, group, out_stride, inside, groups,
-        keep0.to(tl.int8), keep1.to(tl.int8), keep2.to(tl.int8), keep3.to(tl.int8), CONTIGUOUS,
+        out, starts, first, out_stride, inside, groups,
+        keep0.to(tl.int8), keep1.to(tl.int8), keep2.to(tl.int8), keep3.to(tl.int8),
+        GROUPS, CONTIGUOUS,
     )  # fmt: skip
 
 
@@ -97,7 +99,7 @@ def kept_by_rank(
     losses = tl.zeros(keys.shape, tl.int32)
     for j in tl.range(0, M):
         place = starts[:, None] + (group * M + j)[None, :] * stride
-        other = magnitude_bits(tl.load(x + place, inside, 0).to(tl.float32))[:, :, None]
+        other = magnitude_bits(widen(tl.load(x + place, inside, 0)))[:, :, None]
         wins_ties = (position > j) if LOW else (position < j)
         losses += ((other > keys) | ((other == keys) & wins_ties)).to(tl.int32)
     return (losses < N) & (position < M)
@@ -111,13 +113,14 @@ def _mask_nm(
     ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    row, group = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    group = first + tl.arange(0, GROUPS)
     inside = (row < count)[:, None] & (group < groups)[None, :]
     position = tl.arange(0, triton.next_power_of_2(M))[None, None, :]
     element = (group * M)[None, :, None] + position
     filled = inside[:, :, None] & (position < M)
     starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    values = tl.load(x + starts[:, None, None] + element * x_stride, filled, 0).to(tl.float32)
+    values = widen(tl.load(x + starts[:, None, None] + element * x_stride, filled, 0))
     keep = kept_by_rank(magnitude_bits(values), x, starts, group, x_stride, inside, N, M, LOW)
     starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
     tl.store(out + starts[:, None, None] + element * out_stride, keep.to(tl.int8), filled)

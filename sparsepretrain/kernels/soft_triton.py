@@ -15,10 +15,11 @@ from sparsepretrain.kernels.launch import (
     row_starts,
     store_fours,
     tile_of,
+    widen,
 )
 from sparsepretrain.kernels.nm_triton import kept_by_rank, magnitude_bits
 
-_ALL: tl.constexpr = tl.PropagateNan.ALL
+_ALL: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 
 
@@ -79,10 +80,10 @@ def _soft_24(
     ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
     SCALED: tl.constexpr, BETWEEN: tl.constexpr,
 ):  # fmt: skip
-    row, group = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
     inside = row < count
     starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    x0, x1, x2, x3 = load_fours(x, starts, group, x_stride, inside, groups, CONTIGUOUS)
+    x0, x1, x2, x3 = load_fours(x, starts, first, x_stride, inside, groups, GROUPS, CONTIGUOUS)
     # a 4-element sorting network without its outer comparators
     a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
     low, high = _min(a0, a1), _max(a0, a1)
@@ -98,7 +99,7 @@ def _soft_24(
     y3 = _store_value(_shrink(x3, t), beta, out, SCALED)
     starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
     store_fours(
-        out, starts, group, out_stride, inside, groups, y0, y1, y2, y3, CONTIGUOUS
+        out, starts, first, out_stride, inside, groups, y0, y1, y2, y3, GROUPS, CONTIGUOUS
     )  # fmt: skip
 
 
@@ -120,13 +121,14 @@ def _soft_nm(
     ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
     SCALED: tl.constexpr, BETWEEN: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    row, group = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    group = first + tl.arange(0, GROUPS)
     inside = (row < count)[:, None] & (group < groups)[None, :]
     position = tl.arange(0, triton.next_power_of_2(M))[None, None, :]
     element = (group * M)[None, :, None] + position
     filled = inside[:, :, None] & (position < M)
     starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    values = tl.load(x + starts[:, None, None] + element * x_stride, filled, 0).to(tl.float32)
+    values = widen(tl.load(x + starts[:, None, None] + element * x_stride, filled, 0))
     bits = magnitude_bits(values)
     keep = kept_by_rank(bits, x, starts, group, x_stride, inside, N, M, False)
     # largest dropped and smallest kept, compared as integers: NaN is above infinity

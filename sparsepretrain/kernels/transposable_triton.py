@@ -101,18 +101,18 @@ def _search(
     per_line = tl.cdiv(length, LENGTH)
     program = tl.program_id(0)
     line = (program // per_line) * LINES + tl.arange(0, LINES)
-    block = (program % per_line) * LENGTH + tl.arange(0, LENGTH)
+    block = (program % per_line) * LENGTH
     if WIDE:
         line, block = line.to(tl.int64), block.to(tl.int64)
     inside = line < lines
     first = line * 4 * w_line_stride
-    a0, a1, a2, a3 = load_fours(w, first, block, w_stride, inside, length, CONTIGUOUS)
+    a0, a1, a2, a3 = load_fours(w, first, block, w_stride, inside, length, LENGTH, CONTIGUOUS)
     first += w_line_stride
-    b0, b1, b2, b3 = load_fours(w, first, block, w_stride, inside, length, CONTIGUOUS)
+    b0, b1, b2, b3 = load_fours(w, first, block, w_stride, inside, length, LENGTH, CONTIGUOUS)
     first += w_line_stride
-    c0, c1, c2, c3 = load_fours(w, first, block, w_stride, inside, length, CONTIGUOUS)
+    c0, c1, c2, c3 = load_fours(w, first, block, w_stride, inside, length, LENGTH, CONTIGUOUS)
     first += w_line_stride
-    d0, d1, d2, d3 = load_fours(w, first, block, w_stride, inside, length, CONTIGUOUS)
+    d0, d1, d2, d3 = load_fours(w, first, block, w_stride, inside, length, LENGTH, CONTIGUOUS)
     huge = _is_huge(a0, a1, a2, a3) | _is_huge(b0, b1, b2, b3)
     huge |= _is_huge(c0, c1, c2, c3) | _is_huge(d0, d1, d2, d3)
     a0, a1, a2, a3 = _comparable(a0, a1, a2, a3, huge)
@@ -138,5 +138,7 @@ def _search(
     for r in tl.static_range(4):
         m0, m1 = ((kept >> (4 * r)) & 1).to(tl.int8), ((kept >> (4 * r + 1)) & 1).to(tl.int8)
         m2, m3 = ((kept >> (4 * r + 2)) & 1).to(tl.int8), ((kept >> (4 * r + 3)) & 1).to(tl.int8)
-        store_fours(out, first, block, out_stride, inside, length, m0, m1, m2, m3, CONTIGUOUS)
+        store_fours(
+            out, first, block, out_stride, inside, length, m0, m1, m2, m3, LENGTH, CONTIGUOUS
+        )
         first += out_line_stride
