@@ -144,7 +144,7 @@ def _specialise(kernel: Any, args: tuple[Any, ...], keywords: Any, grid: Any) ->
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
-        value = given[name] if name in given else parameter.default
+        value = given.get(name, parameter.default)
         fixed = parameter.do_not_specialize
         is_one = isinstance(value, int) and not isinstance(value, bool) and value == 1
         if parameter.is_constexpr or value is None or (is_one and not fixed):
@@ -152,10 +152,8 @@ def _specialise(kernel: Any, args: tuple[Any, ...], keywords: Any, grid: Any) ->
             constants[(index,)] = value
             continue
         signature[name] = _type_of(value)
-        address = value.data_ptr() if isinstance(value, Tensor) else value
-        if isinstance(address, int) and not isinstance(address, bool) and not fixed:
-            if address % 16 == 0 and not parameter.do_not_specialize_on_alignment:
-                attributes[(index,)] = [["tt.divisibility", 16]]
+        if _multiple_of_16(value) and not (fixed or parameter.do_not_specialize_on_alignment):
+            attributes[(index,)] = [["tt.divisibility", 16]]
     extent = grid(given) if callable(grid) else grid
     return Launch(
         kernel=kernel,
@@ -165,6 +163,12 @@ def _specialise(kernel: Any, args: tuple[Any, ...], keywords: Any, grid: Any) ->
         attributes=attributes,
         options=options,
     )
+
+
+def _multiple_of_16(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.data_ptr() % 16 == 0
+    return isinstance(value, int) and not isinstance(value, bool) and value % 16 == 0
 
 
 def _type_of(value: Any) -> str:

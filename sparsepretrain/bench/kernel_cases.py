@@ -29,7 +29,7 @@ FFN_124M = [(3072, 768), (768, 3072)] * 12
 """All feed-forward weights of GPT-2 124M."""
 TINY: Shape = (64, 256)
 OFFLINE: Shape = (4096, 4096)
-"""Divides every tile, so that the instruction count per element is the kernel's own."""
+ONE = (90,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,14 @@ class KernelCase:
     """Formulations to compare with: ``other(*inputs)``."""
     tolerance: float = 0.0
     """Largest error relative to the largest value; 0: the reference's bits."""
-    lowest: int = 80
-    """First architecture that can run it."""
+    rotate: bool = True
+    """Whether inputs must be rotated so that they are not found in the L2 cache."""
+    offline: Shape = OFFLINE
+    """What is compiled: divides every tile, so that the count is the kernel's own."""
+    architectures: tuple[int, ...] = (80, 90, 100)
+    """What it is compiled for; variants of a kernel are compiled for one."""
+    refused: tuple[int, ...] = ()
+    """Those of them that cannot run it: compiling must fail there."""
 
     def elements(self, shape: Shape) -> int:
         """What bytes and instructions are counted per."""
@@ -91,7 +97,7 @@ def _tensor(dtype: torch.dtype, columns: bool = False) -> Callable[..., tuple[An
     return make
 
 
-def _wide(dtype: torch.dtype) -> Callable[..., tuple[Any, ...]]:
+def _far_apart(dtype: torch.dtype) -> Callable[..., tuple[Any, ...]]:
     """More than 2³¹ elements apart, untouched: for compilation only."""
 
     def make(shape: Shape, device: torch.device) -> tuple[Any, ...]:
@@ -116,47 +122,267 @@ def masks() -> Iterator[KernelCase]:
         return lambda backend, x: kernels.nm_mask(x, n, m, dim=dim, ties=ties, backend=backend)
 
     two_four = {"nm._mask_24": Limit(instructions=18, registers=40)}
-    for dtype, size in ((FP32, 4), (FP16, 2), (BF16, 2)):
+    for dtype in (FP32, FP16, BF16):
         yield KernelCase(
             name=f"2:4 mask, {_short(dtype)}",
             make=_tensor(dtype),
             run=run(),
-            bytes=size + 1,
+            bytes=dtype.itemsize + 1,
             limits=two_four,
             shapes=WEIGHTS if dtype != FP16 else {},
             goal=0.85 if dtype == FP32 else None,
             others={"topk": _topk_mask} if dtype == FP32 else {},
         )
-    yield KernelCase(
-        name="2:4 mask, low ties, fp32",
-        make=_tensor(FP32),
-        run=run(ties="low"),
-        bytes=5,
-        limits=two_four,
-    )
-    yield KernelCase(
-        name="2:4 mask along columns, fp32",
-        make=_tensor(FP32),
-        run=run(dim=0),
-        bytes=5,
-        limits=two_four,
-        shapes=WEIGHTS,
-    )
-    yield KernelCase(
-        name="2:4 mask, 64-bit offsets, bf16",
-        make=_wide(BF16),
-        run=run(),
-        bytes=3,
-        limits={"nm._mask_24": Limit(instructions=24, registers=64)},
-    )
-    for n, m in ((1, 4), (2, 8), (2, 6), (16, 32)):
+    for name, options, make in (
+        ("low ties, fp32", {"ties": "low"}, _tensor(FP32)),
+        ("along columns, fp32", {"dim": 0}, _tensor(FP32)),
+        ("64-bit offsets, bf16", {}, _far_apart(BF16)),
+    ):
+        yield KernelCase(
+            name=f"2:4 mask {name}",
+            make=make,
+            run=run(**options),
+            bytes=5,
+            limits=two_four,
+            architectures=ONE,
+        )
+    for n, m in ((1, 4), (2, 6), (2, 8), (16, 32)):
         yield KernelCase(
             name=f"{n}:{m} mask, fp32",
             make=_tensor(FP32),
             run=run(n, m),
+            offline=(4096, 512 * m),
+            architectures=(80, 90, 100) if m == 8 else ONE,
             bytes=5,
-            limits={"nm._mask_nm": Limit(instructions=22, registers=96, wide_loads=0 if m == 6 else 1)},
-            shapes=WEIGHTS if (n, m) == (2, 8) else {},
+            limits={"nm._mask_nm": Limit(instructions=22, registers=96)},
+            shapes=WEIGHTS if m == 8 else {},
+        )
+
+
+def soft_thresholds() -> Iterator[KernelCase]:
+    """S-STE's β·S(W) for the matrix products: threshold, scale and cast in one pass (G1, G5)."""
+
+    def run(n: int = 2, m: int = 4, to: torch.dtype = BF16, **options: Any) -> Callable[..., Any]:
+        return lambda backend, x, scale: kernels.soft_threshold(
+            x, n, m, scale=scale, dtype=to, backend=backend, **options
+        )
+
+    def inputs(dtype: torch.dtype, scale: bool = True) -> Callable[..., tuple[Any, ...]]:
+        def make(shape: Shape, device: torch.device) -> tuple[Any, ...]:
+            beta = torch.full((), 1.484, device=device) if scale else None
+            return normal(shape, device, dtype), beta
+
+        return make
+
+    def passes(x: Tensor, scale: Tensor) -> Tensor:
+        """What the published code launches: threshold, scale, cast."""
+        return kernels.soft_threshold(x).mul_(scale).to(BF16)
+
+    def by_sort(x: Tensor, scale: Tensor) -> Tensor:
+        groups = x.view(-1, 4)
+        threshold = groups.abs().sort(1).values[:, 1:2]
+        return (groups.sign() * (groups.abs() - threshold).clamp_(min=0) * scale).to(BF16).view_as(x)
+
+    two_four = {"soft._soft_24": Limit(instructions=12, registers=48)}
+    for dtype, to in ((FP32, BF16), (FP32, FP16), (FP32, FP32), (BF16, BF16)):
+        main = dtype == FP32 and to == BF16
+        yield KernelCase(
+            name=f"2:4 soft threshold ×β, {_short(dtype)}→{_short(to)}",
+            make=inputs(dtype),
+            run=run(to=to),
+            bytes=dtype.itemsize + to.itemsize,
+            limits=two_four,
+            shapes=WEIGHTS if to == BF16 else {},
+            goal=0.85 if main else None,
+            others={"three passes": passes, "sort": by_sort} if main else {},
+        )
+    for name, options, scaled in (
+        ("without β, fp32→fp32", {"to": FP32}, False),
+        ("γ = 0.2, fp32→bf16", {"gamma": 0.2}, True),
+        ("along columns, fp32→bf16", {"dim": 0}, True),
+    ):
+        yield KernelCase(
+            name=f"2:4 soft threshold {name}",
+            make=inputs(FP32, scaled),
+            run=run(**options),
+            bytes=8 if "to" in options else 6,
+            limits=two_four,
+            architectures=ONE,
+        )
+    yield KernelCase(
+        name="2:8 soft threshold ×β, fp32→bf16",
+        make=inputs(FP32),
+        run=run(2, 8),
+        bytes=6,
+        limits={"soft._soft_nm": Limit(instructions=30, registers=128)},
+        shapes=WEIGHTS,
+    )
+
+
+def ffn_124m() -> KernelCase:
+    """All feed-forward weights of GPT-2 124M in one captured step (G9)."""
+
+    def make(shape: Shape, device: torch.device) -> tuple[Any, ...]:
+        sizes = FFN_124M if device.type == "cuda" else [shape]
+        weights = [normal(size, device, seed=i) for i, size in enumerate(sizes)]
+        return weights, torch.full((), 1.484, device=device)
+
+    def run(backend: str | None, weights: list[Tensor], scale: Tensor) -> list[Tensor]:
+        return [
+            kernels.soft_threshold(w, scale=scale, dtype=BF16, backend=backend) for w in weights
+        ]
+
+    return KernelCase(
+        name="β·S(W) of all FFN weights of 124M",
+        make=make,
+        run=run,
+        bytes=6,
+        limits={"soft._soft_24": Limit(instructions=12, registers=48)},
+        shapes={"24 weights": (24 * 3072, 768)},
+        goal_us=150.0,
+        rotate=False,
+    )
+
+
+def transposable() -> Iterator[KernelCase]:
+    """The best of 90 masks per 4×4 block (G6)."""
+    limits = {"transposable._search": Limit(instructions=26, registers=128)}
+    for name, dtype, columns in (
+        ("fp32", FP32, False),
+        ("bf16", BF16, False),
+        ("fp32, stored transposed", FP32, True),
+    ):
+        yield KernelCase(
+            name=f"transposable mask, {name}",
+            make=_tensor(dtype, columns),
+            run=lambda backend, w: kernels.transposable_mask(w, backend=backend),
+            bytes=dtype.itemsize + 1,
+            limits=limits,
+            shapes={} if columns else WEIGHTS,
+            goal=None if columns else 0.3,
+        )
+
+
+def decays() -> Iterator[KernelCase]:
+    """SR-STE's pull on the gradient (G8)."""
+
+    def inputs(dtype: torch.dtype, tensor: bool) -> Callable[..., tuple[Any, ...]]:
+        def make(shape: Shape, device: torch.device) -> tuple[Any, ...]:
+            grad, weight = normal(shape, device, dtype), normal(shape, device, seed=1)
+            decay = torch.full((), 6e-5, device=device) if tensor else 6e-5
+            return grad, weight, weight.abs() > 0.67, decay
+
+        return make
+
+    def run(backend: str | None, grad: Tensor, *others: Any) -> Tensor:
+        return kernels.masked_decay_(grad, *others, backend=backend)
+
+    for name, dtype, tensor in (
+        ("fp32", FP32, False), ("fp32, λ on the device", FP32, True), ("bf16 gradient", BF16, False)
+    ):  # fmt: skip
+        yield KernelCase(
+            name=f"masked decay, {name}",
+            make=inputs(dtype, tensor),
+            run=run,
+            bytes=5 + 2 * dtype.itemsize,
+            limits={"decay._masked_decay": Limit(instructions=10, registers=64)},
+            shapes={} if tensor else WEIGHTS,
+            goal=0.85 if dtype == FP32 and not tensor else None,
+        )
+
+
+def flips() -> Iterator[KernelCase]:
+    """Flip counting on masks and on packed masks, packing and unpacking (G8)."""
+
+    def pair(shape: Shape, device: torch.device) -> tuple[Any, ...]:
+        return normal(shape, device) > 0, normal(shape, device, seed=1) > 0
+
+    def codes(shape: Shape, device: torch.device) -> tuple[Any, ...]:
+        previous, current = pair(shape, device)
+        return kernels.pack_24(previous), kernels.pack_24(current)
+
+    def unaligned(shape: Shape, device: torch.device) -> tuple[Any, ...]:
+        previous, current = codes(shape, device)
+        return previous[1:], current[1:]
+
+    def packed(backend: str | None, previous: Tensor, current: Tensor) -> Tensor:
+        return kernels.packed_flip_count(previous, current, backend=backend)
+
+    def limit(instructions: float, wide: int = 1) -> dict[str, Limit]:
+        return {
+            "flips._differing_bits": Limit(instructions=instructions, registers=64, wide_loads=wide)
+        }
+
+    yield KernelCase(
+        name="flip count, masks",
+        make=pair,
+        run=lambda backend, *masks: kernels.flip_count(*masks, backend=backend),
+        bytes=2,
+        limits=limit(6),
+        shapes=WEIGHTS,
+    )
+    yield KernelCase(
+        name="flip count, packed",
+        make=codes,
+        run=packed,
+        bytes=0.25,
+        limits=limit(1),
+        shapes=WEIGHTS,
+        goal=0.8,
+    )
+    yield KernelCase(
+        name="flip count, packed, odd length",
+        make=unaligned,
+        run=packed,
+        bytes=0.25,
+        limits=limit(3, 0),
+    )
+    yield KernelCase(
+        name="pack mask",
+        make=lambda shape, device: (normal(shape, device) > 0,),
+        run=lambda backend, mask: kernels.pack_24(mask, backend=backend),
+        bytes=1.125,
+        limits={"flips._pack": Limit(instructions=8, registers=64)},
+        shapes=WEIGHTS,
+    )
+    yield KernelCase(
+        name="unpack mask",
+        make=lambda shape, device: (kernels.pack_24(normal(shape, device) > 0), shape),
+        run=lambda backend, code, shape: kernels.unpack_24(code, shape, backend=backend),
+        bytes=1.125,
+        limits={"flips._unpack": Limit(instructions=8, registers=64, wide_loads=0)},
+        shapes=WEIGHTS,
+    )
+
+
+def fp8() -> Iterator[KernelCase]:
+    """Current scaling: a pass for the largest magnitude, a pass that casts."""
+    largest = Limit(instructions=6, registers=64)
+    for format, refused in (("e4m3", (80,)), ("e5m2", ())):
+        for dtype in (FP32, BF16):
+            yield KernelCase(
+                name=f"quantize {format}, {_short(dtype)}",
+                make=_tensor(dtype),
+                run=lambda backend, x, format=format: kernels.quantize_fp8(
+                    x, format, backend=backend
+                ),
+                bytes=2 * dtype.itemsize + 1,
+                limits={
+                    "fp8._largest": largest,
+                    "fp8._quantize": Limit(instructions=10, registers=64),
+                },
+                shapes=TOKENS if dtype == BF16 else {},
+                refused=refused,
+            )
+        yield KernelCase(
+            name=f"dequantize {format}",
+            make=lambda shape, device, format=format: kernels.quantize_fp8(
+                normal(shape, device), format, backend="reference"
+            ),
+            run=lambda backend, q, scale: kernels.dequantize_fp8(q, scale, backend=backend),
+            bytes=5,
+            limits={"fp8._dequantize": Limit(instructions=16, registers=64)},
+            refused=refused,
         )
 
 
@@ -166,4 +392,12 @@ def _short(dtype: torch.dtype) -> str:
 
 def kernel_cases() -> list[KernelCase]:
     """All cases, in the order of the operations of a training step."""
-    return [*masks()]
+    return [
+        *masks(),
+        *soft_thresholds(),
+        ffn_124m(),
+        *transposable(),
+        *decays(),
+        *flips(),
+        *fp8(),
+    ]
