@@ -10,6 +10,7 @@ from torch import Tensor
 from sparsepretrain.kernels.launch import (
     empty_rows,
     load_fours,
+    narrow,
     over_groups,
     row_starts,
     store_fours,
@@ -22,17 +23,38 @@ from sparsepretrain.kernels.launch import (
 def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
     """:func:`sparsepretrain.kernels.nm_mask`; ``low``: the smaller index wins ties."""
     mask = empty_rows(x, dim, torch.bool)
-    out = mask.view(torch.int8)
-    if (n, m) == (2, 4):
-        over_groups(_mask_24, m, dim, x, out, LOW=low)
-    else:
-        over_groups(_mask_nm, m, dim, x, out, N=n, M=m, LOW=low)
+    _launch(x, n, m, dim, low, mask, None)
     return mask
 
 
 @nm_mask.register_fake
 def _(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
     return empty_rows(x, dim, torch.bool)
+
+
+@torch.library.custom_op("sparsepretrain::nm_prune", mutates_args=())
+def nm_prune(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Tensor]:
+    """See :func:`sparsepretrain.kernels.nm_prune`."""
+    pruned, mask = empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool)
+    _launch(x, n, m, dim, low, mask, pruned)
+    return pruned, mask
+
+
+@nm_prune.register_fake
+def _(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Tensor]:
+    return empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool)
+
+
+def _launch(
+    x: Tensor, n: int, m: int, dim: int, low: bool, mask: Tensor, pruned: Tensor | None
+) -> None:
+    """Both results have the same strides, so they share one geometry."""
+    values = mask if pruned is None else pruned
+    out, constants = mask.view(torch.int8), {"LOW": low, "PRUNED": pruned is not None}
+    if (n, m) == (2, 4):
+        over_groups(_mask_24, m, dim, x, out, values, **constants)
+    else:
+        over_groups(_mask_nm, m, dim, x, out, values, N=n, M=m, **constants)
 
 
 @triton.jit
@@ -67,9 +89,9 @@ def top_two(k0, k1, k2, k3, LOW: tl.constexpr):
 def _mask_24(
     x, x_inner, x_outer_stride, x_inner_stride, x_stride,
     out, out_inner, out_outer_stride, out_inner_stride, out_stride,
-    count, groups,
+    count, groups, pruned,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
-    LOW: tl.constexpr,
+    LOW: tl.constexpr, PRUNED: tl.constexpr,
 ):  # fmt: skip
     row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
     inside = row < count
@@ -84,6 +106,12 @@ def _mask_24(
         keep0.to(tl.int8), keep1.to(tl.int8), keep2.to(tl.int8), keep3.to(tl.int8),
         GROUPS, CONTIGUOUS,
     )  # fmt: skip
+    if PRUNED:
+        y0, y1 = narrow(tl.where(keep0, x0, 0.0), pruned), narrow(tl.where(keep1, x1, 0.0), pruned)
+        y2, y3 = narrow(tl.where(keep2, x2, 0.0), pruned), narrow(tl.where(keep3, x3, 0.0), pruned)
+        store_fours(
+            pruned, starts, first, out_stride, inside, groups, y0, y1, y2, y3, GROUPS, CONTIGUOUS
+        )
 
 
 @triton.jit
@@ -109,9 +137,9 @@ def kept_by_rank(
 def _mask_nm(
     x, x_inner, x_outer_stride, x_inner_stride, x_stride,
     out, out_inner, out_outer_stride, out_inner_stride, out_stride,
-    count, groups,
+    count, groups, pruned,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, PRUNED: tl.constexpr,
 ):  # fmt: skip
     row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
     group = first + tl.arange(0, GROUPS)
@@ -124,3 +152,6 @@ def _mask_nm(
     keep = kept_by_rank(magnitude_bits(values), x, starts, group, x_stride, inside, N, M, LOW)
     starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
     tl.store(out + starts[:, None, None] + element * out_stride, keep.to(tl.int8), filled)
+    if PRUNED:
+        values = narrow(tl.where(keep, values, 0.0), pruned)
+        tl.store(pruned + starts[:, None, None] + element * out_stride, values, filled)

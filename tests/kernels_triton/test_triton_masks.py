@@ -4,7 +4,7 @@ import pytest
 import torch
 from parity import DEVICE, DTYPES, assert_same_bits, layouts, nasty
 
-from sparsepretrain.kernels import nm_mask, soft_threshold, transposable_mask
+from sparsepretrain.kernels import nm_mask, nm_prune, soft_threshold, transposable_mask
 
 PATTERNS = [(2, 4), (1, 4), (2, 8), (1, 16), (3, 5), (16, 32)]
 
@@ -23,6 +23,13 @@ def test_masks(n, m, ties):
             options = {"dim": dim, "ties": ties}
             expected = nm_mask(view, n, m, **options, backend="reference")
             assert_same_bits(nm_mask(view, n, m, **options, backend="triton"), expected)
+            for dtype in DTYPES:
+                narrow = view.to(dtype)
+                both = [
+                    nm_prune(narrow, n, m, **options, backend=b) for b in ("triton", "reference")
+                ]
+                for got, wanted in zip(*both, strict=True):
+                    assert_same_bits(got, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,6 +20,7 @@ Q = X.to(torch.float8_e4m3fn)
 ONE = torch.ones((), device=DEVICE)
 OPERATIONS = {
     "nm_mask": (nm_triton.nm_mask, (X, 2, 4, 1, False)),
+    "nm_prune": (nm_triton.nm_prune, (X, 2, 4, 0, False)),
     "nm_mask 1:8": (nm_triton.nm_mask, (X, 1, 8, 1, True)),
     "soft_threshold": (soft_triton.soft_threshold, (X, 2, 4, 0.3, 1, ONE, torch.bfloat16)),
     "transposable_mask": (transposable_triton.transposable_mask, (X,)),
