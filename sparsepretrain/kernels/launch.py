@@ -115,7 +115,7 @@ def over_groups(
         source, target = (Rows(rows.data, 1, length, 0, 1) for rows in (source, target))
     per_tile = TILE // triton.next_power_of_2(m)
     if contiguous:
-        across = per_tile if count == 1 else min(per_tile, max(512 // m, 1))
+        across = per_tile if count == 1 else min(per_tile, max(512 // triton.next_power_of_2(m), 1))
         groups = min(across, triton.next_power_of_2(length // m))
         rows = min(per_tile // groups, triton.next_power_of_2(count))
     else:
