@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.bench import gpu
-from sparsepretrain.bench.kernel_cases import TINY, KernelCase, Shape, kernel_cases
+from sparsepretrain.bench.kernel_case import TINY, KernelCase, Shape
+from sparsepretrain.bench.kernel_cases import kernel_cases
 from sparsepretrain.bench.timing import interleaved
 
 OURS, REFERENCE, COMPILED, COPY = "triton", "reference", "compiled reference", "device copy"
@@ -124,7 +125,8 @@ def on_cpu(case: KernelCase) -> list[Timed]:
         REFERENCE: functools.partial(case.run, "reference"),
         **case.others,
     }
-    results, right = [_skipped(case)], {}
+    results = [_skipped(case)]
+    right: dict[str, Callable[[], object]] = {}
     for impl, work in works.items():
         error = difference(work(*_fresh(inputs)), expected)
         result = Timed(case=case.name, shape=list(TINY), impl=impl, max_err=error)

@@ -33,7 +33,8 @@ from sparsepretrain.bench.assembly import (
     recording,
     versions,
 )
-from sparsepretrain.bench.kernel_cases import KernelCase, Limit, kernel_cases
+from sparsepretrain.bench.kernel_case import KernelCase, Limit
+from sparsepretrain.bench.kernel_cases import kernel_cases
 
 MARKERS = ("<!-- generated: make kernels-offline -->", "<!-- end -->")
 

@@ -9,7 +9,8 @@ import torch
 
 from sparsepretrain import bench
 from sparsepretrain.bench import kernels as suite
-from sparsepretrain.bench.kernel_cases import TINY, kernel_cases, normal
+from sparsepretrain.bench.kernel_case import TINY, normal
+from sparsepretrain.bench.kernel_cases import kernel_cases
 from sparsepretrain.bench.kernels import Timed, difference
 
 CPU = torch.device("cpu")

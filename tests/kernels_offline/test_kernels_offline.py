@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sparsepretrain.bench import assembly, offline
-from sparsepretrain.bench.kernel_cases import KernelCase, Limit, kernel_cases, normal
+from sparsepretrain.bench.kernel_case import KernelCase, Limit, normal
+from sparsepretrain.bench.kernel_cases import kernel_cases
 from sparsepretrain.kernels import nm_mask, soft_threshold
 
 ROOT = Path(__file__).parents[2]
