@@ -5,6 +5,7 @@ Imported only where a Triton kernel runs; the references need torch alone.
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any, NamedTuple
 
@@ -18,8 +19,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 TILE = 2048
 """Elements per program of the streaming kernels: 16 per thread with 4 warps."""
+LANES = 128
+"""Rows per program where the groups lie across memory: neighbouring rows are read together."""
 if INTERPRETED:  # it costs milliseconds per program, whatever the size
-    TILE *= 32
+    TILE, LANES = TILE * 32, LANES * 32
 
 
 class Rows(NamedTuple):
@@ -46,6 +49,8 @@ def rows_of(x: Tensor, dim: int) -> Rows:
     before, after = x.shape[:dim].numel(), x.shape[dim + 1 :].numel()
     flat = x.reshape(before, x.shape[dim], after)
     outer, stride, inner = flat.stride()
+    if before == 1:  # one row stride: the division by 1 vanishes when the kernel is compiled
+        return Rows(flat, 1, inner, 0, stride)
     return Rows(flat, after, outer, inner, stride)
 
 
@@ -55,12 +60,13 @@ def over_groups(
     """Launch ``kernel`` on tiles of whole groups of ``m`` along ``dim``.
 
     The kernel takes the geometry of ``x``, that of ``out``, the number of rows and of groups per
-    row, ``args``, and the constants ``ROWS``, ``GROUPS`` (tile), ``CONTIGUOUS`` (the groups lie
-    along memory), ``WIDE`` (offsets need 64 bits) and ``options``.
+    row, ``args`` (a :class:`Rows` as its five parts), and the constants ``ROWS``, ``GROUPS``
+    (tile), ``CONTIGUOUS`` (the groups lie along memory), ``WIDE`` (offsets need 64 bits) and
+    ``options``. Elements beyond the last whole group are left alone.
     """
     length = x.shape[dim]
     count = x.numel() // max(length, 1)
-    if not x.numel():
+    if not x.numel() or length < m:
         return
     source, target = rows_of(x, dim), rows_of(out, dim)
     contiguous = source.stride == 1 and target.stride == 1
@@ -69,17 +75,18 @@ def over_groups(
         groups = min(max(512 // m, 1), per_tile, triton.next_power_of_2(length // m))
         rows = min(per_tile // groups, triton.next_power_of_2(count))
     else:
-        rows = min(128, per_tile, triton.next_power_of_2(count))
+        rows = min(LANES, per_tile, triton.next_power_of_2(count))
         groups = min(per_tile // rows, triton.next_power_of_2(length // m))
     grid = (triton.cdiv(count, rows) * triton.cdiv(length // m, groups),)
-    wide = max(source.reach(count, length), target.reach(count, length)) >= 2**31
+    tensors = [source, target, *(arg for arg in args if isinstance(arg, Rows))]
+    wide = max(tensor.reach(count, length) for tensor in tensors) >= 2**31
     with torch.cuda.device_of(x):
         kernel[grid](
             *source,
             *target,
             count,
             length // m,
-            *args,
+            *itertools.chain.from_iterable(a if isinstance(a, Rows) else (a,) for a in args),
             ROWS=rows,
             GROUPS=groups,
             CONTIGUOUS=contiguous,
@@ -87,6 +94,8 @@ def over_groups(
             enable_fp_fusion=False,  # decisions are compared bit for bit with the reference
             **options,
         )
+    if target.data.data_ptr() != out.data_ptr():  # no three strides describe it
+        out.copy_(target.data.view(out.shape))
 
 
 @triton.jit
@@ -94,10 +103,10 @@ def tile_of(count, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.co
     """(row indices, group indices) of this program; groups vary fastest over programs."""
     per_row = tl.cdiv(groups, GROUPS)
     program = tl.program_id(0)
+    if WIDE:
+        program = program.to(tl.int64)
     row = (program // per_row) * ROWS + tl.arange(0, ROWS)
     group = (program % per_row) * GROUPS + tl.arange(0, GROUPS)
-    if WIDE:
-        row, group = row.to(tl.int64), group.to(tl.int64)
     return row, group
 
 
@@ -129,7 +138,7 @@ def load_fours(data, starts, group, stride, rows_inside, groups, CONTIGUOUS: tl.
         x1 = tl.load(first + stride, inside, 0)
         x2 = tl.load(first + 2 * stride, inside, 0)
         x3 = tl.load(first + 3 * stride, inside, 0)
-    return x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    return widen(x0), widen(x1), widen(x2), widen(x3)
 
 
 @triton.jit
@@ -155,15 +164,24 @@ def store_fours(
 
 
 @triton.jit
+def widen(x):
+    """``x`` as fp32. Triton's interpreter converts bf16 subnormals wrongly, hence the integers."""
+    if _INTERPRETED and x.dtype == tl.bfloat16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def narrow(x, data):
     """``x`` (fp32) rounded to nearest even in the type that ``data`` points to.
 
-    Triton's interpreter truncates to bf16, hence the integer arithmetic there.
+    Triton's interpreter truncates to bf16, hence the integers there.
     """
     dtype: tl.constexpr = data.dtype.element_ty
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-        bits = tl.where(x != x, bits | 0x400000, rounded) & 0xFFFF0000
-        x = bits.to(tl.float32, bitcast=True)
+        bits = tl.where(x != x, bits | 0x400000, rounded) >> 16
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)

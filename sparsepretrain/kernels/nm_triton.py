@@ -13,6 +13,7 @@ from sparsepretrain.kernels.launch import (
     row_starts,
     store_fours,
     tile_of,
+    widen,
 )
 
 
@@ -96,7 +97,7 @@ def kept_by_rank(
     losses = tl.zeros(keys.shape, tl.int32)
     for j in tl.range(0, M):
         place = starts[:, None] + (group * M + j)[None, :] * stride
-        other = magnitude_bits(tl.load(x + place, inside, 0).to(tl.float32))[:, :, None]
+        other = magnitude_bits(widen(tl.load(x + place, inside, 0)))[:, :, None]
         wins_ties = (position > j) if LOW else (position < j)
         losses += ((other > keys) | ((other == keys) & wins_ties)).to(tl.int32)
     return (losses < N) & (position < M)
@@ -116,7 +117,7 @@ def _mask_nm(
     element = (group * M)[None, :, None] + position
     filled = inside[:, :, None] & (position < M)
     starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    values = tl.load(x + starts[:, None, None] + element * x_stride, filled, 0).to(tl.float32)
+    values = widen(tl.load(x + starts[:, None, None] + element * x_stride, filled, 0))
     keep = kept_by_rank(magnitude_bits(values), x, starts, group, x_stride, inside, N, M, LOW)
     starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
     tl.store(out + starts[:, None, None] + element * out_stride, keep.to(tl.int8), filled)
