@@ -8,7 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.launch import (
+    empty_rows,
     load_fours,
+    narrow,
     over_groups,
     row_starts,
     store_fours,
@@ -20,18 +22,39 @@ from sparsepretrain.kernels.launch import (
 @torch.library.custom_op("sparsepretrain::nm_mask", mutates_args=())
 def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
     """:func:`sparsepretrain.kernels.nm_mask`; ``low``: the smaller index wins ties."""
-    mask = torch.empty_like(x, dtype=torch.bool)
-    out = mask.view(torch.int8)
-    if (n, m) == (2, 4):
-        over_groups(_mask_24, m, dim, x, out, LOW=low)
-    else:
-        over_groups(_mask_nm, m, dim, x, out, N=n, M=m, LOW=low)
+    mask = empty_rows(x, dim, torch.bool)
+    _launch(x, n, m, dim, low, mask, None)
     return mask
 
 
 @nm_mask.register_fake
 def _(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
-    return torch.empty_like(x, dtype=torch.bool)
+    return empty_rows(x, dim, torch.bool)
+
+
+@torch.library.custom_op("sparsepretrain::nm_prune", mutates_args=())
+def nm_prune(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Tensor]:
+    """See :func:`sparsepretrain.kernels.nm_prune`."""
+    pruned, mask = empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool)
+    _launch(x, n, m, dim, low, mask, pruned)
+    return pruned, mask
+
+
+@nm_prune.register_fake
+def _(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Tensor]:
+    return empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool)
+
+
+def _launch(
+    x: Tensor, n: int, m: int, dim: int, low: bool, mask: Tensor, pruned: Tensor | None
+) -> None:
+    """Both results have the same strides, so they share one geometry."""
+    values = mask if pruned is None else pruned
+    out, constants = mask.view(torch.int8), {"LOW": low, "PRUNED": pruned is not None}
+    if (n, m) == (2, 4):
+        over_groups(_mask_24, m, dim, x, out, values, **constants)
+    else:
+        over_groups(_mask_nm, m, dim, x, out, values, N=n, M=m, **constants)
 
 
 @triton.jit
@@ -66,22 +89,29 @@ def top_two(k0, k1, k2, k3, LOW: tl.constexpr):
 def _mask_24(
     x, x_inner, x_outer_stride, x_inner_stride, x_stride,
     out, out_inner, out_outer_stride, out_inner_stride, out_stride,
-    count, groups,
+    count, groups, pruned,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
-    LOW: tl.constexpr,
+    LOW: tl.constexpr, PRUNED: tl.constexpr,
 ):  # fmt: skip
-    row, group = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
     inside = row < count
     starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    x0, x1, x2, x3 = load_fours(x, starts, group, x_stride, inside, groups, CONTIGUOUS)
+    x0, x1, x2, x3 = load_fours(x, starts, first, x_stride, inside, groups, GROUPS, CONTIGUOUS)
     keep0, keep1, keep2, keep3 = top_two(
         magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), LOW
     )
     starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
     store_fours(
-        out, starts, group, out_stride, inside, groups,
-        keep0.to(tl.int8), keep1.to(tl.int8), keep2.to(tl.int8), keep3.to(tl.int8), CONTIGUOUS,
+        out, starts, first, out_stride, inside, groups,
+        keep0.to(tl.int8), keep1.to(tl.int8), keep2.to(tl.int8), keep3.to(tl.int8),
+        GROUPS, CONTIGUOUS,
     )  # fmt: skip
+    if PRUNED:
+        y0, y1 = narrow(tl.where(keep0, x0, 0.0), pruned), narrow(tl.where(keep1, x1, 0.0), pruned)
+        y2, y3 = narrow(tl.where(keep2, x2, 0.0), pruned), narrow(tl.where(keep3, x3, 0.0), pruned)
+        store_fours(
+            pruned, starts, first, out_stride, inside, groups, y0, y1, y2, y3, GROUPS, CONTIGUOUS
+        )
 
 
 @triton.jit
@@ -107,11 +137,12 @@ def kept_by_rank(
 def _mask_nm(
     x, x_inner, x_outer_stride, x_inner_stride, x_stride,
     out, out_inner, out_outer_stride, out_inner_stride, out_stride,
-    count, groups,
+    count, groups, pruned,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, PRUNED: tl.constexpr,
 ):  # fmt: skip
-    row, group = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    group = first + tl.arange(0, GROUPS)
     inside = (row < count)[:, None] & (group < groups)[None, :]
     position = tl.arange(0, triton.next_power_of_2(M))[None, None, :]
     element = (group * M)[None, :, None] + position
@@ -121,3 +152,6 @@ def _mask_nm(
     keep = kept_by_rank(magnitude_bits(values), x, starts, group, x_stride, inside, N, M, LOW)
     starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
     tl.store(out + starts[:, None, None] + element * out_stride, keep.to(tl.int8), filled)
+    if PRUNED:
+        values = narrow(tl.where(keep, values, 0.0), pruned)
+        tl.store(pruned + starts[:, None, None] + element * out_stride, values, filled)
