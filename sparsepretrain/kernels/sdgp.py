@@ -22,6 +22,7 @@ def prune_gradient(
     variant: str = "magnitude",
     scope: str = "channel",
     rescale: bool = False,
+    epsilon: float = EPSILON,
     dim: int = -1,
     uniforms: Tensor | None = None,
     key: NoiseKey | int | None = None,
@@ -34,10 +35,12 @@ def prune_gradient(
         n, m: the pattern.
         variant: ``magnitude`` (the paper's max; the lower index wins ties), ``random`` (rnd; a
             uniformly chosen subset), ``rescaled`` (maxnorm; magnitude, then each part of
-            ``scope`` is multiplied by Σ|g| / (Σ|kept| + 1e-4)).
+            ``scope`` is multiplied by Σ|g| / (Σ|kept| + epsilon); 0/0 is 1).
         scope: of ``rescaled``: ``channel`` (for two axes: sums over axis 0; otherwise per item of
             axis 0 and channel over the rest), ``group`` or ``tensor``.
         rescale: ``random`` only: multiply by m/n, which makes it unbiased.
+        epsilon: of ``rescaled``. The authors' value shrinks gradients whose sums are near it, by
+            an amount that depends on the loss scale; 0 restores the norm exactly.
         dim: the channel axis (out_features; 1 for NCHW); its size is a multiple of ``m``.
         uniforms: draws of ``random`` in [0, 1), shape of ``g``; else drawn under ``key`` with
             counter (flattened index of the other axes, index along ``dim``).
@@ -61,7 +64,7 @@ def prune_gradient(
             f"prune_gradient: variant must be magnitude, random or rescaled, got {variant!r}"
         )
     kept = g.masked_fill(~nm_mask(g, n, m, dim=dim, ties="low"), 0)
-    return kept if variant == "magnitude" else _match_norm(g, kept, m, scope, dim)
+    return kept if variant == "magnitude" else _match_norm(g, kept, m, scope, dim, epsilon)
 
 
 def _draws(g: Tensor, dim: int, uniforms: Tensor | None, key: NoiseKey | int | None) -> Tensor:
@@ -81,7 +84,7 @@ def _draws(g: Tensor, dim: int, uniforms: Tensor | None, key: NoiseKey | int | N
     return grid.view(last.shape).movedim(-1, dim)
 
 
-def _match_norm(g: Tensor, kept: Tensor, m: int, scope: str, dim: int) -> Tensor:
+def _match_norm(g: Tensor, kept: Tensor, m: int, scope: str, dim: int, epsilon: float) -> Tensor:
     """``kept`` with the L1 norm of ``g`` in every part of ``scope``."""
     dim %= g.dim()
     wide = torch.promote_types(g.dtype, torch.float32)
@@ -98,8 +101,8 @@ def _match_norm(g: Tensor, kept: Tensor, m: int, scope: str, dim: int) -> Tensor
         raise ValueError(f"prune_gradient: scope must be channel, group or tensor, got {scope!r}")
     if axes:
         before, after = before.sum(axes, keepdim=True), after.sum(axes, keepdim=True)
-    # nothing kept means nothing to rescale: the factor is 1, not 0/ε
-    factor = torch.where(after == 0, 1.0, before / (after + EPSILON))
+    # nothing kept means nothing to rescale: the factor is 1, not 0/0
+    factor = torch.where(after == 0, 1.0, before / (after + epsilon))
     if scope == "group":
         return (kept.to(wide).unflatten(dim, (-1, m)) * factor).flatten(dim, dim + 1).to(g.dtype)
     return (kept.to(wide) * factor).to(g.dtype)
