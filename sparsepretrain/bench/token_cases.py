@@ -30,7 +30,7 @@ def noise() -> Iterator[KernelCase]:
 
     def uniforms(backend: str | None, shape: Shape, device: torch.device) -> Any:
         if backend == "reference":
-            return torch.stack(kernels.noise.draw(KEY, *shape, 2, device))
+            return torch.stack(kernels.uniform_noise(KEY, *shape, 2)).to(device)
         from sparsepretrain.kernels import noise_triton
 
         return noise_triton.uniform_noise(*noise_triton.key_parts(KEY, device), *shape, 2, device)

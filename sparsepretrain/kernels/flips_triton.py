@@ -47,7 +47,8 @@ def pack_24(mask: Tensor) -> Tensor:
     """See :func:`sparsepretrain.kernels.pack_24`."""
     bits = mask.contiguous().view(-1).view(torch.uint8)
     code = torch.empty(-(-bits.numel() // 8), dtype=torch.uint8, device=mask.device)
-    over_elements(_pack, (bits, code), code.numel(), bits.numel(), tile=ELEMENTS // 8)
+    length, tile = bits.numel(), ELEMENTS // 8
+    over_elements(_pack, (bits, code), code.numel(), length, tile=tile, reach=length + ELEMENTS)
     return code
 
 

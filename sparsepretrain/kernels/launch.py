@@ -62,12 +62,13 @@ def over_elements(
     count: int,
     *args: Any,
     tile: int = TILE,
+    reach: int = 0,
     **options: Any,
 ) -> None:
     """Launch ``kernel`` on parts of ``range(count)``.
 
-    The kernel takes ``pointers``, ``count``, ``args`` and the constants ``TILE``, ``WIDE`` and
-    ``options``.
+    The kernel takes ``pointers``, ``count``, ``args`` and the constants ``TILE``, ``WIDE`` (indices
+    need 64 bits; the largest is ``count`` or ``reach``) and ``options``.
     """
     if not count:
         return
@@ -77,7 +78,7 @@ def over_elements(
             count,
             *args,
             TILE=tile,
-            WIDE=count >= 2**31 - tile,
+            WIDE=max(count, reach) >= 2**31 - tile,
             enable_fp_fusion=False,
             **options,
         )
@@ -177,7 +178,7 @@ def load_fours(
     if CONTIGUOUS:
         ROWS: tl.constexpr = starts.shape[0]
         place = first * 4 + tl.arange(0, GROUPS * 4)
-        inside = rows_inside[:, None] & (place < groups * 4)[None, :]
+        inside = rows_inside[:, None] & (place < tl.cast(groups, place.dtype) * 4)[None, :]
         tile = tl.load(data + starts[:, None] + place[None, :], inside, 0)
         even, odd = tl.split(tl.reshape(tile, (ROWS, GROUPS, 2, 2)))
         x0, x2 = tl.split(even)
@@ -204,7 +205,7 @@ def store_fours(
         tile = tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (ROWS, GROUPS * 4))
         # join makes the new axis the fastest: (x0, x2) then (x1, x3) give 0, 1, 2, 3
         place = first * 4 + tl.arange(0, GROUPS * 4)
-        inside = rows_inside[:, None] & (place < groups * 4)[None, :]
+        inside = rows_inside[:, None] & (place < tl.cast(groups, place.dtype) * 4)[None, :]
         tl.store(data + starts[:, None] + place[None, :], tile, inside)
     else:
         group = first + tl.arange(0, GROUPS)

@@ -10,7 +10,7 @@ import torch
 from sparsepretrain.bench import assembly, offline
 from sparsepretrain.bench.kernel_case import KernelCase, Limit, normal
 from sparsepretrain.bench.kernel_cases import kernel_cases
-from sparsepretrain.kernels import nm_mask, soft_threshold
+from sparsepretrain.kernels import flip_count, nm_mask, pack_24, soft_threshold, unpack_24
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = json.loads((ROOT / "benchmarks/kernels_offline.json").read_text())
@@ -141,6 +141,18 @@ def test_nothing_is_launched_or_left_behind():
         nm_mask(torch.empty(4, 8), backend="triton")
     with pytest.raises(ValueError, match="needs a CUDA tensor"):
         nm_mask(torch.empty(4, 8), backend="triton")
+
+
+def test_large_tensors_get_wide_indices():
+    mask = torch.empty(2**31 + 64, dtype=torch.bool)  # untouched: takes no memory
+    with assembly.recording() as launches:
+        code = pack_24(mask, backend="triton")
+        unpack_24(code, mask.shape, backend="triton")
+        flip_count(mask, mask, backend="triton")
+        pack_24(mask[:1024], backend="triton")
+    wide = [launch.constants[launch.kernel.arg_names.index("WIDE"),] for launch in launches]
+    # flips are counted in words of four bytes
+    assert wide == [True, True, False, False]
 
 
 LISTING = """
