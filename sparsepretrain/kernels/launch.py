@@ -5,6 +5,7 @@ Imported only where a Triton kernel runs; the references need torch alone.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,8 +20,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 TILE = 2048
 """Elements per program of the streaming kernels: 16 per thread with 4 warps."""
+LANES = 128
+"""Rows per program where groups lie across memory: neighbouring rows are read together."""
 if INTERPRETED:  # it costs milliseconds per program, whatever the size
-    TILE *= 32
+    TILE, LANES = TILE * 32, LANES * 32
 
 
 class Rows(NamedTuple):
@@ -53,6 +56,8 @@ def rows_of(x: Tensor, dim: int) -> Rows:
     before, after = x.shape[:dim].numel(), x.shape[dim + 1 :].numel()
     flat = x.reshape(before, x.shape[dim], after)
     outer, stride, inner = flat.stride()
+    if before == 1:  # one stride from row to row: divisions by 1 vanish in the compiled kernel
+        return Rows(flat, 1, inner, 0, stride)
     return Rows(flat, after, outer, inner, stride)
 
 
@@ -96,21 +101,32 @@ def empty_rows(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def over_groups(
-    kernel: Any, m: int, dim: int, x: Tensor, out: Tensor, *args: Any, **options: Any
+    kernel: Any,
+    m: int,
+    dim: int,
+    x: Tensor,
+    out: Tensor,
+    *args: Any,
+    numbered: bool = False,
+    **options: Any,
 ) -> None:
     """Launch ``kernel`` on tiles of whole groups of ``m`` along ``dim``.
 
     The kernel takes the geometry of ``x``, that of ``out``, the number of rows and of groups per
-    row, ``args``, and the constants ``ROWS``, ``GROUPS`` (tile), ``CONTIGUOUS`` (the groups lie
-    along memory), ``WIDE`` (offsets need 64 bits) and ``options``.
+    row, ``args`` (a :class:`Rows` as its five parts), and the constants ``ROWS``, ``GROUPS``
+    (tile), ``CONTIGUOUS`` (the groups lie along memory), ``WIDE`` (offsets need 64 bits) and
+    ``options``. ``numbered``: rows and groups keep their numbers, which the kernel uses. Elements
+    beyond the last whole group of a row are left alone.
     """
     length = x.shape[dim]
     count = x.numel() // max(length, 1)
-    if not x.numel():
+    if not x.numel() or length < m:
         return
     source, target = rows_of(x, dim), rows_of(out, dim)
+    others = [arg for arg in args if isinstance(arg, Rows)]
+    numbered |= bool(others)  # which need not be gapless
     contiguous = source.stride == 1 and target.stride == 1
-    if source.gapless(count, length) and target.gapless(count, length):
+    if not numbered and source.gapless(count, length) and target.gapless(count, length):
         # groups never straddle rows, so all of it is one row: no tile hangs over a row's end
         count, length = 1, x.numel()
         source, target = (Rows(rows.data, 1, length, 0, 1) for rows in (source, target))
@@ -120,17 +136,17 @@ def over_groups(
         groups = min(across, triton.next_power_of_2(length // m))
         rows = min(per_tile // groups, triton.next_power_of_2(count))
     else:
-        rows = min(128, per_tile, triton.next_power_of_2(count))
+        rows = min(LANES, per_tile, triton.next_power_of_2(count))
         groups = min(per_tile // rows, triton.next_power_of_2(length // m))
     grid = (triton.cdiv(count, rows) * triton.cdiv(length // m, groups),)
-    wide = max(source.reach(count, length), target.reach(count, length)) >= 2**31
+    wide = max(t.reach(count, length) for t in (source, target, *others)) >= 2**31
     with torch.cuda.device_of(x):
         kernel[grid](
             *source,
             *target,
             count,
             length // m,
-            *args,
+            *itertools.chain.from_iterable(a if isinstance(a, Rows) else (a,) for a in args),
             ROWS=rows,
             GROUPS=groups,
             CONTIGUOUS=contiguous,
@@ -154,10 +170,10 @@ def tile_of(count, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.co
     """(row indices, first group) of this program; groups vary fastest over programs."""
     per_row = tl.cdiv(groups, GROUPS)
     program = tl.program_id(0)
+    if WIDE:
+        program = program.to(tl.int64)
     row = (program // per_row) * ROWS + tl.arange(0, ROWS)
     first = (program % per_row) * GROUPS
-    if WIDE:
-        row, first = row.to(tl.int64), first.to(tl.int64)
     return row, first
 
 
@@ -229,12 +245,12 @@ def widen(x):
 def narrow(x, data):
     """``x`` (fp32) rounded to nearest even in the type that ``data`` points to.
 
-    Triton's interpreter truncates to bf16, hence the integer arithmetic there.
+    Triton's interpreter truncates to bf16, hence the bits there.
     """
     dtype: tl.constexpr = data.dtype.element_ty
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-        bits = tl.where(x != x, bits | 0x400000, rounded) & 0xFFFF0000
-        x = bits.to(tl.float32, bitcast=True)
+        bits = tl.where(x != x, bits | 0x400000, rounded) >> 16
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)

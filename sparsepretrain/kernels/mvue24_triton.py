@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.launch import (
+    empty_rows,
     load_fours,
     narrow,
     over_groups,
@@ -52,7 +53,7 @@ def mvue(
     numbers: Sequence[int],
 ) -> Tensor:
     """:func:`sparsepretrain.kernels.mvue`; the key as :func:`key_parts` splits it."""
-    out = torch.empty_like(x)
+    out = empty_rows(x, dim, x.dtype)
     given = None
     if uniforms is not None:  # (rows, groups, draws)
         given = uniforms.reshape(-1, *uniforms.shape[-2:]).float().contiguous()
@@ -79,7 +80,7 @@ def _(
     tensors: Sequence[Tensor | None],
     numbers: Sequence[int],
 ) -> Tensor:
-    return torch.empty_like(x)
+    return empty_rows(x, dim, x.dtype)
 
 
 def _launch(
@@ -103,6 +104,7 @@ def _launch(
         *key_arguments(tensors, numbers),
         first_group,
         torch.finfo(x.dtype).max,
+        numbered=True,
         EXACT=exact,
         GIVEN=given is not None,
     )
@@ -116,10 +118,11 @@ def _sample(
     ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
     EXACT: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    row, group = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    row, start = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    group = start + tl.arange(0, GROUPS)
     inside = row < count
     starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    x0, x1, x2, x3 = load_fours(x, starts, group, x_stride, inside, groups, CONTIGUOUS)
+    x0, x1, x2, x3 = load_fours(x, starts, start, x_stride, inside, groups, GROUPS, CONTIGUOUS)
     if GIVEN:
         DRAWS: tl.constexpr = 1 if EXACT else 2
         place = uniforms + (row[:, None] * groups + group[None, :]) * DRAWS
@@ -133,8 +136,8 @@ def _sample(
     y0, y1, y2, y3 = _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT)
     starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
     store_fours(
-        out, starts, group, out_stride, inside, groups,
-        narrow(y0, out), narrow(y1, out), narrow(y2, out), narrow(y3, out), CONTIGUOUS,
+        out, starts, start, out_stride, inside, groups,
+        narrow(y0, out), narrow(y1, out), narrow(y2, out), narrow(y3, out), GROUPS, CONTIGUOUS,
     )  # fmt: skip
 
 
@@ -160,30 +163,27 @@ def _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT: tl.constexpr):
 
 @triton.jit
 def _approximate(b0, b1, b2, b3, r0, r1, scale, saturation):
-    """Magnitudes of the estimates; only those of the two drawn entries are divided out."""
+    """Magnitudes of the estimates by two draws."""
     c1 = b0 + b1
     c2 = c1 + b2
     total = c2 + b3
+    o0, o1, o2, o3 = _others(b0, b1, b2, b3)
+    q0, q1, q2, q3 = _others(
+        tl.div_rn(b0, o0), tl.div_rn(b1, o1), tl.div_rn(b2, o2), tl.div_rn(b3, o3)
+    )
+    v0, v1 = tl.div_rn(total, q0 + 1), tl.div_rn(total, q1 + 1)
+    v2, v3 = tl.div_rn(total, q2 + 1), tl.div_rn(total, q3 + 1)
     i0, i1, i2, i3 = _one_hot(r0 * total, b0, c1, c2)
     rest0, rest1 = tl.where(i0, 0.0, b0), tl.where(i1, 0.0, b1)
     rest2, rest3 = tl.where(i2, 0.0, b2), tl.where(i3, 0.0, b3)
     d1 = rest0 + rest1
     d2 = d1 + rest2
     j0, j1, j2, j3 = _one_hot(r1 * (d2 + rest3), rest0, d1, d2)
-    o0, o1, o2, o3 = _others(b0, b1, b2, b3)
-    q0, q1, q2, q3 = _others(
-        tl.div_rn(b0, o0), tl.div_rn(b1, o1), tl.div_rn(b2, o2), tl.div_rn(b3, o3)
-    )
-    first = _max(tl.div_rn(total, _pick(i0, i1, i2, q0, q1, q2, q3) + 1),
-                 _pick(i0, i1, i2, b0, b1, b2, b3))  # fmt: skip
-    second = _max(tl.div_rn(total, _pick(j0, j1, j2, q0, q1, q2, q3) + 1),
-                  _pick(j0, j1, j2, b0, b1, b2, b3))  # fmt: skip
-    first, second = _min(first * scale, saturation), _min(second * scale, saturation)
-    zero = first * 0  # a NaN must stay visible
-    y0 = tl.where(i0, first, tl.where(j0, second, zero))
-    y1 = tl.where(i1, first, tl.where(j1, second, zero))
-    y2 = tl.where(i2, first, tl.where(j2, second, zero))
-    y3 = tl.where(i3, first, tl.where(j3, second, zero))
+    zero = total * 0  # a NaN must stay visible
+    y0 = tl.where(i0 | j0, _min(_max(v0, b0) * scale, saturation), zero)
+    y1 = tl.where(i1 | j1, _min(_max(v1, b1) * scale, saturation), zero)
+    y2 = tl.where(i2 | j2, _min(_max(v2, b2) * scale, saturation), zero)
+    y3 = tl.where(i3 | j3, _min(_max(v3, b3) * scale, saturation), zero)
     return y0, y1, y2, y3
 
 

@@ -20,9 +20,7 @@ KEY_ARGUMENTS = ("k0", "k1", "offset")
 """Kernel arguments that differ from step to step and must not compile a variant per value."""
 
 
-def key_parts(
-    key: NoiseKey | int, device: torch.device
-) -> tuple[list[Tensor | None], list[int]]:
+def key_parts(key: NoiseKey | int, device: torch.device) -> tuple[list[Tensor | None], list[int]]:
     """The parts of ``key`` for an operator's schema: tensors, and numbers where there is none."""
     parts = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
     tensors = [p.to(device) if isinstance(p, Tensor) else None for p in parts]
@@ -50,7 +48,7 @@ def uniform_noise(
     out = torch.empty(words, groups, features, device=device)
     key = key_arguments(tensors, numbers)
     if out.numel():
-        over_groups(_uniforms, 1, 0, out[0], out[-1], *key, WORDS=words)
+        over_groups(_uniforms, 1, 0, out[0], out[-1], *key, numbered=True, WORDS=words)
     return out
 
 
@@ -68,7 +66,7 @@ def _(
 
 @torch.library.custom_op("sparsepretrain::noise_key", mutates_args=())
 def noise_key(step: Tensor, seed: int, layer: int, product: int) -> Tensor:
-    """(k0, k1) of :func:`sparsepretrain.kernels.noise_key`, from a 0-d step tensor, in one launch."""
+    """(k0, k1) of :func:`sparsepretrain.kernels.noise_key` for a 0-d step tensor, in one launch."""
     out = torch.empty(2, dtype=torch.int64, device=step.device)
     words = [seed & 0xFFFFFFFF, seed >> 32, layer, product]
     with torch.cuda.device_of(step):
@@ -85,10 +83,9 @@ def _(step: Tensor, seed: int, layer: int, product: int) -> Tensor:
 def philox(c0, c1, c2, c3, k0, k1):
     """One Philox4x32-10 block of uint32 tensors; they broadcast, so what is shared is done once."""
     for _ in tl.static_range(10):
-        p0, p1 = tl.umulhi(c0, 0xD2511F53), tl.umulhi(c2, 0xCD9E8D57)
-        low0 = tl.mul(c0, 0xD2511F53, sanitize_overflow=False)
-        low1 = tl.mul(c2, 0xCD9E8D57, sanitize_overflow=False)
-        c0, c1, c2, c3 = p1 ^ c1 ^ k0, low1, p0 ^ c3 ^ k1, low0
+        p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, p1.to(tl.uint32)
+        c2, c3 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1, p0.to(tl.uint32)
         k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
         k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
     return c0, c1, c2, c3
@@ -127,7 +124,8 @@ def _uniforms(
     ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    feature, group = tile_of(features, groups, ROWS, GROUPS, WIDE)
+    feature, start = tile_of(features, groups, ROWS, GROUPS, WIDE)
+    group = start + tl.arange(0, GROUPS)
     inside = (feature < features)[:, None] & (group < groups)[None, :]
     first, second = draw_bits(group[None, :], feature[:, None], k0, k1, offset)
     place = row_starts(feature, inner, outer_stride, inner_stride)[:, None]
