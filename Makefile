@@ -9,13 +9,16 @@ SOURCES := $(shell find sparsepretrain configs -name '*.py' -o -name '*.yaml')
 INSTALLED := $(if $(wildcard $(VENV)/.dev),$(VENV)/.dev,$(VENV)/.user)
 # two busy OpenMP threads per test process on a small machine are slower than one
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Triton compiles or interprets, never both in one process
+ALONE := tests/kernels_offline tests/kernels_triton
 
-.PHONY: train test lint test-fast test-fault test-slow bench figure clean
+.PHONY: train test lint test-fast test-kernels-offline test-fault test-slow bench kernels-offline \
+	figure clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
 
-test: lint test-fast
+test: lint test-fast test-kernels-offline
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check --quiet .
@@ -24,7 +27,11 @@ lint: $(VENV)/.dev
 	@out=$$($(BIN)/lint-imports 2>&1) || { echo "$$out"; exit 1; }
 
 test-fast: $(VENV)/.dev
-	$(TEST) -n 2 -m "not fault and not slow"
+	$(TEST) -n 2 -m "not fault and not slow" $(addprefix --ignore=,$(ALONE))
+
+# every Triton kernel compiles for sm_80, sm_90 and sm_100 and keeps its limits; no GPU
+test-kernels-offline: $(VENV)/.dev
+	$(TEST) -n 2 tests/kernels_offline
 
 test-fault: $(VENV)/.dev
 	$(TEST) -m fault
@@ -34,6 +41,11 @@ test-slow: $(VENV)/.dev
 
 bench: $(INSTALLED)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/sparsepretrain bench suite=cpu out=benchmarks/results/cpu.json
+
+# the figures that test-kernels-offline holds kernels to, and their table in docs/kernels.md
+kernels-offline: $(INSTALLED)
+	$(BIN)/sparsepretrain bench suite=offline out=benchmarks/kernels_offline.json
+	$(BIN)/python -m sparsepretrain.bench.offline benchmarks/kernels_offline.json docs/kernels.md
 
 # the four methods with equal data order and initial weights, overlaid
 figure: $(INSTALLED)

@@ -47,9 +47,9 @@ def copies_for(size: int, *, rotate: bool = True) -> int:
     return max(1, -(-COLD * cache // max(size, 1))) if rotate else 1
 
 
-def device_copy() -> Calls:
+def device_copy(device: torch.device) -> Calls:
     """A large device-to-device copy: the ceiling of everything that streams."""
-    source = torch.randn(COPY_BYTES // 4, device="cuda")
+    source = torch.randn(COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
     return [lambda: target.copy_(source)]
 

@@ -24,6 +24,7 @@ from sparsepretrain.bench.timing import interleaved
 OURS, REFERENCE, COMPILED, COPY = "triton", "reference", "compiled reference", "device copy"
 SKIPPED = "skipped: needs a CUDA GPU"
 ROUNDS = 25
+CUDA = torch.device("cuda")
 
 _state: dict[str, Any] = {}
 
@@ -155,9 +156,8 @@ def _skipped(case: KernelCase) -> Timed:
     )
 
 
-def on_gpu(case: KernelCase, shape: Shape, rounds: int) -> list[Timed]:
+def on_gpu(case: KernelCase, shape: Shape, rounds: int, device: torch.device = CUDA) -> list[Timed]:
     """Check every implementation, then time the right ones in interleaved rounds."""
-    device = torch.device("cuda")
     inputs = case.make(shape, device)
     expected = case.run("reference", *_fresh(inputs))
 
@@ -178,7 +178,7 @@ def on_gpu(case: KernelCase, shape: Shape, rounds: int) -> list[Timed]:
     sets = [inputs]
     for _ in range(1, gpu.copies_for(gpu.size_of(inputs), rotate=case.rotate)):
         sets.append(_fresh(inputs))
-    right: dict[str, gpu.Calls] = {COPY: gpu.device_copy()}
+    right: dict[str, gpu.Calls] = {COPY: gpu.device_copy(device)}
     for impl, work in works.items():
         if _is_right(results[impl], case, work, inputs, expected):
             right[impl] = [functools.partial(work, *one) for one in sets]

@@ -95,7 +95,11 @@ class Training:
     ) -> None:
         method, options = METHODS[name]
         torch.manual_seed(0)
-        model = PlainGPT2(SimpleNamespace(**sizes)).to(device)
+        model = PlainGPT2(SimpleNamespace(**sizes))
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # GPT-2's: before the scale of S-STE is frozen
+                torch.nn.init.normal_(parameter, std=0.02)
+        model = model.to(device)
         self.sparsifier: Sparsifier = sparsify(
             model, method, targets=["*.up", "*.down"], total_steps=1000, **options
         )

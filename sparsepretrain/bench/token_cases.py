@@ -47,7 +47,7 @@ def noise() -> Iterator[KernelCase]:
         make=lambda shape, device: (shape, device),
         run=uniforms,
         bytes=8,
-        limits={"noise._uniforms": Limit(instructions=70, registers=64, wide_loads=0)},
+        limits={"noise._uniforms": Limit(instructions=54, registers=96, wide_loads=0)},
         shapes={"GPT-2 124M": (4096, 3072)},
     )
     yield KernelCase(
@@ -55,7 +55,7 @@ def noise() -> Iterator[KernelCase]:
         make=lambda shape, device: (torch.full((), 2**33 + 12345, device=device),),
         run=key,
         bytes=24 / (4096 * 4096),
-        limits={"noise._derive_key": Limit(instructions=0.01, registers=64, wide_loads=0)},
+        limits={"noise._derive_key": Limit(instructions=0.01, registers=32, wide_loads=0)},
     )
 
 
@@ -76,7 +76,7 @@ def mvue() -> Iterator[KernelCase]:
             x, dim=dim, estimator=estimator, key=key, backend=backend
         )
 
-    limits = {"mvue24._sample": Limit(instructions=70, registers=96, wide_loads=0)}
+    # exact divisions, so that the bits are those of the reference: a third of the instructions
     for name, dtype, on_device, options, main in (
         ("approximate, bf16", BF16, False, {}, True),
         ("approximate, fp32", FP32, False, {}, True),
@@ -89,7 +89,13 @@ def mvue() -> Iterator[KernelCase]:
             make=inputs(dtype, on_device),
             run=run(**options),
             bytes=2 * dtype.itemsize,
-            limits=limits,
+            limits={
+                "mvue24._sample": Limit(
+                    instructions=77 if name.startswith("exact") else 101,
+                    registers=112,
+                    wide_loads=0,
+                )
+            },
             shapes=TOKENS if main else {},
             goal=0.25 if main and dtype == BF16 and not options else None,
             architectures=(80, 90, 100) if main else ONE,
@@ -108,7 +114,7 @@ def given_uniforms() -> KernelCase:
         make=make,
         run=lambda backend, x, draws: kernels.mvue(x, dim=0, uniforms=draws, backend=backend),
         bytes=6,
-        limits={"mvue24._sample": Limit(instructions=70, registers=96, wide_loads=0)},
+        limits={"mvue24._sample": Limit(instructions=105, registers=128, wide_loads=0)},
         architectures=ONE,
     )
 
@@ -119,18 +125,20 @@ def pruned_gradients() -> Iterator[KernelCase]:
     def run(n: int, m: int, **options: Any) -> Callable[..., Any]:
         return lambda backend, g: kernels.prune_gradient(g, n, m, **options, backend=backend)
 
-    for name, (n, m), kernel, options in (
-        ("magnitude", (2, 4), "sdgp._prune_24", {}),
-        ("random", (2, 4), "sdgp._prune_24", {"variant": "random", "rescale": True, "key": KEY}),
-        ("magnitude", (8, 16), "sdgp._prune_nm", {}),
-        ("random", (8, 16), "sdgp._prune_nm", {"variant": "random", "key": KEY}),
-    ):
+    drawn: dict[str, Any] = {"variant": "random", "rescale": True, "key": KEY}
+    variants: tuple[tuple[str, int, int, str, dict[str, Any], float], ...] = (
+        ("magnitude", 2, 4, "sdgp._prune_24", {}, 15.0),
+        ("random", 2, 4, "sdgp._prune_24", drawn, 61.0),
+        ("magnitude", 8, 16, "sdgp._prune_nm", {}, 21.0),
+        ("random", 8, 16, "sdgp._prune_nm", drawn, 69.0),
+    )
+    for name, n, m, kernel, options, instructions in variants:
         yield KernelCase(
             name=f"SDGP {n}:{m} {name}, bf16",
             make=tensor(BF16),
             run=run(n, m, **options),
             bytes=4,
-            limits={kernel: Limit(instructions=100, registers=128)},
+            limits={kernel: Limit(instructions=instructions, registers=96)},
             shapes=TOKENS if m == 4 else {},
             architectures=(80, 90, 100) if name == "magnitude" else ONE,
         )
@@ -160,26 +168,28 @@ def gates() -> Iterator[KernelCase]:
 
         return make
 
-    once, both = Limit(instructions=16), Limit(instructions=30)
-    for name in ("geglu", "swiglu"):
+    for name, once, both in (("geglu", 33.0, 47.0), ("swiglu", 26.0, 35.5)):
         yield KernelCase(
             name=f"{name} forward, bf16",
             make=inputs(False),
             run=forward(name),
             bytes=6,
-            limits={"glu._forward": once},
+            limits={"glu._forward": Limit(instructions=once, registers=48)},
             shapes=TOKENS,
             goal=0.85,
-            tolerance=2**-8,  # one rounding of bf16; the exponential is another
+            tolerance=2**-7,  # the reference rounds the activation to bf16, then the product
         )
         yield KernelCase(
             name=f"{name} forward and backward, bf16",
             make=inputs(True),
             run=backward(name),
             bytes=16,
-            limits={"glu._forward": once, "glu._backward": both},
+            limits={
+                "glu._forward": Limit(instructions=once, registers=48),
+                "glu._backward": Limit(instructions=both, registers=88),
+            },
             shapes=TOKENS,
-            tolerance=2**-7,
+            tolerance=2**-6,
         )
 
 
@@ -194,7 +204,12 @@ def fp8() -> Iterator[KernelCase]:
             normal(shape, device), format, backend="reference"
         )
 
-    for format, refused in (("e4m3", (80,)), ("e5m2", ())):
+    formats: tuple[tuple[str, tuple[int, ...], float], ...] = (
+        ("e4m3", (80,), 14.5),
+        ("e5m2", (), 20.5),  # sm_80 has no instruction for it; 13.4 on the others
+    )
+    for format, refused, instructions in formats:
+        quantizing = Limit(instructions=instructions, registers=32)
         for dtype in (FP32, BF16):
             yield KernelCase(
                 name=f"quantize {format}, {short(dtype)}",
@@ -202,8 +217,8 @@ def fp8() -> Iterator[KernelCase]:
                 run=quantize(format),
                 bytes=2 * dtype.itemsize + 1,
                 limits={
-                    "fp8._largest": Limit(instructions=6, registers=64),
-                    "fp8._quantize": Limit(instructions=20, registers=64),
+                    "fp8._largest": Limit(instructions=6.5, registers=32),
+                    "fp8._quantize": quantizing,
                 },
                 shapes=TOKENS if dtype == BF16 else {},
                 refused=refused,
@@ -213,7 +228,7 @@ def fp8() -> Iterator[KernelCase]:
             make=quantized(format),
             run=lambda backend, q, scale: kernels.dequantize_fp8(q, scale, backend=backend),
             bytes=5,
-            limits={"fp8._dequantize": Limit(instructions=30, registers=64)},
+            limits={"fp8._dequantize": Limit(instructions=26.5, registers=40)},
             refused=refused,
         )
 

@@ -25,6 +25,9 @@ from sparsepretrain.bench.kernel_case import (
     tensor,
 )
 
+SOFT_24 = Limit(instructions=14.0, registers=40)
+"""The goal is 12, reached on sm_100, which adds and multiplies two numbers at a time."""
+
 
 def _topk_mask(x: Tensor) -> Tensor:
     """2:4 by topk and scatter, the usual formulation."""
@@ -39,29 +42,30 @@ def masks() -> Iterator[KernelCase]:
     def run(n: int = 2, m: int = 4, dim: int = -1, ties: str = "high") -> Callable[..., Any]:
         return lambda backend, x: kernels.nm_mask(x, n, m, dim=dim, ties=ties, backend=backend)
 
-    two_four = {"nm._mask_24": Limit(instructions=18, registers=40)}
+    rows, columns = Limit(instructions=14.5, registers=32), Limit(instructions=18.5, registers=40)
     for dtype in (FP32, FP16, BF16):
         yield KernelCase(
             name=f"2:4 mask, {short(dtype)}",
             make=tensor(dtype),
             run=run(),
             bytes=dtype.itemsize + 1,
-            limits=two_four,
+            limits={"nm._mask_24": rows},
             shapes=WEIGHTS if dtype != FP16 else {},
             goal=0.85 if dtype == FP32 else None,
             others={"topk": _topk_mask} if dtype == FP32 else {},
         )
-    for name, options, make in (
-        ("low ties, fp32", {"ties": "low"}, tensor(FP32)),
-        ("along columns, fp32", {"dim": 0}, tensor(FP32)),
-        ("64-bit offsets, bf16", {}, far_apart(BF16)),
-    ):
+    variants: tuple[tuple[str, dict[str, Any], Any, Limit], ...] = (
+        ("low ties, fp32", {"ties": "low"}, tensor(FP32), rows),
+        ("along columns, fp32", {"dim": 0}, tensor(FP32), columns),
+        ("64-bit offsets, bf16", {}, far_apart(BF16), rows),
+    )
+    for name, options, make, limit in variants:
         yield KernelCase(
             name=f"2:4 mask {name}",
             make=make,
             run=run(**options),
             bytes=5,
-            limits=two_four,
+            limits={"nm._mask_24": limit},
             architectures=ONE,
         )
     yield KernelCase(
@@ -70,10 +74,11 @@ def masks() -> Iterator[KernelCase]:
         run=run(2, 6),
         offline=(4096, 3072),
         bytes=5,
-        limits={"nm._mask_nm": Limit(instructions=40, registers=96, wide_loads=0)},
+        limits={"nm._mask_nm": Limit(instructions=30, registers=64, wide_loads=0)},
         architectures=ONE,
     )
-    for n, m in ((1, 4), (2, 6), (2, 8), (16, 32)):
+    # a width that is no power of two wastes a quarter of the lanes and has no aligned loads
+    for n, m, instructions in ((1, 4, 19.0), (2, 6, 31.5), (2, 8, 18.5), (16, 32, 20.0)):
         yield KernelCase(
             name=f"{n}:{m} mask, fp32",
             make=tensor(FP32),
@@ -81,20 +86,24 @@ def masks() -> Iterator[KernelCase]:
             offline=(4096, 512 * m),
             architectures=(80, 90, 100) if m == 8 else ONE,
             bytes=5,
-            limits={"nm._mask_nm": Limit(instructions=22, registers=96)},
+            limits={
+                "nm._mask_nm": Limit(
+                    instructions=instructions, registers=88, wide_loads=0 if m == 6 else 1
+                )
+            },
             shapes=WEIGHTS if m == 8 else {},
         )
 
 
 def pruned() -> Iterator[KernelCase]:
     """STE's W∘M with its mask, in one pass."""
-    for n, m, kernel in ((2, 4, "nm._mask_24"), (2, 8, "nm._mask_nm")):
+    for n, m, kernel, instructions in ((2, 4, "nm._mask_24", 25.0), (2, 8, "nm._mask_nm", 26.0)):
         yield KernelCase(
             name=f"{n}:{m} prune and mask, fp32",
             make=tensor(FP32),
             run=lambda backend, x, n=n, m=m: kernels.nm_prune(x, n, m, backend=backend),
             bytes=9,
-            limits={kernel: Limit(instructions=40, registers=96)},
+            limits={kernel: Limit(instructions=instructions, registers=88)},
             shapes=WEIGHTS,
         )
 
@@ -121,11 +130,9 @@ def soft_thresholds() -> Iterator[KernelCase]:
     def by_sort(x: Tensor, scale: Tensor) -> Tensor:
         groups = x.view(-1, 4)
         threshold = groups.abs().sort(1).values[:, 1:2]
-        return (
-            (groups.sign() * (groups.abs() - threshold).clamp_(min=0) * scale).to(BF16).view_as(x)
-        )
+        soft = groups.sign() * (groups.abs() - threshold).clamp_(min=0)
+        return (soft * scale).to(BF16).view_as(x)
 
-    two_four = {"soft._soft_24": Limit(instructions=12, registers=48)}
     for dtype, to in ((FP32, BF16), (FP32, FP16), (FP32, FP32), (BF16, BF16)):
         main = dtype == FP32 and to == BF16
         yield KernelCase(
@@ -133,22 +140,24 @@ def soft_thresholds() -> Iterator[KernelCase]:
             make=inputs(dtype),
             run=run(to=to),
             bytes=dtype.itemsize + to.itemsize,
-            limits=two_four,
+            limits={"soft._soft_24": SOFT_24},
             shapes=WEIGHTS if to == BF16 else {},
+            architectures=(80, 90, 100) if to == BF16 else ONE,
             goal=0.85 if main else None,
             others={"three passes": passes, "sort": by_sort} if main else {},
         )
-    for name, options, scaled in (
-        ("without β, fp32→fp32", {"to": FP32}, False),
-        ("γ = 0.2, fp32→bf16", {"gamma": 0.2}, True),
-        ("along columns, fp32→bf16", {"dim": 0}, True),
-    ):
+    variants: tuple[tuple[str, dict[str, Any], bool, float], ...] = (
+        ("without β, fp32→fp32", {"to": FP32}, False, 14.0),
+        ("γ = 0.2, fp32→bf16", {"gamma": 0.2}, True, 16.0),
+        ("along columns, fp32→bf16", {"dim": 0}, True, 19.5),
+    )
+    for name, options, scaled, instructions in variants:
         yield KernelCase(
             name=f"2:4 soft threshold {name}",
             make=inputs(FP32, scaled),
             run=run(**options),
             bytes=8 if "to" in options else 6,
-            limits=two_four,
+            limits={"soft._soft_24": Limit(instructions=instructions, registers=40)},
             architectures=ONE,
         )
     yield KernelCase(
@@ -156,7 +165,7 @@ def soft_thresholds() -> Iterator[KernelCase]:
         make=inputs(FP32),
         run=run(2, 8),
         bytes=6,
-        limits={"soft._soft_nm": Limit(instructions=30, registers=128)},
+        limits={"soft._soft_nm": Limit(instructions=24.5, registers=88)},
         shapes=WEIGHTS,
     )
 
@@ -179,7 +188,8 @@ def ffn_124m() -> KernelCase:
         make=make,
         run=run,
         bytes=6,
-        limits={"soft._soft_24": Limit(instructions=12, registers=48)},
+        limits={"soft._soft_24": SOFT_24},
+        architectures=ONE,
         shapes={"24 weights": (24 * 3072, 768)},
         goal_us=150.0,
         rotate=False,
@@ -188,7 +198,9 @@ def ffn_124m() -> KernelCase:
 
 def transposable() -> Iterator[KernelCase]:
     """The best of 90 masks per 4×4 block (G6)."""
-    limits = {"transposable._search": Limit(instructions=26, registers=128)}
+    # The goal is 26: 19 profiles instead of 90 sums. A thread holds a whole block, so that loads
+    # of 16-bit types are 64 bits wide.
+    instructions, registers = 48.0, 56
     for name, dtype, columns in (
         ("fp32", FP32, False),
         ("bf16", BF16, False),
@@ -199,7 +211,12 @@ def transposable() -> Iterator[KernelCase]:
             make=tensor(dtype, columns),
             run=lambda backend, w: kernels.transposable_mask(w, backend=backend),
             bytes=dtype.itemsize + 1,
-            limits=limits,
+            limits={
+                "transposable._search": Limit(
+                    instructions=instructions, registers=registers, wide_loads=int(dtype == FP32)
+                )
+            },
+            architectures=ONE if columns else (80, 90, 100),
             shapes={} if columns else WEIGHTS,
             goal=None if columns else 0.3,
         )
@@ -229,7 +246,8 @@ def decays() -> Iterator[KernelCase]:
             make=inputs(dtype, on_device),
             run=run,
             bytes=5 + 2 * dtype.itemsize,
-            limits={"decay._masked_decay": Limit(instructions=10, registers=64)},
+            limits={"decay._masked_decay": Limit(instructions=13, registers=56)},
+            architectures=ONE if on_device else (80, 90, 100),
             shapes={} if on_device else WEIGHTS,
             goal=0.85 if dtype == FP32 and not on_device else None,
         )
@@ -254,7 +272,7 @@ def flips() -> Iterator[KernelCase]:
 
     def limit(instructions: float, wide: int = 1) -> dict[str, Limit]:
         return {
-            "flips._differing_bits": Limit(instructions=instructions, registers=64, wide_loads=wide)
+            "flips._differing_bits": Limit(instructions=instructions, registers=48, wide_loads=wide)
         }
 
     yield KernelCase(
@@ -262,7 +280,7 @@ def flips() -> Iterator[KernelCase]:
         make=pair,
         run=lambda backend, *masks: kernels.flip_count(*masks, backend=backend),
         bytes=2,
-        limits=limit(6),
+        limits=limit(2.0),
         shapes=WEIGHTS,
     )
     yield KernelCase(
@@ -270,7 +288,7 @@ def flips() -> Iterator[KernelCase]:
         make=codes,
         run=packed,
         bytes=0.25,
-        limits=limit(1),
+        limits=limit(0.25),
         shapes=WEIGHTS,
         goal=0.8,
     )
@@ -279,14 +297,15 @@ def flips() -> Iterator[KernelCase]:
         make=unaligned,
         run=packed,
         bytes=0.25,
-        limits=limit(3, 0),
+        limits=limit(2.0, wide=0),
+        architectures=ONE,
     )
     yield KernelCase(
         name="pack mask",
         make=lambda shape, device: (normal(shape, device) > 0,),
         run=lambda backend, mask: kernels.pack_24(mask, backend=backend),
         bytes=1.125,
-        limits={"flips._pack": Limit(instructions=8, registers=64)},
+        limits={"flips._pack": Limit(instructions=8.5, registers=32, wide_loads=0)},
         shapes=WEIGHTS,
     )
     yield KernelCase(
@@ -294,7 +313,7 @@ def flips() -> Iterator[KernelCase]:
         make=lambda shape, device: (kernels.pack_24(normal(shape, device) > 0), shape),
         run=lambda backend, code, shape: kernels.unpack_24(code, shape, backend=backend),
         bytes=1.125,
-        limits={"flips._unpack": Limit(instructions=8, registers=64, wide_loads=0)},
+        limits={"flips._unpack": Limit(instructions=4.5, registers=32, wide_loads=0)},
         shapes=WEIGHTS,
     )
 

@@ -208,11 +208,6 @@ def _exact(b0, b1, b2, b3, u, scale, saturation):
 
 
 @triton.jit
-def _pick(a, b, c, x0, x1, x2, x3):
-    return tl.where(a, x0, tl.where(b, x1, tl.where(c, x2, x3)))
-
-
-@triton.jit
 def _signed(magnitude, x, sparse, stays):
     """The magnitude with the sign of x; in ``sparse`` groups x where it ``stays``, else zero."""
     sign = x.to(tl.int32, bitcast=True) & -0x80000000

@@ -1,13 +1,18 @@
 """The suites for a GPU: their registry, what they judge, and that they run without one."""
 
+import contextlib
+import dataclasses
+import itertools
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sparsepretrain import bench
+from sparsepretrain import bench, kernels
+from sparsepretrain.bench import gpu
 from sparsepretrain.bench import kernels as suite
 from sparsepretrain.bench.kernel_case import TINY, normal
 from sparsepretrain.bench.kernel_cases import kernel_cases
@@ -112,8 +117,6 @@ def test_goals_are_judged():
 
 
 def test_times_become_fractions_and_ratios():
-    from sparsepretrain.bench import gpu
-
     copy = gpu.Series(us=[1e3, 2e3], mode="graph")  # 2 GiB in 1 ms and in 2 ms
     ours, theirs = gpu.Series(us=[10, 20], mode="graph"), gpu.Series(us=[30, 60], mode="eager")
     rows = {
@@ -125,6 +128,78 @@ def test_times_become_fractions_and_ratios():
     assert rows["triton"].ratio_to == {"reference": 3.0}
     assert rows["reference"].frac_of_copy == pytest.approx(1 / 3)
     assert rows["reference"].mode == "eager"
+
+
+class FakeCuda:
+    """Enough of torch.cuda to time on the CPU; a call that ``refuses`` cannot be captured."""
+
+    def __init__(self, monkeypatch):
+        self.clock = itertools.count()
+        self.capturing = False
+        properties = SimpleNamespace(L2_cache_size=3 * 64 * 256 * 4)
+        nothing = contextlib.nullcontext
+        for name, value in {
+            "Stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
+            "current_stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
+            "stream": lambda side: nothing(),
+            "synchronize": lambda: None,
+            "current_device": lambda: 0,
+            "get_device_properties": lambda index: properties,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "graph": self.capture,
+            "Event": self.event,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(gpu, "COPY_BYTES", 1 << 16)
+        monkeypatch.setattr(torch, "compile", lambda work, **_: work)
+
+    @contextlib.contextmanager
+    def capture(self, graph):
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+
+    def event(self, enable_timing):
+        event = SimpleNamespace(at=0, synchronize=lambda: None)
+        event.record = lambda: setattr(event, "at", next(self.clock))
+        event.elapsed_time = lambda later: 1e-3 * (later.at - event.at)
+        return event
+
+
+def test_the_path_of_a_gpu(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    seen = set()
+
+    def run(backend, x):
+        seen.add((backend, x.data_ptr()))
+        return kernels.nm_mask(x)
+
+    def synchronises(x):
+        if cuda.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return kernels.nm_mask(x)
+
+    case = dataclasses.replace(
+        case_named("2:4 mask, fp32"),
+        run=run,
+        others={"synchronises": synchronises, "wrong": lambda x: ~kernels.nm_mask(x)},
+    )
+    rows = {row.impl: row for row in suite.on_gpu(case, TINY, rounds=5, device=CPU)}
+    assert list(rows) == ["triton", "reference", "compiled reference", "synchronises", "wrong"]
+    assert [row.status for row in rows.values()] == ["ok", "ok", "ok", "ok", "wrong"]
+    assert [row.mode for row in rows.values()] == ["graph", "graph", "graph", "eager", ""]
+    assert rows["wrong"].us is None
+    ours = rows["triton"]
+    assert ours.us["rounds"] == 5
+    assert ours.goal == 0.85
+    assert set(ours.ratio_to) == {"reference", "compiled reference", "synchronises"}
+    assert ours.bytes == 5 * 64 * 256
+    assert ours.frac_of_copy > 0
+    # the inputs are 64 kB and the cache three times that: nine sets keep every one cold
+    assert gpu.copies_for(64 * 256 * 4) == 9
+    assert len({place for backend, place in seen if backend == "triton"}) >= 9
 
 
 def test_difference():
