@@ -10,12 +10,12 @@ INSTALLED := $(if $(wildcard $(VENV)/.dev),$(VENV)/.dev,$(VENV)/.user)
 # two busy OpenMP threads per test process on a small machine are slower than one
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: train test lint test-fast test-fault test-slow bench figure clean
+.PHONY: train test lint test-fast test-triton test-fault test-slow bench figure clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
 
-test: lint test-fast
+test: lint test-fast test-triton
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check --quiet .
@@ -25,6 +25,10 @@ lint: $(VENV)/.dev
 
 test-fast: $(VENV)/.dev
 	$(TEST) -n 2 -m "not fault and not slow"
+
+# the Triton kernels in its interpreter, which cannot share a process with other uses of Triton
+test-triton: $(VENV)/.dev
+	$(TEST) -n 2 tests/kernels_triton
 
 test-fault: $(VENV)/.dev
 	$(TEST) -m fault
