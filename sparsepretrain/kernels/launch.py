@@ -95,7 +95,7 @@ def empty_rows(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     dim %= x.dim()
     try:
         out.view(x.shape[:dim].numel(), x.shape[dim], x.shape[dim + 1 :].numel())
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the latter from fake tensors
         return torch.empty(x.shape, dtype=dtype, device=x.device)
     return out
 

@@ -63,9 +63,7 @@ def mvue(
     if tail:  # at most three positions per row: padded in a copy of their own
         last = x.narrow(dim, length - tail, tail).movedim(dim, -1)
         padded = torch.nn.functional.pad(last, (0, 4 - tail))
-        if given is not None:
-            given = given[:, -1:].contiguous()
-        pruned = torch.empty_like(padded)
+        pruned = empty_rows(padded, -1, x.dtype)
         _launch(padded, pruned, -1, exact, given, tensors, numbers, length // 4)
         out.narrow(dim, length - tail, tail).copy_(pruned[..., :tail].movedim(-1, dim))
     return out
@@ -103,6 +101,7 @@ def _launch(
         x if given is None else given,  # any pointer, where none is read
         *key_arguments(tensors, numbers),
         first_group,
+        -(-x.shape[dim] // 4) + first_group,
         torch.finfo(x.dtype).max,
         numbered=True,
         EXACT=exact,
@@ -114,24 +113,23 @@ def _launch(
 def _sample(
     x, x_inner, x_outer_stride, x_inner_stride, x_stride,
     out, out_inner, out_outer_stride, out_inner_stride, out_stride,
-    count, groups, uniforms, k0, k1, offset, first_group, saturation,
+    count, groups, uniforms, k0, k1, offset, first_group, all_groups, saturation,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
     EXACT: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     row, start = tile_of(count, groups, ROWS, GROUPS, WIDE)
-    group = start + tl.arange(0, GROUPS)
+    number = first_group + start + tl.arange(0, GROUPS)
     inside = row < count
     starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
     x0, x1, x2, x3 = load_fours(x, starts, start, x_stride, inside, groups, GROUPS, CONTIGUOUS)
     if GIVEN:
         DRAWS: tl.constexpr = 1 if EXACT else 2
-        place = uniforms + (row[:, None] * groups + group[None, :]) * DRAWS
-        drawn = inside[:, None] & (group < groups)[None, :]
+        place = uniforms + (row[:, None] * all_groups + number[None, :]) * DRAWS
+        drawn = inside[:, None] & (number < all_groups)[None, :]
         r0 = tl.load(place, drawn, 0)
         r1 = tl.load(place + (DRAWS - 1), drawn, 0)
     else:
-        token = (first_group + group)[None, :]
-        first, second = draw_bits(token, row[:, None], k0, k1, offset)
+        first, second = draw_bits(number[None, :], row[:, None], k0, k1, offset)
         r0, r1 = to_unit(first), to_unit(second)
     y0, y1, y2, y3 = _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT)
     starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)

@@ -58,7 +58,8 @@ def noise_key(seed: int, step: Any, layer: int, product: int, offset: Any = 0) -
     if isinstance(step, Tensor) and step.is_cuda and not torch.compiler.is_compiling():
         from sparsepretrain.kernels import noise_triton
 
-        return NoiseKey(*noise_triton.noise_key(step, seed, layer, product).unbind(), offset)
+        k0, k1 = noise_triton.noise_key(step, seed, layer, product).unbind()
+        return NoiseKey(k0, k1, offset)
     # a compiler fuses these into one kernel
     k0, k1, _, _ = philox((step & _LOW, layer, product, step >> 32), (seed & _LOW, seed >> 32))
     return NoiseKey(k0, k1, offset)
