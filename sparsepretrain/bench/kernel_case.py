@@ -22,7 +22,7 @@ TOKENS: dict[str, Shape] = {"GPT-2 124M": (16384, 3072), "LLaMA 7B": (16384, 110
 FFN_124M = [(3072, 768), (768, 3072)] * 12
 """All feed-forward weights of GPT-2 124M."""
 TINY: Shape = (64, 256)
-OFFLINE: Shape = (4096, 4096)
+OFFLINE: Shape = (1024, 4096)
 ONE = (90,)
 
 

@@ -54,7 +54,7 @@ def noise() -> Iterator[KernelCase]:
         name="key of a stream",
         make=lambda shape, device: (torch.full((), 2**33 + 12345, device=device),),
         run=key,
-        bytes=24 / (4096 * 4096),
+        bytes=24 / (1024 * 4096),
         limits={"noise._derive_key": Limit(instructions=0.01, registers=32, wide_loads=0)},
     )
 

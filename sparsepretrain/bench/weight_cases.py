@@ -72,7 +72,7 @@ def masks() -> Iterator[KernelCase]:
         name="2:6 mask of a slice, fp32",
         make=lambda shape, device: (normal((shape[0], shape[1] + 6), device)[:, :-6],),
         run=run(2, 6),
-        offline=(4096, 3072),
+        offline=(1024, 3072),
         bytes=5,
         limits={"nm._mask_nm": Limit(instructions=30, registers=64, wide_loads=0)},
         architectures=ONE,
@@ -83,7 +83,7 @@ def masks() -> Iterator[KernelCase]:
             name=f"{n}:{m} mask, fp32",
             make=tensor(FP32),
             run=run(n, m),
-            offline=(4096, 512 * m),
+            offline=(1024, 128 * m),
             architectures=(80, 90, 100) if m == 8 else ONE,
             bytes=5,
             limits={
