@@ -204,9 +204,12 @@ def load_fours(
         inside = rows_inside[:, None] & (group < groups)[None, :]
         place = data + starts[:, None] + (group * 4)[None, :] * stride
         x0 = tl.load(place, inside, 0)
-        x1 = tl.load(place + stride, inside, 0)
-        x2 = tl.load(place + 2 * stride, inside, 0)
-        x3 = tl.load(place + 3 * stride, inside, 0)
+        place += stride  # three times, for 3·stride may need 64 bits
+        x1 = tl.load(place, inside, 0)
+        place += stride
+        x2 = tl.load(place, inside, 0)
+        place += stride
+        x3 = tl.load(place, inside, 0)
     return widen(x0), widen(x1), widen(x2), widen(x3)
 
 
@@ -228,9 +231,12 @@ def store_fours(
         inside = rows_inside[:, None] & (group < groups)[None, :]
         place = data + starts[:, None] + (group * 4)[None, :] * stride
         tl.store(place, x0, inside)
-        tl.store(place + stride, x1, inside)
-        tl.store(place + 2 * stride, x2, inside)
-        tl.store(place + 3 * stride, x3, inside)
+        place += stride
+        tl.store(place, x1, inside)
+        place += stride
+        tl.store(place, x2, inside)
+        place += stride
+        tl.store(place, x3, inside)
 
 
 @triton.jit

@@ -6,7 +6,6 @@ from parity import DEVICE, DTYPES, assert_same_bits
 
 from sparsepretrain.kernels import geglu, swiglu
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 GATED = [geglu, swiglu]
 # fp32: a few roundings, and |exponent|·2⁻²⁴ from the exponential; else one rounding at the end
 TOLERANCE = {torch.float32: 8e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}

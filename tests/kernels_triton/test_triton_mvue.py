@@ -8,7 +8,6 @@ from parity import DEVICE, DTYPES, assert_same_bits, layouts, nasty
 
 from sparsepretrain.kernels import NoiseKey, mvue, noise_key
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 ESTIMATORS = {"approximate": 2, "exact": 1}
 LAST = 1 - 2.0**-24
 nan, inf = float("nan"), float("inf")

@@ -7,7 +7,6 @@ from parity import DEVICE, assert_same_bits, nasty
 from sparsepretrain import kernels
 from sparsepretrain.kernels import NoiseKey, glu_triton, mvue24_triton, noise_triton, sdgp_triton
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 X = nasty((8, 12), 0, special=False)
 STEP = torch.tensor(3, device=DEVICE)
 NUMBERS = ([None, None, None], [1, 2, 3])
