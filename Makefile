@@ -10,12 +10,13 @@ INSTALLED := $(if $(wildcard $(VENV)/.dev),$(VENV)/.dev,$(VENV)/.user)
 # two busy OpenMP threads per test process on a small machine are slower than one
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: train test lint test-fast test-fault test-slow golden bench figure docs clean
+.PHONY: train test lint test-fast test-triton test-kernels-offline test-fault test-slow golden bench \
+	kernels-offline figure docs clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
 
-test: lint test-fast
+test: lint test-fast test-triton test-kernels-offline
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check --quiet .
@@ -25,6 +26,14 @@ lint: $(VENV)/.dev
 
 test-fast: $(VENV)/.dev
 	$(TEST) -n 2 -m "not fault and not slow"
+
+# the Triton kernels in its interpreter, which cannot share a process with other uses of Triton
+test-triton: $(VENV)/.dev
+	$(TEST) -n 2 tests/kernels_triton
+
+# the same, compiled for sm_80, sm_90 and sm_100 and held to limits; no GPU is needed
+test-kernels-offline: $(VENV)/.dev
+	$(TEST) -n 2 tests/kernels_offline
 
 test-fault: $(VENV)/.dev
 	$(TEST) -m fault
@@ -42,6 +51,11 @@ bench: $(INSTALLED)
 # the tables of the documentation that come from the code and from the measurements
 docs: $(VENV)/.dev
 	$(BIN)/python scripts/generate_docs.py
+
+# the figures that test-kernels-offline holds kernels to, and their table in docs/kernels.md
+kernels-offline: $(INSTALLED)
+	$(BIN)/sparsepretrain bench suite=offline out=benchmarks/kernels_offline.json
+	$(BIN)/python -m sparsepretrain.bench.offline benchmarks/kernels_offline.json docs/kernels.md
 
 # the four methods with equal data order and initial weights, overlaid
 figure: $(INSTALLED)

@@ -6,10 +6,43 @@ import json
 import os
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-SUITES = {"cpu": "sparsepretrain.bench.cpu"}
-"""Name -> module with ``cases(quick) -> list[Case]``."""
+SUITES = {
+    "cpu": "sparsepretrain.bench.cpu",
+    "offline": "sparsepretrain.bench.offline",
+    "kernels": "sparsepretrain.bench.kernels",
+    "linear": "sparsepretrain.bench.linear",
+    "steps": "sparsepretrain.bench.steps",
+}
+"""Name -> module with ``cases(quick) -> list[Result]``.
+
+A module may also have ``details() -> dict``, which goes into the JSON after the cases ran, and
+``draw(result, path)``, which is given a path for a plot.
+"""
+
+
+class Result(Protocol):
+    """One figure of a suite, and what it is held against."""
+
+    @property
+    def name(self) -> str:
+        """What was measured."""
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether the limit is kept; None without one."""
+
+    @property
+    def value_text(self) -> str:
+        """The figure as shown in the table."""
+
+    @property
+    def limit_text(self) -> str:
+        """The limit as shown in the table."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON."""
 
 
 def run(*, suite: str, out: Path | None = None, quick: bool = False) -> dict[str, Any]:
@@ -30,11 +63,13 @@ def run(*, suite: str, out: Path | None = None, quick: bool = False) -> dict[str
     from sparsepretrain.training.hardware import environment
 
     console = Console()
-    cases = import_module(SUITES[suite]).cases(quick)
+    module = import_module(SUITES[suite])
+    cases: list[Result] = module.cases(quick)
     result = {
         "suite": suite,
         "quick": quick,
         "environment": environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        **(module.details() if hasattr(module, "details") else {}),
         "cases": [case.as_dict() for case in cases],
         "within_limits": quick or all(case.ok is not False for case in cases),
     }
@@ -46,7 +81,7 @@ def run(*, suite: str, out: Path | None = None, quick: bool = False) -> dict[str
     rows = [
         (
             c.name,
-            f"{c.value:.3g} {c.unit}",
+            c.value_text,
             c.limit_text,
             "" if quick or c.ok is None else "yes" if c.ok else "NO",
         )
@@ -54,4 +89,6 @@ def run(*, suite: str, out: Path | None = None, quick: bool = False) -> dict[str
     ]
     console.table(f"bench {suite}", rows, header=["case", "value", "limit", "kept"])
     console.info(f"written to {path}")
+    if hasattr(module, "draw"):
+        module.draw(result, path.with_suffix(".png"))
     return result

@@ -31,6 +31,11 @@ class Case:
         return None if self.at_least is None else self.value >= self.at_least
 
     @property
+    def value_text(self) -> str:
+        """The figure as shown in the table."""
+        return f"{self.value:.3g} {self.unit}"
+
+    @property
     def limit_text(self) -> str:
         """The limit as shown in the table."""
         if self.at_most is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sparsepretrain.kernels.fp8 import dequantize_fp8, quantize_fp8
     from sparsepretrain.kernels.glu import geglu, swiglu
     from sparsepretrain.kernels.mvue24 import mvue
-    from sparsepretrain.kernels.nm import nm_mask
+    from sparsepretrain.kernels.nm import nm_mask, nm_prune
     from sparsepretrain.kernels.noise import NoiseKey, noise_key, uniform_noise
     from sparsepretrain.kernels.sdgp import prune_gradient
     from sparsepretrain.kernels.soft import (
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "nm_mask": "nm",
+    "nm_prune": "nm",
     "soft_threshold": "soft",
     "optimal_scale": "soft",
     "l1_scale": "soft",
@@ -61,6 +62,7 @@ __all__ = [
     "masked_decay_",
     "mvue",
     "nm_mask",
+    "nm_prune",
     "noise_key",
     "optimal_scale",
     "pack_24",

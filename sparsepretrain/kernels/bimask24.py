@@ -27,7 +27,7 @@ def bimask_masks(
     Raises:
         ValueError: sizes that do not divide, or a permutation of another length.
     """
-    choose_backend("bimask_masks", backend)
+    choose_backend("bimask_masks", backend, w)
     if permutation.shape != w.shape[:1]:
         length = tuple(permutation.shape)
         raise ValueError(f"bimask_masks: permutation must have {w.shape[0]} entries, got {length}")

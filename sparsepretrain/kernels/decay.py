@@ -32,10 +32,17 @@ def masked_decay_(
     Raises:
         ValueError: shapes differ.
     """
-    choose_backend("masked_decay_", backend)
+    triton = choose_backend("masked_decay_", backend, grad) == "triton"
     if not grad.shape == weight.shape == mask.shape:
         shapes = tuple(grad.shape), tuple(weight.shape), tuple(mask.shape)
         raise ValueError(f"masked_decay_: shapes of grad, weight and mask differ: {shapes}")
+    if triton:
+        from sparsepretrain.kernels import decay_triton
+
+        given = decay if isinstance(decay, Tensor) else None
+        number = 0.0 if isinstance(decay, Tensor) else decay
+        decay_triton.masked_decay_(grad, weight.detach(), mask.bool(), number, given)
+        return grad
     pull = weight.to(torch.promote_types(weight.dtype, torch.float32)).masked_fill(mask.bool(), 0)
     pull.mul_(decay)
     if grad.dtype in (torch.float16, torch.bfloat16):

@@ -24,19 +24,26 @@ def flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None)
     Raises:
         ValueError: shapes differ.
     """
-    choose_backend("flip_count", backend)
     if previous.shape != current.shape:
         shapes = tuple(previous.shape), tuple(current.shape)
         raise ValueError(f"flip_count: shapes differ: {shapes[0]} and {shapes[1]}")
+    if choose_backend("flip_count", backend, current) == "triton":
+        from sparsepretrain.kernels import flips_triton
+
+        return flips_triton.differing_bits(previous.bool(), current.bool())
     return (previous.bool() ^ current.bool()).sum()
 
 
-def packed_flip_count(previous: Tensor, current: Tensor) -> Tensor:
+def packed_flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None) -> Tensor:
     """:func:`flip_count` of two packed masks (:func:`pack_24`), an eighth of the traffic.
 
     Returns:
         0-d int64 tensor.
     """
+    if choose_backend("packed_flip_count", backend, current) == "triton":
+        from sparsepretrain.kernels import flips_triton
+
+        return flips_triton.differing_bits(previous, current)
     return _ones(current.device)[(previous ^ current).int()].sum(dtype=torch.int64)
 
 
@@ -46,7 +53,7 @@ def _ones(device: torch.device) -> Tensor:
     return torch.tensor([i.bit_count() for i in range(256)], dtype=torch.uint8, device=device)
 
 
-def pack_24(mask: Tensor) -> Tensor:
+def pack_24(mask: Tensor, *, backend: str | None = None) -> Tensor:
     """A mask in one bit per element: position i of a group of four is bit i of its nibble.
 
     Groups follow the row-major order of ``mask``, two per byte, the first in the low nibble. Any
@@ -55,6 +62,10 @@ def pack_24(mask: Tensor) -> Tensor:
     Returns:
         uint8 tensor of ceil(numel / 8) bytes.
     """
+    if choose_backend("pack_24", backend, mask) == "triton":
+        from sparsepretrain.kernels import flips_triton
+
+        return flips_triton.pack_24(mask.bool())
     bits = mask.bool().flatten()
     if bits.numel() % 8 or bits.storage_offset() % 8:  # a copy: words must be aligned
         bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).clone()
@@ -63,7 +74,7 @@ def pack_24(mask: Tensor) -> Tensor:
     return ((words * 0x0102040810204080) >> 56).bitwise_and_(255).to(torch.uint8)
 
 
-def unpack_24(code: Tensor, shape: Sequence[int]) -> Tensor:
+def unpack_24(code: Tensor, shape: Sequence[int], *, backend: str | None = None) -> Tensor:
     """The bool mask of ``shape`` that :func:`pack_24` made ``code`` from.
 
     Raises:
@@ -72,6 +83,10 @@ def unpack_24(code: Tensor, shape: Sequence[int]) -> Tensor:
     count = math.prod(shape)
     if code.numel() != -(-count // 8):
         raise ValueError(f"unpack_24: {code.numel()} bytes cannot hold a mask of {tuple(shape)}")
+    if choose_backend("unpack_24", backend, code) == "triton":
+        from sparsepretrain.kernels import flips_triton
+
+        return flips_triton.unpack_24(code, list(shape))
     shifts = torch.arange(8, dtype=torch.uint8, device=code.device)
     bits = (code.unsqueeze(-1) >> shifts).bitwise_and_(1)
     return bits.flatten()[:count].bool().reshape(tuple(shape))

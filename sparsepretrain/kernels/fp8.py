@@ -28,9 +28,13 @@ def quantize_fp8(x: Tensor, format: str, *, backend: str | None = None) -> tuple
     Raises:
         ValueError: unknown format.
     """
-    choose_backend("quantize_fp8", backend)
+    triton = choose_backend("quantize_fp8", backend, x) == "triton"
     if format not in FORMATS:
         raise ValueError(f"quantize_fp8: format must be 'e4m3' or 'e5m2', got {format!r}")
+    if triton:
+        from sparsepretrain.kernels import fp8_triton
+
+        return fp8_triton.quantize_fp8(x.detach(), format)
     dtype = FORMATS[format]
     largest = torch.finfo(dtype).max
     wide = x.float()
@@ -44,5 +48,8 @@ def quantize_fp8(x: Tensor, format: str, *, backend: str | None = None) -> tuple
 @torch.no_grad()
 def dequantize_fp8(q: Tensor, scale: Tensor, *, backend: str | None = None) -> Tensor:
     """Return q / scale in fp32, shape of ``q``; inverts :func:`quantize_fp8` up to rounding."""
-    choose_backend("dequantize_fp8", backend)
+    if choose_backend("dequantize_fp8", backend, scale) == "triton":
+        from sparsepretrain.kernels import fp8_triton
+
+        return fp8_triton.dequantize_fp8(q, scale)
     return q.float() / scale

@@ -21,19 +21,25 @@ def geglu(x: Tensor, *, backend: str | None = None) -> Tensor:
     Raises:
         ValueError: the last axis is odd.
     """
-    value, gate = _halves("geglu", x, backend)
+    if _triton("geglu", x, backend):
+        from sparsepretrain.kernels import glu_triton
+
+        return glu_triton.gated(x, True)
+    value, gate = x.chunk(2, dim=-1)
     return value * F.gelu(gate, approximate="tanh")
 
 
 def swiglu(x: Tensor, *, backend: str | None = None) -> Tensor:
     """SwiGLU: value · silu(gate) of x = (…, value ‖ gate); as :func:`geglu` otherwise."""
-    value, gate = _halves("swiglu", x, backend)
+    if _triton("swiglu", x, backend):
+        from sparsepretrain.kernels import glu_triton
+
+        return glu_triton.gated(x, False)
+    value, gate = x.chunk(2, dim=-1)
     return value * F.silu(gate)
 
 
-def _halves(name: str, x: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
-    choose_backend(name, backend)
+def _triton(name: str, x: Tensor, backend: str | None) -> bool:
     if x.dim() == 0 or x.shape[-1] % 2:
         raise ValueError(f"{name}: the last axis must be even, got shape {tuple(x.shape)}")
-    value, gate = x.chunk(2, dim=-1)
-    return value, gate
+    return choose_backend(name, backend, x) == "triton"

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8)
+"""What the Triton kernels take; masks and packed codes among them."""
 CHUNK = 24_000
 """Elements per temporary on the CPU, so that a chain of operations stays in the L2 cache."""
 
 
-def choose_backend(name: str, backend: str | None) -> str:
-    """The backend that runs ``name``; only ``reference`` exists so far.
+def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
+    """The backend that runs the operation ``name`` on ``x``: ``reference`` or ``triton``.
+
+    None means triton for CUDA tensors of a type that the kernels compute (fp32, fp16, bf16) and
+    the reference for everything else: the CPU and fp64. A backend that was asked for by name is
+    used or refused, never replaced.
 
     Raises:
-        ValueError: an unknown backend, or one this operation does not have. There is no fallback.
+        ValueError: an unknown backend, or one that cannot run here.
     """
-    if backend in (None, "reference"):
-        return "reference"
+    if backend not in (None, "reference", "triton"):
+        raise ValueError(f"{name}: unknown backend {backend!r}; use 'reference', 'triton' or None")
+    if backend is None:
+        return "triton" if x.is_cuda and x.dtype in TRITON_DTYPES else "reference"
     if backend == "triton":
-        raise ValueError(f"{name}: there is no triton kernel yet; use backend='reference' or None")
-    raise ValueError(f"{name}: unknown backend {backend!r}; use 'reference', 'triton' or None")
+        if x.dtype not in TRITON_DTYPES:
+            raise ValueError(f"{name}: backend='triton' has no {x.dtype} kernel; use 'reference'")
+        if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                f"{name}: backend='triton' needs a CUDA tensor, got one on {x.device} "
+                "(TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+            )
+    return backend
 
 
 def check_pattern(name: str, x: Tensor, n: int, m: int, dim: int) -> None:

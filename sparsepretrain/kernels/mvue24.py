@@ -55,12 +55,17 @@ def mvue(
     Raises:
         ValueError: unknown estimator, neither or both of uniforms and key, wrong uniforms shape.
     """
-    choose_backend("mvue", backend)
+    triton = choose_backend("mvue", backend, x) == "triton"
     if estimator not in ("approximate", "exact"):
         raise ValueError(f"mvue: estimator must be 'approximate' or 'exact', got {estimator!r}")
     if (uniforms is None) == (key is None):
         raise ValueError("mvue: give either uniforms or key")
     draws = 2 if estimator == "approximate" else 1
+    _check_draws(x, dim, draws, uniforms)
+    if triton:
+        from sparsepretrain.kernels import mvue24_triton
+
+        return mvue24_triton.sample(x.detach(), dim, estimator == "exact", uniforms, key)
     estimate = _approximate if estimator == "approximate" else _exact
     x = x.detach()
     wide = x if x.dtype == torch.float64 else x.float()
@@ -73,9 +78,6 @@ def mvue(
     four = rows.view(groups, 4, features)
     given = None  # bound in either case: compiled graphs cannot hold an empty cell
     if uniforms is not None:
-        if uniforms.shape != (*rest, groups, draws):
-            wanted, got = (*rest, groups, draws), tuple(uniforms.shape)
-            raise ValueError(f"mvue: uniforms must have shape {wanted}, got {got}")
         given = uniforms.detach().reshape(features, groups, draws).to(wide.dtype).permute(2, 1, 0)
     stream = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key or 0)
     out = torch.empty_like(four, memory_format=torch.contiguous_format)
@@ -98,6 +100,15 @@ def mvue(
         in_chunks(sample, groups, features, x.device)
     pruned = out.view(groups * 4, features)[:length]
     return pruned.view(length, *rest).movedim(0, dim).to(x.dtype)
+
+
+def _check_draws(x: Tensor, dim: int, draws: int, uniforms: Tensor | None) -> None:
+    rest = list(x.shape)
+    groups = -(-rest.pop(dim) // 4)
+    wanted = (*rest, groups, draws)
+    if uniforms is not None and uniforms.shape != wanted:
+        got = tuple(uniforms.shape)
+        raise ValueError(f"mvue: uniforms must have shape {wanted}, got {got}")
 
 
 def _normalise(xp: Any, x: Sequence[Array]) -> tuple[list[Array], Array, Array]:

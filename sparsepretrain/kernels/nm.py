@@ -45,12 +45,14 @@ def nm_mask(
     Raises:
         ValueError: impossible pattern, axis not a multiple of M, unknown option.
     """
-    choose_backend("nm_mask", backend)
-    check_pattern("nm_mask", x, n, m, dim)
-    if ties not in ("high", "low"):
-        raise ValueError(f"nm_mask: ties must be 'high' or 'low', got {ties!r}")
+    triton = choose_backend("nm_mask", backend, x) == "triton"
+    _check("nm_mask", x, n, m, dim, ties)
     if n == m:
         return torch.ones(x.shape, dtype=torch.bool, device=x.device)
+    if triton:
+        from sparsepretrain.kernels import nm_triton
+
+        return nm_triton.nm_mask(x.detach(), n, m, dim, ties == "low")
     keys = split_groups(_magnitude_bits(x), m, dim)
     if ties == "low":
         keys.reverse()
@@ -58,6 +60,35 @@ def nm_mask(
     if ties == "low":
         kept.reverse()
     return join_groups(kept, dim)
+
+
+def nm_prune(
+    x: Tensor,
+    n: int = 2,
+    m: int = 4,
+    *,
+    dim: int = -1,
+    ties: str = "high",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(``x`` where :func:`nm_mask` keeps it and +0.0 elsewhere, that mask), in one pass on a GPU.
+
+    Arguments and errors are those of :func:`nm_mask`.
+    """
+    triton = choose_backend("nm_prune", backend, x) == "triton"
+    _check("nm_prune", x, n, m, dim, ties)
+    if n == m or not triton:
+        mask = nm_mask(x, n, m, dim=dim, ties=ties, backend=backend)
+        return x.detach().masked_fill(~mask, 0), mask
+    from sparsepretrain.kernels import nm_triton
+
+    return nm_triton.nm_prune(x.detach(), n, m, dim, ties == "low")
+
+
+def _check(name: str, x: Tensor, n: int, m: int, dim: int, ties: str) -> None:
+    check_pattern(name, x, n, m, dim)
+    if ties not in ("high", "low"):
+        raise ValueError(f"{name}: ties must be 'high' or 'low', got {ties!r}")
 
 
 def _magnitude_bits(x: Tensor) -> Tensor:

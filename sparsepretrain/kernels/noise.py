@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import array_module
+from sparsepretrain.kernels.groups import array_module, choose_backend
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -55,12 +55,24 @@ def noise_key(seed: int, step: Any, layer: int, product: int, offset: Any = 0) -
         product: 0 fprop, 1 dgrad, 2 wgrad.
         offset: global index of this micro-batch's first token group.
     """
+    if isinstance(step, Tensor) and step.is_cuda and not torch.compiler.is_compiling():
+        from sparsepretrain.kernels import noise_triton
+
+        k0, k1 = noise_triton.noise_key(step, seed, layer, product).unbind()
+        return NoiseKey(k0, k1, offset)
+    # a compiler fuses these into one kernel
     k0, k1, _, _ = philox((step & _LOW, layer, product, step >> 32), (seed & _LOW, seed >> 32))
     return NoiseKey(k0, k1, offset)
 
 
 def uniform_noise(
-    key: NoiseKey | int, groups: int, features: int, words: int, device: torch.device | None = None
+    key: NoiseKey | int,
+    groups: int,
+    features: int,
+    words: int,
+    device: torch.device | None = None,
+    *,
+    backend: str | None = None,
 ) -> list[Tensor]:
     """Uniforms in [0, 1) on the 2⁻²⁴ grid, one block per (token group, feature).
 
@@ -69,12 +81,18 @@ def uniform_noise(
         groups, features: size of the grid; the counter is (offset + group, feature, 0, 0).
         words: how many of the two first words of each block are wanted, 1 or 2.
         device: where to compute.
+        backend: None, ``"reference"`` or ``"triton"``.
 
     Returns:
         ``words`` fp32 tensors of shape (groups, features).
     """
     key = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
-    device = device or torch.device("cpu")
+    device = torch.device(device or "cpu")
+    if choose_backend("uniform_noise", backend, torch.empty(0, device=device)) == "triton":
+        from sparsepretrain.kernels import noise_triton
+
+        parts = noise_triton.key_parts(key, device)
+        return list(noise_triton.uniform_noise(*parts, groups, features, words, device).unbind())
     return [torch.as_tensor(word) for word in draw(key, groups, features, words, device)]
 
 

@@ -53,56 +53,65 @@ def prune_gradient(
     Raises:
         ValueError: unknown option, impossible pattern, ``random`` without draws.
     """
-    choose_backend("prune_gradient", backend)
+    triton = choose_backend("prune_gradient", backend, g) == "triton"
     check_pattern("prune_gradient", g, n, m, dim)
     if variant == "random":
-        draws = _draws(g, dim, uniforms, key)
-        kept = g.masked_fill(~nm_mask(draws, n, m, dim=dim), 0)
+        _check_draws(g, uniforms, key)
+        if triton and key is not None:
+            from sparsepretrain.kernels import sdgp_triton
+
+            return sdgp_triton.prune(g, n, m, dim, key, m / n if rescale else 1.0)
+        draws = _draw(g, dim, key, backend) if uniforms is None else uniforms
+        kept = g.masked_fill(~nm_mask(draws, n, m, dim=dim, backend=backend), 0)
         return kept * (m / n) if rescale else kept
     if variant not in ("magnitude", "rescaled"):
         raise ValueError(
             f"prune_gradient: variant must be magnitude, random or rescaled, got {variant!r}"
         )
-    kept = g.masked_fill(~nm_mask(g, n, m, dim=dim, ties="low"), 0)
+    if triton:
+        from sparsepretrain.kernels import sdgp_triton
+
+        kept = sdgp_triton.prune(g, n, m, dim)
+    else:
+        kept = g.masked_fill(~nm_mask(g, n, m, dim=dim, ties="low", backend=backend), 0)
     return kept if variant == "magnitude" else _match_norm(g, kept, m, scope, dim, epsilon)
 
 
-def _draws(g: Tensor, dim: int, uniforms: Tensor | None, key: NoiseKey | int | None) -> Tensor:
+def _check_draws(g: Tensor, uniforms: Tensor | None, key: NoiseKey | int | None) -> None:
     if (uniforms is None) == (key is None):
         raise ValueError("prune_gradient: variant random needs either uniforms or key")
-    if uniforms is not None:
-        if uniforms.shape != g.shape:
-            raise ValueError(
-                f"prune_gradient: uniforms must have the shape of g {tuple(g.shape)}, "
-                f"got {tuple(uniforms.shape)}"
-            )
-        return uniforms
-    assert key is not None
+    if uniforms is not None and uniforms.shape != g.shape:
+        raise ValueError(
+            f"prune_gradient: uniforms must have the shape of g {tuple(g.shape)}, "
+            f"got {tuple(uniforms.shape)}"
+        )
+
+
+def _draw(g: Tensor, dim: int, key: NoiseKey | int | None, backend: str | None) -> Tensor:
     last = g.movedim(dim, -1)
     rows = last.numel() // max(last.shape[-1], 1)
-    grid = uniform_noise(key, rows, last.shape[-1], 1, g.device)[0]
+    grid = uniform_noise(key or 0, rows, last.shape[-1], 1, g.device, backend=backend)[0]
     return grid.view(last.shape).movedim(-1, dim)
 
 
 def _match_norm(g: Tensor, kept: Tensor, m: int, scope: str, dim: int, epsilon: float) -> Tensor:
-    """``kept`` with the L1 norm of ``g`` in every part of ``scope``."""
+    """``kept``, in place, with the L1 norm of ``g`` in every part of ``scope``."""
     dim %= g.dim()
     wide = torch.promote_types(g.dtype, torch.float32)
-    before, after = g.abs().to(wide), kept.abs().to(wide)
+    scaled = kept
     if scope == "channel":
         axes = [0] if g.dim() == 2 and dim == 1 else [a for a in range(1, g.dim()) if a != dim]
     elif scope == "group":
-        before = before.unflatten(dim, (-1, m))
-        after = after.unflatten(dim, (-1, m))
+        g, scaled = g.unflatten(dim, (-1, m)), kept.unflatten(dim, (-1, m))
         axes = [dim + 1]
     elif scope == "tensor":
         axes = list(range(g.dim()))
     else:
         raise ValueError(f"prune_gradient: scope must be channel, group or tensor, got {scope!r}")
+    before, after = g.abs(), scaled.abs()
     if axes:
-        before, after = before.sum(axes, keepdim=True), after.sum(axes, keepdim=True)
+        before = before.sum(axes, keepdim=True, dtype=wide)
+        after = after.sum(axes, keepdim=True, dtype=wide)
     # nothing kept means nothing to rescale: the factor is 1, not 0/0
-    factor = torch.where(after == 0, 1.0, before / (after + epsilon))
-    if scope == "group":
-        return (kept.to(wide).unflatten(dim, (-1, m)) * factor).flatten(dim, dim + 1).to(g.dtype)
-    return (kept.to(wide) * factor).to(g.dtype)
+    scaled *= torch.where(after == 0, 1.0, before.to(wide) / (after.to(wide) + epsilon))
+    return kept

@@ -22,6 +22,8 @@ def soft_threshold(
     *,
     gamma: float = 0.0,
     dim: int = -1,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """S(x) = sign(x)·max(|x| - t, 0) per group of M, with at most N non-zeros.
@@ -36,21 +38,28 @@ def soft_threshold(
         n, m: the pattern, 1 ≤ n ≤ m (n = m returns x).
         gamma: position of the threshold, 0 ≤ gamma ≤ 1.
         dim: axis of the groups; its size must be a multiple of ``m``.
+        scale: β, a 0-d fp32 tensor that S(x) is multiplied by; None: 1.
+        dtype: of the result, rounded once at the end; None: that of ``x``.
         backend: None, ``"reference"`` or ``"triton"``.
 
     Returns:
-        tensor of the shape and dtype of ``x``; arithmetic is fp32 (fp64 for fp64).
+        β·S(x), a tensor of the shape of ``x``; arithmetic is fp32 (fp64 for fp64).
 
     Raises:
         ValueError: impossible pattern, axis not a multiple of M, gamma outside [0, 1].
     """
-    choose_backend("soft_threshold", backend)
+    triton = choose_backend("soft_threshold", backend, x) == "triton"
     check_pattern("soft_threshold", x, n, m, dim)
     if not 0.0 <= gamma <= 1.0:
         raise ValueError(f"soft_threshold: gamma must lie in [0, 1], got {gamma}")
     x = x.detach()
+    dtype = dtype or x.dtype
     if n == m:
-        return x.clone()
+        return (x.clone() if scale is None else _wide(x) * scale).to(dtype)
+    if triton:
+        from sparsepretrain.kernels import soft_triton
+
+        return soft_triton.soft_threshold(x, n, m, gamma, dim, scale, dtype)
     values = split_groups(_wide(x), m, dim)
     magnitudes = [v.abs() for v in values]
     dropped, kept = _boundary(magnitudes, n)
@@ -63,7 +72,8 @@ def soft_threshold(
         t = (1.0 - gamma) * dropped.clamp(max=most) + gamma * kept.clamp(max=most)
         t = torch.maximum(t, dropped)
     parts = [_shrink(v, a, t) for v, a in zip(values, magnitudes, strict=True)]
-    return join_groups(parts, dim).to(x.dtype)
+    result = join_groups(parts, dim)
+    return (result if scale is None else result.mul_(scale)).to(dtype)
 
 
 def _shrink(value: Tensor, magnitude: Tensor, t: Tensor) -> Tensor:

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from sparsepretrain.kernels.groups import choose_backend
 
-_ROWS = list(itertools.combinations(range(4), 2))
+ROW_PAIRS = list(itertools.combinations(range(4), 2))
 """The six ways to keep two of four, as column pairs."""
+PATTERNS = [
+    choice
+    for choice in itertools.product(range(6), repeat=4)
+    if all(sum(column in ROW_PAIRS[row] for row in choice) == 2 for column in range(4))
+]
+"""The 90 masks as indices into ROW_PAIRS, row by row; in descending order of row-major bits."""
 
 
 def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
@@ -31,10 +37,14 @@ def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
     Raises:
         ValueError: not two-dimensional, or a size that is not a multiple of 4.
     """
-    choose_backend("transposable_mask", backend)
+    triton = choose_backend("transposable_mask", backend, w) == "triton"
     if w.dim() != 2 or w.shape[0] % 4 or w.shape[1] % 4:
         size = tuple(w.shape)
         raise ValueError(f"transposable_mask: both sizes must be multiples of 4, got {size}")
+    if triton:
+        from sparsepretrain.kernels import transposable_triton
+
+        return transposable_triton.transposable_mask(w.detach())
     rows, columns = w.shape[0] // 4, w.shape[1] // 4
     magnitude = w.detach().float().abs().nan_to_num(nan=torch.inf)
     blocks = magnitude.view(rows, 4, columns, 4).permute(0, 2, 1, 3).reshape(-1, 4, 4)
@@ -43,7 +53,7 @@ def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
     huge = (blocks > most / 16).any(-1).any(-1)[:, None, None]
     blocks = torch.where(huge, blocks.clamp(max=most) / 16, blocks)
     top, bottom, bits = _patterns(w.device)
-    pairs = torch.stack([blocks[:, :, i] + blocks[:, :, j] for i, j in _ROWS], -1)
+    pairs = torch.stack([blocks[:, :, i] + blocks[:, :, j] for i, j in ROW_PAIRS], -1)
     upper = (pairs[:, 0, :, None] + pairs[:, 1, None, :]).flatten(1)
     lower = (pairs[:, 2, :, None] + pairs[:, 3, None, :]).flatten(1)
     best = (upper[:, top] + lower[:, bottom]).argmax(-1)  # argmax returns the first of equals
@@ -53,15 +63,10 @@ def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _patterns(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices of the upper and lower row pairs, and the (90, 16) bits, in descending order."""
-    found = []
-    for choice in itertools.product(range(6), repeat=4):
-        bits = [column in _ROWS[row] for row in choice for column in range(4)]
-        if all(sum(bits[column::4]) == 2 for column in range(4)):
-            found.append((bits, choice[0] * 6 + choice[1], choice[2] * 6 + choice[3]))
-    found.sort(reverse=True)
+    """Indices of the upper and lower row pairs, and the (90, 16) bits, in the order of PATTERNS."""
+    bits = [[column in ROW_PAIRS[row] for row in p for column in range(4)] for p in PATTERNS]
     return (
-        torch.tensor([top for _, top, _ in found], device=device),
-        torch.tensor([bottom for _, _, bottom in found], device=device),
-        torch.tensor([bits for bits, _, _ in found], device=device),
+        torch.tensor([p[0] * 6 + p[1] for p in PATTERNS], device=device),
+        torch.tensor([p[2] * 6 + p[3] for p in PATTERNS], device=device),
+        torch.tensor(bits, device=device),
     )

@@ -278,7 +278,7 @@ def test_uses_no_global_generator():
         ({"key": 0, "uniforms": torch.zeros(2, 2, 2)}, "either uniforms or key"),
         ({"uniforms": torch.zeros(2, 2, 1)}, "uniforms must have shape"),
         ({"uniforms": torch.zeros(2, 2, 2), "estimator": "exact"}, "uniforms must have shape"),
-        ({"key": 0, "backend": "triton"}, "no triton kernel"),
+        ({"key": 0, "backend": "triton"}, "needs a CUDA tensor"),
     ],
 )
 def test_refusals(options, words):

@@ -9,7 +9,7 @@ from golden_vectors import load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsepretrain.kernels import nm_mask
+from sparsepretrain.kernels import nm_mask, nm_prune
 
 PATTERNS = [(1, 4), (2, 4), (3, 4), (2, 8), (4, 8), (1, 16), (16, 32), (1, 1), (4, 4), (5, 7)]
 nan, inf = float("nan"), float("inf")
@@ -120,10 +120,21 @@ def test_bfloat16_scores_change_masks():
         ((4,), {"n": 5}, "1 ≤ N ≤ M"),
         ((4,), {"n": -1, "m": -4}, "1 ≤ N ≤ M"),
         ((4,), {"ties": "random"}, "ties must be"),
-        ((4,), {"backend": "triton"}, "no triton kernel"),
+        ((4,), {"backend": "triton"}, "needs a CUDA tensor"),
         ((4,), {"backend": "cuda"}, "unknown backend 'cuda'"),
     ],
 )
 def test_refusals(shape, options, words):
     with pytest.raises(ValueError, match=words):
         nm_mask(torch.zeros(shape), **options)
+
+
+@pytest.mark.parametrize("ties", ["high", "low"])
+def test_pruned_and_mask_belong_together(ties):
+    x = torch.tensor([[-0.0, 1.0, -1.0, 1.0], [float("nan"), 3.0, -2.0, -0.0]])
+    pruned, mask = nm_prune(x, ties=ties)
+    assert torch.equal(mask, nm_mask(x, ties=ties))
+    assert torch.equal(pruned[mask].nan_to_num(9.0), x[mask].nan_to_num(9.0))
+    assert not pruned[~mask].any() and not pruned[~mask].signbit().any()
+    with pytest.raises(ValueError, match="nm_prune: axis"):
+        nm_prune(x[:, :3])

@@ -1,0 +1,265 @@
+"""What the compiler makes of a kernel, read without a GPU: registers, spills, instructions.
+
+A launch is recorded with everything the launcher chose (tile, constants, warps), compiled for a
+named architecture by Triton's own compiler and read back with the disassembler of its wheel. No
+driver is involved, so the numbers are facts about the machine code, not about time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One kernel launch as the launcher asked for it."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    signature: dict[str, str]
+    """Parameter -> Triton type, ``constexpr`` where the value is part of the machine code."""
+    constants: dict[tuple[int], Any]
+    attributes: dict[tuple[int], list[list[Any]]]
+    """Arguments known to be multiples of 16: pointers above all."""
+    options: dict[str, Any]
+    """Compiler options: warps, stages, fusion."""
+
+    @property
+    def name(self) -> str:
+        """Module (without ``_triton``) and name of the kernel."""
+        return kernel_name(self.kernel)
+
+    @property
+    def programs(self) -> int:
+        """Size of the grid."""
+        count = 1
+        for extent in self.grid:
+            count *= extent
+        return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What stands in the machine code of one kernel."""
+
+    registers: int
+    """Per thread."""
+    stack: int
+    """Bytes per thread, where spilled registers would lie."""
+    shared: int
+    """Bytes per program, static and dynamic."""
+    threads: int
+    """Per program."""
+    opcodes: list[str] = field(repr=False)
+    """Opcode with modifiers of every instruction that does something."""
+    loops: int
+    """Backward branches: the static count then says less than what is executed."""
+
+    @cached_property
+    def spills(self) -> int:
+        """Loads and stores of local memory."""
+        return self._count(r"(LDL|STL)\b")
+
+    @cached_property
+    def loads(self) -> int:
+        """Loads from global memory."""
+        return self._count(r"LDG\b")
+
+    @cached_property
+    def wide_loads(self) -> int:
+        """Those of 128 bits or more per thread."""
+        return self._count(r"LDG\b.*\.(128|256|ENL2)")
+
+    @property
+    def instructions(self) -> int:
+        """Instructions per thread, loops counted once."""
+        return len(self.opcodes)
+
+    def _count(self, pattern: str) -> int:
+        return sum(re.match(pattern, opcode) is not None for opcode in self.opcodes)
+
+
+def kernel_name(kernel: Any) -> str:
+    """``soft._soft_24`` for the kernel ``_soft_24`` of ``soft_triton``."""
+    module = kernel.__module__.rpartition(".")[2].removesuffix("_triton")
+    return f"{module}.{kernel.__name__}"
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collect launches instead of launching: tensors may lie on the CPU and are not touched.
+
+    The launcher's own Python runs as ever, so tiles and constants are those of a real run.
+    """
+    launches: list[Launch] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        launches.append(_specialise(kernel, args, keywords, grid))
+
+    # The variable makes dispatch accept CPU tensors; kernels were defined before, so that nothing
+    # is interpreted.
+    with patch.dict(os.environ, TRITON_INTERPRET="1"), patch.object(JITFunction, "run", run):
+        yield launches
+
+
+def _specialise(kernel: Any, args: tuple[Any, ...], keywords: Any, grid: Any) -> Launch:
+    """Types, constants and alignments, by the rules of Triton's launcher."""
+    names = kernel.arg_names
+    options = {key: value for key, value in keywords.items() if key not in names}
+    given = dict(zip(names, args, strict=False))
+    given |= {key: value for key, value in keywords.items() if key in names}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        value = given.get(name, parameter.default)
+        fixed = parameter.do_not_specialize
+        is_one = isinstance(value, int) and not isinstance(value, bool) and value == 1
+        if parameter.is_constexpr or value is None or (is_one and not fixed):
+            signature[name] = "constexpr"
+            constants[(index,)] = value
+            continue
+        signature[name] = _type_of(value)
+        if _multiple_of_16(value) and not (fixed or parameter.do_not_specialize_on_alignment):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    extent = grid(given) if callable(grid) else grid
+    return Launch(
+        kernel=kernel,
+        grid=tuple(extent) if isinstance(extent, (tuple, list)) else (extent,),
+        signature=signature,
+        constants=constants,
+        attributes=attributes,
+        options=options,
+    )
+
+
+def _multiple_of_16(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.data_ptr() % 16 == 0
+    return isinstance(value, int) and not isinstance(value, bool) and value % 16 == 0
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "*" + _TYPES[value.dtype]
+    if isinstance(value, bool):
+        return "u1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
+    if isinstance(value, float):
+        return "fp32"
+    raise TypeError(f"a kernel argument of type {type(value).__name__}")
+
+
+def compile_launch(launch: Launch, capability: int) -> Facts:
+    """Compile for ``capability`` (80, 90, 100) and read the machine code.
+
+    Raises:
+        Exception: Triton's, where the architecture cannot run the kernel (fp8 e4m3 before 89).
+    """
+    source = ASTSource(
+        fn=launch.kernel,
+        signature=launch.signature,
+        constexprs=launch.constants,
+        attrs=launch.attributes,
+    )
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options=launch.options)
+    return read_cubin(
+        compiled.asm["cubin"], compiled.metadata.num_warps * 32, compiled.metadata.shared
+    )
+
+
+def read_cubin(cubin: bytes, threads: int, shared: int) -> Facts:
+    """Facts of a cubin with one kernel, by cuobjdump (``-res-usage``) and nvdisasm."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        listing = _tool("nvdisasm", "-c", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    if found is None:
+        raise ValueError(f"cuobjdump printed no resource usage: {usage[:200]!r}")
+    registers, stack, static, local = map(int, found.groups())
+    opcodes, loops = read_listing(listing)
+    return Facts(
+        registers=registers,
+        stack=stack + local,
+        shared=max(shared, static),
+        threads=threads,
+        opcodes=opcodes,
+        loops=loops,
+    )
+
+
+def read_listing(listing: str) -> tuple[list[str], int]:
+    """(opcodes without NOP, number of backward branches) of nvdisasm's text.
+
+    Every kernel ends in a branch to itself, behind its EXIT: neither an instruction that runs nor
+    a loop.
+    """
+    opcodes: list[str] = []
+    loops = 0
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if label := re.match(r"\s*(\.L_\S+):", line):
+            labels[label[1]] = len(opcodes)
+        instruction = re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", line)
+        if instruction is None or instruction[1].startswith("NOP"):
+            continue
+        branch = re.search(r"\bBRA\S*\s.*?`?\(?(\.L_\w+)", line)
+        if branch and branch[1] in labels:
+            if labels[branch[1]] == len(opcodes):
+                continue
+            loops += 1
+        opcodes.append(instruction[1])
+    return opcodes, loops
+
+
+def _tool(name: str, *args: str) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([path, *args], capture_output=True, text=True, check=True).stdout
+
+
+def versions() -> dict[str, str]:
+    """Triton and the assemblers of its wheel, which decide the figures."""
+    result = {"triton": triton.__version__}
+    for name in ("ptxas", "ptxas-blackwell"):
+        try:
+            found = re.search(r"release [\d.]+, V([\d.]+)", _tool(name, "--version"))
+        except OSError:  # only Triton from 3.4 on has two
+            continue
+        result[name] = found[1] if found else "?"
+    return result

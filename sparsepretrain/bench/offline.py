@@ -1,0 +1,238 @@
+"""What every kernel compiles to, on a machine without a GPU: facts about machine code, no times.
+
+``sparsepretrain bench suite=offline out=benchmarks/kernels_offline.json`` measures; then
+``python -m sparsepretrain.bench.offline benchmarks/kernels_offline.json docs/kernels.md`` renews
+the table of the page.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import json
+import math
+import pkgutil
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.jit import JITFunction
+
+from sparsepretrain import kernels
+from sparsepretrain.bench.assembly import (
+    Facts,
+    Launch,
+    compile_launch,
+    kernel_name,
+    recording,
+    versions,
+)
+from sparsepretrain.bench.kernel_case import KernelCase, Limit
+from sparsepretrain.bench.kernel_cases import kernel_cases
+
+MARKERS = ("<!-- generated: make kernels-offline -->", "<!-- end -->")
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One kernel of one case on one architecture."""
+
+    case: str
+    kernel: str
+    architecture: str
+    registers: int = 0
+    spills: int = 0
+    """Loads and stores of spilled registers, and bytes of stack: nothing may spill."""
+    shared: int = 0
+    """Bytes per program."""
+    loads: int = 0
+    wide_loads: int = 0
+    """Loads of 128 bits."""
+    instructions: float = 0.0
+    """Per element of the case, loops counted once."""
+    loops: int = 0
+    limit: dict[str, float] | None = None
+    refused: str | None = None
+    """Why the architecture cannot run the kernel."""
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Case, kernel and architecture."""
+        return f"{self.case} · {self.kernel} · {self.architecture}"
+
+    @property
+    def ok(self) -> bool:
+        """Nothing spills, limits are kept, and refusals are the expected ones."""
+        return not self.problems
+
+    @property
+    def value_text(self) -> str:
+        """For the table."""
+        if self.refused:
+            return "refused"
+        wide = f"{self.wide_loads}/{self.loads}"
+        return f"{self.registers} regs, {wide} wide loads, {self.instructions:.2f} instr/element"
+
+    @property
+    def limit_text(self) -> str:
+        """For the table."""
+        if self.limit is None:
+            return ""
+        return f"≤ {self.limit['registers']:g} regs, ≤ {self.limit['instructions']:g} instr"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON."""
+        return {**dataclasses.asdict(self), "ok": self.ok}
+
+
+def cases(quick: bool) -> list[Row]:
+    """All rows; ``quick``: of the first case only."""
+    chosen = kernel_cases()[:1] if quick else kernel_cases()
+    rows = [row for case in chosen for cc in case.architectures for row in examine(case, cc)]
+    if not quick:
+        rows += [
+            Row(case="", kernel=name, architecture="", problems=["no case launches this kernel"])
+            for name in sorted(entry_kernels() - {row.kernel for row in rows})
+        ]
+    return rows
+
+
+def details() -> dict[str, Any]:
+    """Goes into the JSON: what the figures depend on."""
+    return {"compilers": versions()}
+
+
+def examine(case: KernelCase, capability: int) -> list[Row]:
+    """Compile what the case launches for one architecture and hold it against the limits."""
+    rows = [_row(case, launch, capability) for launch in launches(case)]
+    if capability in case.refused and not any(row.refused for row in rows):
+        rows[-1].problems.append("compiles, although the registry says that it cannot")
+    return rows
+
+
+def launches(case: KernelCase) -> list[Launch]:
+    """Different kernels that the case launches, in order."""
+    entry_kernels()  # imports and defines every kernel before launches are recorded
+    inputs = case.make(case.offline, torch.device("cpu"))
+    with recording() as recorded:
+        case.run("triton", *inputs)
+    return list({launch.name: launch for launch in reversed(recorded)}.values())[::-1]
+
+
+def _row(case: KernelCase, launch: Launch, capability: int) -> Row:
+    row = Row(case=case.name, kernel=launch.name, architecture=f"sm_{capability}")
+    limit = case.limits.get(launch.name)
+    try:
+        facts = compile_launch(launch, capability)
+    except CompilationError as error:
+        row.refused = " ".join(str(error.__cause__ or error).split())[-160:]
+        if capability not in case.refused:
+            row.problems.append(f"does not compile: {row.refused}")
+        return row
+    row.registers, row.shared, row.loops = facts.registers, facts.shared, facts.loops
+    row.spills = facts.spills + facts.stack
+    row.loads, row.wide_loads = facts.loads, facts.wide_loads
+    executed = facts.instructions * facts.threads * launch.programs
+    row.instructions = round(executed / math.prod(case.offline), 3)
+    row.limit = None if limit is None else dataclasses.asdict(limit)
+    row.problems += _problems(row, facts, limit)
+    return row
+
+
+def _problems(row: Row, facts: Facts, limit: Limit | None) -> list[str]:
+    found = []
+    if row.spills:
+        found.append(f"spills: {facts.spills} local loads and stores, {facts.stack} B of stack")
+    if limit is None:
+        return [*found, f"launches {row.kernel}, for which the case declares no limit"]
+    if row.registers > limit.registers:
+        found.append(f"{row.registers} registers > {limit.registers}")
+    if row.instructions > limit.instructions:
+        found.append(f"{row.instructions} instructions per element > {limit.instructions}")
+    if row.wide_loads < limit.wide_loads:
+        found.append(f"{row.wide_loads} loads of 128 bits < {limit.wide_loads}")
+    return found
+
+
+def entry_kernels() -> set[str]:
+    """Kernels that are launched: those of ``kernels/*_triton.py`` that no other one calls."""
+    names = [m.name for m in pkgutil.iter_modules(kernels.__path__) if m.name.endswith("_triton")]
+    modules = [importlib.import_module(f"{kernels.__name__}.{n}") for n in [*names, "launch"]]
+    found: dict[str, Any] = {}
+    called: set[str] = set()
+    for module in modules:
+        for function in vars(module).values():
+            if isinstance(function, JITFunction) and function.__module__ == module.__name__:
+                found[kernel_name(function)] = function
+                called |= _callees(function)
+    return {name for name in found if not name.startswith("launch.")} - called
+
+
+def _callees(function: Any) -> set[str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
+    names = {
+        n.func.id
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+    }
+    found = [function.fn.__globals__.get(name) for name in names]
+    return {kernel_name(f) for f in found if isinstance(f, JITFunction)}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown: one row per case and kernel, instructions per element on each architecture."""
+    compilers = ", ".join(f"{k} {v}" for k, v in result["compilers"].items())
+    lines = [
+        f"Compiled with {compilers}; commit {result['environment']['commit']}.",
+        "",
+        "| case | kernel | registers | shared B | 128-bit / all loads "
+        "| instructions per element (sm_80 / 90 / 100) | limit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    grouped: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in result["cases"]:
+        grouped.setdefault((row["case"], row["kernel"]), {})[row["architecture"]] = row
+    for (case, kernel), by in grouped.items():
+        shown = by["sm_90"]
+        counts = [_count(by.get(f"sm_{cc}")) for cc in (80, 90, 100)]
+        limit = shown["limit"]["instructions"]
+        loop = " ⟳" if shown["loops"] else ""
+        lines.append(
+            f"| {case} | `{kernel}` | {shown['registers']} | {shown['shared']} "
+            f"| {shown['wide_loads']} / {shown['loads']} | {' / '.join(counts)}{loop} | {limit:g} |"
+        )
+    return "\n".join(lines)
+
+
+def _count(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "·"
+    return "–" if row["refused"] else f"{row['instructions']:.1f}"
+
+
+def with_table(page: str, result: dict[str, Any]) -> str:
+    """``page`` with the text between :data:`MARKERS` replaced.
+
+    Raises:
+        ValueError: the page has no markers.
+    """
+    start, end = (page.index(marker) for marker in MARKERS)
+    return f"{page[: start + len(MARKERS[0])]}\n{table(result)}\n{page[end:]}"
+
+
+def main() -> None:
+    """Renew the table of a page: arguments are the JSON and the page."""
+    source, page = map(Path, sys.argv[1:])
+    result = json.loads(source.read_text(encoding="utf-8"))
+    page.write_text(with_table(page.read_text(encoding="utf-8"), result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Triton kernels of :mod:`sparsepretrain.kernels.fp8`: largest magnitude, then scale and cast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsepretrain.kernels.fp8 import FORMATS
+from sparsepretrain.kernels.launch import INTERPRETED, memory_order, over_elements, part_of, widen
+
+_ALL: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
+_MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
+_FIELDS = {"e4m3": (3, -6), "e5m2": (2, -14)}
+"""Mantissa bits and exponent of the smallest normal number."""
+
+
+@torch.library.custom_op("sparsepretrain::quantize_fp8", mutates_args=())
+def quantize_fp8(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """See :func:`sparsepretrain.kernels.quantize_fp8`."""
+    dtype = FORMATS[format]
+    dense = x if _is_dense(x) else x.contiguous()
+    q = torch.empty_like(dense, dtype=dtype)
+    scale = torch.ones((), dtype=torch.float32, device=x.device)
+    amax = torch.zeros((), dtype=torch.int32, device=x.device)
+    flat = dense.as_strided((dense.numel(),), (1,))
+    out = q.as_strided((q.numel(),), (1,))
+    over_elements(_largest, (flat, amax), flat.numel())
+    mantissa, exponent = _FIELDS[format]
+    constants: dict[str, Any] = {
+        "MOST": torch.finfo(dtype).max,
+        "MANTISSA": mantissa,
+        "EXPONENT": exponent,
+    }
+    over_elements(_quantize, (flat, amax, out, scale), flat.numel(), **constants)
+    return q, scale
+
+
+@quantize_fp8.register_fake
+def _(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    dense = x if _is_dense(x) else x.contiguous()
+    q = torch.empty_like(dense, dtype=FORMATS[format])
+    return q, torch.empty((), dtype=torch.float32, device=x.device)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps, in any order of axes."""
+    return x.permute(memory_order(x)).is_contiguous()
+
+
+@triton.jit
+def _largest(x, amax, count, TILE: tl.constexpr, WIDE: tl.constexpr):
+    i = part_of(TILE, WIDE)
+    value = widen(tl.load(x + i, i < count, 0))
+    # magnitudes compare like their bits, NaN above infinity
+    tl.atomic_max(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
+
+
+@triton.jit
+def _quantize(
+    x, amax, q, scale, count,
+    TILE: tl.constexpr, WIDE: tl.constexpr,
+    MOST: tl.constexpr, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr,
+):  # fmt: skip
+    largest = tl.load(amax).to(tl.float32, bitcast=True)
+    factor = tl.minimum(tl.div_rn(MOST * 1.0, largest), _MOST, propagate_nan=_ALL)
+    factor = tl.where(largest == 0, 1.0, factor)
+    i = part_of(TILE, WIDE)
+    value = widen(tl.load(x + i, i < count, 0)) * factor
+    value = tl.minimum(tl.maximum(value, -MOST, propagate_nan=_ALL), MOST, propagate_nan=_ALL)
+    if _INTERPRETED:  # which does not round to nearest even by itself
+        value = _round(value, MANTISSA, EXPONENT)
+    tl.store(q + i, value.to(q.dtype.element_ty), i < count)
+    if tl.program_id(0) == 0:
+        tl.store(scale, factor)
+
+
+@triton.jit
+def _round(value, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr):
+    """The nearest number of the format, ties to even, still as fp32."""
+    bits = value.to(tl.uint32, bitcast=True)
+    drop: tl.constexpr = 23 - MANTISSA
+    normal = bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)
+    normal = ((normal >> drop) << drop).to(tl.float32, bitcast=True)
+    # below the smallest normal number the spacing is fixed: adding 1.5·2²³ spacings rounds to it
+    magic: tl.constexpr = 1.5 * 2.0 ** (23 + EXPONENT - MANTISSA)
+    small = (value + magic) - magic
+    small = tl.where(small == 0, value * 0, small)  # keeps the sign of zero
+    rounded = tl.where(tl.abs(value) < 2.0**EXPONENT, small, normal)
+    return tl.where(value == value, rounded, value)
+
+
+@torch.library.custom_op("sparsepretrain::dequantize_fp8", mutates_args=())
+def dequantize_fp8(q: Tensor, scale: Tensor) -> Tensor:
+    """See :func:`sparsepretrain.kernels.dequantize_fp8`."""
+    dense = q if _is_dense(q) else q.contiguous()
+    out = torch.empty_like(dense, dtype=torch.float32)
+    flat, result = (t.as_strided((t.numel(),), (1,)) for t in (dense, out))
+    over_elements(_dequantize, (flat, scale, result), flat.numel())
+    return out
+
+
+@dequantize_fp8.register_fake
+def _(q: Tensor, scale: Tensor) -> Tensor:
+    dense = q if _is_dense(q) else q.contiguous()
+    return torch.empty_like(dense, dtype=torch.float32)
+
+
+@triton.jit
+def _dequantize(q, scale, out, count, TILE: tl.constexpr, WIDE: tl.constexpr):
+    i = part_of(TILE, WIDE)
+    value = tl.load(q + i, i < count).to(tl.float32)
+    tl.store(out + i, tl.div_rn(value, tl.load(scale)), i < count)

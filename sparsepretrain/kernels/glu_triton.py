@@ -1,0 +1,127 @@
+"""Triton kernels of :mod:`sparsepretrain.kernels.glu`, forward and backward, one pass each.
+
+gelu_tanh(g) = g·½(1 + tanh u) = g·σ(2u) with u = √(2/π)(g + 0.044715 g³): the sigmoid needs one
+exponential and does not cancel where the gate is negative. Arithmetic is fp32, rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsepretrain.kernels.launch import narrow, over_groups, row_starts, rows_of, tile_of, widen
+
+_SLOPE: tl.constexpr = tl.constexpr(2 * (2 / torch.pi) ** 0.5)
+_CUBE: tl.constexpr = tl.constexpr(0.044715)
+_SATURATED: tl.constexpr = tl.constexpr(16.0)
+"""Beyond this magnitude of the gate σ(2u) is 0 or 1 in fp32; the cube could overflow."""
+
+
+@torch.library.custom_op("sparsepretrain::gated", mutates_args=())
+def gated(x: Tensor, gelu: bool) -> Tensor:
+    """:func:`sparsepretrain.kernels.geglu` of (…, 2h), or swiglu."""
+    value, gate = _rows(x).chunk(2, dim=1)
+    out = torch.empty_like(value)
+    over_groups(_forward, 1, 1, value, out, gate, GELU=gelu)
+    return out.view(*x.shape[:-1], out.shape[1])
+
+
+@gated.register_fake
+def _(x: Tensor, gelu: bool) -> Tensor:
+    out = torch.empty_like(_rows(x).chunk(2, dim=1)[0])
+    return out.view(*x.shape[:-1], out.shape[1])
+
+
+@torch.library.custom_op("sparsepretrain::gated_backward", mutates_args=())
+def gated_backward(grad: Tensor, x: Tensor, gelu: bool) -> Tensor:
+    """Gradient of :func:`gated` with respect to x; ``grad`` is (…, h)."""
+    rows = _rows(x)
+    out = torch.empty_like(rows)
+    (value, gate), (to_value, to_gate) = rows.chunk(2, dim=1), out.chunk(2, dim=1)
+    incoming = rows_of(_rows(grad), 1)
+    over_groups(_backward, 1, 1, value, to_value, gate, to_gate, incoming, GELU=gelu)
+    return out.view(x.shape)
+
+
+@gated_backward.register_fake
+def _(grad: Tensor, x: Tensor, gelu: bool) -> Tensor:
+    return torch.empty_like(_rows(x)).view(x.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
+    x, ctx.gelu = inputs
+    ctx.save_for_backward(x)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return gated_backward(grad, *ctx.saved_tensors, ctx.gelu), None
+
+
+gated.register_autograd(_differentiate, setup_context=_save)
+
+
+@triton.jit
+def _activation(gate, GELU: tl.constexpr):
+    """(activation, its derivative) of the gate."""
+    if GELU:
+        g = tl.minimum(gate, _SATURATED, propagate_nan=tl.PropagateNan.ALL)
+        g = tl.maximum(g, -_SATURATED, propagate_nan=tl.PropagateNan.ALL)
+        square = g * g * _CUBE
+        exponent, slope = (g + g * square) * _SLOPE, (1 + 3 * square) * _SLOPE
+    else:
+        g, exponent, slope = gate, gate, 1.0
+    sigmoid = 1 / (1 + tl.exp(-exponent))
+    return gate * sigmoid, sigmoid * (1 + g * (1 - sigmoid) * slope)
+
+
+@triton.jit
+def _forward(
+    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
+    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
+    count, columns, gate,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
+    GELU: tl.constexpr,
+):  # fmt: skip
+    row, start = tile_of(count, columns, ROWS, GROUPS, WIDE)
+    column = start + tl.arange(0, GROUPS)
+    inside = (row < count)[:, None] & (column < columns)[None, :]
+    place = row_starts(row, x_inner, x_outer_stride, x_inner_stride)[:, None]
+    place += (column * x_stride)[None, :]
+    value = widen(tl.load(x + place, inside, 0))
+    activation, _ = _activation(widen(tl.load(gate + place, inside, 0)), GELU)
+    place = row_starts(row, out_inner, out_outer_stride, out_inner_stride)[:, None]
+    place += (column * out_stride)[None, :]
+    tl.store(out + place, narrow(value * activation, out), inside)
+
+
+@triton.jit
+def _backward(
+    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
+    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
+    count, columns, gate, to_gate,
+    grad, grad_inner, grad_outer_stride, grad_inner_stride, grad_stride,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
+    GELU: tl.constexpr,
+):  # fmt: skip
+    row, start = tile_of(count, columns, ROWS, GROUPS, WIDE)
+    column = start + tl.arange(0, GROUPS)
+    inside = (row < count)[:, None] & (column < columns)[None, :]
+    place = row_starts(row, x_inner, x_outer_stride, x_inner_stride)[:, None]
+    place += (column * x_stride)[None, :]
+    value = widen(tl.load(x + place, inside, 0))
+    activation, derivative = _activation(widen(tl.load(gate + place, inside, 0)), GELU)
+    place = row_starts(row, grad_inner, grad_outer_stride, grad_inner_stride)[:, None]
+    place += (column * grad_stride)[None, :]
+    incoming = widen(tl.load(grad + place, inside, 0))
+    place = row_starts(row, out_inner, out_outer_stride, out_inner_stride)[:, None]
+    place += (column * out_stride)[None, :]
+    tl.store(out + place, narrow(incoming * activation, out), inside)
+    tl.store(to_gate + place, narrow(incoming * value * derivative, out), inside)

@@ -1,0 +1,242 @@
+"""Triton kernel of :mod:`sparsepretrain.kernels.mvue24`: the same operations in the same order.
+
+Division is exact (``div_rn``) and products are not fused with sums, so fp32 results are the bits of
+the reference. Where the reference computes with 0.0 and 1.0, decisions are booleans here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsepretrain.kernels.launch import (
+    empty_rows,
+    load_fours,
+    narrow,
+    over_groups,
+    row_starts,
+    store_fours,
+    tile_of,
+)
+from sparsepretrain.kernels.noise import NoiseKey
+from sparsepretrain.kernels.noise_triton import (
+    KEY_ARGUMENTS,
+    draw_bits,
+    key_arguments,
+    key_parts,
+    to_unit,
+)
+
+_TINY: tl.constexpr = tl.constexpr(2.0**-126)
+_FLOOR: tl.constexpr = tl.constexpr(2.0**-96)
+"""Entries below this part of the largest are dropped; see ``mvue24._finish``."""
+
+
+def sample(
+    x: Tensor, dim: int, exact: bool, uniforms: Tensor | None, key: NoiseKey | int | None
+) -> Tensor:
+    """:func:`sparsepretrain.kernels.mvue` for checked arguments."""
+    return mvue(x, dim, exact, uniforms, *key_parts(key or 0, x.device))
+
+
+@torch.library.custom_op("sparsepretrain::mvue", mutates_args=())
+def mvue(
+    x: Tensor,
+    dim: int,
+    exact: bool,
+    uniforms: Tensor | None,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+) -> Tensor:
+    """:func:`sparsepretrain.kernels.mvue`; the key as :func:`key_parts` splits it."""
+    out = empty_rows(x, dim, x.dtype)
+    given = None
+    if uniforms is not None:  # (rows, groups, draws)
+        given = uniforms.reshape(-1, *uniforms.shape[-2:]).float().contiguous()
+    _launch(x, out, dim, exact, given, tensors, numbers, 0)
+    length = x.shape[dim]
+    tail = length % 4
+    if tail:  # at most three positions per row: padded in a copy of their own
+        last = x.narrow(dim, length - tail, tail).movedim(dim, -1)
+        padded = torch.nn.functional.pad(last, (0, 4 - tail))
+        pruned = empty_rows(padded, -1, x.dtype)
+        _launch(padded, pruned, -1, exact, given, tensors, numbers, length // 4)
+        out.narrow(dim, length - tail, tail).copy_(pruned[..., :tail].movedim(-1, dim))
+    return out
+
+
+@mvue.register_fake
+def _(
+    x: Tensor,
+    dim: int,
+    exact: bool,
+    uniforms: Tensor | None,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+) -> Tensor:
+    return empty_rows(x, dim, x.dtype)
+
+
+def _launch(
+    x: Tensor,
+    out: Tensor,
+    dim: int,
+    exact: bool,
+    given: Tensor | None,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    first_group: int,
+) -> None:
+    """Sample the whole groups of ``x``; the first of them is group ``first_group`` of its row."""
+    over_groups(
+        _sample,
+        4,
+        dim,
+        x,
+        out,
+        x if given is None else given,  # any pointer, where none is read
+        *key_arguments(tensors, numbers),
+        first_group,
+        -(-x.shape[dim] // 4) + first_group,
+        torch.finfo(x.dtype).max,
+        numbered=True,
+        EXACT=exact,
+        GIVEN=given is not None,
+    )
+
+
+@triton.jit(do_not_specialize=(*KEY_ARGUMENTS, "first_group"))
+def _sample(
+    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
+    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
+    count, groups, uniforms, k0, k1, offset, first_group, all_groups, saturation,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
+    EXACT: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    row, start = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    number = first_group + start + tl.arange(0, GROUPS)
+    inside = row < count
+    starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
+    x0, x1, x2, x3 = load_fours(x, starts, start, x_stride, inside, groups, GROUPS, CONTIGUOUS)
+    if GIVEN:
+        DRAWS: tl.constexpr = 1 if EXACT else 2
+        place = uniforms + (row[:, None] * all_groups + number[None, :]) * DRAWS
+        drawn = inside[:, None] & (number < all_groups)[None, :]
+        r0 = tl.load(place, drawn, 0)
+        r1 = tl.load(place + (DRAWS - 1), drawn, 0)
+    else:
+        first, second = draw_bits(number[None, :], row[:, None], k0, k1, offset)
+        r0, r1 = to_unit(first), to_unit(second)
+    y0, y1, y2, y3 = _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT)
+    starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
+    store_fours(
+        out, starts, start, out_stride, inside, groups,
+        narrow(y0, out), narrow(y1, out), narrow(y2, out), narrow(y3, out), GROUPS, CONTIGUOUS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT: tl.constexpr):
+    a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
+    # a subnormal or zero maximum is replaced by the smallest normal number: no 0/0, no overflow
+    scale = _max(_max(_max(a0, a1), _max(a2, a3)), _TINY)
+    b0, b1 = tl.div_rn(a0, scale), tl.div_rn(a1, scale)
+    b2, b3 = tl.div_rn(a2, scale), tl.div_rn(a3, scale)
+    if EXACT:
+        y0, y1, y2, y3 = _exact(b0, b1, b2, b3, r0, scale, saturation)
+    else:
+        y0, y1, y2, y3 = _approximate(b0, b1, b2, b3, r0, r1, scale, saturation)
+    # the second smallest below the floor: r·S could round up to S, so such entries are dropped
+    low0, low1, low2, low3 = b0 < _FLOOR, b1 < _FLOOR, b2 < _FLOOR, b3 < _FLOOR
+    sparse = _at_least_two(low0, low1, low2, low3)
+    few = _at_least_two(x0 == 0, x1 == 0, x2 == 0, x3 == 0)
+    y0, y1 = _signed(y0, x0, sparse, few | ~low0), _signed(y1, x1, sparse, few | ~low1)
+    y2, y3 = _signed(y2, x2, sparse, few | ~low2), _signed(y3, x3, sparse, few | ~low3)
+    return y0, y1, y2, y3
+
+
+@triton.jit
+def _approximate(b0, b1, b2, b3, r0, r1, scale, saturation):
+    """Magnitudes of the estimates by two draws."""
+    c1 = b0 + b1
+    c2 = c1 + b2
+    total = c2 + b3
+    o0, o1, o2, o3 = _others(b0, b1, b2, b3)
+    q0, q1, q2, q3 = _others(
+        tl.div_rn(b0, o0), tl.div_rn(b1, o1), tl.div_rn(b2, o2), tl.div_rn(b3, o3)
+    )
+    v0, v1 = tl.div_rn(total, q0 + 1), tl.div_rn(total, q1 + 1)
+    v2, v3 = tl.div_rn(total, q2 + 1), tl.div_rn(total, q3 + 1)
+    i0, i1, i2, i3 = _one_hot(r0 * total, b0, c1, c2)
+    rest0, rest1 = tl.where(i0, 0.0, b0), tl.where(i1, 0.0, b1)
+    rest2, rest3 = tl.where(i2, 0.0, b2), tl.where(i3, 0.0, b3)
+    d1 = rest0 + rest1
+    d2 = d1 + rest2
+    j0, j1, j2, j3 = _one_hot(r1 * (d2 + rest3), rest0, d1, d2)
+    zero = total * 0  # a NaN must stay visible
+    y0 = tl.where(i0 | j0, _min(_max(v0, b0) * scale, saturation), zero)
+    y1 = tl.where(i1 | j1, _min(_max(v1, b1) * scale, saturation), zero)
+    y2 = tl.where(i2 | j2, _min(_max(v2, b2) * scale, saturation), zero)
+    y3 = tl.where(i3 | j3, _min(_max(v3, b3) * scale, saturation), zero)
+    return y0, y1, y2, y3
+
+
+@triton.jit
+def _exact(b0, b1, b2, b3, u, scale, saturation):
+    """Magnitudes of the estimates by systematic sampling."""
+    o0, o1, o2, o3 = _others(b0, b1, b2, b3)
+    half = (b0 + o0) * 0.5
+    share = _min(_min(_min(o0, o1), _min(o2, o3)), half)
+    p0, p1 = _min(tl.div_rn(b0, share), 1.0), _min(tl.div_rn(b1, share), 1.0)
+    p2 = _min(tl.div_rn(b2, share), 1.0)
+    c1 = p0 + p1
+    c2 = tl.where(b3 == 0, 2.0, c1 + p2)
+    i0, i1, i2, i3 = _one_hot(u, p0, c1, c2)
+    j0, j1, j2, j3 = _one_hot(u, p0 - 1, c1 - 1, c2 - 1)
+    zero = share * 0  # a NaN must stay visible
+    y0 = tl.where(i0 | j0, _min(_max(share, b0) * scale, saturation), zero)
+    y1 = tl.where(i1 | j1, _min(_max(share, b1) * scale, saturation), zero)
+    y2 = tl.where(i2 | j2, _min(_max(share, b2) * scale, saturation), zero)
+    y3 = tl.where(i3 | j3, _min(_max(share, b3) * scale, saturation), zero)
+    return y0, y1, y2, y3
+
+
+@triton.jit
+def _signed(magnitude, x, sparse, stays):
+    """The magnitude with the sign of x; in ``sparse`` groups x where it ``stays``, else zero."""
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    y = (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return tl.where(sparse, tl.where(stays, x, 0.0), y)
+
+
+@triton.jit
+def _one_hot(u, first, second, third):
+    """Which of the intervals ending at the three boundaries (and beyond) holds u."""
+    a, b, c = u < first, u < second, u < third
+    return a, b & ~a, c & ~b, ~c
+
+
+@triton.jit
+def _others(b0, b1, b2, b3):
+    """Sum of the three other entries, for each entry; never a difference."""
+    head, tail = b0 + b1, b2 + b3
+    return b1 + tail, b0 + tail, head + b3, head + b2
+
+
+@triton.jit
+def _at_least_two(a, b, c, d):
+    return (a & b) | (c & d) | ((a | b) & (c | d))
+
+
+@triton.jit
+def _max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _min(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)

@@ -1,0 +1,157 @@
+"""Triton kernels of :mod:`sparsepretrain.kernels.nm`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsepretrain.kernels.launch import (
+    empty_rows,
+    load_fours,
+    narrow,
+    over_groups,
+    row_starts,
+    store_fours,
+    tile_of,
+    widen,
+)
+
+
+@torch.library.custom_op("sparsepretrain::nm_mask", mutates_args=())
+def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
+    """:func:`sparsepretrain.kernels.nm_mask`; ``low``: the smaller index wins ties."""
+    mask = empty_rows(x, dim, torch.bool)
+    _launch(x, n, m, dim, low, mask, None)
+    return mask
+
+
+@nm_mask.register_fake
+def _(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
+    return empty_rows(x, dim, torch.bool)
+
+
+@torch.library.custom_op("sparsepretrain::nm_prune", mutates_args=())
+def nm_prune(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Tensor]:
+    """See :func:`sparsepretrain.kernels.nm_prune`."""
+    pruned, mask = empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool)
+    _launch(x, n, m, dim, low, mask, pruned)
+    return pruned, mask
+
+
+@nm_prune.register_fake
+def _(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Tensor]:
+    return empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool)
+
+
+def _launch(
+    x: Tensor, n: int, m: int, dim: int, low: bool, mask: Tensor, pruned: Tensor | None
+) -> None:
+    """Both results have the same strides, so they share one geometry."""
+    values = mask if pruned is None else pruned
+    out, constants = mask.view(torch.int8), {"LOW": low, "PRUNED": pruned is not None}
+    if (n, m) == (2, 4):
+        over_groups(_mask_24, m, dim, x, out, values, **constants)
+    else:
+        over_groups(_mask_nm, m, dim, x, out, values, N=n, M=m, **constants)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| of fp32 as integers in the same order, NaN above infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _majority(a, b, c):
+    return (a & b) | (c & (a | b))
+
+
+@triton.jit
+def top_two(k0, k1, k2, k3, LOW: tl.constexpr):
+    """The two largest of four keys; of equal ones the later position wins, the earlier if LOW."""
+    if LOW:
+        b01, b02, b03 = k0 >= k1, k0 >= k2, k0 >= k3
+        b12, b13, b23 = k1 >= k2, k1 >= k3, k2 >= k3
+    else:
+        b01, b02, b03 = k0 > k1, k0 > k2, k0 > k3
+        b12, b13, b23 = k1 > k2, k1 > k3, k2 > k3
+    # kept is what beats at least two of the other three
+    keep0 = _majority(b01, b02, b03)
+    keep1 = _majority(~b01, b12, b13)
+    keep2 = _majority(~b02, ~b12, b23)
+    keep3 = _majority(~b03, ~b13, ~b23)
+    return keep0, keep1, keep2, keep3
+
+
+@triton.jit
+def _mask_24(
+    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
+    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
+    count, groups, pruned,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
+    LOW: tl.constexpr, PRUNED: tl.constexpr,
+):  # fmt: skip
+    row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    inside = row < count
+    starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
+    x0, x1, x2, x3 = load_fours(x, starts, first, x_stride, inside, groups, GROUPS, CONTIGUOUS)
+    keep0, keep1, keep2, keep3 = top_two(
+        magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), LOW
+    )
+    starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
+    store_fours(
+        out, starts, first, out_stride, inside, groups,
+        keep0.to(tl.int8), keep1.to(tl.int8), keep2.to(tl.int8), keep3.to(tl.int8),
+        GROUPS, CONTIGUOUS,
+    )  # fmt: skip
+    if PRUNED:
+        y0, y1 = narrow(tl.where(keep0, x0, 0.0), pruned), narrow(tl.where(keep1, x1, 0.0), pruned)
+        y2, y3 = narrow(tl.where(keep2, x2, 0.0), pruned), narrow(tl.where(keep3, x3, 0.0), pruned)
+        store_fours(
+            pruned, starts, first, out_stride, inside, groups, y0, y1, y2, y3, GROUPS, CONTIGUOUS
+        )
+
+
+@triton.jit
+def kept_by_rank(
+    keys, x, starts, group, stride, inside, N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr
+):
+    """Which keys (rows, groups, M rounded up to a power of two) are among the N largest.
+
+    An element is kept when fewer than N others beat it. The others are read again, one position
+    at a time: they are in the first-level cache, and M² comparisons need no registers of their own.
+    """
+    position = tl.arange(0, keys.shape[2])[None, None, :]
+    losses = tl.zeros(keys.shape, tl.int32)
+    for j in tl.range(0, M):
+        place = starts[:, None] + (group * M + j)[None, :] * stride
+        other = magnitude_bits(widen(tl.load(x + place, inside, 0)))[:, :, None]
+        wins_ties = (position > j) if LOW else (position < j)
+        losses += ((other > keys) | ((other == keys) & wins_ties)).to(tl.int32)
+    return (losses < N) & (position < M)
+
+
+@triton.jit
+def _mask_nm(
+    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
+    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
+    count, groups, pruned,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, PRUNED: tl.constexpr,
+):  # fmt: skip
+    row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    group = first + tl.arange(0, GROUPS)
+    inside = (row < count)[:, None] & (group < groups)[None, :]
+    position = tl.arange(0, triton.next_power_of_2(M))[None, None, :]
+    element = (group * M)[None, :, None] + position
+    filled = inside[:, :, None] & (position < M)
+    starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
+    values = widen(tl.load(x + starts[:, None, None] + element * x_stride, filled, 0))
+    keep = kept_by_rank(magnitude_bits(values), x, starts, group, x_stride, inside, N, M, LOW)
+    starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
+    tl.store(out + starts[:, None, None] + element * out_stride, keep.to(tl.int8), filled)
+    if PRUNED:
+        values = narrow(tl.where(keep, values, 0.0), pruned)
+        tl.store(pruned + starts[:, None, None] + element * out_stride, values, filled)

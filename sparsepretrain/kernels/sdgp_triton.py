@@ -1,0 +1,150 @@
+"""Triton kernels of :mod:`sparsepretrain.kernels.sdgp`: choose and prune in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsepretrain.kernels.launch import (
+    empty_rows,
+    load_fours,
+    narrow,
+    over_groups,
+    row_starts,
+    store_fours,
+    tile_of,
+    widen,
+)
+from sparsepretrain.kernels.nm_triton import kept_by_rank, magnitude_bits, top_two
+from sparsepretrain.kernels.noise import NoiseKey
+from sparsepretrain.kernels.noise_triton import (
+    KEY_ARGUMENTS,
+    draw_bits,
+    key_arguments,
+    key_parts,
+)
+
+
+def prune(
+    g: Tensor, n: int, m: int, dim: int, key: NoiseKey | int | None = None, scale: float = 1.0
+) -> Tensor:
+    """``g`` pruned by magnitude (low index wins ties) or, under a key, at random; then scaled."""
+    return prune_gradient(g, n, m, dim, key is not None, *key_parts(key or 0, g.device), scale)
+
+
+@torch.library.custom_op("sparsepretrain::prune_gradient", mutates_args=())
+def prune_gradient(
+    g: Tensor,
+    n: int,
+    m: int,
+    dim: int,
+    random: bool,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+) -> Tensor:
+    """:func:`prune` with the key as :func:`key_parts` splits it."""
+    out = empty_rows(g, dim, g.dtype)
+    kernel, pattern = (_prune_24, {}) if (n, m) == (2, 4) else (_prune_nm, {"N": n, "M": m})
+    args = (*key_arguments(tensors, numbers), scale)
+    over_groups(kernel, m, dim, g, out, *args, numbered=random, RANDOM=random, **pattern)
+    return out
+
+
+@prune_gradient.register_fake
+def _(
+    g: Tensor,
+    n: int,
+    m: int,
+    dim: int,
+    random: bool,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+) -> Tensor:
+    return empty_rows(g, dim, g.dtype)
+
+
+@triton.jit
+def _draw(row, element, k0, k1, offset):
+    """Keys in the order of the uniforms of the elements: counter (row, index along the axis)."""
+    first, _ = draw_bits(row, element, k0, k1, offset)
+    return (first >> 8).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=KEY_ARGUMENTS)
+def _prune_24(
+    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
+    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
+    count, groups, k0, k1, offset, scale,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
+    RANDOM: tl.constexpr,
+):  # fmt: skip
+    row, start = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    inside = row < count
+    starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
+    x0, x1, x2, x3 = load_fours(x, starts, start, x_stride, inside, groups, GROUPS, CONTIGUOUS)
+    if RANDOM:
+        token, element = row[:, None], ((start + tl.arange(0, GROUPS)) * 4)[None, :]
+        keep0, keep1, keep2, keep3 = top_two(
+            _draw(token, element, k0, k1, offset), _draw(token, element + 1, k0, k1, offset),
+            _draw(token, element + 2, k0, k1, offset), _draw(token, element + 3, k0, k1, offset),
+            False,
+        )  # fmt: skip
+        x0, x1, x2, x3 = x0 * scale, x1 * scale, x2 * scale, x3 * scale
+    else:
+        keep0, keep1, keep2, keep3 = top_two(
+            magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), True
+        )
+    starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
+    store_fours(
+        out, starts, start, out_stride, inside, groups,
+        narrow(tl.where(keep0, x0, 0.0), out), narrow(tl.where(keep1, x1, 0.0), out),
+        narrow(tl.where(keep2, x2, 0.0), out), narrow(tl.where(keep3, x3, 0.0), out),
+        GROUPS, CONTIGUOUS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _drawn_by_rank(
+    keys, row, group, k0, k1, offset, N: tl.constexpr, M: tl.constexpr
+):  # fmt: skip
+    """:func:`kept_by_rank` of drawn keys; the others are drawn again, one position at a time."""
+    position = tl.arange(0, keys.shape[2])[None, None, :]
+    losses = tl.zeros(keys.shape, tl.int32)
+    for j in tl.range(0, M):
+        other = _draw(row[:, None], (group * M + j)[None, :], k0, k1, offset)[:, :, None]
+        losses += ((other > keys) | ((other == keys) & (position < j))).to(tl.int32)
+    return (losses < N) & (position < M)
+
+
+@triton.jit(do_not_specialize=KEY_ARGUMENTS)
+def _prune_nm(
+    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
+    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
+    count, groups, k0, k1, offset, scale,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, RANDOM: tl.constexpr,
+):  # fmt: skip
+    row, start = tile_of(count, groups, ROWS, GROUPS, WIDE)
+    group = start + tl.arange(0, GROUPS)
+    inside = (row < count)[:, None] & (group < groups)[None, :]
+    position = tl.arange(0, triton.next_power_of_2(M))[None, None, :]
+    element = (group * M)[None, :, None] + position
+    filled = inside[:, :, None] & (position < M)
+    starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
+    values = widen(tl.load(x + starts[:, None, None] + element * x_stride, filled, 0))
+    if RANDOM:
+        keys = _draw(row[:, None, None], element, k0, k1, offset)
+        keep = _drawn_by_rank(keys, row, group, k0, k1, offset, N, M)
+        values = values * scale
+    else:
+        keys = magnitude_bits(values)
+        keep = kept_by_rank(keys, x, starts, group, x_stride, inside, N, M, True)
+    starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
+    result = narrow(tl.where(keep, values, 0.0), out)
+    tl.store(out + starts[:, None, None] + element * out_stride, result, filled)

@@ -1,0 +1,277 @@
+"""The suites for a GPU: their registry, what they judge, and that they run without one."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sparsepretrain import bench, kernels
+from sparsepretrain.bench import gpu
+from sparsepretrain.bench import kernels as suite
+from sparsepretrain.bench.kernel_case import TINY, normal
+from sparsepretrain.bench.kernel_cases import kernel_cases
+from sparsepretrain.bench.kernels import Timed, difference
+
+CPU = torch.device("cpu")
+
+
+def case_named(name):
+    return next(case for case in kernel_cases() if case.name == name)
+
+
+def test_registry():
+    cases = kernel_cases()
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names)
+    for case in cases:
+        assert case.limits, case.name
+        assert case.bytes > 0
+        assert case.goal is None or 0 < case.goal <= 1
+        assert case.shapes or (case.goal is None and case.goal_us is None), case.name
+        assert set(case.refused) <= set(case.architectures)
+    goals = {case.name for case in cases if case.goal or case.goal_us}
+    assert {"2:4 soft threshold ×β, fp32→bf16", "β·S(W) of all FFN weights of 124M"} <= goals
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_kernels_without_a_gpu(tmp_path):
+    path = tmp_path / "kernels.json"
+    result = bench.run(suite="kernels", out=path, quick=True)
+    assert json.loads(path.read_text()) == result
+    assert result["schema"] == 1
+    assert result["gpu"] is None
+    assert result["within_limits"] is True
+    timed = {case.name for case in kernel_cases() if case.shapes}
+    assert {row["case"] for row in result["cases"]} == timed
+    for row in result["cases"]:
+        if row["impl"] == "triton":
+            assert row["status"] == "skipped: needs a CUDA GPU"
+            assert row["us"] is None
+        else:
+            assert row["status"] == "ok", row
+            assert row["us"]["p10"] <= row["us"]["p50"] <= row["us"]["p90"]
+            assert row["max_err"] <= 1e-2
+        assert row["frac_of_copy"] is None
+    assert not path.with_suffix(".png").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+@pytest.mark.parametrize("name, impls", [("linear", 8), ("steps", 2)])
+def test_layers_and_steps_without_a_gpu(tmp_path, name, impls):
+    path = tmp_path / "out.json"
+    result = bench.run(suite=name, out=path, quick=True)
+    assert len(result["cases"]) == impls
+    for row in result["cases"]:
+        assert row["status"] == "ok"
+        assert row["us"]["p50"] > 0
+        assert all(ratio > 0 for ratio in row["ratio_to"].values())
+    if name == "steps":
+        dense, sste = result["cases"]
+        assert dense["losses"] != sste["losses"]
+        assert dense["losses"][0] == pytest.approx(5.5, abs=0.5)  # ln 256 = 5.545
+        assert sste["flip_rate"] > 0
+
+
+def test_a_wrong_kernel_gets_no_time(monkeypatch):
+    """The GPU path with the timer replaced: what is compared, and what is refused."""
+    case = case_named("2:4 mask, fp32")
+    inputs = case.make(TINY, CPU)
+    expected = case.run("reference", *inputs)
+    for work, status in (
+        (lambda x: case.run("reference", x), "ok"),
+        (lambda x: ~case.run("reference", x), "wrong"),
+        (lambda x: case.run("reference", x).float(), "wrong"),
+        (lambda x: 1 / 0, "failed: division by zero"),
+    ):
+        result = Timed(case=case.name, shape=list(TINY), impl="triton", goal=0.8)
+        assert suite._is_right(result, case, work, inputs, expected) is (status == "ok")
+        assert result.status == status
+        assert result.ok is (None if status == "ok" else False)
+
+
+def test_an_unrepeatable_kernel_is_wrong():
+    case = case_named("2:4 soft threshold ×β, fp32→bf16")
+    inputs = case.make(TINY, CPU)
+    expected = case.run("reference", *inputs)
+    calls = iter([expected, expected + 1])
+    result = Timed(case=case.name, shape=list(TINY), impl="triton")
+    assert not suite._is_right(result, case, lambda *_: next(calls), inputs, expected)
+    assert result.status == "wrong"
+
+
+def test_goals_are_judged():
+    times = {"p10": 1.0, "p50": 2.0, "p90": 3.0, "rounds": 3}
+    row = Timed(case="a", shape=[4, 4], impl="triton", us=times, frac_of_copy=0.8, goal=0.85)
+    assert row.ok is False
+    assert (row.value_text, row.limit_text) == ("2 µs, 80% of copy", "≥ 85% of copy")
+    row.goal = 0.75
+    assert row.ok is True
+    row.goal, row.goal_us = None, 1.9
+    assert (row.ok, row.limit_text) == (False, "≤ 1.9 µs")
+
+
+def test_times_become_fractions_and_ratios():
+    copy = gpu.Series(us=[1e3, 2e3], mode="graph")  # 2 GiB in 1 ms and in 2 ms
+    ours, theirs = gpu.Series(us=[10, 20], mode="graph"), gpu.Series(us=[30, 60], mode="eager")
+    rows = {
+        impl: Timed(case="a", shape=[4, 4], impl=impl, bytes=2e-2 * gpu.COPY_BYTES)
+        for impl in ("triton", "reference")
+    }
+    suite._fill(rows, {suite.COPY: copy, "triton": ours, "reference": theirs})
+    assert rows["triton"].frac_of_copy == pytest.approx(1.0)
+    assert rows["triton"].ratio_to == {"reference": 3.0}
+    assert rows["reference"].frac_of_copy == pytest.approx(1 / 3)
+    assert rows["reference"].mode == "eager"
+
+
+class FakeCuda:
+    """Enough of torch.cuda to time on the CPU; a call that ``refuses`` cannot be captured."""
+
+    def __init__(self, monkeypatch):
+        self.clock = itertools.count()
+        self.capturing = False
+        properties = SimpleNamespace(L2_cache_size=3 * 64 * 256 * 4)
+        nothing = contextlib.nullcontext
+        for name, value in {
+            "Stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
+            "current_stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
+            "stream": lambda side: nothing(),
+            "synchronize": lambda: None,
+            "current_device": lambda: 0,
+            "get_device_properties": lambda index: properties,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "graph": self.capture,
+            "Event": self.event,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(gpu, "COPY_BYTES", 1 << 16)
+        monkeypatch.setattr(torch, "compile", lambda work, **_: work)
+
+    @contextlib.contextmanager
+    def capture(self, graph):
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+
+    def event(self, enable_timing):
+        event = SimpleNamespace(at=0, synchronize=lambda: None)
+        event.record = lambda: setattr(event, "at", next(self.clock))
+        event.elapsed_time = lambda later: 1e-3 * (later.at - event.at)
+        return event
+
+
+def test_the_path_of_a_gpu(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    seen = set()
+
+    def run(backend, x):
+        seen.add((backend, x.data_ptr()))
+        return kernels.nm_mask(x)
+
+    def synchronises(x):
+        if cuda.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return kernels.nm_mask(x)
+
+    case = dataclasses.replace(
+        case_named("2:4 mask, fp32"),
+        run=run,
+        others={"synchronises": synchronises, "wrong": lambda x: ~kernels.nm_mask(x)},
+    )
+    rows = {row.impl: row for row in suite.on_gpu(case, TINY, rounds=5, device=CPU)}
+    assert list(rows) == ["triton", "reference", "compiled reference", "synchronises", "wrong"]
+    assert [row.status for row in rows.values()] == ["ok", "ok", "ok", "ok", "wrong"]
+    assert [row.mode for row in rows.values()] == ["graph", "graph", "graph", "eager", ""]
+    assert rows["wrong"].us is None
+    ours = rows["triton"]
+    assert ours.us["rounds"] == 5
+    assert ours.goal == 0.85
+    assert set(ours.ratio_to) == {"reference", "compiled reference", "synchronises"}
+    assert ours.bytes == 5 * 64 * 256
+    assert ours.frac_of_copy > 0
+    # the inputs are 64 kB and the cache three times that: nine sets keep every one cold
+    assert gpu.copies_for(64 * 256 * 4) == 9
+    assert len({place for backend, place in seen if backend == "triton"}) >= 9
+
+
+def test_difference():
+    x = torch.tensor([1.0, -4.0, float("nan"), float("inf")])
+    assert difference(x, x.clone()) == 0
+    assert difference(x + torch.tensor([1.0, 0, 0, 0]), x) == 0.25
+    assert difference(x.nan_to_num(0.0), x) == float("inf")
+    assert difference(-x, x) == float("inf")  # the sign of an infinity
+    assert difference(x.half(), x) == float("inf")
+    assert difference(x[:3], x) == float("inf")
+    mask = torch.tensor([True, False, True, True])
+    assert difference(mask, ~mask) == 1.0
+    assert difference([mask, (x, 3 * mask)], [mask, (x, 3 * mask)]) == 0
+    assert difference(torch.empty(0), torch.empty(0)) == 0
+
+
+def test_fresh_copies_keep_strides():
+    x = normal((8, 12), CPU).t()
+    (copy, (inner,), number) = suite._fresh((x, [x], 3))
+    assert copy.stride() == x.stride()
+    assert number == 3
+    assert torch.equal(inner, x)
+    assert inner.data_ptr() != x.data_ptr()
+
+
+def test_plot(tmp_path):
+    times = {"p10": 1.0, "p50": 2.0, "p90": 3.0, "rounds": 3}
+    row = Timed(case="a", shape=[4, 4], impl="triton", us=times, frac_of_copy=0.8, goal=0.85)
+    environment = {"hardware": {"device": "GPU"}, "packages": {"torch": "2"}, "commit": "abc"}
+    suite.draw({"cases": [row.as_dict()], "environment": environment}, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+BARE = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ImportError("blocked: " + name)
+sys.meta_path.insert(0, Refuse())
+"""
+IMPORTS = """
+import importlib, pkgutil
+import sparsepretrain.kernels, sparsepretrain.sparsity
+from sparsepretrain import registry
+for name in registry.names("method"):
+    registry.get("method", name)
+names = [m.name for m in pkgutil.iter_modules(sparsepretrain.kernels.__path__)]
+for name in names:
+    importlib.import_module("sparsepretrain.kernels." + name)
+for name in ("kernels", "linear", "steps", "offline"):
+    importlib.import_module("sparsepretrain.bench." + name)
+import sparsepretrain as sp
+sp.sparsify
+"""
+COMMAND = """
+from sparsepretrain.cli import main
+sys.exit(main(["bench", "suite=linear", "quick=true", "out=" + {out!r}]))
+"""
+ABSENT = {"hydra", "omegaconf", "wandb", "datasets", "transformers", "tokenizers", "accelerate"}
+
+
+def test_imports_with_torch_and_triton_alone():
+    absent = ABSENT | {"yaml", "rich", "matplotlib"}
+    code = BARE.format(names=absent) + IMPORTS
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_command_runs_on_a_bare_machine(tmp_path):
+    out = str(tmp_path / "linear.json")
+    code = BARE.format(names=ABSENT) + COMMAND.format(out=out)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "linear.json").read_text())["suite"] == "linear"

@@ -1,0 +1,145 @@
+"""The Triton kernels on a GPU: the reference's bits, large tensors, graphs, the same noise."""
+
+import pytest
+import torch
+
+from sparsepretrain import kernels
+from sparsepretrain.bench.kernel_cases import kernel_cases
+from sparsepretrain.bench.kernels import _fresh, difference
+
+CASES = kernel_cases()
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_registry_parity(case, device):
+    """Every case of the benchmarks on its tile-dividing shape, or a small one in rehearsal."""
+    rows, columns = case.offline
+    shape = (rows, columns) if device.type == "cuda" else (32, columns // 16)
+    if device.type == "cuda" and case.refused and torch.cuda.get_device_capability() < (8, 9):
+        with pytest.raises(Exception, match="fp8e4nv not supported"):
+            case.run("triton", *case.make(shape, device))
+        return
+    inputs = case.make(shape, device)
+    expected = case.run("reference", *_fresh(inputs))
+    first, again = (case.run("triton", *_fresh(inputs)) for _ in range(2))
+    assert difference(first, expected) <= case.tolerance
+    assert difference(first, again) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["rows", "columns", "slice", "every other"])
+def test_odd_shapes_and_strides(dtype, layout, device):
+    x = torch.randn(72, 92, device=device).to(dtype)
+    view = {
+        "rows": x,
+        "columns": x.t().contiguous().t(),
+        "slice": torch.nn.functional.pad(x, (1, 2))[:, 1:-2],
+        "every other": torch.stack([x, -x], 2).flatten(1)[:, ::2],
+    }[layout]
+    beta = torch.full((), 1.25, device=device)
+    for dim in (0, 1):
+        works = {
+            "mask": lambda b, d=dim: kernels.nm_mask(view, dim=d, backend=b),
+            "mask 1:4": lambda b, d=dim: kernels.nm_mask(view, 1, 4, dim=d, backend=b),
+            "soft": lambda b, d=dim: kernels.soft_threshold(view, dim=d, scale=beta, backend=b),
+            "mvue": lambda b, d=dim: kernels.mvue(view, dim=d, key=3, backend=b),
+            "exact": lambda b, d=dim: kernels.mvue(
+                view, dim=d, key=3, estimator="exact", backend=b
+            ),
+            "sdgp": lambda b, d=dim: kernels.prune_gradient(view, dim=d, backend=b),
+            "transposable": lambda b: kernels.transposable_mask(view, backend=b),
+            "fp8": lambda b: kernels.quantize_fp8(view, "e5m2", backend=b),
+        }
+        for name, work in works.items():
+            assert difference(work("triton"), work("reference")) == 0, (name, dim)
+
+
+@pytest.mark.cuda
+def test_more_elements_than_an_int32_counts(device):
+    rows, columns = 2**19 + 4, 4096  # 2³¹ + 16,384
+    if torch.cuda.mem_get_info()[0] < 40 * GIB:
+        pytest.skip("needs a CUDA GPU with 40 GiB free")
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+    x.normal_(generator=torch.Generator(device).manual_seed(0))
+    ends = (slice(0, 4), slice(rows - 8, rows))
+    mask = kernels.nm_mask(x)
+    soft = kernels.soft_threshold(x)
+    sampled = kernels.mvue(x, dim=1, key=5)
+    code = kernels.pack_24(mask)
+    assert torch.equal(kernels.unpack_24(code, mask.shape), mask)
+    for end in ends:
+        part = x[end]
+        assert torch.equal(mask[end], kernels.nm_mask(part, backend="reference"))
+        assert torch.equal(soft[end], kernels.soft_threshold(part, backend="reference"))
+        assert ((sampled[end] != 0).unflatten(1, (-1, 4)).sum(-1) <= 2).all()
+        packed = kernels.pack_24(mask[end], backend="reference")
+        begin = end.start * columns // 8
+        assert torch.equal(code[begin : begin + packed.numel()], packed)
+    other = mask.clone()
+    other[0, 0] ^= True
+    other[-1, -1] ^= True
+    assert kernels.flip_count(mask, other).item() == 2
+    grad = torch.zeros_like(x)
+    kernels.masked_decay_(grad, x, mask, 0.5)
+    for end in ends:
+        expected = kernels.masked_decay_(
+            torch.zeros_like(x[end]), x[end], mask[end], 0.5, backend="reference"
+        )
+        assert torch.equal(grad[end], expected)
+
+
+def test_noise_has_the_bits_of_the_cpu(device):
+    for key in (kernels.NoiseKey(0, 0), kernels.NoiseKey(2**32 - 1, 0xDEADBEEF, 2**32 - 3)):
+        there = kernels.uniform_noise(key, 37, 53, 2, device)
+        here = kernels.uniform_noise(key, 37, 53, 2)
+        for a, b in zip(there, here, strict=True):
+            assert torch.equal(a.cpu(), b)
+
+
+def test_keys_from_a_step_in_device_memory(device):
+    for step in (0, 1, 40, 2**32 - 1, 2**33 + 7):
+        expected = kernels.noise_key(123, step, 4, 2)
+        got = kernels.noise_key(123, torch.full((), step, device=device), 4, 2)
+        assert (int(got.k0), int(got.k1)) == (expected.k0, expected.k1)
+
+
+@pytest.mark.cuda
+def test_a_replayed_graph_draws_fresh_noise(device):
+    x = torch.randn(256, 512, device=device)
+    step = torch.zeros((), dtype=torch.int64, device=device)
+
+    def work():
+        return kernels.mvue(x, dim=0, key=kernels.noise_key(7, step, 0, 2))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = work()
+    seen = []
+    for number in (0, 1, 2, 1):
+        step.fill_(number)
+        graph.replay()
+        expected = kernels.mvue(x, dim=0, key=kernels.noise_key(7, number, 0, 2))
+        assert torch.equal(captured, expected)
+        seen.append(captured.clone())
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    assert torch.equal(seen[1], seen[3])
+
+
+@pytest.mark.parametrize("name", ["geglu", "swiglu"])
+def test_gradients_of_gated_activations(name, device):
+    x = torch.randn(33, 2 * 45, device=device)
+    grad = torch.randn(33, 45, device=device)
+    results = []
+    for backend in ("triton", "reference"):
+        leaf = x.clone().requires_grad_()
+        y = getattr(kernels, name)(leaf, backend=backend)
+        y.backward(grad)
+        results.append((y.detach(), leaf.grad))
+    # fp32 with two different exponentials
+    assert difference(results[0], results[1]) <= 1e-6

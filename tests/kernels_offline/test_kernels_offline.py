@@ -1,0 +1,190 @@
+"""Every kernel compiles for every architecture and keeps to its limits; no GPU is needed."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsepretrain.bench import assembly, offline
+from sparsepretrain.bench.kernel_case import KernelCase, Limit, normal
+from sparsepretrain.bench.kernel_cases import kernel_cases
+from sparsepretrain.kernels import flip_count, nm_mask, pack_24, soft_threshold, unpack_24
+
+ROOT = Path(__file__).parents[2]
+COMMITTED = json.loads((ROOT / "benchmarks/kernels_offline.json").read_text())
+FIGURES = ("registers", "spills", "shared", "loads", "wide_loads", "instructions", "loops")
+RERUN = "run make kernels-offline"
+CASES = kernel_cases()
+
+
+def place(row):
+    return row["case"], row["kernel"], row["architecture"]
+
+
+KNOWN = {place(row): row for row in COMMITTED["cases"]}
+
+
+@pytest.mark.parametrize(
+    "case, capability",
+    [pytest.param(case, cc, id=f"{case.name}-{cc}") for case in CASES for cc in case.architectures],
+)
+def test_compiles_within_limits(case, capability):
+    rows = offline.examine(case, capability)
+    assert rows
+    assert [f"{row.name}: {p}" for row in rows for p in row.problems] == []
+    for row in rows:
+        row = row.as_dict()
+        assert place(row) in KNOWN, RERUN
+        known = KNOWN[place(row)]
+        assert (row["refused"] is None) == (known["refused"] is None), RERUN
+        if assembly.versions() == COMMITTED["compilers"]:
+            assert [row[key] for key in FIGURES] == [known[key] for key in FIGURES], RERUN
+
+
+def test_every_kernel_has_a_case():
+    launched = {launch.name for case in CASES for launch in offline.launches(case)}
+    assert offline.entry_kernels() == launched
+    assert "nm._mask_24" in launched
+
+
+def test_committed_table_has_no_other_rows():
+    wanted = {
+        (case.name, launch.name, f"sm_{cc}")
+        for case in CASES
+        for launch in offline.launches(case)
+        for cc in case.architectures
+    }
+    assert wanted == set(KNOWN), RERUN
+    assert COMMITTED["within_limits"] is True
+
+
+def test_page_shows_the_committed_table():
+    page = (ROOT / "docs/kernels.md").read_text()
+    assert offline.with_table(page, COMMITTED) == page, RERUN
+
+
+def test_fp8_is_refused_before_ada():
+    refused = {row["case"] for row in COMMITTED["cases"] if row["refused"]}
+    assert refused == {case.name for case in CASES if case.refused}
+    assert all("e4m3" in name for name in refused)
+
+
+def case_of(**changes):
+    values = {
+        "name": "2:4 mask",
+        "make": lambda shape, device: (normal(shape, device),),
+        "run": lambda backend, x: nm_mask(x, backend=backend),
+        "bytes": 5,
+        "limits": {"nm._mask_24": Limit(instructions=100)},
+        "offline": (64, 256),
+    }
+    return KernelCase(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    "limits, problem",
+    [
+        ({}, "no limit"),
+        ({"nm._mask_24": Limit(instructions=0.5)}, "instructions per element"),
+        ({"nm._mask_24": Limit(instructions=100, registers=8)}, "registers > 8"),
+        ({"nm._mask_24": Limit(instructions=100, wide_loads=99)}, "128 bits < 99"),
+    ],
+)
+def test_limits_are_judged(limits, problem):
+    (row,) = offline.examine(case_of(limits=limits), 90)
+    assert not row.ok
+    assert problem in " ".join(row.problems)
+
+
+def test_a_kernel_that_should_be_refused_but_compiles():
+    (row,) = offline.examine(case_of(refused=(90,)), 90)
+    assert "compiles, although" in row.problems[0]
+
+
+def test_spills_are_seen():
+    with assembly.recording() as launches:
+        soft_threshold(torch.empty(256, 1024), 4, 16, backend="triton")
+    roomy = assembly.compile_launch(launches[0], 90)
+    assert roomy.spills == roomy.stack == 0
+    tight = dataclasses.replace(launches[0], options={**launches[0].options, "maxnreg": 24})
+    facts = assembly.compile_launch(tight, 90)
+    assert facts.registers <= 24
+    assert facts.spills > 0
+    assert facts.stack > 0
+
+
+def test_recording_follows_the_launcher():
+    x = torch.empty(64, 257, dtype=torch.bfloat16)[:, 1:]  # two bytes off any alignment
+    with assembly.recording() as launches:
+        result = nm_mask(x, backend="triton")
+    (launch,) = launches
+    assert result.shape == x.shape
+    names = launch.kernel.arg_names
+    assert launch.signature["x"] == "*bf16"
+    assert launch.signature["out"] == "*i8"
+    assert launch.signature["x_stride"] == launch.signature["ROWS"] == "constexpr"
+    assert launch.constants[names.index("x_stride"),] == 1
+    assert launch.constants[names.index("LOW"),] is False
+    assert (names.index("x"),) not in launch.attributes
+    assert (names.index("out"),) in launch.attributes
+    assert launch.options == {"enable_fp_fusion": False}
+    facts = assembly.compile_launch(launch, 90)
+    assert facts.wide_loads == 0  # what is not aligned cannot be loaded 128 bits at a time
+
+
+def test_nothing_is_launched_or_left_behind():
+    with pytest.raises(ValueError, match="needs a CUDA tensor"):
+        nm_mask(torch.empty(4, 8), backend="triton")
+    with assembly.recording():
+        nm_mask(torch.empty(4, 8), backend="triton")
+    with pytest.raises(ValueError, match="needs a CUDA tensor"):
+        nm_mask(torch.empty(4, 8), backend="triton")
+
+
+def test_large_tensors_get_wide_indices():
+    mask = torch.empty(2**31 + 64, dtype=torch.bool)  # untouched: takes no memory
+    with assembly.recording() as launches:
+        code = pack_24(mask, backend="triton")
+        unpack_24(code, mask.shape, backend="triton")
+        flip_count(mask, mask, backend="triton")
+        pack_24(mask[:1024], backend="triton")
+    wide = [launch.constants[launch.kernel.arg_names.index("WIDE"),] for launch in launches]
+    # flips are counted in words of four bytes
+    assert wide == [True, True, False, False]
+
+
+LISTING = """
+.text.kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/              @!PT LDS RZ, [RZ] ;
+.L_x_0:
+        /*0030*/                   FADD R1, R2, R3 ;
+        /*0040*/               @P0 BRA `(.L_x_0) ;
+        /*0050*/              @UP0 UMOV UR4, 0x1 ;
+        /*0060*/               @P1 BRA `(.L_x_2) ;
+        /*0070*/                   NOP ;
+.L_x_2:
+        /*0080*/                   EXIT ;
+.L_x_1:
+        /*0090*/                   BRA `(.L_x_1);
+        /*00a0*/                   NOP;
+"""
+
+
+def test_reading_a_listing():
+    opcodes, loops = assembly.read_listing(LISTING)
+    assert opcodes == ["LDC", "LDG.E.128", "LDS", "FADD", "BRA", "UMOV", "BRA", "EXIT"]
+    assert loops == 1
+    facts = assembly.Facts(
+        registers=1, stack=0, shared=0, threads=128, opcodes=[*opcodes, "LDL", "STL.64"], loops=1
+    )
+    assert (facts.loads, facts.wide_loads, facts.spills, facts.instructions) == (1, 1, 2, 10)
+
+
+def test_the_count_is_per_element():
+    (small,) = offline.examine(case_of(offline=(64, 2048)), 90)
+    (large,) = offline.examine(case_of(offline=(640, 2048)), 90)
+    assert small.instructions == large.instructions

@@ -1,0 +1,152 @@
+"""MVUE in Triton: the bits of the reference, whatever the values, axis, strides and dtype."""
+
+import itertools
+
+import pytest
+import torch
+from parity import DEVICE, DTYPES, assert_same_bits, layouts, nasty
+
+from sparsepretrain.kernels import NoiseKey, mvue, noise_key
+
+ESTIMATORS = {"approximate": 2, "exact": 1}
+LAST = 1 - 2.0**-24
+nan, inf = float("nan"), float("inf")
+
+
+def check(x, **options):
+    expected = mvue(x.cpu(), backend="reference", **options)
+    on_device = {k: v.to(DEVICE) if k == "uniforms" else v for k, v in options.items()}
+    got = mvue(x, backend="triton", **on_device)
+    assert_same_bits(got.cpu(), expected)
+    return got
+
+
+def every_combination(dtype):
+    """All groups of four of eleven special values: 14,641."""
+    info = torch.finfo(dtype)
+    values = [0.0, -0.0, info.smallest_normal / 8, -info.tiny, 3e-5, 1.0, -1.0, 8.0]
+    values += [-info.max, inf, nan]
+    return torch.tensor(list(itertools.product(values, repeat=4)), dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_combination_of_special_values(estimator, dtype):
+    x = every_combination(dtype)
+    y = check(x, estimator=estimator, key=3)
+    check(x.t().contiguous(), dim=0, estimator=estimator, key=4)
+    finite = x.isfinite().all(1)
+    assert y[finite].isfinite().all() and not y[~finite].isfinite().all(1).any()
+    few = finite & ((x != 0).sum(1) <= 2)
+    assert torch.equal(y[few], x[few])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_corners_of_the_uniforms(estimator, dtype):
+    x = every_combination(dtype)[::3]
+    for corner in itertools.product((0.0, 2.0**-24, 0.5, LAST), repeat=ESTIMATORS[estimator]):
+        check(x, estimator=estimator, uniforms=torch.tensor(corner).expand(len(x), 1, -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_many_groups(estimator, dtype, dim):
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(412, 333, generator=g)  # 34,000 groups over nine orders of magnitude
+    x = (x * 10.0 ** torch.randint(-6, 3, x.shape, generator=g)).to(DEVICE, dtype)
+    check(x, dim=dim, estimator=estimator, key=noise_key(5, 6, 7, 2, 11))
+    groups = (333, 103) if dim == 0 else (412, 84)
+    u = torch.rand(*groups, ESTIMATORS[estimator], generator=g)
+    check(x, dim=dim, estimator=estimator, uniforms=u)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("shape", [(37, 52), (52, 37), (1, 9), (4, 1), (257, 8)])
+def test_strides(estimator, shape):
+    for view in layouts(nasty(shape, 2)):
+        for dim in (0, 1):
+            check(view, dim=dim, estimator=estimator, key=9)
+
+
+@pytest.mark.parametrize("dim", range(-4, 4))
+def test_axes(dim):
+    x = nasty((3, 8, 5, 7), 3)
+    for order in (
+        (0, 1, 2, 3),
+        (0, 2, 3, 1),
+        (3, 1, 0, 2),
+    ):  # two of them no three strides describe
+        view = x.permute(order).contiguous().permute([order.index(i) for i in range(4)])
+        check(view, dim=dim, key=5)
+        check(view.to(torch.bfloat16), dim=dim, estimator="exact", key=5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 6, 7, 13])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_padding(estimator, length):
+    for shape, dim in (((length, 70), 0), ((70, length), 1), ((3, length, 5), 1), ((length,), 0)):
+        x = nasty(shape, length)
+        check(x, dim=dim, estimator=estimator, key=NoiseKey(1, 2, 3))
+        rest = [s for i, s in enumerate(shape) if i != dim]
+        u = torch.rand(*rest, -(-length // 4), ESTIMATORS[estimator])
+        check(x, dim=dim, estimator=estimator, uniforms=u)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0,), (2, 0, 3)])
+def test_empty(shape):
+    for dim in range(len(shape)):
+        assert check(nasty(shape, 0), dim=dim, key=0).shape == shape
+
+
+def test_offsets_are_parts_of_one_sample():
+    x = nasty((240, 65), 4, special=False)
+    key = noise_key(1, 2, 3, 2)
+    whole = mvue(x, dim=0, key=key, backend="triton")
+    for start in (0, 80, 160):
+        offset = torch.tensor(start // 4, device=DEVICE)
+        part = mvue(x[start : start + 80], dim=0, key=key._replace(offset=offset), backend="triton")
+        assert_same_bits(part, whole[start : start + 80])
+
+
+def test_a_key_in_device_memory():
+    x = nasty((64, 96), 5, special=False)
+    key = NoiseKey(*(torch.tensor(v, device=DEVICE) for v in (1, 2, 0)))
+    seen = []
+    for k0 in (1, 0xFFFFFFFE):
+        key.k0.fill_(k0)
+        seen.append(mvue(x, dim=0, key=key, backend="triton"))
+        assert_same_bits(seen[-1].cpu(), mvue(x.cpu(), dim=0, key=NoiseKey(k0, 2)))
+    assert not torch.equal(*seen)
+
+
+def test_offsets_beyond_32_bits():
+    """Two rows, or the ends of a group, 2³¹ elements apart; untouched memory costs nothing."""
+    storage = torch.empty(2**31 + 4096, dtype=torch.bfloat16, device=DEVICE)
+    for shape, strides in (((2, 8), (2**31, 1)), ((8, 4), (1, 2**31 // 3 + 1))):
+        x = storage.as_strided(shape, strides)
+        x.copy_(nasty(shape, 6, special=False))
+        for dim in (0, 1):
+            got = mvue(x, dim=dim, key=3, backend="triton")
+            assert_same_bits(got.cpu(), mvue(x.contiguous().cpu(), dim=dim, key=3))
+
+
+def test_unbiased_over_the_noise():
+    x = torch.tensor([0.1, -1.0, 1.1, 1.6], device=DEVICE)[:, None].expand(4, 100_000)
+    for estimator in ESTIMATORS:
+        y = mvue(x, dim=0, estimator=estimator, key=8, backend="triton").double()
+        assert ((y != 0).sum(0) == 2).all()
+        error = (y.mean(1) - x[:, 0].double()).abs()
+        assert (error <= 5 * y.std(1) / 100_000**0.5).all()
+
+
+def test_refusals():
+    x = torch.zeros(2, 8, device=DEVICE)
+    with pytest.raises(ValueError, match=r"uniforms must have shape \(2, 2, 2\), got \(2, 2, 1\)"):
+        mvue(x, uniforms=torch.zeros(2, 2, 1, device=DEVICE), backend="triton")
+    with pytest.raises(ValueError, match="either uniforms or key"):
+        mvue(x, backend="triton")
+    with pytest.raises(ValueError, match=r"no torch.float64 kernel"):
+        mvue(x.double(), key=0, backend="triton")
+    assert not mvue(x.requires_grad_(), key=0, backend="triton").requires_grad

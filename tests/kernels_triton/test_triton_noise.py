@@ -1,0 +1,86 @@
+"""Philox in Triton: the published vectors, the grid of the reference, keys in device memory."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from parity import DEVICE, assert_same_bits
+
+from sparsepretrain.kernels import NoiseKey, noise_key, noise_triton, uniform_noise
+
+ONES = 0xFFFFFFFF
+# Random123, kat_vectors: philox4x32 10
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ((ONES,) * 4, (ONES,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
+]
+KEYS = [(3, 5, 0), (0xDEADBEEF, 0xFFFFFFFF, 2**32 - 2), (0x80000000, 1, 2**33 + 5)]
+
+
+@triton.jit
+def block(words, out):
+    c0, c1, c2 = tl.load(words), tl.load(words + 1), tl.load(words + 2)
+    c3, k0, k1 = tl.load(words + 3), tl.load(words + 4), tl.load(words + 5)
+    r0, r1, r2, r3 = noise_triton.philox(
+        c0.to(tl.uint32), c1.to(tl.uint32), c2.to(tl.uint32), c3.to(tl.uint32),
+        k0.to(tl.uint32), k1.to(tl.uint32),
+    )  # fmt: skip
+    tl.store(out, r0.to(tl.int64))
+    tl.store(out + 1, r1.to(tl.int64))
+    tl.store(out + 2, r2.to(tl.int64))
+    tl.store(out + 3, r3.to(tl.int64))
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_known_answers(counter, key, expected):
+    out = torch.empty(4, dtype=torch.int64, device=DEVICE)
+    block[(1,)](torch.tensor([*counter, *key], device=DEVICE), out)
+    assert [f"{word:08x}" for word in out.tolist()] == expected.split()
+
+
+@pytest.mark.parametrize("parts", KEYS)
+@pytest.mark.parametrize("words", [1, 2])
+def test_grid(parts, words):
+    tensors = [torch.tensor(p, device=DEVICE) for p in parts]
+    for groups, features in ((37, 301), (1, 1), (0, 4), (4, 0), (300, 3)):
+        expected = uniform_noise(NoiseKey(*parts), groups, features, words)
+        for key in (parts, tensors, (tensors[0], parts[1], tensors[2])):
+            got = uniform_noise(NoiseKey(*key), groups, features, words, DEVICE, backend="triton")
+            assert len(got) == words
+            for a, b in zip(got, expected, strict=True):
+                assert_same_bits(a.cpu(), b)
+
+
+def test_a_changed_tensor_changes_the_noise():
+    """A replayed CUDA graph launches with the same pointers; so does the second call here."""
+    key = NoiseKey(*(torch.tensor(v, device=DEVICE) for v in KEYS[0]))
+    for parts in KEYS:
+        for tensor, value in zip(key, parts, strict=True):
+            tensor.fill_(value)
+        got = uniform_noise(key, 9, 20, 2, DEVICE, backend="triton")
+        for a, b in zip(got, uniform_noise(NoiseKey(*parts), 9, 20, 2), strict=True):
+            assert_same_bits(a.cpu(), b)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32, 2**63 - 1])
+@pytest.mark.parametrize("step", [0, 1, 2**31, 2**40 + 3])
+def test_keys(seed, step):
+    for layer, product in ((0, 0), (1, 2), (4000, 1)):
+        expected = noise_key(seed, step, layer, product)
+        counter = torch.tensor(step, device=DEVICE)
+        derived = noise_triton.noise_key(counter, seed, layer, product)
+        assert derived.tolist() == [expected.k0, expected.k1]
+        public = noise_key(seed, counter, layer, product, 5)
+        assert tuple(map(int, public)) == (expected.k0, expected.k1, 5)
+
+
+def test_a_derived_key_draws():
+    step = torch.tensor(12, device=DEVICE)
+    k0, k1 = noise_triton.noise_key(step, 5, 3, 2).unbind()
+    got = uniform_noise(NoiseKey(k0, k1, 8), 5, 6, 1, DEVICE, backend="triton")[0]
+    assert_same_bits(got.cpu(), uniform_noise(noise_key(5, 12, 3, 2, 8), 5, 6, 1)[0])

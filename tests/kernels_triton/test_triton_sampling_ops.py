@@ -1,0 +1,87 @@
+"""Noise, MVUE, gradient pruning and gated activations as PyTorch operations."""
+
+import pytest
+import torch
+from parity import DEVICE, assert_same_bits, nasty
+
+from sparsepretrain import kernels
+from sparsepretrain.kernels import NoiseKey, glu_triton, mvue24_triton, noise_triton, sdgp_triton
+
+X = nasty((8, 12), 0, special=False)
+STEP = torch.tensor(3, device=DEVICE)
+NUMBERS = ([None, None, None], [1, 2, 3])
+MIXED = ([STEP, None, STEP], [0, 2, 0])
+UNIFORMS = torch.rand(12, 2, 2, device=DEVICE)
+OPERATIONS = {
+    "uniform_noise": (noise_triton.uniform_noise, (*MIXED, 3, 5, 2, torch.device(DEVICE))),
+    "noise_key": (noise_triton.noise_key, (STEP, 2**62 + 1, 4, 2)),
+    "mvue": (mvue24_triton.mvue, (X, 0, False, None, *NUMBERS)),
+    "mvue exact": (mvue24_triton.mvue, (X, 1, True, None, *MIXED)),
+    "mvue padded": (mvue24_triton.mvue, (X[:7], 0, True, None, *MIXED)),
+    "mvue uniforms": (mvue24_triton.mvue, (X, 0, False, UNIFORMS, *NUMBERS)),
+    "prune_gradient": (sdgp_triton.prune_gradient, (X, 2, 4, 1, False, *NUMBERS, 1.0)),
+    "prune_gradient 1:6": (sdgp_triton.prune_gradient, (X, 1, 6, 1, True, *MIXED, 6.0)),
+    "gated": (glu_triton.gated, (X, True)),
+    "gated transposed": (glu_triton.gated, (X.t().contiguous().t(), False)),
+    "gated_backward": (glu_triton.gated_backward, (X[:, :6], X, True)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_schema_and_fake(name):
+    op, arguments = OPERATIONS[name]
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("gelu", [True, False])
+def test_autograd_registration(gelu):
+    x = X.clone().requires_grad_()
+    torch.library.opcheck(glu_triton.gated, (x, gelu))
+
+
+def test_strides_of_results_are_promised_ones():
+    deep = nasty((3, 8, 5, 4), 1, special=False)
+    for order in ((0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)):
+        view = deep.permute(order).contiguous().permute([order.index(i) for i in range(4)])
+        for op, rest in (
+            (mvue24_triton.mvue, (1, False, None, *NUMBERS)),
+            (sdgp_triton.prune_gradient, (2, 4, 1, True, *NUMBERS, 1.0)),
+            (glu_triton.gated, (True,)),
+        ):
+            torch.library.opcheck(op, (view, *rest), test_utils=("test_faketensor",))
+
+
+def test_one_graph():
+    def sample(x, step):
+        key = kernels.noise_key(5, step, 2, 1, offset=step)
+        pruned = kernels.mvue(x, dim=0, key=key, backend="triton")
+        exact = kernels.mvue(x, estimator="exact", key=key, backend="triton")
+        random = kernels.prune_gradient(x, variant="random", key=key, backend="triton")
+        largest = kernels.prune_gradient(x, variant="rescaled", backend="triton")
+        noise = kernels.uniform_noise(key, 4, 6, 2, x.device, backend="triton")
+        return pruned, exact, random, largest, *noise
+
+    compiled = torch.compile(sample, backend="aot_eager", fullgraph=True)
+    for step in (STEP, STEP + 1):  # one graph for all steps
+        for got, expected in zip(compiled(X, step), sample(X, step), strict=True):
+            assert_same_bits(got, expected)
+    assert_same_bits(
+        sample(X, STEP)[0], kernels.mvue(X, dim=0, key=kernels.noise_key(5, 3, 2, 1, 3))
+    )
+
+
+@pytest.mark.parametrize("name", ["geglu", "swiglu"])
+def test_gradients_in_one_graph(name):
+    def loss(x):
+        return (getattr(kernels, name)(x, backend="triton") ** 2).sum()
+
+    eager, graph = X.clone().requires_grad_(), X.clone().requires_grad_()
+    loss(eager).backward()
+    torch.compile(loss, backend="aot_eager", fullgraph=True)(graph).backward()
+    assert_same_bits(graph.grad, eager.grad)
+
+
+def test_seeds_are_keys():
+    seed = 2**40 + 3
+    expected = kernels.mvue(X, key=NoiseKey.from_seed(seed), backend="triton")
+    assert_same_bits(kernels.mvue(X, key=seed, backend="triton"), expected)

@@ -1,0 +1,105 @@
+"""Gradient pruning in Triton: the same positions and values as the reference."""
+
+import pytest
+import torch
+from parity import DEVICE, DTYPES, assert_same_bits, layouts, nasty
+
+from sparsepretrain.kernels import NoiseKey, prune_gradient
+
+PATTERNS = [(2, 4), (1, 4), (4, 4), (2, 8), (3, 6), (16, 32)]
+
+
+def both(g, n, m, **options):
+    expected = prune_gradient(g.cpu(), n, m, backend="reference", **options)
+    on_device = {k: v.to(DEVICE) if k == "uniforms" else v for k, v in options.items()}
+    return prune_gradient(g, n, m, backend="triton", **on_device).cpu(), expected
+
+
+def cases(m):
+    """(gradient, channel axis): rows, columns, convolution; sizes that fill no tile."""
+    for shape, dim in (((37, 3 * m), 1), ((3 * m, 37), 0)):
+        for view in layouts(nasty(shape, m)):
+            yield view, dim
+    conv = nasty((3, 2 * m, 5, 3), m)
+    yield conv, 1
+    yield conv.contiguous(memory_format=torch.channels_last), 1
+    yield nasty((0, m), 0), 1
+
+
+@pytest.mark.parametrize("n, m", PATTERNS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_magnitude(n, m, dtype):
+    for g, dim in cases(m):
+        assert_same_bits(*both(g.to(dtype), n, m, dim=dim))
+
+
+@pytest.mark.parametrize("n, m", PATTERNS)
+def test_random(n, m):
+    key = NoiseKey(0xDEADBEEF, 5, 2**32 - 3)
+    for i, (g, dim) in enumerate(cases(m)):
+        g = g.to(DTYPES[i % 3])
+        options = {"variant": "random", "rescale": i % 2 == 1, "dim": dim}
+        assert_same_bits(*both(g, n, m, key=key, **options))
+        u = torch.randint(0, 5, g.shape, generator=torch.Generator().manual_seed(1)) / 8  # ties
+        assert_same_bits(*both(g, n, m, uniforms=u, **options))
+
+
+def test_a_key_in_device_memory():
+    g = nasty((16, 24), 1)
+    key = NoiseKey(*(torch.tensor(v, device=DEVICE) for v in (1, 2, 0)))
+    for offset in (0, 7, 2**32 - 1):
+        key.offset.fill_(offset)
+        for m in (4, 8):
+            options = {"variant": "random", "dim": 1}
+            got = prune_gradient(g, 2, m, key=key, backend="triton", **options)
+            expected = prune_gradient(g.cpu(), 2, m, key=NoiseKey(1, 2, offset), **options)
+            assert_same_bits(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("n, m", [(2, 4), (1, 8)])
+def test_many_groups(n, m):
+    g = nasty((128, 90 * m), 3)  # 11,520 groups
+    assert_same_bits(*both(g, n, m))
+    assert_same_bits(*both(g, n, m, variant="random", key=4))
+
+
+@pytest.mark.parametrize("scope", ["channel", "group", "tensor"])
+@pytest.mark.parametrize("n, m", [(2, 4), (16, 32)])
+def test_rescaled(n, m, scope):
+    for dtype in DTYPES:
+        tolerance = 4 * torch.finfo(dtype).eps  # sums in fp32 in another order, then one rounding
+        for g, dim in cases(m):
+            g = g.nan_to_num(1, 1, 1).clamp(-50, 50).to(dtype)
+            got, expected = both(g, n, m, dim=dim, variant="rescaled", scope=scope)
+            assert torch.equal(got != 0, expected != 0)
+            torch.testing.assert_close(got, expected, rtol=tolerance, atol=0)
+
+
+def test_random_is_unbiased_when_rescaled():
+    g = torch.ones(20_000, 8, device=DEVICE)
+    y = prune_gradient(g, 2, 8, variant="random", rescale=True, key=1, backend="triton")
+    assert ((y != 0).sum(1) == 2).all()
+    assert (y.mean(0) - 1).abs().max() < 5 * (3 / 20_000) ** 0.5
+
+
+def test_offsets_beyond_32_bits():
+    storage = torch.empty(2**31 + 4096, dtype=torch.bfloat16, device=DEVICE)
+    g = storage.as_strided((2, 64), (2**31, 1))
+    g.copy_(nasty((2, 64), 3))
+    for options in ({}, {"variant": "random", "key": 2}):
+        for n, m in ((2, 4), (1, 8)):
+            got = prune_gradient(g, n, m, backend="triton", **options)
+            expected = prune_gradient(g.cpu().contiguous(), n, m, **options)
+            assert_same_bits(got.cpu(), expected)
+
+
+def test_refusals():
+    g = torch.zeros(4, 8, device=DEVICE)
+    for options, words in (
+        ({"variant": "random"}, "either uniforms or key"),
+        ({"variant": "random", "uniforms": torch.zeros(3)}, "shape of g"),
+        ({"variant": "max"}, "variant must be"),
+        ({"variant": "rescaled", "scope": "row"}, "scope must be"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            prune_gradient(g, backend="triton", **options)
