@@ -55,7 +55,7 @@ docs: $(VENV)/.dev
 # the figures that test-kernels-offline holds kernels to, and their table in docs/kernels.md
 kernels-offline: $(INSTALLED)
 	$(BIN)/sparsepretrain bench suite=offline out=benchmarks/kernels_offline.json
-	$(BIN)/python -m sparsepretrain.bench.offline benchmarks/kernels_offline.json docs/kernels.md
+	$(BIN)/python scripts/generate_docs.py
 
 # the four methods with equal data order and initial weights, overlaid
 figure: $(INSTALLED)

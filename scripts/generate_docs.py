@@ -32,6 +32,7 @@ from sparsepretrain.sparsity import MethodOptions
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "methods"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu.json"
+COMPILED = ROOT / "benchmarks" / "kernels_offline.json"
 
 BLOCK = re.compile(
     r"(?P<start><!-- generated: (?P<table>\w+)(?: (?P<argument>[^\n>]+?))? -->\n)"
@@ -147,8 +148,41 @@ def bench(pattern: str, path: Path) -> str:
     return table(["case", "measured", "limit"], rows) + f"\n{source}\n"
 
 
+def compiled(argument: str, path: Path) -> str:
+    """One row per kernel compiled without a GPU: its machine code on each architecture."""
+    result = json.loads(COMPILED.read_text(encoding="utf-8"))
+    compilers = ", ".join(f"{k} {v}" for k, v in result["compilers"].items())
+    lines = [
+        f"Compiled with {compilers}; commit {result['environment']['commit']}.",
+        "",
+        "| case | kernel | registers | shared B | 128-bit / all loads "
+        "| instructions per element (sm_80 / 90 / 100) | limit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    grouped: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in result["cases"]:
+        grouped.setdefault((row["case"], row["kernel"]), {})[row["architecture"]] = row
+    for (case, kernel), by in grouped.items():
+        shown = by["sm_90"]
+        counts = [instructions(by.get(f"sm_{cc}")) for cc in (80, 90, 100)]
+        limit = shown["limit"]["instructions"]
+        loop = " ⟳" if shown["loops"] else ""
+        lines.append(
+            f"| {case} | `{kernel}` | {shown['registers']} | {shown['shared']} "
+            f"| {shown['wide_loads']} / {shown['loads']} | {' / '.join(counts)}{loop} | {limit:g} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def instructions(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "·"
+    return "–" if row["refused"] else f"{row['instructions']:.1f}"
+
+
 TABLES: dict[str, Callable[[str, Path], str]] = {
     "bench": bench,
+    "compiled": compiled,
     "costs": costs,
     "methods": methods,
     "operands": operands,

@@ -1,8 +1,7 @@
 """What every kernel compiles to, on a machine without a GPU: facts about machine code, no times.
 
-``sparsepretrain bench suite=offline out=benchmarks/kernels_offline.json`` measures; then
-``python -m sparsepretrain.bench.offline benchmarks/kernels_offline.json docs/kernels.md`` renews
-the table of the page.
+``make kernels-offline`` measures and renews ``benchmarks/kernels_offline.json`` and the table of
+``docs/kernels.md``.
 """
 
 from __future__ import annotations
@@ -11,13 +10,10 @@ import ast
 import dataclasses
 import importlib
 import inspect
-import json
 import math
 import pkgutil
-import sys
 import textwrap
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +31,6 @@ from sparsepretrain.bench.assembly import (
 )
 from sparsepretrain.bench.kernel_case import KernelCase, Limit
 from sparsepretrain.bench.kernel_cases import kernel_cases
-
-MARKERS = ("<!-- generated: make kernels-offline -->", "<!-- end -->")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -184,55 +178,3 @@ def _callees(function: Any) -> set[str]:
     }
     found = [function.fn.__globals__.get(name) for name in names]
     return {kernel_name(f) for f in found if isinstance(f, JITFunction)}
-
-
-def table(result: dict[str, Any]) -> str:
-    """Markdown: one row per case and kernel, instructions per element on each architecture."""
-    compilers = ", ".join(f"{k} {v}" for k, v in result["compilers"].items())
-    lines = [
-        f"Compiled with {compilers}; commit {result['environment']['commit']}.",
-        "",
-        "| case | kernel | registers | shared B | 128-bit / all loads "
-        "| instructions per element (sm_80 / 90 / 100) | limit |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    grouped: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in result["cases"]:
-        grouped.setdefault((row["case"], row["kernel"]), {})[row["architecture"]] = row
-    for (case, kernel), by in grouped.items():
-        shown = by["sm_90"]
-        counts = [_count(by.get(f"sm_{cc}")) for cc in (80, 90, 100)]
-        limit = shown["limit"]["instructions"]
-        loop = " ⟳" if shown["loops"] else ""
-        lines.append(
-            f"| {case} | `{kernel}` | {shown['registers']} | {shown['shared']} "
-            f"| {shown['wide_loads']} / {shown['loads']} | {' / '.join(counts)}{loop} | {limit:g} |"
-        )
-    return "\n".join(lines)
-
-
-def _count(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "·"
-    return "–" if row["refused"] else f"{row['instructions']:.1f}"
-
-
-def with_table(page: str, result: dict[str, Any]) -> str:
-    """``page`` with the text between :data:`MARKERS` replaced.
-
-    Raises:
-        ValueError: the page has no markers.
-    """
-    start, end = (page.index(marker) for marker in MARKERS)
-    return f"{page[: start + len(MARKERS[0])]}\n{table(result)}\n{page[end:]}"
-
-
-def main() -> None:
-    """Renew the table of a page: arguments are the JSON and the page."""
-    source, page = map(Path, sys.argv[1:])
-    result = json.loads(source.read_text(encoding="utf-8"))
-    page.write_text(with_table(page.read_text(encoding="utf-8"), result), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

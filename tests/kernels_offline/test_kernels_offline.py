@@ -60,11 +60,6 @@ def test_committed_table_has_no_other_rows():
     assert COMMITTED["within_limits"] is True
 
 
-def test_page_shows_the_committed_table():
-    page = (ROOT / "docs/kernels.md").read_text()
-    assert offline.with_table(page, COMMITTED) == page, RERUN
-
-
 def test_fp8_is_refused_before_ada():
     refused = {row["case"] for row in COMMITTED["cases"] if row["refused"]}
     assert refused == {case.name for case in CASES if case.refused}
