@@ -70,14 +70,6 @@ kernels() { bench kernels gpu_kernels; }
 layers() { bench linear gpu_layers; }
 train() { bench steps gpu_steps; }
 
-if [ "$CHECK" = 1 ]; then
-    export CUDA_VISIBLE_DEVICES=
-elif ! "$PYTHON" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
-    echo "gpu_check: no CUDA GPU here; CHECK=1 rehearses on the CPU" >&2
-    exit 1
-fi
-quick=false
-if [ "$QUICK" = 1 ]; then quick=true; fi
 part=${1:-all}
 case $part in
     tests | kernels | layers | train) parts=("$part") ;;
@@ -87,6 +79,14 @@ case $part in
         exit 2
         ;;
 esac
+if [ "$CHECK" = 1 ]; then
+    export CUDA_VISIBLE_DEVICES=
+elif ! "$PYTHON" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    echo "gpu_check: no CUDA GPU here; CHECK=1 rehearses on the CPU" >&2
+    exit 1
+fi
+quick=false
+if [ "$QUICK" = 1 ]; then quick=true; fi
 mkdir -p "$OUT"
 environment
 for part in "${parts[@]}"; do "$part"; done

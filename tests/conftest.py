@@ -29,6 +29,19 @@ def prepared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture(autouse=True)
+def _default_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``SPARSEPRETRAIN_TEST_BACKEND=triton``: whatever names no backend runs Triton's kernels.
+
+    In the interpreter (``TRITON_INTERPRET=1``), so that the tests of the references, the golden
+    vectors among them, are tests of the kernels too: ``make test-triton``.
+    """
+    if os.environ.get("SPARSEPRETRAIN_TEST_BACKEND") == "triton":
+        from sparsepretrain.kernels import groups
+
+        monkeypatch.setattr(groups, "_preferred", lambda device: True)
+
+
 @pytest.fixture
 def tiny(
     tmp_path: Path, small_corpus: Path, prepared_cache: Path, monkeypatch: pytest.MonkeyPatch

@@ -187,7 +187,7 @@ def compile_launch(launch: Launch, capability: int) -> Facts:
     """Compile for ``capability`` (80, 90, 100) and read the machine code.
 
     Raises:
-        Exception: Triton's, where the architecture cannot run the kernel (fp8 e4m3 before 89).
+        TritonError: the architecture cannot run the kernel (fp8 e4m3 before sm_89).
     """
     source = ASTSource(
         fn=launch.kernel,

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.compiler.errors import CompilationError
+import triton
+from triton.errors import TritonError
 from triton.runtime.jit import JITFunction
 
 from sparsepretrain import kernels
@@ -31,6 +32,11 @@ from sparsepretrain.bench.assembly import (
 )
 from sparsepretrain.bench.kernel_case import KernelCase, Limit
 from sparsepretrain.bench.kernel_cases import kernel_cases
+
+LIMITS_FOR = "3.9."
+"""Triton that the limits were set with."""
+OTHER_COMPILER = 1.4
+"""Slack for another one: 3.6 makes up to a third more instructions and registers."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,7 +131,7 @@ def _row(case: KernelCase, launch: Launch, capability: int) -> Row:
     limit = case.limits.get(launch.name)
     try:
         facts = compile_launch(launch, capability)
-    except CompilationError as error:
+    except TritonError as error:  # by the front end or, in older versions, by the assembler
         row.refused = " ".join(str(error.__cause__ or error).split())[-160:]
         if capability not in case.refused:
             row.problems.append(f"does not compile: {row.refused}")
@@ -146,9 +152,10 @@ def _problems(row: Row, facts: Facts, limit: Limit | None) -> list[str]:
         found.append(f"spills: {facts.spills} local loads and stores, {facts.stack} B of stack")
     if limit is None:
         return [*found, f"launches {row.kernel}, for which the case declares no limit"]
-    if row.registers > limit.registers:
+    slack = 1.0 if triton.__version__.startswith(LIMITS_FOR) else OTHER_COMPILER
+    if row.registers > limit.registers * slack:
         found.append(f"{row.registers} registers > {limit.registers}")
-    if row.instructions > limit.instructions:
+    if row.instructions > limit.instructions * slack:
         found.append(f"{row.instructions} instructions per element > {limit.instructions}")
     if row.wide_loads < limit.wide_loads:
         found.append(f"{row.wide_loads} loads of 128 bits < {limit.wide_loads}")

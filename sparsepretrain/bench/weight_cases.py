@@ -108,6 +108,19 @@ def pruned() -> Iterator[KernelCase]:
         )
 
 
+def _three_passes(x: Tensor, scale: Tensor) -> Tensor:
+    """What the published code launches: threshold, scale, cast."""
+    return kernels.soft_threshold(x).mul_(scale).to(BF16)
+
+
+def _by_sort(x: Tensor, scale: Tensor) -> Tensor:
+    """The threshold by sorting every group."""
+    groups = x.view(-1, 4)
+    threshold = groups.abs().sort(1).values[:, 1:2]
+    soft = groups.sign() * (groups.abs() - threshold).clamp_(min=0)
+    return (soft * scale).to(BF16).view_as(x)
+
+
 def soft_thresholds() -> Iterator[KernelCase]:
     """S-STE's β·S(W) for the matrix products: threshold, scale and cast in one pass (G1, G5)."""
 
@@ -123,16 +136,6 @@ def soft_thresholds() -> Iterator[KernelCase]:
 
         return make
 
-    def passes(x: Tensor, scale: Tensor) -> Tensor:
-        """What the published code launches: threshold, scale, cast."""
-        return kernels.soft_threshold(x).mul_(scale).to(BF16)
-
-    def by_sort(x: Tensor, scale: Tensor) -> Tensor:
-        groups = x.view(-1, 4)
-        threshold = groups.abs().sort(1).values[:, 1:2]
-        soft = groups.sign() * (groups.abs() - threshold).clamp_(min=0)
-        return (soft * scale).to(BF16).view_as(x)
-
     for dtype, to in ((FP32, BF16), (FP32, FP16), (FP32, FP32), (BF16, BF16)):
         main = dtype == FP32 and to == BF16
         yield KernelCase(
@@ -144,7 +147,7 @@ def soft_thresholds() -> Iterator[KernelCase]:
             shapes=WEIGHTS if to == BF16 else {},
             architectures=(80, 90, 100) if to == BF16 else ONE,
             goal=0.85 if main else None,
-            others={"three passes": passes, "sort": by_sort} if main else {},
+            others={"three passes": _three_passes, "sort": _by_sort} if main else {},
         )
     variants: tuple[tuple[str, dict[str, Any], bool, float], ...] = (
         ("without β, fp32→fp32", {"to": FP32}, False, 14.0),
@@ -254,7 +257,7 @@ def decays() -> Iterator[KernelCase]:
 
 
 def flips() -> Iterator[KernelCase]:
-    """Flip counting on masks and on packed masks, packing and unpacking (G8)."""
+    """Flip counting on masks and on packed masks (G8)."""
 
     def pair(shape: Shape, device: torch.device) -> tuple[Any, ...]:
         return normal(shape, device) > 0, normal(shape, device, seed=1) > 0
@@ -300,6 +303,10 @@ def flips() -> Iterator[KernelCase]:
         limits=limit(2.0, wide=0),
         architectures=ONE,
     )
+
+
+def packing() -> Iterator[KernelCase]:
+    """Masks to bits and back."""
     yield KernelCase(
         name="pack mask",
         make=lambda shape, device: (normal(shape, device) > 0,),
@@ -328,4 +335,5 @@ def cases() -> list[KernelCase]:
         *transposable(),
         *decays(),
         *flips(),
+        *packing(),
     ]

@@ -28,7 +28,7 @@ def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
     if backend not in (None, "reference", "triton"):
         raise ValueError(f"{name}: unknown backend {backend!r}; use 'reference', 'triton' or None")
     if backend is None:
-        return "triton" if x.is_cuda and x.dtype in TRITON_DTYPES else "reference"
+        return "triton" if _preferred(x.device) and x.dtype in TRITON_DTYPES else "reference"
     if backend == "triton":
         if x.dtype not in TRITON_DTYPES:
             raise ValueError(f"{name}: backend='triton' has no {x.dtype} kernel; use 'reference'")
@@ -38,6 +38,11 @@ def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
                 "(TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
             )
     return backend
+
+
+def _preferred(device: torch.device) -> bool:
+    """Whether Triton is the choice on ``device``."""
+    return device.type == "cuda"
 
 
 def check_pattern(name: str, x: Tensor, n: int, m: int, dim: int) -> None:

@@ -24,7 +24,7 @@ def key_parts(key: NoiseKey | int, device: torch.device) -> tuple[list[Tensor | 
     """The parts of ``key`` for an operator's schema: tensors, and numbers where there is none."""
     parts = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
     tensors = [p.to(device) if isinstance(p, Tensor) else None for p in parts]
-    return tensors, [0 if isinstance(p, Tensor) else p & 0xFFFFFFFF for p in parts]
+    return tensors, [0 if isinstance(p, Tensor) else p for p in parts]
 
 
 def key_arguments(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> list[Any]:

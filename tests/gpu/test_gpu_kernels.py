@@ -17,7 +17,9 @@ def test_registry_parity(case, device):
     rows, columns = case.offline
     shape = (rows, columns) if device.type == "cuda" else (32, columns // 16)
     if device.type == "cuda" and case.refused and torch.cuda.get_device_capability() < (8, 9):
-        with pytest.raises(Exception, match="fp8e4nv not supported"):
+        from triton.errors import TritonError
+
+        with pytest.raises(TritonError):
             case.run("triton", *case.make(shape, device))
         return
     inputs = case.make(shape, device)
