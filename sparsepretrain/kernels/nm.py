@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from sparsepretrain.kernels.groups import (
-    array_module,
     check_pattern,
     choose_backend,
     join_groups,
+    numpy_for,
     split_groups,
 )
 
-_INTEGER = {torch.float64: torch.int64, torch.float32: torch.int32}
+_INTEGER = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
 _PAIRWISE_LIMIT = 8
+_LARGEST_M_OF_NUMPY = 127
 
 
 def nm_mask(
@@ -51,6 +59,12 @@ def nm_mask(
         raise ValueError(f"nm_mask: ties must be 'high' or 'low', got {ties!r}")
     if n == m:
         return torch.ones(x.shape, dtype=torch.bool, device=x.device)
+    if m <= _LARGEST_M_OF_NUMPY and (numpy := numpy_for(x)):
+        from sparsepretrain.kernels import nm_numpy
+
+        bits = x.detach().contiguous().view(_INTEGER[x.dtype]).numpy()
+        inner = math.prod(x.shape[dim % x.dim() + 1 :])
+        return torch.from_numpy(nm_numpy.largest(numpy, bits, n, m, inner, ties))
     keys = split_groups(_magnitude_bits(x), m, dim)
     if ties == "low":
         keys.reverse()
@@ -62,25 +76,21 @@ def nm_mask(
 
 def _magnitude_bits(x: Tensor) -> Tensor:
     """|x| as integers in the same order, NaN above infinity: floats of one sign sort like bits."""
-    x = x.detach()
-    x = x if x.dtype in _INTEGER else x.float()
-    return x.abs().view(_INTEGER[x.dtype])
+    return x.detach().abs().view(_INTEGER[x.dtype])
 
 
 def _top_by_pairs(keys: list[Tensor], n: int) -> list[Tensor]:
     """Compare all pairs; position i is kept when it beats at least M - N others."""
     m = len(keys)
-    xp = array_module(keys[0].device)
-    values = keys if xp is torch else [key.numpy() for key in keys]
-    wins = [xp.zeros_like(values[0], dtype=xp.int8) for _ in values]
+    wins = [torch.zeros_like(key, dtype=torch.int8) for key in keys]
     for i in range(m):
         wins[i] += m - 1 - i  # as if it beat all later ones, corrected below
         for j in range(i + 1, m):
             # strict: on equality the later position wins
-            later = (values[j] >= values[i]).view(xp.int8)
+            later = (keys[j] >= keys[i]).view(torch.int8)
             wins[i] -= later
             wins[j] += later
-    return [torch.as_tensor(w >= m - n) for w in wins]
+    return [w >= m - n for w in wins]
 
 
 def _top_by_sort(keys: list[Tensor], n: int) -> list[Tensor]:
