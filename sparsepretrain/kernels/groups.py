@@ -14,6 +14,7 @@ from torch import Tensor
 
 CHUNK = 24_000
 """Elements per temporary on the CPU, so that a chain of operations stays in cache."""
+_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 MAX_THREADS = 4
 """Threads of one operation on the CPU; the interpreter lock leaves nothing for more."""
 
@@ -62,6 +63,23 @@ def join_groups(parts: list[Tensor], dim: int) -> Tensor:
     """Inverse of :func:`split_groups`."""
     dim %= parts[0].dim()
     return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+
+
+def apply_mask(x: Tensor, mask: Tensor) -> Tensor:
+    """``x`` where ``mask`` is true, +0.0 elsewhere (NaN and infinities too).
+
+    Selecting by a bool mask is a loop over elements on the CPU; as bits it is ten times faster.
+
+    Args:
+        x: tensor of any floating dtype and strides.
+        mask: bool, same shape.
+    """
+    x = x.detach()
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return x.masked_fill(~mask, 0)
+    integer = _INTEGER_OF_SIZE[x.itemsize]
+    bits = mask.to(integer).neg_()  # -1: all ones
+    return torch.bitwise_and(x.view(integer), bits).view(x.dtype)
 
 
 def numpy_for(x: Tensor) -> Any | None:

@@ -1,76 +1,104 @@
-"""The masks of :mod:`sparsepretrain.kernels.nm` in NumPy, for the CPU."""
+"""The masks of :mod:`sparsepretrain.kernels.nm` in NumPy, for the CPU.
+
+Every element is compared with those 1, 2, … M - 1 places later in its group and is kept when it
+beats at least M - N others: nothing is sorted, nothing is transposed. Where the places of a group
+lie next to each other, all groups are compared with themselves shifted, and the pairs that straddle
+two groups are struck out.
+"""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 from sparsepretrain.kernels.groups import in_chunks
 
 Array = Any
-CHUNK = 96_000
-"""Elements per part: most of the work is on bytes."""
-ROWS = 32
-"""Inner size from which on a comparison of whole rows is faster than one of shifted groups."""
+CHUNK = 66_000
+"""Elements per part; most of the work is on bytes."""
+SHORT = 32
+"""Below this distance between the places of a group, shifting beats comparing rows."""
 
 
 def largest(xp: Any, bits: Array, n: int, m: int, inner: int, ties: str) -> Array:
     """Mask of the n largest of every m integers that lie ``inner`` apart.
 
-    Every position is compared with those 1, 2, … m - 1 places later; it is kept when it beats at
-    least m - n others. Nothing is sorted and nothing is transposed.
-
     Args:
         xp: numpy.
         bits: contiguous signed integers; the sign bit is ignored.
         n, m: the pattern, m ≤ 127.
-        inner: elements between neighbours of a group.
+        inner: elements from one place of a group to the next.
         ties: ``high`` or ``low``: which of two equals is kept.
     """
     kept = xp.empty(bits.shape, xp.bool_)
     width = m * inner
-    groups, out = (a.reshape(bits.size // max(width, 1), width) for a in (bits, kept))
+    source, target = (a.reshape(bits.size // max(width, 1), width) for a in (bits, kept))
     later_wins = xp.greater_equal if ties == "high" else xp.greater
     magnitude = xp.array(xp.iinfo(bits.dtype).max, bits.dtype)
+    count_wins = _by_shifts if inner < SHORT else _by_rows
 
     def prepare(rows: int) -> Callable[[int, int], None]:
         keys = xp.empty((rows, width), bits.dtype)
-        flags = xp.empty(rows * width, xp.int8)
-        within = xp.empty(rows * width, xp.bool_)
-        wins = xp.empty((rows, width), xp.int8)
-        by_rows = inner >= ROWS
-        place = xp.arange(m, dtype=xp.int8)[None, :, None]
-        if not by_rows:
-            place = _places(xp, m, inner, rows)
+        flags, wins = xp.empty((2, rows, width), xp.int8)
 
         def work(start: int, stop: int) -> None:
-            count = stop - start
-            # axis 1: places in a group, or, where rows are short, in all groups of the part
-            shape = (count, m, inner) if by_rows else (1, count * m, inner)
-            key, win = keys[:count].reshape(shape), wins[:count].reshape(shape)
-            xp.bitwise_and(groups[start:stop], magnitude, out=keys[:count])
-            # as if a position beat all later ones; corrected by each that does better
-            xp.subtract(m - 1, place[:, : shape[1]], out=win)
-            for shift in range(1, m):
-                size = (shape[0], shape[1] - shift, inner)
-                later, valid = (a[: math.prod(size)].reshape(size) for a in (flags, within))
-                later_wins(key[:, shift:], key[:, :-shift], out=later.view(xp.bool_))
-                if not by_rows:  # pairs that straddle two groups do not count
-                    later &= xp.less(place[:, : size[1]], m - shift, out=valid).view(xp.int8)
-                win[:, :-shift] -= later
-                win[:, shift:] += later
-            xp.greater_equal(wins[:count], m - n, out=out[start:stop])
+            here = slice(stop - start)
+            xp.bitwise_and(source[start:stop], magnitude, out=keys[here])
+            count_wins(xp, keys[here], flags[here], wins[here], m, inner, later_wins)
+            xp.greater_equal(wins[here], m - n, out=target[start:stop])
 
         return work
 
-    in_chunks(prepare, len(groups), width, CHUNK)
+    in_chunks(prepare, len(source), width, CHUNK)
     return kept
 
 
-@functools.lru_cache(maxsize=8)
-def _places(xp: Any, m: int, inner: int, rows: int) -> Array:
-    """Place in the group, of every element of a part; (1, rows·m, inner) int8."""
-    row = xp.repeat(xp.arange(m, dtype=xp.int8), inner)
-    return xp.tile(row, rows).reshape(1, rows * m, inner)
+def _by_rows(
+    xp: Any, keys: Array, flags: Array, wins: Array, m: int, inner: int, later_wins: Any
+) -> None:
+    """Set ``wins`` to the number of others in the group that each key beats; (groups, width)."""
+    key, flag, win = (a.reshape(-1, m, inner) for a in (keys, flags, wins))
+    # as if a place beat all later ones; corrected by each that does better
+    win[:] = xp.arange(m - 1, -1, -1, dtype=xp.int8)[:, None]
+    for shift in range(1, m):
+        later = flag[:, shift:]
+        later_wins(key[:, shift:], key[:, :-shift], out=later.view(xp.bool_))
+        win[:, :-shift] -= later
+        win[:, shift:] += later
+
+
+def _by_shifts(
+    xp: Any, keys: Array, flags: Array, wins: Array, m: int, inner: int, later_wins: Any
+) -> None:
+    """The same with all groups in one row."""
+    key, flag, win = (a.reshape(-1) for a in (keys, flags, wins))
+    before, within = _patterns(xp, m, inner, len(keys))
+    unit = before.dtype  # bytes, or a whole group of them
+    words = flag.view(unit)
+    win.view(unit)[:] = before
+    for shift in range(1, m):
+        step = shift * inner
+        later = flag[:-step]
+        later_wins(key[step:], key[:-step], out=later.view(xp.bool_))
+        words &= within(shift)
+        win[:-step] -= later
+        win[step:] += later
+
+
+def _patterns(xp: Any, m: int, inner: int, groups: int) -> tuple[Array, Callable[[int], Array]]:
+    """(number of later places, shift -> 1 where the place that much later is in the group).
+
+    For every element, as bytes, or, where a group fills a word, one word that holds for all groups.
+    """
+    if inner == 1 and m in (2, 4, 8):
+        place, unit = xp.arange(m, dtype=xp.int8), f"u{m}"
+    else:
+        place, unit = _places(xp, m, inner, groups), "i1"
+    return (m - 1 - place).view(unit), lambda shift: (place < m - shift).view(unit)
+
+
+@functools.lru_cache(maxsize=4)
+def _places(xp: Any, m: int, inner: int, groups: int) -> Array:
+    """Place in its group of every element; int8."""
+    return xp.tile(xp.repeat(xp.arange(m, dtype=xp.int8), inner), groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import check_pattern, choose_backend
+from sparsepretrain.kernels.groups import apply_mask, check_pattern, choose_backend
 from sparsepretrain.kernels.nm import nm_mask
 from sparsepretrain.kernels.noise import NoiseKey, uniform_noise
 
@@ -54,13 +54,13 @@ def prune_gradient(
     check_pattern("prune_gradient", g, n, m, dim)
     if variant == "random":
         draws = _draws(g, dim, uniforms, key)
-        kept = g.masked_fill(~nm_mask(draws, n, m, dim=dim), 0)
+        kept = apply_mask(g, nm_mask(draws, n, m, dim=dim))
         return kept * (m / n) if rescale else kept
     if variant not in ("magnitude", "rescaled"):
         raise ValueError(
             f"prune_gradient: variant must be magnitude, random or rescaled, got {variant!r}"
         )
-    kept = g.masked_fill(~nm_mask(g, n, m, dim=dim, ties="low"), 0)
+    kept = apply_mask(g, nm_mask(g, n, m, dim=dim, ties="low"))
     return kept if variant == "magnitude" else _match_norm(g, kept, m, scope, dim)
 
 
