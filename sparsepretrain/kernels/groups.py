@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 24_000
+CHUNK = 48_000
 """Elements per temporary on the CPU, so that a chain of operations stays in cache."""
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 MAX_THREADS = 4
@@ -115,15 +115,19 @@ def in_chunks(
             returns writes results of its own part only.
         count: number of rows.
         width: elements per row.
-        chunk: elements per part.
+        chunk: most elements of a part, unless a single row has more.
     """
     import numpy
 
-    rows = max(1, chunk // max(width, 1))
+    threads = min(torch.get_num_threads(), MAX_THREADS)
+    parts = -(-count * width // chunk)
+    if parts > 1:  # as much for each thread
+        parts = -(-parts // threads) * threads
+    rows = max(1, -(-count // max(parts, 1)))
     starts = deque(range(0, count, rows))
 
     def drain() -> None:
-        work = prepare(min(rows, count))
+        work = prepare(rows)
         with numpy.errstate(all="ignore"):  # NaN and infinity take their course
             while starts:
                 try:
@@ -132,7 +136,7 @@ def in_chunks(
                     return
                 work(start, min(start + rows, count))
 
-    helpers = min(torch.get_num_threads(), MAX_THREADS, len(starts)) - 1
+    helpers = min(threads, len(starts)) - 1
     running = [_pool().submit(drain) for _ in range(helpers)]
     drain()
     for future in running:
