@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparsepretrain.kernels.glu import geglu, swiglu
     from sparsepretrain.kernels.groups import apply_mask
     from sparsepretrain.kernels.mvue24 import mvue
-    from sparsepretrain.kernels.nm import nm_mask
+    from sparsepretrain.kernels.nm import nm_mask, nm_prune
     from sparsepretrain.kernels.noise import NoiseKey, noise_key, uniform_noise
     from sparsepretrain.kernels.sdgp import prune_gradient
     from sparsepretrain.kernels.soft import (
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _HOME = {
     "apply_mask": "groups",
     "nm_mask": "nm",
+    "nm_prune": "nm",
     "soft_threshold": "soft",
     "optimal_scale": "soft",
     "l1_scale": "soft",
@@ -64,6 +65,7 @@ __all__ = [
     "masked_decay_",
     "mvue",
     "nm_mask",
+    "nm_prune",
     "noise_key",
     "optimal_scale",
     "pack_24",

@@ -73,13 +73,15 @@ def apply_mask(x: Tensor, mask: Tensor) -> Tensor:
     Args:
         x: tensor of any floating dtype and strides.
         mask: bool, same shape.
+
+    Returns:
+        a new tensor.
     """
     x = x.detach()
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.masked_fill(~mask, 0)
     integer = _INTEGER_OF_SIZE[x.itemsize]
-    bits = mask.to(integer).neg_()  # -1: all ones
-    return torch.bitwise_and(x.view(integer), bits).view(x.dtype)
+    return mask.to(integer).neg_().bitwise_and_(x.view(integer)).view(x.dtype)  # -1: all ones
 
 
 def numpy_for(x: Tensor) -> Any | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsepretrain.kernels.groups import (
+    apply_mask,
     check_pattern,
     choose_backend,
     join_groups,
@@ -54,17 +56,11 @@ def nm_mask(
         ValueError: impossible pattern, axis not a multiple of M, unknown option.
     """
     choose_backend("nm_mask", backend)
-    check_pattern("nm_mask", x, n, m, dim)
-    if ties not in ("high", "low"):
-        raise ValueError(f"nm_mask: ties must be 'high' or 'low', got {ties!r}")
+    _check("nm_mask", x, n, m, dim, ties)
     if n == m:
         return torch.ones(x.shape, dtype=torch.bool, device=x.device)
     if m <= _LARGEST_M_OF_NUMPY and (numpy := numpy_for(x)):
-        from sparsepretrain.kernels import nm_numpy
-
-        bits = x.detach().contiguous().view(_INTEGER[x.dtype]).numpy()
-        inner = math.prod(x.shape[dim % x.dim() + 1 :])
-        return torch.from_numpy(nm_numpy.largest(numpy, bits, n, m, inner, ties))
+        return _in_numpy(numpy, x, n, m, dim, ties)
     keys = split_groups(_magnitude_bits(x), m, dim)
     if ties == "low":
         keys.reverse()
@@ -72,6 +68,47 @@ def nm_mask(
     if ties == "low":
         kept.reverse()
     return join_groups(kept, dim)
+
+
+def nm_prune(
+    x: Tensor,
+    n: int = 2,
+    m: int = 4,
+    *,
+    dim: int = -1,
+    ties: str = "high",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(``x`` where :func:`nm_mask` keeps it and +0.0 elsewhere, that mask), in one pass.
+
+    Arguments and errors are those of :func:`nm_mask`.
+    """
+    choose_backend("nm_prune", backend)
+    _check("nm_prune", x, n, m, dim, ties)
+    if n < m <= _LARGEST_M_OF_NUMPY and (numpy := numpy_for(x)):
+        pruned = torch.empty(x.shape, dtype=x.dtype)
+        return pruned, _in_numpy(numpy, x, n, m, dim, ties, pruned)
+    mask = nm_mask(x, n, m, dim=dim, ties=ties, backend=backend)
+    return apply_mask(x, mask), mask
+
+
+def _check(name: str, x: Tensor, n: int, m: int, dim: int, ties: str) -> None:
+    check_pattern(name, x, n, m, dim)
+    if ties not in ("high", "low"):
+        raise ValueError(f"{name}: ties must be 'high' or 'low', got {ties!r}")
+
+
+def _in_numpy(
+    numpy: Any, x: Tensor, n: int, m: int, dim: int, ties: str, pruned: Tensor | None = None
+) -> Tensor:
+    """The mask; also fills ``pruned``, which is contiguous."""
+    from sparsepretrain.kernels import nm_numpy
+
+    integer = _INTEGER[x.dtype]
+    bits = x.detach().contiguous().view(integer).numpy()
+    values = None if pruned is None else pruned.view(integer).numpy()
+    inner = math.prod(x.shape[dim % x.dim() + 1 :])
+    return torch.from_numpy(nm_numpy.largest(numpy, bits, n, m, inner, ties, values))
 
 
 def _magnitude_bits(x: Tensor) -> Tensor:

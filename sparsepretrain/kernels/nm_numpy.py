@@ -21,7 +21,9 @@ SHORT = 32
 """Below this distance between the places of a group, shifting beats comparing rows."""
 
 
-def largest(xp: Any, bits: Array, n: int, m: int, inner: int, ties: str) -> Array:
+def largest(
+    xp: Any, bits: Array, n: int, m: int, inner: int, ties: str, pruned: Array | None = None
+) -> Array:
     """Mask of the n largest of every m integers that lie ``inner`` apart.
 
     Args:
@@ -30,10 +32,13 @@ def largest(xp: Any, bits: Array, n: int, m: int, inner: int, ties: str) -> Arra
         n, m: the pattern, m ≤ 127.
         inner: elements from one place of a group to the next.
         ties: ``high`` or ``low``: which of two equals is kept.
+        pruned: filled with ``bits`` where the mask is true, else 0; shape and type of ``bits``.
     """
     kept = xp.empty(bits.shape, xp.bool_)
     width = m * inner
-    source, target = (a.reshape(bits.size // max(width, 1), width) for a in (bits, kept))
+    shape = (bits.size // max(width, 1), width)
+    source, target = bits.reshape(shape), kept.reshape(shape)
+    values = None if pruned is None else pruned.reshape(shape)
     later_wins = xp.greater_equal if ties == "high" else xp.greater
     magnitude = xp.array(xp.iinfo(bits.dtype).max, bits.dtype)
     count_wins = _by_shifts if inner < SHORT else _by_rows
@@ -46,7 +51,11 @@ def largest(xp: Any, bits: Array, n: int, m: int, inner: int, ties: str) -> Arra
             here = slice(stop - start)
             xp.bitwise_and(source[start:stop], magnitude, out=keys[here])
             count_wins(xp, keys[here], flags[here], wins[here], m, inner, later_wins)
-            xp.greater_equal(wins[here], m - n, out=target[start:stop])
+            mask = xp.greater_equal(wins[here], m - n, out=target[start:stop])
+            if values is not None:
+                all_ones = xp.negative(mask.view(xp.int8), out=wins[here])  # or all zeros
+                xp.copyto(keys[here], all_ones)
+                xp.bitwise_and(source[start:stop], keys[here], out=values[start:stop])
 
         return work
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels.groups import apply_mask, check_pattern, choose_backend
-from sparsepretrain.kernels.nm import nm_mask
+from sparsepretrain.kernels.nm import nm_mask, nm_prune
 from sparsepretrain.kernels.noise import NoiseKey, uniform_noise
 
 EPSILON = 1e-4
@@ -60,7 +60,7 @@ def prune_gradient(
         raise ValueError(
             f"prune_gradient: variant must be magnitude, random or rescaled, got {variant!r}"
         )
-    kept = apply_mask(g, nm_mask(g, n, m, dim=dim, ties="low"))
+    kept, _ = nm_prune(g, n, m, dim=dim, ties="low")
     return kept if variant == "magnitude" else _match_norm(g, kept, m, scope, dim)
 
 
@@ -82,24 +82,37 @@ def _draws(g: Tensor, dim: int, uniforms: Tensor | None, key: NoiseKey | int | N
 
 
 def _match_norm(g: Tensor, kept: Tensor, m: int, scope: str, dim: int) -> Tensor:
-    """``kept`` with the L1 norm of ``g`` in every part of ``scope``."""
+    """``kept``, in place, with the L1 norm of ``g`` in every part of ``scope``."""
     dim %= g.dim()
     wide = torch.promote_types(g.dtype, torch.float32)
-    before, after = g.abs().to(wide), kept.abs().to(wide)
+    scaled = kept
     if scope == "channel":
         axes = [0] if g.dim() == 2 and dim == 1 else [a for a in range(1, g.dim()) if a != dim]
     elif scope == "group":
-        before = before.unflatten(dim, (-1, m))
-        after = after.unflatten(dim, (-1, m))
+        g, scaled = g.unflatten(dim, (-1, m)), kept.unflatten(dim, (-1, m))
         axes = [dim + 1]
     elif scope == "tensor":
         axes = list(range(g.dim()))
     else:
         raise ValueError(f"prune_gradient: scope must be channel, group or tensor, got {scope!r}")
-    if axes:
-        before, after = before.sum(axes, keepdim=True), after.sum(axes, keepdim=True)
+    before, after = _l1(g, axes, wide), _l1(scaled, axes, wide)
     # nothing kept means nothing to rescale: the factor is 1, not 0/ε
     factor = torch.where(after == 0, 1.0, before / (after + EPSILON))
-    if scope == "group":
-        return (kept.to(wide).unflatten(dim, (-1, m)) * factor).flatten(dim, dim + 1).to(g.dtype)
-    return (kept.to(wide) * factor).to(g.dtype)
+    scaled.mul_(factor)
+    return kept
+
+
+def _l1(x: Tensor, axes: list[int], wide: torch.dtype) -> Tensor:
+    """Σ|x| over ``axes``, which stay with size 1; without axes |x|."""
+    if not axes:
+        return x.abs().to(wide)
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or 0 in axes:
+        return x.abs().sum(axes, keepdim=True, dtype=wide)
+    # item by item the magnitudes stay in cache: writing fresh memory costs more than the sum
+    shape = [1 if axis in axes else size for axis, size in enumerate(x.shape)]
+    total, magnitude = x.new_empty(shape, dtype=wide), torch.empty_like(x[:1])
+    within = [axis - 1 for axis in axes]
+    for item, out in zip(x, total, strict=True):
+        torch.abs(item, out=magnitude[0])
+        torch.sum(magnitude[0], within, keepdim=True, dtype=wide, out=out)
+    return total

@@ -70,6 +70,10 @@ def test_masks(in_torch, dtype, n, m):
                 expected = in_torch(kernels.nm_mask, x, n, m, dim=dim, ties=ties)
                 assert torch.equal(mask, expected), (name, dim, ties)
                 assert mask.is_contiguous()
+                pruned, again = kernels.nm_prune(x, n, m, dim=dim, ties=ties)
+                assert torch.equal(again, mask) and pruned.is_contiguous()
+                assert same(pruned, torch.where(mask, x, torch.zeros((), dtype=dtype)))
+                assert same(pruned, in_torch(kernels.nm_prune, x, n, m, dim=dim, ties=ties)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
