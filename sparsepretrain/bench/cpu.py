@@ -9,38 +9,104 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
-from sparsepretrain import kernels
+from sparsepretrain import registry
+from sparsepretrain.bench import cpu_kernels
 from sparsepretrain.bench.plain import PlainGPT2
-from sparsepretrain.bench.timing import Case, interleaved, ratio
+from sparsepretrain.bench.timing import Case, amortised, interleaved, ratio
 from sparsepretrain.config import compose, validate
-from sparsepretrain.tracking.console import Console
+from sparsepretrain.data.preparation import Progress
+from sparsepretrain.tracking.console import Console, clock
 from sparsepretrain.training.loop import Training, train_step
 from sparsepretrain.training.trainer import build_training
 
-METHODS: dict[str, tuple[list[str], float | None]] = {
-    "dense": (["sparsity=dense"], None),
-    "ste": (["sparsity=ste"], 1.10),
-    "srste": (["sparsity=srste"], 1.10),
-    "sste, mvue=none": (["sparsity=sste", "sparsity.mvue=none"], 1.10),
-    "sste": (["sparsity=sste"], 1.60),
-}
-"""Name -> overrides of the nano run, most that a step may take over the dense one."""
-
+MASKED_LIMIT = 1.12
+"""Most that a step may take over the dense one."""
+SAMPLED_LIMIT = 1.5
+"""The same with MVUE."""
 MEMORY_LIMIT = 1.05
 PLAIN_LIMIT = 1.05
 START_LIMIT = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A method with options, as overrides of the default run."""
+
+    overrides: list[str]
+    limit: float | None = MASKED_LIMIT
+    rare: tuple[str, int] | None = None
+    """Key of the steps between two searches, and how many they are by default."""
+    memory: bool = False
+    """Its peak is measured, in processes of their own."""
+
+    def searching(self, every: int) -> list[str]:
+        """The overrides with a search every so many steps."""
+        assert self.rare is not None
+        return [*self.overrides, f"{self.rare[0]}={every}"]
+
+
+REFRESH = ("sparsity.refresh", 40)
+VARIANTS = {
+    "ste": Variant(["sparsity=ste"], memory=True),
+    "srste": Variant(["sparsity=srste"], memory=True),
+    "sste, mvue=none": Variant(["sparsity=sste", "sparsity.mvue=none"], memory=True),
+    "sste": Variant(["sparsity=sste"], SAMPLED_LIMIT, memory=True),
+    "tsrste, mvue=none": Variant(["sparsity=tsrste", "sparsity.mvue=none"], rare=REFRESH),
+    "tsrste": Variant(["sparsity=tsrste"], SAMPLED_LIMIT, rare=REFRESH),
+    "step, dense phase": Variant(["sparsity=step", "sparsity.clipping=[1,1]"]),
+    "step, sparse phase": Variant(["sparsity=step", "sparsity.clipping=[0,0]"]),
+    "sdgp": Variant(["sparsity=sdgp"]),
+    "asp": Variant(["sparsity=asp", "sparsity.at=0"]),
+    "bimask": Variant(["sparsity=bimask"], rare=("sparsity.every", 100)),
+}
+"""The built-in methods; others join with their defaults: see :func:`variants`."""
+NEVER = 10**6
+"""Steps between two searches in a run that does none after its first step."""
+
+
+@dataclass
+class _Phase:
+    """Shows on the standard error how far one part of the suite is."""
+
+    name: str
+    total: int
+    unit: str
+    console: Console = field(default_factory=lambda: Console(sys.stderr))
+    started: float = field(default_factory=time.monotonic)
+
+    def __call__(self, done: int) -> None:
+        """Show that so many of the units are complete."""
+        unit = self.unit
+        if 0 < done < self.total:
+            left = (time.monotonic() - self.started) * (self.total - done) / done
+            unit += f", {clock(left)} left"
+        self.console.progress(Progress(self.name, done, self.total, unit, 0.0))
+
+
+def variants() -> dict[str, Variant]:
+    """:data:`VARIANTS` after ``dense``, and every other registered method as it comes."""
+    known = {v.overrides[0] for v in VARIANTS.values()}
+    found = {name: [f"sparsity={name}"] for name in registry.names("method")}
+    dense = {"dense": Variant(found.pop("dense"), None)}
+    return dense | VARIANTS | {k: Variant(v) for k, v in found.items() if v[0] not in known}
+
+
 def cases(quick: bool) -> list[Case]:
     """All cases of the suite."""
     rounds = 4 if quick else 40
-    return [*_steps(rounds), *_memory(quick), _start(2 if quick else 5), *_kernels(rounds)]
+    return [
+        *_steps(rounds),
+        *_memory(1 if quick else 3),
+        _start(2 if quick else 5),
+        *cpu_kernels.cases(rounds, _Phase("kernels", rounds, "rounds")),
+    ]
 
 
 def training(overrides: list[str]) -> Training:
@@ -50,26 +116,50 @@ def training(overrides: list[str]) -> Training:
 
 
 def _steps(rounds: int) -> list[Case]:
-    built = {name: training(overrides) for name, (overrides, _) in METHODS.items()}
+    all_variants = variants()
+    built = {
+        name: training(v.overrides if v.rare is None else v.searching(NEVER))
+        for name, v in all_variants.items()
+    }
     works: dict[str, Callable[[], object]] = {
         name: functools.partial(train_step, t) for name, t in built.items()
     }
     works["plain"] = _plain_step(built["dense"])
-    seconds = interleaved(works, rounds=rounds)
-    result = [
-        ratio(f"step time, {name} over dense", seconds[name], seconds["dense"], at_most=limit)
-        for name, (_, limit) in METHODS.items()
-        if limit is not None
-    ]
-    return [
-        *result,
-        ratio(
-            "step time, our dense over plain PyTorch",
-            seconds["dense"],
-            seconds["plain"],
-            at_most=PLAIN_LIMIT,
-        ),
-    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # STEP warns of a switch as early as this one
+        seconds = interleaved(
+            works, rounds=rounds, on_round=_Phase("training steps", rounds, "rounds")
+        )
+    dense = seconds["dense"]
+    result = {
+        name: ratio(f"step time, {name} over dense", seconds[name], dense, at_most=v.limit)
+        for name, v in all_variants.items()
+        if v.limit is not None
+    }
+    rare = {n: v for n, v in all_variants.items() if v.rare is not None}
+    result |= _searches(rare, result, works["dense"], max(2, rounds // 5))
+    plain = ratio(
+        "step time, our dense over plain PyTorch", dense, seconds["plain"], at_most=PLAIN_LIMIT
+    )
+    return [*result.values(), plain]
+
+
+def _searches(
+    rare: dict[str, Variant], steady: dict[str, Case], dense: Callable[[], object], rounds: int
+) -> dict[str, Case]:
+    """The cases of ``steady`` with the rare steps that search for masks shared out."""
+    works: dict[str, Callable[[], object]] = {
+        name: functools.partial(train_step, training(v.searching(1))) for name, v in rare.items()
+    }
+    works["dense"] = dense
+    seconds = interleaved(
+        works, rounds=rounds, on_round=_Phase("steps that search", rounds, "rounds")
+    )
+    return {
+        name: amortised(steady[name], seconds[name], seconds["dense"], period=v.rare[1])
+        for name, v in rare.items()
+        if v.rare is not None
+    }
 
 
 def _plain_step(t: Training) -> Callable[[], object]:
@@ -94,13 +184,18 @@ def _plain_step(t: Training) -> Callable[[], object]:
     return step
 
 
-def _memory(quick: bool) -> list[Case]:
+def _memory(repeats: int) -> list[Case]:
     """Peak resident memory above what the process had before it built the model."""
-    repeats = 1 if quick else 3
-    peaks = {
-        name: sorted(_peak(overrides) for _ in range(repeats))[repeats // 2]
-        for name, (overrides, _) in METHODS.items()
-    }
+    measured = {n: v for n, v in variants().items() if v.memory or n == "dense"}
+    show = _Phase("peak memory", len(measured) * repeats, "processes")
+    peaks = {}
+    for index, (name, variant) in enumerate(measured.items()):
+        found = []
+        for repeat in range(repeats):
+            show(index * repeats + repeat)
+            found.append(_peak(variant.overrides))
+        peaks[name] = sorted(found)[repeats // 2]
+    show(len(measured) * repeats)
     return [
         Case(
             name=f"peak memory, {name} over dense",
@@ -124,7 +219,13 @@ def _peak(overrides: list[str]) -> int:
 
 def _start(repeats: int) -> Case:
     """From typing the command to the end of the first training step, data prepared."""
-    seconds = sorted(_first_step() for _ in range(repeats))
+    show = _Phase("start", repeats, "processes")
+    seconds = []
+    for index in range(repeats):
+        show(index)
+        seconds.append(_first_step())
+    show(repeats)
+    seconds.sort()
     return Case(
         name="start to first training step",
         value=seconds[len(seconds) // 2],
@@ -147,31 +248,3 @@ def _first_step() -> float:
         process.kill()
         process.communicate()
     return seconds
-
-
-def _kernels(rounds: int) -> list[Case]:
-    """References against the formulation with topk or sort, on a GPT-2 124M weight."""
-    weight = torch.randn(3072, 768, generator=torch.Generator().manual_seed(0))
-
-    def by_topk() -> Any:
-        groups = weight.abs().view(-1, 4)
-        return torch.zeros_like(groups).scatter_(1, groups.topk(2, 1).indices, 1).view_as(weight)
-
-    def by_sort() -> Any:
-        groups = weight.view(-1, 4)
-        threshold = groups.abs().sort(1).values[:, 1:2]
-        return (groups.sign() * (groups.abs() - threshold).clamp(min=0)).view_as(weight)
-
-    seconds = interleaved(
-        {
-            "mask": lambda: kernels.nm_mask(weight),
-            "topk": by_topk,
-            "soft": lambda: kernels.soft_threshold(weight),
-            "sort": by_sort,
-        },
-        rounds=rounds,
-    )
-    return [
-        ratio("2:4 mask, topk over ours, 3072×768", seconds["topk"], seconds["mask"]),
-        ratio("soft threshold, sort over ours, 3072×768", seconds["sort"], seconds["soft"]),
-    ]

@@ -48,9 +48,20 @@ class Case:
 
 
 def interleaved(
-    works: dict[str, Callable[[], object]], *, rounds: int, warmup: int = 2
+    works: dict[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warmup: int = 2,
+    on_round: Callable[[int], object] = lambda done: None,
 ) -> dict[str, list[float]]:
-    """Seconds of every work in every round; the order rotates from round to round."""
+    """Seconds of every work in every round; the order rotates from round to round.
+
+    Args:
+        works: name -> what is timed.
+        rounds: how often each is timed.
+        warmup: rounds before those.
+        on_round: called with the number of timed rounds that are complete.
+    """
     names = list(works)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for index in range(-warmup, rounds):
@@ -60,7 +71,23 @@ def interleaved(
             works[name]()
             if index >= 0:
                 seconds[name].append(time.perf_counter() - start)
+        on_round(max(index + 1, 0))
     return seconds
+
+
+def amortised(case: Case, extra: list[float], under: list[float], *, period: int) -> Case:
+    """``case`` plus what one step in ``period`` takes longer.
+
+    Args:
+        case: a :func:`ratio` of steps without the rare work.
+        extra: seconds of steps that all do the rare work.
+        under: seconds of what ``case`` is over, in the same rounds.
+        period: steps from one rare work to the next.
+    """
+    rare = statistics.median(a / b for a, b in zip(extra, under, strict=True))
+    detail = {**case.detail, "without": case.value, "every_step": rare, "period": period}
+    value = case.value + (rare - case.value) / period
+    return dataclasses.replace(case, value=value, detail=detail)
 
 
 def ratio(name: str, over: list[float], under: list[float], **limits: float | None) -> Case:

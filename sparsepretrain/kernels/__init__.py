@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sparsepretrain.kernels.flips import flip_count, pack_24, packed_flip_count, unpack_24
     from sparsepretrain.kernels.fp8 import dequantize_fp8, quantize_fp8
     from sparsepretrain.kernels.glu import geglu, swiglu
+    from sparsepretrain.kernels.groups import apply_mask
     from sparsepretrain.kernels.mvue24 import mvue
     from sparsepretrain.kernels.nm import nm_mask, nm_prune
     from sparsepretrain.kernels.noise import NoiseKey, noise_key, uniform_noise
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from sparsepretrain.kernels.transposable import transposable_mask
 
 _HOME = {
+    "apply_mask": "groups",
     "nm_mask": "nm",
     "nm_prune": "nm",
     "soft_threshold": "soft",
@@ -53,6 +55,7 @@ _HOME = {
 }
 __all__ = [
     "NoiseKey",
+    "apply_mask",
     "bimask_masks",
     "boundary_magnitudes",
     "dequantize_fp8",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend
+from sparsepretrain.kernels.groups import apply_mask, choose_backend
 from sparsepretrain.kernels.nm import nm_mask
 
 
@@ -33,7 +33,7 @@ def bimask_masks(
         raise ValueError(f"bimask_masks: permutation must have {w.shape[0]} entries, got {length}")
     order = permutation.to(w.device).long()
     forward = nm_mask(w, dim=1)
-    permuted = w.detach().masked_fill(~forward, 0)[order]
+    permuted = apply_mask(w, forward)[order]
     kept = nm_mask(permuted, dim=0)
     backward = kept.new_empty(kept.shape)
     backward[order] = kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend
+from sparsepretrain.kernels.groups import apply_mask, choose_backend
 
 
 @torch.no_grad()
@@ -43,7 +43,8 @@ def masked_decay_(
         number = 0.0 if isinstance(decay, Tensor) else decay
         decay_triton.masked_decay_(grad, weight.detach(), mask.bool(), number, given)
         return grad
-    pull = weight.to(torch.promote_types(weight.dtype, torch.float32)).masked_fill(mask.bool(), 0)
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    pull = apply_mask(wide, ~mask.bool())
     pull.mul_(decay)
     if grad.dtype in (torch.float16, torch.bfloat16):
         return grad.copy_(grad.float() + pull)

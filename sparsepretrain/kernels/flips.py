@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -44,13 +43,15 @@ def packed_flip_count(previous: Tensor, current: Tensor, *, backend: str | None 
         from sparsepretrain.kernels import flips_triton
 
         return flips_triton.differing_bits(previous, current)
-    return _ones(current.device)[(previous ^ current).int()].sum(dtype=torch.int64)
-
-
-@functools.lru_cache(maxsize=8)
-def _ones(device: torch.device) -> Tensor:
-    """Number of ones in each byte."""
-    return torch.tensor([i.bit_count() for i in range(256)], dtype=torch.uint8, device=device)
+    different = previous ^ current
+    if different.numel() % 8:
+        different = torch.nn.functional.pad(different, (0, -different.numel() % 8))
+    words = different.view(torch.int64)
+    # sums of neighbouring bits, then pairs, then nibbles; the multiplication adds up the bytes
+    pairs = words - (words >> 1).bitwise_and_(0x5555555555555555)
+    nibbles = (pairs >> 2).bitwise_and_(0x3333333333333333) + (pairs & 0x3333333333333333)
+    in_bytes = (nibbles >> 4).add_(nibbles).bitwise_and_(0x0F0F0F0F0F0F0F0F)
+    return (in_bytes.mul_(0x0101010101010101) >> 56).sum()
 
 
 def pack_24(mask: Tensor, *, backend: str | None = None) -> Tensor:

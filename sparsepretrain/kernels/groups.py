@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -11,8 +14,11 @@ from torch import Tensor
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8)
 """What the Triton kernels take; masks and packed codes among them."""
-CHUNK = 24_000
-"""Elements per temporary on the CPU, so that a chain of operations stays in the L2 cache."""
+CHUNK = 48_000
+"""Elements per temporary on the CPU, so that a chain of operations stays in cache."""
+_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+MAX_THREADS = 4
+"""Threads of one operation on the CPU; the interpreter lock leaves nothing for more."""
 
 
 def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
@@ -67,65 +73,102 @@ def split_groups(x: Tensor, m: int, dim: int) -> list[Tensor]:
     """
     dim %= x.dim()
     grouped = x.unflatten(dim, (x.shape[dim] // m, m)).movedim(dim + 1, 0)
-    xp = array_module(x.device)
-    if xp is not torch:  # its transposing copy is five times faster
-        grouped = torch.from_numpy(xp.ascontiguousarray(grouped.numpy()))
+    if numpy := numpy_for(grouped):  # its transposing copy is five times faster
+        grouped = torch.from_numpy(numpy.ascontiguousarray(grouped.numpy()))
     return list(grouped.contiguous().unbind(0))
 
 
 def join_groups(parts: list[Tensor], dim: int) -> Tensor:
     """Inverse of :func:`split_groups`."""
     dim %= parts[0].dim()
-    xp = array_module(parts[0].device)
-    if xp is not torch:
-        joined = torch.from_numpy(xp.stack([part.numpy() for part in parts], dim + 1))
-    else:
-        joined = torch.stack(parts, dim + 1)
-    return joined.flatten(dim, dim + 1)
+    return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
 
 
-def array_module(device: torch.device) -> Any:
-    """The module whose functions work on arrays of ``device``: ``numpy`` or ``torch``.
+def apply_mask(x: Tensor, mask: Tensor) -> Tensor:
+    """``x`` where ``mask`` is true, +0.0 elsewhere (NaN and infinities too).
 
-    Long element-wise chains are written for either. In eager mode on the CPU, NumPy runs them two
-    to three times faster: integer products, comparisons and conversions are vectorised, and a call
-    costs a third. Results are the same bits.
+    Selecting by a bool mask is a loop over elements on the CPU; as bits it is ten times faster.
+
+    Args:
+        x: tensor of any floating dtype and strides.
+        mask: bool, same shape.
+
+    Returns:
+        a new tensor.
     """
-    if device.type == "cpu" and not torch.compiler.is_compiling():
-        try:
-            import numpy
-        except ImportError:  # torch alone is enough
-            return torch
-        return numpy
-    return torch
+    x = x.detach()
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return x.masked_fill(~mask, 0)
+    integer = _INTEGER_OF_SIZE[x.itemsize]
+    return mask.to(integer).neg_().bitwise_and_(x.view(integer)).view(x.dtype)  # -1: all ones
 
 
-def signed(xp: Any, magnitude: Any, sign_of: Any) -> Any:
-    """``copysign`` of arrays of ``xp``; NumPy's is not vectorised, its bit operations are."""
-    if xp is torch:
-        return torch.copysign(magnitude, sign_of)
-    integer, top = (xp.uint64, 63) if magnitude.itemsize == 8 else (xp.uint32, 31)
-    bits = sign_of.view(integer) & integer(1 << top)
-    bits |= magnitude.view(integer)
-    return bits.view(magnitude.dtype)
+def numpy_for(x: Tensor) -> Any | None:
+    """The module ``numpy`` if ``x`` is computed with it: eager mode on the CPU; else None.
+
+    There the ``*_numpy`` files take over from the reference and give the same bits: NumPy writes
+    into buffers that stay in cache, and a call costs a third of torch's. Without NumPy (torch alone
+    is enough), in compiled graphs and on other devices the reference runs.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy
 
 
 def in_chunks(
-    work: Callable[[int, int], None], count: int, width: int, device: torch.device
+    prepare: Callable[[int], Callable[[int, int], None]],
+    count: int,
+    width: int,
+    chunk: int = CHUNK,
 ) -> None:
-    """Call ``work(start, stop)`` on consecutive parts of ``range(count)``.
+    """Call ``prepare(rows)(start, stop)`` on consecutive parts of ``range(count)``.
 
-    On the CPU a long chain of element-wise operations runs chunk by chunk in cache, which beats
-    whole tensors on several threads. Elsewhere, and inside a compiled graph, there is one part.
+    A long chain of element-wise NumPy operations runs part by part, so that its temporaries stay in
+    cache, on as many threads as torch may use (at most :data:`MAX_THREADS`). Which thread takes
+    which part does not matter to the result.
 
     Args:
-        work: writes results of its own part only.
+        prepare: called once per thread with the most rows of a part, to make the buffers; what it
+            returns writes results of its own part only.
         count: number of rows.
         width: elements per row.
-        device: where the tensors are.
+        chunk: most elements of a part, unless a single row has more.
     """
-    step = max(1, CHUNK // max(width, 1))
-    if device.type != "cpu" or torch.compiler.is_compiling():
-        step = max(count, 1)
-    for start in range(0, count, step):
-        work(start, min(start + step, count))
+    import numpy
+
+    threads = min(torch.get_num_threads(), MAX_THREADS)
+    parts = -(-count * width // chunk)
+    if parts > 1:  # as much for each thread
+        parts = -(-parts // threads) * threads
+    rows = max(1, -(-count // max(parts, 1)))
+    starts = deque(range(0, count, rows))
+
+    def drain() -> None:
+        work = prepare(rows)
+        with numpy.errstate(all="ignore"):  # NaN and infinity take their course
+            while starts:
+                try:
+                    start = starts.popleft()
+                except IndexError:  # another thread was faster
+                    return
+                work(start, min(start + rows, count))
+
+    helpers = min(threads, len(starts)) - 1
+    running = [_pool().submit(drain) for _ in range(helpers)]
+    drain()
+    for future in running:
+        if not future.cancel():
+            future.result()
+
+
+@functools.lru_cache(maxsize=1)
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MAX_THREADS - 1, thread_name_prefix="sparsepretrain")
+
+
+if hasattr(os, "register_at_fork"):  # a child process has none of its parent's threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)

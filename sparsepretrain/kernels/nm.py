@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sparsepretrain.kernels.groups import (
-    array_module,
+    apply_mask,
     check_pattern,
     choose_backend,
     join_groups,
+    numpy_for,
     split_groups,
 )
 
-_INTEGER = {torch.float64: torch.int64, torch.float32: torch.int32}
+_INTEGER = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
 _PAIRWISE_LIMIT = 8
+_LARGEST_M_OF_NUMPY = 127
 
 
 def nm_mask(
@@ -53,6 +63,8 @@ def nm_mask(
         from sparsepretrain.kernels import nm_triton
 
         return nm_triton.nm_mask(x.detach(), n, m, dim, ties == "low")
+    if m <= _LARGEST_M_OF_NUMPY and (numpy := numpy_for(x)):
+        return _in_numpy(numpy, x, n, m, dim, ties)
     keys = split_groups(_magnitude_bits(x), m, dim)
     if ties == "low":
         keys.reverse()
@@ -71,18 +83,21 @@ def nm_prune(
     ties: str = "high",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(``x`` where :func:`nm_mask` keeps it and +0.0 elsewhere, that mask), in one pass on a GPU.
+    """(``x`` where :func:`nm_mask` keeps it and +0.0 elsewhere, that mask), in one pass.
 
     Arguments and errors are those of :func:`nm_mask`.
     """
     triton = choose_backend("nm_prune", backend, x) == "triton"
     _check("nm_prune", x, n, m, dim, ties)
-    if n == m or not triton:
-        mask = nm_mask(x, n, m, dim=dim, ties=ties, backend=backend)
-        return x.detach().masked_fill(~mask, 0), mask
-    from sparsepretrain.kernels import nm_triton
+    if triton and n < m:
+        from sparsepretrain.kernels import nm_triton
 
-    return nm_triton.nm_prune(x.detach(), n, m, dim, ties == "low")
+        return nm_triton.nm_prune(x.detach(), n, m, dim, ties == "low")
+    if n < m <= _LARGEST_M_OF_NUMPY and (numpy := numpy_for(x)):
+        pruned = torch.empty(x.shape, dtype=x.dtype)
+        return pruned, _in_numpy(numpy, x, n, m, dim, ties, pruned)
+    mask = nm_mask(x, n, m, dim=dim, ties=ties, backend=backend)
+    return apply_mask(x, mask), mask
 
 
 def _check(name: str, x: Tensor, n: int, m: int, dim: int, ties: str) -> None:
@@ -91,27 +106,36 @@ def _check(name: str, x: Tensor, n: int, m: int, dim: int, ties: str) -> None:
         raise ValueError(f"{name}: ties must be 'high' or 'low', got {ties!r}")
 
 
+def _in_numpy(
+    numpy: Any, x: Tensor, n: int, m: int, dim: int, ties: str, pruned: Tensor | None = None
+) -> Tensor:
+    """The mask; also fills ``pruned``, which is contiguous."""
+    from sparsepretrain.kernels import nm_numpy
+
+    integer = _INTEGER[x.dtype]
+    bits = x.detach().contiguous().view(integer).numpy()
+    values = None if pruned is None else pruned.view(integer).numpy()
+    inner = math.prod(x.shape[dim % x.dim() + 1 :])
+    return torch.from_numpy(nm_numpy.largest(numpy, bits, n, m, inner, ties, values))
+
+
 def _magnitude_bits(x: Tensor) -> Tensor:
     """|x| as integers in the same order, NaN above infinity: floats of one sign sort like bits."""
-    x = x.detach()
-    x = x if x.dtype in _INTEGER else x.float()
-    return x.abs().view(_INTEGER[x.dtype])
+    return x.detach().abs().view(_INTEGER[x.dtype])
 
 
 def _top_by_pairs(keys: list[Tensor], n: int) -> list[Tensor]:
     """Compare all pairs; position i is kept when it beats at least M - N others."""
     m = len(keys)
-    xp = array_module(keys[0].device)
-    values = keys if xp is torch else [key.numpy() for key in keys]
-    wins = [xp.zeros_like(values[0], dtype=xp.int8) for _ in values]
+    wins = [torch.zeros_like(key, dtype=torch.int8) for key in keys]
     for i in range(m):
         wins[i] += m - 1 - i  # as if it beat all later ones, corrected below
         for j in range(i + 1, m):
             # strict: on equality the later position wins
-            later = (values[j] >= values[i]).view(xp.int8)
+            later = (keys[j] >= keys[i]).view(torch.int8)
             wins[i] -= later
             wins[j] += later
-    return [torch.as_tensor(w >= m - n) for w in wins]
+    return [w >= m - n for w in wins]
 
 
 def _top_by_sort(keys: list[Tensor], n: int) -> list[Tensor]:

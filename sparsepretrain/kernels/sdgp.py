@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import check_pattern, choose_backend
-from sparsepretrain.kernels.nm import nm_mask
+from sparsepretrain.kernels.groups import apply_mask, check_pattern, choose_backend
+from sparsepretrain.kernels.nm import nm_mask, nm_prune
 from sparsepretrain.kernels.noise import NoiseKey, uniform_noise
 
 EPSILON = 1e-4
@@ -62,7 +62,7 @@ def prune_gradient(
 
             return sdgp_triton.prune(g, n, m, dim, key, m / n if rescale else 1.0)
         draws = _draw(g, dim, key, backend) if uniforms is None else uniforms
-        kept = g.masked_fill(~nm_mask(draws, n, m, dim=dim, backend=backend), 0)
+        kept = apply_mask(g, nm_mask(draws, n, m, dim=dim, backend=backend))
         return kept * (m / n) if rescale else kept
     if variant not in ("magnitude", "rescaled"):
         raise ValueError(
@@ -73,7 +73,7 @@ def prune_gradient(
 
         kept = sdgp_triton.prune(g, n, m, dim)
     else:
-        kept = g.masked_fill(~nm_mask(g, n, m, dim=dim, ties="low", backend=backend), 0)
+        kept, _ = nm_prune(g, n, m, dim=dim, ties="low", backend=backend)
     return kept if variant == "magnitude" else _match_norm(g, kept, m, scope, dim, epsilon)
 
 
@@ -108,10 +108,23 @@ def _match_norm(g: Tensor, kept: Tensor, m: int, scope: str, dim: int, epsilon: 
         axes = list(range(g.dim()))
     else:
         raise ValueError(f"prune_gradient: scope must be channel, group or tensor, got {scope!r}")
-    before, after = g.abs(), scaled.abs()
-    if axes:
-        before = before.sum(axes, keepdim=True, dtype=wide)
-        after = after.sum(axes, keepdim=True, dtype=wide)
+    before, after = _l1(g, axes, wide), _l1(scaled, axes, wide)
     # nothing kept means nothing to rescale: the factor is 1, not 0/0
-    scaled *= torch.where(after == 0, 1.0, before.to(wide) / (after.to(wide) + epsilon))
+    scaled *= torch.where(after == 0, 1.0, before / (after + epsilon))
     return kept
+
+
+def _l1(x: Tensor, axes: list[int], wide: torch.dtype) -> Tensor:
+    """Σ|x| over ``axes``, which stay with size 1; without axes |x|."""
+    if not axes:
+        return x.abs().to(wide)
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or 0 in axes:
+        return x.abs().sum(axes, keepdim=True, dtype=wide)
+    # item by item the magnitudes stay in cache: writing fresh memory costs more than the sum
+    shape = [1 if axis in axes else size for axis, size in enumerate(x.shape)]
+    total, magnitude = x.new_empty(shape, dtype=wide), torch.empty_like(x[:1])
+    within = [axis - 1 for axis in axes]
+    for item, out in zip(x, total, strict=True):
+        torch.abs(item, out=magnitude[0])
+        torch.sum(magnitude[0], within, keepdim=True, dtype=wide, out=out)
+    return total

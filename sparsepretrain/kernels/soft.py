@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from sparsepretrain.kernels.groups import (
-    array_module,
     check_pattern,
     choose_backend,
     join_groups,
-    signed,
+    numpy_for,
     split_groups,
 )
 
@@ -60,6 +61,18 @@ def soft_threshold(
         from sparsepretrain.kernels import soft_triton
 
         return soft_triton.soft_threshold(x, n, m, gamma, dim, scale, dtype)
+    result = _threshold(x, n, m, gamma, dim)
+    return (result if scale is None else result.mul_(scale)).to(dtype)
+
+
+def _threshold(x: Tensor, n: int, m: int, gamma: float, dim: int) -> Tensor:
+    """S(x) in fp32, or fp64 for fp64."""
+    if numpy := numpy_for(x):
+        from sparsepretrain.kernels import soft_numpy
+
+        inner = math.prod(x.shape[dim % x.dim() + 1 :])
+        wide = _wide(x).contiguous().numpy()
+        return torch.from_numpy(soft_numpy.shrink(numpy, wide, n, m, inner, gamma))
     values = split_groups(_wide(x), m, dim)
     magnitudes = [v.abs() for v in values]
     dropped, kept = _boundary(magnitudes, n)
@@ -71,28 +84,13 @@ def soft_threshold(
         most = torch.finfo(kept.dtype).max
         t = (1.0 - gamma) * dropped.clamp(max=most) + gamma * kept.clamp(max=most)
         t = torch.maximum(t, dropped)
-    parts = [_shrink(v, a, t) for v, a in zip(values, magnitudes, strict=True)]
-    result = join_groups(parts, dim)
-    return (result if scale is None else result.mul_(scale)).to(dtype)
-
-
-def _shrink(value: Tensor, magnitude: Tensor, t: Tensor) -> Tensor:
-    """sign(x)·(|x| - t) where |x| > t, else +0.0; NaN stays.
-
-    Not clamp(min=0): inf - inf must be 0 and NaN must not.
-    """
-    xp = array_module(t.device)
-    if xp is torch:
-        return torch.where(magnitude <= t, 0, value - torch.copysign(t, value))
-    a, threshold = magnitude.numpy(), t.numpy()
-    with xp.errstate(invalid="ignore"):  # inf - inf
-        kept = signed(xp, a - threshold, value.numpy())
-    integer = xp.int64 if kept.itemsize == 8 else xp.int32
-    # as bits: all ones where kept (or NaN), all zeros where dropped; four times faster than where
-    bits = (a <= threshold).astype(integer)
-    bits -= 1
-    bits &= kept.view(integer)
-    return torch.from_numpy(bits.view(kept.dtype))
+    # sign(x)·(|x| - t) where |x| > t, else +0.0; NaN stays. Not clamp(min=0): inf - inf must be 0
+    # and NaN must not.
+    parts = [
+        torch.where(a <= t, 0, v - torch.copysign(t, v))
+        for v, a in zip(values, magnitudes, strict=True)
+    ]
+    return join_groups(parts, dim)
 
 
 def boundary_magnitudes(

@@ -8,7 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend
+from sparsepretrain.kernels.groups import choose_backend, numpy_for
 
 ROW_PAIRS = list(itertools.combinations(range(4), 2))
 """The six ways to keep two of four, as column pairs."""
@@ -45,9 +45,14 @@ def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
         from sparsepretrain.kernels import transposable_triton
 
         return transposable_triton.transposable_mask(w.detach())
+    if numpy := numpy_for(w):
+        from sparsepretrain.kernels import transposable_numpy
+
+        found = transposable_numpy.search(numpy, w.detach().float().numpy(), ROW_PAIRS)
+        return torch.from_numpy(found)
     rows, columns = w.shape[0] // 4, w.shape[1] // 4
     magnitude = w.detach().float().abs().nan_to_num(nan=torch.inf)
-    blocks = magnitude.view(rows, 4, columns, 4).permute(0, 2, 1, 3).reshape(-1, 4, 4)
+    blocks = magnitude.reshape(rows, 4, columns, 4).permute(0, 2, 1, 3).reshape(-1, 4, 4)
     most = torch.finfo(torch.float32).max
     # eight of the largest numbers overflow: such blocks are compared at a sixteenth
     huge = (blocks > most / 16).any(-1).any(-1)[:, None, None]

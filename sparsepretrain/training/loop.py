@@ -133,7 +133,8 @@ def run_steps(
 def train_step(t: Training) -> dict[str, Any]:
     """One optimiser step over the global batch; returns loss, lr, grad_norm and items."""
     run, size, micro = t.run, t.run.batch.size, t.run.batch.micro
-    t.model.train()
+    if not t.model.training:  # after an evaluation; visiting every module takes time
+        t.model.train()
     lr = learning_rate(run.schedule, run.optim.lr, t.step, run.steps)
     for group in t.optimizer.param_groups:
         group["lr"] = lr

@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsepretrain.kernels import (
+    apply_mask,
     flip_count,
     masked_decay_,
     nm_mask,
     pack_24,
+    packed_flip_count,
     soft_threshold,
     unpack_24,
 )
@@ -86,6 +88,32 @@ def test_flip_count_by_hand():
     assert flip_count(a.view(2, 2).t(), a.view(2, 2)) == 2
     with pytest.raises(ValueError, match="shapes differ"):
         flip_count(a, a[:2])
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 63, 64, 65, 1000, 4099])
+def test_packed_flip_count(count):
+    g = torch.Generator().manual_seed(count)
+    a, b = torch.rand(2, count, generator=g) < 0.5
+    flips = packed_flip_count(pack_24(a), pack_24(b))
+    assert flips.dtype == torch.int64 and flips.dim() == 0
+    assert flips == flip_count(a, b)
+    assert packed_flip_count(pack_24(a), pack_24(~a)) == count, "every bit of every word"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_apply_mask(dtype):
+    x = torch.tensor([1.0, -2.0, float("nan"), float("inf"), -0.0, 0.0], dtype=dtype)
+    kept = apply_mask(x.requires_grad_(), torch.ones(6, dtype=torch.bool))
+    assert torch.equal(kept.isnan(), x.isnan()) and torch.equal(kept.signbit(), x.signbit())
+    assert torch.equal(kept.nan_to_num(), x.nan_to_num()) and not kept.requires_grad
+    dropped = apply_mask(x, torch.zeros(6, dtype=torch.bool))
+    assert not dropped.any() and not dropped.signbit().any(), "+0.0, also of NaN and infinity"
+    wide = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    mask = wide > 0
+    for view in (wide, wide.t(), wide[:, ::2], wide[:0], wide.expand(2, 6, 8)):
+        expected = torch.where(view > 0, view, 0)
+        assert torch.equal(apply_mask(view, view > 0), expected)
+    assert torch.equal(apply_mask(wide.t(), mask.t().contiguous()), wide.t().clamp(min=0))
 
 
 @settings(max_examples=60, deadline=None)

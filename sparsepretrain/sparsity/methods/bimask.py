@@ -84,7 +84,7 @@ class BiMask(Method):
         masks = kernels.bimask_masks(rows, state["permutation"])
         forward, backward = masks if dim == 1 else (masks[0].t(), masks[1].t())
         return Projection(
-            weight.masked_fill(~forward, 0), forward, weight.masked_fill(~backward, 0)
+            kernels.apply_mask(weight, forward), forward, kernels.apply_mask(weight, backward)
         )
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity.policy import Method, Products, Projection
 
@@ -27,4 +28,4 @@ class STE(Method):
     ) -> Projection:
         """A = M∘W; a dropped weight is +0.0."""
         mask = self.mask(weight, dim)
-        return Projection(weight.masked_fill(~mask, 0), mask)
+        return Projection(kernels.apply_mask(weight, mask), mask)

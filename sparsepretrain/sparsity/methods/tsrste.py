@@ -90,7 +90,7 @@ class TSRSTE(RampedDecay):
         self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
     ) -> Projection:
         """A = B = Mt∘W with the current weights under the mask of the last refresh."""
-        return Projection(weight.masked_fill(~state["mask"], 0), state["mask"])
+        return Projection(kernels.apply_mask(weight, state["mask"]), state["mask"])
 
     def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
         """U(G) = MVUE along tokens (arXiv:2203.10991)."""
