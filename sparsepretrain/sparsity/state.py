@@ -59,8 +59,14 @@ class Clock:
             self.set()
 
     def now(self) -> Any:
-        """(step, micro-batch) that a forward hands to its backward; a tensor in a graph."""
-        return self.tensor.clone() if torch.compiler.is_compiling() else (self.step, self.micro)
+        """(step, micro-batch) that a forward hands to its backward.
+
+        A tensor in compiled graphs, and on a GPU, where a captured one is replayed: both must read
+        what holds then.
+        """
+        if torch.compiler.is_compiling() or self.tensor.is_cuda:
+            return self.tensor.clone()
+        return self.step, self.micro
 
 
 class Operands(NamedTuple):

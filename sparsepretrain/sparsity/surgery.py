@@ -81,9 +81,26 @@ def sparsify(
         name: _swap(layer, name, index, implementation, seed, clock, recipe)
         for index, (name, layer) in enumerate(layers.items())
     }
+    _let_layers_run(model)
     sparsifier = Sparsifier(implementation, sparse, clock, model, recipe)
     model.register_forward_pre_hook(MicroBatchCounter(clock))
     return sparsifier
+
+
+_FUSED = "_sparsity_activation_relu_or_gelu"
+
+
+def _let_layers_run(model: nn.Module) -> None:
+    """Keep PyTorch from evaluating an encoder layer by a kernel that reads the stored weights.
+
+    What :func:`densify` undoes. The attribute is PyTorch's own condition for that kernel.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(
+            isinstance(child, SparseLayer) for child in module.modules()
+        ):
+            setattr(module, _FUSED, module.activation_relu_or_gelu)
+            module.activation_relu_or_gelu = 0
 
 
 def densify(model: nn.Module) -> nn.Module:
@@ -99,6 +116,8 @@ def densify(model: nn.Module) -> nn.Module:
         ``model``.
     """
     for module in model.modules():
+        if hasattr(module, _FUSED):
+            module.activation_relu_or_gelu = module.__dict__.pop(_FUSED)
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, MicroBatchCounter):
                 del module._forward_pre_hooks[key]

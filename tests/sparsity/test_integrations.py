@@ -145,3 +145,20 @@ def test_accelerate_wrapper_is_unwrapped():
             wrapped.step()
             wrapped.zero_grad()
     assert sparsifier.completed_steps == 2
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_fused_evaluation_of_encoder_layers_is_off_while_they_are_sparse(activation):
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, activation, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    fused = [block.activation_relu_or_gelu for block in model.layers]
+    assert all(fused)
+    sp.sparsify(model, "ste", targets=["*.linear*"])
+    x = torch.randn(2, 8, 16)
+    expected = model.eval()(x).detach()  # with gradients PyTorch calls the layers
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+    sp.densify(model)
+    assert [block.activation_relu_or_gelu for block in model.layers] == fused
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)

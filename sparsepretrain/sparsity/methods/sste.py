@@ -80,16 +80,15 @@ class SSTE(Method):
         self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
     ) -> Projection:
         """A = β·S(W); B = A, or its unbiased 2:4 estimate along out_features."""
-        soft = self._soft(weight, dim)
         beta = state["beta"]
-        forward = soft * beta
+        forward = self._soft(weight, dim, beta)
         backward = None
         if self.options.mvue == "weight":
             backward = kernels.mvue(
                 forward, dim=1 - dim, estimator=self.options.estimator, key=key(DGRAD)
             )
         scale = beta if self.options.ste_scale == "beta" else None
-        return Projection(forward, soft != 0, backward, scale)
+        return Projection(forward, forward != 0, backward, scale)
 
     def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
         """U(G) = MVUE along tokens (arXiv:2203.10991)."""
@@ -102,8 +101,9 @@ class SSTE(Method):
             table["dgrad"] = "MVUE(β·S(W)) 2:4"
         return table
 
-    def _soft(self, weight: Tensor, dim: int) -> Tensor:
-        return kernels.soft_threshold(weight, *self.pattern, gamma=self.options.gamma, dim=dim)
+    def _soft(self, weight: Tensor, dim: int, scale: Tensor | None = None) -> Tensor:
+        gamma = self.options.gamma
+        return kernels.soft_threshold(weight, *self.pattern, gamma=gamma, dim=dim, scale=scale)
 
     def _scale(self, weight: Tensor, soft: Tensor) -> Tensor:
         if self.options.beta == "mse":

@@ -27,5 +27,4 @@ class STE(Method):
         self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
     ) -> Projection:
         """A = M∘W; a dropped weight is +0.0."""
-        mask = self.mask(weight, dim)
-        return Projection(kernels.apply_mask(weight, mask), mask)
+        return Projection(*kernels.nm_prune(weight, *self.pattern, dim=dim))
