@@ -56,7 +56,8 @@ def mvue(
     out = empty_rows(x, dim, x.dtype)
     given = None
     if uniforms is not None:  # (rows, groups, draws)
-        given = uniforms.reshape(-1, *uniforms.shape[-2:]).float().contiguous()
+        given = uniforms.reshape(uniforms.shape[:-2].numel(), *uniforms.shape[-2:])
+        given = given.float().contiguous()
     _launch(x, out, dim, exact, given, tensors, numbers, 0)
     length = x.shape[dim]
     tail = length % 4
