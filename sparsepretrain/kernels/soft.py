@@ -61,14 +61,7 @@ def soft_threshold(
     values = split_groups(_wide(x), m, dim)
     magnitudes = [v.abs() for v in values]
     dropped, kept = _boundary(magnitudes, n)
-    if gamma == 0.0:
-        t = dropped
-    else:
-        # Finite unless M - N + 1 are infinite, so that an infinity survives its threshold. At ties
-        # rounding may fall below |dropped|, which would keep more than N.
-        most = torch.finfo(kept.dtype).max
-        t = (1.0 - gamma) * dropped.clamp(max=most) + gamma * kept.clamp(max=most)
-        t = torch.maximum(t, dropped)
+    t = _threshold(dropped, kept, gamma)
     # sign(x)·(|x| - t) where |x| > t, else +0.0; NaN stays. Not clamp(min=0): inf - inf must be 0
     # and NaN must not.
     parts = [
@@ -76,6 +69,17 @@ def soft_threshold(
         for v, a in zip(values, magnitudes, strict=True)
     ]
     return join_groups(parts, dim).to(x.dtype)
+
+
+def _threshold(dropped: Tensor, kept: Tensor, gamma: float) -> Tensor:
+    """(1 - γ)·dropped + γ·kept."""
+    if gamma == 0.0:
+        return dropped
+    # Finite unless M - N + 1 are infinite, so that an infinity survives its threshold. At ties
+    # rounding may fall below |dropped|, which would keep more than N.
+    most = torch.finfo(kept.dtype).max
+    t = (1.0 - gamma) * dropped.clamp(max=most) + gamma * kept.clamp(max=most)
+    return torch.maximum(t, dropped)
 
 
 def boundary_magnitudes(
