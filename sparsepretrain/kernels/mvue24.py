@@ -74,19 +74,7 @@ def mvue(
     if uniforms is not None:
         given = uniforms.detach().reshape(features, groups, draws).to(wide.dtype).permute(2, 1, 0)
     stream = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key or 0)
-    saturation = torch.finfo(x.dtype).max
-    if numpy := numpy_for(x):
-        from sparsepretrain.kernels import mvue24_numpy
-
-        out = torch.empty_like(four, memory_format=torch.contiguous_format)
-        source = stream if given is None else given.numpy()
-        mvue24_numpy.estimate(numpy, four.numpy(), out.numpy(), estimator, source, saturation)
-    else:
-        if given is None:
-            noise = uniform_noise(stream, groups, features, draws, x.device, backend="reference")
-            given = torch.stack(noise)
-        method = _approximate if estimator == "approximate" else _exact
-        out = torch.stack(method(four.unbind(1), given, saturation), 1)
+    out = _estimate(four, estimator, given, stream, torch.finfo(x.dtype).max)
     pruned = out.view(groups * 4, features)[:length]
     return pruned.view(length, *rest).movedim(0, dim).to(x.dtype)
 
@@ -98,6 +86,26 @@ def _check_draws(x: Tensor, dim: int, draws: int, uniforms: Tensor | None) -> No
     if uniforms is not None and uniforms.shape != wanted:
         got = tuple(uniforms.shape)
         raise ValueError(f"mvue: uniforms must have shape {wanted}, got {got}")
+
+
+def _estimate(
+    four: Tensor, estimator: str, given: Tensor | None, stream: NoiseKey, saturation: float
+) -> Tensor:
+    """The estimate of ``four`` (groups, 4, features), contiguous; uniforms drawn if not given."""
+    if numpy := numpy_for(four):
+        from sparsepretrain.kernels import mvue24_numpy
+
+        out = torch.empty_like(four, memory_format=torch.contiguous_format)
+        source = stream if given is None else given.numpy()
+        mvue24_numpy.estimate(numpy, four.numpy(), out.numpy(), estimator, source, saturation)
+        return out
+    draws = 2 if estimator == "approximate" else 1
+    if given is None:
+        groups, _, features = four.shape
+        noise = uniform_noise(stream, groups, features, draws, four.device, backend="reference")
+        given = torch.stack(noise)
+    method = _approximate if estimator == "approximate" else _exact
+    return torch.stack(method(four.unbind(1), given, saturation), 1)
 
 
 def _normalise(x: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:

@@ -61,11 +61,11 @@ def soft_threshold(
         from sparsepretrain.kernels import soft_triton
 
         return soft_triton.soft_threshold(x, n, m, gamma, dim, scale, dtype)
-    result = _threshold(x, n, m, gamma, dim)
+    result = _shrink(x, n, m, gamma, dim)
     return (result if scale is None else result.mul_(scale)).to(dtype)
 
 
-def _threshold(x: Tensor, n: int, m: int, gamma: float, dim: int) -> Tensor:
+def _shrink(x: Tensor, n: int, m: int, gamma: float, dim: int) -> Tensor:
     """S(x) in fp32, or fp64 for fp64."""
     if numpy := numpy_for(x):
         from sparsepretrain.kernels import soft_numpy
@@ -76,14 +76,7 @@ def _threshold(x: Tensor, n: int, m: int, gamma: float, dim: int) -> Tensor:
     values = split_groups(_wide(x), m, dim)
     magnitudes = [v.abs() for v in values]
     dropped, kept = _boundary(magnitudes, n)
-    if gamma == 0.0:
-        t = dropped
-    else:
-        # Finite unless M - N + 1 are infinite, so that an infinity survives its threshold. At ties
-        # rounding may fall below |dropped|, which would keep more than N.
-        most = torch.finfo(kept.dtype).max
-        t = (1.0 - gamma) * dropped.clamp(max=most) + gamma * kept.clamp(max=most)
-        t = torch.maximum(t, dropped)
+    t = _threshold(dropped, kept, gamma)
     # sign(x)·(|x| - t) where |x| > t, else +0.0; NaN stays. Not clamp(min=0): inf - inf must be 0
     # and NaN must not.
     parts = [
@@ -91,6 +84,17 @@ def _threshold(x: Tensor, n: int, m: int, gamma: float, dim: int) -> Tensor:
         for v, a in zip(values, magnitudes, strict=True)
     ]
     return join_groups(parts, dim)
+
+
+def _threshold(dropped: Tensor, kept: Tensor, gamma: float) -> Tensor:
+    """(1 - γ)·dropped + γ·kept."""
+    if gamma == 0.0:
+        return dropped
+    # Finite unless M - N + 1 are infinite, so that an infinity survives its threshold. At ties
+    # rounding may fall below |dropped|, which would keep more than N.
+    most = torch.finfo(kept.dtype).max
+    t = (1.0 - gamma) * dropped.clamp(max=most) + gamma * kept.clamp(max=most)
+    return torch.maximum(t, dropped)
 
 
 def boundary_magnitudes(
