@@ -39,7 +39,7 @@ def _default_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("SPARSEPRETRAIN_TEST_BACKEND") == "triton":
         from sparsepretrain.kernels import groups
 
-        monkeypatch.setattr(groups, "_preferred", lambda device: True)
+        monkeypatch.setattr(groups, "prefers_triton", lambda device: True)
 
 
 @pytest.fixture

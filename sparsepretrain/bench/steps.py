@@ -1,4 +1,4 @@
-"""Short trainings of GPT-2 124M, every method beside dense (``suite=steps``).
+"""Short trainings of GPT-2 124M, the main methods beside dense (``suite=steps``).
 
 Plain PyTorch with ``sparsify``, on the bytes of this package's own sources: nothing is downloaded
 and nothing but torch and triton is imported. Steps of all methods alternate in one process.
@@ -40,7 +40,7 @@ class Trained(Timed):
 
 
 def cases(quick: bool) -> list[Trained]:
-    """Train with every method; on a GPU compiled and in bf16, else tiny and eager in fp32."""
+    """Train with the main methods; on a GPU compiled and in bf16, else tiny and eager in fp32."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     steps = (10 if quick else 50) if cuda else 3
@@ -80,7 +80,7 @@ def source_bytes() -> Tensor:
 
 
 class Training:
-    """A model, its optimiser and its data; equal initial weights and batches for every method."""
+    """A model, its optimiser and its data; equal initial weights and batches for each."""
 
     def __init__(
         self,

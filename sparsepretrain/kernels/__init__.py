@@ -1,6 +1,6 @@
 """The shared operations of all methods: tensors in, tensors out, no modules, no state.
 
-Each takes ``backend=None | "reference" | "triton"``; see :func:`choose_backend`.
+Most take ``backend=None | "reference" | "triton"``; see :func:`choose_backend`.
 Importing this package does not import torch; the first use of a function does.
 """
 

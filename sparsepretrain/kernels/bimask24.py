@@ -32,9 +32,9 @@ def bimask_masks(
         length = tuple(permutation.shape)
         raise ValueError(f"bimask_masks: permutation must have {w.shape[0]} entries, got {length}")
     order = permutation.to(w.device).long()
-    forward = nm_mask(w, dim=1)
+    forward = nm_mask(w, dim=1, backend=backend)
     permuted = apply_mask(w, forward)[order]
-    kept = nm_mask(permuted, dim=0)
+    kept = nm_mask(permuted, dim=0, backend=backend)
     backward = kept.new_empty(kept.shape)
     backward[order] = kept
     return forward, backward & forward

@@ -14,8 +14,8 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 def quantize_fp8(x: Tensor, format: str, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """(q, scale) with x ≈ q / scale and scale = FP8_MAX / max|x|; 1 for an all-zero tensor.
 
-    Values are clamped to the format's range, then rounded to nearest even. Zeros stay zero, so
-    an N:M pattern survives; small entries may become zero too.
+    Values are clamped to the format's range, then rounded to nearest even. Zeros of a finite
+    tensor stay zero, so an N:M pattern survives; small entries may become zero too.
 
     Args:
         x: floating-point tensor.
@@ -28,10 +28,9 @@ def quantize_fp8(x: Tensor, format: str, *, backend: str | None = None) -> tuple
     Raises:
         ValueError: unknown format.
     """
-    triton = choose_backend("quantize_fp8", backend, x) == "triton"
     if format not in FORMATS:
         raise ValueError(f"quantize_fp8: format must be 'e4m3' or 'e5m2', got {format!r}")
-    if triton:
+    if _backend("quantize_fp8", backend, x, FORMATS[format]) == "triton":
         from sparsepretrain.kernels import fp8_triton
 
         return fp8_triton.quantize_fp8(x.detach(), format)
@@ -48,8 +47,16 @@ def quantize_fp8(x: Tensor, format: str, *, backend: str | None = None) -> tuple
 @torch.no_grad()
 def dequantize_fp8(q: Tensor, scale: Tensor, *, backend: str | None = None) -> Tensor:
     """Return q / scale in fp32, shape of ``q``; inverts :func:`quantize_fp8` up to rounding."""
-    if choose_backend("dequantize_fp8", backend, scale) == "triton":
+    if _backend("dequantize_fp8", backend, scale, q.dtype) == "triton":
         from sparsepretrain.kernels import fp8_triton
 
         return fp8_triton.dequantize_fp8(q, scale)
     return q.float() / scale
+
+
+def _backend(name: str, backend: str | None, x: Tensor, dtype: torch.dtype) -> str:
+    """The choice for one format: no GPU before Ada (sm_89) converts e4m3, but torch does there."""
+    chosen = choose_backend(name, backend, x)
+    if chosen == "triton" and backend is None and x.is_cuda and dtype == FORMATS["e4m3"]:
+        return "triton" if torch.cuda.get_device_capability(x.device) >= (8, 9) else "reference"
+    return chosen

@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8)
 """What the Triton kernels take; masks and packed codes among them."""
+_HAS_TRITON = find_spec("triton") is not None
+"""Its wheels exist for Linux only; the references need torch alone."""
 CHUNK = 48_000
 """Elements per temporary on the CPU, so that a chain of operations stays in cache."""
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,9 +27,9 @@ MAX_THREADS = 4
 def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
     """The backend that runs the operation ``name`` on ``x``: ``reference`` or ``triton``.
 
-    None means triton for CUDA tensors of a type that the kernels compute (fp32, fp16, bf16) and
-    the reference for everything else: the CPU and fp64. A backend that was asked for by name is
-    used or refused, never replaced.
+    None means triton for CUDA tensors of a type that the kernels compute (fp32, fp16, bf16) where
+    Triton is installed, and the reference for everything else: the CPU and fp64. A backend that
+    was asked for by name is used or refused, never replaced.
 
     Raises:
         ValueError: an unknown backend, or one that cannot run here.
@@ -34,7 +37,7 @@ def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
     if backend not in (None, "reference", "triton"):
         raise ValueError(f"{name}: unknown backend {backend!r}; use 'reference', 'triton' or None")
     if backend is None:
-        return "triton" if _preferred(x.device) and x.dtype in TRITON_DTYPES else "reference"
+        return "triton" if prefers_triton(x.device) and x.dtype in TRITON_DTYPES else "reference"
     if backend == "triton":
         if x.dtype not in TRITON_DTYPES:
             raise ValueError(f"{name}: backend='triton' has no {x.dtype} kernel; use 'reference'")
@@ -46,9 +49,9 @@ def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
     return backend
 
 
-def _preferred(device: torch.device) -> bool:
-    """Whether Triton is the choice on ``device``."""
-    return device.type == "cuda"
+def prefers_triton(device: torch.device) -> bool:
+    """Whether Triton is the choice on ``device``: on a GPU, where it is installed."""
+    return device.type == "cuda" and _HAS_TRITON
 
 
 def check_pattern(name: str, x: Tensor, n: int, m: int, dim: int) -> None:
@@ -112,6 +115,8 @@ def numpy_for(x: Tensor) -> Any | None:
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return None
+    if type(x) not in (Tensor, torch.nn.Parameter):  # DTensor, FakeTensor: no memory to share
+        return None
     try:
         import numpy
     except ImportError:
@@ -157,8 +162,8 @@ def in_chunks(
                     return
                 work(start, min(start + rows, count))
 
-    helpers = min(threads, len(starts)) - 1
-    running = [_pool().submit(drain) for _ in range(helpers)]
+    extra = min(threads, len(starts)) - 1
+    running = [_pool().submit(drain) for _ in range(extra)]
     drain()
     for future in running:
         if not future.cancel():

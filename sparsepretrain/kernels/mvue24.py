@@ -73,8 +73,7 @@ def mvue(
     given = None
     if uniforms is not None:
         given = uniforms.detach().reshape(features, groups, draws).to(wide.dtype).permute(2, 1, 0)
-    stream = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key or 0)
-    out = _estimate(four, estimator, given, stream, torch.finfo(x.dtype).max)
+    out = _estimate(four, estimator, given, key, torch.finfo(x.dtype).max)
     pruned = out.view(groups * 4, features)[:length]
     return pruned.view(length, *rest).movedim(0, dim).to(x.dtype)
 
@@ -89,9 +88,14 @@ def _check_draws(x: Tensor, dim: int, draws: int, uniforms: Tensor | None) -> No
 
 
 def _estimate(
-    four: Tensor, estimator: str, given: Tensor | None, stream: NoiseKey, saturation: float
+    four: Tensor,
+    estimator: str,
+    given: Tensor | None,
+    key: NoiseKey | int | None,
+    saturation: float,
 ) -> Tensor:
     """The estimate of ``four`` (groups, 4, features), contiguous; uniforms drawn if not given."""
+    stream = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key or 0)
     if numpy := numpy_for(four):
         from sparsepretrain.kernels import mvue24_numpy
 

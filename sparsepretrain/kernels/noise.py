@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend, numpy_for
+from sparsepretrain.kernels.groups import choose_backend, numpy_for, prefers_triton
 
 M0, M1 = 0xD2511F53, 0xCD9E8D57
 W0, W1 = 0x9E3779B9, 0xBB67AE85
@@ -59,7 +59,8 @@ def noise_key(seed: int, step: Any, layer: int, product: int, offset: Any = 0) -
         product: 0 fprop, 1 dgrad, 2 wgrad.
         offset: global index of this micro-batch's first token group.
     """
-    if isinstance(step, Tensor) and step.is_cuda and not torch.compiler.is_compiling():
+    on_device = isinstance(step, Tensor) and step.is_cuda and prefers_triton(step.device)
+    if on_device and not torch.compiler.is_compiling():
         from sparsepretrain.kernels import noise_triton
 
         k0, k1 = noise_triton.noise_key(step, seed, layer, product).unbind()
@@ -92,7 +93,10 @@ def uniform_noise(
     """
     key = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
     device = torch.device(device or "cpu")
-    if choose_backend("uniform_noise", backend, torch.empty(0, device=device)) == "triton":
+    if (
+        choose_backend("uniform_noise", backend, torch.empty(0, dtype=torch.float32, device=device))
+        == "triton"
+    ):
         from sparsepretrain.kernels import noise_triton
 
         parts = noise_triton.key_parts(key, device)

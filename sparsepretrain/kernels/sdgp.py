@@ -68,13 +68,16 @@ def prune_gradient(
         raise ValueError(
             f"prune_gradient: variant must be magnitude, random or rescaled, got {variant!r}"
         )
-    if triton:
+    kept = _largest(g, n, m, dim, backend)
+    return kept if variant == "magnitude" else _match_norm(g, kept, m, scope, dim, epsilon)
+
+
+def _largest(g: Tensor, n: int, m: int, dim: int, backend: str | None) -> Tensor:
+    if choose_backend("prune_gradient", backend, g) == "triton":
         from sparsepretrain.kernels import sdgp_triton
 
-        kept = sdgp_triton.prune(g, n, m, dim)
-    else:
-        kept, _ = nm_prune(g, n, m, dim=dim, ties="low", backend=backend)
-    return kept if variant == "magnitude" else _match_norm(g, kept, m, scope, dim, epsilon)
+        return sdgp_triton.prune(g, n, m, dim)
+    return nm_prune(g, n, m, dim=dim, ties="low", backend=backend)[0]
 
 
 def _check_draws(g: Tensor, uniforms: Tensor | None, key: NoiseKey | int | None) -> None:

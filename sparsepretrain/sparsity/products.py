@@ -151,8 +151,9 @@ class SparseProducts(torch.autograd.Function):
         sampled = _sample(ctx, grad) if need_dw else grad
         if recipe is not None:
             same = pruned is sampled
-            pruned = round_fp8(pruned, recipe.gradient)
-            sampled = pruned if same else round_fp8(sampled, recipe.gradient)
+            pruned = round_fp8(pruned, recipe.gradient) if need_dx else pruned
+            if need_dw:
+                sampled = pruned if same and need_dx else round_fp8(sampled, recipe.gradient)
         if need_dx:
             dx = products.dgrad(pruned, backward_weight, x.shape)
             dx = dx if recipe is None else dx.to(ctx.x_dtype)

@@ -112,6 +112,10 @@ class LayerState:
     """0-d int64: flips at the last comparison."""
     _cached: _Cached | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: without what can be computed again."""
+        return self.__dict__ | {"_cached": None}
+
     def invalidate(self) -> None:
         """Forget the projection: the weight has changed."""
         self._cached = None

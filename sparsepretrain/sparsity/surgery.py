@@ -41,8 +41,7 @@ def sparsify(
     """Make layers of ``model`` sparse, in place, and freeze what comes from initial weights.
 
     Every Parameter keeps its object, name and shape, so optimisers built before or after, state
-    dicts and ``save_pretrained`` keep working. Order under sharding: sparsify, shard, build the
-    optimiser, attach.
+    dicts and ``save_pretrained`` keep working. Sharded weights (DTensor) are not supported yet.
 
     Args:
         model: contains nn.Linear, nn.Conv2d or transformers' Conv1D layers.
@@ -99,7 +98,8 @@ def _let_layers_run(model: nn.Module) -> None:
         if isinstance(module, nn.TransformerEncoderLayer) and any(
             isinstance(child, SparseLayer) for child in module.modules()
         ):
-            setattr(module, _FUSED, module.activation_relu_or_gelu)
+            if not hasattr(module, _FUSED):  # sparse layers of an earlier call
+                setattr(module, _FUSED, module.activation_relu_or_gelu)
             module.activation_relu_or_gelu = 0
 
 

@@ -82,7 +82,12 @@ def test_mvue_acts_on_wgrad_only():
     key = model[0].sparsity.key(2, 0)
     expected = mvue(g["lin_gy"], dim=0, key=key).t() @ g["lin_x"]
     torch.testing.assert_close(model[0].weight.grad, expected)
-    total, draws = torch.zeros_like(expected), 1000
+
+
+def test_the_mean_over_many_steps_is_the_dense_gradient():
+    g = load("sste")
+    model, sparsifier = layer_from(g, "sste", seed=5)
+    total, draws = torch.zeros_like(g["lin_gw"]), 1000
     for step in range(draws):
         sparsifier._clock.set(step=step)
         model[0].weight.grad = None

@@ -361,3 +361,12 @@ def test_coverage_counts_and_prints():
     table = str(coverage)
     assert "fc1    32 × 16" in table and "2:4" in table
     assert "1 linear layers and convolutions stay dense" in table
+
+
+def test_what_can_be_computed_again_is_not_saved():
+    model, _, _ = build("sste", dtype=torch.float32)
+    before = len(pickle.dumps(model))
+    model(draw(4, 16, dtype=torch.float32))
+    assert model.fc1.sparsity._cached is not None
+    assert abs(len(pickle.dumps(model)) - before) < 64
+    assert copy.deepcopy(model).fc1.sparsity._cached is None

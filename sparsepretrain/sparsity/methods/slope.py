@@ -66,9 +66,9 @@ class SLoPe(Method):
         self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
     ) -> Projection:
         """A = M∘W, B = A under its own N:M mask along out_features."""
-        forward = weight.masked_fill(~state["mask"], 0)
+        forward = kernels.apply_mask(weight, state["mask"])
         second = kernels.nm_mask(forward, *self.pattern, dim=1 - dim)
-        return Projection(forward, state["mask"], forward.masked_fill(~second, 0))
+        return Projection(forward, state["mask"], kernels.apply_mask(forward, second))
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Weights outside the mask receive nothing."""
