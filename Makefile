@@ -63,12 +63,13 @@ kernels-offline: $(INSTALLED)
 	$(BIN)/sparsepretrain bench suite=offline out=benchmarks/kernels_offline.json
 	$(BIN)/python scripts/generate_docs.py
 
-# the four methods with equal data order and initial weights, overlaid
+# all methods and the half baseline with equal data order and initial weights, overlaid
+COMPARED := dense ste srste step sste tsrste sdgp asp bimask mdgf sdgf slope
 figure: $(INSTALLED)
-	for method in dense ste srste sste; do \
+	for method in $(COMPARED); do \
 		$(BIN)/sparsepretrain train name=compare_$$method sparsity=$$method || exit; done
-	$(BIN)/sparsepretrain report runs/compare_dense runs/compare_ste runs/compare_srste \
-		runs/compare_sste --out docs/four_methods
+	$(BIN)/sparsepretrain train name=compare_half experiment=half
+	$(BIN)/sparsepretrain report $(COMPARED:%=runs/compare_%) runs/compare_half --out docs/all_methods
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -74,7 +74,7 @@ def test_sste_layer():
 
 def test_mvue_acts_on_wgrad_only():
     g = load("sste")
-    model, sparsifier = layer_from(g, "sste", seed=5)
+    model, _ = layer_from(g, "sste", seed=5)
     y, gx = run(model, g)
     close(y, g["lin_y"])
     close(gx, g["lin_gx"])
