@@ -8,6 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from sparsepretrain.errors import ConfigError
+
 SUITES = {
     "cpu": "sparsepretrain.bench.cpu",
     "offline": "sparsepretrain.bench.offline",
@@ -62,6 +64,11 @@ def run(*, suite: str, out: Path | None = None, quick: bool = False) -> dict[str
     from sparsepretrain.tracking.console import Console
     from sparsepretrain.training.hardware import environment
 
+    path = out or Path(f"{suite}.json")
+    try:  # before minutes are spent on what could not be kept
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: cannot write {path}: {error.strerror}") from error
     console = Console()
     module = import_module(SUITES[suite])
     cases: list[Result] = module.cases(quick)
@@ -73,8 +80,6 @@ def run(*, suite: str, out: Path | None = None, quick: bool = False) -> dict[str
         "cases": [case.as_dict() for case in cases],
         "within_limits": quick or all(case.ok is not False for case in cases),
     }
-    path = out or Path(f"{suite}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)

@@ -145,20 +145,26 @@ def differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
 
 
 def labels(runs: Sequence[RunData]) -> list[str]:
-    """Names that tell the runs apart: the method, then as many differing keys as it takes."""
-    names = [""] * len(runs)
-    for key, values in differences(runs).items():
-        if len(set(names)) == len(runs):
-            break
-        if ABSENT in values and key != "sparsity.name":
-            continue  # an option that only some methods have follows from the method
-        said = [str(v) if key == "sparsity.name" else f"{key}={v}" for v in values]
-        longer = [f"{name} {text}".strip() for name, text in zip(names, said, strict=True)]
-        if len(set(longer)) > len(set(names)):
-            names = longer
-    if len(set(names)) == len(runs) > 1:
-        return names
-    return ["/".join(run.path.resolve().parts[-2:]) for run in runs]
+    """Names that tell the runs apart: the method, then what differs among runs that share one."""
+    differing = differences(runs)
+    names = [str(v) for v in differing.pop("sparsity.name", [""] * len(runs))]
+    experiments = {"experiment": [run.config.get("experiment") for run in runs]}
+    for key, values in (experiments | differing).items():
+        for alike in [[i for i, n in enumerate(names) if n == name] for name in set(names)]:
+            if len({str(values[i]) for i in alike}) < 2:
+                continue
+            for i in alike:
+                # an option that only some methods have follows from the method
+                if values[i] != ABSENT and (key, values[i]) != ("experiment", None):
+                    said = str(values[i]) if key == "experiment" else f"{key}={values[i]}"
+                    names[i] = f"{names[i]} {said}".strip()
+    places = ["/".join(run.path.resolve().parts[-2:]) for run in runs]
+    if len(set(names)) == 1:  # the same configuration
+        return places
+    return [
+        name if name and names.count(name) == 1 else f"{name} {place}".strip()
+        for name, place in zip(names, places, strict=True)
+    ]
 
 
 def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

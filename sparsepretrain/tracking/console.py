@@ -43,7 +43,7 @@ class Console:
         self._task: tuple[str, TaskID] | None = None
         self._first: tuple[int, float] | None = None
         self._printed = ("", 0.0)
-        self._sparse: object = None
+        self._sparse: tuple[int, float] | None = None  # at the last line of this run
 
     def info(self, line: str) -> None:
         """Print one line."""
@@ -111,9 +111,9 @@ class Console:
             return
         text = describe(line, self._seconds_left(line, total), short=self._live)
         if "sparse" in line:
-            if self._sparse not in (None, line["sparse"]):
+            before, self._sparse = self._sparse, (step, line["sparse"])
+            if before is not None and before[0] < step and before[1] != line["sparse"]:
                 self.info(f"{place}  {switch(line)}")
-            self._sparse = line["sparse"]
         if self._live:
             self._redraw(place, step, total, text)
         else:

@@ -204,13 +204,21 @@ def test_overlay_without_flip_rates(tmp_path: Path) -> None:
         ([{"seed": 0}, {"seed": 1}], ["seed=0", "seed=1"]),
         (
             [{"method": "ste"}, {"method": "sste"}, {"method": "sste", "seed": 1}],
-            ["ste seed=0", "sste seed=0", "sste seed=1"],
+            ["ste", "sste seed=0", "sste seed=1"],
         ),
         (
             [{"sparsity": {"gamma": 0.0}}, {"sparsity": {"gamma": 0.2}, "clip": 1.0}],
             ["sparsity.gamma=0.0", "sparsity.gamma=0.2"],
         ),
         ([{"runs_dir": "a"}, {"runs_dir": "b"}], ["r/0", "r/1"]),
+        (
+            [{"method": "ste"}, {"method": "dense"}, {"method": "dense", "experiment": "half"}],
+            ["ste", "dense", "dense half"],
+        ),
+        (
+            [{"method": "ste"}, {"method": "ste"}, {"method": "dense"}],
+            ["ste r/0", "ste r/1", "dense"],
+        ),
     ],
 )
 def test_labels_say_what_differs(
