@@ -114,7 +114,12 @@ def densify(model: nn.Module) -> nn.Module:
 
     Returns:
         ``model``.
+
+    Raises:
+        ConfigError: ``model`` is not a module.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {_show(model)}")
     for module in model.modules():
         if hasattr(module, _FUSED):
             module.activation_relu_or_gelu = module.__dict__.pop(_FUSED)

@@ -75,7 +75,7 @@ def test_the_pattern_tightens_in_equal_stages(start):
         kept = sparsifier.masks()["fc1"].view(32, -1, 8).sum(-1)
         assert (kept == kept[0, 0]).all()
         seen.append(int(kept[0, 0]))
-        assert sparsifier.sparse == (step >= until)
+        assert sparsifier.sparse == (step >= first)
         if step >= first:
             assert sparsifier.metrics()["density"] == seen[-1] / 8
             assert prove(sparsifier).holds and prove(sparsifier).pattern == f"{seen[-1]}:8"

@@ -156,7 +156,7 @@ def test_a_dense_run_logs_the_flips_of_transposable_masks():
         ("tsrste", {"dense_tail": 0.85}, "111111000"),
         ("asp", {"at": 0.1}, "000011111"),
         ("mdgf", {"until": 0.1}, "000011111"),
-        ("sdgf", {"until": 0.1}, "000011111"),
+        ("sdgf", {"until": 0.1}, "111111111"),
     ],
 )
 def test_phases_are_metrics(method, options, phases):

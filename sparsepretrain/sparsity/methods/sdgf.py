@@ -65,11 +65,6 @@ class SDGF(STE):
             self.kept = self.stages[(step - first) * earlier // (self.until - first)]
 
     @property
-    def sparse(self) -> bool:
-        """In the last stage."""
-        return self.kept == self.options.n
-
-    @property
     def pattern(self) -> tuple[int, int]:
         """The pattern of the current stage."""
         return self.kept, self.options.m
