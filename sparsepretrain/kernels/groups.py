@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,8 +17,6 @@ _HAS_TRITON = find_spec("triton") is not None
 CHUNK = 48_000
 """Elements per temporary on the CPU, so that a chain of operations stays in cache."""
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-MAX_THREADS = 4
-"""Threads of one operation on the CPU; the interpreter lock leaves nothing for more."""
 
 
 def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
@@ -133,47 +128,19 @@ def in_chunks(
     """Call ``prepare(rows)(start, stop)`` on consecutive parts of ``range(count)``.
 
     A long chain of element-wise NumPy operations runs part by part, so that its temporaries stay in
-    cache, on as many threads as torch may use (at most :data:`MAX_THREADS`). Which thread takes
-    which part does not matter to the result.
+    cache. More threads do not help: they wait for the interpreter between short calls.
 
     Args:
-        prepare: called once per thread with the most rows of a part, to make the buffers; what it
-            returns writes results of its own part only.
+        prepare: makes the buffers for the most rows of a part; what it returns writes results of
+            its own part only.
         count: number of rows.
         width: elements per row.
         chunk: most elements of a part, unless a single row has more.
     """
     import numpy
 
-    threads = min(torch.get_num_threads(), MAX_THREADS)
-    parts = -(-count * width // chunk)
-    if parts > 1:  # as much for each thread
-        parts = -(-parts // threads) * threads
-    rows = max(1, -(-count // max(parts, 1)))
-    starts = deque(range(0, count, rows))
-
-    def drain() -> None:
-        work = prepare(rows)
-        with numpy.errstate(all="ignore"):  # NaN and infinity take their course
-            while starts:
-                try:
-                    start = starts.popleft()
-                except IndexError:  # another thread was faster
-                    return
-                work(start, min(start + rows, count))
-
-    extra = min(threads, len(starts)) - 1
-    running = [_pool().submit(drain) for _ in range(extra)]
-    drain()
-    for future in running:
-        if not future.cancel():
-            future.result()
-
-
-@functools.lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(MAX_THREADS - 1, thread_name_prefix="sparsepretrain")
-
-
-if hasattr(os, "register_at_fork"):  # a child process has none of its parent's threads
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+    rows = max(1, min(count, chunk // max(width, 1)))
+    work = prepare(rows)
+    with numpy.errstate(all="ignore"):  # NaN and infinity take their course
+        for start in range(0, count, rows):
+            work(start, min(start + rows, count))

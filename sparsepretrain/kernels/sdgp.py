@@ -119,15 +119,4 @@ def _match_norm(g: Tensor, kept: Tensor, m: int, scope: str, dim: int, epsilon: 
 
 def _l1(x: Tensor, axes: list[int], wide: torch.dtype) -> Tensor:
     """Σ|x| over ``axes``, which stay with size 1; without axes |x|."""
-    if not axes:
-        return x.abs().to(wide)
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or 0 in axes:
-        return x.abs().sum(axes, keepdim=True, dtype=wide)
-    # item by item the magnitudes stay in cache: writing fresh memory costs more than the sum
-    shape = [1 if axis in axes else size for axis, size in enumerate(x.shape)]
-    total, magnitude = x.new_empty(shape, dtype=wide), torch.empty_like(x[:1])
-    within = [axis - 1 for axis in axes]
-    for item, out in zip(x, total, strict=True):
-        torch.abs(item, out=magnitude[0])
-        torch.sum(magnitude[0], within, keepdim=True, dtype=wide, out=out)
-    return total
+    return x.abs().sum(axes, keepdim=True, dtype=wide) if axes else x.abs().to(wide)
