@@ -71,7 +71,9 @@ def test_a_broken_proof_is_an_error(tiny, monkeypatch):
     from sparsepretrain.sparsity.methods.sste import SSTE
 
     monkeypatch.setattr(
-        SSTE, "_soft", lambda self, w, dim: soft_threshold(w, 3, 4, gamma=0.0, dim=dim)
+        SSTE,
+        "_soft",
+        lambda self, w, dim, scale=None: soft_threshold(w, 3, 4, dim=dim, scale=scale),
     )
     with pytest.raises(SparsePretrainError, match=r"NOT 2:4: transformer\.h\.0\.mlp\.c_fc"):
         tiny.train()
