@@ -64,7 +64,6 @@ def test_scripts_parse(shell, capsys, tmp_path):
         assert subprocess.run([shell, "-n", str(script)], check=False).returncode == 0
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -101,12 +101,8 @@ def test_empty_data_root(refused, tmp_path):
         ("parallel.device=cuda", ["parallel.device=cuda"]),
     ],
 )  # fmt: skip
-def test_layers(refused, tmp_path, override, words):
-    if override == "parallel.device=cuda":
-        import torch
-
-        if torch.cuda.is_available():
-            pytest.skip("there is one")
+def test_layers(refused, tmp_path, monkeypatch, override, words):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     refused(2, ["config error", *words], override)
     assert not (tmp_path / "cache").exists()  # known before data is prepared
 
