@@ -190,6 +190,20 @@ def row_starts(row, inner, outer_stride, inner_stride):
 
 
 @triton.jit
+def any_groups(row, first, count, groups, GROUPS: tl.constexpr, M: tl.constexpr):
+    """Geometry of tiles (rows, groups, M rounded up to a power of two) of groups of any M.
+
+    Returns the groups, which of them exist, the position in a group, the index of each element
+    along the axis, and which elements exist.
+    """
+    group = first + tl.arange(0, GROUPS)
+    inside = (row < count)[:, None] & (group < groups)[None, :]
+    position = tl.arange(0, triton.next_power_of_2(M))[None, None, :]
+    element = (group * M)[None, :, None] + position
+    return group, inside, position, element, inside[:, :, None] & (position < M)
+
+
+@triton.jit
 def load_fours(
     data, starts, first, stride, rows_inside, groups, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr
 ):

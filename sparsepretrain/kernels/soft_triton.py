@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.launch import (
+    any_groups,
     empty_rows,
     load_fours,
     narrow,
@@ -122,11 +123,7 @@ def _soft_nm(
     SCALED: tl.constexpr, BETWEEN: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
-    group = first + tl.arange(0, GROUPS)
-    inside = (row < count)[:, None] & (group < groups)[None, :]
-    position = tl.arange(0, triton.next_power_of_2(M))[None, None, :]
-    element = (group * M)[None, :, None] + position
-    filled = inside[:, :, None] & (position < M)
+    group, inside, position, element, filled = any_groups(row, first, count, groups, GROUPS, M)
     starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
     values = widen(tl.load(x + starts[:, None, None] + element * x_stride, filled, 0))
     bits = magnitude_bits(values)
