@@ -210,6 +210,7 @@ def _train(args: argparse.Namespace) -> int:
         return 0
     from sparsepretrain import training
 
+    run, plain = training.settle(run, plain)
     if args.dry_run:
         training.dry_run(run, plain)
         return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from sparsepretrain import config
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.training import decay
+from sparsepretrain.training.schedules import warmup_steps
 
 DESCRIPTION = f"""\
 Find the decay factor λ of masked decay without training to the end (arXiv:2404.01847 section 4).
@@ -67,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     """
     overrides = decay.with_default(args.overrides)
     checked, plain = config.load(overrides, args.config_dir)
-    steps = checked.schedule.warmup if args.steps is None else args.steps
+    warmup = warmup_steps(checked.schedule, checked.steps)
+    steps = warmup if args.steps is None else args.steps
     low, high = args.grid
     grid = decay.log_grid(low, high, args.points)
     search = decay.Search(checked, plain, grid, args.interval, steps)

@@ -171,7 +171,7 @@ def _plain_step(t: Training) -> Callable[[], object]:
     state = {"step": 0}
 
     def step() -> None:
-        batch = t.task.batch("train", state["step"], range(size), size, t.device)
+        batch = t.task.batch("train", state["step"], range(size), size)
         logits = model(batch["tokens"])
         loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
         loss.backward()

@@ -189,6 +189,9 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
         choices = dict(composed.hydra.runtime.choices)
         with open_dict(composed):
             del composed["hydra"]
+        typed = {key for key, _ in request.values}
+        if "epochs" in typed and "steps" not in typed:  # the recipe's steps are another length
+            composed.steps = 0
         _force(composed, request.values)
         plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except yaml.YAMLError as error:

@@ -11,7 +11,7 @@ from typing import Any
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 
-NOT_IDENTITY = ("resume", "runs_dir", "tracker", "seed")
+NOT_IDENTITY = ("resume", "runs_dir", "tracker", "seed", "workers")
 """Root keys that leave the result alone; the seed stands next to the hash in the directory name."""
 
 Config = Run | dict[str, Any]
@@ -51,8 +51,8 @@ def from_yaml(file: Path) -> dict[str, Any]:
 def identity(config: Config) -> str:
     """Eight hexadecimal digits that are equal for equal experiments.
 
-    ``resume``, ``runs_dir``, ``tracker`` and ``seed`` are left out, so the seeds of one experiment
-    share it. The order of keys and the spelling of numbers (``1`` or ``1.0``) make no difference.
+    What ``NOT_IDENTITY`` names is left out, so the seeds of one experiment share it. The order of
+    keys and the spelling of numbers (``1`` or ``1.0``) make no difference.
     A mapping is expected as :func:`resolve` gives it.
     """
     plain = {key: value for key, value in _plain(config).items() if key not in NOT_IDENTITY}

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sparsepretrain import registry
+
 Problems = Iterator[tuple[str, str]]
 
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Sequences (or images, or sentence pairs) per optimiser step and per forward."""
+    """Samples per optimiser step and per forward: sequences, images, or buckets of pairs."""
 
     size: int
     """Global batch: samples per optimiser step."""
@@ -114,14 +116,15 @@ class Decay:
     """Linear warm-up, then cosine or linear decay to a floor at the last step."""
 
     name: Literal["cosine", "linear"]
-    warmup: int
-    """Optimiser steps from 0 to the peak learning rate."""
+    warmup: int | float
+    """Optimiser steps from 0 to the peak learning rate; below 1: a fraction of the run."""
     min_lr: float
     """Learning rate that the decay reaches after the last step."""
 
     def problems(self) -> Problems:
         """Range errors as (key, message)."""
-        yield from _non_negative(self, "warmup", "min_lr")
+        yield from _warmup(self)
+        yield from _non_negative(self, "min_lr")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,12 +132,12 @@ class Warmup:
     """Linear warm-up, then constant, or decay with the inverse square root of the step."""
 
     name: Literal["inverse_sqrt", "constant"]
-    warmup: int
-    """Optimiser steps from 0 to the peak learning rate."""
+    warmup: int | float
+    """Optimiser steps from 0 to the peak learning rate; below 1: a fraction of the run."""
 
     def problems(self) -> Problems:
         """Range errors as (key, message)."""
-        yield from _non_negative(self, "warmup")
+        yield from _warmup(self)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -224,7 +227,9 @@ class Run:
     seed: int
     """Initial weights, data order and every random draw follow from it."""
     steps: int
-    """Optimiser steps."""
+    """Optimiser steps; 0: what ``epochs`` comes to."""
+    epochs: float | None
+    """Passes over the training data, used when ``steps`` is 0; null: steps decides."""
     runs_dir: str
     resume: str
     """auto: continue from the newest valid checkpoint of this run; never; or a checkpoint path."""
@@ -236,6 +241,10 @@ class Run:
     checkpoint: Checkpoint
     clip: float | None
     """Global gradient norm; null: no clipping."""
+    ema: float | None
+    """Decay per step of an average of the weights, which evaluation then uses; null: none."""
+    workers: int
+    """Processes that make batches ahead of the model; 0: the training process makes them."""
     compile: bool
     """torch.compile the model."""
     guard: Literal["stop", "skip"]
@@ -254,7 +263,13 @@ class Run:
 
     def problems(self) -> Problems:
         """Range errors as (key, message)."""
-        yield from _positive(self, "steps")
+        yield from _non_negative(self, "steps", "workers")
+        if self.epochs is not None and self.epochs <= 0:
+            yield "epochs", f"must be > 0 or null, got {self.epochs}"
+        if self.steps == 0 and self.epochs is None:
+            yield "steps", "must be > 0, or give epochs"
+        if self.ema is not None and not 0 < self.ema < 1:
+            yield "ema", f"must lie in (0, 1) or be null, got {self.ema}"
         if not self.runs_dir:
             yield "runs_dir", "must name a directory, got ''"
         if not 0 <= self.seed < 2**63:
@@ -263,6 +278,7 @@ class Run:
             yield "clip", f"must be > 0 or null, got {self.clip}"
         if not self.name or "/" in self.name or self.name.startswith("."):
             yield "name", f"must be a plain directory name, got {self.name!r}"
+        yield from _fitting(self)
         floor, peak = getattr(self.schedule, "min_lr", 0.0), getattr(self.optim, "lr", None)
         if peak is not None and floor > peak:
             yield "schedule.min_lr", f"must be ≤ optim.lr ({peak}), got {floor}"
@@ -276,6 +292,30 @@ class Run:
         )
         if tokens is not None and rows is not None and tokens > rows:
             yield "model.vocab_size", f"must be ≥ data.vocab_size ({tokens}), got {rows}"
+
+
+def _fitting(run: Run) -> Problems:
+    """Whether model and data are of the kind that the task works on."""
+    if run.model is None or run.task is None or run.data is None:  # refused for another reason
+        return
+    recipe: Any = registry.get("model", run.model.family)
+    task: Any = registry.get("task", run.task.name)
+    source: Any = registry.get("source", run.data.source)
+    if run.task.name not in recipe.tasks:
+        known = ", ".join(sorted(recipe.tasks))
+        model = f"model={run.model.name} (family {run.model.family})"
+        yield "task", f"{run.task.name} does not work with {model}: its tasks are {known}"
+    elif source.kind != task.kind:
+        yield (
+            "data",
+            f"{run.data.name} is {source.kind}, but task={run.task.name} needs {task.kind}",
+        )
+
+
+def _warmup(options: Decay | Warmup) -> Problems:
+    yield from _non_negative(options, "warmup")
+    if options.warmup >= 1 and not float(options.warmup).is_integer():
+        yield "warmup", f"must be whole steps or a fraction below 1, got {options.warmup}"
 
 
 def _positive(options: Any, *keys: str) -> Problems:

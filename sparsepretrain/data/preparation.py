@@ -23,7 +23,15 @@ import numpy as np
 from sparsepretrain import registry
 from sparsepretrain.data.encoding import open_codec, read_tokenizer, train_bpe
 from sparsepretrain.data.shards import Job, run, write_atomic
-from sparsepretrain.data.sources._source import BYTES, SPLITS, TRAIN, TRAINED, Shard, Source
+from sparsepretrain.data.sources._source import (
+    BYTES,
+    SPLITS,
+    TRAIN,
+    TRAINED,
+    VALIDATION,
+    Shard,
+    Source,
+)
 from sparsepretrain.data.tokens import (
     FORMAT,
     MANIFEST,
@@ -115,8 +123,8 @@ def _locate(options: Any) -> tuple[Source, Path]:
         "options": {k: v for k, v in asdict(options).items() if k not in options.about},
         "state": source.state(),
     }
-    if options.tokenizer.endswith(".json"):
-        identity["tokenizer"] = read_tokenizer(options.tokenizer)
+    if source.tokenizer.endswith(".json"):
+        identity["tokenizer"] = read_tokenizer(source.tokenizer)
     text = json.dumps(identity, sort_keys=True, ensure_ascii=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return source, cache_directory() / f"{options.name}-{key}"
@@ -142,32 +150,30 @@ def _exclusive(directory: Path, report: OnProgress) -> Any:
 
 
 def _build(source: Source, directory: Path, workers: int | None, report: OnProgress) -> None:
-    options = source.options
     parts = directory.with_name(directory.name + ".partial")
     report(Progress("reading", 0, None, source.unit, 0.0))
     shards = source.shards()
-    tokenizer = None if options.tokenizer == BYTES else parts / TOKENIZER
+    tokenizer = None if source.tokenizer == BYTES else parts / TOKENIZER
     if tokenizer is not None and not tokenizer.exists():
         content = _make_tokenizer(source, shards, report)
         parts.mkdir(exist_ok=True)
         write_atomic(tokenizer, content.encode())
     parts.mkdir(exist_ok=True)
     codec = open_codec(tokenizer)
-    if codec.vocab_size > options.vocab_size:
+    if codec.vocab_size > source.vocab_size:
         shutil.rmtree(parts)
         raise DataError(
-            f"tokenizer {options.tokenizer} has {codec.vocab_size} tokens, more than "
-            f"data.vocab_size={options.vocab_size}: set data.vocab_size={codec.vocab_size}"
+            f"tokenizer {source.tokenizer} has {codec.vocab_size} tokens, more than "
+            f"data.vocab_size={source.vocab_size}: set data.vocab_size={codec.vocab_size}"
         )
-    job = Job(source, tokenizer, token_dtype(options.vocab_size).str, parts)
+    job = Job(source, tokenizer, token_dtype(source.vocab_size).str, parts)
     _tokenize(job, shards, workers, report)
     _publish(_merge(job, shards, report), directory)
 
 
 def _make_tokenizer(source: Source, shards: list[Shard], report: OnProgress) -> str:
-    options = source.options
-    if options.tokenizer not in TRAINED:
-        return read_tokenizer(options.tokenizer)
+    if source.tokenizer not in TRAINED:
+        return read_tokenizer(source.tokenizer)
     train = [shard for shard in shards if shard.split == TRAIN]
     total = sum(shard.size for shard in train)
 
@@ -183,7 +189,7 @@ def _make_tokenizer(source: Source, shards: list[Shard], report: OnProgress) -> 
             if seen > TRAINING_TEXT:
                 return
 
-    return train_bpe(texts(), options.vocab_size)
+    return train_bpe(texts(), source.vocab_size)
 
 
 def _tokenize(job: Job, shards: list[Shard], workers: int | None, report: OnProgress) -> None:
@@ -207,7 +213,8 @@ def _merge(job: Job, shards: list[Shard], report: OnProgress) -> Path:
     total = sum(job.file(shard).stat().st_size for shard in shards)
     done, begin = 0, time.monotonic()
     digests = {}
-    for split in SPLITS:
+    made = {shard.split for shard in shards} | {TRAIN, VALIDATION}
+    for split in (split for split in SPLITS if split in made):
         digest = hashlib.sha256()
         with open(final / f"{split}.bin", "wb") as stream:
             for shard in (shard for shard in shards if shard.split == split):
@@ -233,7 +240,8 @@ def _write_manifest(
     job: Job, final: Path, digests: dict[str, str], tokenizer_bytes: int | None
 ) -> None:
     options, size = job.source.options, np.dtype(job.dtype).itemsize
-    counts = {split: (final / f"{split}.bin").stat().st_size // size for split in SPLITS}
+    files = {split: final / f"{split}.bin" for split in SPLITS}
+    counts = {k: file.stat().st_size // size for k, file in files.items() if file.exists()}
     if counts[TRAIN] == 0:
         raise DataError(f"{options.name}: the train split has no text")
     content = [job.dtype, sorted(digests.items())]
@@ -241,7 +249,7 @@ def _write_manifest(
         "format": FORMAT,
         "name": options.name,
         "fingerprint": hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16],
-        "vocab_size": options.vocab_size,
+        "vocab_size": job.source.vocab_size,
         "dtype": job.dtype,
         "tokens": counts,
         "end_of_text": open_codec(job.tokenizer).end_of_text,

@@ -62,6 +62,8 @@ class GPT2:
     """Builds the model and knows its layers by role."""
 
     Options = GPT2Options
+    tasks: ClassVar[frozenset[str]] = frozenset({"causal_lm"})
+    """Names of the tasks that it can be built for."""
     roles: ClassVar[dict[str, list[str]]] = {
         "ffn": ["*.mlp.c_fc", "*.mlp.c_proj"],
         "attention": ["*.attn.c_attn", "*.attn.c_proj"],

@@ -170,7 +170,8 @@ def _prune(ctx: Any, grad: Tensor) -> Tensor:
         return grad
     tokens = ctx.products.tokens(grad)
     rows = tokens.numel() // tokens.shape[-1]
-    key = state.key(DGRAD, ctx.clock[0], ctx.clock[1] * rows)  # one counter per token
+    # one counter per token
+    key = state.key(DGRAD, ctx.clock[0], state.first_counter(ctx.clock[1], rows))
     return ctx.products.from_tokens(state.method.dgrad_gradient(tokens, key), grad.shape)
 
 
@@ -186,7 +187,7 @@ def _sample(ctx: Any, grad: Tensor) -> Tensor:
         tokens = F.pad(tokens, (0, 0, 0, -length % 4))
     rows = tokens.reshape(-1, features)
     groups = -(-rows.shape[0] // 4)  # counted over the global batch, one counter each
-    key = state.key(WGRAD, ctx.clock[0], ctx.clock[1] * groups)
+    key = state.key(WGRAD, ctx.clock[0], state.first_counter(ctx.clock[1], groups, per=4))
     sampled = state.method.wgrad_gradient(rows, key).view(tokens.shape)
     if length % 4:
         sampled = sampled[..., :length, :]

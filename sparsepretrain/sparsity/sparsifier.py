@@ -139,7 +139,7 @@ class Sparsifier:
             handle.remove()
         self._handles = []
 
-    def micro_batch(self, index: int, rank: int = 0, world: int = 1) -> None:
+    def micro_batch(self, index: int, rank: int = 0, world: int = 1, *, capacity: int = 0) -> None:
         """State which part of the global batch the next forward sees.
 
         Without this call the training forwards since the last step are counted, on the rank that
@@ -149,7 +149,10 @@ class Sparsifier:
             index: micro-batch of this rank within the optimiser step, from 0.
             rank, world: of the data-parallel group; ranks interleave: global index
                 ``index·world + rank``.
+            capacity: most tokens, padding included, that a layer sees in one micro-batch, where
+                micro-batches differ in size; 0: all have equally many.
         """
+        self._clock.capacity = capacity
         self._clock.set(micro=index * world + rank, counted=False)
 
     def refresh(self) -> None:

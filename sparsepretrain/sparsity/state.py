@@ -29,6 +29,8 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.step = 0
         self.micro = 0
+        self.capacity = 0
+        """Most tokens of a micro-batch where they differ in size; 0: all have equally many."""
         self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
         self._counting = True
         self._first = True
@@ -210,6 +212,14 @@ class LayerState:
 
     def _as_rows(self, weight: Tensor) -> Tensor:
         return weight if self.dim == 1 else weight.t()
+
+    def first_counter(self, micro: Any, counters: int, per: int = 1) -> Any:
+        """Counter of the first of ``counters`` draws of a micro-batch, one for ``per`` tokens.
+
+        Counters run over the global batch. Where micro-batches differ in size each has room for
+        the largest, so that no two of them share draws.
+        """
+        return micro * max(counters, -(-self.clock.capacity // per))
 
     def key(self, product: int, step: Any, offset: Any = 0) -> NoiseKey:
         """Noise stream of one product of this layer."""

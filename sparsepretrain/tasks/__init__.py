@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sparsepretrain import registry
 
 if TYPE_CHECKING:
     import torch
@@ -12,42 +15,108 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 """Name -> tensor of one micro-batch."""
 
+Observation = dict[str, Any]
+"""What an evaluated micro-batch contributes to the metrics; ``(sum, count)`` pairs are averaged."""
 
-class Task(Protocol):
-    """What the training loop needs to know."""
+
+class Task(ABC):
+    """What the training loop needs to know.
+
+    A *sample* is the unit of ``batch.size``: a sequence, an image, or a bucket of sentence pairs.
+    An *item* is what the loss is summed over: a target token, an image, an example.
+
+    Everything random about a batch is a function of (seed, split, step, positions), never of a
+    global generator, so that resuming and making batches ahead change nothing.
+    """
 
     Options: ClassVar[type]
-    fingerprint: str | None
-    """Of the prepared data; None before :meth:`open_data`."""
+    kind: ClassVar[str]
+    """Kind of data, see ``data.sources``: text, pairs, images or records."""
+    unit: ClassVar[str] = "tokens"
+    """What an item is, in the plural."""
+    metric: ClassVar[str] = "loss"
+    """The metric that says how good a model is, among those of :meth:`metrics`."""
 
     def __init__(self, options: Any, model: Any, data: Any, seed: int) -> None:
         """Take option objects; touch no data."""
+        self.options = options
+        self.model_options = model
+        self.data_options = data
+        self.seed = seed
+        self.recipe: Any = registry.get("model", model.family)
+        self.fingerprint: str | None = None
+        """Of the prepared data; None before :meth:`open_data`."""
 
     @property
     def roles(self) -> dict[str, list[str]]:
         """Alias of ``sparsity.targets`` -> globs of module names."""
+        roles: dict[str, list[str]] = self.recipe.roles
+        return roles
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of one sample as its layers see them; 0: all samples have equally many."""
+        return 0
 
     def build_model(self) -> nn.Module:
         """The model with initial weights from torch's global generator."""
+        model: nn.Module = self.recipe.build(self.model_options)
+        return model
 
+    @abstractmethod
     def open_data(
         self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None
     ) -> None:
         """Open prepared data; raises DataError when it is missing or unsuitable for ``splits``."""
 
-    def batch(
-        self, split: str, step: int, positions: Sequence[int], size: int, device: torch.device
-    ) -> Batch:
-        """Samples at ``positions`` of the global batch of ``size`` of optimiser step ``step``."""
+    @abstractmethod
+    def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
+        """Samples at ``positions`` of the global batch of ``size`` of optimiser step ``step``.
 
+        Tensors are on the CPU. May be called in a worker process.
+        """
+
+    @abstractmethod
     def samples(self, split: str) -> int:
         """Samples in one pass over ``split``."""
 
+    @abstractmethod
     def example(self, size: int, device: torch.device) -> Batch:
         """A batch of the right shapes without data, for dry runs."""
 
+    @abstractmethod
     def count(self, batch: Batch) -> int:
-        """Number of items the loss is summed over (tokens, images)."""
+        """Number of items the loss is summed over."""
 
+    @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """(sum, count): summed in fp32, so that accumulation and data parallelism are exact."""
+        """(sum, count) of what is trained on, in fp32: exact under accumulation and parallelism."""
+
+    def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
+        """Evaluate one micro-batch.
+
+        Args:
+            model: in eval mode; gradients are off.
+            batch: of an evaluation split, on the model's device.
+            final: the last evaluation of a run, or one asked for: costly metrics are worth it.
+        """
+        loss, count = self.loss(model, batch)
+        return {"loss": (float(loss), count)}
+
+    def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
+        """All observations of an evaluation as numbers; ``loss`` is always among them.
+
+        Rates and scores are percentages. A task whose metrics are not means extends this.
+        """
+        return averages(observations)
+
+
+def averages(observations: Iterable[Observation]) -> dict[str, float]:
+    """Mean of every (sum, count) pair; other entries are left out."""
+    totals: dict[str, tuple[float, float]] = {}
+    for observation in observations:
+        for key, value in observation.items():
+            if isinstance(value, tuple):
+                total, count = totals.get(key, (0.0, 0.0))
+                totals[key] = total + value[0], count + value[1]
+    return {key: total / count for key, (total, count) in totals.items() if count}

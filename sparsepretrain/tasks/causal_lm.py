@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from sparsepretrain import registry
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch
+from sparsepretrain.tasks import Batch, Task
 
 if TYPE_CHECKING:
     import torch
@@ -30,30 +29,15 @@ class CausalLMOptions:
 
 
 @register("task", "causal_lm")
-class CausalLM:
+class CausalLM(Task):
     """Windows of ``sequence_length`` tokens; the loss of every position counts."""
 
     Options = CausalLMOptions
+    kind = "text"
 
     def __init__(self, options: CausalLMOptions, model: Any, data: Any, seed: int) -> None:
-        self.options = options
-        self.fingerprint: str | None = None
-        self._model_options = model
-        self._recipe: Any = registry.get("model", model.family)
-        self._data_options = data
-        self._seed = seed
+        super().__init__(options, model, data, seed)
         self._windows: dict[str, Any] = {}
-
-    @property
-    def roles(self) -> dict[str, list[str]]:
-        """The model recipe's aliases."""
-        roles: dict[str, list[str]] = self._recipe.roles
-        return roles
-
-    def build_model(self) -> nn.Module:
-        """The recipe's model."""
-        model: nn.Module = self._recipe.build(self._model_options)
-        return model
 
     def open_data(
         self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None
@@ -61,22 +45,22 @@ class CausalLM:
         """Open the prepared tokens; offline sources are prepared when missing."""
         from sparsepretrain.data import load, windows
 
-        tokens = load(self._data_options, on_progress=on_progress)
+        tokens = load(self.data_options, on_progress=on_progress)
         length = self.options.sequence_length
-        # validation windows: scattered over the split, the same ones for every seed of a run
-        seeds = {"train": self._seed, "validation": 0}
+        # held-out windows: scattered over the split, the same ones for every seed of a run
         self._windows = {
-            split: windows(tokens, split, length, seeds[split], shuffled=True) for split in splits
+            split: windows(
+                tokens, split, length, self.seed if split == "train" else 0, shuffled=True
+            )
+            for split in splits
         }
         self.fingerprint = tokens.fingerprint
 
-    def batch(
-        self, split: str, step: int, positions: Sequence[int], size: int, device: torch.device
-    ) -> Batch:
+    def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
         """``tokens`` and ``targets``, both (len(positions), sequence_length) int64."""
         import torch
 
-        rows = torch.from_numpy(self._windows[split].batch(step, positions, size)).to(device)
+        rows = torch.from_numpy(self._windows[split].batch(step, positions, size))
         return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
 
     def samples(self, split: str) -> int:
@@ -98,7 +82,7 @@ class CausalLM:
         """(Σ negative log likelihood in nats, number of target tokens)."""
         import torch.nn.functional as F
 
-        logits = self._recipe.logits(model, batch["tokens"])
+        logits = self.recipe.logits(model, batch["tokens"])
         rows = logits.reshape(-1, logits.shape[-1]).float()
         total = F.cross_entropy(rows, batch["targets"].reshape(-1), reduction="sum")
         return total, self.count(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,20 @@ from sparsepretrain.config.schema import Run
 if TYPE_CHECKING:
     from sparsepretrain.training.decay import Search
     from sparsepretrain.training.tune import Outcome
+
+
+def settle(run: Run, plain: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
+    """Replace ``steps=0`` by what ``epochs`` comes to; opens (and prepares) data only for that.
+
+    Raises:
+        DataError: the data is not there.
+    """
+    if run.steps:
+        return run, plain
+    from sparsepretrain.training.build import steps_of_epochs
+
+    steps = steps_of_epochs(run)
+    return dataclasses.replace(run, steps=steps), {**plain, "steps": steps}
 
 
 def train(run: Run, plain: dict[str, Any]) -> int:

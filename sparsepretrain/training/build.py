@@ -22,6 +22,14 @@ def build_task(run: Run) -> Task:
     return task
 
 
+def steps_of_epochs(run: Run) -> int:
+    """Optimiser steps of ``epochs`` passes over the training data, rounded; at least one."""
+    assert run.epochs is not None
+    task = build_task(run)
+    task.open_data(("train",))
+    return max(1, round(run.epochs * task.samples("train") / run.batch.size))
+
+
 def build_model(run: Run, task: Task, device: torch.device) -> nn.Module:
     """The model on ``device`` with the initial weights of ``run.seed``.
 

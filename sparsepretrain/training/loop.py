@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import DivergedError
 from sparsepretrain.sparsity import Sparsifier
-from sparsepretrain.tasks import Batch, Task
+from sparsepretrain.tasks import Batch, Observation, Task
+from sparsepretrain.training import rng
+from sparsepretrain.training.batches import TrainingBatches, split_requests, stream
 from sparsepretrain.training.precision import autocast
 from sparsepretrain.training.schedules import learning_rate
 from sparsepretrain.training.signals import StopSignals
@@ -44,6 +46,7 @@ class Training:
     optimizer: Optimizer
     sparsifier: Sparsifier
     scaler: torch.amp.GradScaler
+    batches: TrainingBatches
     peak_flops: float | None = None
     """Dense peak of the device, for MFU; None: not known."""
     flops_per_item: float = 0.0
@@ -72,18 +75,23 @@ class Timer:
     """Training time between two log lines, without evaluations and checkpoints."""
 
     seconds: float = 0.0
+    waited: float = 0.0
+    """Seconds of these in which the next batch was not there."""
     tokens: int = 0
 
-    def add(self, seconds: float, tokens: int) -> None:
+    def add(self, seconds: float, waited: float, tokens: int) -> None:
         """Count one step."""
         self.seconds += seconds
+        self.waited += waited
         self.tokens += tokens
 
-    def rate(self) -> float:
-        """Tokens per second since the last call."""
-        rate = self.tokens / self.seconds if self.seconds else 0.0
-        self.seconds, self.tokens = 0.0, 0
-        return rate
+    def rates(self) -> dict[str, float]:
+        """Items per second and the fraction of time spent waiting for data, since the last call."""
+        seconds, waited, tokens = self.seconds, self.waited, self.tokens
+        self.seconds, self.waited, self.tokens = 0.0, 0.0, 0
+        if not seconds:
+            return {"tokens_per_second": 0.0, "data_wait": 0.0}
+        return {"tokens_per_second": tokens / seconds, "data_wait": waited / seconds}
 
 
 def run_steps(
@@ -101,10 +109,10 @@ def run_steps(
     run = t.run
     while True:
         if _due(run.eval.every, t) and run.eval.batches and t.evaluated != t.step:
-            loss = evaluate(t, signals)
-            if loss is not None:
+            metrics = evaluate(t, "validation", run.eval.batches, signals, final=t.step >= t.end)
+            if metrics is not None:
                 t.evaluated = t.step
-                log({"step": t.step, "tokens": t.tokens, "split": "validation", "loss": loss})
+                log({"step": t.step, "tokens": t.tokens, "split": "validation", **metrics})
         stopping = signals.exit_code is not None
         if t.step and (stopping or _due(run.checkpoint.every, t)):
             save()
@@ -114,15 +122,15 @@ def run_steps(
             return None
         started, was_sparse = time.perf_counter(), t.sparsifier.sparse
         values = train_step(t)
-        t.timer.add(time.perf_counter() - started, values.pop("items"))
+        seconds = time.perf_counter() - started
+        t.timer.add(seconds, values.pop("waited"), values.pop("items"))
         layers = bool(run.log.layers_every) and t.step % run.log.layers_every == 0
         # in the record whatever is due: a switch of phase, and flips that no later line repeats
         event = t.sparsifier.sparse != was_sparse or t.sparsifier.refreshed
         if t.step % run.log.every == 0 or layers or event or t.step in (1, t.end):
-            rate = t.timer.rate()
-            values |= {"tokens_per_second": rate, **_measure(t, per_layer=layers)}
+            values |= {**t.timer.rates(), **_measure(t, per_layer=layers)}
             if t.peak_flops is not None:
-                values["mfu"] = rate * t.flops_per_item / t.peak_flops
+                values["mfu"] = values["tokens_per_second"] * t.flops_per_item / t.peak_flops
             if t.skipped:
                 values["skipped"] = t.skipped
             log({"step": t.step, "tokens": t.tokens, **values})
@@ -131,21 +139,21 @@ def run_steps(
 
 
 def train_step(t: Training) -> dict[str, Any]:
-    """One optimiser step over the global batch; returns loss, lr, grad_norm and items."""
-    run, size, micro = t.run, t.run.batch.size, t.run.batch.micro
+    """One optimiser step over the global batch; returns loss, lr, grad_norm, items and waited."""
+    run = t.run
     if not t.model.training:  # after an evaluation; visiting every module takes time
         t.model.train()
     lr = learning_rate(run.schedule, run.optim.lr, t.step, run.steps)
     for group in t.optimizer.param_groups:
         group["lr"] = lr
-    batches = [
-        t.task.batch("train", t.step, range(i, i + micro), size, t.device)
-        for i in range(0, size, micro)
-    ]
+    started = time.perf_counter()
+    batches = t.batches.step(t.step)
+    waited = time.perf_counter() - started
     items = sum(map(t.task.count, batches))
     total = torch.zeros((), dtype=torch.float64, device=t.device)
     for index, batch in enumerate(batches):
-        t.sparsifier.micro_batch(index)
+        t.sparsifier.micro_batch(index, capacity=t.task.capacity * run.batch.micro)
+        rng.seed_draws(run.seed, t.step, index)
         total += _forward_backward(t, batch, items)
     t.scaler.unscale_(t.optimizer)
     parameters = [p for p in t.model.parameters() if p.grad is not None]
@@ -159,7 +167,7 @@ def train_step(t: Training) -> dict[str, Any]:
     t.optimizer.zero_grad(set_to_none=True)
     t.step += 1
     t.tokens += items
-    return {"loss": loss, "lr": lr, "grad_norm": grad_norm, "items": items}
+    return {"loss": loss, "lr": lr, "grad_norm": grad_norm, "items": items, "waited": waited}
 
 
 def _forward_backward(t: Training, batch: Batch, items: int) -> Tensor:
@@ -170,25 +178,34 @@ def _forward_backward(t: Training, batch: Batch, items: int) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(t: Training, signals: StopSignals | None = None) -> float | None:
-    """Mean loss over the first ``eval.batches`` micro-batches of the validation split.
+def evaluate(
+    t: Training,
+    split: str,
+    batches: int | None,
+    signals: StopSignals | None = None,
+    *,
+    final: bool,
+) -> dict[str, float] | None:
+    """Metrics of the task over a split, with the weights that the method evaluates with.
 
-    The weights are those the method evaluates with; nothing of the training state changes.
-    None when a signal cut it short.
+    Nothing of the training state changes.
+
+    Args:
+        t: the run.
+        split: of the data.
+        batches: so many full micro-batches from its start; None: all of it, every sample once.
+        signals: None is returned when one of them cut it short.
+        final: the last evaluation, see :meth:`Task.observe`.
     """
     t.model.eval()
-    available = t.task.samples("validation")
-    size = min(t.run.batch.micro, available)
-    total, items = 0.0, 0
-    for index in range(min(t.run.eval.batches, available // size)):
+    requests = split_requests(split, t.task.samples(split), t.run.batch.micro, batches)
+    observations: list[Observation] = []
+    for batch in stream(t.task, requests, t.device, t.run.workers):
         if signals is not None and signals.exit_code is not None:
             return None
-        batch = t.task.batch("validation", index, range(size), size, t.device)
         with autocast(t.run.precision, t.device):
-            loss, count = t.task.loss(t.forward_model, batch)
-        total += float(loss)
-        items += count
-    return total / items
+            observations.append(t.task.observe(t.forward_model, batch, final=final))
+    return t.task.metrics(observations)
 
 
 def _measure(t: Training, *, per_layer: bool) -> dict[str, float]:

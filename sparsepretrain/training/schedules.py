@@ -7,6 +7,11 @@ import math
 from sparsepretrain.config.schema import Decay, Warmup
 
 
+def warmup_steps(schedule: Decay | Warmup, steps: int) -> int:
+    """Optimiser steps of warm-up; fractions of the run are rounded to the nearest step."""
+    return int(schedule.warmup if schedule.warmup >= 1 else schedule.warmup * steps + 0.5)
+
+
 def learning_rate(schedule: Decay | Warmup, peak: float, step: int, steps: int) -> float:
     """Learning rate of the update that follows ``step`` completed steps.
 
@@ -19,13 +24,14 @@ def learning_rate(schedule: Decay | Warmup, peak: float, step: int, steps: int) 
         step: completed optimiser steps, from 0.
         steps: optimiser steps of the run.
     """
-    if step < schedule.warmup:
-        return peak * (step + 1) / (schedule.warmup + 1)
+    warmup = warmup_steps(schedule, steps)
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
     if schedule.name == "constant":
         return peak
     if schedule.name == "inverse_sqrt":
-        return peak * math.sqrt(max(schedule.warmup, 1) / max(step, 1)) if step else peak
+        return peak * math.sqrt(max(warmup, 1) / max(step, 1)) if step else peak
     assert isinstance(schedule, Decay)
-    progress = (step - schedule.warmup) / max(steps - schedule.warmup, 1)
+    progress = (step - warmup) / max(steps - warmup, 1)
     left = 1 - progress if schedule.name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return schedule.min_lr + (peak - schedule.min_lr) * left

@@ -24,6 +24,7 @@ from sparsepretrain.tracking.record import read
 from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training import checkpoint, rng
+from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
 from sparsepretrain.training.hardware import environment, peak_flops
 from sparsepretrain.training.loop import Training, run_steps
@@ -124,6 +125,7 @@ def _run(
         exit_code = error.exit_code
         raise
     finally:
+        t.batches.close()
         stream.close(exit_code, summary)
     return exit_code
 
@@ -151,6 +153,7 @@ def build_training(run: Run, console: Console) -> Training:
         optimizer=optimizer,
         sparsifier=sparsifier,
         scaler=grad_scaler(run.precision, device),
+        batches=TrainingBatches(task, run.batch.size, run.batch.micro, device, run.workers),
         peak_flops=peak,
         flops_per_item=0.0 if peak is None else flops_per_item(run, task),
     )
@@ -169,7 +172,6 @@ def _state(t: Training) -> dict[str, Any]:
         "optimizer": t.optimizer.state_dict(),
         "sparsifier": t.sparsifier.state_dict(),
         "scaler": t.scaler.state_dict(),
-        "rng": rng.capture(t.device),
     }
 
 
@@ -197,7 +199,6 @@ def _restore(t: Training, path: Path) -> None:
     t.scaler.load_state_dict(state["scaler"])
     for key in ("step", "tokens", "evaluated", "skipped", "skips_in_a_row"):
         setattr(t, key, state[key])
-    rng.restore(state["rng"], t.device)
 
 
 @contextlib.contextmanager
@@ -279,12 +280,14 @@ def _summarise(t: Training, directory: Path, proof: Proof, console: Console) -> 
     finite = [line for line in lines if line.get("loss") is not None]
     training = [line for line in finite if "split" not in line]
     validation = [line for line in finite if line.get("split") == "validation"]
-    rows = [("steps", f"{t.step:,}"), ("tokens", f"{t.tokens:,}")]
+    rows = [("steps", f"{t.step:,}"), (t.task.unit, f"{t.tokens:,}")]
     if training:
         rows.append(("train loss", f"{training[0]['loss']:.4f} → {training[-1]['loss']:.4f}"))
     if validation:
-        first, last = validation[0]["loss"], validation[-1]["loss"]
-        rows.append(("validation loss", f"{first:.4f} → {last:.4f}"))
+        first, last = validation[0], validation[-1]
+        rows.append(("validation loss", f"{first['loss']:.4f} → {last['loss']:.4f}"))
+        hidden = ("step", "time", "tokens", "split", "loss")
+        rows += [(f"validation {k}", f"{v:.4g}") for k, v in last.items() if k not in hidden]
     flips = [line["flip_rate"] for line in training if line.get("flip_rate") is not None]
     if flips:
         rows.append(("flip rate", f"peak {max(flips):.2e}, end {flips[-1]:.2e}"))

@@ -22,7 +22,8 @@ def run(*argv: str, **options) -> subprocess.CompletedProcess[str]:
 
 
 def replace(monkeypatch, room: str, **functions) -> None:
-    monkeypatch.setattr(sparsepretrain, room, SimpleNamespace(**functions), raising=False)
+    room_functions = {"settle": lambda run, plain: (run, plain), **functions}
+    monkeypatch.setattr(sparsepretrain, room, SimpleNamespace(**room_functions), raising=False)
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["help"]])
@@ -58,7 +59,11 @@ def test_cfg_job_is_the_resolved_configuration(capsys):
 
 def test_train_passes_the_run_and_returns_its_code(monkeypatch):
     calls = []
-    replace(monkeypatch, "training", train=lambda run, plain: calls.append((run, plain)) or 143)
+    replace(
+        monkeypatch,
+        "training",
+        train=lambda run, plain: calls.append((run, plain)) or 143,
+    )
     assert cli.main(["train", "seed=4"]) == 143
     run, plain = calls[0]
     assert run.seed == plain["seed"] == 4
@@ -66,7 +71,11 @@ def test_train_passes_the_run_and_returns_its_code(monkeypatch):
 
 def test_dry_run(monkeypatch):
     calls = []
-    replace(monkeypatch, "training", dry_run=lambda run, plain: calls.append(run.steps))
+    replace(
+        monkeypatch,
+        "training",
+        dry_run=lambda run, plain: calls.append(run.steps),
+    )
     assert cli.main(["train", "--dry-run", "steps=9"]) == 0
     assert calls == [9]
 

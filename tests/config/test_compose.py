@@ -118,7 +118,7 @@ def test_composing_touches_nothing(tmp_path, monkeypatch):
 
 def test_root_keys_have_the_order_of_the_schema():
     keys = list(compose(["zzz=1"]))
-    assert keys[:4] == ["name", "seed", "steps", "runs_dir"] and keys[-1] == "zzz"
+    assert keys[:4] == ["name", "seed", "steps", "epochs"] and keys[-1] == "zzz"
 
 
 def test_user_directory_by_flag_and_environment(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sparsepretrain.config import load, validate
 from sparsepretrain.config.freeze import (
+    NOT_IDENTITY,
     diff,
     flat,
     from_yaml,
@@ -60,7 +61,13 @@ def test_any_values_survive_the_text(tmp_path_factory, values):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("resume", "never"), ("runs_dir", "/x"), ("tracker.project", "p"), ("seed", 5)],
+    [
+        ("resume", "never"),
+        ("runs_dir", "/x"),
+        ("tracker.project", "p"),
+        ("seed", 5),
+        ("workers", 2),
+    ],
 )
 def test_identity_leaves_out(key, value):
     assert identity(changed(key, value)) == identity(PLAIN)
@@ -68,7 +75,7 @@ def test_identity_leaves_out(key, value):
 
 @pytest.mark.parametrize(
     "key",
-    [k for k in flat(PLAIN) if k.split(".")[0] not in ("resume", "runs_dir", "tracker", "seed")],
+    [k for k in flat(PLAIN) if k.split(".")[0] not in NOT_IDENTITY],
 )
 def test_identity_depends_on_everything_else(key):
     assert identity(changed(key, "another")) != identity(PLAIN)

@@ -52,7 +52,7 @@ def test_gradients_of_accumulation_are_exact_in_double(tiny):
 def test_loss_is_the_mean_over_all_target_tokens(tiny):
     t = tiny.build("batch.micro=1", "sparsity=dense")
     reference = copy.deepcopy(t.model)
-    batch = t.task.batch("train", 0, range(4), 4, t.device)
+    batch = t.task.batch("train", 0, range(4), 4)
     logits = reference(input_ids=batch["tokens"]).logits.double()
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
     values = train_step(t)
@@ -265,8 +265,8 @@ def test_evaluation_changes_nothing(tiny):
         )
 
     before, flips = everything(), t.sparsifier.metrics(per_layer=True)
-    first = evaluate(t)
-    assert evaluate(t) == first > 0
+    first = evaluate(t, "validation", 1, final=False)
+    assert evaluate(t, "validation", 1, final=False) == first and first["loss"] > 0
     assert_equal_bits(before, everything())
     assert t.sparsifier.metrics(per_layer=True) == flips
     assert all(p.grad is None for p in t.model.parameters())
@@ -285,9 +285,9 @@ def test_evaluation_uses_the_sparse_weights(tiny):
 
     t = tiny.build()
     train_step(t)
-    sparse = evaluate(t)
+    sparse = evaluate(t, "validation", 1, final=False)
     t.forward_model = t.model = densify(t.model)
-    assert evaluate(t) == pytest.approx(sparse, abs=1e-7)
+    assert evaluate(t, "validation", 1, final=False) == pytest.approx(sparse, abs=1e-7)
     assert (
         not (t.model.transformer.h[0].mlp.c_fc.weight.unflatten(1, (-1, 4)) != 0).sum(2).gt(2).any()
     )
@@ -297,7 +297,7 @@ def test_same_seed_same_start_and_data_for_every_method(tiny):
     def start(*overrides):
         t = tiny.build(*overrides)
         weights = {k: v for k, v in t.model.state_dict().items() if "sparsity_" not in k}
-        batches = [t.task.batch("train", s, range(4), 4, t.device)["tokens"] for s in range(3)]
+        batches = [t.task.batch("train", s, range(4), 4)["tokens"] for s in range(3)]
         return [weights, batches]
 
     first = start("sparsity=dense")

@@ -70,7 +70,7 @@ def test_epoch_boundaries(tiny, stop_after, tmp_path):
     assert_same_run(plain.directory, again)
 
 
-@pytest.mark.parametrize("forgotten", ["rng", "sparsifier", "scaler"])
+@pytest.mark.parametrize("forgotten", ["draws", "sparsifier", "scaler"])
 def test_every_part_of_the_state_matters(tiny, stop_after, monkeypatch, forgotten):
     """Negative control: leaving a part out must be noticed by the comparison above."""
     from sparsepretrain.sparsity import Sparsifier
@@ -78,8 +78,8 @@ def test_every_part_of_the_state_matters(tiny, stop_after, monkeypatch, forgotte
 
     overrides = ("precision=fp16", "precision.growth_interval=2", "model.dropout=0.3")
     plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
-    if forgotten == "rng":
-        monkeypatch.setattr(rng, "restore", lambda state, device: None)
+    if forgotten == "draws":
+        monkeypatch.setattr(rng, "seed_draws", lambda seed, step, micro: None)
     elif forgotten == "sparsifier":
         monkeypatch.setattr(Sparsifier, "load_state_dict", lambda self, state: None)
     else:
@@ -129,11 +129,11 @@ def test_signal_in_an_evaluation(tiny, monkeypatch):
     plain = tiny.train("runs_dir=" + str(tiny.root / "plain"), "eval.batches=5")
     original, calls = loop.evaluate, []
 
-    def evaluate(t, signals=None):
+    def evaluate(t, *args, **options):
         calls.append(t.step)
         if len(calls) in (1, 3, 5):  # at steps 0, 4 and 6
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(t, signals)
+        return original(t, *args, **options)
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
     codes = []

@@ -1,4 +1,4 @@
-"""What a text source is: options, a cheap description of its state, shards of documents."""
+"""What a source of data is: options, a cheap description of its state, shards of documents."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ VOCABULARY = {
 }
 """Tokenizer -> ``vocab_size`` where the configuration says null."""
 
-TRAIN, VALIDATION = "train", "validation"
-SPLITS = (TRAIN, VALIDATION)
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+SPLITS = (TRAIN, VALIDATION, TEST)
 
 Document = tuple[bytes | str, bool]
 """Text, and whether the document ends with it (large documents come in several pieces)."""
@@ -31,11 +31,25 @@ Document = tuple[bytes | str, bool]
 
 @dataclass(slots=True, kw_only=True)
 class SourceOptions:
-    """Keys that every text source has."""
+    """Keys that every source has."""
 
     name: str
     """Name of the prepared data: the first part of its directory in the cache."""
     source: str
+
+    about: ClassVar[frozenset[str]] = frozenset({"name"})
+    """Keys that do not change the prepared data, so that they are no part of its identity."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules beyond types, as (key, message)."""
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            yield "name", f"must be a plain directory name, got {self.name!r}"
+
+
+@dataclass(slots=True, kw_only=True)
+class TextOptions(SourceOptions):
+    """Keys of every source of tokens."""
+
     tokenizer: str
     """bytes, bpe, gpt2_size_bpe, or a tokenizer.json file."""
     vocab_size: int | None
@@ -47,8 +61,6 @@ class SourceOptions:
 
     hub_tokenizers: ClassVar[bool] = False
     """Whether a tokenizer may also be named as on the Hugging Face hub."""
-    about: ClassVar[frozenset[str]] = frozenset({"name"})
-    """Keys that do not change the tokens, so that they are no part of the data's identity."""
 
     def __post_init__(self) -> None:
         if self.vocab_size is None:
@@ -56,8 +68,7 @@ class SourceOptions:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types, as (key, message)."""
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            yield "name", f"must be a plain directory name, got {self.name!r}"
+        yield from SourceOptions.problems(self)
         if not 0 <= self.validation < 1:
             yield "validation", f"must lie in [0, 1), got {self.validation}"
         if not 0 <= self.seed < 2**32:
@@ -99,9 +110,11 @@ class Shard:
 
 
 class Source(ABC):
-    """Base of the text sources. Instances are sent to worker processes, so they must pickle."""
+    """Base of the sources. Instances are sent to worker processes, so they must pickle."""
 
     Options: ClassVar[type[SourceOptions]]
+    kind: ClassVar[str] = "text"
+    """What a task finds in the documents: text, pairs (source, then target), images, records."""
     offline: ClassVar[bool]
     """Whether preparing needs no network, so that training may do it on its own."""
     unit: ClassVar[str]
@@ -109,6 +122,16 @@ class Source(ABC):
 
     def __init__(self, options: Any) -> None:
         self.options = options
+
+    @property
+    def tokenizer(self) -> str:
+        """What documents become; bytes for records (one JSON object each) and images."""
+        return str(getattr(self.options, "tokenizer", BYTES))
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token is below this."""
+        return int(getattr(self.options, "vocab_size", VOCABULARY[BYTES]))
 
     @abstractmethod
     def state(self) -> list[Any]:

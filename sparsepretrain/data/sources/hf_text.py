@@ -15,6 +15,7 @@ from sparsepretrain.data.sources._source import (
     Shard,
     Source,
     SourceOptions,
+    TextOptions,
 )
 from sparsepretrain.data.sources.text_files import match
 from sparsepretrain.errors import DataError
@@ -27,7 +28,7 @@ LOADERS = ("json", "text", "csv", "parquet", "arrow")
 
 
 @dataclass(slots=True, kw_only=True)
-class Options(SourceOptions):
+class Options(TextOptions):
     """Options of ``source: hf_text``."""
 
     source: Literal["hf_text"]
@@ -51,7 +52,7 @@ class Options(SourceOptions):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types."""
-        yield from SourceOptions.problems(self)
+        yield from TextOptions.problems(self)
         if self.path in LOADERS and not self.data_files:
             yield "data_files", f"must name local files for data.path={self.path}"
         if self.path not in LOADERS and self.data_files is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from sparsepretrain.data.sources._files import FileSource, TextFile
-from sparsepretrain.data.sources._source import SourceOptions
+from sparsepretrain.data.sources._source import SourceOptions, TextOptions
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
@@ -18,7 +18,7 @@ SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(slots=True, kw_only=True)
-class Options(SourceOptions):
+class Options(TextOptions):
     """Options of ``source: python_source``."""
 
     source: Literal["python_source"]
@@ -27,7 +27,7 @@ class Options(SourceOptions):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types."""
-        yield from SourceOptions.problems(self)
+        yield from TextOptions.problems(self)
         if self.roots is not None and not self.roots:
             yield "roots", "must name at least one directory, or be null (standard library)"
 

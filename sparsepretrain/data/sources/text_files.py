@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from sparsepretrain.data.sources._files import FileSource, TextFile
-from sparsepretrain.data.sources._source import SourceOptions
+from sparsepretrain.data.sources._source import SourceOptions, TextOptions
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
 
 @dataclass(slots=True, kw_only=True)
-class Options(SourceOptions):
+class Options(TextOptions):
     """Options of ``source: text_files``."""
 
     source: Literal["text_files"]
@@ -24,7 +24,7 @@ class Options(SourceOptions):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types."""
-        yield from SourceOptions.problems(self)
+        yield from TextOptions.problems(self)
         if not self.files:
             yield "files", "must name at least one file or glob, such as [corpus/*.txt]"
 

@@ -1,0 +1,132 @@
+"""Micro-batches in order, made ahead by worker processes where that is worth it."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from sparsepretrain.errors import DataError, SparsePretrainError
+from sparsepretrain.tasks import Batch, Task
+
+
+class Request(NamedTuple):
+    """Arguments of :meth:`Task.batch`: they determine a batch, whoever makes it."""
+
+    split: str
+    step: int
+    positions: range
+    size: int
+
+
+def stream(
+    task: Task, requests: Iterable[Request], device: torch.device, workers: int
+) -> Iterator[Batch]:
+    """The batches of ``requests``, in order, on ``device``.
+
+    Args:
+        task: with open data.
+        requests: may be endless; they are read a few batches ahead.
+        device: where the tensors go.
+        workers: processes that make batches; 0: this one, when a batch is asked for.
+
+    Raises:
+        DataError: a sample cannot be read, or a worker died.
+    """
+    if not workers:
+        for request in requests:
+            yield _to(task.batch(*request), device)
+        return
+    loader = DataLoader(
+        _Batches(task),
+        batch_size=None,
+        sampler=requests,
+        num_workers=workers,
+        worker_init_fn=_start_worker,
+        pin_memory=device.type == "cuda",
+    )
+    batches = iter(loader)
+    try:
+        while (batch := next(batches, None)) is not None:
+            if isinstance(batch, SparsePretrainError):
+                raise batch
+            yield _to(batch, device)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise DataError(
+            "a process that makes batches died (out of memory?): lower workers"
+        ) from error
+
+
+def training_requests(first: int, size: int, micro: int) -> Iterator[Request]:
+    """All micro-batches of a run from step ``first`` on, without end."""
+    for step in itertools.count(first):
+        for begin in range(0, size, micro):
+            yield Request("train", step, range(begin, begin + micro), size)
+
+
+def split_requests(split: str, samples: int, micro: int, batches: int | None) -> list[Request]:
+    """The first ``batches`` full micro-batches of a split; None: all of its samples, once each."""
+    micro = min(micro, samples)
+    if batches is None:
+        ends = range(0, samples, micro)
+    else:
+        ends = range(0, min(batches, samples // micro) * micro, micro)
+    return [Request(split, 0, range(i, min(i + micro, samples)), samples) for i in ends]
+
+
+class TrainingBatches:
+    """The micro-batches of each step; steps that follow each other are made ahead."""
+
+    def __init__(
+        self, task: Task, size: int, micro: int, device: torch.device, workers: int
+    ) -> None:
+        self._task, self._size, self._micro = task, size, micro
+        self._device, self._workers = device, workers
+        self._next = -1
+        self._stream: Iterator[Batch] = iter(())
+
+    def step(self, step: int) -> list[Batch]:
+        """The micro-batches of ``step``, in order."""
+        if step != self._next:
+            requests = training_requests(step, self._size, self._micro)
+            self._stream = stream(self._task, requests, self._device, self._workers)
+        self._next = step + 1
+        return list(itertools.islice(self._stream, self._size // self._micro))
+
+    def close(self) -> None:
+        """Stop the workers; the next :meth:`step` starts others."""
+        self._next, self._stream = -1, iter(())
+
+
+class _Batches(Dataset[Any]):
+    """What a worker runs. An error of the user travels as a value: raised, it becomes a report."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def __getitem__(self, request: Request) -> Batch | SparsePretrainError:
+        try:
+            return self._task.batch(*request)
+        except SparsePretrainError as error:
+            return error
+
+
+def _start_worker(index: int) -> None:
+    # the parent decides what signals mean; it stops its workers itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    if device.type == "cpu":
+        return batch
+    return {
+        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+    }

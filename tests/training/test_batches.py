@@ -1,0 +1,109 @@
+"""Batches made ahead are the batches; errors of a worker are those of the task."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from sparsepretrain import training
+from sparsepretrain.errors import ConfigError, DataError
+from sparsepretrain.training.batches import TrainingBatches, split_requests, stream
+from sparsepretrain.training.build import build_task
+from sparsepretrain.training.schedules import learning_rate, warmup_steps
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def task(tiny):
+    task = build_task(tiny.load()[0])
+    task.open_data(("train", "validation"))
+    return task
+
+
+def test_workers_make_the_same_batches_in_the_same_order(task):
+    here, there = (TrainingBatches(task, 4, 2, CPU, workers) for workers in (0, 2))
+    for step in (0, 1, 2, 7, 8, 3):  # a jump is what a resume asks for
+        mine, theirs = here.step(step), there.step(step)
+        assert len(mine) == len(theirs) == 2
+        assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(mine, theirs, strict=True))
+    there.close()
+
+
+def test_an_error_in_a_worker_is_the_users_error(task, monkeypatch):
+    def batch(split, step, positions, size):
+        raise DataError("photo.jpg does not decode")
+
+    monkeypatch.setattr(task, "batch", batch)
+    with pytest.raises(DataError, match=r"^photo.jpg does not decode$"):
+        next(stream(task, split_requests("train", 4, 2, None), CPU, 1))
+
+
+def test_a_worker_that_dies_is_one_line(task, monkeypatch):
+    import os
+
+    monkeypatch.setattr(task, "batch", lambda *request: os._exit(9))
+    with pytest.raises(DataError, match="lower workers"):
+        next(stream(task, split_requests("train", 4, 2, None), CPU, 1))
+
+
+@pytest.mark.parametrize(
+    ("samples", "micro", "batches", "sizes"),
+    [
+        (10, 4, None, [4, 4, 2]),
+        (10, 4, 9, [4, 4]),
+        (10, 4, 1, [4]),
+        (3, 8, None, [3]),
+        (3, 8, 2, [3]),
+    ],
+)
+def test_requests_of_a_split(samples, micro, batches, sizes):
+    requests = split_requests("validation", samples, micro, batches)
+    assert [len(r.positions) for r in requests] == sizes
+    assert [i for r in requests for i in r.positions] == list(range(sum(sizes)))
+
+
+def test_epochs_become_steps_and_the_waiting_is_recorded(tiny):
+    import json
+
+    run, plain = tiny.load("epochs=1.5", "log.every=1")
+    with pytest.raises(ConfigError, match="steps must be > 0, or give epochs"):
+        tiny.load("steps=0")
+    assert run.steps == 6, "steps given explicitly win"
+    overrides = [o for o in tiny.overrides("epochs=1.5") if not o.startswith("steps=")]
+    from sparsepretrain import config
+
+    run, plain = config.load(overrides)
+    assert run.steps == 0
+    settled, resolved = training.settle(run, plain)
+    task = build_task(run)
+    task.open_data(("train",))
+    assert settled.steps == resolved["steps"] == round(1.5 * task.samples("train") / 4) > 1
+    settled = dataclasses.replace(settled, steps=2)
+    assert training.train(settled, resolved | {"steps": 2}) == 0
+    from sparsepretrain.config import freeze
+
+    lines = (freeze.run_directory(resolved | {"steps": 2}) / "metrics.jsonl").read_text()
+    waits = [json.loads(line).get("data_wait") for line in lines.splitlines()]
+    assert all(0 <= wait < 1 for wait in waits if wait is not None) and any(waits)
+
+
+def test_warmup_as_a_fraction(tiny):
+    schedule = tiny.load("schedule.warmup=0.1")[0].schedule
+    assert warmup_steps(schedule, 55) == 6 and warmup_steps(schedule, 4) == 0
+    whole = tiny.load("schedule.warmup=6")[0].schedule
+    rates = [[learning_rate(s, 1.0, step, 55) for step in range(56)] for s in (schedule, whole)]
+    assert rates[0] == rates[1]
+    with pytest.raises(ConfigError, match=r"schedule.warmup must be whole steps or a fraction"):
+        tiny.load("schedule.warmup=1.5")
+
+
+def test_micro_batches_of_different_sizes_share_no_draws(tiny):
+    t = tiny.build()
+    state = next(iter(t.sparsifier.layers.values())).sparsity
+    t.sparsifier.micro_batch(2)
+    assert state.first_counter(2, 10) == 20
+    t.sparsifier.micro_batch(2, capacity=64)
+    assert state.first_counter(2, 10, per=4) == 32, "room for 16 groups each"
