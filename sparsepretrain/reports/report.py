@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.files import write_atomic
 from sparsepretrain.reports import plots
 from sparsepretrain.reports.runs import RunData, differences, find, load, smooth
 from sparsepretrain.reports.runs import labels as default_labels
@@ -178,7 +179,7 @@ def _save(figure: Figure, path: Path) -> Path:
 
 def _write(path: Path, lines: Iterable[str]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    write_atomic(path, "\n".join(lines).rstrip() + "\n")
     return path
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ import torch
 
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import ConfigError, DivergedError, SparsePretrainError
+from sparsepretrain.files import write_atomic
 from sparsepretrain.tracking.console import Console, count
 from sparsepretrain.tracking.record import read
 from sparsepretrain.training import decay as rules
@@ -267,9 +267,7 @@ def _make(directory: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_atomic(path, text)
     except OSError as error:
         raise ConfigError(f"cannot write {path} ({error.strerror}): set --out DIR") from error
