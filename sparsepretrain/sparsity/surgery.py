@@ -236,7 +236,8 @@ def _layer_names(model: nn.Module) -> list[str]:
 def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
     """Refuse widths that groups do not divide, one message for all layers of one width."""
     problems = []
-    odd: dict[str, list[str]] = defaultdict(list)
+    m = method.options.m
+    odd: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, layer in layers.items():
         assert isinstance(layer.weight, Tensor)
         if torch.nn.parameter.is_lazy(layer.weight):
@@ -247,14 +248,16 @@ def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
         widths = cls.widths(layer)
         for (axis, size), multiple in zip(widths.items(), reversed(method.multiples), strict=True):
             if size % multiple:
+                key = f"m = {m}: " if multiple == m else ""
                 problem = f"{axis} = {size} is not a multiple of {multiple}; change the width"
-                odd[problem].append(name)
+                odd[key, problem].append(name)
         if method.mixes_outputs and getattr(layer, "groups", 1) > 1:
             own = method.options.name
-            odd[f"{own} mixes output channels of all groups; choose another method"].append(name)
-    for problem, names in odd.items():
+            problem = f"{own} mixes output channels of all groups; choose another method"
+            odd["", problem].append(name)
+    for (key, problem), names in odd.items():
         them = "them" if len(names) > 1 else "it"
-        problems.append(f"{_list(names)}: {problem} or exclude {them} from targets")
+        problems.append(f"{key}{_list(names)}: {problem} or exclude {them} from targets")
     if problems:
         raise ConfigError(problems)
 

@@ -77,4 +77,4 @@ def test_a_switch_is_seen_everywhere(tiny, overrides, switches):
 def test_an_unknown_layer_is_one_line(tiny, capfd):
     assert main(["train", *tiny.overrides("sparsity=srste", "sparsity.targets=[atn]")]) == 2
     said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "sparsity: targets: 'atn'" in said
+    assert said.count("\n") == 1 and "sparsity.targets: 'atn'" in said
