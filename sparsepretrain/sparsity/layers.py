@@ -68,8 +68,8 @@ class SparseLayer(nn.Module):
 
     def extra_repr(self) -> str:
         """The original representation and the method."""
-        options, recipe = self.sparsity.method.options, self.sparsity.recipe
-        words = [super().extra_repr(), f"{options.name} {options.n}:{options.m}"]
+        recipe = self.sparsity.recipe
+        words = [super().extra_repr(), self.sparsity.method.title]
         words += [] if recipe is None else [f"{recipe.name} {recipe.recipe}"]
         return ", ".join(word for word in words if word)
 

@@ -75,8 +75,7 @@ class Sparsifier:
         self._set_phase()
 
     def __repr__(self) -> str:
-        n, m = self.method.pattern
-        words = [f"{self.method.options.name} {n}:{m}", f"{len(self.layers)} layers"]
+        words = [self.method.title, f"{len(self.layers)} layers"]
         words += [] if self.recipe is None else [f"{self.recipe.name} {self.recipe.recipe}"]
         words += [f"step {self.completed_steps}", *["densified"] * self._densified]
         return f"Sparsifier({', '.join(words)})"

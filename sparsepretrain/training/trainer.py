@@ -63,7 +63,7 @@ def train(
     if run.resume != "never" and is_finished(directory, run, end):
         console.info(finished)
         return 0
-    with StopSignals() as signals:
+    with StopSignals() as signals, console.own_warnings():
         t = build_training(run, console)
         t.stop_after = stop_after
         with _claim(directory):
@@ -259,7 +259,7 @@ def _announce(t: Training, directory: Path, console: Console) -> None:
     parameters = sum(p.numel() for p in t.model.parameters())
     coverage = t.sparsifier.coverage()
     console.info(
-        f"{directory}: {parameters / 1e6:.2f}M parameters, {coverage.method} {coverage.pattern} on "
+        f"{directory}: {parameters / 1e6:.2f}M parameters, {coverage.title} on "
         f"{len(coverage.layers)} layers, {t.device}, {describe(t.run.precision)}, "
         f"steps {t.step} to {t.end}"
     )

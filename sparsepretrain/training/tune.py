@@ -86,11 +86,8 @@ def tune_decay(
     """
     console = console or Console()
     _make(out)
-    if search.comparisons < rules.LAST:
-        console.warn(
-            f"μ rests on {search.comparisons} comparison(s) of masks in {search.steps} steps: "
-            f"lower sparsity.refresh ({search.refresh}) or give more --steps for a firmer one"
-        )
+    if search.doubt:
+        console.warn(search.doubt)
     dense = _run(search, search.reference(), console)
     if not dense.flip_rate:
         raise ConfigError(
@@ -143,6 +140,8 @@ def show_plan(search: Search, out: Path, console: Console | None = None) -> None
         ("results", str(out)),
     ]
     console.table("", facts)
+    if search.doubt:
+        console.warn(search.doubt)
 
 
 def _run(search: Search, segment: Segment, console: Console) -> Measured:

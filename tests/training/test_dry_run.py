@@ -50,7 +50,9 @@ def test_sizes_of_the_recipes():
 def test_the_half_baseline_has_fewer_parameters():
     assert "853,120 (0.9M)" in show("sparsity=dense")
     assert "590,976 (0.6M)" in show("experiment=half")
-    assert "256 × 128" in show("experiment=half") and "dense 2:4" in show("experiment=half")
+    assert "256 × 128" in show("experiment=half") and "in 8 layers, dense;" in show(
+        "experiment=half"
+    )
     # the 124M model without half of its 24 FFN matrices
     assert f"{124_373_760 - 12 * 768 * 3072:,} (" in show("model=gpt2_124m", "experiment=half")
 
@@ -87,7 +89,7 @@ def test_memory_follows_the_micro_batch():
     [
         (("model.n_inner=66",), "sparsity.m = 4: layers"),
         (("sparsity.m=48", "sparsity.n=2"), "sparsity.m = 48: layers"),
-        (("sparsity.targets=fnn",), "sparsity.targets: 'fnn' is neither an alias nor a glob (did you mean 'ffn'?)"),
+        (("sparsity.targets=fnn",), "sparsity.targets: 'fnn' is neither an alias nor a glob (did"),
         (("sparsity.targets=['*.nowhere.*']",), "or convolution matches '*.nowhere.*'"),
         (("sparsity.targets=[lm_head.*, ffn]",), "or convolution matches 'lm_head.*'"),
         (("sparsity.targets=['*lm_head']",), "shares its weight"),
