@@ -87,7 +87,8 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
     rows = [(label, *_row(run)) for label, run in zip(labels, runs, strict=True)]
     lines = ["# " + " / ".join(labels), "", "![overlay](overlay.png)", ""]
     lines += [*_table((*header, "seed"), rows), ""]
-    lines += ["Train loss and flip rate are running means at the end of the run.", ""]
+    losses, rates = (plots.means_label(runs, key) for key in ("loss", "flip_rate"))
+    lines += [f"Train loss ({losses}) and flip rate ({rates}) are those of the end.", ""]
     lines += ["## What differs", ""]
     differing = differences(runs)
     if differing:
