@@ -13,11 +13,14 @@ from sparsepretrain import registry
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import pack_24
+from sparsepretrain.kernels.groups import widen
+from sparsepretrain.sparsity import reminder
 from sparsepretrain.sparsity.fp8 import FP8Recipe, recipe_from
 from sparsepretrain.sparsity.layers import (
     SparseLayer,
     invalidate_after_load,
     layer_family,
+    refuse_sharded,
     sparse_class,
 )
 from sparsepretrain.sparsity.policy import Method
@@ -41,7 +44,7 @@ def sparsify(
     """Make layers of ``model`` sparse, in place, and freeze what comes from initial weights.
 
     Every Parameter keeps its object, name and shape, so optimisers built before or after, state
-    dicts and ``save_pretrained`` keep working. Sharded weights (DTensor) are not supported yet.
+    dicts and ``save_pretrained`` keep working.
 
     Args:
         model: contains nn.Linear, nn.Conv2d or transformers' Conv1D layers.
@@ -64,7 +67,7 @@ def sparsify(
     Raises:
         ConfigError: an argument of the wrong type; unknown method, option or range; no layer for
             a pattern; a layer that is sparse already, shares its weight, or whose width is not a
-            multiple of M; a bare layer as ``model``.
+            multiple of M; a bare layer as ``model``; sharded weights (DTensor).
     """
     patterns = [targets] if isinstance(targets, str) else targets
     _check_arguments(model, method, patterns, seed, total_steps, backend)
@@ -73,6 +76,7 @@ def sparsify(
     given = {"name": method, "n": n, "m": m, "targets": list(patterns), **options}
     implementation: Method = cls(build(cls.Options, given), total_steps)
     layers = _select(model, list(patterns))
+    refuse_sharded(layers)
     _check_shapes(layers, implementation)
     weight = next(iter(layers.values())).weight
     clock = Clock(weight.device)  # type: ignore[arg-type]
@@ -83,6 +87,7 @@ def sparsify(
     _let_layers_run(model)
     sparsifier = Sparsifier(implementation, sparse, clock, model, recipe)
     model.register_forward_pre_hook(MicroBatchCounter(clock))
+    reminder.expect_attach(next(iter(sparse.values())))
     return sparsifier
 
 
@@ -284,8 +289,7 @@ def _swap(
     assert isinstance(weight, Tensor)
     layer.__class__ = cls  # the object stays: references, hooks and second names keep working
     assert isinstance(layer, SparseLayer)
-    wide = weight.detach() if weight.dtype == torch.float64 else weight.detach().float()
-    state = method.initial_state(wide, cls.in_dim)
+    state = method.initial_state(widen(weight.detach()), cls.in_dim)
     for key, value in state.items():
         layer.register_buffer(f"sparsity_{key}", value)
     layer.sparsity = LayerState(method, name, index, seed, cls.in_dim, tuple(state), clock, recipe)
