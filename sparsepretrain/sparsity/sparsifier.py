@@ -74,6 +74,7 @@ class Sparsifier:
         self._compared_at = 0
         self._interval = 0
         self._set_phase()
+        reminder.expect_attach(next(iter(layers.values())))
 
     def __repr__(self) -> str:
         words = [self.method.title, f"{len(self.layers)} layers"]

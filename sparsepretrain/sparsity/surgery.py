@@ -14,7 +14,6 @@ from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.kernels.groups import widen
-from sparsepretrain.sparsity import reminder
 from sparsepretrain.sparsity.fp8 import FP8Recipe, recipe_from
 from sparsepretrain.sparsity.layers import (
     SparseLayer,
@@ -76,7 +75,6 @@ def sparsify(
     given = {"name": method, "n": n, "m": m, "targets": list(patterns), **options}
     implementation: Method = cls(build(cls.Options, given), total_steps)
     layers = _select(model, list(patterns))
-    refuse_sharded(layers)
     _check_shapes(layers, implementation)
     weight = next(iter(layers.values())).weight
     clock = Clock(weight.device)  # type: ignore[arg-type]
@@ -87,7 +85,6 @@ def sparsify(
     _let_layers_run(model)
     sparsifier = Sparsifier(implementation, sparse, clock, model, recipe)
     model.register_forward_pre_hook(MicroBatchCounter(clock))
-    reminder.expect_attach(next(iter(sparse.values())))
     return sparsifier
 
 
@@ -239,7 +236,8 @@ def _layer_names(model: nn.Module) -> list[str]:
 
 
 def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
-    """Refuse widths that groups do not divide, one message for all layers of one width."""
+    """Refuse shards, and widths that groups do not divide, one message for all of one width."""
+    refuse_sharded(layers)
     problems = []
     m = method.options.m
     odd: dict[tuple[str, str], list[str]] = defaultdict(list)
