@@ -14,6 +14,10 @@ PREEMPTED = 143
 """Exit code after SIGTERM and a clean save (128 + 15); schedulers may requeue."""
 
 
+class SparsePretrainWarning(UserWarning):
+    """What a run survives but its user should know; the commands print it as one line."""
+
+
 class SparsePretrainError(Exception):
     """Base of all errors that end a command with one line and a documented exit code."""
 

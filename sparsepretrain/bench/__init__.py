@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.files import write_atomic
 
 SUITES = {
     "cpu": "sparsepretrain.bench.cpu",
@@ -80,9 +80,7 @@ def run(*, suite: str, out: Path | None = None, quick: bool = False) -> dict[str
         "cases": [case.as_dict() for case in cases],
         "within_limits": quick or all(case.ok is not False for case in cases),
     }
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomic(path, json.dumps(result, indent=1) + "\n")
     rows = [
         (
             c.name,

@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from sparsepretrain import registry
 from sparsepretrain.bench import cpu_kernels
 from sparsepretrain.bench.plain import PlainGPT2
+from sparsepretrain.bench.progress import Phase
 from sparsepretrain.bench.timing import Case, amortised, interleaved, ratio
 from sparsepretrain.config import compose, validate
-from sparsepretrain.data.preparation import Progress
-from sparsepretrain.tracking.console import Console, clock
+from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.loop import Training, train_step
 from sparsepretrain.training.trainer import build_training
 
@@ -71,25 +71,6 @@ NEVER = 10**6
 """Steps between two searches in a run that does none after its first step."""
 
 
-@dataclass
-class _Phase:
-    """Shows on the standard error how far one part of the suite is."""
-
-    name: str
-    total: int
-    unit: str
-    console: Console = field(default_factory=lambda: Console(sys.stderr))
-    started: float = field(default_factory=time.monotonic)
-
-    def __call__(self, done: int) -> None:
-        """Show that so many of the units are complete."""
-        unit = self.unit
-        if 0 < done < self.total:
-            left = (time.monotonic() - self.started) * (self.total - done) / done
-            unit += f", {clock(left)} left"
-        self.console.progress(Progress(self.name, done, self.total, unit, 0.0))
-
-
 def variants() -> dict[str, Variant]:
     """:data:`VARIANTS` after ``dense``, and every other registered method as it comes."""
     known = {v.overrides[0] for v in VARIANTS.values()}
@@ -105,7 +86,7 @@ def cases(quick: bool) -> list[Case]:
         *_steps(rounds),
         *_memory(1 if quick else 3),
         _start(2 if quick else 5),
-        *cpu_kernels.cases(rounds, _Phase("kernels", rounds, "rounds")),
+        *cpu_kernels.cases(rounds, Phase("kernels", rounds, "rounds")),
     ]
 
 
@@ -128,7 +109,7 @@ def _steps(rounds: int) -> list[Case]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # STEP warns of a switch as early as this one
         seconds = interleaved(
-            works, rounds=rounds, on_round=_Phase("training steps", rounds, "rounds")
+            works, rounds=rounds, on_round=Phase("training steps", rounds, "rounds")
         )
     dense = seconds["dense"]
     result = {
@@ -153,7 +134,7 @@ def _searches(
     }
     works["dense"] = dense
     seconds = interleaved(
-        works, rounds=rounds, on_round=_Phase("steps that search", rounds, "rounds")
+        works, rounds=rounds, on_round=Phase("steps that search", rounds, "rounds")
     )
     return {
         name: amortised(steady[name], seconds[name], seconds["dense"], period=v.rare[1])
@@ -187,7 +168,7 @@ def _plain_step(t: Training) -> Callable[[], object]:
 def _memory(repeats: int) -> list[Case]:
     """Peak resident memory above what the process had before it built the model."""
     measured = {n: v for n, v in variants().items() if v.memory or n == "dense"}
-    show = _Phase("peak memory", len(measured) * repeats, "processes")
+    show = Phase("peak memory", len(measured) * repeats, "processes")
     peaks = {}
     for index, (name, variant) in enumerate(measured.items()):
         found = []
@@ -219,7 +200,7 @@ def _peak(overrides: list[str]) -> int:
 
 def _start(repeats: int) -> Case:
     """From typing the command to the end of the first training step, data prepared."""
-    show = _Phase("start", repeats, "processes")
+    show = Phase("start", repeats, "processes")
     seconds = []
     for index in range(repeats):
         show(index)

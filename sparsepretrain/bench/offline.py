@@ -94,8 +94,15 @@ class Row:
 
 def cases(quick: bool) -> list[Row]:
     """All rows; ``quick``: of the first case only."""
+    from sparsepretrain.bench.progress import Phase  # needs rich, which a bare machine may lack
+
     chosen = kernel_cases()[:1] if quick else kernel_cases()
-    rows = [row for case in chosen for cc in case.architectures for row in examine(case, cc)]
+    pairs = [(case, capability) for case in chosen for capability in case.architectures]
+    show, rows = Phase("compiling", len(pairs), "kernels"), []
+    for done, (case, capability) in enumerate(pairs):
+        show(done)
+        rows += examine(case, capability)
+    show(len(pairs))
     if not quick:
         rows += [
             Row(case="", kernel=name, architecture="", problems=["no case launches this kernel"])

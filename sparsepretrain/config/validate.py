@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,27 @@ def _part(group: str, data: Any, errors: list[str]) -> Any:
     except ConfigError as error:
         errors += [f"{group}.{key}: {message}" for message in error.messages]
         return None
-    return walk(options, data, group, errors)
+    foreign = _of_other_options(group, [k for k in data if k not in _keys(options)])
+    errors += [f"unknown key '{group}.{k}' (belongs to {owners})" for k, owners in foreign.items()]
+    return walk(options, {k: v for k, v in data.items() if k not in foreign}, group, errors)
+
+
+def _of_other_options(group: str, unknown: list[str]) -> dict[str, str]:
+    """Those of the ``unknown`` keys that other options of ``group`` have -> these options."""
+    if not unknown:
+        return {}
+    kind, key = REGISTERED.get(group, (group, "name"))
+    classes: dict[str, Any] = dict(GROUPS.get(group, {}))
+    if not classes:
+        classes = {n: getattr(registry.get(kind, n), "Options", None) for n in registry.names(kind)}
+    owners = {k: [name for name, cls in classes.items() if k in _keys(cls)] for k in unknown}
+    # the option is what a user types, where its file has the name of what it chooses
+    choice = group if key == "name" else f"{group}.{key}"
+    return {k: f"{choice}={'|'.join(names)}" for k, names in owners.items() if names}
+
+
+def _keys(options: Any) -> set[str]:
+    return {f.name for f in fields(options)} if is_dataclass(options) else set()
 
 
 def _near(key: str, plain: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 
 from sparsepretrain import registry
 from sparsepretrain.data.encoding import open_codec, read_tokenizer, train_bpe
-from sparsepretrain.data.shards import Job, run, write_atomic
+from sparsepretrain.data.shards import Job, run
 from sparsepretrain.data.sources._source import (
     BYTES,
     SPLITS,
@@ -43,6 +43,7 @@ from sparsepretrain.data.tokens import (
     token_dtype,
 )
 from sparsepretrain.errors import ConfigError, DataError
+from sparsepretrain.files import write_atomic
 
 TRAINING_TEXT = 256 << 20
 """Bytes of the train split that a BPE is trained on at most; more hardly changes the merges."""

@@ -17,6 +17,7 @@ import numpy as np
 from sparsepretrain.data.encoding import Codec, one_thread_per_process, open_codec
 from sparsepretrain.data.sources._source import Shard, Source
 from sparsepretrain.errors import DataError
+from sparsepretrain.files import write_atomic
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +63,6 @@ def run(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[Shard, in
         executor.shutdown(cancel_futures=True)
 
 
-def write_atomic(file: Path, content: bytes | memoryview) -> None:
-    """Write ``file`` so that it either exists with all of ``content`` or not at all."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
-
-
 def _tokenize(job: Job, codec: Codec, shard: Shard) -> int:
     documents = list(job.source.documents(shard))
     encoded = codec.encode([text for text, _ in documents])
@@ -83,7 +74,8 @@ def _tokenize(job: Job, codec: Codec, shard: Shard) -> int:
         if last:
             parts.append(end)
     tokens = np.concatenate(parts)
-    write_atomic(job.file(shard), tokens.data)
+    # a worker whose parent was killed may still write the shard that another process has taken up
+    write_atomic(job.file(shard), tokens.data, tag=f".{os.getpid()}")
     return len(tokens)
 
 

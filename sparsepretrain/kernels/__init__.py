@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sparsepretrain.kernels.groups import apply_mask
     from sparsepretrain.kernels.mvue24 import mvue
     from sparsepretrain.kernels.nm import nm_mask, nm_prune
-    from sparsepretrain.kernels.noise import NoiseKey, noise_key, uniform_noise
+    from sparsepretrain.kernels.noise import NoiseKey, noise_key, uniform_like, uniform_noise
     from sparsepretrain.kernels.sdgp import prune_gradient
     from sparsepretrain.kernels.soft import (
         boundary_magnitudes,
@@ -51,6 +51,7 @@ _HOME = {
     "bimask_masks": "bimask24",
     "NoiseKey": "noise",
     "noise_key": "noise",
+    "uniform_like": "noise",
     "uniform_noise": "noise",
 }
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "soft_threshold",
     "swiglu",
     "transposable_mask",
+    "uniform_like",
     "uniform_noise",
     "unpack_24",
 ]

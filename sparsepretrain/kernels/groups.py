@@ -62,6 +62,11 @@ def check_pattern(name: str, x: Tensor, n: int, m: int, dim: int) -> None:
         raise ValueError(f"{name}: axis {dim} of shape {size} is not a multiple of M = {m}")
 
 
+def widen(x: Tensor) -> Tensor:
+    """``x`` in fp32, which every value of fewer bits is in exactly; fp64 as it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def split_groups(x: Tensor, m: int, dim: int) -> list[Tensor]:
     """The m positions of every group as m contiguous tensors.
 

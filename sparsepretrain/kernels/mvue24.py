@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend, numpy_for
+from sparsepretrain.kernels.groups import choose_backend, numpy_for, widen
 from sparsepretrain.kernels.noise import NoiseKey, uniform_noise
 
 
@@ -62,7 +62,7 @@ def mvue(
 
         return mvue24_triton.sample(x.detach(), dim, estimator == "exact", uniforms, key)
     x = x.detach()
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = widen(x)
     rows = wide.movedim(dim, 0)
     length, rest = rows.shape[0], rows.shape[1:]
     rows = rows.reshape(length, rest.numel())

@@ -70,6 +70,21 @@ def noise_key(seed: int, step: Any, layer: int, product: int, offset: Any = 0) -
     return NoiseKey(k0, k1, offset)
 
 
+def uniform_like(x: Tensor, key: NoiseKey | int, dim: int, *, backend: str | None = None) -> Tensor:
+    """One uniform in [0, 1) per element of ``x``: fp32, same shape and device.
+
+    Args:
+        x: only its shape and device matter.
+        key: the stream; the counter is (flattened index of the other axes, index along ``dim``).
+        dim: axis of the features.
+        backend: None, ``"reference"`` or ``"triton"``.
+    """
+    last = x.movedim(dim, -1)
+    rows = last.numel() // max(last.shape[-1], 1)
+    (draws,) = uniform_noise(key, rows, last.shape[-1], 1, x.device, backend=backend)
+    return draws.view(last.shape).movedim(-1, dim)
+
+
 def uniform_noise(
     key: NoiseKey | int,
     groups: int,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsepretrain.kernels.groups import apply_mask, check_pattern, choose_backend
 from sparsepretrain.kernels.nm import nm_mask, nm_prune
-from sparsepretrain.kernels.noise import NoiseKey, uniform_noise
+from sparsepretrain.kernels.noise import NoiseKey, uniform_like
 
 EPSILON = 1e-4
 """Added to the pruned L1 norm by the authors (sdgp.py, prune_wrapper)."""
@@ -61,7 +61,7 @@ def prune_gradient(
             from sparsepretrain.kernels import sdgp_triton
 
             return sdgp_triton.prune(g, n, m, dim, key, m / n if rescale else 1.0)
-        draws = _draw(g, dim, key, backend) if uniforms is None else uniforms
+        draws = uniform_like(g, key or 0, dim, backend=backend) if uniforms is None else uniforms
         kept = apply_mask(g, nm_mask(draws, n, m, dim=dim, backend=backend))
         return kept * (m / n) if rescale else kept
     if variant not in ("magnitude", "rescaled"):
@@ -88,13 +88,6 @@ def _check_draws(g: Tensor, uniforms: Tensor | None, key: NoiseKey | int | None)
             f"prune_gradient: uniforms must have the shape of g {tuple(g.shape)}, "
             f"got {tuple(uniforms.shape)}"
         )
-
-
-def _draw(g: Tensor, dim: int, key: NoiseKey | int | None, backend: str | None) -> Tensor:
-    last = g.movedim(dim, -1)
-    rows = last.numel() // max(last.shape[-1], 1)
-    grid = uniform_noise(key or 0, rows, last.shape[-1], 1, g.device, backend=backend)[0]
-    return grid.view(last.shape).movedim(-1, dim)
 
 
 def _match_norm(g: Tensor, kept: Tensor, m: int, scope: str, dim: int, epsilon: float) -> Tensor:

@@ -13,6 +13,7 @@ from sparsepretrain.kernels.groups import (
     join_groups,
     numpy_for,
     split_groups,
+    widen,
 )
 
 
@@ -56,7 +57,7 @@ def soft_threshold(
     x = x.detach()
     dtype = dtype or x.dtype
     if n == m:
-        return (x.clone() if scale is None else _wide(x) * scale).to(dtype)
+        return (x.clone() if scale is None else widen(x) * scale).to(dtype)
     if triton:
         from sparsepretrain.kernels import soft_triton
 
@@ -71,9 +72,9 @@ def _shrink(x: Tensor, n: int, m: int, gamma: float, dim: int) -> Tensor:
         from sparsepretrain.kernels import soft_numpy
 
         inner = math.prod(x.shape[dim % x.dim() + 1 :])
-        wide = _wide(x).contiguous().numpy()
+        wide = widen(x).contiguous().numpy()
         return torch.from_numpy(soft_numpy.shrink(numpy, wide, n, m, inner, gamma))
-    values = split_groups(_wide(x), m, dim)
+    values = split_groups(widen(x), m, dim)
     magnitudes = [v.abs() for v in values]
     dropped, kept = _boundary(magnitudes, n)
     t = _threshold(dropped, kept, gamma)
@@ -106,7 +107,7 @@ def boundary_magnitudes(
         two tensors of the shape of ``x`` with ``dim`` divided by M, fp32 (fp64 for fp64).
     """
     check_pattern("boundary_magnitudes", x, n, m, dim)
-    return _boundary([v.abs() for v in split_groups(_wide(x.detach()), m, dim)], n)
+    return _boundary([v.abs() for v in split_groups(widen(x.detach()), m, dim)], n)
 
 
 def optimal_scale(w: Tensor, s: Tensor) -> Tensor:
@@ -130,10 +131,6 @@ def l1_scale(w: Tensor, s: Tensor) -> Tensor:
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     one = torch.ones_like(numerator)
     return torch.where(denominator == 0, one, numerator / denominator).float()
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _boundary(a: list[Tensor], n: int) -> tuple[Tensor, Tensor]:

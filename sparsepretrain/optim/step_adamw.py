@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 
 DENOMINATORS = ("sqrt_v_plus_eps34", "sqrt_of_v_plus_eps")
 
@@ -222,6 +222,7 @@ class StepAdamW(Optimizer):
             warnings.warn(
                 f"StepAdamW switched at step {self.steps}, before its second moments had settled: "
                 f"steps become {factor:.2f} times longer; see frozen_bias_correction and clipping",
+                SparsePretrainWarning,
                 stacklevel=4,
             )
 

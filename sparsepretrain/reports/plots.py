@@ -104,7 +104,7 @@ def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:
     from matplotlib.lines import Line2D
 
     figure, (left, right) = _new((12, 5.2), columns=2)
-    handles, tops, averages, switched = [], [], set(), False
+    handles, tops, switched = [], [], False
     intervals = _intervals(runs)
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
         line: dict[str, Any] = {
@@ -117,8 +117,7 @@ def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:
             label += f" (flips{over(run) or ' over 1 step'})"
         handles.append(Line2D([], [], **(line | dots), label=label))
         steps, loss = run.series("loss")
-        mean, width = smooth(loss)
-        averages.add(mean_label(steps, width))
+        mean = smooth(loss)[0]
         left.plot(steps, mean, **line)
         if _drawable(late := mean[len(mean) // 10 :]):
             tops.append(float(np.nanmax(late)))
@@ -130,10 +129,10 @@ def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:
             switched = True
             for axes in (left, right):
                 axes.axvline(step, color=line["color"], linewidth=0.8, linestyle=":")
-    average = averages.pop() if len(averages) == 1 else "running means"
     note = "; dotted: dense ↔ sparse" if switched else ""
-    left.set_title(f"lines: train, {average}; markers: validation", fontsize=9, loc="left")
-    right.set_title(f"lines: {average}{note}", fontsize=9, loc="left")
+    losses, rates = means_label(runs, "loss"), means_label(runs, "flip_rate")
+    left.set_title(f"lines: train, {losses}; markers: validation", fontsize=9, loc="left")
+    right.set_title(f"lines: {rates}{note}", fontsize=9, loc="left")
     left.set_ylabel("loss (cross-entropy, nats)")
     left.set_xlabel("step")
     right.set_xlabel("step")
@@ -240,6 +239,13 @@ def mean_label(steps: np.ndarray, width: int) -> str:
         return "not averaged"
     span = int(np.median(np.diff(steps))) * width
     return f"running mean over {span} steps"
+
+
+def means_label(runs: Sequence[RunData], key: str) -> str:
+    """What the smoothed lines of several runs show: the width where they share it."""
+    series = [run.series(key) for run in runs]
+    found = {mean_label(steps, smooth(values)[1]) for steps, values in series if len(steps)}
+    return found.pop() if len(found) == 1 else "running means" if found else "not averaged"
 
 
 def _drawable(values: np.ndarray, *, log: bool = False) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.files import write_atomic
 from sparsepretrain.reports import plots
 from sparsepretrain.reports.runs import RunData, differences, find, load, smooth
 from sparsepretrain.reports.runs import labels as default_labels
@@ -86,7 +87,8 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
     rows = [(label, *_row(run)) for label, run in zip(labels, runs, strict=True)]
     lines = ["# " + " / ".join(labels), "", "![overlay](overlay.png)", ""]
     lines += [*_table((*header, "seed"), rows), ""]
-    lines += ["Train loss and flip rate are running means at the end of the run.", ""]
+    losses, rates = (plots.means_label(runs, key) for key in ("loss", "flip_rate"))
+    lines += [f"Train loss ({losses}) and flip rate ({rates}) are those of the end.", ""]
     lines += ["## What differs", ""]
     differing = differences(runs)
     if differing:
@@ -178,7 +180,7 @@ def _save(figure: Figure, path: Path) -> Path:
 
 def _write(path: Path, lines: Iterable[str]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    write_atomic(path, "\n".join(lines).rstrip() + "\n")
     return path
 
 

@@ -32,4 +32,5 @@ def proper_fraction(options: Any, *keys: str) -> Problems:
 def two_of_four(options: Any, what: str) -> Problems:
     """A possible pattern must be 2:4, because ``what`` exists for no other."""
     if 1 <= options.n <= options.m and (options.n, options.m) != (2, 4):
-        yield "n", f"and m must be 2 and 4 for {what}, got {options.n}:{options.m}"
+        key = "m" if options.m != 4 else "n"
+        yield key, f"does not fit {what}: 2:4 only, got {options.n}:{options.m}"

@@ -35,6 +35,8 @@ class Coverage:
 
     method: str
     pattern: str
+    title: str
+    """Method and pattern; the method alone where no product has an N:M operand."""
     layers: list[CoveredLayer] = field(default_factory=list)
     sparse_parameters: int = 0
     """Entries of the sparse weights."""
@@ -70,7 +72,7 @@ class Coverage:
         ]
         share = self.sparse_parameters / max(self.total_parameters, 1)
         lines.append(
-            f"{self.method} {self.pattern}: {len(self.layers)} layers, {self.sparse_parameters:,} "
+            f"{self.title}: {len(self.layers)} layers, {self.sparse_parameters:,} "
             f"of {self.total_parameters:,} parameters ({share:.1%}); "
             f"{len(self.dense_linears)} linear layers and convolutions stay dense"
         )
@@ -110,6 +112,7 @@ def cover(
     return Coverage(
         method=method.options.name,
         pattern=f"{n}:{m}",
+        title=method.title,
         layers=rows,
         sparse_parameters=sum(layer.weight.numel() for layer in layers.values()),
         total_parameters=sum(p.numel() for p in model.parameters()),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.products import ConvolutionProducts, LinearProducts, SparseProducts
 from sparsepretrain.sparsity.state import LayerState
 
@@ -68,8 +70,8 @@ class SparseLayer(nn.Module):
 
     def extra_repr(self) -> str:
         """The original representation and the method."""
-        options, recipe = self.sparsity.method.options, self.sparsity.recipe
-        words = [super().extra_repr(), f"{options.name} {options.n}:{options.m}"]
+        recipe = self.sparsity.recipe
+        words = [super().extra_repr(), self.sparsity.method.title]
         words += [] if recipe is None else [f"{recipe.name} {recipe.recipe}"]
         return ", ".join(word for word in words if word)
 
@@ -146,6 +148,24 @@ def sparse_class(cls: type[nn.Module]) -> type[SparseLayer] | None:
 def layer_family(cls: type[nn.Module]) -> type[nn.Module] | None:
     """nn.Linear, nn.Conv2d or transformers' Conv1D if ``cls`` is one of them or below."""
     return next((c for c in cls.__mro__ if c in (nn.Linear, nn.Conv2d) or _is_conv1d(c)), None)
+
+
+def refuse_sharded(layers: Mapping[str, nn.Module]) -> None:
+    """Masks are chosen on whole weights, so layers must not be sharded.
+
+    Raises:
+        ConfigError: a weight is a DTensor (FSDP2, tensor parallelism).
+    """
+    distributed = sys.modules.get("torch.distributed.tensor")  # half a second to import
+    if distributed is None:
+        return
+    names = [k for k, v in layers.items() if isinstance(v.weight, distributed.DTensor)]
+    if names:
+        more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
+        raise ConfigError(
+            f"the weight of {names[0]!r}{more} is sharded (DTensor): fully_shard and tensor "
+            "parallelism are not supported yet; use DistributedDataParallel"
+        )
 
 
 def _has_own_forward(cls: type[nn.Module], base: type[nn.Module]) -> bool:

@@ -168,6 +168,23 @@ class Method:
         """(N, M) of the operand for now; a method may approach the one of its options."""
         return self.options.n, self.options.m
 
+    @property
+    def title(self) -> str:
+        """Name and pattern for people, ``sste 2:4``; only the name where no product is N:M."""
+        name, n, m = self.options.name, self.options.n, self.options.m
+        return f"{name} {n}:{m}" if any(":" in x for x in self.operands().values()) else name
+
+    @property
+    def why_dense(self) -> str:
+        """The phase outside the window that training is in, with its option; inside: empty."""
+        start, stop = self.window
+        if self.step < start:
+            return f"until step {start} (window.start)"
+        return f"since step {stop} ({self.ended_by})" if self.step >= stop else ""
+
+    ended_by: str = "window.stop"
+    """The option that ends sparse training."""
+
     mixes_outputs: ClassVar[bool] = False
     """Whether one group may hold any output channels; a grouped convolution keeps them apart."""
 

@@ -16,6 +16,8 @@ class Proof:
     pattern: str
     sparse: bool
     """False: a dense method or phase, nothing to prove."""
+    why_dense: str = ""
+    """The dense phase, if it is one."""
     groups: int = 0
     zeros: int = 0
     """Exact zeros."""
@@ -30,7 +32,7 @@ class Proof:
 
     def __str__(self) -> str:
         if not self.sparse:
-            return "dense weights"
+            return f"dense weights {self.why_dense}".rstrip()
         if self.violations:
             return f"NOT {self.pattern}: {', '.join(self.violations)}"
         share = self.zeros / self.entries
@@ -41,7 +43,7 @@ class Proof:
 def prove(sparsifier: Sparsifier) -> Proof:
     """Count non-zeros per group of M along in_features in every forward weight."""
     n, m = sparsifier.method.pattern
-    proof = Proof(pattern=f"{n}:{m}", sparse=False)
+    proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=sparsifier.method.why_dense)
     violations = []
     for name, layer in sparsifier.layers.items():
         projection = layer.sparsity.project(layer)

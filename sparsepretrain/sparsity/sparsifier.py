@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.kernels import boundary_magnitudes
+from sparsepretrain.sparsity import reminder
 from sparsepretrain.sparsity.coverage import Coverage, cover
 from sparsepretrain.sparsity.fp8 import FP8Recipe
-from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
 from sparsepretrain.sparsity.policy import Method
 from sparsepretrain.sparsity.state import Clock
 
@@ -73,10 +74,10 @@ class Sparsifier:
         self._compared_at = 0
         self._interval = 0
         self._set_phase()
+        reminder.expect_attach(next(iter(layers.values())))
 
     def __repr__(self) -> str:
-        n, m = self.method.pattern
-        words = [f"{self.method.options.name} {n}:{m}", f"{len(self.layers)} layers"]
+        words = [self.method.title, f"{len(self.layers)} layers"]
         words += [] if self.recipe is None else [f"{self.recipe.name} {self.recipe.recipe}"]
         words += [f"step {self.completed_steps}", *["densified"] * self._densified]
         return f"Sparsifier({', '.join(words)})"
@@ -109,11 +110,13 @@ class Sparsifier:
         baseline that the first flip rate is measured against.
 
         Raises:
-            ConfigError: attached already, not an optimiser, or a sparse weight is missing in it.
+            ConfigError: attached already, not an optimiser, a sparse weight is missing in it, or
+                the model was sharded since (FSDP2).
         """
         self._require_sparse()
         if self._handles:
             raise ConfigError("the sparsifier is attached already: call detach() first")
+        refuse_sharded(self.layers)
         while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
             inner = getattr(optimizer, "optimizer", None)
             if inner is None or inner is optimizer:
@@ -124,6 +127,7 @@ class Sparsifier:
         missing = [k for k, v in self.layers.items() if id(v.weight) not in held]
         if missing:
             raise ConfigError(f"sparse weights missing in the optimiser: {', '.join(missing)}")
+        reminder.attached(next(iter(self.layers.values())))
         self.method.attached(optimizer, [layer.weight for layer in self.layers.values()])
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels import NoiseKey, noise_key, pack_24, packed_flip_count
+from sparsepretrain.kernels.groups import widen
 from sparsepretrain.sparsity.fp8 import FP8Recipe, round_fp8
 from sparsepretrain.sparsity.policy import Method, Projection
 
@@ -244,5 +245,4 @@ class LayerState:
 
 def _wide(layer: SparseLayer) -> Tensor:
     """The master weight in fp32 or wider: masks and scales never come from a cast copy."""
-    weight = layer.weight.detach()
-    return weight if weight.dtype == torch.float64 else weight.float()
+    return widen(layer.weight.detach())

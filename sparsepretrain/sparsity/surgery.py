@@ -13,11 +13,13 @@ from sparsepretrain import registry
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import pack_24
+from sparsepretrain.kernels.groups import widen
 from sparsepretrain.sparsity.fp8 import FP8Recipe, recipe_from
 from sparsepretrain.sparsity.layers import (
     SparseLayer,
     invalidate_after_load,
     layer_family,
+    refuse_sharded,
     sparse_class,
 )
 from sparsepretrain.sparsity.policy import Method
@@ -41,7 +43,7 @@ def sparsify(
     """Make layers of ``model`` sparse, in place, and freeze what comes from initial weights.
 
     Every Parameter keeps its object, name and shape, so optimisers built before or after, state
-    dicts and ``save_pretrained`` keep working. Sharded weights (DTensor) are not supported yet.
+    dicts and ``save_pretrained`` keep working.
 
     Args:
         model: contains nn.Linear, nn.Conv2d or transformers' Conv1D layers.
@@ -64,7 +66,7 @@ def sparsify(
     Raises:
         ConfigError: an argument of the wrong type; unknown method, option or range; no layer for
             a pattern; a layer that is sparse already, shares its weight, or whose width is not a
-            multiple of M; a bare layer as ``model``.
+            multiple of M; a bare layer as ``model``; sharded weights (DTensor).
     """
     patterns = [targets] if isinstance(targets, str) else targets
     _check_arguments(model, method, patterns, seed, total_steps, backend)
@@ -234,9 +236,11 @@ def _layer_names(model: nn.Module) -> list[str]:
 
 
 def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
-    """Refuse widths that groups do not divide, one message for all layers of one width."""
+    """Refuse shards, and widths that groups do not divide, one message for all of one width."""
+    refuse_sharded(layers)
     problems = []
-    odd: dict[str, list[str]] = defaultdict(list)
+    m = method.options.m
+    odd: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, layer in layers.items():
         assert isinstance(layer.weight, Tensor)
         if torch.nn.parameter.is_lazy(layer.weight):
@@ -247,14 +251,16 @@ def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
         widths = cls.widths(layer)
         for (axis, size), multiple in zip(widths.items(), reversed(method.multiples), strict=True):
             if size % multiple:
+                key = f"m = {m}: " if multiple == m else ""
                 problem = f"{axis} = {size} is not a multiple of {multiple}; change the width"
-                odd[problem].append(name)
+                odd[key, problem].append(name)
         if method.mixes_outputs and getattr(layer, "groups", 1) > 1:
             own = method.options.name
-            odd[f"{own} mixes output channels of all groups; choose another method"].append(name)
-    for problem, names in odd.items():
+            problem = f"{own} mixes output channels of all groups; choose another method"
+            odd["", problem].append(name)
+    for (key, problem), names in odd.items():
         them = "them" if len(names) > 1 else "it"
-        problems.append(f"{_list(names)}: {problem} or exclude {them} from targets")
+        problems.append(f"{key}{_list(names)}: {problem} or exclude {them} from targets")
     if problems:
         raise ConfigError(problems)
 
@@ -281,8 +287,7 @@ def _swap(
     assert isinstance(weight, Tensor)
     layer.__class__ = cls  # the object stays: references, hooks and second names keep working
     assert isinstance(layer, SparseLayer)
-    wide = weight.detach() if weight.dtype == torch.float64 else weight.detach().float()
-    state = method.initial_state(wide, cls.in_dim)
+    state = method.initial_state(widen(weight.detach()), cls.in_dim)
     for key, value in state.items():
         layer.register_buffer(f"sparsity_{key}", value)
     layer.sparsity = LayerState(method, name, index, seed, cls.in_dim, tuple(state), clock, recipe)

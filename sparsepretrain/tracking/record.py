@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError
+from sparsepretrain.files import write_atomic
 
 FILE = "metrics.jsonl"
 
@@ -38,7 +38,7 @@ class Record:
             kept = [line for line in _parse(self.path) if line["step"] <= resume_step]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self.path, "".join(_dump(line) for line in kept))
+            write_atomic(self.path, "".join(_dump(line) for line in kept))
             # unbuffered: one write call per line, so that kill -9 tears at most the last one
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
@@ -136,13 +136,3 @@ def _plain(key: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"record key {key!r} holds a {type(value).__name__}, not a number or string")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``: afterwards the file is the old one or the new one, whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import torch
@@ -45,12 +46,9 @@ def build_model(run: Run, task: Task, device: torch.device) -> nn.Module:
 def sparsify_model(run: Run, task: Task, model: nn.Module) -> Sparsifier:
     """Apply the group ``sparsity``; errors name the configuration's keys."""
     options: MethodOptions = run.sparsity
+    keys = [f.name for f in dataclasses.fields(options)]
     common = ("name", "n", "m", "targets")
-    own: dict[str, Any] = {
-        f.name: getattr(options, f.name)
-        for f in dataclasses.fields(options)
-        if f.name not in common
-    }
+    own: dict[str, Any] = {key: getattr(options, key) for key in keys if key not in common}
     try:
         return sparsify(
             model,
@@ -64,7 +62,12 @@ def sparsify_model(run: Run, task: Task, model: nn.Module) -> Sparsifier:
             **own,
         )
     except ConfigError as error:
-        raise ConfigError([f"sparsity: {message}" for message in error.messages]) from error
+        # messages about an option begin with its name
+        about = re.compile(rf"({'|'.join(keys)})\b")
+        marks = ["." if about.match(message) else ": " for message in error.messages]
+        raise ConfigError(
+            [f"sparsity{m}{text}" for m, text in zip(marks, error.messages, strict=True)]
+        ) from error
 
 
 def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> list[str]:

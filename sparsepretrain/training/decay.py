@@ -84,7 +84,7 @@ class Search:
         if self.steps > run.steps:
             raise ConfigError(f"--steps {self.steps} is more than the run has (steps={run.steps})")
         _flip_rule(name)
-        start, stop = self._window()
+        start, stop = self._method().window
         if not start < self.steps <= stop:
             raise ConfigError(
                 f"the layers are not sparse at the end of the first {self.steps} steps (sparse "
@@ -104,8 +104,23 @@ class Search:
     @property
     def comparisons(self) -> int:
         """Comparisons of masks in a segment."""
-        start = int(self._window()[0])
-        return sum((step - start) % self.refresh == 0 for step in range(1, self.steps + 1))
+        method, count = self._method(), 0
+        for step in range(1, self.steps + 1):
+            method.set_step(step)
+            count += method.compares
+        return count
+
+    @property
+    def doubt(self) -> str:
+        """Why μ will be noisy, or nothing."""
+        few = self.comparisons
+        if few >= LAST:
+            return ""
+        rests = "a single comparison" if few == 1 else f"{few} comparisons"
+        return (
+            f"μ rests on {rests} of masks in {self.steps} steps: lower sparsity.refresh "
+            f"({self.refresh}) or give more --steps for a firmer one"
+        )
 
     @property
     def out(self) -> Path:
@@ -126,9 +141,9 @@ class Search:
         """The run with λ = ``decay``."""
         return self._checked(decay, self.plain["sparsity"] | {"decay": decay})
 
-    def _window(self) -> tuple[int, float]:
+    def _method(self) -> Method:
         method: type[Method] = registry.get("method", self.run.sparsity.name)
-        return method(self.run.sparsity, self.run.steps).window
+        return method(self.run.sparsity, self.run.steps)
 
     def _checked(self, decay: float | None, sparsity: dict[str, Any]) -> Segment:
         run = validate(self._segment(sparsity))

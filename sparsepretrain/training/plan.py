@@ -44,8 +44,8 @@ def dry_run(run: Run, plain: dict[str, Any], console: Console | None = None) -> 
         ("parameters", f"{parameters:,} ({parameters / 1e6:.1f}M)"),
         (
             "sparse",
-            f"{coverage.sparse_parameters:,} in {len(coverage.layers)} layers, {coverage.method} "
-            f"{coverage.pattern}; products with an N:M operand: {coverage.sparse_products}",
+            f"{coverage.sparse_parameters:,} in {len(coverage.layers)} layers, {coverage.title}; "
+            f"products with an N:M operand: {coverage.sparse_products}",
         ),
         ("FLOPs per token", f"{count(flops / items)}, forward and backward, counted dense"),
         (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainError
+from sparsepretrain.files import write_atomic
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.sparsity.proof import Proof, prove
@@ -63,7 +64,7 @@ def train(
     if run.resume != "never" and is_finished(directory, run, end):
         console.info(finished)
         return 0
-    with StopSignals() as signals:
+    with StopSignals() as signals, console.own_warnings():
         t = build_training(run, console)
         t.stop_after = stop_after
         with _claim(directory):
@@ -236,17 +237,12 @@ def _remove(directories: list[Path]) -> None:
             path.rmdir()
 
 
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
+def _write(path: Path, content: str | bytes) -> None:
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, content)
     except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> SparsePretrainError:
-    return SparsePretrainError(f"cannot write {path}: {error.strerror or error}")
+        raise SparsePretrainError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _save_masks(t: Training, directory: Path) -> None:
@@ -255,21 +251,16 @@ def _save_masks(t: Training, directory: Path) -> None:
     for name, mask in t.sparsifier.masks().items():
         arrays[name] = pack_24(mask).cpu().numpy()
         arrays[f"{name}.shape"] = np.array(mask.shape)
-    path = directory / "masks" / f"step_{t.step:08d}.npz"
-    try:
-        path.parent.mkdir(exist_ok=True)
-        with open(path.with_suffix(".tmp"), "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-        os.replace(path.with_suffix(".tmp"), path)
-    except OSError as error:
-        raise _unwritable(path, error) from error
+    archive = io.BytesIO()
+    np.savez(archive, **arrays)  # type: ignore[arg-type]
+    _write(directory / "masks" / f"step_{t.step:08d}.npz", archive.getvalue())
 
 
 def _announce(t: Training, directory: Path, console: Console) -> None:
     parameters = sum(p.numel() for p in t.model.parameters())
     coverage = t.sparsifier.coverage()
     console.info(
-        f"{directory}: {parameters / 1e6:.2f}M parameters, {coverage.method} {coverage.pattern} on "
+        f"{directory}: {parameters / 1e6:.2f}M parameters, {coverage.title} on "
         f"{len(coverage.layers)} layers, {t.device}, {describe(t.run.precision)}, "
         f"steps {t.step} to {t.end}"
     )

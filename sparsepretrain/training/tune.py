@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ import torch
 
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import ConfigError, DivergedError, SparsePretrainError
+from sparsepretrain.files import write_atomic
 from sparsepretrain.tracking.console import Console, count
 from sparsepretrain.tracking.record import read
 from sparsepretrain.training import decay as rules
@@ -86,11 +86,8 @@ def tune_decay(
     """
     console = console or Console()
     _make(out)
-    if search.comparisons < rules.LAST:
-        console.warn(
-            f"μ rests on {search.comparisons} comparison(s) of masks in {search.steps} steps: "
-            f"lower sparsity.refresh ({search.refresh}) or give more --steps for a firmer one"
-        )
+    if search.doubt:
+        console.warn(search.doubt)
     dense = _run(search, search.reference(), console)
     if not dense.flip_rate:
         raise ConfigError(
@@ -143,6 +140,8 @@ def show_plan(search: Search, out: Path, console: Console | None = None) -> None
         ("results", str(out)),
     ]
     console.table("", facts)
+    if search.doubt:
+        console.warn(search.doubt)
 
 
 def _run(search: Search, segment: Segment, console: Console) -> Measured:
@@ -267,9 +266,7 @@ def _make(directory: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_atomic(path, text)
     except OSError as error:
         raise ConfigError(f"cannot write {path} ({error.strerror}): set --out DIR") from error

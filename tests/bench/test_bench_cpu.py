@@ -7,6 +7,7 @@ import torch
 
 from sparsepretrain import kernels, registry
 from sparsepretrain.bench import cpu, cpu_kernels, timing
+from sparsepretrain.bench.progress import Phase
 from sparsepretrain.config import compose, validate
 
 
@@ -63,7 +64,7 @@ def test_rare_work_is_shared_out():
 
 
 def test_progress_goes_to_the_standard_error(capsys):
-    show = cpu._Phase("training steps", 3, "rounds")
+    show = Phase("training steps", 3, "rounds")
     for done in range(4):
         show(done)
     out, err = capsys.readouterr()

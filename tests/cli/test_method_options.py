@@ -86,11 +86,11 @@ def other_patterns() -> list[tuple[list[str], list[str]]]:
     return [
         (
             [f"sparsity={method}", f"sparsity.n={n}", f"sparsity.m={m}", *more],
-            [f"got {n}:{m}", "sparsity."],
+            [f"got {n}:{m}", "sparsity.mvue" if method == "sste" else f"sparsity.{key}"],
         )
         for method, needed in ONLY_24.items()
         for more in [[f"sparsity.{option}" for option in needed]]
-        for n, m in ((1, 4), (4, 8))
+        for n, m, key in ((1, 4, "n"), (2, 8, "m"), (4, 8, "m"))
     ]
 
 

@@ -45,6 +45,24 @@ def test_a_common_path_makes_nothing_similar():
     assert "did you mean" not in message and "choose from" in message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("precision.recipe=hybrid", "'precision.recipe' (belongs to precision=fp8_sim)"),
+        ("optim.momentum=0.9", "'optim.momentum' (belongs to optim=sgd)"),
+        ("optim=sgd optim.betas=[0,0]", "'optim.betas' (belongs to optim=adamw)"),
+        ("schedule=constant schedule.min_lr=0", "(belongs to schedule=cosine|linear)"),
+        ("sparsity.clipping=[0,1]", "'sparsity.clipping' (belongs to sparsity=step)"),
+        ("sparsity=ste sparsity.refresh=4", "(belongs to sparsity=dense|tsrste)"),
+        ("data.files=x", "'data.files' (belongs to data.source=text_files)"),
+        ("optim.mommentum=0", "'optim.mommentum' (choose from name, lr, betas, eps, weight_decay)"),
+    ],
+)
+def test_a_key_of_another_option_says_whose(overrides, expected):
+    (message,) = problems(*overrides.split())
+    assert message.startswith("unknown key ") and message.endswith(expected)
+
+
 def test_everything_at_once():
     found = problems(
         "seed=x",

@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+import yaml
 from doc_pages import DOCUMENTS, ROOT, anchors, blocks, dead_links, generator, math_problems
 
 from sparsepretrain import registry
@@ -51,6 +52,16 @@ def test_every_key_is_in_the_table_with_a_meaning(method):
     top = {f.name for f in dataclasses.fields(options)} - {"name", "window"}
     assert {row[0].strip(" `") for row in rows} == top | {"window.start", "window.stop"}
     assert all(len(row) == 4 and all(cell.strip(" `") for cell in row) for row in rows), rows
+
+
+@each_method
+def test_the_papers_of_a_method_can_be_cited(method):
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["references"]
+    named = re.findall(r"arXiv:([\d.]+)", registry.get("method", method).paper)
+    assert named or method == "dense"
+    for number in named:
+        (entry,) = [e for e in cited if e["url"] == f"https://arxiv.org/abs/{number}"]
+        assert {"type", "title", "authors", "year"} <= set(entry)
 
 
 @each_method

@@ -56,7 +56,6 @@ def test_methods_train(tiny, overrides, capfd):
         (("sparsity=sste",), []),
     ],
 )
-@pytest.mark.filterwarnings("ignore:StepAdamW switched")
 def test_a_switch_is_seen_everywhere(tiny, overrides, switches):
     """At its own step, however rarely lines are logged."""
     overrides = (*overrides, "log.every=100", "log.layers_every=0")
@@ -77,4 +76,13 @@ def test_a_switch_is_seen_everywhere(tiny, overrides, switches):
 def test_an_unknown_layer_is_one_line(tiny, capfd):
     assert main(["train", *tiny.overrides("sparsity=srste", "sparsity.targets=[atn]")]) == 2
     said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "sparsity: targets: 'atn'" in said
+    assert said.count("\n") == 1 and "sparsity.targets: 'atn'" in said
+
+
+def test_an_early_switch_of_step_is_a_line_of_the_console(tiny, recwarn):
+    overrides = ("sparsity=step", "sparsity.clipping=[0.2,0.4]")
+    for seed in (1, 2):  # every run says it, not only the first of a process
+        lines = tiny.train(*overrides, f"seed={seed}").output.splitlines()
+        (said,) = [line for line in lines if line.startswith("warning: ")]
+        assert "StepAdamW switched at step 3, before its second moments had settled" in said
+    assert not recwarn.list

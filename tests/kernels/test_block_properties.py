@@ -4,16 +4,12 @@ import pytest
 import torch
 from block_cases import (
     BLOCKS,
-    DEVICE,
-    LAYOUTS,
     assert_equals_reference,
-    assert_same,
     axes,
     blocks_of,
     every_dtype,
     generator,
     kernel,
-    lay_out,
     layouts,
     many_blocks,
     nasty_blocks,
@@ -32,6 +28,7 @@ from block_oracles import (
     transposable_oracle,
 )
 from hypothesis import strategies as st
+from same_bits import DEVICE, LAYOUTS, assert_same, lay_out
 
 FOURS = [(2, 4), (1, 4), (3, 4), (2, 8), (4, 8), (1, 16)]
 

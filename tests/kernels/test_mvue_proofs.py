@@ -8,7 +8,8 @@ import itertools
 
 import pytest
 import torch
-from block_cases import DEVICE, every_dtype, generator, kernel
+from block_cases import every_dtype, generator, kernel
+from same_bits import DEVICE
 
 from sparsepretrain import kernels
 

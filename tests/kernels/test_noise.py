@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsepretrain.kernels import NoiseKey, noise_key, uniform_noise
+from sparsepretrain.kernels import NoiseKey, noise_key, uniform_like, uniform_noise
 from sparsepretrain.kernels.noise import philox
 
 ONES = 0xFFFFFFFF
@@ -94,3 +94,14 @@ def test_distribution():
         assert correlation(a[shift:], a[:-shift]) < limit
     c = uniform_noise(noise_key(0, 1, 0, 2), 512, 2048, 1)[0]
     assert correlation(a, c) < limit
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_one_draw_per_element_counts_along_the_axis(dim):
+    x = torch.empty(3, 4, 5, dtype=torch.bfloat16).movedim(0, 1)
+    got = uniform_like(x, 7, dim)
+    assert got.dtype == torch.float32 and got.shape == x.shape
+    last = x.shape[dim]
+    (grid,) = uniform_noise(7, x.numel() // last, last, 1)
+    assert torch.equal(got.movedim(dim, -1).reshape(-1, last), grid)
+    assert uniform_like(torch.empty(2, 0), 7, -1).shape == (2, 0)

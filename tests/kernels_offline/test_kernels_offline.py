@@ -183,3 +183,11 @@ def test_the_count_is_per_element():
     (small,) = offline.examine(case_of(offline=(64, 2048)), 90)
     (large,) = offline.examine(case_of(offline=(640, 2048)), 90)
     assert small.instructions == large.instructions
+
+
+def test_the_suite_shows_how_far_it_is(capsys):
+    assert len(offline.cases(quick=True)) >= 3
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert not out and lines[0] == "compiling: 0 of 3 kernels"
+    assert lines[-1] == "compiling: 3 of 3 kernels"

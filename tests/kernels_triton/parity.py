@@ -1,12 +1,9 @@
-"""What the tests of the Triton kernels share: nasty inputs and comparison bit for bit."""
-
-import os
+"""Inputs of the tests of the Triton kernels: any shape, with sums that stay finite."""
 
 import torch
+from same_bits import DEVICE, LAYOUTS, lay_out
 
-DEVICE = os.environ.get("SPARSEPRETRAIN_TEST_DEVICE", "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def nasty(shape, seed, *, special=True):
@@ -26,17 +23,5 @@ def nasty(shape, seed, *, special=True):
 
 
 def layouts(x):
-    """``x`` with its own, transposed, sliced and expanded strides."""
-    yield x
-    yield x.t().contiguous().t()
-    yield torch.stack([x, x], -1)[..., 1]
-    yield x[:1].expand_as(x)
-
-
-def assert_same_bits(got, expected):
-    assert got.dtype == expected.dtype and got.shape == expected.shape
-    nan = got.float().isnan()
-    assert torch.equal(nan, expected.float().isnan())
-    integer = _INTEGER[got.element_size()]
-    bits = [t.contiguous().view(integer)[~nan] for t in (got, expected)]
-    assert torch.equal(*bits), f"{int((bits[0] != bits[1]).sum())} of {bits[0].numel()} differ"
+    """``x`` in every layout."""
+    return [lay_out(x, name) for name in LAYOUTS]

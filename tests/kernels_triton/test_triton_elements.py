@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from parity import DEVICE, DTYPES, assert_same_bits, layouts, nasty
+from parity import DTYPES, layouts, nasty
+from same_bits import DEVICE, assert_same
 
 from sparsepretrain.kernels import (
     dequantize_fp8,
@@ -35,7 +36,7 @@ def test_masked_decay(shape, dtype, decay):
             grad = twin[..., 0] if slot == 2 else twin.select(-1, 0).clone()
             assert masked_decay_(grad, weight, mask, decay, backend=backend) is grad
             twin[..., 0] = grad
-        assert_same_bits(twins[1], twins[0])
+        assert_same(twins[1], twins[0])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -48,8 +49,8 @@ def test_flips_and_codes(shape):
         assert count.dtype == torch.int64 and count.shape == ()
         assert int(count) == int((a ^ b).sum())
         code = pack_24(a, backend="triton")
-        assert_same_bits(code, pack_24(a, backend="reference"))
-        assert_same_bits(unpack_24(code, a.shape, backend="triton"), a.contiguous())
+        assert_same(code, pack_24(a, backend="reference"))
+        assert_same(unpack_24(code, a.shape, backend="triton"), a.contiguous())
     codes = pack_24(first), pack_24(second)
     assert int(packed_flip_count(*codes, backend="triton")) == expected
 
@@ -64,10 +65,10 @@ def test_fp8(format, dtype, size):
         for view in layouts(x) if shape[0] else [x]:
             expected, expected_scale = quantize_fp8(view, format, backend="reference")
             q, scale = quantize_fp8(view, format, backend="triton")
-            assert_same_bits(scale, expected_scale)
-            assert_same_bits(q, expected)
+            assert_same(scale, expected_scale)
+            assert_same(q, expected)
             back = dequantize_fp8(expected, scale, backend="reference")
-            assert_same_bits(dequantize_fp8(q, scale, backend="triton"), back)
+            assert_same(dequantize_fp8(q, scale, backend="triton"), back)
 
 
 def test_fp8_of_zeros():

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from parity import DEVICE, DTYPES, assert_same_bits, layouts, nasty
+from parity import DTYPES, layouts, nasty
+from same_bits import DEVICE, assert_same
 
 from sparsepretrain.kernels import nm_mask, nm_prune, soft_threshold, transposable_mask
 
@@ -22,14 +23,14 @@ def test_masks(n, m, ties):
         for view in layouts(x) if len(shape) == 2 and shape[0] else [x]:
             options = {"dim": dim, "ties": ties}
             expected = nm_mask(view, n, m, **options, backend="reference")
-            assert_same_bits(nm_mask(view, n, m, **options, backend="triton"), expected)
+            assert_same(nm_mask(view, n, m, **options, backend="triton"), expected)
             for dtype in DTYPES:
                 narrow = view.to(dtype)
                 both = [
                     nm_prune(narrow, n, m, **options, backend=b) for b in ("triton", "reference")
                 ]
                 for got, wanted in zip(*both, strict=True):
-                    assert_same_bits(got, wanted)
+                    assert_same(got, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -44,17 +45,17 @@ def test_soft_threshold(n, m, dtype):
             for options in ({}, {"scale": scale, "dtype": torch.bfloat16}):
                 options |= {"dim": dim, "gamma": gamma}
                 expected = soft_threshold(view, n, m, **options, backend="reference")
-                assert_same_bits(soft_threshold(view, n, m, **options, backend="triton"), expected)
+                assert_same(soft_threshold(view, n, m, **options, backend="triton"), expected)
 
 
 @pytest.mark.parametrize("n, m", [(2, 4), (1, 8)])
 def test_many_groups(n, m):
     x = nasty((128, 90 * m), 5)  # 11,520 groups
-    assert_same_bits(nm_mask(x, n, m, backend="triton"), nm_mask(x, n, m, backend="reference"))
+    assert_same(nm_mask(x, n, m, backend="triton"), nm_mask(x, n, m, backend="reference"))
     for gamma in (0.0, 0.7):
         options = {"gamma": gamma, "backend": "reference"}
         expected = soft_threshold(x, n, m, **options)
-        assert_same_bits(soft_threshold(x, n, m, gamma=gamma, backend="triton"), expected)
+        assert_same(soft_threshold(x, n, m, gamma=gamma, backend="triton"), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,7 +64,7 @@ def test_transposable(shape, dtype):
     x = nasty(shape, 1).to(dtype)
     for view in layouts(x) if shape[0] else [x]:
         expected = transposable_mask(view, backend="reference")
-        assert_same_bits(transposable_mask(view, backend="triton"), expected)
+        assert_same(transposable_mask(view, backend="triton"), expected)
 
 
 def test_offsets_beyond_32_bits():
@@ -73,12 +74,12 @@ def test_offsets_beyond_32_bits():
     x = storage.as_strided((2, 64), (2**31, 1))
     x.copy_(values)
     near = values.to(torch.bfloat16)
-    assert_same_bits(nm_mask(x, backend="triton"), nm_mask(near, backend="reference"))
+    assert_same(nm_mask(x, backend="triton"), nm_mask(near, backend="reference"))
     expected = soft_threshold(near, backend="reference")
-    assert_same_bits(soft_threshold(x, backend="triton"), expected)
+    assert_same(soft_threshold(x, backend="triton"), expected)
     blocks = storage.as_strided((4, 64), (2**29 + 8, 1))
     blocks.copy_(nasty((4, 64), 4))
     near = blocks.clone()
-    assert_same_bits(
+    assert_same(
         transposable_mask(blocks, backend="triton"), transposable_mask(near, backend="reference")
     )

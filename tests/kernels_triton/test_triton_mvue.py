@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from parity import DEVICE, DTYPES, assert_same_bits, layouts, nasty
+from parity import DTYPES, layouts, nasty
+from same_bits import DEVICE, assert_same
 
 from sparsepretrain.kernels import NoiseKey, mvue, noise_key
 
@@ -17,7 +18,7 @@ def check(x, **options):
     expected = mvue(x.cpu(), backend="reference", **options)
     on_device = {k: v.to(DEVICE) if k == "uniforms" else v for k, v in options.items()}
     got = mvue(x, backend="triton", **on_device)
-    assert_same_bits(got.cpu(), expected)
+    assert_same(got.cpu(), expected)
     return got
 
 
@@ -107,7 +108,7 @@ def test_offsets_are_parts_of_one_sample():
     for start in (0, 80, 160):
         offset = torch.tensor(start // 4, device=DEVICE)
         part = mvue(x[start : start + 80], dim=0, key=key._replace(offset=offset), backend="triton")
-        assert_same_bits(part, whole[start : start + 80])
+        assert_same(part, whole[start : start + 80])
 
 
 def test_a_key_in_device_memory():
@@ -117,7 +118,7 @@ def test_a_key_in_device_memory():
     for k0 in (1, 0xFFFFFFFE):
         key.k0.fill_(k0)
         seen.append(mvue(x, dim=0, key=key, backend="triton"))
-        assert_same_bits(seen[-1].cpu(), mvue(x.cpu(), dim=0, key=NoiseKey(k0, 2)))
+        assert_same(seen[-1].cpu(), mvue(x.cpu(), dim=0, key=NoiseKey(k0, 2)))
     assert not torch.equal(*seen)
 
 
@@ -129,7 +130,7 @@ def test_offsets_beyond_32_bits():
         x.copy_(nasty(shape, 6, special=False))
         for dim in (0, 1):
             got = mvue(x, dim=dim, key=3, backend="triton")
-            assert_same_bits(got.cpu(), mvue(x.contiguous().cpu(), dim=dim, key=3))
+            assert_same(got.cpu(), mvue(x.contiguous().cpu(), dim=dim, key=3))
 
 
 def test_unbiased_over_the_noise():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from parity import DEVICE, assert_same_bits
+from same_bits import DEVICE, assert_same
 
 from sparsepretrain.kernels import NoiseKey, noise_key, noise_triton, uniform_noise
 
@@ -53,7 +53,7 @@ def test_grid(parts, words):
             got = uniform_noise(NoiseKey(*key), groups, features, words, DEVICE, backend="triton")
             assert len(got) == words
             for a, b in zip(got, expected, strict=True):
-                assert_same_bits(a.cpu(), b)
+                assert_same(a.cpu(), b)
 
 
 def test_a_changed_tensor_changes_the_noise():
@@ -64,7 +64,7 @@ def test_a_changed_tensor_changes_the_noise():
             tensor.fill_(value)
         got = uniform_noise(key, 9, 20, 2, DEVICE, backend="triton")
         for a, b in zip(got, uniform_noise(NoiseKey(*parts), 9, 20, 2), strict=True):
-            assert_same_bits(a.cpu(), b)
+            assert_same(a.cpu(), b)
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**32, 2**63 - 1])
@@ -83,4 +83,4 @@ def test_a_derived_key_draws():
     step = torch.tensor(12, device=DEVICE)
     k0, k1 = noise_triton.noise_key(step, 5, 3, 2).unbind()
     got = uniform_noise(NoiseKey(k0, k1, 8), 5, 6, 1, DEVICE, backend="triton")[0]
-    assert_same_bits(got.cpu(), uniform_noise(noise_key(5, 12, 3, 2, 8), 5, 6, 1)[0])
+    assert_same(got.cpu(), uniform_noise(noise_key(5, 12, 3, 2, 8), 5, 6, 1)[0])

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from parity import DEVICE, DTYPES, assert_same_bits, layouts, nasty
+from parity import DTYPES, layouts, nasty
+from same_bits import DEVICE, assert_same
 
 from sparsepretrain.kernels import NoiseKey, prune_gradient, uniform_noise
 
@@ -30,7 +31,7 @@ def cases(m):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_magnitude(n, m, dtype):
     for g, dim in cases(m):
-        assert_same_bits(*both(g.to(dtype), n, m, dim=dim))
+        assert_same(*both(g.to(dtype), n, m, dim=dim))
 
 
 @pytest.mark.parametrize("n, m", PATTERNS)
@@ -39,9 +40,9 @@ def test_random(n, m):
     for i, (g, dim) in enumerate(cases(m)):
         g = g.to(DTYPES[i % 3])
         options = {"variant": "random", "rescale": i % 2 == 1, "dim": dim}
-        assert_same_bits(*both(g, n, m, key=key, **options))
+        assert_same(*both(g, n, m, key=key, **options))
         u = torch.randint(0, 5, g.shape, generator=torch.Generator().manual_seed(1)) / 8  # ties
-        assert_same_bits(*both(g, n, m, uniforms=u, **options))
+        assert_same(*both(g, n, m, uniforms=u, **options))
 
 
 def test_equal_draws():
@@ -50,7 +51,7 @@ def test_equal_draws():
     largest = uniform_noise(key, 1, 16, 1)[0].sort(descending=True).values[0]
     assert largest[7] == largest[8]
     ones = torch.ones(1, 16, device=DEVICE)
-    assert_same_bits(*both(ones, 8, 16, variant="random", key=key))
+    assert_same(*both(ones, 8, 16, variant="random", key=key))
 
 
 def test_a_key_in_device_memory():
@@ -62,14 +63,14 @@ def test_a_key_in_device_memory():
             options = {"variant": "random", "dim": 1}
             got = prune_gradient(g, 2, m, key=key, backend="triton", **options)
             expected = prune_gradient(g.cpu(), 2, m, key=NoiseKey(1, 2, offset), **options)
-            assert_same_bits(got.cpu(), expected)
+            assert_same(got.cpu(), expected)
 
 
 @pytest.mark.parametrize("n, m", [(2, 4), (1, 8)])
 def test_many_groups(n, m):
     g = nasty((128, 90 * m), 3)  # 11,520 groups
-    assert_same_bits(*both(g, n, m))
-    assert_same_bits(*both(g, n, m, variant="random", key=4))
+    assert_same(*both(g, n, m))
+    assert_same(*both(g, n, m, variant="random", key=4))
 
 
 @pytest.mark.parametrize("scope", ["channel", "group", "tensor"])
@@ -98,7 +99,7 @@ def test_offsets_beyond_32_bits():
         for n, m in ((2, 4), (1, 8)):
             got = prune_gradient(g, n, m, backend="triton", **options)
             expected = prune_gradient(g.cpu().contiguous(), n, m, **options)
-            assert_same_bits(got.cpu(), expected)
+            assert_same(got.cpu(), expected)
 
 
 def test_refusals():

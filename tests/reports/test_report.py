@@ -160,8 +160,13 @@ def test_flip_rates_over_different_intervals_are_told_apart(tmp_path: Path) -> N
     assert names == ["a (flips over 1 step)", "b (flips over 5 steps)"]
     assert "not comparable" in figure.axes[1].get_ylabel()
     np.testing.assert_array_equal(figure.axes[1].lines[1].get_xdata(), np.arange(5, 101, 5))
+    means = "running mean over 2 steps"
+    titles = [axes.get_title("left") for axes in figure.axes]
+    assert titles == [f"lines: train, {means}; markers: validation", "lines: running means"]
     page = report(runs, out=tmp_path / "out", labels=["a", "b"])[-1].read_text()
-    assert "| 1.00e-02 over 5 steps |" in page
+    assert "| 1.00e-02 over 5 steps |" in page and "flip rate (running means)" in page
+    page = report([runs[1], make_run(tmp_path / "c", interval=5)], out=tmp_path / "out")
+    assert "flip rate (not averaged) are those of the end" in page[-1].read_text()
     alone = report([runs[1]])[-1].read_text()
     assert "| flip rate over 5 steps at step 5 |" in alone
 
@@ -175,6 +180,8 @@ def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     page = written[1].read_text()
     assert "| sste | sste | 100 | 1.0200 | 2.5000 | 1.00e-02 | 128 | 0 |" in page
     assert "| `sparsity.gamma` | – | 0.2 |" in page
+    means = "running mean over 2 steps"
+    assert f"Train loss ({means}) and flip rate ({means}) are those of the end." in page
     assert "`../../runs/b`" in page and "`train sparsity=sste`" in page
 
 

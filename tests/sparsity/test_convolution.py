@@ -153,9 +153,9 @@ def test_equal_widths_are_one_message():
     with pytest.raises(ConfigError) as caught:
         sp.sparsify(chain(6, 6, 10, 6, 6, 6, 6), "ste", targets="*")
     assert sorted(caught.value.messages) == [
-        "layer '2': in_channels = 10 is not a multiple of 4; "
+        "m = 4: layer '2': in_channels = 10 is not a multiple of 4; "
         "change the width or exclude it from targets",
-        "layers '0', '1', '3' and 2 more: in_channels = 6 is not a multiple of 4; "
+        "m = 4: layers '0', '1', '3' and 2 more: in_channels = 6 is not a multiple of 4; "
         "change the width or exclude them from targets",
     ]
 

@@ -70,7 +70,7 @@ REFUSALS = {
         lambda: nn.Sequential(nn.Linear(10, 8)),
         "ste",
         {"targets": "*"},
-        "layer '0': in_features = 10 is not a multiple of 4",
+        "m = 4: layer '0': in_features = 10 is not a multiple of 4",
     ),
     "wide group": (Net, "ste", {"n": 16, "m": 64}, "fc1.: in_features = 16 .* of 64"),
     "weight width": (

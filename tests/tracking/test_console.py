@@ -3,10 +3,12 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import warnings
 
 import pytest
 
 from sparsepretrain.data.preparation import Progress
+from sparsepretrain.errors import SparsePretrainWarning
 from sparsepretrain.tracking.console import Console, clock, count, describe
 
 
@@ -116,6 +118,17 @@ def test_closed_output_is_no_error() -> None:
     console.info("x")
     console.step(line(1), 10)
     console.table("t", [("a", "b")])
+
+
+def test_own_warnings_are_lines_and_others_stay(recwarn: pytest.WarningsRecorder) -> None:
+    out = io.StringIO()
+    for _ in range(2):  # once per use, not once per process
+        with Console(out).own_warnings():
+            warnings.warn("steps become longer", SparsePretrainWarning, stacklevel=1)
+            warnings.warn("of another package", UserWarning, stacklevel=1)
+    warnings.warn("afterwards", SparsePretrainWarning, stacklevel=1)
+    assert out.getvalue() == "warning: steps become longer\n" * 2
+    assert [str(w.message) for w in recwarn] == ["of another package"] * 2 + ["afterwards"]
 
 
 @pytest.mark.parametrize("shell", ["| head -1", ">&-"])

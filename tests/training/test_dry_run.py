@@ -50,7 +50,9 @@ def test_sizes_of_the_recipes():
 def test_the_half_baseline_has_fewer_parameters():
     assert "853,120 (0.9M)" in show("sparsity=dense")
     assert "590,976 (0.6M)" in show("experiment=half")
-    assert "256 × 128" in show("experiment=half") and "dense 2:4" in show("experiment=half")
+    assert "256 × 128" in show("experiment=half") and "in 8 layers, dense;" in show(
+        "experiment=half"
+    )
     # the 124M model without half of its 24 FFN matrices
     assert f"{124_373_760 - 12 * 768 * 3072:,} (" in show("model=gpt2_124m", "experiment=half")
 
@@ -85,9 +87,9 @@ def test_memory_follows_the_micro_batch():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("model.n_inner=66",), "in_features = 66 is not a multiple of 4"),
-        (("sparsity.m=48", "sparsity.n=2"), "in_features = 128 is not a multiple of 48"),
-        (("sparsity.targets=fnn",), "'fnn' is neither an alias nor a glob (did you mean 'ffn'?)"),
+        (("model.n_inner=66",), "sparsity.m = 4: layers"),
+        (("sparsity.m=48", "sparsity.n=2"), "sparsity.m = 48: layers"),
+        (("sparsity.targets=fnn",), "sparsity.targets: 'fnn' is neither an alias nor a glob (did"),
         (("sparsity.targets=['*.nowhere.*']",), "or convolution matches '*.nowhere.*'"),
         (("sparsity.targets=[lm_head.*, ffn]",), "or convolution matches 'lm_head.*'"),
         (("sparsity.targets=['*lm_head']",), "shares its weight"),
@@ -97,7 +99,7 @@ def test_refusals(overrides, words):
     with pytest.raises(ConfigError) as caught:
         show(*overrides)
     assert words in str(caught.value)
-    assert all("\n" not in m and m.startswith("sparsity: ") for m in caught.value.messages)
+    assert all("\n" not in m and m.startswith("sparsity") for m in caught.value.messages)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,26 @@ def test_record_and_summary(tiny, method):
     assert f"{validation[0]['loss']:.4f} → {validation[-1]['loss']:.4f}" in outcome.output
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("sparsity=tsrste", "sparsity.dense_tail=0.5"), "since step 3 (dense_tail)"),
+        (("sparsity=tsrste", "sparsity.window.stop=0.5"), "since step 3 (window.stop)"),
+        (("sparsity=ste", "sparsity.window.stop=0.67"), "since step 4 (window.stop)"),
+    ],
+)
+def test_a_dense_phase_at_the_end_is_explained(tiny, overrides, words):
+    outcome = tiny.train(*overrides)
+    assert outcome.code == 0 and f"2: dense weights {words}" in outcome.output
+
+
+def test_dense_training_has_no_pattern(tiny):
+    (line,) = [x for x in tiny.train("sparsity=dense").output.splitlines() if "parameters" in x]
+    assert "parameters, dense on 2 layers" in line
+    (line,) = [x for x in tiny.train("sparsity=sdgp").output.splitlines() if "parameters" in x]
+    assert "parameters, sdgp 2:4 on 2 layers" in line
+
+
 def test_log_every_and_layers_every(tiny):
     lines = metrics(tiny.train("log.every=4", "log.layers_every=3", "steps=8").directory)
     assert [line["step"] for line in lines if "split" not in line] == [1, 3, 4, 6, 8]

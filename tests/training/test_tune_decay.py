@@ -186,7 +186,13 @@ def test_few_comparisons_are_warned_of(tiny: Tiny, tmp_path: Path) -> None:
     search = plan(tiny, *overrides, grid=(1e-3,), interval=(0.01, 5.0))
     outcome, screen = tune(search, tmp_path)
     assert outcome.decay == 1e-3
-    assert "warning: μ rests on 1 comparison(s) of masks in 8 steps" in screen
+    warning = "warning: μ rests on a single comparison of masks in 8 steps: lower sparsity.refresh"
+    assert warning in screen
+    planned = io.StringIO()
+    show_plan(search, tmp_path, Console(planned))
+    assert warning in planned.getvalue()
+    few = plan(tiny, *TSRSTE, "sparsity.refresh=4", interval=(0.6, 0.95))
+    assert few.doubt.startswith("μ rests on 2 comparisons of masks")
 
 
 def test_a_frozen_reference_is_an_error(tiny: Tiny, tmp_path: Path) -> None:
@@ -225,3 +231,4 @@ def test_the_plan_trains_nothing(tiny: Tiny, tmp_path: Path) -> None:
         assert words in text, words
     assert "at most 64" in text and "FLOPs in all" in text
     assert not (tmp_path / "out").exists() and not (tiny.root / "runs").exists()
+    assert "warning" not in text, "four comparisons are enough"

@@ -56,10 +56,7 @@ class SLoPe(Method):
             return
         scores = weight
         if self.options.mask == "random":
-            last = weight.movedim(dim, -1)
-            rows = last.numel() // last.shape[-1]
-            draws = kernels.uniform_noise(key(FPROP), rows, last.shape[-1], 1, weight.device)[0]
-            scores = draws.view(last.shape).movedim(-1, dim)
+            scores = kernels.uniform_like(weight, key(FPROP), dim)
         state["mask"].copy_(self.mask(scores, dim))
 
     def project(

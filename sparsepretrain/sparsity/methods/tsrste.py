@@ -67,8 +67,8 @@ class TSRSTE(RampedDecay):
         """Sparse until the earlier of window.stop and the dense tail."""
         start, stop = Method.window_steps(self, window)
         tail = self.options.dense_tail
-        if tail:
-            stop = min(stop, self.steps_of(1 - tail, "dense_tail"))
+        if tail and (end := self.steps_of(1 - tail, "dense_tail")) < stop:
+            stop, self.ended_by = end, "dense_tail"
         return start, stop
 
     def initial_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:

@@ -1,0 +1,34 @@
+"""Files that are whole: a crash leaves the old one or the new one, never a part."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def write_atomic(path: Path, content: str | bytes | memoryview, *, tag: str = "") -> None:
+    """Write ``path`` so that it has all of ``content`` or is left as it was.
+
+    Written to ``<name><tag>.tmp`` beside it, flushed to disk, then renamed. What a killed process
+    leaves is overwritten by the next one.
+
+    Args:
+        path: in a directory that exists.
+        content: text is written as UTF-8.
+        tag: tells apart the temporary files of processes that may write the same path at once.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    temporary = path.with_name(f"{path.name}{tag}.tmp")
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

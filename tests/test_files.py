@@ -1,0 +1,49 @@
+"""Whole files or none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsepretrain.files import write_atomic
+
+
+def test_text_and_bytes_are_written_as_they_are(tmp_path: Path) -> None:
+    for content, wanted in (("ä\r\n", "ä\r\n".encode()), (b"\x00\xff", b"\x00\xff"), ("", b"")):
+        write_atomic(tmp_path / "file", content)
+        assert (tmp_path / "file").read_bytes() == wanted
+    write_atomic(tmp_path / "file", memoryview(bytearray(b"abcd"))[1:3], tag=".7")
+    assert (tmp_path / "file").read_bytes() == b"bc"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+def test_a_failure_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write_atomic(tmp_path / "file", "old")
+
+    def fail(*args: Any) -> None:
+        assert (tmp_path / "file.tag.tmp").exists()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, name, fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(tmp_path / "file", "new", tag=".tag")
+    assert (tmp_path / "file").read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_a_killed_process_left_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "file.tmp").write_text("half a li")
+    write_atomic(tmp_path / "file", "new")
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "new"
+
+
+def test_the_error_is_that_of_writing(tmp_path: Path) -> None:
+    (tmp_path / "file.tmp").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_atomic(tmp_path / "file", "new")
