@@ -63,8 +63,8 @@ class FileCodec:
         self.end_of_text = _first(ENDS, vocabulary)
         self.mask = _first(MASKS, vocabulary)
         added = self._tokenizer.get_added_tokens_decoder()
-        ends = {self.end_of_text, self.mask} - {None}
-        self.special = frozenset(ends | {i for i, token in added.items() if token.special})
+        named = [i for i in (self.end_of_text, self.mask) if i is not None]
+        self.special = frozenset([*named, *(i for i, token in added.items() if token.special)])
 
     def encode(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
         """One int64 array per text; bytes that are not UTF-8 become U+FFFD."""

@@ -104,9 +104,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.embedding = Embedding(vocab_size, positions, width, eps)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(
-            Block(width, heads, inner, eps, dropout) for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(Block(width, heads, inner, eps, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width, eps)
 
     def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:

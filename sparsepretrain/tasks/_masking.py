@@ -22,9 +22,7 @@ def selected(probability: float, eligible: int) -> int:
 class Masking:
     """Selection of tokens and what they are replaced by."""
 
-    def __init__(
-        self, options: Any, mask: int, special: Collection[int], vocab_size: int
-    ) -> None:
+    def __init__(self, options: Any, mask: int, special: Collection[int], vocab_size: int) -> None:
         """Take the task's options, the id of the mask token, and the vocabulary.
 
         Args:

@@ -44,7 +44,7 @@ class WindowTask(Task):
         self.fingerprint = tokens.fingerprint
         self.opened(tokens)
 
-    def opened(self, tokens: TokenData) -> None:  # noqa: B027 - most tasks need nothing
+    def opened(self, tokens: TokenData) -> None:
         """Hook: look at the data."""
 
     def order_seed(self, split: str) -> int:
@@ -57,5 +57,5 @@ class WindowTask(Task):
 
 
 def perplexity(loss: float) -> float:
-    """exp of a mean negative log likelihood in nats; infinite where that overflows."""
+    """Exp of a mean negative log likelihood in nats; infinite where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf

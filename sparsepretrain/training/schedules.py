@@ -6,7 +6,6 @@ import math
 
 from sparsepretrain.config.schema import Decay, Triangle, Warmup
 
-
 Schedule = Decay | Warmup | Triangle
 
 
