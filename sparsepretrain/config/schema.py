@@ -141,6 +141,23 @@ class Warmup:
 
 
 @dataclass(slots=True, kw_only=True)
+class Triangle:
+    """A straight line up to the peak learning rate, then one down to zero at the last step."""
+
+    name: Literal["triangle"]
+    start: float
+    """Learning rate of the first update, as a fraction of the peak."""
+    peak: float
+    """Fraction of the run at which the peak is reached."""
+
+    def problems(self) -> Problems:
+        """Range errors as (key, message)."""
+        for key in ("start", "peak"):
+            if not 0 <= getattr(self, key) <= 1:
+                yield key, f"must lie in [0, 1], got {getattr(self, key)}"
+
+
+@dataclass(slots=True, kw_only=True)
 class Precision:
     """Compute dtype of the matrix products; masters and optimiser states stay fp32."""
 
@@ -198,7 +215,13 @@ class Tracker:
 
 GROUPS: dict[str, dict[str, type]] = {
     "optim": {"adamw": AdamW, "sgd": SGD},
-    "schedule": {"cosine": Decay, "linear": Decay, "inverse_sqrt": Warmup, "constant": Warmup},
+    "schedule": {
+        "cosine": Decay,
+        "linear": Decay,
+        "inverse_sqrt": Warmup,
+        "constant": Warmup,
+        "triangle": Triangle,
+    },
     "precision": {
         "fp32": Precision,
         "bf16": Precision,
@@ -310,6 +333,8 @@ def _fitting(run: Run) -> Problems:
             "data",
             f"{run.data.name} is {source.kind}, but task={run.task.name} needs {task.kind}",
         )
+    else:
+        yield from task.misfits(run.task, run.model, run.data)
 
 
 def _warmup(options: Decay | Warmup) -> Problems:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,10 @@ from sparsepretrain.errors import DataError
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Names of the token after each document, in the order in which they are looked for."""
+MASKS = ("[MASK]", "<mask>")
+"""Names of the token that hides another one, in the order in which they are looked for."""
+WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+"""First tokens of a trained WordPiece, in BERT's order; [SEP] ends a document."""
 
 
 class ByteCodec:
@@ -21,6 +26,9 @@ class ByteCodec:
 
     vocab_size = 256
     end_of_text: int | None = 0
+    mask: int | None = None
+    special = frozenset({0})
+    """Tokens that are not text."""
 
     def encode(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
         """One uint8 array per text; strings become UTF-8."""
@@ -52,9 +60,11 @@ class FileCodec:
         self._tokenizer.no_truncation()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.end_of_text: int | None = next(
-            (vocabulary[name] for name in ENDS if name in vocabulary), None
-        )
+        self.end_of_text = _first(ENDS, vocabulary)
+        self.mask = _first(MASKS, vocabulary)
+        added = self._tokenizer.get_added_tokens_decoder()
+        named = [i for i in (self.end_of_text, self.mask) if i is not None]
+        self.special = frozenset([*named, *(i for i, token in added.items() if token.special)])
 
     def encode(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
         """One int64 array per text; bytes that are not UTF-8 become U+FFFD."""
@@ -100,6 +110,38 @@ def train_bpe(texts: Iterable[bytes | str], vocab_size: int) -> str:
     return str(tokenizer.to_str())
 
 
+def train_wordpiece(texts: Iterable[bytes | str], vocab_size: int, *, lowercase: bool) -> str:
+    """Train a WordPiece as BERT has it, and return its tokenizer.json.
+
+    Small texts give fewer than ``vocab_size`` tokens; the first are ``WORDPIECE_SPECIAL``.
+
+    Args:
+        texts: what it is trained on.
+        vocab_size: most tokens, special ones included.
+        lowercase: also strips accents, as BERT's uncased tokenizer does.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=list(WORDPIECE_SPECIAL), show_progress=False
+    )
+    tokenizer.train_from_iterator((_text(text) for text in texts), trainer=trainer)
+    return str(tokenizer.to_str())
+
+
+TRAINERS: dict[str, Callable[[Iterable[bytes | str], int], str]] = {
+    "bpe": train_bpe,
+    "gpt2_size_bpe": train_bpe,
+    "wordpiece": partial(train_wordpiece, lowercase=True),
+    "wordpiece_cased": partial(train_wordpiece, lowercase=False),
+}
+"""``data.tokenizer`` -> what trains it; the names are those of ``sources._source.TRAINED``."""
+
+
 def read_tokenizer(name: str) -> str:
     """The tokenizer.json called ``name``: a local file, or the one of a hub repository.
 
@@ -129,6 +171,11 @@ def read_tokenizer(name: str) -> str:
 def one_thread_per_process() -> None:
     """Keep ``tokenizers`` from starting a thread per core in each of many worker processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _first(names: Sequence[str], vocabulary: Mapping[str, int]) -> int | None:
+    """Id of the first of ``names`` that the vocabulary has."""
+    return next((vocabulary[name] for name in names if name in vocabulary), None)
 
 
 def _text(text: bytes | str) -> str:

@@ -23,8 +23,25 @@ class Windows:
     [0, length), so that windows of different epochs start at different tokens.
     """
 
-    def __init__(self, tokens: np.ndarray, length: int, seed: int, *, shuffled: bool) -> None:
-        """Take windows of ``tokens``, which has at least ``length + 1`` entries."""
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        length: int,
+        seed: int,
+        *,
+        shuffled: bool,
+        complete: bool = False,
+    ) -> None:
+        """Take windows of ``tokens``, which has at least ``length + 1`` entries.
+
+        Args:
+            tokens: of one split.
+            length: inputs per window.
+            seed: of the order.
+            shuffled: whether to permute and to shift the windows.
+            complete: every pass is the first epoch, followed by shorter windows of what that
+                leaves out, so that each token but the first is the target of one window.
+        """
         self._tokens, self._length, self._seed, self._shuffled = tokens, length, seed, shuffled
         places = (len(tokens) - 1) // length
         # one place fewer leaves room for any offset; a text of one window has to do without
@@ -32,6 +49,9 @@ class Windows:
         """Windows per epoch."""
         self._offsets = min(length, len(tokens) - self.count * length)
         self._epochs: dict[int, tuple[int, np.ndarray]] = {}
+        self._full, self._complete = self.count, complete
+        self._rest = self._left_out() if complete else []
+        self.count += len(self._rest)
 
     def batch(self, step: int, positions: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
         """Samples ``positions`` of the global batch of ``step``.
@@ -42,10 +62,23 @@ class Windows:
             size: samples per global batch.
 
         Returns:
-            int64 of shape (len(positions), length + 1).
+            int64 of shape (len(positions), length + 1); -1 after the end of a shorter window.
         """
         samples = np.asarray(positions, dtype=np.int64) + step * size
-        epochs, places = np.divmod(samples, self.count)
+        if not self._complete:
+            return self._windows(samples)
+        samples %= self.count
+        rows = np.full((len(samples), self._length + 1), -1, dtype=np.int64)
+        whole = samples < self._full
+        rows[whole] = self._windows(samples[whole])
+        for row in np.flatnonzero(~whole):
+            start, stop = self._rest[samples[row] - self._full]
+            rows[row, : stop - start] = self._tokens[start:stop]
+        return rows
+
+    def _windows(self, samples: np.ndarray) -> np.ndarray:
+        """Whole windows, by their place in the sequence of epochs."""
+        epochs, places = np.divmod(samples, self._full)
         starts = places * self._length
         if self._shuffled:
             for epoch in np.unique(epochs):
@@ -53,6 +86,13 @@ class Windows:
                 offset, permutation = self._epoch(int(epoch))
                 starts[mine] = offset + permutation[places[mine]] * self._length
         return self._tokens[starts[:, None] + np.arange(self._length + 1)].astype(np.int64)
+
+    def _left_out(self) -> list[tuple[int, int]]:
+        """(start, stop) of the windows before and after those of the first epoch."""
+        begin = self._epoch(0)[0] if self._shuffled else 0
+        end, last = begin + self._full * self._length, len(self._tokens) - 1
+        starts = [*([0] if begin else []), *range(end, last, self._length)]
+        return [(s, min(s + self._length, begin if s < begin else last) + 1) for s in starts]
 
     def _epoch(self, epoch: int) -> tuple[int, np.ndarray]:
         """Offset and permutation of an epoch.
@@ -62,7 +102,7 @@ class Windows:
         """
         if epoch not in self._epochs:
             key = np.array([self._seed, epoch], dtype=np.uint64)
-            words = np.random.Philox(key=key).random_raw(self.count + 1)
+            words = np.random.Philox(key=key).random_raw(self._full + 1)
             permutation = np.argsort(words[1:], kind="stable")
             if len(self._epochs) > 1:  # a batch touches two epochs at most times
                 del self._epochs[min(self._epochs)]
@@ -71,7 +111,13 @@ class Windows:
 
 
 def windows(
-    data: TokenData, split: str, length: int, seed: int, *, shuffled: bool | None = None
+    data: TokenData,
+    split: str,
+    length: int,
+    seed: int,
+    *,
+    shuffled: bool | None = None,
+    complete: bool = False,
 ) -> Windows:
     """Windows of one split.
 
@@ -81,10 +127,13 @@ def windows(
         length: sequence length in tokens.
         seed: seed of the order, in [0, 2^64); unused where windows are not shuffled.
         shuffled: None: shuffled for ``train``; the windows of ``validation`` come in file order.
+        complete: see :class:`Windows`.
 
     Raises:
         DataError: the split has no window of ``length + 1`` tokens.
     """
+    if split not in data.tokens:
+        raise DataError(f"{data.name} has no {split} split (it has {', '.join(data.tokens)})")
     tokens = data.tokens[split]
     if len(tokens) <= length:
         raise DataError(
@@ -92,4 +141,5 @@ def windows(
             f"{length} needs {length + 1}: choose a smaller task.sequence_length, more text, "
             "or another data.validation"
         )
-    return Windows(tokens, length, seed, shuffled=split == TRAIN if shuffled is None else shuffled)
+    shuffled = split == TRAIN if shuffled is None else shuffled
+    return Windows(tokens, length, seed, shuffled=shuffled, complete=complete)

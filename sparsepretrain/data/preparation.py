@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from sparsepretrain import registry
-from sparsepretrain.data.encoding import open_codec, read_tokenizer, train_bpe
+from sparsepretrain.data.encoding import TRAINERS, open_codec, read_tokenizer
 from sparsepretrain.data.shards import Job, run
 from sparsepretrain.data.sources._source import (
     BYTES,
@@ -46,7 +46,7 @@ from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.files import write_atomic
 
 TRAINING_TEXT = 256 << 20
-"""Bytes of the train split that a BPE is trained on at most; more hardly changes the merges."""
+"""Bytes of the train split that a tokenizer is trained on at most; more hardly changes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def _make_tokenizer(source: Source, shards: list[Shard], report: OnProgress) -> 
             if seen > TRAINING_TEXT:
                 return
 
-    return train_bpe(texts(), source.vocab_size)
+    return TRAINERS[source.tokenizer](texts(), source.vocab_size)
 
 
 def _tokenize(job: Job, shards: list[Shard], workers: int | None, report: OnProgress) -> None:

@@ -53,6 +53,11 @@ class Task(ABC):
         roles: dict[str, list[str]] = self.recipe.roles
         return roles
 
+    @staticmethod
+    def misfits(options: Any, model: Any, data: Any) -> Iterable[tuple[str, str]]:
+        """Reasons why these options do not go together, as (dotted key, message); torch-free."""
+        return ()
+
     @property
     def capacity(self) -> int:
         """Most tokens of one sample as its layers see them; 0: all samples have equally many."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Task
+from sparsepretrain.tasks import Batch, Observation, averages
+from sparsepretrain.tasks._windows import WindowTask, perplexity
 
 if TYPE_CHECKING:
     import torch
@@ -29,43 +30,29 @@ class CausalLMOptions:
 
 
 @register("task", "causal_lm")
-class CausalLM(Task):
-    """Windows of ``sequence_length`` tokens; the loss of every position counts."""
+class CausalLM(WindowTask):
+    """Windows of ``sequence_length`` tokens; the loss of every position counts.
+
+    An evaluation of a whole split predicts each of its tokens once, but for the first.
+    """
 
     Options = CausalLMOptions
-    kind = "text"
-
-    def __init__(self, options: CausalLMOptions, model: Any, data: Any, seed: int) -> None:
-        super().__init__(options, model, data, seed)
-        self._windows: dict[str, Any] = {}
-
-    def open_data(
-        self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None
-    ) -> None:
-        """Open the prepared tokens; offline sources are prepared when missing."""
-        from sparsepretrain.data import load, windows
-
-        tokens = load(self.data_options, on_progress=on_progress)
-        length = self.options.sequence_length
-        # held-out windows: scattered over the split, the same ones for every seed of a run
-        self._windows = {
-            split: windows(
-                tokens, split, length, self.seed if split == "train" else 0, shuffled=True
-            )
-            for split in splits
-        }
-        self.fingerprint = tokens.fingerprint
+    complete = True
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
-        """``tokens`` and ``targets``, both (len(positions), sequence_length) int64."""
+        """``tokens`` and ``targets``, both (len(positions), sequence_length) int64.
+
+        Shorter windows of a held-out split are padded: their missing targets are -1, and
+        ``padding`` says how many there are.
+        """
         import torch
 
         rows = torch.from_numpy(self._windows[split].batch(step, positions, size))
-        return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
-
-    def samples(self, split: str) -> int:
-        """Windows in one pass."""
-        return int(self._windows[split].count)
+        batch: Batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        if split != "train" and (padding := int((batch["targets"] < 0).sum())):
+            # causal attention: what stands behind the last token changes nothing before it
+            batch |= {"tokens": batch["tokens"].clamp(min=0), "padding": padding}
+        return batch
 
     def example(self, size: int, device: torch.device) -> Batch:
         """Zeros of the shapes of :meth:`batch`."""
@@ -76,7 +63,7 @@ class CausalLM(Task):
 
     def count(self, batch: Batch) -> int:
         """Target tokens."""
-        return int(batch["targets"].numel())
+        return int(batch["targets"].numel() - batch.get("padding", 0))
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """(Σ negative log likelihood in nats, number of target tokens)."""
@@ -84,5 +71,11 @@ class CausalLM(Task):
 
         logits = self.recipe.logits(model, batch["tokens"])
         rows = logits.reshape(-1, logits.shape[-1]).float()
-        total = F.cross_entropy(rows, batch["targets"].reshape(-1), reduction="sum")
+        targets = batch["targets"].reshape(-1)
+        total = F.cross_entropy(rows, targets, ignore_index=-1, reduction="sum")
         return total, self.count(batch)
+
+    def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
+        """``loss`` in nats per token, and ``perplexity``, its exponential."""
+        values = averages(observations)
+        return values | {"perplexity": perplexity(values["loss"])}

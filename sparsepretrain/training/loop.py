@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import DivergedError
+from sparsepretrain.errors import DataError, DivergedError
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.tasks import Batch, Observation, Task
 from sparsepretrain.training import rng
@@ -150,6 +150,10 @@ def train_step(t: Training) -> dict[str, Any]:
     batches = t.batches.step(t.step)
     waited = time.perf_counter() - started
     items = sum(map(t.task.count, batches))
+    if not items:
+        raise DataError(
+            f"step {t.step + 1}: nothing in the batch counts for the loss; see the data"
+        )
     total = torch.zeros((), dtype=torch.float64, device=t.device)
     for index, batch in enumerate(batches):
         t.sparsifier.micro_batch(index, capacity=t.task.capacity * run.batch.micro)

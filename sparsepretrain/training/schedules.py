@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 
-from sparsepretrain.config.schema import Decay, Warmup
+from sparsepretrain.config.schema import Decay, Triangle, Warmup
+
+Schedule = Decay | Warmup | Triangle
 
 
-def warmup_steps(schedule: Decay | Warmup, steps: int) -> int:
+def warmup_steps(schedule: Schedule, steps: int) -> int:
     """Optimiser steps of warm-up; fractions of the run are rounded to the nearest step."""
+    if isinstance(schedule, Triangle):
+        return int(schedule.peak * steps + 0.5)
     return int(schedule.warmup if schedule.warmup >= 1 else schedule.warmup * steps + 0.5)
 
 
-def learning_rate(schedule: Decay | Warmup, peak: float, step: int, steps: int) -> float:
+def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> float:
     """Learning rate of the update that follows ``step`` completed steps.
 
     Warm-up is linear and reaches the peak at update ``warmup`` + 1, as in nanoGPT. Decays reach
-    ``min_lr`` at ``steps``.
+    ``min_lr`` at ``steps``, a triangle reaches zero there.
 
     Args:
         schedule: the group ``schedule``.
@@ -24,6 +28,8 @@ def learning_rate(schedule: Decay | Warmup, peak: float, step: int, steps: int) 
         step: completed optimiser steps, from 0.
         steps: optimiser steps of the run.
     """
+    if isinstance(schedule, Triangle):
+        return peak * _triangle(schedule, step / steps)
     warmup = warmup_steps(schedule, steps)
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
@@ -35,3 +41,10 @@ def learning_rate(schedule: Decay | Warmup, peak: float, step: int, steps: int) 
     progress = (step - warmup) / max(steps - warmup, 1)
     left = 1 - progress if schedule.name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return schedule.min_lr + (peak - schedule.min_lr) * left
+
+
+def _triangle(schedule: Triangle, progress: float) -> float:
+    """Factor of the peak after this fraction of the run."""
+    if progress < schedule.peak:
+        return schedule.start + (1 - schedule.start) * progress / schedule.peak
+    return (1 - progress) / (1 - schedule.peak) if schedule.peak < 1 else 1.0

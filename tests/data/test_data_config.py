@@ -24,7 +24,8 @@ def test_keys_are_the_fields_and_every_key_is_commented(file, options):
     for before, line in itertools.pairwise(lines):
         if re.match(r"\w+:", line) and not line.startswith("source:"):
             assert before.startswith("#"), f"{line} has no comment"
-    assert options(file.stem).vocab_size == {"gpt2": 50257, "bytes": 256}[plain["tokenizer"]]
+    sizes = {"gpt2": 50257, "bytes": 256, "bert-base-uncased": 30522, "wordpiece": 32768}
+    assert options(file.stem).vocab_size == sizes[plain["tokenizer"]]
 
 
 def test_every_source_has_a_config():
@@ -39,12 +40,23 @@ def test_published_settings(options):
 
 
 @pytest.mark.parametrize(
+    ("tokenizer", "known"),
+    [("bytes", False), ("gpt2", False), ("bert-base-uncased", True), ("wordpiece_cased", True),
+     ("some/other", None)],
+)  # fmt: skip
+def test_whether_there_is_a_mask_token(options, tokenizer, known):
+    size = 9 if known is None else None
+    assert options("openwebtext", tokenizer=tokenizer, vocab_size=size).has_mask is known
+
+
+@pytest.mark.parametrize(
     ("config", "changes", "expected"),
     [
         ("python_source", {"vocab_size": 300}, "data.vocab_size must be 256 (or null)"),
         ("python_source", {"tokenizer": "byte"}, "(did you mean 'bytes'?)"),
         ("python_source", {"tokenizer": "gpt2"}, "data.tokenizer must be bytes, bpe, gpt2_size"),
         ("python_source", {"tokenizer": "bpe", "vocab_size": 256}, "must be ≥ 257"),
+        ("python_source", {"tokenizer": "wordpiece", "vocab_size": 5}, "must be ≥ 6 (five special"),
         ("python_source", {"tokenizer": "a.json"}, "data.vocab_size must be given"),
         ("python_source", {"tokenizer": "a.json", "vocab_size": 0}, "data.vocab_size must be > 0"),
         ("python_source", {"tokenizer": "gpt2_size_bpe", "vocab_size": 256}, "must be 50257"),
@@ -54,6 +66,11 @@ def test_published_settings(options):
         ("python_source", {"roots": []}, "data.roots must name at least one directory"),
         ("python_source", {"roots": "src"}, "data.roots must be a list of a string or null"),
         ("text_files", {"files": []}, "data.files must name at least one file"),
+        ("text_files", {"test": []}, "data.test must name at least one file"),
+        ("text_files", {"validation": "x"}, "data.validation must be a number or a list of a stri"),
+        ("wikitext2", {"validation": 0.1}, "must be 0 or name a split where data.rows=lines"),
+        ("wikitext2", {"rows": "pages"}, "data.rows must be one of documents, lines"),
+        ("openwebtext", {"path": "json", "data_files": {"train": "x"}}, "must map each split to"),
         ("text_files", {"file": "x"}, "(did you mean 'data.files'?)"),
         ("openwebtext", {"path": "json"}, "data.data_files must name local files"),
         ("openwebtext", {"data_files": ["x"]}, "data.data_files needs data.path to be one of"),
@@ -69,4 +86,7 @@ def test_wrong_options_are_one_line(options, config, changes, expected):
 def test_vocabulary_is_known_without_data(options):
     assert options("python_source", tokenizer="bpe").vocab_size == 4096
     assert options("python_source", tokenizer="gpt2_size_bpe").vocab_size == 50257
+    assert options("python_source", tokenizer="wordpiece").vocab_size == 32768
+    assert options("python_source", tokenizer="wordpiece", vocab_size=999).vocab_size == 999
+    assert options("openwebtext", tokenizer="bert-base-uncased").vocab_size == 30522
     assert options("openwebtext", tokenizer="some/other", vocab_size=32000).vocab_size == 32000

@@ -97,3 +97,35 @@ def test_too_short_a_text_names_file_tokens_and_length(count):
     message = str(caught.value)
     assert f"/prepared/train.bin has {count} tokens" in message and "sequence of 5" in message
     assert "\n" not in message
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    length=st.integers(1, 9),
+    extra=st.integers(1, 60),
+    seed=st.integers(0, 99),
+    shuffled=st.booleans(),
+    size=st.integers(1, 13),
+)
+def test_a_complete_pass_predicts_every_token_once(length, extra, seed, shuffled, size):
+    """But the first; and it begins with the windows of an ordinary epoch."""
+    tokens = data(1, length + extra)
+    held_out = windows(tokens, "validation", length, seed, shuffled=shuffled, complete=True)
+    places = range(held_out.count)
+    parts = [held_out.batch(0, places[i : i + size], held_out.count) for i in places[::size]]
+    rows = np.concatenate(parts)
+    assert rows.shape == (held_out.count, length + 1) and rows.dtype == np.int64
+    targets = rows[:, 1:]
+    assert sorted(targets[targets >= 0]) == list(range(1, length + extra))
+    for row in rows:
+        text = row[row >= 0]
+        assert len(text) > 1 and (np.diff(text) == 1).all() and (row[len(text) :] == -1).all()
+    ordinary = windows(tokens, "validation", length, seed, shuffled=shuffled)
+    assert (rows[: ordinary.count] == ordinary.batch(0, range(ordinary.count), 1)).all()
+    assert held_out.count - ordinary.count <= 3
+    assert (held_out.batch(1, [0], held_out.count) == rows[:1]).all(), "every pass is the same"
+
+
+def test_a_split_that_is_not_there():
+    with pytest.raises(DataError, match=r"x has no test split \(it has train, validation\)"):
+        windows(data(9, 9), "test", 4, 0)

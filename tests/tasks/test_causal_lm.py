@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from sparsepretrain.errors import DataError
+from sparsepretrain.training.batches import split_requests
 from sparsepretrain.training.build import build_task
+from sparsepretrain.training.loop import evaluate
 
 
 @pytest.fixture
@@ -70,3 +74,36 @@ def test_only_the_splits_asked_for_have_to_be_long_enough(tiny):
     assert task.samples("train") > 100
     with pytest.raises(DataError, match="validation"):
         task.open_data(("train", "validation"))
+
+
+def test_a_whole_split_counts_every_token_once(tiny):
+    """Every target but the first token, whatever the micro-batch; the mean is the plain one."""
+    t = tiny.build("batch.micro=4")
+    stream = t.task._windows["validation"]._tokens
+    t.model.eval()
+    seen, mean, perplexity = [], [], []
+    for micro in (4, 1):
+        t.run.batch.micro = micro
+        requests = split_requests("validation", t.task.samples("validation"), micro, None)
+        batches = [t.task.batch(*request) for request in requests]
+        seen.append(sum(map(t.task.count, batches)))
+        values = evaluate(t, "validation", None, final=True)
+        mean.append(values["loss"])
+        perplexity.append(values["perplexity"])
+    assert seen == [len(stream) - 1] * 2
+    assert mean[0] == pytest.approx(mean[1], rel=1e-6)
+    assert perplexity[0] == pytest.approx(math.exp(mean[0]), rel=1e-9)
+    total, count = 0.0, 0
+    for batch in batches:  # one window each, cut instead of padded
+        kept = int((batch["targets"] >= 0).sum())
+        tokens, targets = (batch[key][:, :kept] for key in ("tokens", "targets"))
+        with torch.no_grad():
+            rows = t.model(input_ids=tokens).logits.double().log_softmax(-1)
+        total -= rows.gather(2, targets.unsqueeze(-1)).sum().item()
+        count += kept
+    assert count == seen[0] and total / count == pytest.approx(mean[0], rel=1e-6)
+
+
+def test_perplexity_of_a_diverged_model_is_infinite(task):
+    values = task.metrics([{"loss": (1e6, 1)}])
+    assert values == {"loss": 1e6, "perplexity": math.inf}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsepretrain.config.schema import Decay, Warmup
-from sparsepretrain.training.schedules import learning_rate
+from sparsepretrain.config.schema import Decay, Triangle, Warmup
+from sparsepretrain.training.schedules import learning_rate, warmup_steps
 
 COSINE = Decay(name="cosine", warmup=9, min_lr=0.1)
 LINEAR = Decay(name="linear", warmup=9, min_lr=0.1)
@@ -58,3 +58,26 @@ def test_always_positive_and_never_above_the_peak(name, warmup, steps, peak):
     assert all(a >= b * (1 - 1e-12) for a, b in pairwise(after))
     if steps > warmup:
         assert rates[warmup] == pytest.approx(peak, rel=1e-12)
+
+
+def test_triangle_is_the_published_multiplier():
+    """min(0.25 + x, 4 - 4x) of arXiv:2404.01847's code for BERT; x is the fraction of the run."""
+    schedule = Triangle(name="triangle", start=0.25, peak=0.75)
+    for step in range(1001):
+        x = step / 1000
+        expected = 3.0 * min(0.25 + x, 4 - 4 * x)
+        assert learning_rate(schedule, 3.0, step, 1000) == pytest.approx(expected, abs=1e-12)
+    assert warmup_steps(schedule, 1000) == 750
+
+
+@given(start=st.floats(0, 1), peak=st.floats(0, 1), steps=st.integers(1, 60))
+def test_triangle_rises_to_the_peak_and_falls(start, peak, steps):
+    schedule = Triangle(name="triangle", start=start, peak=peak)
+    rates = [learning_rate(schedule, 1.0, step, steps) for step in range(steps + 1)]
+    assert all(0 <= rate <= 1 + 1e-12 for rate in rates)
+    rising = [rate for step, rate in enumerate(rates) if step / steps < peak]
+    falling = rates[len(rising) :]
+    assert all(a <= b + 1e-12 for a, b in pairwise(rising))
+    assert all(a >= b - 1e-12 for a, b in pairwise(falling))
+    assert not rising or rising[0] == start
+    assert peak == 1 or rates[-1] == 0

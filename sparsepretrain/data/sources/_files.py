@@ -71,9 +71,22 @@ class FileSource(Source):
             raise DataError(f"{self.options.name}: all files are empty")
         return sorted(unique.values(), key=lambda file: (self._hash(file.name), file.path))
 
+    def held_out(self) -> dict[str, list[TextFile]]:
+        """Files of the splits that the options name; they are no part of :meth:`find`'s.
+
+        Raises:
+            DataError: nothing is there.
+        """
+        return {}
+
     def state(self) -> list[Any]:
         """Name, size and modification time of every file."""
-        return [[file.name, file.size, file.mtime_ns] for file in self.files]
+        named = [
+            [split, file.name, file.size, file.mtime_ns]
+            for split, files in self.held_out().items()
+            for file in files
+        ]
+        return [[file.name, file.size, file.mtime_ns] for file in self.files] + named
 
     def shards(self) -> list[Shard]:
         """Shards of about ``SHARD_BYTES``; the pieces of a file stay in order."""
@@ -104,7 +117,15 @@ class FileSource(Source):
         return hashlib.sha256(f"{self.options.seed}:{name}".encode(errors="replace")).digest()
 
     def _split(self) -> dict[str, list[Piece]]:
-        files, fraction = self.files, self.options.validation
+        files, named = self.files, self.held_out()
+        fraction = 0.0 if VALIDATION in named else self.options.validation
+        pieces = self._by_fraction(files, fraction)
+        for split, held in named.items():
+            pieces[split] = [Piece(file.path, 0, file.size, True) for file in held]
+        return pieces
+
+    @staticmethod
+    def _by_fraction(files: list[TextFile], fraction: float) -> dict[str, list[Piece]]:
         budget = fraction * sum(file.size for file in files)
         if len(files) == 1 and fraction > 0:
             whole = files[0]

@@ -11,7 +11,7 @@ from sparsepretrain.registry import suggestion
 
 BYTES = "bytes"
 """Tokenizer whose tokens are the bytes of the text; byte 0 ends a document."""
-TRAINED = ("bpe", "gpt2_size_bpe")
+TRAINED = ("bpe", "gpt2_size_bpe", "wordpiece", "wordpiece_cased")
 """Tokenizers trained on the train split when the data is prepared."""
 VOCABULARY = {
     BYTES: 256,
@@ -19,8 +19,22 @@ VOCABULARY = {
     "gpt2_size_bpe": 50257,
     "gpt2": 50257,
     "openai-community/gpt2": 50257,
+    "wordpiece": 32768,
+    "wordpiece_cased": 32768,
+    "bert-base-uncased": 30522,
+    "google-bert/bert-base-uncased": 30522,
 }
 """Tokenizer -> ``vocab_size`` where the configuration says null."""
+MASKED = frozenset(
+    {"wordpiece", "wordpiece_cased", "bert-base-uncased", "google-bert/bert-base-uncased"}
+)
+"""Those of ``VOCABULARY`` that have a mask token."""
+SMALLEST = {
+    "bpe": (257, "bytes and end of text"),
+    "wordpiece": (6, "five special tokens and one more"),
+    "wordpiece_cased": (6, "five special tokens and one more"),
+}
+"""Trained tokenizer of any size -> its smallest ``vocab_size``, and what that holds."""
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SPLITS = (TRAIN, VALIDATION, TEST)
@@ -51,7 +65,7 @@ class TextOptions(SourceOptions):
     """Keys of every source of tokens."""
 
     tokenizer: str
-    """bytes, bpe, gpt2_size_bpe, or a tokenizer.json file."""
+    """bytes, bpe, gpt2_size_bpe, wordpiece, wordpiece_cased, or a tokenizer.json file."""
     vocab_size: int | None
     """Number of token ids; null: filled in for tokenizers whose size is known."""
     validation: float
@@ -66,10 +80,16 @@ class TextOptions(SourceOptions):
         if self.vocab_size is None:
             self.vocab_size = VOCABULARY.get(self.tokenizer)
 
+    @property
+    def has_mask(self) -> bool | None:
+        """Whether the tokenizer has a mask token; None: only its file knows."""
+        return self.tokenizer in MASKED if self.tokenizer in VOCABULARY else None
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types, as (key, message)."""
         yield from SourceOptions.problems(self)
-        if not 0 <= self.validation < 1:
+        fraction = self.validation  # sources may also take the name of what is held out
+        if isinstance(fraction, float) and not 0 <= fraction < 1:
             yield "validation", f"must lie in [0, 1), got {self.validation}"
         if not 0 <= self.seed < 2**32:
             yield "seed", f"must lie in [0, 2^32), got {self.seed}"
@@ -83,9 +103,10 @@ class TextOptions(SourceOptions):
             yield "tokenizer", f"must be {', '.join(known)} or a tokenizer.json file{hint}"
         elif self.vocab_size is None:
             yield "vocab_size", f"must be given for tokenizer {self.tokenizer!r}"
-        elif self.tokenizer == "bpe":
-            if self.vocab_size < 257:
-                yield "vocab_size", f"must be ≥ 257 (bytes and end of text), got {self.vocab_size}"
+        elif self.tokenizer in SMALLEST:
+            least, why = SMALLEST[self.tokenizer]
+            if self.vocab_size < least:
+                yield "vocab_size", f"must be ≥ {least} ({why}), got {self.vocab_size}"
         elif self.tokenizer in VOCABULARY and self.vocab_size != VOCABULARY[self.tokenizer]:
             size = VOCABULARY[self.tokenizer]
             yield (

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from sparsepretrain.data.sources._source import (
+    TEST,
     TRAIN,
     VALIDATION,
     Document,
@@ -38,12 +39,19 @@ class Options(TextOptions):
     """The hub's configuration name."""
     split: str
     """Split of the data set that is read; slices such as train[:10%] work."""
+    validation: float | str  # type: ignore[assignment]
+    """Fraction of the documents that is held out, in [0, 1), or a split of the data set."""
+    test: str | None
+    """Split of the data set that becomes the test split; null: there is none."""
     revision: str | None
     """Branch, tag or commit of the repository; null: its main branch."""
-    data_files: list[str] | None
-    """Local files or globs for the formats json, text, csv, parquet and arrow."""
+    data_files: list[str] | dict[str, list[str]] | None
+    """Local files or globs for the formats json, text, csv, parquet and arrow: of the split train,
+    or split -> files."""
     text_column: str
     """Column that holds the text."""
+    rows: Literal["documents", "lines"]
+    """What a row is; lines of one running text keep their order, blank ones included."""
     size_gb: float | None
     """Disk that the download and its cache take, for messages only (10^9 bytes)."""
 
@@ -57,12 +65,18 @@ class Options(TextOptions):
             yield "data_files", f"must name local files for data.path={self.path}"
         if self.path not in LOADERS and self.data_files is not None:
             yield "data_files", f"needs data.path to be one of {', '.join(LOADERS)}"
+        for files in self.data_files.values() if isinstance(self.data_files, dict) else ():
+            if not isinstance(files, list) or not all(isinstance(f, str) for f in files):
+                yield "data_files", f"must map each split to a list of files, got {files!r}"
+        if self.rows == "lines" and self.validation != 0 and isinstance(self.validation, float):
+            yield "validation", "must be 0 or name a split where data.rows=lines"
 
 
 @register("source", "hf_text")
 class HfText(Source):
-    """Documents are rows. The validation split is ``datasets``' own seeded random split.
+    """Documents are rows, or a split is one document of which the rows are lines.
 
+    The validation split is one that the data set has, or ``datasets``' own seeded random split.
     With seed 2357 and 0.05 % this is nanoGPT's split of OpenWebText, which the papers use.
     """
 
@@ -77,7 +91,7 @@ class HfText(Source):
     def state(self) -> list[Any]:
         """Size and time of local files; nothing for the hub, where only the options speak."""
         options = self.options
-        patterns = options.data_files or []
+        patterns = [file for files in self._files.values() for file in files]
         if not patterns and os.path.isdir(options.path):
             patterns = [os.path.join(options.path, "**")]
         key = "data.data_files" if options.data_files else "data.path"
@@ -99,7 +113,7 @@ class HfText(Source):
         return shards
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """The texts of a range of rows; empty and null rows are left out.
+        """The texts of a range of rows; empty and null documents are left out.
 
         Raises:
             DataError: the column holds something else than text.
@@ -112,7 +126,10 @@ class HfText(Source):
             if text is not None and not isinstance(text, str):
                 kind = type(text).__name__
                 raise DataError(f"data.text_column: {column!r} holds {kind}, not text")
-            if text:
+            if self.options.rows == "lines":
+                # the data set's own line ends, which some keep and some strip
+                yield (text or "").removesuffix("\n") + "\n", False
+            elif text:
                 yield text, True
 
     def missing(self) -> str:
@@ -129,26 +146,29 @@ class HfText(Source):
     def _local(self) -> bool:
         return bool(self.options.data_files) or os.path.isdir(self.options.path)
 
+    @property
+    def _files(self) -> dict[str, list[str]]:
+        """Split -> local files, for the formats that need them."""
+        files = self.options.data_files or {}
+        return files if isinstance(files, dict) else {TRAIN: files}
+
     def _load(self) -> dict[str, Any]:
         from sparsepretrain.data.hub import reason
 
         options = self.options
         try:
             with _quiet_datasets(local=self._local) as datasets:
-                rows = datasets.load_dataset(
-                    options.path,
-                    options.subset,
-                    split=options.split,
-                    revision=options.revision,
-                    data_files=[os.path.expanduser(f) for f in options.data_files or []] or None,
-                )
-                self._check(rows)
-                if options.validation == 0:
-                    return {TRAIN: rows}
-                parts = rows.train_test_split(
-                    test_size=options.validation, seed=options.seed, shuffle=True
-                )
-                return {TRAIN: parts["train"], VALIDATION: parts["test"]}
+                splits = {TRAIN: self._rows(datasets, options.split)}
+                if isinstance(options.validation, str):
+                    splits[VALIDATION] = self._rows(datasets, options.validation)
+                elif options.validation > 0:
+                    parts = splits[TRAIN].train_test_split(
+                        test_size=options.validation, seed=options.seed, shuffle=True
+                    )
+                    splits = {TRAIN: parts["train"], VALIDATION: parts["test"]}
+                if options.test is not None:
+                    splits[TEST] = self._rows(datasets, options.test)
+                return splits
         except ImportError as error:
             raise DataError(
                 f"{options.name} needs the package datasets: pip install 'sparsepretrain[hf]'"
@@ -167,15 +187,30 @@ class HfText(Source):
                 f"{_hint(error)}"
             ) from error
 
-    def _check(self, rows: Any) -> None:
+    def _rows(self, datasets: Any, split: str) -> Any:
+        """One split of the data set, checked."""
+        options = self.options
+        files = {key: list(map(os.path.expanduser, value)) for key, value in self._files.items()}
+        rows = datasets.load_dataset(
+            options.path,
+            options.subset,
+            split=split,
+            revision=options.revision,
+            data_files=files or None,
+        )
+        self._check(rows, split)
+        return rows
+
+    def _check(self, rows: Any, split: str) -> None:
         name, column = self.options.name, self.options.text_column
         if column not in rows.column_names:
             known = ", ".join(rows.column_names)
             raise DataError(f"data.text_column: {name} has no column {column!r} (it has {known})")
-        if len(rows) < 2 and self.options.validation > 0:
+        fraction = self.options.validation
+        if len(rows) < 2 and isinstance(fraction, float) and fraction > 0:
             raise DataError(f"{name} has {len(rows)} documents: too few for a validation split")
         if len(rows) == 0:
-            raise DataError(f"{name} has no documents in split {self.options.split!r}")
+            raise DataError(f"{name} has no documents in split {split!r}")
 
 
 def _hint(error: Exception) -> str:

@@ -6,10 +6,11 @@ import glob
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 from sparsepretrain.data.sources._files import FileSource, TextFile
-from sparsepretrain.data.sources._source import SourceOptions, TextOptions
+from sparsepretrain.data.sources._source import TEST, VALIDATION, SourceOptions, TextOptions
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
@@ -21,12 +22,19 @@ class Options(TextOptions):
     source: Literal["text_files"]
     files: list[str]
     """Files or globs; ``**`` matches directories at any depth."""
+    validation: float | list[str]  # type: ignore[assignment]
+    """Fraction of the text that is held out, in [0, 1), or the files or globs that are."""
+    test: list[str] | None
+    """Files or globs of the test split; null: there is none."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types."""
         yield from TextOptions.problems(self)
         if not self.files:
             yield "files", "must name at least one file or glob, such as [corpus/*.txt]"
+        for key in ("validation", "test"):
+            if getattr(self, key) == []:
+                yield key, "must name at least one file or glob"
 
 
 @register("source", "text_files")
@@ -41,7 +49,37 @@ class TextFiles(FileSource):
         Raises:
             DataError: a glob matches no file.
         """
-        return [file for pattern in self.options.files for file in match("data.files", pattern)]
+        return _match_all("data.files", self.options.files)
+
+    @cached_property
+    def _held_out(self) -> dict[str, list[TextFile]]:
+        splits = {VALIDATION: self.options.validation, TEST: self.options.test}
+        named = {
+            split: _match_all(f"data.{split}", patterns)
+            for split, patterns in splits.items()
+            if isinstance(patterns, list)
+        }
+        seen = {file.identity: "data.files" for file in self.find()}
+        for split, files in named.items():
+            for file in files:
+                if seen.setdefault(file.identity, f"data.{split}") != f"data.{split}":
+                    where = seen[file.identity]
+                    raise DataError(f"data.{split}: {file.path} is also one of {where}")
+        return named
+
+    def held_out(self) -> dict[str, list[TextFile]]:
+        """The files of the splits that are given as files.
+
+        Raises:
+            DataError: a glob matches no file, or a file of another split.
+        """
+        return self._held_out
+
+
+def _match_all(key: str, patterns: list[str]) -> list[TextFile]:
+    """The files of all patterns, each once."""
+    found = [file for pattern in patterns for file in match(key, pattern)]
+    return list({file.identity: file for file in found}.values())
 
 
 def match(key: str, pattern: str) -> list[TextFile]:

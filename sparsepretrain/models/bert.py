@@ -1,0 +1,79 @@
+"""BERT (Devlin et al., arXiv:1810.04805) on transformers' classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from sparsepretrain.models._encoder import EncoderOptions
+from sparsepretrain.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(slots=True, kw_only=True)
+class BertOptions(EncoderOptions):
+    """As transformers' BertConfig: post-LayerNorm, learned positions, exact GELU, biases."""
+
+    family: Literal["bert"]
+
+
+@register("model", "bert")
+class Bert:
+    """Builds the model and knows its layers by role."""
+
+    Options = BertOptions
+    tasks: ClassVar[frozenset[str]] = frozenset({"masked_lm"})
+    """Names of the tasks that it can be built for."""
+    roles: ClassVar[dict[str, list[str]]] = {
+        # the digit tells the FFN's output from layer.0.attention.output.dense
+        "ffn": ["*.intermediate.dense", "*[0-9].output.dense"],
+        "attention": [
+            "*.attention.self.query",
+            "*.attention.self.key",
+            "*.attention.self.value",
+            "*.attention.output.dense",
+        ],
+        "all": ["*.encoder.layer.*.dense", "*.attention.self.*"],
+    }
+    """Aliases of ``sparsity.targets``."""
+
+    @staticmethod
+    def build(options: BertOptions) -> nn.Module:
+        """A BertForMaskedLM with weights drawn from torch's global generator: N(0, 0.02).
+
+        Under ``torch.device("meta")`` nothing is allocated.
+        """
+        from transformers import BertConfig
+
+        from sparsepretrain.models._masked_bert import BertForMaskedLM
+
+        config = BertConfig(
+            vocab_size=options.vocab_size,
+            max_position_embeddings=options.n_positions,
+            hidden_size=options.n_embd,
+            num_hidden_layers=options.n_layer,
+            num_attention_heads=options.n_head,
+            intermediate_size=int(options.ffn_width),
+            layer_norm_eps=options.layer_norm_eps,
+            hidden_dropout_prob=options.dropout,
+            attention_probs_dropout_prob=options.dropout,
+            # packed text has no padding; with an index, that token's embedding would not learn
+            pad_token_id=None,
+        )
+        config._attn_implementation = "sdpa"
+        return BertForMaskedLM(config)
+
+    @staticmethod
+    def logits(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+        """(batch, length) int64, (n) int64 places in it flattened -> (n, vocab_size)."""
+        logits: Tensor = model(tokens, positions=positions)
+        return logits
+
+    @staticmethod
+    def encode(model: nn.Module, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Last hidden states (batch, length, n_embd); the mask has 0 where there is padding."""
+        encoder: nn.Module = model.bert  # type: ignore[assignment]
+        hidden: Tensor = encoder(tokens, attention_mask=attention_mask).last_hidden_state
+        return hidden

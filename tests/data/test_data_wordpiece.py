@@ -1,0 +1,99 @@
+"""WordPiece tokenizers, trained when the data is prepared."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sparsepretrain.data import load, prepare
+from sparsepretrain.data.encoding import (
+    TRAINERS,
+    WORDPIECE_SPECIAL,
+    ByteCodec,
+    FileCodec,
+    train_bpe,
+    train_wordpiece,
+)
+from sparsepretrain.data.sources._source import TRAINED
+from sparsepretrain.errors import DataError
+
+WORDS = [f"The sheep {i} eats grass, the Goat {i * i} does not." for i in range(60)]
+
+
+@pytest.fixture
+def codec(tmp_path):
+    def build(lowercase=True, size=90):
+        file = tmp_path / f"{lowercase}.json"
+        file.write_text(train_wordpiece(WORDS, size, lowercase=lowercase))
+        return FileCodec(file)
+
+    return build
+
+
+def test_every_trained_tokenizer_has_a_trainer():
+    assert set(TRAINERS) == set(TRAINED)
+
+
+def test_special_tokens_come_first_in_berts_order(codec):
+    one = codec()
+    assert WORDPIECE_SPECIAL == ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    assert one.special == frozenset(range(5))
+    assert (one.end_of_text, one.mask, one.vocab_size) == (3, 4, 90)
+    assert one.decode([0, 4]) == "[PAD] [MASK]"
+
+
+def test_case(codec):
+    lower, cased = codec(), codec(lowercase=False)
+    ids = lower.encode(["The SHEEP", b"the sheep", "Thé shéep"])
+    assert [list(i) for i in ids] == [list(ids[0])] * 3
+    assert lower.decode(ids[0]) == "the sheep"
+    left, right = cased.encode(["The Goat", "the goat"])
+    assert list(left) != list(right) and cased.decode(left) == "The Goat"
+
+
+def test_text_that_looks_special_is_text(codec):
+    one = codec()
+    (ids,) = one.encode(["a [MASK] of [SEP] sheep"])
+    assert not {3, 4} & set(ids.tolist())
+
+
+def test_training_is_repeatable_and_small_text_gives_fewer_tokens(tmp_path):
+    assert train_wordpiece(WORDS, 90, lowercase=True) == train_wordpiece(WORDS, 90, lowercase=True)
+    vocabulary = json.loads(train_wordpiece(["aa ab"], 500, lowercase=True))["model"]["vocab"]
+    assert 5 < len(vocabulary) < 20
+
+
+def test_other_codecs_know_their_special_tokens(tmp_path):
+    bytes_ = ByteCodec()
+    assert (bytes_.end_of_text, bytes_.mask, bytes_.special) == (0, None, frozenset({0}))
+    (tmp_path / "bpe.json").write_text(train_bpe(WORDS, 300))
+    bpe = FileCodec(tmp_path / "bpe.json")
+    assert (bpe.end_of_text, bpe.mask, bpe.special) == (0, None, frozenset({0}))
+
+
+@pytest.mark.parametrize("name", ["wordpiece", "wordpiece_cased"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_documents_end_with_sep(options, tmp_path, name, workers):
+    for i, text in enumerate(WORDS):
+        (tmp_path / f"{i}.txt").write_text(text)
+    chosen = options("text_files", files=[f"{tmp_path}/*.txt"], tokenizer=name, vocab_size=150)
+    data = prepare(chosen, workers=workers)
+    assert data.end_of_text == 3 and data.vocab_size == 150
+    assert sum(int((tokens == 3).sum()) for tokens in data.tokens.values()) == len(WORDS)
+    assert data.tokens["train"][-1] == 3
+    assert not any((tokens == 4).any() or (tokens < 3).any() for tokens in data.tokens.values())
+    text = data.decode(data.tokens["train"])
+    assert ("The" in text) == (name == "wordpiece_cased") and "[UNK]" not in text
+    assert load(chosen).fingerprint == data.fingerprint
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(options, tmp_path, cache):
+    (tmp_path / "t.json").write_text(train_wordpiece(WORDS, 90, lowercase=True))
+    (tmp_path / "a.txt").write_text("sheep")
+    chosen = options(
+        "text_files", files=[f"{tmp_path}/a.txt"], tokenizer=f"{tmp_path}/t.json", vocab_size=80
+    )
+    with pytest.raises(DataError, match="has 90 tokens, more than data.vocab_size=80: set data.v"):
+        prepare(chosen)
+    assert not [p for p in cache.iterdir() if p.suffix != ".lock"]

@@ -1,0 +1,216 @@
+"""BERT and the gated BERT: sizes, agreement with other implementations, roles, options."""
+
+from __future__ import annotations
+
+import copy
+import math
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.bert import modeling_bert
+
+from sparsepretrain import config, registry
+
+SIZES = {
+    "vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24,
+    "ffn_factor": 1.0, "layer_norm_eps": 1e-12, "dropout": 0.0,
+}  # fmt: skip
+FAMILIES = ["bert", "bert_geglu"]
+
+
+def options(family, **changes):
+    return registry.get("model", family).Options(name="x", family=family, **SIZES | changes)
+
+
+def build(family, **changes):
+    """A model none of whose parameters is at its initial zero or one."""
+    torch.manual_seed(0)
+    model = registry.get("model", family).build(options(family, **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def tokens():
+    return torch.randint(50, (3, 12), generator=torch.Generator().manual_seed(0))
+
+
+def on_meta(*overrides):
+    run, _ = config.load(overrides)
+    with torch.device("meta"):
+        return registry.get("model", run.model.family).build(run.model)
+
+
+def count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_parameters_of_bert_base():
+    width, inner = 768, 3072
+    embeddings = (30522 + 512 + 2) * width + 2 * width
+    block = 4 * (width**2 + width) + 2 * width * inner + inner + width + 4 * width
+    head = width**2 + width + 2 * width + 30522  # the decoder's matrix is the embedding
+    model = on_meta("model=bert_base")
+    assert count(model) == embeddings + 12 * block + head == 109_514_298
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_parameters_of_the_gated_bert():
+    width, inner = 768, 3072
+    block = 4 * width**2 + width * inner + inner // 2 * width + 2 * 2 * width
+    total = 32768 * width + 1 + 2 * width + 16 * block + 2 * width  # 1: scale of the sinusoids
+    assert count(on_meta("model=bert_geglu")) == total == 119_589_889
+    half = on_meta("model=bert_geglu", "experiment=half")
+    assert half.encoder.layers[0].ffn.dense_in.weight.shape == (1536, 768)
+    assert total - count(half) == 16 * (1536 + 768) * width
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_roles(family):
+    model, roles = build(family), registry.get("model", family).roles
+    linears = {k: m for k, m in model.named_modules() if isinstance(m, nn.Linear)}
+    hits = {
+        role: {k for k in linears if any(fnmatchcase(k, p) for p in patterns)}
+        for role, patterns in roles.items()
+    }
+    assert hits["ffn"] | hits["attention"] == hits["all"] and not hits["ffn"] & hits["attention"]
+    shapes = {tuple(linears[k].weight.shape) for k in hits["ffn"]}
+    assert shapes == ({(24, 16), (16, 24)} if family == "bert" else {(24, 16), (16, 12)})
+    assert len(hits["ffn"]) == 4
+    assert len(hits["attention"]) == (8 if family == "bert" else 4)
+    heads = {"cls.predictions.transform.dense", "cls.predictions.decoder", "decoder"}
+    assert set(linears) - hits["all"] <= heads
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_at_some_positions_are_those_of_all(family):
+    recipe, model, x = registry.get("model", family), build(family), tokens()
+    everything = model(x)
+    everything = getattr(everything, "logits", everything)
+    assert everything.shape == (3, 12, 50)
+    places = torch.tensor([0, 5, 12, 35])
+    some = recipe.logits(model, x, places)
+    torch.testing.assert_close(some, everything.flatten(0, 1)[places])
+    assert recipe.logits(model, x, places[:0]).shape == (0, 50)
+    hidden = recipe.encode(model, x)
+    assert hidden.shape == (3, 12, 16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_sees_both_sides_but_no_padding(family):
+    recipe, model, x = registry.get("model", family), build(family), tokens()
+    mask = torch.ones_like(x)
+    mask[:, 8:] = 0
+    changed = x.clone()
+    changed[:, 8:] = (changed[:, 8:] + 1) % 50
+    plain, other = recipe.encode(model, x), recipe.encode(model, changed)
+    assert not torch.allclose(plain[:, 0], other[:, 0])
+    padded, same = recipe.encode(model, x, mask), recipe.encode(model, changed, mask)
+    torch.testing.assert_close(padded[:, :8], same[:, :8])
+    short = recipe.encode(model, x[:, :8])
+    torch.testing.assert_close(padded[:, :8], short)
+
+
+def test_bert_is_transformers_bert(tmp_path):
+    model, x = build("bert"), tokens()
+    model.save_pretrained(tmp_path)
+    theirs, report = modeling_bert.BertForMaskedLM.from_pretrained(
+        tmp_path, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(report.values()) and theirs.config.architectures == ["BertForMaskedLM"]
+    assert theirs.config.hidden_act == "gelu"
+    torch.testing.assert_close(model(x).logits, theirs.eval()(x).logits, rtol=1e-4, atol=1e-4)
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+
+
+def plain_gated_bert(state, x, heads, layers):
+    """The architecture again, from its description, without modules."""
+
+    def norm(h, name):
+        centred = h - h.mean(-1, keepdim=True)
+        h = centred / (centred.square().mean(-1, keepdim=True) + 1e-12).sqrt()
+        return h * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+    batch, length = x.shape
+    width = state["encoder.norm.weight"].numel()
+    pe = torch.zeros(length, width)
+    for t in range(length):
+        for i in range(0, width, 2):
+            pe[t, i] = math.sin(t / 10000 ** (i / width))
+            pe[t, i + 1] = math.cos(t / 10000 ** (i / width))
+    h = state["encoder.embedding.tokens.weight"][x] + state["encoder.embedding.scale"] * pe
+    h = norm(h, "encoder.embedding.norm")
+    for layer in range(layers):
+        name = f"encoder.layers.{layer}"
+        y = norm(h, f"{name}.norm1") @ state[f"{name}.attention.qkv.weight"].t()
+        query, key, value = y.split(width, -1)
+        out = torch.zeros_like(h)
+        size = width // heads
+        for head in range(heads):
+            part = slice(head * size, (head + 1) * size)
+            scores = query[..., part] @ key[..., part].transpose(1, 2) / math.sqrt(size)
+            out[..., part] = scores.softmax(-1) @ value[..., part]
+        h = h + out @ state[f"{name}.attention.proj.weight"].t()
+        y = norm(h, f"{name}.norm2") @ state[f"{name}.ffn.dense_in.weight"].t()
+        half = y.shape[-1] // 2
+        y = y[..., :half] * F.gelu(y[..., half:], approximate="tanh")
+        h = h + y @ state[f"{name}.ffn.dense_out.weight"].t()
+    return norm(h, "encoder.norm") @ state["encoder.embedding.tokens.weight"].t()
+
+
+def test_gated_bert_is_what_it_is_described_as():
+    model, x = build("bert_geglu"), tokens()
+    ours, plain = model(x), plain_gated_bert(model.state_dict(), x, heads=2, layers=2)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert model.decoder.weight is model.encoder.embedding.tokens.weight
+    assert not any("bias" in k for k in model.state_dict() if "norm" not in k)
+    assert "sinusoids" not in str(list(model.state_dict()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_initialisation(family):
+    torch.manual_seed(1)
+    model = registry.get("model", family).build(
+        options(family, vocab_size=1000, n_embd=64, n_inner=256)
+    )
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            error = 5 * 0.02 / math.sqrt(2 * parameter.numel())
+            assert abs(parameter.std().item() - 0.02) < error, name
+        elif "scale" in name:
+            assert parameter.item() == 1 / 8
+        else:
+            assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_is_for_training(family):
+    model, x = build(family, dropout=0.3), tokens()
+    recipe = registry.get("model", family)
+    assert torch.equal(recipe.encode(model, x), recipe.encode(model, x))
+    model.train()
+    assert not torch.equal(recipe.encode(model, x), recipe.encode(model, x))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_options_are_checked(family):
+    good = options(family)
+    assert list(good.problems()) == []
+    for key, value in (
+        ("n_embd", 0), ("n_layer", -1), ("n_head", 3), ("n_inner", 0), ("dropout", 1.0),
+        ("ffn_factor", 0.33), ("ffn_factor", 0.0), ("layer_norm_eps", 0.0),
+    ):  # fmt: skip
+        bad = copy.copy(good)
+        setattr(bad, key, value)
+        assert [k for k, _ in bad.problems()] == [key], key
+
+
+def test_options_of_the_gated_bert():
+    odd = options("bert_geglu", n_inner=25)
+    assert [k for k, _ in odd.problems()] == ["n_inner"]
+    odd = options("bert_geglu", n_embd=15, n_head=3)
+    assert [k for k, _ in odd.problems()] == ["n_embd"]
