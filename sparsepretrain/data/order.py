@@ -85,7 +85,7 @@ def windows(
     Raises:
         DataError: the split has no window of ``length + 1`` tokens.
     """
-    tokens = data.tokens[split]
+    tokens = data.split(split)
     if len(tokens) <= length:
         raise DataError(
             f"{data.directory / split}.bin has {len(tokens)} tokens, but a sequence of "

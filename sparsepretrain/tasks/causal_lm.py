@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Task
+from sparsepretrain.tasks import Batch, Observation, Task, perplexity
 
 if TYPE_CHECKING:
     import torch
@@ -86,3 +86,8 @@ class CausalLM(Task):
         rows = logits.reshape(-1, logits.shape[-1]).float()
         total = F.cross_entropy(rows, batch["targets"].reshape(-1), reduction="sum")
         return total, self.count(batch)
+
+    def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
+        """``loss`` and ``perplexity``, per token."""
+        values = super().metrics(observations)
+        return {**values, "perplexity": perplexity(values["loss"])}

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +132,21 @@ def _run(
     return exit_code
 
 
-def build_training(run: Run, console: Console) -> Training:
-    """Build everything the loop touches; prepares offline data, writes no run directory."""
+def build_training(run: Run, console: Console, *, splits: Sequence[str] | None = None) -> Training:
+    """Build everything the loop touches; prepares offline data, writes no run directory.
+
+    Args:
+        run: the checked configuration.
+        console: shows how far the preparation is.
+        splits: of the data to open; None: those that training uses.
+    """
     device = pick_device(run)
     rng.seed_all(run.seed)
     task = build_task(run)
     # wrong targets and widths are found before data is prepared and weights are drawn
     sparsify_model(run, task, build_model(run, task, torch.device("meta")))
-    splits = ("train", "validation") if run.eval.batches else ("train",)
+    if splits is None:
+        splits = ("train", "validation") if run.eval.batches else ("train",)
     task.open_data(splits, on_progress=console.progress)
     model = build_model(run, task, device)
     sparsifier = sparsify_model(run, task, model)

@@ -159,5 +159,11 @@ class Source(ABC):
 
     def missing(self) -> str:
         """The message when nothing is prepared and training may not prepare on its own."""
-        name = self.options.name
-        return f"{name} is not prepared: run `sparsepretrain prepare data={name}`"
+        return f"{self.options.name} is not prepared: run `{self.command()}`"
+
+    def command(self) -> str:
+        """What prepares this data, with a tokenizer that was given as a file."""
+        words = f"sparsepretrain prepare data={self.options.name}"
+        if self.tokenizer.endswith(".json"):
+            words += f" data.tokenizer={self.tokenizer} data.vocab_size={self.vocab_size}"
+        return words
