@@ -261,27 +261,24 @@ def _prepare(args: argparse.Namespace) -> int:
     prepared = data.prepare(options, workers=args.workers, on_progress=console.progress)
     console.stop()
     seconds = time.monotonic() - start
-    sizes = {split: len(tokens) for split, tokens in prepared.tokens.items()}
+    unit, sizes = data.amounts(options, prepared)
     parts = ", ".join(f"{split} {count(size)}" for split, size in sizes.items())
-    console.info(f"prepared {count(sum(sizes.values()))} tokens ({parts}) in {prepared.directory}")
-    console.info(f"{seconds:.1f} s, {count(sum(sizes.values()) / max(seconds, 1e-9))} tokens/s")
+    console.info(f"prepared {count(sum(sizes.values()))} {unit} ({parts}) in {prepared.directory}")
+    console.info(f"{seconds:.1f} s, {count(sum(sizes.values()) / max(seconds, 1e-9))} {unit}/s")
     return 0
 
 
 def _data_options(args: argparse.Namespace) -> Any:
-    """The group ``data``; all is checked but whether the model has a row for every token."""
+    """The group ``data``, whatever model and task it is for; root keys are checked as well."""
     from sparsepretrain import config
-    from sparsepretrain.config.strict import build
+    from sparsepretrain.config.schema import GROUPS, REGISTERED
+    from sparsepretrain.config.validate import check
 
-    try:
-        return config.load(args.overrides, args.config_dir)[0].data
-    except ConfigError as error:
-        others = [m for m in error.messages if not m.startswith("model.vocab_size must be ≥")]
-        if others:
-            raise ConfigError(others) from error
-    plain = config.compose(args.overrides, args.config_dir)["data"]
-    source: Any = registry.get("source", plain["source"])
-    return build(source.Options, plain, "data")
+    plain = config.compose(args.overrides, args.config_dir)
+    run, errors = check(plain, {*GROUPS, *REGISTERED} - {"data"})
+    if errors or run is None:
+        raise ConfigError(errors)
+    return run.data
 
 
 def _methods(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from sparsepretrain.config.freeze import resolve
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.validate import validate
 from sparsepretrain.data import load as load_data
+from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.sources._source import BYTES, TRAINED
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError, SparsePretrainError
 from sparsepretrain.sparsity import densify
@@ -123,15 +124,16 @@ def configuration(
     """The run behind a checkpoint, with other data, task or keys.
 
     New text is tokenised as the run's was, whatever its group says. For a Hugging Face checkpoint
-    ``overrides`` are those of ``train`` with ``model=pretrained sparsity=dense``.
+    ``overrides`` are those of ``train`` with ``model=pretrained sparsity=dense``, and the text is
+    read with its tokenizer.
 
     Raises:
         ConfigError: every problem, one message each.
     """
     request = read(overrides, config_dirs)
     if source.config is None:
-        request.choices = {"model": "pretrained", "sparsity": "dense", **request.choices}
-        request.values.insert(0, ("model.path", str(source.path)))
+        request.choices = {"sparsity": "dense", **request.choices, "model": "pretrained"}
+        request.values[:0] = [(key, str(source.path)) for key in ("model.path", "init.path")]
     else:
         words = [*request.choices, *(key for key, _ in request.values)]
         request.errors += [
@@ -144,13 +146,29 @@ def configuration(
     typed = {key for key, _ in request.values}
     if source.config is None:
         plain, _ = build(request)
+        _adopt_tokenizer(source, plain["data"], typed)
     else:
         plain = amend(source.config, request)
+        if "init" in plain:
+            plain["init"]["path"] = None  # of the weights that the checkpoint replaces
         _keep_tokenizer(source, plain, typed)
     if "batch.micro" in typed:
         plain["batch"]["size"] = plain["batch"]["micro"]  # of a step, which there is none of
     run = validate(plain)
     return run, resolve(run)
+
+
+def _adopt_tokenizer(source: Source, data: dict[str, Any], typed: set[str]) -> None:
+    """Read the text of ``data`` with the tokenizer of a Hugging Face checkpoint."""
+    if "tokenizer" not in data or "data.tokenizer" in typed:
+        return
+    file = weights.locate(source, "tokenizer.json")
+    if file is None:
+        raise ConfigError(f"{source.path} has no tokenizer.json: give data.tokenizer")
+    data["vocab_size"] = open_codec(file).vocab_size
+    options = registry.get("source", data["source"]).Options  # type: ignore[attr-defined]
+    named = isinstance(source.path, str) and options.hub_tokenizers
+    data["tokenizer"] = source.path if named else str(file)
 
 
 def _keep_tokenizer(source: Source, plain: dict[str, Any], typed: set[str]) -> None:
@@ -189,8 +207,11 @@ def _tokenizer_file(source: Source) -> Path:
 def _load_weights(t: Training, sources: list[Source], console: Console, *, same_data: bool) -> None:
     """Weights, averages of them where there are some, and the state of the method."""
     newest = sources[-1]
-    if newest.kind == "huggingface":
-        return  # the recipe has loaded them
+    if newest.kind == "huggingface":  # init.path has loaded them
+        rows = t.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        if (tokens := getattr(t.run.data, "vocab_size", 0)) > rows:
+            raise ConfigError(f"data.vocab_size is {tokens}, but {newest.path} has {rows} tokens")
+        return
     state = weights.state(newest)
     if same_data and state["fingerprint"] != t.task.fingerprint:
         text = f"the data are not those of the run (fingerprint {state['fingerprint']} then)"

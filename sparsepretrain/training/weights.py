@@ -141,14 +141,14 @@ def _run_source(path: Path) -> Source:
 
 def _weight_files(source: Source) -> list[Path]:
     for name in HF_FILES:
-        if (file := _locate(source, name)) is not None:
+        if (file := locate(source, name)) is not None:
             return [file]
-        if (index := _locate(source, f"{name}.index.json")) is not None:
+        if (index := locate(source, f"{name}.index.json")) is not None:
             try:
                 names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             except (OSError, ValueError, KeyError, AttributeError) as error:
                 raise CheckpointError(f"{index} is damaged: it names no files") from error
-            files = [(name, _locate(source, name)) for name in sorted(set(names))]
+            files = [(name, locate(source, name)) for name in sorted(set(names))]
             for name, part in files:
                 if part is None:
                     raise CheckpointError(f"{source.path}: {name} is missing")
@@ -156,7 +156,8 @@ def _weight_files(source: Source) -> list[Path]:
     raise CheckpointError(f"{source.path} has no weights: neither {' nor '.join(HF_FILES)}")
 
 
-def _locate(source: Source, name: str) -> Path | None:
+def locate(source: Source, name: str) -> Path | None:
+    """A file of a Hugging Face checkpoint, fetched if need be; None: it has none."""
     if isinstance(source.path, Path):
         file = source.path / name
         return file if file.is_file() else None

@@ -119,6 +119,9 @@ class Source(ABC):
     """Whether preparing needs no network, so that training may do it on its own."""
     unit: ClassVar[str]
     """Unit of ``Shard.size``."""
+    shape: ClassVar[tuple[int, int, int] | None] = None
+    """Of small images, (height, width, channels): documents are a label (2 bytes, little-endian)
+    and the pixels, without a terminator."""
 
     def __init__(self, options: Any) -> None:
         self.options = options
