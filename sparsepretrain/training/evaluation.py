@@ -54,8 +54,7 @@ def evaluate_checkpoint(
 
     Args:
         path: see :func:`weights.find`.
-        overrides: other task, data or keys than those of the run; see :func:`configuration`.
-        config_dirs: see :func:`compose.compose`.
+        overrides, config_dirs: see :func:`configuration`.
         split: train, validation or test.
         average: use the mean of the weights of so many checkpoints, the last of them ``path``.
         dense: densify the model first: plain layers that hold the weights evaluation uses.
@@ -66,9 +65,7 @@ def evaluate_checkpoint(
         the line that was appended.
 
     Raises:
-        CheckpointError: no checkpoint, a damaged one, too few of them, or of another model.
-        ConfigError: an override that does not exist or that the checkpoint decides.
-        DataError: missing or unsuitable data, an empty split.
+        CheckpointError, ConfigError, DataError: with one line for the user.
     """
     console = console or Console()
     source = weights.find(path, console.warn)
@@ -77,19 +74,23 @@ def evaluate_checkpoint(
         raise ConfigError(f"average={average}: the run averages its weights (ema): leave it out")
     sources = weights.latest(source, average)
     t = build_training(run, console, splits=(split,))
-    try:
-        samples = t.task.samples(split)
-        if not samples:
-            raise DataError(f"the {split} split of {run.data.name} is empty: choose another")
-        same_data = source.config is not None and source.config["data"] == plain["data"]
-        _load_weights(t, sources, console, same_data=same_data)
-        proof = str(prove(t.sparsifier))
-        if dense:
-            densify(t.model)
-        metrics = loop.evaluate(t, split, None, final=True)
-    finally:
-        t.batches.close()
+    samples = t.task.samples(split)
+    if not samples:
+        raise DataError(f"the {split} split of {run.data.name} is empty: choose another")
+    same_data = source.config is not None and source.config["data"] == plain["data"]
+    _load_weights(t, sources, console, same_data=same_data)
+    proof = f"{len(t.sparsifier.layers)}: {prove(t.sparsifier)}{', densified' * dense}"
+    if dense:
+        densify(t.model)
+    metrics = loop.evaluate(t, split, None, final=True)
     assert metrics is not None
+    rows = [
+        ("checkpoint", _describe(source, average)),
+        (split, f"{samples:,} samples of {run.data.name}, every one once"),
+        ("target layers", proof),
+        *((key, _text(value)) for key, value in metrics.items()),
+    ]
+    console.table(f"{run.task.name}, {run.sparsity.name}", rows)
     result = {
         "checkpoint": str(source.path),
         "step": source.step,
@@ -105,16 +106,7 @@ def evaluate_checkpoint(
         "metrics": metrics,
         "environment": environment(t.device),
     }
-    rows = [
-        ("checkpoint", _describe(source, average)),
-        (split, f"{samples:,} samples of {run.data.name}, every one once"),
-        ("target layers", f"{len(t.sparsifier.layers)}: {proof}{', densified' * dense}"),
-        *((key, _text(value)) for key, value in metrics.items()),
-    ]
-    console.table(f"{run.task.name}, {run.sparsity.name}", rows)
-    if file := _results_file(source, out):
-        _append(file, result)
-        console.info(f"written to {file}")
+    _write(result, _results_file(source, out), console)
     return result
 
 
@@ -261,8 +253,10 @@ def _results_file(source: Source, out: Path | None) -> Path | None:
     return source.run_directory / RESULTS
 
 
-def _append(file: Path, result: dict[str, Any]) -> None:
-    """One write of one line, so that evaluations at the same time do not mix."""
+def _write(result: dict[str, Any], file: Path | None, console: Console) -> None:
+    """Append a line in one write, so that evaluations at the same time do not mix."""
+    if file is None:
+        return
     finite = {
         key: value if not isinstance(value, float) or math.isfinite(value) else None
         for key, value in result["metrics"].items()
@@ -277,3 +271,4 @@ def _append(file: Path, result: dict[str, Any]) -> None:
             os.close(descriptor)
     except OSError as error:
         raise SparsePretrainError(f"cannot write {file}: {error.strerror or error}") from error
+    console.info(f"written to {file}")

@@ -91,6 +91,7 @@ def _run(
     resumed: bool,
 ) -> int:
     run = t.run
+    console.unit = t.task.unit
     _announce(t, directory, console)
     stream = Stream(
         directory,
