@@ -155,11 +155,15 @@ def _help() -> str:
 def _parser(verb: str) -> Parser:
     """The arguments of one verb."""
     parser = Parser(prog=f"sparsepretrain {verb}", description=VERBS[verb][1], allow_abbrev=False)
+    if verb == "eval":
+        from sparsepretrain import evaluating
+
+        evaluating.add_arguments(parser)
     if verb in ("train", "tune-decay", "prepare", "methods"):
         parser.add_argument(
             "overrides", nargs="*", metavar="KEY=VALUE", help="group=option or key=value"
         )
-    if verb in ("train", "tune-decay", "prepare", "methods", "configs"):
+    if verb in ("train", "tune-decay", "eval", "prepare", "methods", "configs"):
         parser.add_argument(
             "--config-dir",
             action="append",
@@ -239,6 +243,12 @@ def _tune_decay(args: argparse.Namespace) -> int:
     return tuning.run(args)
 
 
+def _eval(args: argparse.Namespace) -> int:
+    from sparsepretrain import evaluating
+
+    return evaluating.run(args)
+
+
 def _prepare(args: argparse.Namespace) -> int:
     import time
 
@@ -251,27 +261,24 @@ def _prepare(args: argparse.Namespace) -> int:
     prepared = data.prepare(options, workers=args.workers, on_progress=console.progress)
     console.stop()
     seconds = time.monotonic() - start
-    sizes = {split: len(tokens) for split, tokens in prepared.tokens.items()}
+    unit, sizes = data.amounts(options, prepared)
     parts = ", ".join(f"{split} {count(size)}" for split, size in sizes.items())
-    console.info(f"prepared {count(sum(sizes.values()))} tokens ({parts}) in {prepared.directory}")
-    console.info(f"{seconds:.1f} s, {count(sum(sizes.values()) / max(seconds, 1e-9))} tokens/s")
+    console.info(f"prepared {count(sum(sizes.values()))} {unit} ({parts}) in {prepared.directory}")
+    console.info(f"{seconds:.1f} s, {count(sum(sizes.values()) / max(seconds, 1e-9))} {unit}/s")
     return 0
 
 
 def _data_options(args: argparse.Namespace) -> Any:
-    """The group ``data``; all is checked but whether the model has a row for every token."""
+    """The group ``data``, whatever model and task it is for; root keys are checked as well."""
     from sparsepretrain import config
-    from sparsepretrain.config.strict import build
+    from sparsepretrain.config.schema import GROUPS, REGISTERED
+    from sparsepretrain.config.validate import check
 
-    try:
-        return config.load(args.overrides, args.config_dir)[0].data
-    except ConfigError as error:
-        others = [m for m in error.messages if not m.startswith("model.vocab_size must be ≥")]
-        if others:
-            raise ConfigError(others) from error
-    plain = config.compose(args.overrides, args.config_dir)["data"]
-    source: Any = registry.get("source", plain["source"])
-    return build(source.Options, plain, "data")
+    plain = config.compose(args.overrides, args.config_dir)
+    run, errors = check(plain, {*GROUPS, *REGISTERED} - {"data"})
+    if errors or run is None:
+        raise ConfigError(errors)
+    return run.data
 
 
 def _methods(args: argparse.Namespace) -> int:
@@ -339,7 +346,11 @@ def _complete(words: list[str]) -> int:
         found += [c for a in actions if not a.option_strings for c in a.choices or ()]
         if before[0] == "bench":
             found += [f"{f.name}=" for f in fields(Bench)]
-        elif any(action.dest == "overrides" for action in actions) and current[:1] != "-":
+        if before[0] == "eval":
+            from sparsepretrain.evaluating import KEYS
+
+            found += [f"{key}=" for key in KEYS]
+        if any(action.dest == "overrides" for action in actions) and current[:1] != "-":
             # the keys of the method that is tuned when none is chosen
             default = ["sparsity=tsrste"] if before[0] == "tune-decay" else []
             found += override_words([*default, *before[1:]], current)
@@ -354,6 +365,7 @@ VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
         "train a model; model=… brings the paper's recipe, everything can be changed",
     ),
     "tune-decay": (_tune_decay, "find the decay factor of tsrste or srste on the warm-up alone"),
+    "eval": (_eval, "metrics of a checkpoint on a whole split; sparse or densified, averaged"),
     "prepare": (_prepare, "download, tokenize and store a data set without training"),
     "methods": (_methods, "list the methods: what each matrix product sees, and the paper"),
     "configs": (_configs, "list the configuration groups, their options and where they come from"),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -169,23 +170,16 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
         ConfigError: a file that cannot be read or composed, or a value that does not fit.
     """
     import hydra
-    import yaml
-    from hydra.errors import HydraException, MissingConfigException
     from omegaconf import OmegaConf, open_dict
-    from omegaconf.errors import OmegaConfBaseException
 
-    ours, *users = request.path
+    ours = request.path[0]
     # a group of the user's own is not in the primary defaults list: it is appended
     overrides = [
         f"{'' if (ours / group).is_dir() else '+'}{group}={_quote(option)}"
         for group, option in request.choices.items()
     ]
-    if users:
-        quoted = ",".join(_quote(f"file://{directory}") for directory in users)
-        overrides.append(f"hydra.searchpath=[{quoted}]")
-    try:
-        with hydra.initialize_config_dir(str(ours), job_name=PRIMARY, version_base="1.3"):
-            composed = hydra.compose(PRIMARY, overrides, return_hydra_config=True)
+    with _composing(request):
+        composed = hydra.compose(PRIMARY, overrides + _search(request), return_hydra_config=True)
         choices = dict(composed.hydra.runtime.choices)
         with open_dict(composed):
             del composed["hydra"]
@@ -194,16 +188,6 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
             composed.steps = 0
         _force(composed, request.values)
         plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except yaml.YAMLError as error:
-        raise ConfigError(_yaml_problem(error)) from error
-    except MissingConfigException as error:
-        missing = str(error.missing_cfg_file)
-        near = suggestion(missing.rpartition("/")[2], error.options or ())
-        raise ConfigError(f"{missing}.yaml does not exist{near}") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
-    except (HydraException, OSError, ValueError) as error:
-        raise ConfigError(_unreadable(request) or _one_line(error)) from error
     assert isinstance(plain, dict)
     # the file's label; a mapping here means a file without the _global_ package, see validate
     if not isinstance(plain.get("experiment"), dict):
@@ -213,6 +197,61 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
     return {**known, **{str(k): v for k, v in plain.items() if k not in known}}, {
         group: option for group, option in choices.items() if not group.startswith("hydra/")
     }
+
+
+def amend(plain: dict[str, Any], request: Request) -> dict[str, Any]:
+    """A resolved configuration with other choices of groups and other values.
+
+    A chosen group is what its file says: no recipe or experiment has a part in it.
+
+    Raises:
+        ConfigError: a file that cannot be read or composed, or a value that does not fit.
+    """
+    import hydra
+    from omegaconf import OmegaConf
+
+    with _composing(request):
+        amended = OmegaConf.create(plain)
+        for group, option in request.choices.items():
+            chosen = hydra.compose(None, [f"+{group}={_quote(option)}", *_search(request)])
+            amended[group] = OmegaConf.select(chosen, group)
+        _force(amended, request.values)
+        result = OmegaConf.to_container(amended, resolve=True, throw_on_missing=True)
+    assert isinstance(result, dict)
+    return {str(key): value for key, value in result.items()}
+
+
+def _search(request: Request) -> list[str]:
+    """Hydra's override for the directories of the user."""
+    quoted = ",".join(_quote(f"file://{directory}") for directory in request.path[1:])
+    return [f"hydra.searchpath=[{quoted}]"] if quoted else []
+
+
+@contextmanager
+def _composing(request: Request) -> Iterator[None]:
+    """Hydra at work; what it raises becomes one line."""
+    import hydra
+    import yaml
+    from hydra.errors import HydraException, MissingConfigException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with hydra.initialize_config_dir(
+            str(request.path[0]), job_name=PRIMARY, version_base="1.3"
+        ):
+            yield
+    except yaml.YAMLError as error:
+        raise ConfigError(_yaml_problem(error)) from error
+    except MissingConfigException as error:
+        missing = str(error.missing_cfg_file)
+        near = suggestion(missing.rpartition("/")[2], error.options or ())
+        raise ConfigError(f"{missing}.yaml does not exist{near}") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    except ConfigError:
+        raise
+    except (HydraException, OSError, ValueError) as error:
+        raise ConfigError(_unreadable(request) or _one_line(error)) from error
 
 
 def _force(composed: DictConfig, values: list[tuple[str, Any]]) -> None:

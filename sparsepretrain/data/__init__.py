@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sparsepretrain.data.counting import amounts
     from sparsepretrain.data.order import Windows, windows
     from sparsepretrain.data.preparation import Progress, load, prepare
     from sparsepretrain.data.tokens import TokenData, cache_directory
@@ -21,6 +22,7 @@ __all__ = [
     "Progress",
     "TokenData",
     "Windows",
+    "amounts",
     "cache_directory",
     "load",
     "prepare",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "amounts": "counting",
     "Windows": "order",
     "windows": "order",
     "TokenData": "tokens",

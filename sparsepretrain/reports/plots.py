@@ -39,7 +39,24 @@ def loss_figure(run: RunData) -> Figure | None:
     if _drawable(validation):
         style: dict[str, Any] = {"color": VALIDATION, "marker": "o", "markersize": 3.5}
         axes.plot(evaluated, validation, linewidth=1.2, label="validation", **style)
-    axes.set_ylabel("loss (cross-entropy, nats)")
+    axes.set_ylabel(_loss_label(run))
+    return _finish(figure, run)
+
+
+def metric_figure(run: RunData) -> Figure | None:
+    """Scores of the task over the evaluations, in percent; None where the loss is all there is."""
+    name = run.metric
+    if name is None or not _drawable(run.series(name, "validation")[1]):
+        return None
+    figure, axes = _single(run, height=3.6)
+    others = [score for score in run.scores() if score != name]
+    for index, metric in enumerate([name, *others[: len(COLOURS) - 1]]):
+        style: dict[str, Any] = {"color": COLOURS[index], "marker": MARKERS[index]}
+        steps, values = run.series(metric, "validation")
+        width = 1.6 if metric == name else 0.9
+        axes.plot(steps, values, markersize=4, linewidth=width, label=metric, **style)
+    # one score needs no legend
+    axes.set_ylabel("%, validation" if others else f"{name} (%, validation)")
     return _finish(figure, run)
 
 
@@ -100,10 +117,15 @@ def layers_figure(run: RunData) -> Figure | None:
 
 
 def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:
-    """Several runs: loss (train and validation) on the left, flip rate (log axis) on the right."""
+    """Several runs: loss (train and validation) on the left, flip rate (log axis) on the right.
+
+    Between them the score of the task, where there is one.
+    """
     from matplotlib.lines import Line2D
 
-    figure, (left, right) = _new((12, 5.2), columns=2)
+    metric = next((run.metric for run in runs if run.metric is not None), None)
+    figure, panels = _new((12, 5.2) if metric is None else (16, 5.2), columns=3 - (metric is None))
+    left, right = panels[0], panels[-1]
     handles, tops, switched = [], [], False
     intervals = _intervals(runs)
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
@@ -122,25 +144,26 @@ def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:
         if _drawable(late := mean[len(mean) // 10 :]):
             tops.append(float(np.nanmax(late)))
         left.plot(*run.series("loss", "validation"), linestyle=" ", zorder=3, **dots)
+        if metric is not None:
+            panels[1].plot(*run.series(metric, "validation"), **(line | dots))
         steps, flips = run.series("flip_rate")
         if _drawable(flips, log=True):
             right.plot(steps, _positive(smooth(flips)[0]), **line)
         for step, _ in run.switches():
             switched = True
-            for axes in (left, right):
+            for axes in panels:
                 axes.axvline(step, color=line["color"], linewidth=0.8, linestyle=":")
     note = "; dotted: dense ↔ sparse" if switched else ""
     losses, rates = means_label(runs, "loss"), means_label(runs, "flip_rate")
     left.set_title(f"lines: train, {losses}; markers: validation", fontsize=9, loc="left")
     right.set_title(f"lines: {rates}{note}", fontsize=9, loc="left")
-    left.set_ylabel("loss (cross-entropy, nats)")
-    left.set_xlabel("step")
-    right.set_xlabel("step")
-    bottom, top = left.get_ylim()
-    if tops and max(tops) < top:
-        # the first steps fall by several nats and would press all differences together
-        left.set_ylim(bottom, max(tops) + 0.05 * (max(tops) - bottom))
-        left.set_xlabel("step (the first 10 % may leave the axis)")
+    left.set_ylabel(_loss_label(runs[0]))
+    for axes in panels:
+        axes.set_xlabel("step")
+    if metric is not None:
+        panels[1].set_ylabel(f"{metric} (%)")
+        panels[1].set_title("validation", fontsize=9, loc="left")
+    _leave_out_the_start(left, tops)
     if any(_drawable(run.series("flip_rate")[1], log=True) for run in runs):
         _flip_axis(right, runs)
     else:
@@ -150,6 +173,19 @@ def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:
     figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False)
     figure.supxlabel(_footer(runs, 170), fontsize=7, color=GREY, x=0.01, ha="left")
     return figure
+
+
+def _leave_out_the_start(axes: Axes, tops: list[float]) -> None:
+    """Cut the loss axis above ``tops``, the highest of each run after its first tenth."""
+    bottom, top = axes.get_ylim()
+    if tops and max(tops) < top:
+        # the first steps fall by several nats and would press all differences together
+        axes.set_ylim(bottom, max(tops) + 0.05 * (max(tops) - bottom))
+        axes.set_xlabel("step (the first 10 % may leave the axis)")
+
+
+def _loss_label(run: RunData) -> str:
+    return "loss (cross-entropy, nats)" if run.unit == "tokens" else f"loss per {run.unit[:-1]}"
 
 
 def _new(size: tuple[float, float], columns: int = 1) -> tuple[Figure, Any]:

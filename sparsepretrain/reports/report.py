@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 PICTURES = {
     "loss": (plots.loss_figure, "no loss was recorded"),
+    "metric": (plots.metric_figure, ""),
     "flip_rate": (plots.flip_figure, "no flip rate above zero was recorded"),
     "flip_rate_layers": (plots.layers_figure, "no flip rate of layers was recorded"),
     "lr": (plots.lr_figure, "no learning rate was recorded"),
 }
-"""File name -> the function that draws it, and what a report says where there is nothing."""
+"""File name -> the function that draws it, and what a report says where there is nothing, if so."""
 
 
 def report(
@@ -75,16 +76,22 @@ def _one(run: RunData, out: Path) -> list[Path]:
     ]
     lines = [f"# {plots.title(run)}", "", *_table(("", ""), _numbers(run)), ""]
     for name, figure in figures.items():
-        missing = f"{PICTURES[name][1]}: the plot `{name}` is left out."
-        lines += [f"![{name}](plots/{name}.png)" if figure else missing, ""]
+        missing = PICTURES[name][1]
+        if figure:
+            lines += [f"![{name}](plots/{name}.png)", ""]
+        elif missing:
+            lines += [f"{missing}: the plot `{name}` is left out.", ""]
     lines += _sources(run)
     return [*written, _write(out / "report.md", lines)]
 
 
 def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
     figure = plots.overlay_figure(runs, labels)
-    header = ("run", "method", "steps", "train loss", "validation loss", "flip rate", "tokens/s")
-    rows = [(label, *_row(run)) for label, run in zip(labels, runs, strict=True)]
+    metrics = list(dict.fromkeys(name for run in runs for name in run.metrics()))
+    units = {run.unit for run in runs}
+    header = ("run", "method", "steps", "train loss", "validation loss", *metrics, "flip rate")
+    header = (*header, f"{units.pop() if len(units) == 1 else 'items'}/s")
+    rows = [(label, *_row(run, metrics)) for label, run in zip(labels, runs, strict=True)]
     lines = ["# " + " / ".join(labels), "", "![overlay](overlay.png)", ""]
     lines += [*_table((*header, "seed"), rows), ""]
     losses, rates = (plots.means_label(runs, key) for key in ("loss", "flip_rate"))
@@ -120,6 +127,11 @@ def _numbers(run: RunData) -> list[tuple[str, str]]:
     if len(validation):
         rows.append((f"validation loss at step {evaluated[0]}", _loss(validation[0])))
         rows.append((f"validation loss at step {evaluated[-1]}", _loss(validation[-1])))
+    rows += [
+        (f"validation {name} at step {at[-1]}", _score(values))
+        for name in run.metrics()
+        for at, values in [run.series(name, "validation")]
+    ]
     if np.any(np.isfinite(flips)):
         peak = int(np.nanargmax(flips))
         over = plots.over(run)
@@ -135,19 +147,19 @@ def _numbers(run: RunData) -> list[tuple[str, str]]:
         rows.append(("density of the sparse layers at the end", f"{density[-1]:.4f}"))
     rates = run.series("tokens_per_second")[1]
     if len(rates):
-        rows.append(("tokens/s (median)", count(_median(rates))))
+        rows.append((f"{run.unit}/s (median)", count(_median(rates))))
     use = run.series("mfu")[1]
     if len(use):
         rows.append(("MFU (median, of the dense peak)", f"{100 * _median(use):.1f} %"))
     tokens, seconds = run.series("tokens")[1], run.series("time")[1]
     if len(tokens):
-        rows.append(("tokens", count(float(tokens[-1]))))
+        rows.append((run.unit, count(float(tokens[-1]))))
     if len(seconds):
         rows.append(("time", clock(float(seconds[-1]))))
     return rows
 
 
-def _row(run: RunData) -> tuple[str, ...]:
+def _row(run: RunData, metrics: Sequence[str]) -> tuple[str, ...]:
     loss, validation = run.series("loss")[1], run.series("loss", "validation")[1]
     flips, rates = run.series("flip_rate")[1], run.series("tokens_per_second")[1]
     return (
@@ -155,6 +167,7 @@ def _row(run: RunData) -> tuple[str, ...]:
         str(max(record["step"] for record in run.records)),
         _loss(smooth(loss)[0][-1]) if len(loss) else "–",
         _loss(validation[-1]) if len(validation) else "–",
+        *(_score(run.series(name, "validation")[1]) for name in metrics),
         f"{smooth(flips)[0][-1]:.2e}{plots.over(run)}" if np.any(np.isfinite(flips)) else "–",
         count(_median(rates)) if len(rates) else "–",
         str(run.config.get("seed", "–")),
@@ -191,6 +204,11 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def _loss(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else "not finite"
+
+
+def _score(values: np.ndarray) -> str:
+    """The last value of a metric."""
+    return f"{values[-1]:.2f}" if len(values) and math.isfinite(values[-1]) else "–"
 
 
 def _cell(value: Any) -> str:

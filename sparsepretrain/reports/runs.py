@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsepretrain import registry
 from sparsepretrain.config.freeze import from_yaml
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.tracking.record import FILE, read
@@ -20,6 +21,12 @@ SMOOTH = 40
 
 NOT_COMPARED = ("runs_dir", "resume", "tracker", "experiment")
 """Keys that do not change what a run computes."""
+
+ABOUT = ("step", "time", "tokens", "loss")
+"""Numbers of an evaluation that are no metrics of the task."""
+
+NO_SCORES = ("perplexity",)
+"""Metrics that are not percentages; other losses are not either."""
 
 ABSENT = "–"
 """Stands for the value of a key that a configuration does not have."""
@@ -35,6 +42,34 @@ class RunData:
     config_text: str
     """config.yaml as it is; empty when there is none."""
     environment: dict[str, Any]
+
+    @property
+    def unit(self) -> str:
+        """What the task counts, in the plural; tokens where it is not known."""
+        return str(getattr(self._task(), "unit", "tokens"))
+
+    @property
+    def metric(self) -> str | None:
+        """The score that says how good the model is; None: only the loss was recorded."""
+        name = getattr(self._task(), "metric", "loss")
+        scores = self.scores()
+        return name if name in scores else next(iter(scores), None)
+
+    def metrics(self) -> list[str]:
+        """Names of the numbers of evaluations on the validation split, beside the loss."""
+        lines = [r for r in self.records if r.get("split") == "validation"]
+        names = dict.fromkeys(k for r in lines for k, v in r.items() if _is_number(v))
+        return [name for name in names if name not in ABOUT]
+
+    def scores(self) -> list[str]:
+        """Those of :meth:`metrics` that are percentages."""
+        return [m for m in self.metrics() if m not in NO_SCORES and "loss" not in m]
+
+    def _task(self) -> type | None:
+        try:
+            return registry.get("task", str((self.config.get("task") or {}).get("name")))
+        except ConfigError:  # a plug-in's that is not loaded, or no configuration
+            return None
 
     def series(self, key: str, split: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Steps (int64) and values (float64, NaN for null) of the records that have ``key``."""
@@ -175,6 +210,10 @@ def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _nan(value: float | None) -> float:

@@ -47,6 +47,8 @@ class Console:
         self._first: tuple[int, float] | None = None
         self._printed = ("", 0.0)
         self._sparse: tuple[int, float] | None = None  # at the last line of this run
+        self.unit = "tokens"
+        """What the task of a run counts, in the plural."""
 
     def info(self, line: str) -> None:
         """Print one line."""
@@ -127,7 +129,8 @@ class Console:
             values = [f"{k} {v:.4f}" for k, v in line.items() if k not in hidden and _number(v)]
             self.info("  ".join([place, line["split"], *values]))
             return
-        text = describe(line, self._seconds_left(line, total), short=self._live)
+        left = self._seconds_left(line, total)
+        text = describe(line, left, short=self._live, unit=self.unit)
         if "sparse" in line:
             before, self._sparse = self._sparse, (step, line["sparse"])
             if before is not None and before[0] < step and before[1] != line["sparse"]:
@@ -171,7 +174,9 @@ class Console:
         return (total - line["step"]) * (line["time"] - at) / (line["step"] - step)
 
 
-def describe(line: dict[str, Any], seconds_left: float | None, *, short: bool = False) -> str:
+def describe(
+    line: dict[str, Any], seconds_left: float | None, *, short: bool = False, unit: str = "tokens"
+) -> str:
     """The numbers of a training line, in columns of a fixed width; ``short`` fits a terminal."""
     # the record holds null for a loss that is not finite
     loss, flips, rate = line.get("loss"), line.get("flip_rate"), line.get("tokens_per_second")
@@ -182,7 +187,7 @@ def describe(line: dict[str, Any], seconds_left: float | None, *, short: bool = 
     if _number(line.get("grad_norm")) and not short:
         parts.append(f"grad {line['grad_norm']:.3g}".ljust(10))
     if _number(rate):
-        parts.append(f"{count(line['tokens_per_second']):>5} tokens/s")
+        parts.append(f"{count(line['tokens_per_second']):>5} {unit}/s")
     if _number(line.get("mfu")):
         parts.append(f"MFU {100 * line['mfu']:.1f}%")
     if seconds_left is not None:

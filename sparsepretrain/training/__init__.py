@@ -50,6 +50,28 @@ def dry_run(run: Run, plain: dict[str, Any]) -> None:
     show(run, plain)
 
 
+def evaluate(
+    checkpoint: str,
+    overrides: Sequence[str],
+    config_dirs: Sequence[Path],
+    *,
+    split: str,
+    average: int,
+    dense: bool,
+    out: Path | None,
+) -> dict[str, Any]:
+    """Print and append the metrics of a checkpoint over a whole split, and return that line.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: with one line for the user.
+    """
+    from sparsepretrain.training.evaluation import evaluate_checkpoint as start
+
+    return start(
+        checkpoint, overrides, config_dirs, split=split, average=average, dense=dense, out=out
+    )
+
+
 def tune_decay(
     search: Search, out: Path, overrides: Sequence[str], config_dirs: Sequence[Path]
 ) -> Outcome:

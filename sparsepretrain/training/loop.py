@@ -6,6 +6,7 @@ pre-hook -> optimiser -> refresh and flip count, inside its post-hook.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.tasks import Batch, Observation, Task
 from sparsepretrain.training import rng
 from sparsepretrain.training.batches import TrainingBatches, split_requests, stream
+from sparsepretrain.training.ema import EMA
 from sparsepretrain.training.precision import autocast
 from sparsepretrain.training.schedules import learning_rate
 from sparsepretrain.training.signals import StopSignals
@@ -47,6 +49,8 @@ class Training:
     sparsifier: Sparsifier
     scaler: torch.amp.GradScaler
     batches: TrainingBatches
+    ema: EMA | None = None
+    """Averages of the weights that evaluation uses; None: it uses the weights."""
     peak_flops: float | None = None
     """Dense peak of the device, for MFU; None: not known."""
     flops_per_item: float = 0.0
@@ -167,6 +171,8 @@ def train_step(t: Training) -> dict[str, Any]:
         if run.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, run.clip, norm)
         t.scaler.step(t.optimizer)
+        if t.ema is not None:
+            t.ema.update()
     t.scaler.update()  # after an overflow: halves the scale
     t.optimizer.zero_grad(set_to_none=True)
     t.step += 1
@@ -192,7 +198,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Metrics of the task over a split, with the weights that the method evaluates with.
 
-    Nothing of the training state changes.
+    These are projections of the averaged weights where the run keeps averages. Nothing of the
+    training state changes.
 
     Args:
         t: the run.
@@ -204,12 +211,18 @@ def evaluate(
     t.model.eval()
     requests = split_requests(split, t.task.samples(split), t.run.batch.micro, batches)
     observations: list[Observation] = []
-    for batch in stream(t.task, requests, t.device, t.run.workers):
-        if signals is not None and signals.exit_code is not None:
-            return None
-        with autocast(t.run.precision, t.device):
-            observations.append(t.task.observe(t.forward_model, batch, final=final))
+    with evaluated_weights(t):
+        for batch in stream(t.task, requests, t.device, t.run.workers):
+            if signals is not None and signals.exit_code is not None:
+                return None
+            with autocast(t.run.precision, t.device):
+                observations.append(t.task.observe(t.forward_model, batch, final=final))
     return t.task.metrics(observations)
+
+
+def evaluated_weights(t: Training) -> contextlib.AbstractContextManager[None]:
+    """Inside, the model holds the weights whose projection evaluation uses."""
+    return contextlib.nullcontext() if t.ema is None else t.ema.applied(t.sparsifier)
 
 
 def _measure(t: Training, *, per_layer: bool) -> dict[str, float]:

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training import checkpoint, rng
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
+from sparsepretrain.training.ema import EMA
 from sparsepretrain.training.hardware import environment, peak_flops
-from sparsepretrain.training.loop import Training, run_steps
+from sparsepretrain.training.loop import Training, evaluated_weights, run_steps
 from sparsepretrain.training.plan import flops_per_item
 from sparsepretrain.training.precision import describe, grad_scaler
 from sparsepretrain.training.resume import choose_checkpoint, is_finished, named_checkpoint
@@ -91,6 +92,7 @@ def _run(
     resumed: bool,
 ) -> int:
     run = t.run
+    console.unit = t.task.unit
     _announce(t, directory, console)
     stream = Stream(
         directory,
@@ -116,7 +118,8 @@ def _run(
         code = run_steps(t, stream.log, save, lambda: _save_masks(t, directory), signals)
         exit_code = code or 0
         if code is None:
-            proof = prove(t.sparsifier)
+            with evaluated_weights(t):
+                proof = prove(t.sparsifier)
             summary = {"proof": str(proof)}
             _summarise(t, directory, proof, console)
         else:
@@ -131,14 +134,21 @@ def _run(
     return exit_code
 
 
-def build_training(run: Run, console: Console) -> Training:
-    """Build everything the loop touches; prepares offline data, writes no run directory."""
+def build_training(run: Run, console: Console, *, splits: Sequence[str] | None = None) -> Training:
+    """Build everything the loop touches; prepares offline data, writes no run directory.
+
+    Args:
+        run: the checked configuration.
+        console: shows how far the preparation is.
+        splits: of the data to open; None: those that training uses.
+    """
     device = pick_device(run)
     rng.seed_all(run.seed)
     task = build_task(run)
     # wrong targets and widths are found before data is prepared and weights are drawn
     sparsify_model(run, task, build_model(run, task, torch.device("meta")))
-    splits = ("train", "validation") if run.eval.batches else ("train",)
+    if splits is None:
+        splits = ("train", "validation") if run.eval.batches else ("train",)
     task.open_data(splits, on_progress=console.progress)
     model = build_model(run, task, device)
     sparsifier = sparsify_model(run, task, model)
@@ -155,6 +165,7 @@ def build_training(run: Run, console: Console) -> Training:
         sparsifier=sparsifier,
         scaler=grad_scaler(run.precision, device),
         batches=TrainingBatches(task, run.batch.size, run.batch.micro, device, run.workers),
+        ema=None if run.ema is None else EMA(model, run.ema),
         peak_flops=peak,
         flops_per_item=0.0 if peak is None else flops_per_item(run, task),
     )
@@ -173,6 +184,7 @@ def _state(t: Training) -> dict[str, Any]:
         "optimizer": t.optimizer.state_dict(),
         "sparsifier": t.sparsifier.state_dict(),
         "scaler": t.scaler.state_dict(),
+        "ema": None if t.ema is None else t.ema.state_dict(),
     }
 
 
@@ -191,6 +203,10 @@ def _restore(t: Training, path: Path) -> None:
         t.model.load_state_dict(state["model"])
         fresh = [{k: v for k, v in g.items() if k != "params"} for g in t.optimizer.param_groups]
         t.optimizer.load_state_dict(state["optimizer"])
+        if t.ema is not None:  # without averages in the checkpoint they begin with its weights
+            t.ema = EMA(t.model, t.ema.decay)
+            if state.get("ema") is not None:
+                t.ema.load_state_dict(state["ema"])
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path} does not fit this model or optimiser: {reason}") from error

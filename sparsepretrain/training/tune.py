@@ -135,7 +135,7 @@ def show_plan(search: Search, out: Path, console: Console | None = None) -> None
             f"{len(segments)}, and up to {rules.BISECTIONS} more where μ jumps over the interval",
         ),
         ("steps", f"{search.steps:,} each of {run.steps:,}; at most {most * search.steps:,}"),
-        ("tokens", f"at most {count(most * search.steps * items)}"),
+        (task.unit, f"at most {count(most * search.steps * items)}"),
         ("time", f"at most {duration(run, device, most * search.steps * flops)}"),
         ("results", str(out)),
     ]

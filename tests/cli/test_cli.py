@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import sparsepretrain
+import sparsepretrain.data
 from sparsepretrain import __version__, cli
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError, DivergedError
 
@@ -130,7 +131,7 @@ def test_prepare(monkeypatch, capsys):
         tokens = {"train": range(30_000), "validation": range(2_000)}
         return SimpleNamespace(tokens=tokens, directory=Path("/cache/x"))
 
-    replace(monkeypatch, "data", prepare=prepare)
+    replace(monkeypatch, "data", prepare=prepare, amounts=sparsepretrain.data.amounts)
     assert cli.main(["prepare", "data=python_source", "--workers", "3"]) == 0
     assert seen == {"source": "python_source", "workers": 3}
     out = capsys.readouterr().out

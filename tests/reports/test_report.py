@@ -299,3 +299,83 @@ def test_reports_need_no_display_and_no_pyplot(tmp_path: Path) -> None:
         "assert 'matplotlib.pyplot' not in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def with_scores(run: Path, task: str, scores: dict[str, list[float | None]]) -> Path:
+    """The validation lines of a run, with scores; two of them."""
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"task": {"name": task}}))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for index, line in enumerate(line for line in lines if "split" in line):
+        found = {name: values[index] for name, values in scores.items() if index < len(values)}
+        line.update(found | {"signature": "a string"})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+class Pictures:
+    """Stands for a task that counts images."""
+
+    unit = "images"
+    metric = "top1"
+
+
+@pytest.fixture
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparsepretrain import registry
+
+    monkeypatch.setitem(registry._registered["task"], "pictures", Pictures)
+
+
+def test_scores_of_the_task_have_a_panel_and_rows(tmp_path: Path, pictures: None) -> None:
+    scores: dict[str, list[float | None]] = {"top5": [60.0, 80.0], "top1": [31.0, 52.5]}
+    run = with_scores(make_run(tmp_path / "run"), "pictures", scores)
+    page = report([run])[-1].read_text()
+    assert "| validation top1 at step 100 | 52.50 |" in page
+    assert "| images/s (median) | 128 |" in page and "| images | 6.40k |" in page
+    assert "![metric](plots/metric.png)" in page and "signature" not in page.split("## Config")[0]
+    figure = plots.metric_figure(load(run))
+    assert figure is not None
+    main, other = figure.axes[0].lines
+    assert (main.get_label(), other.get_label()) == ("top1", "top5")
+    np.testing.assert_array_equal(main.get_xdata(), [50, 100])
+    np.testing.assert_array_equal(main.get_ydata(), [31.0, 52.5])
+
+
+def test_a_score_of_the_last_evaluation_alone_is_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with_scores(run, "plug-in", {"bleu": [None, 27.25]})
+    page = report([run])[-1].read_text()
+    assert "| validation bleu at step 100 | 27.25 |" in page and "tokens/s" in page
+    figure = plots.metric_figure(load(run))
+    assert figure is not None and "bleu" in figure.axes[0].get_ylabel()
+
+
+def test_perplexity_is_a_row_but_no_panel(tmp_path: Path) -> None:
+    run = with_scores(make_run(tmp_path / "run"), "causal_lm", {"perplexity": [33.1, 12.2]})
+    written = report([run])
+    assert "metric.png" not in [path.name for path in written]
+    page = written[-1].read_text()
+    assert "| validation perplexity at step 100 | 12.20 |" in page and "metric" not in page
+
+
+def test_the_overlay_has_a_panel_of_the_score(tmp_path: Path, pictures: None) -> None:
+    runs = [
+        with_scores(make_run(tmp_path / name, name), "pictures", {"top1": [30.0 + i, 50.0 + i]})
+        for i, name in enumerate(("dense", "sste"))
+    ]
+    figure = plots.overlay_figure([load(run) for run in runs], ["dense", "sste"])
+    middle = figure.axes[1]
+    assert len(figure.axes) == 3 and middle.get_ylabel() == "top1 (%)"
+    assert [list(line.get_ydata()) for line in middle.lines] == [[30.0, 50.0], [31.0, 51.0]]
+    page = report(runs, out=tmp_path / "out")[-1].read_text()
+    head = next(line for line in page.splitlines() if line.startswith("| run | method"))
+    assert "| validation loss | top1 | flip rate | images/s |" in head
+    assert "| 51.00 |" in page
+
+
+def test_runs_of_several_tasks_count_items(tmp_path: Path, pictures: None) -> None:
+    one = with_scores(make_run(tmp_path / "a"), "pictures", {"top1": [30.0, 50.0]})
+    other = make_run(tmp_path / "b", "ste")
+    page = report([one, other], out=tmp_path / "out")[-1].read_text()
+    assert "items/s" in page and "| 50.00 |" in page and "| – |" in page

@@ -165,3 +165,11 @@ def test_count(number: float, text: str) -> None:
 )
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+def test_the_unit_is_that_of_the_task():
+    out = io.StringIO()
+    console = Console(out)
+    console.unit = "images"
+    console.step({"step": 1, "loss": 1.0, "tokens_per_second": 100.0}, 2)
+    assert "100 images/s" in out.getvalue() and "tokens" not in out.getvalue()

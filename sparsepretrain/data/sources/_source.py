@@ -140,6 +140,9 @@ class Source(ABC):
     """Whether preparing needs no network, so that training may do it on its own."""
     unit: ClassVar[str]
     """Unit of ``Shard.size``."""
+    shape: ClassVar[tuple[int, int, int] | None] = None
+    """Of small images, (height, width, channels): documents are a label (2 bytes, little-endian)
+    and the pixels, without a terminator."""
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -180,5 +183,11 @@ class Source(ABC):
 
     def missing(self) -> str:
         """The message when nothing is prepared and training may not prepare on its own."""
-        name = self.options.name
-        return f"{name} is not prepared: run `sparsepretrain prepare data={name}`"
+        return f"{self.options.name} is not prepared: run `{self.command()}`"
+
+    def command(self) -> str:
+        """What prepares this data, with a tokenizer that was given as a file."""
+        words = f"sparsepretrain prepare data={self.options.name}"
+        if self.tokenizer.endswith(".json"):
+            words += f" data.tokenizer={self.tokenizer} data.vocab_size={self.vocab_size}"
+        return words

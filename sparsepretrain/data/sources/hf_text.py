@@ -138,7 +138,7 @@ class HfText(Source):
         amount = f", about {size:g} GB" if size else ""
         needs = "" if self._local else f" (needs the network{amount})"
         return (
-            f"{name} is not prepared: run `sparsepretrain prepare data={name}`{needs}, "
+            f"{name} is not prepared: run `{self.command()}`{needs}, "
             "or train offline with data=python_source"
         )
 

@@ -1,0 +1,274 @@
+"""Evaluating a checkpoint on a whole split: build what the run was, load, measure, write down."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sparsepretrain import registry
+from sparsepretrain.config import strict
+from sparsepretrain.config.compose import amend, build, read
+from sparsepretrain.config.freeze import resolve
+from sparsepretrain.config.schema import Run
+from sparsepretrain.config.validate import validate
+from sparsepretrain.data import load as load_data
+from sparsepretrain.data.encoding import open_codec
+from sparsepretrain.data.sources._source import BYTES, TRAINED
+from sparsepretrain.errors import CheckpointError, ConfigError, DataError, SparsePretrainError
+from sparsepretrain.sparsity import densify
+from sparsepretrain.sparsity.proof import prove
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import loop, weights
+from sparsepretrain.training.ema import put
+from sparsepretrain.training.hardware import environment
+from sparsepretrain.training.loop import Training
+from sparsepretrain.training.trainer import build_training
+from sparsepretrain.training.weights import Source
+
+RESULTS = "eval.jsonl"
+"""In the run directory: one line per evaluation."""
+
+DECIDED = ("model", "sparsity", "optim", "schedule", "experiment", "steps", "epochs")
+"""What a run's checkpoint decides, so that an evaluation cannot choose it anew."""
+
+
+def evaluate_checkpoint(
+    path: str,
+    overrides: Sequence[str] = (),
+    config_dirs: Sequence[Path] = (),
+    *,
+    split: str = "validation",
+    average: int = 1,
+    dense: bool = False,
+    out: Path | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """All metrics of a checkpoint over the whole of a split, every sample once.
+
+    Args:
+        path: see :func:`weights.find`.
+        overrides, config_dirs: see :func:`configuration`.
+        split: train, validation or test.
+        average: use the mean of the weights of so many checkpoints, the last of them ``path``.
+        dense: densify the model first: plain layers that hold the weights evaluation uses.
+        out: file that the result is appended to; None: ``eval.jsonl`` of the run directory, if any.
+        console: prints the result; one on the standard output by default.
+
+    Returns:
+        the line that was appended.
+
+    Raises:
+        CheckpointError, ConfigError, DataError: with one line for the user.
+    """
+    console = console or Console()
+    source = weights.find(path, console.warn)
+    run, plain = configuration(source, overrides, config_dirs)
+    if average > 1 and run.ema is not None:
+        raise ConfigError(f"average={average}: the run averages its weights (ema): leave it out")
+    sources = weights.latest(source, average)
+    t = build_training(run, console, splits=(split,))
+    samples = t.task.samples(split)
+    if not samples:
+        raise DataError(f"the {split} split of {run.data.name} is empty: choose another")
+    same_data = source.config is not None and source.config["data"] == plain["data"]
+    _load_weights(t, sources, console, same_data=same_data)
+    proof = f"{len(t.sparsifier.layers)}: {prove(t.sparsifier)}{', densified' * dense}"
+    if dense:
+        densify(t.model)
+    metrics = loop.evaluate(t, split, None, final=True)
+    assert metrics is not None
+    rows = [
+        ("checkpoint", _describe(source, average)),
+        (split, f"{samples:,} samples of {run.data.name}, every one once"),
+        ("target layers", proof),
+        *((key, _text(value)) for key, value in metrics.items()),
+    ]
+    console.table(f"{run.task.name}, {run.sparsity.name}", rows)
+    result = {
+        "checkpoint": str(source.path),
+        "step": source.step,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "task": run.task.name,
+        "data": run.data.name,
+        "fingerprint": t.task.fingerprint,
+        "split": split,
+        "samples": samples,
+        "weights": "dense" if dense else "sparse",
+        "average": average,
+        "overrides": list(overrides),
+        "metrics": metrics,
+        "environment": environment(t.device),
+    }
+    _write(result, _results_file(source, out), console)
+    return result
+
+
+def configuration(
+    source: Source, overrides: Sequence[str], config_dirs: Sequence[Path]
+) -> tuple[Run, dict[str, Any]]:
+    """The run behind a checkpoint, with other data, task or keys.
+
+    New text is tokenised as the run's was, whatever its group says. For a Hugging Face checkpoint
+    ``overrides`` are those of ``train`` with ``model=pretrained sparsity=dense``, and the text is
+    read with its tokenizer.
+
+    Raises:
+        ConfigError: every problem, one message each.
+    """
+    request = read(overrides, config_dirs)
+    if source.config is None:
+        request.choices = {"sparsity": "dense", **request.choices, "model": "pretrained"}
+        request.values[:0] = [(key, str(source.path)) for key in ("model.path", "init.path")]
+    else:
+        words = [*request.choices, *(key for key, _ in request.values)]
+        request.errors += [
+            f"{word}: the checkpoint decides {word.partition('.')[0]}; leave it out"
+            for word in words
+            if word.partition(".")[0] in DECIDED
+        ]
+    if request.errors:
+        raise ConfigError(request.errors)
+    typed = {key for key, _ in request.values}
+    if source.config is None:
+        plain, _ = build(request)
+        _adopt_tokenizer(source, plain["data"], typed)
+    else:
+        plain = amend(source.config, request)
+        if "init" in plain:
+            plain["init"]["path"] = None  # of the weights that the checkpoint replaces
+        _keep_tokenizer(source, plain, typed)
+    if "batch.micro" in typed:
+        plain["batch"]["size"] = plain["batch"]["micro"]  # of a step, which there is none of
+    run = validate(plain)
+    return run, resolve(run)
+
+
+def _adopt_tokenizer(source: Source, data: dict[str, Any], typed: set[str]) -> None:
+    """Read the text of ``data`` with the tokenizer of a Hugging Face checkpoint."""
+    if "tokenizer" not in data or "data.tokenizer" in typed:
+        return
+    file = weights.locate(source, "tokenizer.json")
+    if file is None:
+        raise ConfigError(f"{source.path} has no tokenizer.json: give data.tokenizer")
+    data["vocab_size"] = open_codec(file).vocab_size
+    options = registry.get("source", data["source"]).Options  # type: ignore[attr-defined]
+    named = isinstance(source.path, str) and options.hub_tokenizers
+    data["tokenizer"] = source.path if named else str(file)
+
+
+def _keep_tokenizer(source: Source, plain: dict[str, Any], typed: set[str]) -> None:
+    """Make new text of ``plain`` be read with the tokenizer that the model was trained with."""
+    assert source.config is not None
+    old, new = source.config["data"], plain["data"]
+    if new == old or "tokenizer" not in new or "tokenizer" not in old:
+        return
+    if given := sorted(typed & {"data.tokenizer", "data.vocab_size"}):
+        raise ConfigError(f"{given[0]}: token ids mean what the run's tokenizer says; leave it out")
+    tokenizer = old["tokenizer"]
+    options = registry.get("source", new["source"]).Options  # type: ignore[attr-defined]
+    by_name = tokenizer == BYTES or tokenizer.endswith(".json") or options.hub_tokenizers
+    if tokenizer in TRAINED or not by_name:
+        tokenizer = str(_tokenizer_file(source))
+    new["tokenizer"], new["vocab_size"] = tokenizer, old["vocab_size"]
+
+
+def _tokenizer_file(source: Source) -> Path:
+    """tokenizer.json of a run: its own copy, or that of its prepared data."""
+    assert source.config is not None
+    if source.run_directory is not None:
+        own = source.run_directory / "tokenizer.json"
+        if own.is_file():
+            return own
+    group = source.config["data"]
+    options: Any = registry.get("source", group["source"])
+    data = load_data(strict.build(options.Options, group, "data"))
+    if data.tokenizer_file is None or data.fingerprint != weights.state(source)["fingerprint"]:
+        raise DataError(
+            f"the tokenizer of {source.path} is gone: {data.directory} was prepared from other text"
+        )
+    return data.tokenizer_file
+
+
+def _load_weights(t: Training, sources: list[Source], console: Console, *, same_data: bool) -> None:
+    """Weights, averages of them where there are some, and the state of the method."""
+    newest = sources[-1]
+    if newest.kind == "huggingface":  # init.path has loaded them
+        rows = t.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        if (tokens := getattr(t.run.data, "vocab_size", 0)) > rows:
+            raise ConfigError(f"data.vocab_size is {tokens}, but {newest.path} has {rows} tokens")
+        return
+    state = weights.state(newest)
+    if same_data and state["fingerprint"] != t.task.fingerprint:
+        text = f"the data are not those of the run (fingerprint {state['fingerprint']} then)"
+        if getattr(t.run.data, "tokenizer", None) in TRAINED:
+            raise DataError(f"{text}, so token ids mean other text: prepare the same data again")
+        console.warn(text)
+    try:
+        t.model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{newest.path} does not fit this model: {reason}") from error
+    t.sparsifier.load_state_dict(state["sparsifier"])
+    parameters = dict(t.model.named_parameters())
+    if len(sources) > 1:
+        put(parameters, mean(sources, list(parameters)), t.sparsifier)
+    elif t.ema is not None:
+        put(parameters, state["ema"]["averages"], t.sparsifier)
+    t.ema = None  # the model holds what is evaluated
+
+
+def mean(sources: Sequence[Source], names: Sequence[str]) -> dict[str, Tensor]:
+    """Means of the parameters ``names`` over checkpoints, summed in fp64.
+
+    Of master weights: what a method makes of them is made of the mean.
+    """
+    totals: dict[str, Tensor] = {}
+    for source in sources:  # one at a time in memory
+        state = weights.model_state(source)
+        for name in names:
+            value = state[name].double()
+            totals[name] = totals[name].add_(value) if name in totals else value
+    return {name: total / len(sources) for name, total in totals.items()}
+
+
+def _describe(source: Source, average: int) -> str:
+    step = "" if source.step is None else f", step {source.step:,}"
+    return f"{source.path}{step}" + (f", mean of the last {average}" if average > 1 else "")
+
+
+def _text(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _results_file(source: Source, out: Path | None) -> Path | None:
+    if out is not None or source.run_directory is None:
+        return out
+    return source.run_directory / RESULTS
+
+
+def _write(result: dict[str, Any], file: Path | None, console: Console) -> None:
+    """Append a line in one write, so that evaluations at the same time do not mix."""
+    if file is None:
+        return
+    finite = {
+        key: value if not isinstance(value, float) or math.isfinite(value) else None
+        for key, value in result["metrics"].items()
+    }
+    line = json.dumps(result | {"metrics": finite}, ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise SparsePretrainError(f"cannot write {file}: {error.strerror or error}") from error
+    console.info(f"written to {file}")

@@ -1,0 +1,142 @@
+"""Averaged weights: their arithmetic, that they leave training alone, and that they resume."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+from test_resume import interrupted
+from tiny_runs import METHODS, assert_equal_bits, assert_same_run, final_state, metrics
+
+from sparsepretrain.training import loop
+from sparsepretrain.training.ema import EMA
+
+
+def weights(t):
+    return {name: p.detach().clone() for name, p in t.model.named_parameters()}
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.99, 0.99996])
+def test_the_average_is_the_weighted_mean_without_the_initial_weights(decay):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    ema = EMA(model, decay)
+    history = []
+    for _ in range(7):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_()
+        history.append(model.weight.detach().double().clone())
+        ema.update()
+    shares = torch.tensor([decay ** (6 - i) for i in range(7)], dtype=torch.float64)
+    expected = sum(s * w for s, w in zip(shares / shares.sum(), history, strict=True))
+    assert torch.allclose(ema.state_dict()["averages"]["weight"].double(), expected, atol=1e-6)
+
+
+def test_after_long_it_is_the_constant_decay_of_deit():
+    model = torch.nn.Linear(1, 1, bias=False)
+    ema = EMA(model, 0.9)
+    constant = model.weight.item()
+    for step in range(200):
+        with torch.no_grad():
+            model.weight.fill_(step % 7)
+        ema.update()
+        constant = 0.9 * constant + 0.1 * (step % 7)
+    assert ema.state_dict()["averages"]["weight"].item() == pytest.approx(constant, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "asp", "bimask", "tsrste"])
+def test_evaluation_changes_nothing(tiny, method):
+    t = tiny.build("ema=0.9", f"sparsity={method}")
+    for _ in range(4):
+        loop.train_step(t)
+    before, averages = weights(t), t.ema.state_dict()
+    averages = {**averages, "averages": {k: v.clone() for k, v in averages["averages"].items()}}
+    buffers = {k: v.clone() for k, v in t.model.named_buffers()}
+    loop.evaluate(t, "validation", 1, final=True)
+    assert_equal_bits(weights(t), before)
+    assert_equal_bits(t.ema.state_dict(), averages)
+    assert_equal_bits({k: v.clone() for k, v in t.model.named_buffers()}, buffers)
+
+
+def test_evaluation_uses_the_averages_and_a_failing_one_puts_the_weights_back(tiny, monkeypatch):
+    t = tiny.build("ema=0.9")
+    for _ in range(3):
+        loop.train_step(t)
+    before = weights(t)
+    averaged = loop.evaluate(t, "validation", 1, final=False)
+    with loop.evaluated_weights(t):
+        inside = weights(t)
+        projected = next(iter(t.sparsifier.layers.values()))
+        seen = projected.sparsity.project(projected).forward
+        assert (seen == 0).float().mean() == pytest.approx(0.5, abs=0.01)
+    assert_equal_bits(inside, t.ema.state_dict()["averages"])
+    ema, t.ema = t.ema, None
+    assert loop.evaluate(t, "validation", 1, final=False) != averaged
+    t.ema = ema
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no metrics")
+
+    monkeypatch.setattr(t.task, "observe", fail)
+    with pytest.raises(RuntimeError, match="no metrics"):
+        loop.evaluate(t, "validation", 1, final=False)
+    assert_equal_bits(weights(t), before)
+
+
+@pytest.mark.parametrize("method", ["sste", "asp"])
+def test_training_is_the_same_with_and_without(tiny, method):
+    plain = tiny.train(f"sparsity={method}")
+    averaged = tiny.train(f"sparsity={method}", "ema=0.9")
+    assert averaged.code == 0 and "2:4 in all" in averaged.output
+
+    def training(outcome):
+        return [line for line in metrics(outcome.directory) if "split" not in line]
+
+    assert training(plain) == training(averaged)
+    assert metrics(plain.directory) != metrics(averaged.directory)
+    assert_equal_bits(
+        final_state(plain.directory)["model"], final_state(averaged.directory)["model"]
+    )
+
+
+def test_resume_is_bit_exact_with_averages(tiny, stop_after):
+    overrides = ("ema=0.9", "batch.micro=2", "eval.every=1")
+    plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
+    assert_same_run(plain.directory, interrupted(tiny, stop_after, (1, 3, 5), *overrides))
+
+
+def test_forgetting_the_averages_is_noticed(tiny, stop_after, monkeypatch):
+    """Negative control of the test above."""
+    plain = tiny.train("ema=0.9", "runs_dir=" + str(tiny.root / "plain"))
+    monkeypatch.setattr(EMA, "load_state_dict", lambda self, state: None)
+    again = interrupted(tiny, stop_after, (3,), "ema=0.9")
+    with pytest.raises(AssertionError):
+        assert_same_run(plain.directory, again)
+
+
+def test_a_signal_during_an_evaluation_saves_the_trained_weights(tiny, monkeypatch):
+    plain = tiny.train("ema=0.9", "runs_dir=" + str(tiny.root / "plain"))
+    original, calls = loop.split_requests, []
+
+    def interrupt(*args):
+        calls.append(args)
+        if len(calls) == 2:  # the evaluation after step 4
+            import os
+
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args)
+
+    monkeypatch.setattr(loop, "split_requests", interrupt)
+    assert tiny.train("ema=0.9").code == 143
+    again = tiny.train("ema=0.9")
+    assert again.code == 0
+    assert_same_run(plain.directory, again.directory)
+
+
+def test_continuing_another_run_with_averages(tiny):
+    first = tiny.train()
+    more = tiny.train("steps=8", "ema=0.9", f"resume={first.directory}")
+    assert more.code == 0
+    assert final_state(more.directory)["ema"]["updates"] == 2

@@ -1,0 +1,222 @@
+"""The verb ``eval``: the same numbers as in training, averages, other data, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+import torch
+from tiny_runs import Tiny, final_state, metrics
+
+from sparsepretrain.cli import main
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import checkpoint, loop, weights
+from sparsepretrain.training.evaluation import evaluate_checkpoint, mean
+
+
+@pytest.fixture
+def evaluate():
+    """``evaluate(run, *overrides, …)``: the result line; what was printed is its ``output``."""
+
+    def start(path, *overrides, **settings):
+        out = io.StringIO()
+        result = evaluate_checkpoint(str(path), overrides, console=Console(out), **settings)
+        return result | {"output": out.getvalue()}
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, small_corpus, prepared_cache):
+    """One run for all that only read it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(prepared_cache))
+        tiny = Tiny(tmp_path_factory.mktemp("trained"), small_corpus)
+        return tiny.train("checkpoint.keep_last=3", "optim.lr=0.01").directory
+
+
+def whole_split(t, split="validation"):
+    return loop.evaluate(t, split, None, final=True)
+
+
+@pytest.mark.parametrize("method", ["dense", "sste", "asp"])
+def test_the_loss_is_that_of_the_trained_model(tiny, evaluate, monkeypatch, method):
+    from sparsepretrain.training import trainer
+
+    trained = []
+    original = trainer.build_training
+    keep = lambda *args, **kw: trained.append(original(*args, **kw)) or trained[-1]  # noqa: E731
+    monkeypatch.setattr(trainer, "build_training", keep)
+    run = tiny.train(f"sparsity={method}").directory
+    expected = whole_split(trained[0])
+    result = evaluate(run)
+    assert result["metrics"] == expected
+    assert expected["perplexity"] == math.exp(expected["loss"])
+    assert (result["step"], result["split"], result["weights"]) == (6, "validation", "sparse")
+    assert result["samples"] == trained[0].task.samples("validation") > 50
+    assert f"{expected['loss']:.4f}" in result["output"]
+    if method != "dense":
+        assert "2:4 in all" in result["output"]
+    densified = evaluate(run, dense=True)["metrics"]["loss"]
+    assert densified == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_a_line_per_evaluation_is_appended(tiny, evaluate, tmp_path):
+    run = tiny.train().directory
+    record = (run / "metrics.jsonl").read_bytes()
+    results = [evaluate(run), evaluate(run, split="train"), evaluate(run, "batch.micro=7")]
+    lines = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    for result, line in zip(results, lines, strict=True):
+        assert line == {k: v for k, v in result.items() if k != "output"}
+    assert [line["split"] for line in lines] == ["validation", "train", "validation"]
+    assert lines[2]["overrides"] == ["batch.micro=7"]
+    # micro-batches that do not divide the split change nothing but the order of a sum
+    assert lines[2]["metrics"]["loss"] == pytest.approx(lines[0]["metrics"]["loss"], rel=1e-6)
+    assert {"torch", "numpy"} <= lines[0]["environment"]["packages"].keys()
+    evaluate(run, out=tmp_path / "there" / "results.jsonl")
+    assert len((run / "eval.jsonl").read_text().splitlines()) == 3
+    assert json.loads((tmp_path / "there" / "results.jsonl").read_text())["step"] == 6
+    assert (run / "metrics.jsonl").read_bytes() == record, "evaluating leaves the record alone"
+
+
+def test_an_earlier_checkpoint(tiny, trained, evaluate):
+    early, late = evaluate(trained / "checkpoints/step_00000004"), evaluate(trained)
+    assert early["step"] == 4 and early["metrics"] != late["metrics"]
+    assert (trained / "eval.jsonl").is_file()
+
+
+def test_averaged_checkpoints(tiny, trained, evaluate):
+    sources = weights.latest(weights.find(trained), 3)
+    states = [weights.model_state(s) for s in sources]
+    name = "transformer.h.0.mlp.c_fc.weight"
+    expected = torch.stack([s[name].double() for s in states]).mean(0)
+    assert torch.equal(mean(sources, [name])[name], expected)
+    t = tiny.build("checkpoint.keep_last=3", "optim.lr=0.01")
+    t.model.load_state_dict(states[-1])
+    t.sparsifier.load_state_dict(weights.sparsifier_state(sources[-1]))
+    with torch.no_grad():
+        for key, parameter in t.model.named_parameters():
+            parameter.copy_(torch.stack([s[key].double() for s in states]).mean(0))
+    t.sparsifier.refresh()
+    result = evaluate(trained, average=3)
+    assert result["metrics"] == whole_split(t)
+    assert result["metrics"] != evaluate(trained)["metrics"]
+    assert "mean of the last 3" in result["output"] and "2:4 in all" in result["output"]
+
+
+def test_averages_over_the_step_of_pruning_are_sparse(tiny, evaluate):
+    run = tiny.train("sparsity=asp", "checkpoint.keep_last=3", "sparsity.at=0.8").directory
+    assert "2:4 in all" in evaluate(run, average=3)["output"]
+
+
+def test_a_run_with_ema_is_evaluated_with_it(tiny, evaluate):
+    run = tiny.train("ema=0.9").directory
+    last = [line for line in metrics(run) if "split" in line][-1]
+    found = evaluate(run, "eval.batches=1")["metrics"]
+    t = tiny.build("ema=0.9")
+    state = final_state(run)
+    t.model.load_state_dict(state["model"])
+    t.sparsifier.load_state_dict(state["sparsifier"])
+    t.ema.load_state_dict(state["ema"])
+    assert found == whole_split(t)
+    assert loop.evaluate(t, "validation", 1, final=True)["loss"] == last["loss"]
+    t.ema = None
+    assert found != whole_split(t)
+
+
+def test_other_text_is_read_with_the_tokenizer_of_the_run(tiny, evaluate, tmp_path):
+    bpe = ("data.tokenizer=bpe", "data.vocab_size=300", "model.vocab_size=300")
+    run = tiny.train(*bpe).directory
+    other = tmp_path / "other"
+    other.mkdir()
+    for i in range(8):
+        (other / f"{i}.txt").write_text("entirely different words, and so other merges\n" * 60)
+    words = ("data=text_files", f"data.files=['{other}/*.txt']", "data.validation=0.5")
+    result = evaluate(run, *words)
+    from sparsepretrain.data import load
+
+    own = load(tiny.load(*bpe)[0].data)
+    assert result["fingerprint"] != own.fingerprint
+    ids = [int(i) for i in own.tokens["validation"][:50]]
+    prepared = [p for p in own.directory.parent.iterdir() if (p / "manifest.json").exists()]
+    used = next(
+        p for p in prepared
+        if json.loads((p / "manifest.json").read_text())["fingerprint"] == result["fingerprint"]
+    )  # fmt: skip
+    assert (used / "tokenizer.json").read_bytes() == own.tokenizer_file.read_bytes()
+    assert own.decode(ids)
+    # the same text, given as other data, is the same text
+    again = evaluate(run, f"data.files=['{tiny.corpus}/*.txt','{tiny.corpus}/00.txt']")
+    assert again["samples"] > 0
+
+
+def test_bytes_stay_bytes(tiny, trained, evaluate, tmp_path):
+    (tmp_path / "a.txt").write_text("0123456789" * 30)
+    files = f"data.files=['{tmp_path}/a.txt']"
+    result = evaluate(trained, "data=text_files", files, split="train")
+    assert result["data"] == "text_files" and result["samples"] > 5
+
+
+def test_changed_data_are_noticed(tiny, evaluate, tmp_path, monkeypatch):
+    from sparsepretrain.errors import DataError
+
+    run = tiny.train().directory
+    bpe = tiny.train("data.tokenizer=bpe", "data.vocab_size=300", "model.vocab_size=300").directory
+    load = checkpoint.load
+
+    def other(path):
+        state, config = load(path)
+        return {**state, "fingerprint": "0" * 16}, config
+
+    monkeypatch.setattr(checkpoint, "load", other)
+    assert "warning: the data are not those of the run" in evaluate(run)["output"]
+    with pytest.raises(DataError, match="token ids mean other text"):
+        evaluate(bpe)
+    with pytest.raises(DataError, match=r"the tokenizer of .* is gone"):
+        evaluate(bpe, "data=text_files", f"data.files=['{tiny.corpus}/01.txt']")
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "arguments"),
+    [
+        (4, "no such checkpoint", ["/nowhere/run"]),
+        (2, "name one before KEY=VALUE", ["split=test"]),
+        (2, "the following arguments are required: CHECKPOINT", []),
+        (2, "split must be one of train, validation, test, got 'tset'", ["RUN", "split=tset"]),
+        (2, "average must be ≥ 1", ["RUN", "average=0"]),
+        (2, "average must be an integer", ["RUN", "average=many"]),
+        (2, "weights must be one of sparse, dense", ["RUN", "weights=densified"]),
+        (4, "lower average, or train with checkpoint.keep_last=9", ["RUN", "average=9"]),
+        (3, "text_files has no test split: it has train, validation", ["RUN", "split=test"]),
+        (2, "sparsity: the checkpoint decides sparsity", ["RUN", "sparsity=ste"]),
+        (2, "model.n_layer: the checkpoint decides model", ["RUN", "model.n_layer=3"]),
+        (2, "data has no option 'wiki'", ["RUN", "data=wiki"]),
+        (2, "unknown key 'task.length'", ["RUN", "task.length=3"]),
+        (2, "must be ≤ model.n_positions (256)", ["RUN", "task.sequence_length=999"]),
+        (2, "data.tokenizer: token ids mean", ["RUN", "data.tokenizer=bpe"]),
+        (1, "cannot write /proc/none/x", ["RUN", "out=/proc/none/x"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_refusals_are_one_line(tiny, trained, capsys, code, words, arguments):
+    written = (trained / "eval.jsonl").exists()
+    given = [str(trained) if word == "RUN" else word for word in arguments]
+    assert main(["eval", *given]) == code
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 1 and words in err[0], err
+    assert (trained / "eval.jsonl").exists() == written
+
+
+def test_ema_and_averaging_exclude_each_other(tiny, evaluate):
+    from sparsepretrain.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="averages its weights"):
+        evaluate(tiny.train("ema=0.9").directory, average=2)
+
+
+def test_the_command(tiny, trained, capsys):
+    assert main(["eval", str(trained), "split=train", "weights=dense", "average=2"]) == 0
+    out = capsys.readouterr().out
+    assert "perplexity" in out and "densified" in out and str(trained / "eval.jsonl") in out

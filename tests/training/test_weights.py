@@ -1,0 +1,94 @@
+"""Finding checkpoints of runs and of Hugging Face, and reading them."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from tiny_runs import assert_equal_bits, final_state
+
+from sparsepretrain.errors import CheckpointError
+from sparsepretrain.training import weights
+
+
+@pytest.fixture
+def run(tiny):
+    return tiny.train("checkpoint.keep_last=3").directory
+
+
+def test_a_run_directory_means_its_newest_checkpoint(run):
+    source = weights.find(str(run))
+    assert (source.kind, source.step) == ("run", 6)
+    assert source.path == run / "checkpoints/step_00000006" and source.run_directory == run
+    assert source.config["sparsity"]["name"] == "sste"
+    assert_equal_bits(weights.model_state(source), final_state(run)["model"])
+    assert weights.sparsifier_state(source)["completed_steps"] == 6
+
+
+def test_one_checkpoint_and_a_copy_of_it(run, tmp_path):
+    assert weights.find(run / "checkpoints/step_00000002").step == 2
+    copy = tmp_path / "kept"
+    shutil.copytree(run / "checkpoints/step_00000004", copy)
+    assert weights.find(copy).step == 4 and weights.find(copy).run_directory is None
+    with pytest.raises(CheckpointError, match="no others to average"):
+        weights.latest(weights.find(copy), 2)
+
+
+def test_the_checkpoints_before_one(run):
+    steps = [s.step for s in weights.latest(weights.find(run), 3)]
+    assert steps == [2, 4, 6]
+    middle = weights.find(run / "checkpoints/step_00000004")
+    assert [s.step for s in weights.latest(middle, 2)] == [2, 4]
+    with pytest.raises(CheckpointError, match=r"has 3 whole checkpoint.* not 4: lower average"):
+        weights.latest(weights.find(run), 4)
+
+
+def test_a_damaged_one_is_passed_over_with_a_warning(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "checkpoints/step_00000006/state.pt").write_bytes(b"torn")
+    said = []
+    assert weights.find(copy, said.append).step == 4
+    assert "step_00000006 is damaged" in said[0]
+    with pytest.raises(CheckpointError, match="damaged"):
+        weights.find(copy / "checkpoints/step_00000006")
+
+
+def test_nothing_there_is_one_line(tmp_path):
+    cases = {
+        tmp_path / "absent": "no such checkpoint",
+        tmp_path: "neither a run directory nor a checkpoint",
+    }
+    for path, message in cases.items():
+        with pytest.raises(CheckpointError, match=message) as caught:
+            weights.find(path)
+        assert "\n" not in str(caught.value)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        weights.find(tmp_path)
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_hugging_face_weights_in_one_file_or_several(tmp_path, shard):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=256, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    )
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    source = weights.find(tmp_path)
+    assert source.kind == "huggingface" and source.config is None and source.step is None
+    stored = weights.model_state(source)
+    assert torch.equal(stored["transformer.wte.weight"], model.transformer.wte.weight)
+    assert weights.sparsifier_state(source) is None
+    assert len(list(tmp_path.glob("*.safetensors"))) == (1 if shard == "5GB" else 2)
+
+
+def test_hugging_face_weights_that_are_gone_or_torn(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has no weights"):
+        weights.model_state(weights.find(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+        weights.model_state(weights.find(tmp_path))
