@@ -55,6 +55,7 @@ class CausalLM(Task):
             for split in splits
         }
         self.fingerprint = tokens.fingerprint
+        self.tokenizer_file = tokens.tokenizer_file
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
         """``tokens`` and ``targets``, both (len(positions), sequence_length) int64."""
