@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain.errors import CheckpointError, ConfigError
@@ -105,7 +109,7 @@ class Pretrained:
         What it does not have, or has in another shape (a head for other classes), is drawn anew.
         """
         kind = head or "causal_lm"
-        with _quiet():
+        with _quiet(str(options.path)):
             try:
                 model, info = _class(kind).from_pretrained(
                     options.path,
@@ -177,8 +181,6 @@ def _class(kind: str) -> Any:
 
 
 def _config(path: str, kind: str, outputs: int) -> Any:
-    import copy
-
     config = copy.deepcopy(_read(path))
     config.dtype = "float32"  # masters are fp32, whatever the file holds
     if kind == "labels":
@@ -194,7 +196,7 @@ def _config(path: str, kind: str, outputs: int) -> Any:
 def _read(path: str) -> Any:
     from transformers import AutoConfig
 
-    with _quiet():
+    with _quiet(path):
         try:
             return AutoConfig.from_pretrained(path)
         except (OSError, ValueError) as error:
@@ -203,8 +205,6 @@ def _read(path: str) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _roles(path: str) -> dict[str, tuple[str, ...]]:
-    from fnmatch import fnmatchcase
-
     import torch
     from transformers import AutoModel
 
@@ -217,29 +217,23 @@ def _roles(path: str) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _quiet() -> Any:
+@contextlib.contextmanager
+def _quiet(path: str) -> Iterator[None]:
     """transformers without its reports, and without waiting for a hub that is not there."""
-    import contextlib
+    from transformers.utils import logging
 
     from sparsepretrain.data.hub import hub_access
 
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        from transformers.utils import logging
-
-        verbosity = logging.get_verbosity()
-        bars = logging.is_progress_bar_enabled()
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        try:
-            with hub_access(offline=True):
-                yield
-        finally:
-            logging.set_verbosity(verbosity)
-            if bars:
-                logging.enable_progress_bar()
-
-    return context()
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with hub_access(offline=os.path.isdir(path)):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _line(error: Exception) -> str:

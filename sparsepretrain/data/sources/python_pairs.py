@@ -13,8 +13,10 @@ from sparsepretrain.data.sources.labelled_texts import LABELLED
 from sparsepretrain.registry import register
 
 LABELS = ("its body", "another body", "its docstring", "another docstring")
+HEAD = 88
+"""Most characters of a function's head."""
 LONGEST = 96
-"""Characters of the second text; with the first and bytes as tokens a pair fits into 192."""
+"""Characters of the second text; with the head and bytes as tokens a pair fits into 192."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,25 +35,22 @@ class Options(FunctionOptions):
 class PythonPairs(FunctionSource):
     """The head of a function, and its or another function's body or docstring.
 
-    The classes take turns, so they are balanced. Other bodies and docstrings come from the same
-    file: its words and style do not tell them apart, names have to be compared.
+    All four are asked of a function, so the classes are balanced. The other function is of the same
+    file: words and style do not tell them apart, names have to be compared.
     """
 
     Options: ClassVar[type[SourceOptions]] = Options
     holds = LABELLED
 
     def records(self, functions: list[Function]) -> Iterator[Row]:
-        """Every class is asked of the same number of functions of a file."""
+        """One record of each class for every function."""
         usable = [
-            f for f in functions if f.docstring and len(f.head) <= LONGEST - 8 and f.name[:2] != "__"
+            f for f in functions if f.docstring and len(f.head) <= HEAD and f.name[:2] != "__"
         ]
-        classes = len(LABELS)
-        count = min(self.options.per_file, len(usable)) // classes * classes
         if len(usable) < 2:
             return
-        for i in range(count):
-            label = i % classes
+        for i, own in enumerate(usable[: self.options.per_file // len(LABELS)]):
             other = usable[(i + len(usable) // 2) % len(usable)]
-            chosen = usable[i] if label in (0, 2) else other
-            second = chosen.body if label < 2 else chosen.docstring
-            yield {"texts": [usable[i].head, second[:LONGEST]], "label": label, "part": 0}
+            seconds = (own.body, other.body, own.docstring, other.docstring)
+            for label, second in enumerate(seconds):
+                yield {"texts": [own.head, second[:LONGEST]], "label": label, "part": 0}
