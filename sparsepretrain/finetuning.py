@@ -141,7 +141,9 @@ def _tokens(name: str) -> int | None:
 
     if name in VOCABULARY:
         return None
-    return open_codec(Path(name) if name.endswith(".json") else _store(read_tokenizer(name))).vocab_size
+    return open_codec(
+        Path(name) if name.endswith(".json") else _store(read_tokenizer(name))
+    ).vocab_size
 
 
 def _tokenizer_file(source: weights.Source) -> str:

@@ -219,18 +219,19 @@ def _roles(path: str) -> dict[str, tuple[str, ...]]:
 
 @contextlib.contextmanager
 def _quiet(path: str) -> Iterator[None]:
-    """transformers without its reports, and without waiting for a hub that is not there."""
+    """Transformers without its reports; a directory is read without a look at the hub."""
+    from huggingface_hub import constants
     from transformers.utils import logging
 
-    from sparsepretrain.data.hub import hub_access
-
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    offline = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = offline or os.path.isdir(path)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        with hub_access(offline=os.path.isdir(path)):
-            yield
+        yield
     finally:
+        constants.HF_HUB_OFFLINE = offline
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()

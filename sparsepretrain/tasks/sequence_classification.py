@@ -126,7 +126,9 @@ class SequenceClassification(EncodedTask):
         """
         observations = list(observations)
         rows = [
-            row for o in observations for row in zip(o["predicted"], o["labels"], o["parts"], strict=True)
+            row
+            for o in observations
+            for row in zip(o["predicted"], o["labels"], o["parts"], strict=True)
         ]
         result = averages(observations)
         found = sorted({part for _, _, part in rows})
@@ -146,7 +148,9 @@ class SequenceClassification(EncodedTask):
         return {**result, "score": sum(wanted) / len(wanted)}
 
     def _scores(self, model: nn.Module, batch: Batch) -> Tensor:
-        scores: Tensor = self.recipe.label_scores(model, batch["tokens"], batch["mask"], batch["second"])
+        scores: Tensor = self.recipe.label_scores(
+            model, batch["tokens"], batch["mask"], batch["second"]
+        )
         return scores.float()
 
     def _loss(self, scores: Tensor, batch: Batch) -> Tensor:

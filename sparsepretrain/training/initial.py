@@ -100,7 +100,9 @@ def _load_huggingface(run: Run, task: Task, model: nn.Module, console: Console) 
             f"init.path={path} is a Hugging Face checkpoint: it needs model=pretrained "
             f"model.path={path}, not family {run.model.family}"
         )
-    state, new = task.recipe.load(run.model, getattr(task, "head", None), getattr(task, "outputs", 0))
+    state, new = task.recipe.load(
+        run.model, getattr(task, "head", None), getattr(task, "outputs", 0)
+    )
     model.load_state_dict(state)
     console.info(f"initial weights: {path} ({model.__class__.__name__})")
     _tell_new(new, console)
@@ -116,7 +118,8 @@ def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:
         if name.partition(".")[0] in backbone and name not in fitting:
             theirs = tuple(state[name].shape) if name in state else "missing"
             raise CheckpointError(
-                f"{path} does not fit the model: {name} is {tuple(value.shape)} here, {theirs} there"
+                f"{path} does not fit the model: {name} is {tuple(value.shape)} here, "
+                f"{theirs} there"
             )
     if not fitting:
         raise CheckpointError(f"{path} does not fit the model: no weight has a name of its own")

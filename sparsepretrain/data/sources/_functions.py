@@ -107,14 +107,20 @@ def _function(node: ast.FunctionDef, lines: list[str]) -> Function | None:
     body = textwrap.dedent("\n".join(lines[statements[0].lineno - 1 : node.end_lineno]))
     head = f"def {node.name}({ast.unparse(node.args)})"
     returns = [
-        child for child in ast.walk(node) if isinstance(child, ast.Return) and child.value is not None
+        child
+        for child in ast.walk(node)
+        if isinstance(child, ast.Return) and child.value is not None
     ]
-    returned = None
-    if len(returns) == 1 and (value := returns[0].value) is not None:
-        if value.lineno == value.end_lineno:
-            line = lines[value.lineno - 1].encode()
-            expression = line[value.col_offset : value.end_col_offset].decode()
-            place = source.rfind(f"return {expression}")
-            if place >= 0:
-                returned = expression, place + len("return ")
+    returned = _returned(returns[0], lines, source) if len(returns) == 1 else None
     return Function(node.name, head, docstring, body, source, returned)
+
+
+def _returned(statement: ast.Return, lines: list[str], source: str) -> tuple[str, int] | None:
+    """The returned expression and its place in ``source``; None if it takes several lines."""
+    value = statement.value
+    if value is None or value.lineno != value.end_lineno:
+        return None
+    line = lines[value.lineno - 1].encode()  # columns count bytes
+    expression = line[value.col_offset : value.end_col_offset].decode()
+    place = source.rfind(f"return {expression}")
+    return (expression, place + len("return ")) if place >= 0 else None

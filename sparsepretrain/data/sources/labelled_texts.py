@@ -51,7 +51,7 @@ class LabelledTexts(RecordSource):
     def _label(self, row: Row) -> int | float:
         column, names = self.options.label, self.options.labels
         value: Any = row[column]
-        if value is None or value == -1 and names:
+        if value is None or (value == -1 and names):
             raise ValueError(f"column {column!r} holds no label ({value}): is it a test file?")
         if isinstance(value, bool):
             value = int(value)
