@@ -9,11 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sparsepretrain import __version__, registry
 from sparsepretrain.completion import COMPLETION, override_words
 from sparsepretrain.errors import INTERRUPTED, ConfigError, SparsePretrainError
+
+if TYPE_CHECKING:
+    from sparsepretrain.config.schema import Run
 
 USAGE_ERROR = 2
 
@@ -159,11 +162,17 @@ def _parser(verb: str) -> Parser:
         from sparsepretrain import evaluating
 
         evaluating.add_arguments(parser)
-    if verb in ("train", "tune-decay", "prepare", "methods"):
+    if verb == "finetune":
+        parser.add_argument(
+            "checkpoint",
+            metavar="CHECKPOINT",
+            help="run directory, checkpoint in it, or Hugging Face checkpoint",
+        )
+    if verb in ("train", "finetune", "tune-decay", "prepare", "methods"):
         parser.add_argument(
             "overrides", nargs="*", metavar="KEY=VALUE", help="group=option or key=value"
         )
-    if verb in ("train", "tune-decay", "eval", "prepare", "methods", "configs"):
+    if verb in ("train", "finetune", "tune-decay", "eval", "prepare", "methods", "configs"):
         parser.add_argument(
             "--config-dir",
             action="append",
@@ -172,7 +181,7 @@ def _parser(verb: str) -> Parser:
             metavar="DIR",
             help="your own YAML files, laid out like configs/; may be repeated",
         )
-    if verb == "train":
+    if verb in ("train", "finetune"):
         parser.add_argument(
             "--cfg", choices=["job"], help="print the resolved configuration and stop"
         )
@@ -206,9 +215,24 @@ def _count(text: str) -> int:
 
 def _train(args: argparse.Namespace) -> int:
     from sparsepretrain import config
+
+    return _start(args, *config.load(args.overrides, args.config_dir))
+
+
+def _finetune(args: argparse.Namespace) -> int:
+    from sparsepretrain import finetuning
+    from sparsepretrain.tracking.console import Console
+
+    if "=" in args.checkpoint:
+        raise UsageError(f"the checkpoint comes first, got {args.checkpoint!r}")
+    found = finetuning.load(args.checkpoint, args.overrides, args.config_dir, Console())
+    return _start(args, *found)
+
+
+def _start(args: argparse.Namespace, run: Run, plain: dict[str, Any]) -> int:
+    """Print, plan or train a run."""
     from sparsepretrain.config.freeze import run_directory, to_yaml
 
-    run, plain = config.load(args.overrides, args.config_dir)
     if args.cfg:
         print(to_yaml(plain), end="")
         return 0
@@ -364,6 +388,7 @@ VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
         _train,
         "train a model; model=… brings the paper's recipe, everything can be changed",
     ),
+    "finetune": (_finetune, "fine-tune a run or a Hugging Face checkpoint on task=…"),
     "tune-decay": (_tune_decay, "find the decay factor of tsrste or srste on the warm-up alone"),
     "eval": (_eval, "metrics of a checkpoint on a whole split; sparse or densified, averaged"),
     "prepare": (_prepare, "download, tokenize and store a data set without training"),

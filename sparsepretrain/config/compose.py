@@ -42,6 +42,8 @@ class Request:
     values: list[tuple[str, Any]] = field(default_factory=list)
     """Dotted key and value of every other override, in order."""
     errors: list[str] = field(default_factory=list)
+    blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Group -> keys that take the place of the composed ones, before any value is set."""
     broken: set[str] = field(default_factory=set)
     """Groups whose choice was refused."""
 
@@ -110,8 +112,8 @@ def _options(path: list[Path]) -> dict[str, dict[str, Path]]:
     groups: dict[str, dict[str, Path]] = {}
     for directory in path:
         for name in _files(directory):
-            group, _, option = name.rpartition("/")
-            if group:
+            group, _, option = name.partition("/")
+            if option:
                 groups.setdefault(group, {})[option] = directory
     return {group: dict(sorted(groups[group].items())) for group in sorted(groups)}
 
@@ -186,6 +188,8 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
         typed = {key for key, _ in request.values}
         if "epochs" in typed and "steps" not in typed:  # the recipe's steps are another length
             composed.steps = 0
+        for group, block in request.blocks.items():
+            OmegaConf.update(composed, group, block, merge=False, force_add=True)
         _force(composed, request.values)
         plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
@@ -292,11 +296,12 @@ def _choose(request: Request, group: str, value: Any, options: list[str]) -> str
 def _files(directory: Path) -> set[str]:
     """``group/option`` of every YAML file below ``directory``, and ``name`` of those at its root.
 
+    An option may lie one directory deeper: ``finetune/glue/mrpc``.
     A leading underscore hides a file: it is a part of others.
     """
     if not directory.is_dir():
         return set()
-    found = [*directory.glob("*.yaml"), *directory.glob("*/*.yaml")]
+    found = [file for depth in ("", "*/", "*/*/") for file in directory.glob(f"{depth}*.yaml")]
     return {
         file.relative_to(directory).with_suffix("").as_posix()
         for file in found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sparsepretrain import registry
@@ -33,12 +33,14 @@ class Eval:
 
     every: int
     """Optimiser steps between evaluations; 0: only at the end."""
-    batches: int
-    """Micro-batches per evaluation, the same ones every time; 0: no evaluation."""
+    batches: int | None
+    """Micro-batches per evaluation, the same ones every time; null: the whole split; 0: none."""
 
     def problems(self) -> Problems:
         """Range errors as (key, message)."""
-        yield from _non_negative(self, "every", "batches")
+        yield from _non_negative(self, "every")
+        if self.batches is not None:
+            yield from _non_negative(self, "batches")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +73,17 @@ class Checkpoint:
         """Range errors as (key, message)."""
         yield from _non_negative(self, "every")
         yield from _positive(self, "keep_last")
+
+
+@dataclass(slots=True, kw_only=True)
+class Init:
+    """Where the initial weights come from; the verb ``finetune`` fills this in."""
+
+    path: str | None = None
+    """Run directory, checkpoint or Hugging Face checkpoint; null: drawn from the seed."""
+    weights: Literal["auto", "master", "projected"] = "auto"
+    """The stored weights, or those that the source evaluates with; auto: the stored ones when the
+    method stays the same, else the others, so that the function of the model is kept."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -268,6 +281,7 @@ class Run:
     """Decay per step of an average of the weights, which evaluation then uses; null: none."""
     workers: int
     """Processes that make batches ahead of the model; 0: the training process makes them."""
+    init: Init = field(default_factory=Init)
     compile: bool
     """torch.compile the model."""
     guard: Literal["stop", "skip"]
@@ -309,6 +323,9 @@ class Run:
         positions = getattr(self.model, "n_positions", None)
         if positions is not None and length > positions:
             yield "task.sequence_length", f"must be ≤ model.n_positions ({positions}), got {length}"
+        length = getattr(self.task, "max_length", 0)
+        if positions is not None and length > positions:
+            yield "task.max_length", f"must be ≤ model.n_positions ({positions}), got {length}"
         tokens, rows = (
             getattr(self.data, "vocab_size", None),
             getattr(self.model, "vocab_size", None),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepretrain import registry
-from sparsepretrain.config.compose import build, read
+from sparsepretrain.config.compose import Request, build, read
 from sparsepretrain.config.freeze import resolve
 from sparsepretrain.config.schema import GROUPS, REGISTERED, Run
 from sparsepretrain.config.strict import walk
@@ -30,7 +30,11 @@ def load(
     Raises:
         ConfigError: every problem, one message each.
     """
-    request = read(overrides, config_dirs)
+    return load_request(read(overrides, config_dirs))
+
+
+def load_request(request: Request) -> tuple[Run, dict[str, Any]]:
+    """Like :func:`load`, for overrides that were read already."""
     plain, _ = build(request)
     # the rest is judged only where a refused choice cannot have caused it: a model or an
     # experiment brings settings for every group

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,18 @@ WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """First tokens of a trained WordPiece, in BERT's order; [SEP] ends a document."""
 
 
+class Template(NamedTuple):
+    """Special tokens around one text or two, in a model's own way."""
+
+    prefix: tuple[int, ...]
+    middle: tuple[int, ...]
+    """Between the two texts."""
+    suffix: tuple[int, ...]
+    """After the second text."""
+    end: tuple[int, ...]
+    """After a text that is alone."""
+
+
 class ByteCodec:
     """Tokens are bytes. Byte 0 ends a document: text does not contain it."""
 
@@ -34,6 +47,19 @@ class ByteCodec:
         """One uint8 array per text; strings become UTF-8."""
         raw = (text.encode() if isinstance(text, str) else text for text in texts)
         return [np.frombuffer(text, dtype=np.uint8) for text in raw]
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each text its tokens, and (tokens, 2) int64: the characters that each comes from."""
+        spans = []
+        for text, ids in zip(texts, self.encode(texts), strict=True):
+            widths = np.array([len(character.encode()) for character in text], dtype=np.int64)
+            place = np.repeat(np.arange(len(text)), widths)
+            spans.append((ids, np.stack([place, place + 1], axis=1)))
+        return spans
+
+    def template(self) -> Template:
+        """Byte 0 between the texts: in pre-training it separates documents."""
+        return Template((), (0,), (), ())
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the bytes ``ids``; what is not UTF-8 becomes U+FFFD."""
@@ -72,6 +98,36 @@ class FileCodec:
             [_text(text) for text in texts], add_special_tokens=False
         )
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each text its tokens, and (tokens, 2) int64: the characters that each comes from."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (
+                np.array(encoding.ids, dtype=np.int64),
+                np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2),
+            )
+            for encoding in encodings
+        ]
+
+    def template(self) -> Template:
+        """The tokenizer's own, else [CLS] a [SEP] b [SEP], else end of text between the texts."""
+        tokenizer = self._tokenizer
+        if tokenizer.num_special_tokens_to_add(True):
+            pair, single = tokenizer.encode("a", "a"), tokenizer.encode("a")
+            first = [i for i, sequence in enumerate(pair.sequence_ids) if sequence == 0]
+            second = [i for i, sequence in enumerate(pair.sequence_ids) if sequence == 1]
+            alone = [i for i, sequence in enumerate(single.sequence_ids) if sequence == 0]
+            return Template(
+                tuple(pair.ids[: first[0]]),
+                tuple(pair.ids[first[-1] + 1 : second[0]]),
+                tuple(pair.ids[second[-1] + 1 :]),
+                tuple(single.ids[alone[-1] + 1 :]),
+            )
+        start, separator = map(tokenizer.token_to_id, ("[CLS]", "[SEP]"))
+        if start is not None and separator is not None:
+            return Template((start,), (separator,), (separator,), (separator,))
+        return Template((), () if self.end_of_text is None else (self.end_of_text,), (), ())
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the tokens ``ids``, special tokens included."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from sparsepretrain.models._recipe import Headable
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -58,12 +59,15 @@ class GPT2Options:
 
 
 @register("model", "gpt2")
-class GPT2:
+class GPT2(Headable):
     """Builds the model and knows its layers by role."""
 
     Options = GPT2Options
-    tasks: ClassVar[frozenset[str]] = frozenset({"causal_lm"})
+    tasks: ClassVar[frozenset[str]] = frozenset(
+        {"causal_lm", "sequence_classification", "question_answering"}
+    )
     """Names of the tasks that it can be built for."""
+    causal = True
     roles: ClassVar[dict[str, list[str]]] = {
         "ffn": ["*.mlp.c_fc", "*.mlp.c_proj"],
         "attention": ["*.attn.c_attn", "*.attn.c_proj"],
@@ -122,6 +126,13 @@ class GPT2:
         """(batch, length) int64 -> (batch, length, vocab_size)."""
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
         return logits
+
+    @staticmethod
+    def encode(model: nn.Module, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Last hidden states (batch, length, n_embd); padding at the end needs no mask."""
+        decoder: nn.Module = model.transformer  # type: ignore[assignment]
+        hidden: Tensor = decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        return hidden
 
 
 def _linear_from(conv: nn.Module, bias: bool) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepretrain import registry
@@ -47,11 +48,16 @@ class Task(ABC):
         self.recipe: Any = registry.get("model", model.family)
         self.fingerprint: str | None = None
         """Of the prepared data; None before :meth:`open_data`."""
+        self.tokenizer_file: Path | None = None
+        """tokenizer.json of what the model reads, set by :meth:`open_data`; None: bytes."""
 
     @property
     def roles(self) -> dict[str, list[str]]:
         """Alias of ``sparsity.targets`` -> globs of module names."""
-        roles: dict[str, list[str]] = self.recipe.roles
+        of_model = getattr(self.recipe, "roles_of", None)  # of a family whose names differ
+        roles: dict[str, list[str]] = (
+            self.recipe.roles if of_model is None else of_model(self.model_options)
+        )
         return roles
 
     @staticmethod

@@ -41,6 +41,7 @@ class WindowTask(Task):
             for split in splits
         }
         self.fingerprint = tokens.fingerprint
+        self.tokenizer_file = tokens.tokenizer_file
         self.opened(tokens)
 
     def opened(self, tokens: TokenData) -> None:

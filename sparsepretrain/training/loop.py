@@ -112,7 +112,7 @@ def run_steps(
     """
     run = t.run
     while True:
-        if _due(run.eval.every, t) and run.eval.batches and t.evaluated != t.step:
+        if _due(run.eval.every, t) and run.eval.batches != 0 and t.evaluated != t.step:
             metrics = evaluate(t, "validation", run.eval.batches, signals, final=t.step >= t.end)
             if metrics is not None:
                 t.evaluated = t.step

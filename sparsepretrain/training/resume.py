@@ -23,7 +23,7 @@ def is_finished(directory: Path, run: Run, end: int) -> bool:
     late = [path for path, number in numbers.items() if number.isdigit() and int(number) >= end]
     if all(checkpoint.verify(path) is not None for path in late):
         return False
-    if not run.eval.batches:
+    if run.eval.batches == 0:
         return True
     try:
         lines = read(directory)

@@ -24,7 +24,7 @@ from sparsepretrain.tracking.console import Console
 from sparsepretrain.tracking.record import read
 from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
-from sparsepretrain.training import checkpoint, rng
+from sparsepretrain.training import checkpoint, initial, rng
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
 from sparsepretrain.training.ema import EMA
@@ -66,7 +66,8 @@ def train(
         console.info(finished)
         return 0
     with StopSignals() as signals, console.own_warnings():
-        t = build_training(run, console)
+        own = any((directory / "checkpoints").glob("step_*"))
+        t = build_training(run, console, initialise=run.resume == "never" or not own)
         t.stop_after = stop_after
         with _claim(directory):
             if run.resume != "never" and is_finished(directory, run, end):  # by another process
@@ -77,6 +78,9 @@ def train(
                 _restore(t, source)
                 console.info(f"continuing from {source} (step {t.step})")
             _write(directory / "config.yaml", freeze.to_yaml(plain))
+            if t.task.tokenizer_file is not None:  # it travels with the weights
+                text = t.task.tokenizer_file.read_text(encoding="utf-8")
+                _write(directory / "tokenizer.json", text)
             details = json.dumps(environment(t.device), indent=1)
             _write(directory / "environment.json", details + "\n")
             return _run(t, plain, directory, console, signals, resumed=source is not None)
@@ -134,13 +138,20 @@ def _run(
     return exit_code
 
 
-def build_training(run: Run, console: Console, *, splits: Sequence[str] | None = None) -> Training:
+def build_training(
+    run: Run,
+    console: Console,
+    *,
+    splits: Sequence[str] | None = None,
+    initialise: bool = True,
+) -> Training:
     """Build everything the loop touches; prepares offline data, writes no run directory.
 
     Args:
         run: the checked configuration.
-        console: shows how far the preparation is.
+        console: shows progress, and what initial weights are.
         splits: of the data to open; None: those that training uses.
+        initialise: load the weights of ``init``; needless before a checkpoint of the run's own.
     """
     device = pick_device(run)
     rng.seed_all(run.seed)
@@ -148,10 +159,13 @@ def build_training(run: Run, console: Console, *, splits: Sequence[str] | None =
     # wrong targets and widths are found before data is prepared and weights are drawn
     sparsify_model(run, task, build_model(run, task, torch.device("meta")))
     if splits is None:
-        splits = ("train", "validation") if run.eval.batches else ("train",)
+        splits = ("train", "validation") if run.eval.batches != 0 else ("train",)
     task.open_data(splits, on_progress=console.progress)
     model = build_model(run, task, device)
+    # before sparsify, which freezes what comes from initial weights
+    buffers = initial.load(run, task, model, console) if initialise else {}
     sparsifier = sparsify_model(run, task, model)
+    initial.restore(model, sparsifier, buffers)
     optimizer = build_optimizer(model, run.optim, sparsifier.method.build_optimizer)
     sparsifier.attach(optimizer)
     peak = peak_flops(device, run.precision.name)

@@ -94,6 +94,6 @@ def test_a_tokenizer_larger_than_the_vocabulary(options, tmp_path, cache):
     chosen = options(
         "text_files", files=[f"{tmp_path}/a.txt"], tokenizer=f"{tmp_path}/t.json", vocab_size=80
     )
-    with pytest.raises(DataError, match="has 90 tokens, more than data.vocab_size=80: set data.v"):
+    with pytest.raises(DataError, match=r"has 90 tokens, more than data.vocab_size=80: set data.v"):
         prepare(chosen)
     assert not [p for p in cache.iterdir() if p.suffix != ".lock"]

@@ -1,0 +1,126 @@
+"""Functions of Python files, found with ``ast``: what the offline stand-ins are made of."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sparsepretrain.data.sources._records import Row, encode
+from sparsepretrain.data.sources._source import Document, Shard, SourceOptions
+from sparsepretrain.data.sources.python_source import PythonSource
+
+
+@dataclass(slots=True, kw_only=True)
+class FunctionOptions(SourceOptions):
+    """Keys of the sources that are made of functions."""
+
+    roots: list[str] | None
+    """Directories that are searched for .py files; null: the standard library."""
+    per_file: int
+    """Most records of one file, so that a large file does not dominate."""
+    validation: float
+    """Fraction of the text that is held out, by whole files, in (0, 1)."""
+    seed: int
+    """Decides which files are held out."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules beyond types, as (key, message)."""
+        yield from SourceOptions.problems(self)
+        if self.roots is not None and not self.roots:
+            yield "roots", "must name at least one directory, or be null (standard library)"
+        if self.per_file < 1:
+            yield "per_file", f"must be ≥ 1, got {self.per_file}"
+        if not 0 < self.validation < 1:
+            yield "validation", f"must lie in (0, 1), got {self.validation}"
+        if not 0 <= self.seed < 2**32:
+            yield "seed", f"must lie in [0, 2^32), got {self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function of a file, its text dedented."""
+
+    name: str
+    head: str
+    """``def name(arguments)``, in one line."""
+    docstring: str
+    """First line; empty if there is none."""
+    body: str
+    """Without the docstring."""
+    source: str
+    """All of it, decorators left out."""
+    returned: tuple[str, int] | None
+    """Expression of the only return statement and its place in ``source``."""
+
+
+class FunctionSource(PythonSource):
+    """Records made of the functions of each file; the split is by file."""
+
+    kind = "records"
+    holds: ClassVar[str]
+
+    @abstractmethod
+    def records(self, functions: list[Function]) -> Iterator[Row]:
+        """The records of one file, ``per_file`` at most; a function of its argument."""
+
+    def documents(self, shard: Shard) -> Iterator[Document]:
+        """The records of the files of one shard.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        for text, _ in super().documents(shard):
+            assert isinstance(text, bytes)
+            for record in self.records(functions(text.decode(errors="replace"))):
+                yield encode(record), True
+
+
+def functions(source: str) -> list[Function]:
+    """The functions of a file in its order; none if it is no Python of this version."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in other people's strings
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    lines = source.replace("\r\n", "\n").split("\n")  # as ast counts them
+    return [
+        function
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        if (function := _function(node, lines)) is not None
+    ]
+
+
+def _function(node: ast.FunctionDef, lines: list[str]) -> Function | None:
+    docstring = (ast.get_docstring(node) or "").partition("\n")[0].strip()
+    statements = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    if not statements or statements[0].lineno == node.lineno:  # all in one line
+        return None
+    text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    source = textwrap.dedent(text).rstrip() + "\n"
+    body = textwrap.dedent("\n".join(lines[statements[0].lineno - 1 : node.end_lineno]))
+    head = f"def {node.name}({ast.unparse(node.args)})"
+    returns = [
+        child
+        for child in ast.walk(node)
+        if isinstance(child, ast.Return) and child.value is not None
+    ]
+    returned = _returned(returns[0], lines, source) if len(returns) == 1 else None
+    return Function(node.name, head, docstring, body, source, returned)
+
+
+def _returned(statement: ast.Return, lines: list[str], source: str) -> tuple[str, int] | None:
+    """The returned expression and its place in ``source``; None if it takes several lines."""
+    value = statement.value
+    if value is None or value.lineno != value.end_lineno:
+        return None
+    line = lines[value.lineno - 1].encode()  # columns count bytes
+    expression = line[value.col_offset : value.end_col_offset].decode()
+    place = source.rfind(f"return {expression}")
+    return (expression, place + len("return ")) if place >= 0 else None

@@ -1,0 +1,252 @@
+"""Records of the Hugging Face hub or of local files: JSONL and Parquet with the same columns."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sparsepretrain.data.sources._source import (
+    TEST,
+    TRAIN,
+    VALIDATION,
+    Document,
+    Shard,
+    Source,
+    SourceOptions,
+)
+from sparsepretrain.data.sources.text_files import match
+from sparsepretrain.errors import DataError
+
+SHARD_ROWS = 16384
+"""Rows of a hub data set per shard."""
+FILES = (".jsonl", ".json", ".parquet")
+"""Endings that tell a local file from a split of a hub repository."""
+
+Row = dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class RecordOptions(SourceOptions):
+    """Keys of every source of records."""
+
+    path: str | None
+    """Hub repository; unused when train names files."""
+    subset: str | None
+    """The hub's configuration name."""
+    revision: str | None
+    """Branch, tag or commit of the repository; null: its main branch."""
+    train: list[str]
+    """Splits of the repository, or local .jsonl and .parquet files or globs."""
+    validation: list[str]
+    """The same; each entry is a part of its own in the metrics of the tasks that have parts."""
+    test: list[str]
+    """The same; must be labelled."""
+
+    @property
+    def entries(self) -> dict[str, list[str]]:
+        """Split -> what it is read from."""
+        return {TRAIN: self.train, VALIDATION: self.validation, TEST: self.test}
+
+    @property
+    def local(self) -> bool:
+        """Whether the entries are files."""
+        return any(entry.endswith(FILES) for entries in self.entries.values() for entry in entries)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules beyond types, as (key, message)."""
+        yield from SourceOptions.problems(self)
+        if not self.train:
+            yield "train", "must name a split or a file"
+        for key, entries in self.entries.items():
+            for entry in entries if self.local else []:
+                if not entry.endswith(FILES):
+                    # the other splits of a shipped file are the hub's
+                    hint = f"; give files for data.{key} too, or data.{key}=[]"
+                    yield key, f"{entry!r} is no {', '.join(FILES)} file{hint}"
+        if not self.local and not self.path:
+            yield "path", "must be a hub repository, or let data.train name files"
+
+
+class RecordSource(Source):
+    """Documents are records: one JSON object each, in the form that the tasks read.
+
+    A row that is not as it must be is refused with its file and line.
+    """
+
+    kind = "records"
+    holds: ClassVar[str]
+    """What a record is, in words: a task wants one kind of them."""
+    unit = "records"
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self._opened: dict[tuple[str, int], Any] = {}
+
+    @property
+    def offline(self) -> bool:  # type: ignore[override]
+        """Whether the entries are local files."""
+        return bool(self.options.local)
+
+    @abstractmethod
+    def record(self, row: Row, part: int) -> Row:
+        """The record of a row.
+
+        Args:
+            row: column -> value.
+            part: which entry of its split it comes from.
+
+        Raises:
+            ValueError: what is wrong with the row; a KeyError names a missing column.
+        """
+
+    def state(self) -> list[Any]:
+        """Name, size and time of local files; nothing for the hub."""
+        if not self.options.local:
+            return []
+        return [
+            [split, part, file.name, file.size, file.mtime_ns]
+            for split, part, file in self._files()
+        ]
+
+    def shards(self) -> list[Shard]:
+        """A shard per local file, or ranges of the rows of a hub split."""
+        found: list[tuple[str, int, tuple[Any, ...]]] = []
+        if self.options.local:
+            found = [(split, file.size, (part, file.path)) for split, part, file in self._files()]
+        else:
+            for split, entries in self.options.entries.items():
+                for part, entry in enumerate(entries):
+                    rows = len(self._open(entry))
+                    for begin in range(0, rows, SHARD_ROWS):
+                        end = min(begin + SHARD_ROWS, rows)
+                        found.append((split, end - begin, (part, entry, begin, end)))
+        counts: dict[str, int] = {}
+        shards = []
+        for split, size, items in found:
+            index = counts.get(split, 0)
+            counts[split] = index + 1
+            shards.append(Shard(split, index, size, items))
+        return shards
+
+    def documents(self, shard: Shard) -> Iterator[Document]:
+        """The records of one shard.
+
+        Raises:
+            DataError: a row is unsuitable; names the file and the line.
+        """
+        part, entry, *rest = shard.items
+        if rest:
+            begin, end = rest
+            where = f"{self.options.path} {entry}, row"
+            rows: Iterable[tuple[int, Row]] = enumerate(self._open(entry).select(range(begin, end)))
+            rows = ((begin + i, row) for i, row in rows)
+        else:
+            where = f"{entry}, row" if entry.endswith(".parquet") else f"{entry}:"
+            rows = _parquet_rows(entry) if entry.endswith(".parquet") else _json_rows(entry)
+        for number, row in rows:
+            place = f"{where}{number}" if where.endswith(":") else f"{where} {number}"
+            try:
+                record = self.record(row, part)
+            except KeyError as error:
+                known = ", ".join(map(repr, row))
+                raise DataError(f"{place}: no column {error} (it has {known})") from error
+            except ValueError as error:
+                raise DataError(f"{place}: {error}") from error
+            yield encode(record), True
+
+    def missing(self) -> str:
+        """The message when nothing is prepared."""
+        name = self.options.name
+        return (
+            f"{name} is not prepared: run `sparsepretrain prepare data={name}` (needs the "
+            "network), or let data.train and data.validation name .jsonl or .parquet files of a mirror"
+        )
+
+    def _files(self) -> Iterator[tuple[str, int, Any]]:
+        for split, entries in self.options.entries.items():
+            for part, entry in enumerate(entries):
+                for file in match(f"data.{split}", entry):
+                    yield split, part, file
+
+    def _open(self, split: str) -> Any:
+        """A split of the hub's data set."""
+        from sparsepretrain.data.hub import reason
+        from sparsepretrain.data.sources.hf_text import _quiet_datasets
+
+        options = self.options
+        try:
+            with _quiet_datasets(local=False) as datasets:
+                return datasets.load_dataset(
+                    options.path, options.subset, split=split, revision=options.revision
+                )
+        except ImportError as error:
+            raise DataError(
+                f"{options.name} needs the package datasets: pip install 'sparsepretrain[hf]'"
+            ) from error
+        except Exception as error:  # datasets raises whatever its builders and pyarrow raise
+            raise DataError(
+                f"{options.name}: datasets cannot load {options.path}, split {split}: "
+                f"{reason(error)}; or let data.train and data.validation name local files"
+            ) from error
+
+
+def encode(record: Row) -> bytes:
+    """A record as a document; JSON never contains byte 0, which ends it."""
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def text(row: Row, column: str) -> str:
+    """The text in ``column``.
+
+    Raises:
+        KeyError: there is no such column.
+        ValueError: it holds something else.
+    """
+    value = row[column]
+    if not isinstance(value, str):
+        raise ValueError(f"column {column!r} holds {type(value).__name__}, not text")
+    return value
+
+
+def _json_rows(file: str) -> Iterator[tuple[int, Row]]:
+    """(line number, row) of every line that is not empty."""
+    try:
+        with open(file, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise DataError(
+                        f"{file}:{number}: not a JSON object per line ({error})"
+                    ) from error
+                if not isinstance(row, dict):
+                    kind = type(row).__name__
+                    raise DataError(f"{file}:{number}: must be a JSON object, got {kind}")
+                yield number, row
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 text") from error
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from error
+
+
+def _parquet_rows(file: str) -> Iterator[tuple[int, Row]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise DataError(
+            f"{file} needs the package pyarrow: pip install 'sparsepretrain[hf]'"
+        ) from error
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches():
+            for row in batch.to_pylist():
+                yield number, row
+                number += 1
+    except (OSError, ArrowException) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{file} cannot be read: {reason}") from error

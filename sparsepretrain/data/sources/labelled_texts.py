@@ -1,0 +1,67 @@
+"""Labelled sentences and pairs of sentences: GLUE from the hub, or files in the same format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from sparsepretrain.data.sources._records import RecordOptions, RecordSource, Row, text
+from sparsepretrain.data.sources._source import SourceOptions
+from sparsepretrain.registry import register
+
+LABELLED = "labelled texts"
+
+
+@dataclass(slots=True, kw_only=True)
+class Options(RecordOptions):
+    """Options of ``source: labelled_texts``."""
+
+    source: Literal["labelled_texts"]
+    texts: list[str]
+    """The column of the sentence, or the two of the pair."""
+    label: str
+    """Column of the label: its number, its name, or the number to predict."""
+    labels: list[str]
+    """Names of the classes in the order of their numbers; empty: the label is a real number."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules beyond types."""
+        yield from RecordOptions.problems(self)
+        if len(self.texts) not in (1, 2):
+            yield "texts", f"must name one or two columns, got {len(self.texts)}"
+        if len(self.labels) == 1:
+            yield "labels", "must name two or more classes, or none for a real number"
+
+
+@register("source", "labelled_texts")
+class LabelledTexts(RecordSource):
+    """Records ``{"texts": […], "label": number, "part": …}``."""
+
+    Options: ClassVar[type[SourceOptions]] = Options
+    holds = LABELLED
+
+    def record(self, row: Row, part: int) -> Row:
+        """Check and simplify one row."""
+        options = self.options
+        texts = [text(row, column) for column in options.texts]
+        return {"texts": texts, "label": self._label(row), "part": part}
+
+    def _label(self, row: Row) -> int | float:
+        column, names = self.options.label, self.options.labels
+        value: Any = row[column]
+        if value is None or (value == -1 and names):
+            raise ValueError(f"column {column!r} holds no label ({value}): is it a test file?")
+        if isinstance(value, bool):
+            value = int(value)
+        if not names:
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"label {value!r} is not a number")
+            return float(value)
+        if value in names:
+            return int(names.index(value))
+        if not isinstance(value, int) or not 0 <= value < len(names):
+            known = ", ".join(names)
+            raise ValueError(f"label {value!r} is neither in [0, {len(names)}) nor one of {known}")
+        return value

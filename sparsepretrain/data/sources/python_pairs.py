@@ -1,0 +1,56 @@
+"""Sentence-pair classification made of Python functions: what is this text to that function?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from sparsepretrain.data.sources._functions import Function, FunctionOptions, FunctionSource
+from sparsepretrain.data.sources._records import Row
+from sparsepretrain.data.sources._source import SourceOptions
+from sparsepretrain.data.sources.labelled_texts import LABELLED
+from sparsepretrain.registry import register
+
+LABELS = ("its body", "another body", "its docstring", "another docstring")
+HEAD = 88
+"""Most characters of a function's head."""
+LONGEST = 96
+"""Characters of the second text; with the head and bytes as tokens a pair fits into 192."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Options(FunctionOptions):
+    """Options of ``source: python_pairs``."""
+
+    source: Literal["python_pairs"]
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of the classes."""
+        return list(LABELS)
+
+
+@register("source", "python_pairs")
+class PythonPairs(FunctionSource):
+    """The head of a function, and its or another function's body or docstring.
+
+    All four are asked of a function, so the classes are balanced. The other function is of the same
+    file: words and style do not tell them apart, names have to be compared.
+    """
+
+    Options: ClassVar[type[SourceOptions]] = Options
+    holds = LABELLED
+
+    def records(self, functions: list[Function]) -> Iterator[Row]:
+        """One record of each class for every function."""
+        usable = [
+            f for f in functions if f.docstring and len(f.head) <= HEAD and f.name[:2] != "__"
+        ]
+        if len(usable) < 2:
+            return
+        for i, own in enumerate(usable[: self.options.per_file // len(LABELS)]):
+            other = usable[(i + len(usable) // 2) % len(usable)]
+            seconds = (own.body, other.body, own.docstring, other.docstring)
+            for label, second in enumerate(seconds):
+                yield {"texts": [own.head, second[:LONGEST]], "label": label, "part": 0}

@@ -1,0 +1,50 @@
+"""Questions whose answer is a span of a context: SQuAD v1.1, or files in the same format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from sparsepretrain.data.sources._records import RecordOptions, RecordSource, Row, text
+from sparsepretrain.data.sources._source import SourceOptions
+from sparsepretrain.registry import register
+
+QUESTIONS = "questions"
+
+
+@dataclass(slots=True, kw_only=True)
+class Options(RecordOptions):
+    """Options of ``source: questions``."""
+
+    source: Literal["questions"]
+
+
+@register("source", "questions")
+class Questions(RecordSource):
+    """Records ``{"question": …, "context": …, "answers": [[text, start], …]}``.
+
+    Columns as on the hub: question, context, answers with the lists text and answer_start
+    (characters). Every question has an answer (v1.1).
+    """
+
+    Options: ClassVar[type[SourceOptions]] = Options
+    holds = QUESTIONS
+
+    def record(self, row: Row, part: int) -> Row:
+        """Check and simplify one row."""
+        context = text(row, "context")
+        answers: Any = row["answers"]
+        try:
+            found = list(zip(answers["text"], answers["answer_start"], strict=True))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                "column 'answers' must hold the lists text and answer_start, of equal length"
+            ) from error
+        if not found:
+            raise ValueError("column 'answers' holds no answer")
+        for answer, start in found:
+            if not isinstance(answer, str) or not isinstance(start, int):
+                raise ValueError("column 'answers' must hold texts and character positions")
+            if not answer or start < 0 or context[start : start + len(answer)] != answer:
+                raise ValueError(f"answer {answer[:40]!r} is not in the context at {start}")
+        return {"question": text(row, "question"), "context": context, "answers": found}

@@ -1,0 +1,200 @@
+"""The verb ``finetune``: an ordinary run whose model and initial weights are a checkpoint's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparsepretrain import registry
+from sparsepretrain.config.compose import Request, build, catalogue, read
+from sparsepretrain.config.schema import Run
+from sparsepretrain.config.validate import load_request
+from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import weights
+
+CONTINUED = {"tsrste": "dense", "sdgp": "dense", "step": "ste", "mdgf": "ste", "sdgf": "ste"}
+"""Method of pre-training -> method of fine-tuning where they differ: that of its last phase."""
+
+SAMPLED = ("sste", "tsrste")
+"""Methods with MVUE, which fine-tuning drops (S-STE, Table 6; authors' code)."""
+
+BYTES = "bytes"
+
+
+def load(
+    checkpoint: str, overrides: Sequence[str], config_dirs: Sequence[Path], console: Console
+) -> tuple[Run, dict[str, Any]]:
+    """The checked run, and the same as plain values.
+
+    The recipe of ``task=`` brings data, optimiser, schedule and epochs; the checkpoint brings the
+    model, its tokenizer, method and precision. What is typed wins.
+
+    Args:
+        checkpoint: see :func:`sparsepretrain.training.weights.find`.
+        overrides: ``task=…`` among them.
+        config_dirs: see :func:`sparsepretrain.config.compose.compose`.
+        console: told which damaged checkpoints are passed over.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+        ConfigError: every problem of the overrides, one message each.
+    """
+    request = read(_with_recipe(overrides, config_dirs), config_dirs)
+    if "model" in request.choices:
+        raise ConfigError("model comes from the checkpoint: leave model= out (keys can be changed)")
+    source = weights.find(checkpoint, console.warn)
+    place = source.path.resolve() if isinstance(source.path, Path) else source.path
+    settings: dict[str, Any] = {"init.path": str(place)}
+    request.choices["model"] = "pretrained"
+    if source.config is None:
+        settings["model.path"] = str(place)
+        request.choices.setdefault("sparsity", "dense")
+    else:
+        settings |= _from_run(source.config, request)
+    _put_first(request, settings)
+    if request.errors:
+        return load_request(request)
+    plain, _ = build(request)
+    _put_first(request, _tokenizer_settings(source, plain))
+    return load_request(request)
+
+
+def _with_recipe(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
+    """``task=X`` as the choice of the recipe X; names of plain tasks stay."""
+    groups = catalogue(config_dirs)
+    recipes, words, chosen = groups["finetune"], [], False
+    for word in overrides:
+        key, equals, option = word.strip().partition("=")
+        if key != "task" or not equals:
+            words.append(word)
+            continue
+        chosen = True
+        if option in recipes:
+            words.append(f"finetune={option}")
+        elif option in groups["task"]:
+            words.append(word)
+        else:
+            near = registry.suggestion(option, recipes)
+            raise ConfigError(f"there is no recipe to fine-tune on {option!r}{near}")
+    if not chosen:
+        raise ConfigError(f"task=… is missing: choose from {', '.join(recipes)}")
+    return words
+
+
+def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
+    """What a run hands on: model, method, precision, plugins."""
+    request.blocks["model"] = config["model"]
+    settings: dict[str, Any] = {"plugins": config["plugins"]} if config["plugins"] else {}
+    if "precision" not in request.choices:
+        block = config["precision"]
+        request.choices["precision"] = block["name"]
+        request.blocks["precision"] = block
+        if block["name"] == "fp8_sim":  # dropped with MVUE
+            request.choices["precision"] = block["dtype"]
+            request.blocks["precision"] = {"name": block["dtype"]}
+    before = config["sparsity"]
+    chosen = request.choices.get("sparsity", CONTINUED.get(before["name"], before["name"]))
+    request.choices["sparsity"] = chosen
+    settings |= {f"sparsity.{key}": before[key] for key in ("n", "m", "targets")}
+    if chosen == before["name"]:
+        # the window and the phases were those of pre-training
+        request.blocks["sparsity"] = {**before, "window": {"start": 0.0, "stop": 1.0}}
+    if chosen in SAMPLED:
+        settings["sparsity.mvue"] = "none"
+    if chosen == "asp":
+        settings["sparsity.at"] = 0.0
+    return settings
+
+
+def _put_first(request: Request, settings: dict[str, Any]) -> None:
+    """Set values that what was typed can still change."""
+    request.values[:0] = settings.items()
+
+
+def _tokenizer_settings(source: weights.Source, plain: dict[str, Any]) -> dict[str, Any]:
+    """Let the task or the data read text as the checkpoint's model does."""
+    if "tokenizer" in plain.get("task", {}):
+        return {"task.tokenizer": _tokenizer_file(source)}
+    if "tokenizer" not in plain.get("data", {}):
+        return {}
+    name = _tokenizer_name(source) or _tokenizer_file(source)
+    return {"data.tokenizer": name, "data.vocab_size": _tokens(name)}
+
+
+def _tokenizer_name(source: weights.Source) -> str | None:
+    """How data names the tokenizer, if it does: prepared data is then found again."""
+    from sparsepretrain.data.sources._source import TRAINED
+
+    if source.config is None:
+        return None if isinstance(source.path, Path) else source.path
+    name = source.config["data"].get("tokenizer")
+    return None if name is None or name in TRAINED else str(name)
+
+
+def _tokens(name: str) -> int | None:
+    """Tokens of a tokenizer; None where the configuration knows them."""
+    from sparsepretrain.data.encoding import open_codec, read_tokenizer
+    from sparsepretrain.data.sources._source import VOCABULARY
+
+    if name in VOCABULARY:
+        return None
+    return open_codec(
+        Path(name) if name.endswith(".json") else _store(read_tokenizer(name))
+    ).vocab_size
+
+
+def _tokenizer_file(source: weights.Source) -> str:
+    """``bytes``, or the tokenizer.json that travels with the checkpoint."""
+    from sparsepretrain.data.encoding import read_tokenizer
+
+    if source.config is None:
+        return _huggingface_tokenizer(source)
+    directory = source.run_directory
+    if directory is not None and (file := directory / "tokenizer.json").is_file():
+        return str(file.resolve())
+    task, data = source.config["task"], source.config["data"]
+    name = task.get("tokenizer") or data.get("tokenizer")
+    if name == BYTES:
+        return BYTES
+    if isinstance(name, str) and name.endswith(".json") and Path(name).is_file():
+        return str(Path(name).resolve())
+    if name in ("gpt2", "openai-community/gpt2") or (name and "/" in name):
+        return str(_store(read_tokenizer(name)))
+    raise CheckpointError(
+        f"{source.path} has no tokenizer.json beside it: give task.tokenizer=FILE (or put the file "
+        "into the run directory)"
+    )
+
+
+def _huggingface_tokenizer(source: weights.Source) -> str:
+    from sparsepretrain.data.encoding import read_tokenizer
+    from sparsepretrain.models.pretrained import Pretrained, PretrainedOptions
+
+    if isinstance(source.path, str):
+        return str(_store(read_tokenizer(source.path)))
+    file = source.path / "tokenizer.json"
+    if file.is_file():
+        return str(file.resolve())
+    options = PretrainedOptions(name="", family="pretrained", path=str(source.path))
+    if Pretrained.vocabulary(options) == 256:
+        return BYTES
+    raise CheckpointError(
+        f"{source.path} has no tokenizer.json: save a fast tokenizer there, or give "
+        "task.tokenizer=FILE"
+    )
+
+
+def _store(content: str) -> Path:
+    """A tokenizer of the hub as a file that stays."""
+    from sparsepretrain.data import cache_directory
+    from sparsepretrain.data.shards import write_atomic
+
+    directory = cache_directory() / "tokenizers"
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
+    if not file.exists():
+        write_atomic(file, content.encode())
+    return file

@@ -1,0 +1,226 @@
+"""The span of a context that answers a question: SQuAD v1.1."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from sparsepretrain.data.sources.questions import QUESTIONS
+from sparsepretrain.registry import register
+from sparsepretrain.tasks import Batch, Observation, averages
+from sparsepretrain.tasks._encoded import EncodedOptions, EncodedTask, Sample
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor, nn
+
+    from sparsepretrain.data.encoding import Codec
+
+BEST = 20
+"""Starts and ends that are combined, each; the usual number of SQuAD's evaluations."""
+
+
+@dataclass(slots=True, kw_only=True)
+class QuestionAnsweringOptions(EncodedOptions):
+    """Options of the task."""
+
+    name: Literal["question_answering"]
+    stride: int
+    """Tokens that two windows of a long context share."""
+    max_question: int
+    """Most tokens of a question; the rest is cut."""
+    max_answer: int
+    """Most tokens of an answer in evaluation."""
+    end: Literal["last", "next"]
+    """Where the end is read: at the answer's last token (SQuAD's code), or at the one after it,
+    from where a causal model sees that the answer is over."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        yield from EncodedOptions.problems(self)
+        for key in ("max_question", "max_answer"):
+            if getattr(self, key) < 1:
+                yield key, f"must be ≥ 1, got {getattr(self, key)}"
+        room = self.max_length - self.max_question - 4
+        if not 0 <= self.stride < room:
+            yield (
+                "stride",
+                "must lie in [0, max_length - max_question - 4), the shortest window "
+                f"({room}), got {self.stride}",
+            )
+
+
+class About(NamedTuple):
+    """What the metrics need to know of a window."""
+
+    example: int
+    context: str
+    answers: list[str]
+    first: int
+    """Place of the window's first context token in the sample."""
+    spans: np.ndarray
+    """(tokens, 2) characters of the window's context tokens."""
+
+
+@register("task", "question_answering")
+class QuestionAnswering(EncodedTask):
+    """Start and end of the answer, each a choice among the positions of the sequence.
+
+    Contexts that are too long come in windows; each is a sample. Windows without the whole answer
+    have the first position as their target, and evaluation takes the best span over all windows.
+    """
+
+    Options = QuestionAnsweringOptions
+    holds = QUESTIONS
+    head = "spans"
+    metric = "f1"
+    outputs = 2
+
+    def encode(self, records: list[dict[str, Any]], codec: Codec) -> list[Sample]:
+        """The windows of every record, in order."""
+        questions = codec.encode([record["question"].strip() for record in records])
+        contexts = codec.encode_spans([record["context"] for record in records])
+        return [
+            sample
+            for index, (record, question, context) in enumerate(
+                zip(records, questions, contexts, strict=True)
+            )
+            for sample in self._windows(index, record, question, context, codec)
+        ]
+
+    def _windows(
+        self,
+        index: int,
+        record: dict[str, Any],
+        question: np.ndarray,
+        context: tuple[np.ndarray, np.ndarray],
+        codec: Codec,
+    ) -> Iterator[Sample]:
+        import numpy as np
+
+        template = codec.template()
+        ids, spans = context
+        head = [template.prefix, question[: self.options.max_question], template.middle]
+        first = sum(map(len, head))
+        after = int(self.options.end == "next")
+        # one place stays free behind the window, where a causal model says that the answer is over
+        tail = template.suffix or template.middle or (0,)
+        room = self.options.max_length - first - len(tail)
+        answers = [text for text, _ in record["answers"]]
+        text, start = record["answers"][0]
+        for begin in range(0, max(1, len(ids) - self.options.stride), room - self.options.stride):
+            part, places = ids[begin : begin + room], spans[begin : begin + room]
+            inside = np.flatnonzero((places[:, 1] > start) & (places[:, 0] < start + len(text)))
+            whole = (
+                len(inside) > 0
+                and places[inside[0], 0] <= start
+                and places[inside[-1], 1] >= start + len(text)
+            )
+            target = (first + inside[0], first + inside[-1] + after) if whole else (0, 0)
+            parts = [*head, part, tail]
+            sequence = np.concatenate([np.asarray(p, dtype=np.int64) for p in parts])
+            about = About(index, record["context"], answers, first, places)
+            yield Sample(sequence, first, tuple(map(int, target)), about)
+
+    def targets(self, samples: list[Sample]) -> torch.Tensor:
+        """(batch, 2) int64: start and end."""
+        import torch
+
+        return torch.tensor([sample.target for sample in samples], dtype=torch.int64)
+
+    def example(self, size: int, device: torch.device) -> Batch:
+        """Zeros of the shapes of :meth:`batch`."""
+        import torch
+
+        targets = torch.zeros(size, 2, dtype=torch.int64, device=device)
+        return {**self._blank(size, device), "targets": targets, "about": []}
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        """(Σ over windows of the mean negative log likelihood of start and end; windows)."""
+        return self._loss(self._scores(model, batch), batch), self.count(batch)
+
+    def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
+        """Loss, and the best span of every window."""
+        scores = self._scores(model, batch)
+        found = []
+        for row, about in zip(scores.float().cpu().numpy(), batch["about"], strict=True):
+            score, text = self._best(row, about)
+            found.append((about.example, score, text, about.answers))
+        return {"loss": (float(self._loss(scores, batch)), self.count(batch)), "answers": found}
+
+    def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
+        """``exact_match`` and ``f1`` in percent: of each question, the best over its answers."""
+        observations = list(observations)
+        best: dict[int, tuple[float, str, list[str]]] = {}
+        for observation in observations:
+            for example, score, text, answers in observation["answers"]:
+                if example not in best or score > best[example][0]:
+                    best[example] = score, text, answers
+        exact = [max(float(exact_match(t, a)) for a in answers) for _, t, answers in best.values()]
+        overlap = [max(f1(t, a) for a in answers) for _, t, answers in best.values()]
+        return {
+            **averages(observations),
+            "exact_match": 100 * sum(exact) / len(exact),
+            "f1": 100 * sum(overlap) / len(overlap),
+        }
+
+    def _best(self, scores: np.ndarray, about: About) -> tuple[float, str]:
+        """Score and text of the best valid span: inside the context, not too long."""
+        import numpy as np
+
+        after = int(self.options.end == "next")
+        size = len(about.spans)
+        starts = scores[about.first : about.first + size, 0]
+        ends = scores[about.first + after : about.first + after + size, 1]
+        best = -np.inf, ""
+        for i in np.argsort(-starts, kind="stable")[:BEST]:
+            last = min(size, int(i) + self.options.max_answer)
+            # the BEST ends in general, and the best one that fits this start
+            j = int(i) + int(np.argmax(ends[i:last]))
+            score = float(starts[i] + ends[j])
+            if score > best[0]:
+                text = about.context[about.spans[i, 0] : about.spans[j, 1]]
+                best = score, text
+        return best
+
+    def _scores(self, model: nn.Module, batch: Batch) -> Tensor:
+        """(batch, length, 2); padding can be neither start nor end."""
+        scores: Tensor = self.recipe.span_scores(
+            model, batch["tokens"], batch["mask"], batch["second"]
+        )
+        return scores.float().masked_fill(~batch["mask"][..., None], float("-inf"))
+
+    def _loss(self, scores: Tensor, batch: Batch) -> Tensor:
+        import torch.nn.functional as F
+
+        # classes in the middle, as cross_entropy wants them
+        return F.cross_entropy(scores, batch["targets"], reduction="sum") / 2
+
+
+def normalise(answer: str) -> str:
+    """An answer as SQuAD's official evaluation compares it.
+
+    Lower case, without punctuation and articles, single spaces (evaluate-v1.1.py).
+    """
+    answer = "".join(c for c in answer.lower() if c not in set(string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", answer).split())
+
+
+def exact_match(answer: str, truth: str) -> bool:
+    """Whether two answers are equal after normalisation."""
+    return normalise(answer) == normalise(truth)
+
+
+def f1(answer: str, truth: str) -> float:
+    """Harmonic mean of precision and recall of the words of ``answer``, as SQuAD counts them."""
+    left, right = normalise(answer).split(), normalise(truth).split()
+    common = sum((Counter(left) & Counter(right)).values())
+    if not common:
+        return 0.0
+    precision, recall = common / len(left), common / len(right)
+    return 2 * precision * recall / (precision + recall)

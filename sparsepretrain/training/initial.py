@@ -1,0 +1,134 @@
+"""Initial weights from a checkpoint: what is loaded, what is drawn anew, what is left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsepretrain.config import validate
+from sparsepretrain.config.schema import Run
+from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.sparsity import Sparsifier, densify
+from sparsepretrain.tasks import Task
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import weights
+from sparsepretrain.training.build import build_model, build_task, sparsify_model
+
+PREVIOUS_MASK = "sparsity_previous_mask"
+"""Of the flip rate: a fine-tuning run starts from a baseline of its own."""
+
+SAME = ("name", "n", "m", "targets", "gamma", "flip_rule")
+"""Keys of ``sparsity`` that decide which function the stored weights stand for."""
+
+State = dict[str, Tensor]
+
+
+def load(run: Run, task: Task, model: nn.Module, console: Console) -> State:
+    """Give ``model``, which is not sparse yet, the weights that ``init`` names.
+
+    Returns:
+        the persistent tensors of the method (frozen scales, masks), for :func:`restore` after
+        ``sparsify``; empty unless the stored weights of the same method were loaded.
+
+    Raises:
+        CheckpointError: nothing is there, or it does not fit the model.
+    """
+    path = run.init.path
+    if path is None:
+        return {}
+    source = weights.find(path, console.warn)
+    if source.kind == "huggingface":
+        return _load_huggingface(run, task, model, console)
+    assert source.config is not None
+    same = _same_method(source.config["sparsity"], run)
+    stored = run.init.weights == "master" or (run.init.weights == "auto" and same)
+    state = weights.model_state(source) if stored else evaluated_state(source)
+    buffers = {k: v for k, v in state.items() if ".sparsity_" in k}
+    _copy(model, {k: v for k, v in state.items() if k not in buffers}, str(source.path), console)
+    kind = "stored weights" if stored else "the weights that it evaluates with"
+    method = source.config["sparsity"]["name"]
+    console.info(f"initial weights: {source.path} (step {source.step}, {method}), {kind}")
+    if not (stored and same):
+        return {}
+    return {k: v for k, v in buffers.items() if not k.endswith(PREVIOUS_MASK)}
+
+
+def restore(model: nn.Module, sparsifier: Sparsifier, buffers: State) -> None:
+    """Put back what the method of a run keeps beside its weights, so that its function is kept."""
+    own = dict(model.named_buffers())
+    with torch.no_grad():
+        for name, value in buffers.items():
+            if name in own and own[name].shape == value.shape:
+                own[name].copy_(value)
+    if buffers:
+        sparsifier.refresh()
+
+
+def evaluated_state(source: weights.Source) -> State:
+    """The state dict that a run evaluates with: pruned, scaled, with dense layers' names.
+
+    Raises:
+        CheckpointError: its configuration is of another version, or does not fit its weights.
+    """
+    assert source.config is not None
+    state = weights.state(source)
+    try:
+        run = validate(source.config)
+        task = build_task(run)
+        model = build_model(run, task, torch.device("cpu"))
+        sparsifier = sparsify_model(run, task, model)
+        model.load_state_dict(state["model"])
+    except (ConfigError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{source.path} cannot be rebuilt: {reason}") from error
+    sparsifier.load_state_dict(state["sparsifier"])
+    return densify(model.eval()).state_dict()
+
+
+def _same_method(theirs: dict[str, Any], run: Run) -> bool:
+    missing = object()
+    mine = {key: getattr(run.sparsity, key, missing) for key in SAME}
+    return mine == {key: theirs.get(key, missing) for key in SAME}
+
+
+def _load_huggingface(run: Run, task: Task, model: nn.Module, console: Console) -> State:
+    path = run.init.path
+    if run.model.family != "pretrained":
+        raise CheckpointError(
+            f"init.path={path} is a Hugging Face checkpoint: it needs model=pretrained "
+            f"model.path={path}, not family {run.model.family}"
+        )
+    state, new = task.recipe.load(
+        run.model, getattr(task, "head", None), getattr(task, "outputs", 0)
+    )
+    model.load_state_dict(state)
+    console.info(f"initial weights: {path} ({model.__class__.__name__})")
+    _tell_new(new, console)
+    return {}
+
+
+def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:
+    """Load by name: the backbone completely, heads where they fit."""
+    own = model.state_dict()
+    fitting = {k: v for k, v in state.items() if k in own and own[k].shape == v.shape}
+    backbone = {name.partition(".")[0] for name in fitting}
+    for name, value in own.items():
+        if name.partition(".")[0] in backbone and name not in fitting:
+            theirs = tuple(state[name].shape) if name in state else "missing"
+            raise CheckpointError(
+                f"{path} does not fit the model: {name} is {tuple(value.shape)} here, "
+                f"{theirs} there"
+            )
+    if not fitting:
+        raise CheckpointError(f"{path} does not fit the model: no weight has a name of its own")
+    model.load_state_dict(fitting, strict=False)
+    _tell_new([name for name in own if name not in fitting], console)
+    if unused := sorted({name.partition(".")[0] for name in state if name not in own}):
+        console.info(f"left out: {', '.join(unused)}")
+
+
+def _tell_new(names: list[str], console: Console) -> None:
+    if names:
+        console.info(f"drawn anew: {', '.join(sorted(names))}")
