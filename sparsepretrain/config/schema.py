@@ -125,6 +125,25 @@ class SGD:
 
 
 @dataclass(slots=True, kw_only=True)
+class Lion:
+    """timm.optim.Lion (arXiv:2302.06675); decay applies to tensors of two or more dimensions only."""
+
+    name: Literal["lion"]
+    lr: float
+    """Peak learning rate, reached after the schedule's warm-up."""
+    betas: tuple[float, float]
+    """Of the step's direction, and of the momentum that is kept."""
+    weight_decay: float
+
+    def problems(self) -> Problems:
+        """Range errors as (key, message)."""
+        yield from _positive(self, "lr")
+        yield from _non_negative(self, "weight_decay")
+        if not all(0 <= b < 1 for b in self.betas):
+            yield "betas", f"must lie in [0, 1), got {list(self.betas)}"
+
+
+@dataclass(slots=True, kw_only=True)
 class Decay:
     """Linear warm-up, then cosine or linear decay to a floor at the last step."""
 
@@ -227,7 +246,7 @@ class Tracker:
 
 
 GROUPS: dict[str, dict[str, type]] = {
-    "optim": {"adamw": AdamW, "sgd": SGD},
+    "optim": {"adamw": AdamW, "sgd": SGD, "lion": Lion},
     "schedule": {
         "cosine": Decay,
         "linear": Decay,
@@ -326,6 +345,12 @@ class Run:
         length = getattr(self.task, "max_length", 0)
         if positions is not None and length > positions:
             yield "task.max_length", f"must be ≤ model.n_positions ({positions}), got {length}"
+        pixels, sees = (
+            getattr(self.task, "image_size", None),
+            getattr(self.model, "image_size", None),
+        )
+        if pixels is not None and sees is not None and pixels != sees:
+            yield "model.image_size", f"must equal task.image_size ({pixels}), got {sees}"
         tokens, rows = (
             getattr(self.data, "vocab_size", None),
             getattr(self.model, "vocab_size", None),

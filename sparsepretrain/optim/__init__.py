@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sparsepretrain.config.schema import SGD, AdamW
+from sparsepretrain.config.schema import SGD, AdamW, Lion
+from sparsepretrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,12 +19,14 @@ __all__ = ["StepAdamW", "build_optimizer"]
 
 def build_optimizer(
     model: nn.Module,
-    options: AdamW | SGD,
+    options: AdamW | SGD | Lion,
     special: Callable[[list[dict[str, Any]], Any], Optimizer | None] | None = None,
 ) -> Optimizer:
     """The optimiser over all parameters; weight decay on tensors of ≥ 2 dimensions only.
 
-    The rule is nanoGPT's, which the GPT-2 runs of arXiv:2404.01847 and arXiv:2409.09099 use.
+    The rule is nanoGPT's, which the GPT-2 runs of arXiv:2404.01847 and arXiv:2409.09099 use. What a
+    model names in ``no_weight_decay()``, timm's convention, is exempt too (DeiT: position
+    embeddings and class token).
 
     Args:
         model: its parameters, in order; shared ones once.
@@ -32,10 +35,15 @@ def build_optimizer(
     """
     import torch
 
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    exempt = set(getattr(model, "no_weight_decay", set)())
+    decayed, others = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            few = parameter.dim() < 2 or name in exempt
+            (others if few else decayed).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": options.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
     optimizer = None if special is None else special(groups, options)
@@ -45,6 +53,14 @@ def build_optimizer(
         return torch.optim.AdamW(
             groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True
         )
+    if isinstance(options, Lion):
+        try:
+            from timm.optim import Lion as TimmLion
+        except ImportError as error:
+            raise ConfigError(
+                "optim=lion needs the package timm: pip install 'sparsepretrain[vision]'"
+            ) from error
+        return TimmLion(groups, lr=options.lr, betas=options.betas)
     return torch.optim.SGD(
         groups,
         lr=options.lr,

@@ -47,7 +47,10 @@ def dry_run(run: Run, plain: dict[str, Any], console: Console | None = None) -> 
             f"{coverage.sparse_parameters:,} in {len(coverage.layers)} layers, {coverage.title}; "
             f"products with an N:M operand: {coverage.sparse_products}",
         ),
-        ("FLOPs per token", f"{count(flops / items)}, forward and backward, counted dense"),
+        (
+            f"FLOPs per {task.unit[:-1]}",
+            f"{count(flops / items)}, forward and backward, counted dense",
+        ),
         (
             "memory estimate",
             f"{fixed / GIB:.2f} GiB parameters, gradients, optimiser, projections; "
@@ -56,7 +59,7 @@ def dry_run(run: Run, plain: dict[str, Any], console: Console | None = None) -> 
         (
             "steps",
             f"{run.steps:,} of {run.batch.size} samples in {run.batch.size // run.batch.micro} "
-            f"micro-batches; {count(items_per_step * run.steps)} tokens in all",
+            f"micro-batches; {count(items_per_step * run.steps)} {task.unit} in all",
         ),
         ("precision, device", f"{describe(run.precision)}, {device}"),
         ("time", duration(run, device, flops / items * items_per_step * run.steps)),
@@ -65,7 +68,7 @@ def dry_run(run: Run, plain: dict[str, Any], console: Console | None = None) -> 
 
 
 def flops_per_item(run: Run, task: Task) -> float:
-    """FLOPs of forward and backward per token, all products counted as dense."""
+    """FLOPs of forward and backward per item, all products counted as dense."""
     flops, _, items = _measure(run, task, build_model(run, task, _META))
     return flops / items
 

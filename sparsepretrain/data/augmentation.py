@@ -1,0 +1,207 @@
+"""What happens to an image on its way into a batch; every draw is a function of a key."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparsepretrain.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+# what the words of a key are for, so that no two uses share them (nor those of dropout)
+AUGMENT, MIX = 1, 2
+
+
+def keyed_words(*key: int, count: int = 4) -> np.ndarray:
+    """``count`` 32-bit words that ``key`` determines, the same ones in every version of NumPy."""
+    return np.random.SeedSequence(key).generate_state(count)
+
+
+@contextmanager
+def keyed_generators(words: np.ndarray) -> Iterator[None]:
+    """Inside, the global generators start from ``words``; afterwards they are as before.
+
+    timm and torchvision draw from Python's, NumPy's and torch's.
+    """
+    import torch
+
+    # not torch.manual_seed, which also seeds GPUs
+    generator = torch.default_generator
+    states = random.getstate(), np.random.get_state(), generator.get_state()
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    generator.manual_seed(int(words[2]))
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        generator.set_state(states[2])
+
+
+class Augmentation:
+    """Images to tensors, for training and for evaluation.
+
+    ``crop: resized`` is timm's pipeline (random resized crop, flip, RandAugment or colour jitter,
+    normalisation, random erasing), which DeiT uses. ``crop: shift`` is that of small images: scaled
+    to the input size, then shifted, flipped and cut out, where what has no pixel becomes the mean.
+    """
+
+    def __init__(self, options: Any, seed: int) -> None:
+        """Take the options of the task and the seed of the run."""
+        self._options, self._seed = options, seed
+
+    def train(self, image: Image, epoch: int, position: int) -> Tensor:
+        """The image (RGB) at ``position`` of ``epoch``, augmented: (3, size, size) fp32."""
+        words = keyed_words(self._seed, epoch, position, AUGMENT)
+        if self._options.crop == "shift":
+            return self._shift(image, words)
+        with keyed_generators(words):
+            tensor: Tensor = self._timm_train(image)
+        return tensor
+
+    def evaluate(self, image: Image) -> Tensor:
+        """The image (RGB) as evaluation sees it: (3, size, size) fp32."""
+        import torch
+
+        if self._options.crop == "shift":
+            return torch.from_numpy(self._pixels(image, self._options.eval_interpolation))
+        tensor: Tensor = self._timm_eval(image)
+        return tensor
+
+    def _shift(self, image: Image, words: np.ndarray) -> Tensor:
+        import torch
+
+        options = self._options
+        size, border, cut = options.image_size, options.shift, options.cutout
+        pixels = self._pixels(image, options.interpolation)
+        places = words.astype(np.uint64)
+        if border:
+            top, left = (int(word % np.uint64(2 * border + 1)) for word in places[:2])
+            padded = np.zeros((3, size + 2 * border, size + 2 * border), dtype=np.float32)
+            padded[:, border : border + size, border : border + size] = pixels
+            pixels = padded[:, top : top + size, left : left + size]
+        if float(words[2]) * 2.0**-32 < options.flip:
+            pixels = pixels[:, :, ::-1]
+        pixels = np.array(pixels)
+        if cut:
+            top, left = divmod(int(places[3]), 1 << 16)
+            top, left = top % (size - cut + 1), left % (size - cut + 1)
+            pixels[:, top : top + cut, left : left + cut] = 0.0
+        return torch.from_numpy(pixels)
+
+    def _pixels(self, image: Image, interpolation: str) -> np.ndarray:
+        """(3, size, size) fp32, normalised."""
+        from PIL.Image import Resampling
+
+        size = self._options.image_size
+        if image.size != (size, size):
+            image = image.resize((size, size), Resampling[interpolation.upper()])
+        return np.asarray(image, dtype=np.float32).transpose(2, 0, 1) * self._scale - self._offset
+
+    @cached_property
+    def _scale(self) -> np.ndarray:
+        return (1 / (255 * np.array(self._options.std, dtype=np.float32))).reshape(3, 1, 1)
+
+    @cached_property
+    def _offset(self) -> np.ndarray:
+        options = self._options
+        offset = np.array(options.mean, dtype=np.float32) / np.array(options.std, dtype=np.float32)
+        return offset.reshape(3, 1, 1)
+
+    @cached_property
+    def _timm_train(self) -> Any:
+        options = self._options
+        return _create_transform()(
+            input_size=(3, options.image_size, options.image_size),
+            is_training=True,
+            scale=tuple(options.scale),
+            ratio=tuple(options.ratio),
+            hflip=options.flip,
+            color_jitter=options.color_jitter or None,
+            auto_augment=options.rand_augment,
+            interpolation=options.interpolation,
+            mean=tuple(options.mean),
+            std=tuple(options.std),
+            re_prob=options.random_erasing,
+            re_mode="pixel",
+        )
+
+    @cached_property
+    def _timm_eval(self) -> Any:
+        options = self._options
+        return _create_transform()(
+            input_size=(3, options.image_size, options.image_size),
+            is_training=False,
+            crop_pct=options.eval_crop,
+            interpolation=options.eval_interpolation,
+            mean=tuple(options.mean),
+            std=tuple(options.std),
+        )
+
+
+def mix(
+    images: Tensor, labels: Tensor, options: Any, key: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mixup (arXiv:1710.09412) or cutmix (arXiv:1905.04899) within a batch, as timm mixes.
+
+    Each image is mixed with the one at the mirrored place, all in the same way.
+
+    Args:
+        images: (batch, 3, size, size); changed in place.
+        labels: (batch,) int64.
+        options: of the task.
+        key: of the draws.
+
+    Returns:
+        the images, the labels of the partners (batch,), and the share of the image's own label
+        (batch,) fp32.
+    """
+    import torch
+
+    # the legacy generator: its stream is frozen, that of Generator.beta is not
+    draws = np.random.RandomState(keyed_words(*key, MIX))
+    partners, share = labels.flip(0), 1.0
+    if draws.random_sample() < options.mix_probability:
+        both = options.mixup > 0 and options.cutmix > 0
+        cut = draws.random_sample() < options.cutmix_share if both else options.cutmix > 0
+        alpha = options.cutmix if cut else options.mixup
+        share = float(draws.beta(alpha, alpha))
+        other = images.flip(0)
+        if cut:
+            box, share = _box(images.shape[-2], images.shape[-1], share, draws)
+            images[..., box[0], box[1]] = other[..., box[0], box[1]]
+        else:
+            images.mul_(share).add_(other, alpha=1 - share)
+    return images, partners, torch.full((len(labels),), share, dtype=torch.float32)
+
+
+def _box(
+    height: int, width: int, share: float, draws: np.random.RandomState
+) -> tuple[tuple[slice, slice], float]:
+    """A box of (1 - share) of the area around a random centre, clipped; and what it leaves."""
+    side = np.sqrt(1 - share)
+    sides = []
+    for length in (height, width):
+        centre, half = draws.randint(length), int(length * side) // 2
+        sides.append(slice(max(centre - half, 0), min(centre + half, length)))
+    area = (sides[0].stop - sides[0].start) * (sides[1].stop - sides[1].start)
+    return (sides[0], sides[1]), 1 - area / (height * width)
+
+
+def _create_transform() -> Any:
+    try:
+        from timm.data import create_transform
+    except ImportError as error:
+        raise DataError(
+            "task.crop=resized needs the package timm: pip install 'sparsepretrain[vision]'"
+        ) from error
+    return create_transform

@@ -1,0 +1,141 @@
+"""Prepared images, opened, and the order of training on them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from sparsepretrain import registry
+from sparsepretrain.data.preparation import OnProgress, load
+from sparsepretrain.data.sources._images import LABEL_BYTES, ImageSource
+from sparsepretrain.data.tokens import TokenData
+from sparsepretrain.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class Images:
+    """The labelled images of one split."""
+
+    def __init__(self, source: ImageSource, data: TokenData, split: str, classes: int) -> None:
+        """Open a split of ``data``, which was prepared from ``source``.
+
+        Raises:
+            DataError: the split is empty, or a label is not below ``classes``.
+        """
+        self._source, self._bytes, self._classes = source, data.tokens[split], classes
+        self._where = f"{data.name}, {split} split"
+        if source.shape is None:
+            self._ends = np.flatnonzero(np.asarray(self._bytes) == 0)
+            self.count = len(self._ends)
+            """Images."""
+        else:
+            self._rows = self._bytes.reshape(-1, LABEL_BYTES + int(np.prod(source.shape)))
+            self.count = len(self._rows)
+        if not self.count:
+            raise DataError(f"{self._where}: no images")
+        if source.shape is None:
+            self.label(self.count - 1)  # folders come in the order of their labels
+        else:
+            labels = np.ascontiguousarray(self._rows[:, :LABEL_BYTES]).view("<u2")
+            self._check(int(labels.max()), int(labels.argmax()))
+
+    def label(self, index: int) -> int:
+        """Class of an image.
+
+        Raises:
+            DataError: the model has no such class.
+        """
+        if self._source.shape is None:
+            return self._check(int(self._entry(index)["label"]), index)
+        low, high = self._rows[index, :LABEL_BYTES]
+        return int(low) + 256 * int(high)
+
+    def image(self, index: int) -> Image:
+        """An image in RGB, of whatever size it has.
+
+        Raises:
+            DataError: it does not decode.
+        """
+        from PIL import Image
+
+        if self._source.shape is None:
+            return self._source.read(self._entry(index)).convert("RGB")
+        height, width, channels = self._source.shape
+        pixels = np.array(self._rows[index, LABEL_BYTES:]).reshape(height, width, channels)
+        return Image.fromarray(pixels[..., 0] if channels == 1 else pixels).convert("RGB")
+
+    def _entry(self, index: int) -> dict[str, Any]:
+        begin = int(self._ends[index - 1]) + 1 if index else 0
+        entry: dict[str, Any] = json.loads(bytes(self._bytes[begin : self._ends[index]]))
+        return entry
+
+    def _check(self, label: int, index: int) -> int:
+        if not 0 <= label < self._classes:
+            raise DataError(
+                f"{self._where}: image {index} has label {label}, out of range for "
+                f"model.classes={self._classes}"
+            )
+        return label
+
+
+def open_images(
+    options: Any, splits: tuple[str, ...], classes: int, on_progress: OnProgress | None = None
+) -> tuple[dict[str, Images], str]:
+    """Splits of a source of images and the fingerprint of the prepared data.
+
+    Args:
+        options: of the source.
+        splits: names of those to open.
+        classes: labels are below this.
+        on_progress: called when the data has to be prepared.
+
+    Raises:
+        DataError: the data is missing or damaged, a split is empty, a label is out of range.
+    """
+    source: ImageSource = registry.get("source", options.source)(options)
+    data = load(options, on_progress=on_progress)
+    for split in splits:
+        if split not in data.tokens:
+            raise DataError(f"{data.name} has no {split} split")
+    return {s: Images(source, data, s, classes) for s in splits}, data.fingerprint
+
+
+class Place(NamedTuple):
+    """Where a sample stands in the order of training: with the seed, the key of what is random."""
+
+    epoch: int
+    position: int
+    """In the epoch."""
+    image: int
+
+
+class ImageOrder:
+    """Every epoch is ``count`` samples in an order of its own, a function of (seed, epoch).
+
+    With ``copies`` > 1 an image is followed by itself, differently augmented, and an epoch visits
+    only ``count / copies`` images (repeated augmentation of Hoffer et al., arXiv:1901.09335, in the
+    form of DeiT's sampler).
+    """
+
+    def __init__(self, count: int, seed: int, copies: int = 1) -> None:
+        self._count, self._seed, self._copies = count, seed, copies
+        self._permutations: dict[int, np.ndarray] = {}
+
+    def place(self, sample: int) -> Place:
+        """Of sample ``step * batch + position`` of the run."""
+        epoch, position = divmod(sample, self._count)
+        return Place(epoch, position, int(self._permutation(epoch)[position // self._copies]))
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        """From raw Philox words, whose stream NumPy keeps across versions."""
+        if epoch not in self._permutations:
+            key = np.array([self._seed, epoch], dtype=np.uint64)
+            words = np.random.Philox(key=key).random_raw(self._count)
+            if len(self._permutations) > 1:  # a batch touches two epochs at most times
+                del self._permutations[min(self._permutations)]
+            self._permutations[epoch] = np.argsort(words, kind="stable")
+        return self._permutations[epoch]

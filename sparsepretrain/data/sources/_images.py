@@ -1,0 +1,72 @@
+"""Images: small sets become rows of bytes, big ones an index of where each image lies."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from sparsepretrain.data.sources._source import Document, Shard, Source
+from sparsepretrain.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+LABEL_BYTES = 2
+"""A label is a little-endian integer in front of the pixels."""
+
+
+class ImageSource(Source):
+    """Base of the sources of labelled images."""
+
+    kind = "images"
+    unit = "images"
+    shape: ClassVar[tuple[int, int, int] | None] = None
+    """(height, width, channels) of rows of bytes; None: the prepared data is an index."""
+
+    def read(self, entry: dict[str, Any]) -> Image:
+        """The image of an entry of the index, as it is stored.
+
+        Raises:
+            DataError: it is not there or does not decode.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps its images in the prepared data")
+
+
+class PixelSource(ImageSource):
+    """Images of one size. Prepared: label and pixels (uint8, channels last), row after row."""
+
+    @abstractmethod
+    def rows(self, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
+        """Labels (rows,) and images (rows, height, width, channels), both of integers."""
+
+    def documents(self, shard: Shard) -> Iterator[Document]:
+        """All rows of a shard as one run of bytes.
+
+        Raises:
+            DataError: they cannot be read, or a label does not fit two bytes.
+        """
+        labels, images = self.rows(shard)
+        yield pack_rows(labels, images), False
+
+
+def pack_rows(labels: np.ndarray, images: np.ndarray) -> bytes:
+    """The bytes of rows: 2 of the label, then the pixels.
+
+    Raises:
+        DataError: a label is negative or above 65535.
+    """
+    if len(labels) and not (labels.min() >= 0 and labels.max() < 1 << 16):
+        raise DataError(f"labels must lie in [0, 65535], got {labels.min()} to {labels.max()}")
+    first = labels.astype("<u2").view(np.uint8).reshape(len(labels), LABEL_BYTES)
+    pixels = images.astype(np.uint8).reshape(len(labels), -1)
+    return np.concatenate([first, pixels], axis=1).tobytes()
+
+
+def index_documents(entries: Sequence[dict[str, Any]]) -> Iterator[Document]:
+    """Entries of an index, one JSON object per document."""
+    for entry in entries:
+        yield json.dumps(entry, ensure_ascii=True, separators=(",", ":")), True

@@ -1,0 +1,149 @@
+"""Directories of image files, one per class; the prepared data is an index of the files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from sparsepretrain.data.sources._images import ImageSource, index_documents
+from sparsepretrain.data.sources._source import (
+    TRAIN,
+    VALIDATION,
+    Document,
+    Shard,
+    SourceOptions,
+)
+from sparsepretrain.errors import DataError
+from sparsepretrain.registry import register
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+"""File names that are images, in any case; torchvision's list."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Options(SourceOptions):
+    """Options of ``source: image_folder``."""
+
+    source: Literal["image_folder"]
+    root: str
+    """Directory that holds both splits."""
+    train: str
+    """Sub-directory of the train split: one directory per class."""
+    validation: str
+    """Sub-directory of the validation split, with the same classes."""
+    check: bool
+    """Decode every image when the index is made, so that a broken one is found at once."""
+    size_gb: float | None
+    """Disk that the images take, for messages only (10^9 bytes)."""
+
+    about: ClassVar[frozenset[str]] = frozenset({"name", "size_gb"})
+
+
+@register("source", "image_folder")
+class ImageFolder(ImageSource):
+    """Classes are the names of the directories in sorted order, as in torchvision."""
+
+    Options: ClassVar[type[SourceOptions]] = Options
+    offline = True
+
+    def _splits(self) -> dict[str, Path]:
+        root = Path(self.options.root).expanduser()
+        if not root.is_dir():
+            size = f", about {self.options.size_gb:g} GB" if self.options.size_gb else ""
+            raise DataError(
+                f"data.root: {root} is not a directory: put {self.options.name} there{size}, set "
+                "data.root=DIR, or train offline with data=digits"
+            )
+        return {TRAIN: root / self.options.train, VALIDATION: root / self.options.validation}
+
+    def _classes(self) -> dict[str, list[Path]]:
+        """Split -> directories of its classes, sorted by name."""
+        found = {}
+        for split, directory in self._splits().items():
+            if not directory.is_dir():
+                raise DataError(f"data.{split}: {directory} is not a directory")
+            found[split] = sorted(p for p in directory.iterdir() if p.is_dir() and _seen(p.name))
+            if not found[split]:
+                raise DataError(f"data.{split}: {directory} holds no class directory")
+        return found
+
+    def state(self) -> list[Any]:
+        """The class directories and when their lists of files changed.
+
+        Listing the files of ImageNet takes too long for every start of a run. So a file that is
+        rewritten under its old name is not noticed.
+
+        Raises:
+            DataError: the root or a split is missing.
+        """
+        return [
+            [split, path.name, path.stat().st_mtime_ns]
+            for split, paths in self._classes().items()
+            for path in paths
+        ]
+
+    def shards(self) -> list[Shard]:
+        """One per class and split.
+
+        Raises:
+            DataError: a class has no image, or exists in the validation split only.
+        """
+        classes = self._classes()
+        labels = {path.name: label for label, path in enumerate(classes[TRAIN])}
+        shards = []
+        for split, paths in classes.items():
+            for index, path in enumerate(paths):
+                if path.name not in labels:
+                    raise DataError(
+                        f"{path}: no class of that name in {path.parents[1] / self.options.train} "
+                        f"({len(labels)} classes), so its label would be out of range"
+                    )
+                files = sorted(p.name for p in path.iterdir() if p.suffix.lower() in SUFFIXES)
+                if not files:
+                    raise DataError(f"{path}: the class has no image ({', '.join(SUFFIXES[:3])} …)")
+                folder = os.path.relpath(path, Path(self.options.root).expanduser())
+                items = (labels[path.name], folder, tuple(files))
+                shards.append(Shard(split, index, len(files), items))
+        return shards
+
+    def documents(self, shard: Shard) -> Iterator[Document]:
+        """Entries of one class: ``path`` relative to the root, and ``label``.
+
+        Raises:
+            DataError: with ``check``, an image does not decode.
+        """
+        label, folder, files = shard.items
+        entries = [{"path": f"{folder}/{file}", "label": label} for file in files]
+        if self.options.check:
+            for entry in entries:
+                self.read(entry)
+        return index_documents(entries)
+
+    def read(self, entry: dict[str, Any]) -> Image:
+        """Open and decode a file.
+
+        Raises:
+            DataError: it is missing or not an image; the path is named.
+        """
+        from PIL import Image
+
+        path = Path(self.options.root).expanduser() / entry["path"]
+        try:
+            with Image.open(path) as image:
+                image.load()
+                return image
+        except FileNotFoundError as error:
+            raise DataError(f"{path} is gone since the index was made: prepare it again") from error
+        except Exception as error:  # Pillow's decoders raise whatever they raise
+            why = " ".join(str(error).split()).replace(str(path), "it")[:120]
+            raise DataError(f"{path} does not decode: {why}") from error
+
+
+def _seen(name: str) -> bool:
+    return not name.startswith(".")

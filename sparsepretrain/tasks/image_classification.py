@@ -1,0 +1,241 @@
+"""Labelled images: cross-entropy, top-1 and top-5."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from sparsepretrain.registry import register
+from sparsepretrain.tasks import Batch, Observation, Task
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from sparsepretrain.data.images import ImageOrder, Images
+
+Interpolation = Literal["bilinear", "bicubic", "nearest"]
+
+
+@dataclass(slots=True, kw_only=True)
+class ImageClassificationOptions:
+    """Options of the task."""
+
+    name: Literal["image_classification"]
+    image_size: int
+    """Height and width of what the model sees, pixels."""
+    label_smoothing: float
+    """Share of the target that is spread over all classes, in training."""
+    mixup: float
+    """Parameter of the Beta distribution of the shares; 0: none."""
+    cutmix: float
+    """The same for the area of the box; 0: none."""
+    mix_probability: float
+    """Of mixing a micro-batch at all."""
+    cutmix_share: float
+    """Probability of cutmix where both are on."""
+    copies: int
+    """Samples of an image that follow each other; an epoch visits 1/copies of the images."""
+    crop: Literal["resized", "shift"]
+    """resized: random resized crop, timm's pipeline; shift: whole image, shifted."""
+    scale: tuple[float, float]
+    """crop=resized: smallest and largest area of the crop, fraction of the image."""
+    ratio: tuple[float, float]
+    """crop=resized: smallest and largest ratio of width to height."""
+    shift: int
+    """crop=shift: pixels by which the image is shifted at most, on each axis."""
+    flip: float
+    """Probability of a horizontal flip."""
+    color_jitter: float
+    """crop=resized: brightness, contrast and saturation change by at most this factor."""
+    rand_augment: str | None
+    """crop=resized: timm's policy, such as rand-m9-mstd0.5-inc1; null: none."""
+    random_erasing: float
+    """crop=resized: probability that a rectangle becomes noise."""
+    cutout: int
+    """crop=shift: side of the square that becomes the mean, pixels; 0: none."""
+    interpolation: Literal["bilinear", "bicubic", "nearest", "random"]
+    """Of the resizing in training; random: bilinear or bicubic, for each image."""
+    eval_interpolation: Interpolation
+    """Of the resizing in evaluation."""
+    eval_crop: float
+    """crop=resized: side of the central crop in evaluation, fraction of the resized image."""
+    mean: tuple[float, float, float]
+    """Of red, green and blue in [0, 1], subtracted."""
+    std: tuple[float, float, float]
+    """Of red, green and blue in [0, 1], divided by."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        for key in ("image_size", "copies"):
+            if getattr(self, key) <= 0:
+                yield key, f"must be > 0, got {getattr(self, key)}"
+        for key in ("mixup", "cutmix", "shift", "color_jitter", "cutout"):
+            if getattr(self, key) < 0:
+                yield key, f"must be ≥ 0, got {getattr(self, key)}"
+        for key in ("mix_probability", "cutmix_share", "flip", "random_erasing"):
+            if not 0 <= getattr(self, key) <= 1:
+                yield key, f"must lie in [0, 1], got {getattr(self, key)}"
+        if not 0 <= self.label_smoothing < 1:
+            yield "label_smoothing", f"must lie in [0, 1), got {self.label_smoothing}"
+        if not 0 < self.eval_crop <= 1:
+            yield "eval_crop", f"must lie in (0, 1], got {self.eval_crop}"
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            yield "scale", f"must be two fractions in (0, 1], got {list(self.scale)}"
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            yield "ratio", f"must be two positive numbers, got {list(self.ratio)}"
+        if min(self.std) <= 0:
+            yield "std", f"must be > 0, got {list(self.std)}"
+        yield from self._crop_problems()
+
+    def _crop_problems(self) -> Iterator[tuple[str, str]]:
+        only = {
+            "resized": {"color_jitter": 0.0, "rand_augment": None, "random_erasing": 0.0},
+            "shift": {"shift": 0, "cutout": 0},
+        }
+        for crop, keys in only.items():
+            for key, off in keys.items():
+                if crop != self.crop and getattr(self, key) != off:
+                    word = "null" if off is None else off
+                    yield key, f"needs task.crop={crop}, or must be {word}"
+        if self.cutout > self.image_size > 0:
+            yield "cutout", f"must be ≤ task.image_size ({self.image_size}), got {self.cutout}"
+        if self.crop == "shift" and self.interpolation == "random":
+            yield "interpolation", "random needs task.crop=resized"
+        policy = self.rand_augment
+        if policy is not None and not policy.startswith(("rand-", "augmix-", "original", "v0")):
+            yield "rand_augment", f"must be a policy like rand-m9-mstd0.5-inc1, got {policy!r}"
+
+
+@register("task", "image_classification")
+class ImageClassification(Task):
+    """One label per image.
+
+    The augmentation of a sample is a function of (seed, epoch, place in the epoch), whoever makes
+    the batch and however it is cut into micro-batches. Mixup and cutmix mix within a micro-batch
+    (as within the batch of one device in timm), so their key is (seed, step, first position), and
+    ``batch.micro`` does change what is mixed.
+    """
+
+    Options = ImageClassificationOptions
+    kind = "images"
+    unit = "images"
+    metric = "top1"
+
+    def __init__(
+        self, options: ImageClassificationOptions, model: Any, data: Any, seed: int
+    ) -> None:
+        super().__init__(options, model, data, seed)
+        self._images: dict[str, Images] = {}
+        self._orders: dict[str, ImageOrder] = {}
+
+    @property
+    def roles(self) -> dict[str, list[str]]:
+        """Alias of ``sparsity.targets`` -> globs of module names, which the architecture decides."""
+        roles: dict[str, list[str]] = self.recipe.roles(self.model_options)
+        return roles
+
+    def open_data(
+        self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None
+    ) -> None:
+        """Open the prepared images; offline sources are prepared when missing."""
+        from sparsepretrain.data.augmentation import Augmentation
+        from sparsepretrain.data.images import ImageOrder, open_images
+
+        self._images, self.fingerprint = open_images(
+            self.data_options, tuple(splits), self.model_options.classes, on_progress
+        )
+        # held-out images: scattered over the split, the same ones for every seed of a run
+        self._orders = {
+            split: ImageOrder(images.count, self.seed, self.options.copies)
+            if split == "train"
+            else ImageOrder(images.count, 0)
+            for split, images in self._images.items()
+        }
+        self._augmentation = Augmentation(self.options, self.seed)
+
+    def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
+        """Normalised ``images`` (n, 3, image_size, image_size) fp32 and ``labels`` (n,) int64.
+
+        In training with mixup or cutmix also ``partners`` (n,) int64, the labels of what was mixed
+        in, and ``shares`` (n,) fp32 of an image's own label.
+        """
+        import torch
+
+        images, order = self._images[split], self._orders[split]
+        places = [order.place(step * size + position) for position in positions]
+        labels = torch.tensor([images.label(place.image) for place in places])
+        loaded = (images.image(place.image) for place in places)
+        if split != "train":
+            pixels = torch.stack([self._augmentation.evaluate(image) for image in loaded])
+            return {"images": pixels, "labels": labels}
+        pixels = torch.stack(
+            [
+                self._augmentation.train(image, place.epoch, place.position)
+                for image, place in zip(loaded, places, strict=True)
+            ]
+        )
+        if not self._mixes:
+            return {"images": pixels, "labels": labels}
+        from sparsepretrain.data.augmentation import mix
+
+        key = self.seed, step, positions[0]
+        pixels, partners, shares = mix(pixels, labels, self.options, key)
+        return {"images": pixels, "labels": labels, "partners": partners, "shares": shares}
+
+    @property
+    def _mixes(self) -> bool:
+        return self.options.mixup > 0 or self.options.cutmix > 0
+
+    def samples(self, split: str) -> int:
+        """Images of the split."""
+        return self._images[split].count
+
+    def example(self, size: int, device: torch.device) -> Batch:
+        """Zeros of the shapes of a training :meth:`batch`."""
+        import torch
+
+        side = self.options.image_size
+        labels = torch.zeros(size, dtype=torch.int64, device=device)
+        batch = {"images": torch.zeros(size, 3, side, side, device=device), "labels": labels}
+        if self._mixes:
+            batch |= {"partners": labels, "shares": torch.zeros(size, device=device)}
+        return batch
+
+    def count(self, batch: Batch) -> int:
+        """Images."""
+        return int(batch["labels"].numel())
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        """(Σ cross-entropy in nats against smoothed and mixed targets, number of images).
+
+        The cross-entropy against a mixture of two targets is the mixture of two cross-entropies.
+        """
+        import torch.nn.functional as F
+
+        logits = self.recipe.logits(model, batch["images"]).float()
+        smoothing = self.options.label_smoothing
+
+        def losses(labels: Tensor) -> Tensor:
+            return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+
+        total = losses(batch["labels"])
+        if "partners" in batch:
+            shares = batch["shares"]
+            total = shares * total + (1 - shares) * losses(batch["partners"])
+        return total.sum(), self.count(batch)
+
+    def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
+        """Plain cross-entropy, without smoothing, and per cent of labels among the top 1 and 5."""
+        import torch.nn.functional as F
+
+        logits, labels = self.recipe.logits(model, batch["images"]).float(), batch["labels"]
+        count = self.count(batch)
+        best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
+        hits = best == labels[:, None]
+        return {
+            "loss": (float(F.cross_entropy(logits, labels, reduction="sum")), count),
+            "top1": (100.0 * float(hits[:, 0].sum()), count),
+            "top5": (100.0 * float(hits.any(-1).sum()), count),
+        }
