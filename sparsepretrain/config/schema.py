@@ -286,6 +286,11 @@ class Run:
         positions = getattr(self.model, "n_positions", None)
         if positions is not None and length > positions:
             yield "task.sequence_length", f"must be ≤ model.n_positions ({positions}), got {length}"
+        longest = getattr(self.task, "max_length", 0)
+        most = getattr(self.model, "max_position_embeddings", None)
+        if most is not None and longest > most:
+            limit = f"model.max_position_embeddings ({most})"
+            yield "task.max_length", f"must be ≤ {limit}, got {longest}"
         tokens, rows = (
             getattr(self.data, "vocab_size", None),
             getattr(self.model, "vocab_size", None),

@@ -47,17 +47,13 @@ class SourceOptions:
 
 
 @dataclass(slots=True, kw_only=True)
-class TextOptions(SourceOptions):
-    """Keys of every source of tokens."""
+class TokenOptions(SourceOptions):
+    """Keys of every source whose documents become tokens of a vocabulary."""
 
     tokenizer: str
     """bytes, bpe, gpt2_size_bpe, or a tokenizer.json file."""
     vocab_size: int | None
     """Number of token ids; null: filled in for tokenizers whose size is known."""
-    validation: float
-    """Fraction of the text that is held out, in [0, 1)."""
-    seed: int
-    """Decides which text is held out; the order of training follows from the run's seed."""
 
     hub_tokenizers: ClassVar[bool] = False
     """Whether a tokenizer may also be named as on the Hugging Face hub."""
@@ -69,10 +65,6 @@ class TextOptions(SourceOptions):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types, as (key, message)."""
         yield from SourceOptions.problems(self)
-        if not 0 <= self.validation < 1:
-            yield "validation", f"must lie in [0, 1), got {self.validation}"
-        if not 0 <= self.seed < 2**32:
-            yield "seed", f"must lie in [0, 2^32), got {self.seed}"
         yield from self._tokenizer_problems()
 
     def _tokenizer_problems(self) -> Iterator[tuple[str, str]]:
@@ -94,6 +86,24 @@ class TextOptions(SourceOptions):
             )
         elif self.vocab_size < 1:
             yield "vocab_size", f"must be > 0, got {self.vocab_size}"
+
+
+@dataclass(slots=True, kw_only=True)
+class TextOptions(TokenOptions):
+    """Keys of every source of plain text."""
+
+    validation: float
+    """Fraction of the text that is held out, in [0, 1)."""
+    seed: int
+    """Decides which text is held out; the order of training follows from the run's seed."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules beyond types, as (key, message)."""
+        if not 0 <= self.validation < 1:
+            yield "validation", f"must lie in [0, 1), got {self.validation}"
+        if not 0 <= self.seed < 2**32:
+            yield "seed", f"must lie in [0, 2^32), got {self.seed}"
+        yield from TokenOptions.problems(self)
 
 
 @dataclass(frozen=True, slots=True)
