@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsepretrain.data.order import Windows, windows
     from sparsepretrain.data.buckets import Buckets, Pairs, pairs
+    from sparsepretrain.data.order import Windows, windows
     from sparsepretrain.data.preparation import Progress, load, prepare
     from sparsepretrain.data.tokens import TokenData, cache_directory
 

@@ -1,4 +1,4 @@
-"""Transformer-base (Vaswani et al., 2017) on transformers' Marian classes, initialised as fairseq."""
+"""Transformer-base (Vaswani et al., 2017) on transformers' Marian, initialised as in fairseq."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def _initialise(model: nn.Module, width: int) -> None:
     """Draw the weights as fairseq's transformer does, in the order of the modules."""
     from torch import nn
 
-    nn.init.normal_(model.model.shared.weight, std=width**-0.5)  # type: ignore[union-attr, arg-type]
+    nn.init.normal_(model.model.shared.weight, std=width**-0.5)  # type: ignore
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":  # that one is the embedding
             halved = name.endswith(("q_proj", "k_proj", "v_proj"))

@@ -105,7 +105,7 @@ class Translation(Task):
         self.fingerprint = data.fingerprint
 
     def _choose(self, split: str, lengths: Any, name: str) -> Any:
-        """Indices of the pairs of ``split`` that take part: held out all, for training the short."""
+        """Indices of the pairs that take part: held out all, for training those short enough."""
         import numpy as np
 
         longest, options = lengths.max(axis=1), self.options
@@ -182,7 +182,9 @@ class Translation(Task):
         return self._sum(self._logits(model, batch), batch, smoothing), self.count(batch)
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits: Tensor = self.recipe.logits(model, batch["source"], batch["mask"], batch["previous"])
+        logits: Tensor = self.recipe.logits(
+            model, batch["source"], batch["mask"], batch["previous"]
+        )
         return logits
 
     @staticmethod
@@ -262,7 +264,8 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> dict[st
         from sacrebleu.metrics import BLEU
     except ImportError as error:
         raise DataError(
-            "BLEU needs the package sacrebleu: pip install 'sparsepretrain[mt]' (or task.bleu=false)"
+            "BLEU needs the package sacrebleu: pip install 'sparsepretrain[mt]', "
+            "or choose task.bleu=false"
         ) from error
     metric = BLEU()
     score = metric.corpus_score(list(hypotheses), [list(references)]).score

@@ -187,5 +187,3 @@ def _sentence(text: str, path: str, number: int, where: str = "") -> str:
 
 def _unreadable(split: str, path: str, error: OSError) -> DataError:
     return DataError(f"data.{split}: cannot read {path}: {error.strerror or error}")
-
-
