@@ -126,7 +126,7 @@ class SGD:
 
 @dataclass(slots=True, kw_only=True)
 class Lion:
-    """timm.optim.Lion (arXiv:2302.06675); decay applies to tensors of two or more dimensions only."""
+    """timm.optim.Lion (arXiv:2302.06675); decay applies to tensors of ≥ 2 dimensions only."""
 
     name: Literal["lion"]
     lr: float
@@ -342,15 +342,17 @@ class Run:
         positions = getattr(self.model, "n_positions", None)
         if positions is not None and length > positions:
             yield "task.sequence_length", f"must be ≤ model.n_positions ({positions}), got {length}"
-        length = getattr(self.task, "max_length", 0)
-        if positions is not None and length > positions:
-            yield "task.max_length", f"must be ≤ model.n_positions ({positions}), got {length}"
         pixels, sees = (
             getattr(self.task, "image_size", None),
             getattr(self.model, "image_size", None),
         )
         if pixels is not None and sees is not None and pixels != sees:
             yield "model.image_size", f"must equal task.image_size ({pixels}), got {sees}"
+        longest = getattr(self.task, "max_length", 0)
+        for key in ("n_positions", "max_position_embeddings"):
+            most = getattr(self.model, key, None)
+            if most is not None and longest > most:
+                yield "task.max_length", f"must be ≤ model.{key} ({most}), got {longest}"
         tokens, rows = (
             getattr(self.data, "vocab_size", None),
             getattr(self.model, "vocab_size", None),

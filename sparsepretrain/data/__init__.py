@@ -1,4 +1,4 @@
-"""Token data: text becomes token files once, and training reads them as memory maps.
+"""Data: text becomes token files once, and training reads them as memory maps.
 
     data = load(options)                        # prepares offline sources on first use
     train = windows(data, "train", length=128, seed=0)
@@ -13,24 +13,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sparsepretrain.data.buckets import Buckets, Pairs, pairs
     from sparsepretrain.data.counting import amounts
     from sparsepretrain.data.order import Windows, windows
     from sparsepretrain.data.preparation import Progress, load, prepare
     from sparsepretrain.data.tokens import TokenData, cache_directory
 
 __all__ = [
+    "Buckets",
+    "Pairs",
     "Progress",
     "TokenData",
     "Windows",
     "amounts",
     "cache_directory",
     "load",
+    "pairs",
     "prepare",
     "windows",
 ]
 
 _HOMES = {
     "amounts": "counting",
+    "Buckets": "buckets",
+    "Pairs": "buckets",
+    "pairs": "buckets",
     "Windows": "order",
     "windows": "order",
     "TokenData": "tokens",

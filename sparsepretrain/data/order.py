@@ -15,6 +15,16 @@ from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
 
 
+def epoch_words(seed: int, epoch: int, count: int) -> np.ndarray:
+    """``count`` random uint64 that belong to an epoch: whatever is random in its order.
+
+    Raw Philox words, whose stream NumPy keeps across versions, which it does not promise for
+    ``Generator.permutation``. Their stable argsort is a permutation.
+    """
+    key = np.array([seed, epoch], dtype=np.uint64)
+    return np.random.Philox(key=key).random_raw(count)
+
+
 class Windows:
     """Non-overlapping windows of ``length + 1`` tokens (inputs, and targets shifted by one).
 
@@ -95,14 +105,9 @@ class Windows:
         return [(s, min(s + self._length, begin if s < begin else last) + 1) for s in starts]
 
     def _epoch(self, epoch: int) -> tuple[int, np.ndarray]:
-        """Offset and permutation of an epoch.
-
-        Both come from raw Philox words, whose stream NumPy keeps across versions, which it does
-        not promise for ``Generator.permutation``.
-        """
+        """Offset and permutation of an epoch."""
         if epoch not in self._epochs:
-            key = np.array([self._seed, epoch], dtype=np.uint64)
-            words = np.random.Philox(key=key).random_raw(self._full + 1)
+            words = epoch_words(self._seed, epoch, self._full + 1)
             permutation = np.argsort(words[1:], kind="stable")
             if len(self._epochs) > 1:  # a batch touches two epochs at most times
                 del self._epochs[min(self._epochs)]

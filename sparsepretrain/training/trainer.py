@@ -308,7 +308,8 @@ def _summarise(t: Training, directory: Path, proof: Proof, console: Console) -> 
         first, last = validation[0], validation[-1]
         rows.append(("validation loss", f"{first['loss']:.4f} → {last['loss']:.4f}"))
         hidden = ("step", "time", "tokens", "split", "loss")
-        rows += [(f"validation {k}", f"{v:.4g}") for k, v in last.items() if k not in hidden]
+        texts = {k: v if isinstance(v, str) else f"{v:.4g}" for k, v in last.items()}
+        rows += [(f"validation {k}", v) for k, v in texts.items() if k not in hidden]
     flips = [line["flip_rate"] for line in training if line.get("flip_rate") is not None]
     if flips:
         rows.append(("flip rate", f"peak {max(flips):.2e}, end {flips[-1]:.2e}"))

@@ -161,8 +161,8 @@ class RecordSource(Source):
         """The message when nothing is prepared."""
         name = self.options.name
         return (
-            f"{name} is not prepared: run `sparsepretrain prepare data={name}` (needs the network), "
-            "or let data.train and data.validation name .jsonl or .parquet files of a mirror"
+            f"{name} is not prepared: run `sparsepretrain prepare data={name}` (needs the "
+            "network), or let data.train and data.validation name .jsonl or .parquet files"
         )
 
     def _files(self) -> Iterator[tuple[str, int, Any]]:

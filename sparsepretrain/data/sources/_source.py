@@ -61,17 +61,13 @@ class SourceOptions:
 
 
 @dataclass(slots=True, kw_only=True)
-class TextOptions(SourceOptions):
-    """Keys of every source of tokens."""
+class TokenOptions(SourceOptions):
+    """Keys of every source whose documents become tokens of a vocabulary."""
 
     tokenizer: str
     """bytes, bpe, gpt2_size_bpe, wordpiece, wordpiece_cased, or a tokenizer.json file."""
     vocab_size: int | None
     """Number of token ids; null: filled in for tokenizers whose size is known."""
-    validation: float
-    """Fraction of the text that is held out, in [0, 1)."""
-    seed: int
-    """Decides which text is held out; the order of training follows from the run's seed."""
 
     hub_tokenizers: ClassVar[bool] = False
     """Whether a tokenizer may also be named as on the Hugging Face hub."""
@@ -88,11 +84,6 @@ class TextOptions(SourceOptions):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types, as (key, message)."""
         yield from SourceOptions.problems(self)
-        fraction = self.validation  # sources may also take the name of what is held out
-        if isinstance(fraction, float) and not 0 <= fraction < 1:
-            yield "validation", f"must lie in [0, 1), got {self.validation}"
-        if not 0 <= self.seed < 2**32:
-            yield "seed", f"must lie in [0, 2^32), got {self.seed}"
         yield from self._tokenizer_problems()
 
     def _tokenizer_problems(self) -> Iterator[tuple[str, str]]:
@@ -115,6 +106,25 @@ class TextOptions(SourceOptions):
             )
         elif self.vocab_size < 1:
             yield "vocab_size", f"must be > 0, got {self.vocab_size}"
+
+
+@dataclass(slots=True, kw_only=True)
+class TextOptions(TokenOptions):
+    """Keys of every source of plain text."""
+
+    validation: float
+    """Fraction of the text that is held out, in [0, 1)."""
+    seed: int
+    """Decides which text is held out; the order of training follows from the run's seed."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Rules beyond types, as (key, message)."""
+        fraction = self.validation  # sources may also take the name of what is held out
+        if isinstance(fraction, float) and not 0 <= fraction < 1:
+            yield "validation", f"must lie in [0, 1), got {self.validation}"
+        if not 0 <= self.seed < 2**32:
+            yield "seed", f"must lie in [0, 2^32), got {self.seed}"
+        yield from TokenOptions.problems(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,212 @@
+"""Transformer-base (Vaswani et al., 2017) on transformers' Marian, initialised as in fairseq."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from sparsepretrain.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(slots=True, kw_only=True)
+class MarianOptions:
+    """Architecture; names as in transformers' MarianConfig where that has them."""
+
+    name: str
+    family: Literal["marian"]
+    vocab_size: int
+    """Rows of the one embedding of source, target and output; may exceed the tokenizer's size."""
+    max_position_embeddings: int
+    """Longest sentence on either side, tokens."""
+    d_model: int
+    """Width."""
+    encoder_layers: int
+    decoder_layers: int
+    attention_heads: int
+    ffn_dim: int
+    """Width of the FFN, encoder and decoder."""
+    ffn_factor: float
+    """Factor of the FFN width; 0.5 is the baseline "Half" of arXiv:2404.01847."""
+    dropout: float
+    """On embeddings and on the output of every sublayer."""
+    attention_dropout: float
+    activation_dropout: float
+    activation_checkpointing: bool
+    """Recompute each layer in the backward: less memory, about a third more time."""
+
+    @property
+    def ffn_width(self) -> float:
+        """What the FFN's width comes to."""
+        return self.ffn_dim * self.ffn_factor
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        sizes = ("vocab_size", "max_position_embeddings", "d_model", "attention_heads", "ffn_dim")
+        for key in (*sizes, "encoder_layers", "decoder_layers"):
+            if getattr(self, key) <= 0:
+                yield key, f"must be > 0, got {getattr(self, key)}"
+        if self.attention_heads > 0 and self.d_model % self.attention_heads:
+            known = f"model.d_model ({self.d_model})"
+            yield "attention_heads", f"must divide {known}, got {self.attention_heads}"
+        if self.ffn_dim > 0 and (self.ffn_width < 1 or self.ffn_width % 1):
+            yield "ffn_factor", f"must make the FFN a whole width, got {self.ffn_width:g}"
+        for key in ("dropout", "attention_dropout", "activation_dropout"):
+            if not 0 <= getattr(self, key) < 1:
+                yield key, f"must lie in [0, 1), got {getattr(self, key)}"
+
+
+@register("model", "marian")
+class Marian:
+    """Builds the model and knows its layers by role."""
+
+    Options = MarianOptions
+    tasks: ClassVar[frozenset[str]] = frozenset({"translation"})
+    """Names of the tasks that it can be built for."""
+    roles: ClassVar[dict[str, list[str]]] = {
+        "ffn": ["*.fc1", "*.fc2"],
+        "attention": ["*_attn.?_proj", "*_attn.out_proj"],
+        "all": ["*.fc1", "*.fc2", "*_attn.?_proj", "*_attn.out_proj"],
+    }
+    """Aliases of ``sparsity.targets``; both of encoder and decoder."""
+
+    @staticmethod
+    def build(options: MarianOptions) -> nn.Module:
+        """A MarianMTModel with weights drawn from torch's global generator.
+
+        Post-norm, ReLU, sinusoidal positions, one embedding for source, target and output, scaled
+        by √d_model at the input. Weights as in fairseq: embeddings N(0, 1/d_model), linear layers
+        Xavier-uniform (query, key and value with gain 1/√2), biases 0. No token is the padding:
+        what is padded is masked.
+        """
+        from transformers import AttentionInterface, MarianConfig, MarianMTModel
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        # Under a name of its own no mask is built: SDPA's causal flag serves the decoder, and
+        # a mask of four dimensions the padding of the source. The masks that transformers builds
+        # ask whether there is any padding, which synchronises with the GPU in every forward
+        AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+        config = MarianConfig(
+            vocab_size=options.vocab_size,
+            max_position_embeddings=options.max_position_embeddings,
+            d_model=options.d_model,
+            encoder_layers=options.encoder_layers,
+            decoder_layers=options.decoder_layers,
+            encoder_attention_heads=options.attention_heads,
+            decoder_attention_heads=options.attention_heads,
+            encoder_ffn_dim=int(options.ffn_width),
+            decoder_ffn_dim=int(options.ffn_width),
+            dropout=options.dropout,
+            attention_dropout=options.attention_dropout,
+            activation_dropout=options.activation_dropout,
+            activation_function="relu",
+            scale_embedding=True,
+            share_encoder_decoder_embeddings=True,
+            tie_word_embeddings=True,
+            # a padding token's embedding would be held at zero, and no token is spared for it
+            pad_token_id=None,
+            eos_token_id=None,
+            forced_eos_token_id=None,
+            decoder_start_token_id=0,  # tokens are chosen by the task
+        )
+        config._attn_implementation = "causal_sdpa"
+        model = MarianMTModel(config)
+        _initialise(model, options.d_model)
+        for stack in (model.model.encoder, model.model.decoder):
+            _freeze_positions(stack.embed_positions)
+        if options.activation_checkpointing:
+            # the second name is the older one, which newer versions warn about
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        return model
+
+    @staticmethod
+    def logits(model: nn.Module, source: Tensor, mask: Tensor, previous: Tensor) -> Tensor:
+        """Logits of the next target token.
+
+        Args:
+            model: as built.
+            source: (rows, source length) int64.
+            mask: of the same shape, bool: false for padding.
+            previous: (rows, target length) int64: the start token, then the target without its last
+                token; padding only at the end.
+
+        Returns:
+            (rows, target length, vocab_size).
+        """
+        logits: Tensor = model(
+            input_ids=source,
+            attention_mask=mask[:, None, None],
+            decoder_input_ids=previous,
+            use_cache=False,
+        ).logits
+        return logits
+
+    @staticmethod
+    def generate(
+        model: nn.Module,
+        source: Tensor,
+        mask: Tensor,
+        *,
+        end: int,
+        length: int,
+        beams: int,
+        length_penalty: float,
+    ) -> list[list[int]]:
+        """The best hypothesis of each row, without its end, by transformers' own search.
+
+        Args:
+            model: as built, in eval mode.
+            source: (rows, source length) int64.
+            mask: of the same shape, bool: false for padding.
+            end: token that starts and ends a sentence.
+            length: most tokens of a hypothesis.
+            beams: 1 is greedy.
+            length_penalty: hypotheses compete by log-probability / length^length_penalty.
+        """
+        from transformers import GenerationConfig
+
+        search: dict[str, Any] = {"length_penalty": length_penalty} if beams > 1 else {}
+        settings = GenerationConfig(
+            num_beams=beams,
+            do_sample=False,
+            max_length=length + 1,  # the start token counts
+            decoder_start_token_id=end,
+            eos_token_id=end,
+            pad_token_id=end,
+            use_cache=True,
+            **search,
+        )
+        config: Any = model.config
+        before = config._attn_implementation
+        config._attn_implementation = "sdpa"  # generate takes two-dimensional masks only
+        try:
+            ids: Tensor = model.generate(  # type: ignore[operator]
+                source, attention_mask=mask.long(), generation_config=settings
+            )
+        finally:
+            config._attn_implementation = before
+        rows = ids[:, 1:].tolist()  # without the start token
+        return [row[: row.index(end)] if end in row else row for row in rows]
+
+
+def _initialise(model: nn.Module, width: int) -> None:
+    """Draw the weights as fairseq's transformer does, in the order of the modules."""
+    from torch import nn
+
+    nn.init.normal_(model.model.shared.weight, std=width**-0.5)  # type: ignore
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":  # that one is the embedding
+            halved = name.endswith(("q_proj", "k_proj", "v_proj"))
+            nn.init.xavier_uniform_(module.weight, gain=2**-0.5 if halved else 1.0)
+            nn.init.zeros_(module.bias)
+
+
+def _freeze_positions(embedding: nn.Module) -> None:
+    """Make the sinusoids a buffer: they are constants, and no parameters to count or to save."""
+    weight = embedding.weight.detach()  # type: ignore[operator, union-attr]
+    del embedding.weight
+    embedding.register_buffer("weight", weight)  # type: ignore[arg-type]

@@ -1,0 +1,272 @@
+"""Translation of sentence pairs: buckets of at most ``max_tokens`` tokens, BLEU at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from sparsepretrain.errors import DataError
+from sparsepretrain.registry import register
+from sparsepretrain.tasks import Batch, Observation, Task, averages
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+IGNORED = -100
+"""Target of padding: no loss, no gradient."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TranslationOptions:
+    """Options of the task."""
+
+    name: Literal["translation"]
+    max_tokens: int
+    """Most tokens of a bucket: pairs times the longer of source and target, padding included."""
+    max_length: int
+    """Longest sentence of a training pair in tokens, its end included; longer ones are left out."""
+    label_smoothing: float
+    """Share of the target's probability that is spread over the vocabulary."""
+    bleu: bool
+    """Whether final evaluations translate and score what they are given."""
+    beam: int
+    """Hypotheses kept by the search; 1: greedy."""
+    length_penalty: float
+    """Hypotheses compete by log-probability / length^length_penalty; unused by greedy search."""
+    max_decode: tuple[float, int]
+    """[a, b]: a hypothesis has at most a · (source tokens) + b tokens."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        for key in ("max_tokens", "max_length", "beam"):
+            if getattr(self, key) <= 0:
+                yield key, f"must be > 0, got {getattr(self, key)}"
+        if 0 < self.max_tokens < -(-self.max_length // 4) * 4:
+            yield (
+                "max_tokens",
+                f"must be ≥ task.max_length ({self.max_length}, in fours), got {self.max_tokens}",
+            )
+        if not 0 <= self.label_smoothing < 1:
+            yield "label_smoothing", f"must lie in [0, 1), got {self.label_smoothing}"
+        a, b = self.max_decode
+        if a < 0 or b < 0 or a + b == 0:
+            yield "max_decode", f"must be two numbers ≥ 0, one of them > 0, got {[a, b]}"
+
+
+@register("task", "translation")
+class Translation(Task):
+    """Buckets of sentence pairs; the loss counts target tokens, the end among them.
+
+    A micro-batch of several buckets is padded to the longest of them, which wastes tokens:
+    ``batch.micro`` is best 1 and ``max_tokens`` what fits the device.
+    """
+
+    Options = TranslationOptions
+    kind = "pairs"
+    metric = "bleu"
+
+    def __init__(self, options: TranslationOptions, model: Any, data: Any, seed: int) -> None:
+        super().__init__(options, model, data, seed)
+        self._pairs: dict[str, Any] = {}
+        self._buckets: dict[str, Any] = {}
+        self._chosen: dict[str, Any] = {}
+        self._codec: Any = None
+        self._end = 0
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a training bucket."""
+        return self._buckets["train"].capacity if "train" in self._buckets else 0
+
+    def open_data(
+        self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None
+    ) -> None:
+        """Open the prepared pairs; offline sources are prepared when missing.
+
+        Raises:
+            DataError: a split has no pairs, or a held-out sentence is too long for the model.
+        """
+        from sparsepretrain.data import Buckets, load, pairs
+        from sparsepretrain.data.encoding import open_codec
+
+        data = load(self.data_options, on_progress=on_progress)
+        for split in splits:
+            every = pairs(data, split)
+            chosen = self._choose(split, every.lengths, data.name)
+            # held-out buckets: scattered over the lengths, the same ones for every seed of a run
+            seed = self.seed if split == "train" else 0
+            self._pairs[split], self._chosen[split] = every, chosen
+            self._buckets[split] = Buckets(every.lengths[chosen], self.options.max_tokens, seed)
+        self._codec = open_codec(data.tokenizer_file)
+        self._end = int(data.end_of_text or 0)
+        self.fingerprint = data.fingerprint
+
+    def _choose(self, split: str, lengths: Any, name: str) -> Any:
+        """Indices of the pairs that take part: held out all, for training those short enough."""
+        import numpy as np
+
+        longest, options = lengths.max(axis=1), self.options
+        if split == "train":
+            chosen = np.flatnonzero(longest <= options.max_length)
+            if not len(chosen):
+                raise DataError(
+                    f"{name}: no training pair has sentences of at most {options.max_length} "
+                    "tokens: raise task.max_length"
+                )
+            return chosen
+        most = self.model_options.max_position_embeddings
+        if longest.max() > most:
+            raise DataError(
+                f"{name}: pair {longest.argmax() + 1} of {split} has {longest.max()} tokens, more "
+                f"than model.max_position_embeddings={most}: raise it, or shorten the pair"
+            )
+        return np.arange(len(lengths))
+
+    def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
+        """The pairs of the buckets at ``positions``, padded to a multiple of four tokens.
+
+        ``source`` and its ``mask`` (rows, source length); ``previous`` and ``targets`` (rows,
+        target length): int64, the mask bool; ``count``: target tokens.
+        """
+        import numpy as np
+        import torch
+
+        from sparsepretrain.data.buckets import pad
+
+        every, chosen, buckets = self._pairs[split], self._chosen[split], self._buckets[split]
+        samples = [buckets.pairs(step * size + position) for position in positions]
+        rows = chosen[np.concatenate(samples)]
+        sources = [every.source(row) for row in rows]
+        targets = pad([every.target(row) for row in rows], IGNORED)
+        previous = np.roll(targets, 1, axis=1)  # a padded row wraps padding, a full one its end
+        previous[:, 0] = self._end
+        previous[previous == IGNORED] = self._end
+        mask = pad([np.ones(len(source)) for source in sources], 0).astype(bool)
+        return {
+            "source": torch.from_numpy(pad(sources, self._end)),
+            "mask": torch.from_numpy(mask),
+            "previous": torch.from_numpy(previous),
+            "targets": torch.from_numpy(targets),
+            "count": int((targets != IGNORED).sum()),
+        }
+
+    def samples(self, split: str) -> int:
+        """Buckets in one pass."""
+        return int(self._buckets[split].count)
+
+    def example(self, size: int, device: torch.device) -> Batch:
+        """Full buckets of sentences of 32 tokens (or ``max_length``), without padding."""
+        import torch
+
+        length = -(-min(self.options.max_length, 32) // 4) * 4
+        rows = torch.zeros(
+            size * max(1, self.options.max_tokens // length),
+            length,
+            dtype=torch.int64,
+            device=device,
+        )
+        mask = torch.ones_like(rows, dtype=torch.bool)
+        count = rows.numel()
+        return {"source": rows, "mask": mask, "previous": rows, "targets": rows, "count": count}
+
+    def count(self, batch: Batch) -> int:
+        """Target tokens, without padding."""
+        return int(batch["count"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        """(Σ label-smoothed cross-entropy in nats, number of target tokens)."""
+        smoothing = self.options.label_smoothing
+        return self._sum(self._logits(model, batch), batch, smoothing), self.count(batch)
+
+    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits: Tensor = self.recipe.logits(
+            model, batch["source"], batch["mask"], batch["previous"]
+        )
+        return logits
+
+    @staticmethod
+    def _sum(logits: Tensor, batch: Batch, smoothing: float) -> Tensor:
+        import torch.nn.functional as F
+
+        return F.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]).float(),
+            batch["targets"].reshape(-1),
+            ignore_index=IGNORED,
+            label_smoothing=smoothing,
+            reduction="sum",
+        )
+
+    def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
+        """Sums of both losses; with ``final`` and ``bleu`` also hypotheses and references."""
+        logits, count = self._logits(model, batch), self.count(batch)
+        smoothed = self._sum(logits, batch, self.options.label_smoothing)
+        seen: Observation = {
+            "loss": (float(smoothed), count),
+            "nll": (float(self._sum(logits, batch, 0.0)), count),
+        }
+        if final and self.options.bleu:
+            seen["hypotheses"] = self.translate(model, batch["source"], batch["mask"])
+            references = [row[row != IGNORED][:-1] for row in batch["targets"].cpu()]
+            seen["references"] = [self._codec.decode(row.tolist()) for row in references]
+        return seen
+
+    def translate(self, model: nn.Module, source: Tensor, mask: Tensor) -> list[str]:
+        """The translation of every row, as text.
+
+        Args:
+            model: in eval mode.
+            source: (rows, source length) int64.
+            mask: of the same shape, bool: false for padding.
+        """
+        a, b = self.options.max_decode
+        # of the real tokens, so that more padding translates nothing differently
+        length = int(a * int(mask.sum(1).max()) + b)
+        hypotheses = self.recipe.generate(
+            model,
+            source,
+            mask,
+            end=self._end,
+            length=max(1, min(length, self.model_options.max_position_embeddings)),
+            beams=self.options.beam,
+            length_penalty=self.options.length_penalty,
+        )
+        return [self._codec.decode(row) for row in hypotheses]
+
+    def metrics(self, observations: Iterable[Observation]) -> dict[str, Any]:
+        """``loss`` (label-smoothed) and ``nll`` per target token, in nats; ``perplexity``.
+
+        Final evaluations add ``bleu`` (corpus BLEU of sacrebleu, cased, in percent) and
+        ``bleu_signature``, the string that says how it was computed.
+        """
+        observations = list(observations)
+        result: dict[str, Any] = averages(observations)
+        # above this a float overflows, and a model is no model
+        result["perplexity"] = math.exp(min(result["nll"], 700.0))
+        hypotheses = [line for seen in observations for line in seen.get("hypotheses", ())]
+        if hypotheses:
+            references = [line for seen in observations for line in seen["references"]]
+            result |= corpus_bleu(hypotheses, references)
+        return result
+
+
+def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
+    """``bleu`` in percent and its ``bleu_signature``; empty hypotheses count as such.
+
+    Raises:
+        DataError: there is nothing to score, or sacrebleu is not installed.
+    """
+    if not references:
+        raise DataError("BLEU needs at least one sentence")
+    try:
+        from sacrebleu.metrics import BLEU
+    except ImportError as error:
+        raise DataError(
+            "BLEU needs the package sacrebleu: pip install 'sparsepretrain[mt]', "
+            "or choose task.bleu=false"
+        ) from error
+    metric = BLEU()
+    score = metric.corpus_score(list(hypotheses), [list(references)]).score
+    return {"bleu": float(score), "bleu_signature": str(metric.get_signature())}

@@ -1,0 +1,110 @@
+"""Buckets of sentence pairs: who is in which, when."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparsepretrain.data import Buckets, Pairs, TokenData, pairs
+from sparsepretrain.data.buckets import pad
+from sparsepretrain.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def lengths():
+    return np.random.default_rng(0).integers(2, 60, (997, 2))
+
+
+def padded(lengths):
+    return -(-lengths // 4) * 4
+
+
+def members(buckets, epoch):
+    return [buckets.pairs(epoch * buckets.count + i).tolist() for i in range(buckets.count)]
+
+
+@pytest.mark.parametrize("max_tokens", [60, 256, 4096, 10**6])
+def test_every_pair_comes_once_per_epoch_within_the_budget(lengths, max_tokens):
+    buckets = Buckets(lengths, max_tokens, seed=3)
+    for epoch in (0, 1, 7):
+        got = members(buckets, epoch)
+        assert sorted(sum(got, [])) == list(range(997))
+        for rows in got:
+            size = len(rows) * padded(lengths[rows]).max()
+            assert size <= max_tokens and size <= buckets.capacity
+
+
+def test_buckets_are_full(lengths):
+    """One more pair of the next bucket would not have fitted."""
+    buckets = Buckets(lengths, 512, seed=0)
+    longest = np.sort(padded(lengths).max(axis=1))
+    for begin, end in zip(buckets.starts[:-2], buckets.starts[1:-1], strict=True):
+        assert (end - begin + 1) * longest[end] > 512
+
+
+def test_the_order_is_a_pure_function(lengths):
+    one, two = (Buckets(lengths, 512, seed=5) for _ in range(2))
+    samples = [i * 37 % (3 * one.count) for i in range(2 * one.count)]
+    there = {sample: one.pairs(sample).tolist() for sample in samples}
+    assert all(two.pairs(sample).tolist() == there[sample] for sample in sorted(samples))
+    assert members(Buckets(lengths, 512, seed=6), 0) != members(one, 0)
+
+
+def test_epochs_mix_pairs_of_equal_lengths_but_keep_the_shapes(lengths):
+    buckets = Buckets(lengths % 9 + 2, 256, seed=0)
+    shapes = [sorted(len(rows) for rows in members(buckets, epoch)) for epoch in range(3)]
+    assert shapes[0] == shapes[1] == shapes[2]
+    first, second = ({frozenset(rows) for rows in members(buckets, e)} for e in (0, 1))
+    assert not first & second, "ties are broken anew"
+    order = [len(rows) for rows in members(buckets, 0)]
+    assert order != sorted(order) and order != [len(rows) for rows in members(buckets, 1)]
+
+
+def test_little_is_padding():
+    target = np.random.default_rng(0).integers(4, 60, 2000)
+    lengths = np.stack([np.maximum(2, target - target % 5), target], axis=1)
+    buckets = Buckets(lengths, 1024, seed=0)
+    sides = [lengths[rows] for rows in members(buckets, 0)]
+    total = sum(side.size * (side.max() + -side.max() % 4) for side in sides)
+    assert sum(side.sum() for side in sides) / total > 0.88
+
+
+def test_a_pair_longer_than_the_budget_is_a_bucket():
+    buckets = Buckets(np.array([[90, 3], [5, 6], [7, 8], [2, 80]]), 64, seed=0)
+    assert sorted(map(sorted, members(buckets, 0))) == [[0], [1, 2], [3]]
+
+
+def test_padding_to_multiples_of_four():
+    rows = pad([np.array([1, 2, 3, 4, 5], np.uint16), np.array([6], np.uint16)], -100)
+    assert rows.dtype == np.int64
+    assert rows.tolist() == [[1, 2, 3, 4, 5, *[-100] * 3], [6, *[-100] * 7]]
+    assert pad([np.arange(8)], 0).shape == (1, 8)
+
+
+def stream(tmp_path, tokens, end=0):
+    array = np.array(tokens, dtype=np.uint16)
+    return TokenData("mine", tmp_path, "f", 300, {"train": array}, None, end)
+
+
+def test_pairs_of_a_token_stream(tmp_path):
+    found = pairs(stream(tmp_path, [5, 6, 0, 7, 0, 8, 0, 9, 10, 11, 0]), "train")
+    assert isinstance(found, Pairs) and len(found) == 2
+    assert found.lengths.tolist() == [[3, 2], [2, 4]]
+    assert [found.source(i).tolist() for i in range(2)] == [[5, 6, 0], [8, 0]]
+    assert [found.target(i).tolist() for i in range(2)] == [[7, 0], [9, 10, 11, 0]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "split", "end", "message"),
+    [
+        ([5, 0], "train", 0, "does not hold pairs"),
+        ([5, 0, 6], "train", 0, "does not hold pairs"),
+        ([5, 0, 6, 0, 7], "train", 0, "does not hold pairs"),
+        ([], "train", 0, "no pairs in split 'train'"),
+        ([5, 0, 6, 0], "test", 0, "no pairs in split 'test': set data.test"),
+        ([5, 0, 6, 0], "train", None, "no token that ends a sentence"),
+    ],
+)
+def test_what_is_no_pairs(tmp_path, tokens, split, end, message):
+    with pytest.raises(DataError, match=message):
+        pairs(stream(tmp_path, tokens, end), split)

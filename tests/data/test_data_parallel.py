@@ -1,0 +1,202 @@
+"""Sentence pairs of the user: two files or a TSV, and what can be wrong with them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sparsepretrain.data import hub, pairs, prepare
+from sparsepretrain.errors import DataError
+
+PLAIN = {"tokenizer": "bytes", "vocab_size": None, "validation": None}
+
+
+def texts(data, split):
+    found = pairs(data, split)
+    sides = ((found.source(i), found.target(i)) for i in range(len(found)))
+    return [tuple(data.decode(side[:-1]) for side in pair) for pair in sides]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Writes two files of lines and returns their names."""
+
+    def write(*columns, name="train"):
+        paths = [tmp_path / f"{name}.{i}" for i in range(len(columns))]
+        for path, text in zip(paths, columns, strict=True):
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return [str(path) for path in paths]
+
+    return write
+
+
+def nothing_prepared(cache):
+    return not cache.exists() or not [p for p in cache.iterdir() if p.is_dir()]
+
+
+@pytest.mark.parametrize("shard_pairs", [3, 16384])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_two_files(options, files, monkeypatch, shard_pairs, workers):
+    from sparsepretrain.data.sources import parallel_files
+
+    monkeypatch.setattr(parallel_files, "SHARD_PAIRS", shard_pairs)
+    expected = [(f"sentence {i} é", f"Satz {i} ß " * i + "x") for i in range(10)]
+    lines = ("\n".join(side) for side in zip(*expected, strict=True))
+    held_out = files("a\r\nb\r\n", "c\nd\n", name="validation")
+    changes = PLAIN | {"train": files(*lines), "validation": held_out}
+    data = prepare(options("parallel_files", **changes), workers=workers)
+    assert texts(data, "train") == expected
+    assert texts(data, "validation") == [("a", "c"), ("b", "d")]
+    assert set(data.tokens) == {"train", "validation"}
+
+
+@pytest.mark.parametrize("shard_pairs", [2, 16384])
+def test_a_tsv_with_chosen_columns(options, files, monkeypatch, shard_pairs):
+    from sparsepretrain.data.sources import parallel_files
+
+    monkeypatch.setattr(parallel_files, "SHARD_PAIRS", shard_pairs)
+    rows = "".join(f"{i}\tziel {i}\tquelle {i}\n" for i in range(5))
+    changes = PLAIN | {"train": files(rows), "columns": [2, 1], "test": files(rows, name="t")}
+    data = prepare(options("parallel_files", **changes), workers=1)
+    assert texts(data, "train") == [(f"quelle {i}", f"ziel {i}") for i in range(5)]
+    assert texts(data, "test") == texts(data, "train")
+
+
+def test_joint_vocabulary(options, files):
+    words = files("tee kaffee\n" * 50, "wasser wein\n" * 50)
+    changes = PLAIN | {"tokenizer": "bpe", "vocab_size": 300, "train": words}
+    data = prepare(options("parallel_files", **changes), workers=1)
+    found = pairs(data, "train")
+    assert found.lengths.max() <= 3, "merges of both sides"
+    assert texts(data, "train")[0] == ("tee kaffee", "wasser wein")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (("a\nb\nc\n", "x\ny\n"), r"train\.0, line 3 has no counterpart: .*train\.1 has 2 lines"),
+        (("a\n", "x\ny\nz\n"), r"train\.1, line 2 has no counterpart: .*train\.0 has 1 lines"),
+        (("a\n\nc\n", "x\ny\nz\n"), r"train\.0, line 2: empty sentence: remove the pair"),
+        (("a\nb\n", "x\n  \n"), r"train\.1, line 2: empty sentence"),
+        ((b"a\nb\xff\n", "x\ny\n"), r"train\.0, line 2: not UTF-8 text"),
+        (("a\nb\0c\n", "x\ny\n"), r"train\.0, line 2: contains a NUL byte"),
+        (("a\tx\nb\n",), r"train\.0, line 2: no column 1 \(columns count from 0, the line has 1\)"),
+        (("a\tx\nb\t\n",), r"train\.0, line 2: empty sentence in column 1"),
+        (("", ""), r"data\.train: .*train\.0 has no lines"),
+        (("",), r"data\.train: .*train\.0 has no lines"),
+    ],
+)
+def test_bad_lines_are_named_and_nothing_is_prepared(options, files, cache, columns, message):
+    with pytest.raises(DataError, match=message) as caught:
+        prepare(options("parallel_files", **PLAIN | {"train": files(*columns)}), workers=1)
+    assert caught.value.exit_code == 3 and "\n" not in str(caught.value)
+    assert nothing_prepared(cache)
+
+
+def test_a_bad_line_of_a_held_out_split_stops_it_too(options, files, cache):
+    changes = {"train": files("a\n", "b\n"), "test": files("a\tb\n\tb\n", name="test")}
+    with pytest.raises(DataError, match=r"test\.0, line 2: empty sentence in column 0"):
+        prepare(options("parallel_files", **PLAIN | changes), workers=1)
+    assert nothing_prepared(cache)
+
+
+def test_a_missing_file(options, files, tmp_path):
+    changes = PLAIN | {"train": [files("a\n")[0], str(tmp_path / "none.de")]}
+    with pytest.raises(DataError, match=r"data\.train: cannot read .*none\.de: No such file"):
+        prepare(options("parallel_files", **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": []}, "data.train must be"),
+        ({"test": ["a", "b", "c"]}, "data.test must be"),
+        ({"columns": [1, 1]}, "data.columns must be two different"),
+        ({"columns": [-1, 1]}, "data.columns must be two different"),
+        ({"vocab_size": 200, "tokenizer": "bpe"}, "data.vocab_size must be ≥ 257"),
+    ],
+)
+def test_bad_options(options, changes, message):
+    with pytest.raises(Exception, match=message):
+        options("parallel_files", **PLAIN | changes)
+
+
+def test_changed_files_are_other_data(options, files):
+    changes = PLAIN | {"train": files("a\n", "b\n")}
+    first = prepare(options("parallel_files", **changes), workers=1)
+    files("a\nc\n", "b\nd\n")
+    second = prepare(options("parallel_files", **changes), workers=1)
+    assert first.directory != second.directory and len(pairs(second, "train")) == 2
+
+
+# --- hf_pairs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wmt(tmp_path, monkeypatch):
+    """A local directory in the format of the hub's WMT corpora."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(hub, "_reachable", lambda: False)
+    root = tmp_path / "wmt"
+    root.mkdir()
+    for split, size in (("train", 30), ("validation", 4), ("test", 3)):
+        rows = [
+            {"translation": {"de": f"{split} {i} ä", "en": f"{split} {i}"}} for i in range(size)
+        ]
+        rows[1]["translation"]["de"] = ""  # as in WMT's crawled text
+        (root / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "path": str(root), "subset": None, "size_gb": None, "tokenizer": "bytes", "vocab_size": None
+    }  # fmt: skip
+
+
+def test_a_corpus_of_datasets(options, wmt, monkeypatch):
+    from sparsepretrain.data.sources import hf_pairs
+
+    monkeypatch.setattr(hf_pairs, "SHARD_PAIRS", 7)
+    data = prepare(options("wmt14_ende", **wmt), workers=1)
+    kept = [i for i in range(30) if i != 1]
+    assert texts(data, "train") == [(f"train {i}", f"train {i} ä") for i in kept]
+    assert texts(data, "test") == [(f"test {i}", f"test {i} ä") for i in (0, 2)]
+    back = prepare(options("wmt14_ende", **wmt, languages=["de", "en"], test=None), workers=1)
+    assert texts(back, "validation")[0] == ("validation 0 ä", "validation 0")
+    assert "test" not in back.tokens
+
+
+def test_columns_named_by_language(options, wmt, tmp_path):
+    root = tmp_path / "columns"
+    root.mkdir()
+    (root / "train.jsonl").write_text(json.dumps({"en": "one", "de": "eins"}) + "\n")
+    changes = wmt | {"path": str(root), "validation": None, "test": None}
+    data = prepare(options("wmt14_ende", **changes), workers=1)
+    assert texts(data, "train") == [("one", "eins")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"languages": ["en", "fr"]}, r"data\.languages: wmt14_ende has no 'fr' \(it has de, en\)"),
+        ({"train": "dev"}, r"datasets cannot load .*dev"),
+    ],
+)
+def test_what_the_corpus_lacks(options, wmt, cache, changes, message):
+    with pytest.raises(DataError, match=message):
+        prepare(options("wmt14_ende", **wmt | changes), workers=1)
+    assert nothing_prepared(cache)
+
+
+def test_without_a_network(options, wmt, cache):
+    from sparsepretrain.data import load
+
+    remote = {key: wmt[key] for key in ("tokenizer", "vocab_size")}
+    with pytest.raises(DataError) as caught:
+        load(options("wmt17_ende", **remote))
+    assert str(caught.value) == (
+        "wmt17_ende is not prepared: run `sparsepretrain prepare data=wmt17_ende` (needs the "
+        "network, about 5 GB), or train offline with data=cldr_ende"
+    )
+    with pytest.raises(DataError, match=r"wmt17_ende needs the network: .*data=cldr_ende"):
+        prepare(options("wmt17_ende", **remote))
+    assert nothing_prepared(cache)
