@@ -1,0 +1,130 @@
+"""Run what docs/results.md reports, and write its numbers: ``make results``.
+
+Every run is the command that the page shows. Runs that are finished are not repeated, so an
+interrupted call goes on where it was. Nothing else should be running: times are wall-clock.
+
+    python scripts/results.py [--runs-dir DIR] [NAME ...]     all, or the named ones
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "docs" / "results.json"
+
+
+@dataclass(frozen=True)
+class Study:
+    """One run and the split that it is evaluated on afterwards."""
+
+    name: str
+    words: str
+    """Overrides of ``train``, or of ``finetune`` with ``start``."""
+    split: str = "validation"
+    start: str | None = None
+    """Name of the study whose run is fine-tuned."""
+
+    def command(self, runs: str) -> list[str]:
+        """As it is typed."""
+        if self.start is None:
+            return ["train", *self.words.split()]
+        return ["finetune", str(newest(Path(runs) / self.start)), *self.words.split()]
+
+
+STUDIES = [
+    *(
+        Study(f"translation_{m}", f"experiment=nano_translation sparsity={m}", "test")
+        for m in ("dense", "sste", "srste")
+    ),
+    *(
+        Study(f"vision_{m}", f"experiment=nano_vision sparsity={m}", "test")
+        for m in ("dense", "sste", "srste")
+    ),
+    *(
+        Study(f"convolutions_{m}", f"experiment=nano_vision model=resnet_nano sparsity={m}", "test")
+        for m in ("dense", "sste")
+    ),
+    *(Study(f"bert_{m}", f"experiment=nano_bert sparsity={m}") for m in ("dense", "sste")),
+    Study("gpt2_dense", "sparsity=dense"),
+    Study("gpt2_sste", "sparsity=sste"),
+    *(
+        Study(f"{task}_{m}", f"task={task}", "validation", f"gpt2_{m}")
+        for task in ("python_pairs", "python_qa")
+        for m in ("dense", "sste")
+    ),
+]
+
+
+def newest(directory: Path) -> Path:
+    """The run directory of a study; there is one per configuration."""
+    return max(directory.glob("*-s*"), key=lambda path: path.stat().st_mtime)
+
+
+def sparsepretrain(*words: str) -> None:
+    """The command of this interpreter's installation; stops the script when it fails."""
+    subprocess.run([sys.executable, "-m", "sparsepretrain", *words], check=True)
+
+
+def run(study: Study, runs: str) -> dict[str, Any]:
+    """Train and evaluate one study; returns what the page needs."""
+    words = study.command(runs)
+    started = time.monotonic()
+    sparsepretrain(*words, f"name={study.name}", f"runs_dir={runs}")
+    seconds = time.monotonic() - started
+    directory = newest(Path(runs) / study.name)
+    sparsepretrain("eval", str(directory), f"split={study.split}")
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    held_out = [line for line in lines if line.get("split") == "validation"]
+    final = json.loads((directory / "eval.jsonl").read_text().splitlines()[-1])
+    environment = json.loads((directory / "environment.json").read_text())
+    shown = [*words]
+    if study.start is not None:
+        shown[1] = f"RUN of {study.start}"
+    return {
+        "command": " ".join(["sparsepretrain", *shown]),
+        "seed": 0,
+        "steps": lines[-1]["step"],
+        "training_seconds": round(lines[-1]["time"], 1),
+        "command_seconds": round(seconds, 1),
+        "first": metrics(held_out[0]),
+        "last": metrics(held_out[-1]),
+        "split": study.split,
+        "samples": final["samples"],
+        "final": metrics(final["metrics"]),
+        "environment": {k: environment[k] for k in ("commit", "hardware", "packages")},
+    }
+
+
+def metrics(line: dict[str, Any]) -> dict[str, float]:
+    """The metrics of an evaluation."""
+    hidden = ("step", "time", "tokens", "split")
+    return {k: v for k, v in line.items() if k not in hidden and isinstance(v, int | float)}
+
+
+def main() -> None:
+    """Run the chosen studies and update the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(s.name for s in STUDIES))
+    parser.add_argument("--runs-dir", default="runs/results")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - {study.name for study in STUDIES}
+    if unknown:
+        parser.error(f"no such study: {', '.join(sorted(unknown))}")
+    for study in STUDIES:
+        if not arguments.names or study.name in arguments.names:
+            found = json.loads(OUT.read_text()) if OUT.exists() else {}
+            found[study.name] = run(study, arguments.runs_dir)
+            ordered = {s.name: found[s.name] for s in STUDIES if s.name in found}
+            OUT.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
