@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, Task, perplexity
+from sparsepretrain.tasks import Batch, Observation, Task, averages
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +89,11 @@ class CausalLM(Task):
         return total, self.count(batch)
 
     def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
-        """``loss`` and ``perplexity``, per token."""
-        values = super().metrics(observations)
-        return {**values, "perplexity": perplexity(values["loss"])}
+        """``loss`` in nats per token, and ``perplexity``, its exponential."""
+        values = averages(observations)
+        return values | {"perplexity": perplexity(values["loss"])}
+
+
+def perplexity(loss: float) -> float:
+    """Exp of a mean negative log likelihood in nats; infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
