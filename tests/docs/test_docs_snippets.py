@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from doc_pages import DOCUMENTS, ROOT, blocks
 
-from sparsepretrain import cli, config, evaluating
+from sparsepretrain import cli, config, evaluating, preparing
 from sparsepretrain.errors import ConfigError
 
 SHELL = [b for f in DOCUMENTS for b in blocks(f, "sh")]
@@ -61,7 +61,7 @@ def run(argv: list[str], tiny) -> None:
     verb, *words = argv
     arguments = cli._parser(verb).read(words)
     if verb == "prepare":
-        cli._data_options(arguments)
+        preparing.data_options(arguments.overrides, arguments.config_dir)
     elif verb == "eval":
         config.load(evaluating.read(arguments.overrides)[1], arguments.config_dir)
     elif hasattr(arguments, "overrides"):
