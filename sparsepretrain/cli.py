@@ -274,35 +274,9 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    import time
+    from sparsepretrain import preparing
 
-    options = _data_options(args)
-    from sparsepretrain import data
-    from sparsepretrain.tracking.console import Console, count
-
-    console = Console()
-    start = time.monotonic()
-    prepared = data.prepare(options, workers=args.workers, on_progress=console.progress)
-    console.stop()
-    seconds = time.monotonic() - start
-    unit, sizes = data.amounts(options, prepared)
-    parts = ", ".join(f"{split} {count(size)}" for split, size in sizes.items())
-    console.info(f"prepared {count(sum(sizes.values()))} {unit} ({parts}) in {prepared.directory}")
-    console.info(f"{seconds:.1f} s, {count(sum(sizes.values()) / max(seconds, 1e-9))} {unit}/s")
-    return 0
-
-
-def _data_options(args: argparse.Namespace) -> Any:
-    """The group ``data``, whatever model and task it is for; root keys are checked as well."""
-    from sparsepretrain import config
-    from sparsepretrain.config.schema import GROUPS, REGISTERED
-    from sparsepretrain.config.validate import check
-
-    plain = config.compose(args.overrides, args.config_dir)
-    run, errors = check(plain, {*GROUPS, *REGISTERED} - {"data"})
-    if errors or run is None:
-        raise ConfigError(errors)
-    return run.data
+    return preparing.run(args)
 
 
 def _methods(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What users of a CPU feel: the cost of each method over dense, memory, start-up, kernels."""
+"""What users of a CPU feel: cost of each method over dense, memory, start-up, data, kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from sparsepretrain import registry
-from sparsepretrain.bench import cpu_kernels
+from sparsepretrain.bench import cpu_kernels, tasks
 from sparsepretrain.bench.plain import PlainGPT2
 from sparsepretrain.bench.progress import Phase
 from sparsepretrain.bench.timing import Case, amortised, interleaved, ratio
@@ -86,6 +86,7 @@ def cases(quick: bool) -> list[Case]:
         *_steps(rounds),
         *_memory(1 if quick else 3),
         _start(2 if quick else 5),
+        *tasks.cases(training, rounds, Phase("tasks", len(tasks.experiments()), "experiments")),
         *cpu_kernels.cases(rounds, Phase("kernels", rounds, "rounds")),
     ]
 

@@ -137,7 +137,9 @@ def windows(
     Raises:
         DataError: the split has no window of ``length + 1`` tokens.
     """
-    tokens = data.split(split)
+    if split not in data.tokens:
+        raise DataError(f"{data.name} has no {split} split (it has {', '.join(data.tokens)})")
+    tokens = data.tokens[split]
     if len(tokens) <= length:
         raise DataError(
             f"{data.directory / split}.bin has {len(tokens)} tokens, but a sequence of "

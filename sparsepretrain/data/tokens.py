@@ -42,16 +42,6 @@ class TokenData:
     end_of_text: int | None
     """Token after each document."""
 
-    def split(self, name: str) -> np.ndarray:
-        """Tokens of one split.
-
-        Raises:
-            DataError: the data has no such split.
-        """
-        if name not in self.tokens:
-            raise DataError(f"{self.name} has no {name} split: it has {', '.join(self.tokens)}")
-        return self.tokens[name]
-
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of the tokens ``ids``."""
         return open_codec(self.tokenizer_file).decode([int(i) for i in ids])

@@ -25,7 +25,7 @@ NOT_COMPARED = ("runs_dir", "resume", "tracker", "experiment")
 ABOUT = ("step", "time", "tokens", "loss")
 """Numbers of an evaluation that are no metrics of the task."""
 
-NO_SCORES = ("perplexity",)
+NO_SCORES = ("perplexity", "nll")
 """Metrics that are not percentages; other losses are not either."""
 
 ABSENT = "–"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -132,11 +131,3 @@ def averages(observations: Iterable[Observation]) -> dict[str, float]:
                 total, count = totals.get(key, (0.0, 0.0))
                 totals[key] = total + value[0], count + value[1]
     return {key: total / count for key, (total, count) in totals.items() if count}
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss); infinite where a float does not reach."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

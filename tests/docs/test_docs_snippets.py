@@ -8,12 +8,12 @@ import subprocess
 import pytest
 from doc_pages import DOCUMENTS, ROOT, blocks
 
-from sparsepretrain import cli, config
+from sparsepretrain import cli, config, evaluating, preparing
 from sparsepretrain.errors import ConfigError
 
 SHELL = [b for f in DOCUMENTS for b in blocks(f, "sh")]
 PYTHON = [b for f in DOCUMENTS for b in blocks(f, "python")]
-RUN = ("train", "prepare", "methods", "configs", "report", "completion")
+RUN = ("train", "eval", "prepare", "methods", "configs", "report", "completion")
 """Verbs that are run; of others the arguments are checked."""
 
 RECORDER = """#!/bin/sh
@@ -61,13 +61,17 @@ def run(argv: list[str], tiny) -> None:
     verb, *words = argv
     arguments = cli._parser(verb).read(words)
     if verb == "prepare":
-        cli._data_options(arguments)
+        preparing.data_options(arguments.overrides, arguments.config_dir)
+    elif verb == "eval":
+        config.load(evaluating.read(arguments.overrides)[1], arguments.config_dir)
     elif hasattr(arguments, "overrides"):
         config.load(arguments.overrides, arguments.config_dir)
     if verb not in RUN:
         return
     if verb == "report":
         argv = [found for word in argv for found in glob.glob(word) or [word]]
+    elif verb == "eval":
+        argv = [verb, glob.glob(arguments.checkpoint.replace("HASH", "*"))[0], *words[1:]]
     elif verb in ("train", "prepare") and not {"--dry-run", "--cfg"} & set(words):
         given = any(word.startswith("precision=") for word in words)
         argv = [*argv, *tiny.overrides("steps=4", *[] if given else ["precision=fp32"])]

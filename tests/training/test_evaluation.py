@@ -189,7 +189,7 @@ def test_changed_data_are_noticed(tiny, evaluate, tmp_path, monkeypatch):
         (2, "average must be an integer", ["RUN", "average=many"]),
         (2, "weights must be one of sparse, dense", ["RUN", "weights=densified"]),
         (4, "lower average, or train with checkpoint.keep_last=9", ["RUN", "average=9"]),
-        (3, "text_files has no test split: it has train, validation", ["RUN", "split=test"]),
+        (3, "text_files has no test split (it has train, validation)", ["RUN", "split=test"]),
         (2, "sparsity: the checkpoint decides sparsity", ["RUN", "sparsity=ste"]),
         (2, "model.n_layer: the checkpoint decides model", ["RUN", "model.n_layer=3"]),
         (2, "data has no option 'wiki'", ["RUN", "data=wiki"]),
