@@ -48,7 +48,7 @@ def shape(part: object) -> object:
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_yaml_keys_are_the_fields(group, option):
     plain = compose(f"{group}={option}")
-    if group == "experiment":
+    if group in ("experiment", "finetune"):
         assert set(plain) == {f.name for f in dataclasses.fields(Run)}
     else:
         part = plain[group]
@@ -97,9 +97,10 @@ def test_every_key_has_a_comment(file):
 def test_parameters_of_the_default_model_fit_its_data():
     run = validate(compose())
     assert run.data.vocab_size <= run.model.vocab_size
-    assert yaml.safe_load((shipped() / "train.yaml").read_text())["defaults"][-3:] == [
+    assert yaml.safe_load((shipped() / "train.yaml").read_text())["defaults"][-4:] == [
         "_self_",
         {"model": "gpt2_nano"},
+        {"finetune": None},
         {"experiment": None},
     ]
 
