@@ -136,7 +136,9 @@ def test_bert_reads_pairs_as_it_was_trained_to(tmp_path):
 )  # fmt: skip
 def test_layers_are_found_by_role(tmp_path, config, ffn, attention):
     config.save_pretrained(tmp_path / config.model_type)
-    options = Pretrained.Options(name="x", family="pretrained", path=str(tmp_path / config.model_type))
+    options = Pretrained.Options(
+        name="x", family="pretrained", path=str(tmp_path / config.model_type)
+    )
     roles = Pretrained.roles_of(options)
     assert (roles["ffn"], roles["attention"]) == (ffn, attention)
     assert roles["all"] == ffn + attention
