@@ -279,7 +279,7 @@ def _force(composed: DictConfig, values: list[tuple[str, Any]]) -> None:
 
 def _choose(request: Request, group: str, value: Any, options: list[str]) -> str:
     """Record a group choice; return what is wrong with it."""
-    if value is None and group == "experiment":
+    if value is None and group in ("experiment", "finetune"):
         request.choices.pop(group, None)
         return ""
     if isinstance(value, dict | list):

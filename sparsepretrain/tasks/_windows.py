@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -54,3 +55,8 @@ class WindowTask(Task):
     def samples(self, split: str) -> int:
         """Windows in one pass."""
         return int(self._windows[split].count)
+
+
+def perplexity(loss: float) -> float:
+    """Exp of a mean negative log likelihood in nats; infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf

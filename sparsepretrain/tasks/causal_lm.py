@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, averages, perplexity
-from sparsepretrain.tasks._windows import WindowTask
+from sparsepretrain.tasks import Batch, Observation, averages
+from sparsepretrain.tasks._windows import WindowTask, perplexity
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, averages, perplexity
-from sparsepretrain.tasks._windows import WindowTask
+from sparsepretrain.tasks import Batch, Observation, averages
+from sparsepretrain.tasks._windows import WindowTask, perplexity
 
 if TYPE_CHECKING:
     import torch

@@ -22,6 +22,9 @@ PREVIOUS_MASK = "sparsity_previous_mask"
 SAME = ("name", "n", "m", "targets", "gamma", "flip_rule")
 """Keys of ``sparsity`` that decide which function the stored weights stand for."""
 
+HEADS = ("score", "classifier", "pre_classifier", "qa_outputs")
+"""Top-level modules whose shape follows from the classes to predict."""
+
 State = dict[str, Tensor]
 
 
@@ -110,16 +113,18 @@ def _load_huggingface(run: Run, task: Task, model: nn.Module, console: Console) 
 
 
 def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:
-    """Load by name: the backbone completely, heads where they fit."""
+    """Load by name; a head for another number of classes is drawn anew."""
     own = model.state_dict()
-    fitting = {k: v for k, v in state.items() if k in own and own[k].shape == v.shape}
-    backbone = {name.partition(".")[0] for name in fitting}
-    for name, value in own.items():
-        if name.partition(".")[0] in backbone and name not in fitting:
-            theirs = tuple(state[name].shape) if name in state else "missing"
+    fitting = {}
+    for name, value in state.items():
+        if name not in own:
+            continue
+        if own[name].shape == value.shape:
+            fitting[name] = value
+        elif name.partition(".")[0] not in HEADS:
+            mine, theirs = tuple(own[name].shape), tuple(value.shape)
             raise CheckpointError(
-                f"{path} does not fit the model: {name} is {tuple(value.shape)} here, "
-                f"{theirs} there"
+                f"{path} does not fit the model: {name} is {mine} here, {theirs} there"
             )
     if not fitting:
         raise CheckpointError(f"{path} does not fit the model: no weight has a name of its own")

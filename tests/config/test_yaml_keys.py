@@ -50,9 +50,9 @@ def test_yaml_keys_are_the_fields(group, option):
     plain = compose(f"{group}={option}")
     if group == "task":  # with a model for it, whose recipe may set keys of the task
         name = plain["task"]["name"]
-        model = next(m for m in MODELS if compose(f"model={m}")["task"]["name"] == name)
-        plain = compose(f"{group}={option}", f"model={model}")
-    if group == "experiment":
+        models = (m for m in MODELS if compose(f"model={m}")["task"]["name"] == name)
+        plain = compose(f"{group}={option}", f"model={next(models, 'pretrained')}")
+    if group in ("experiment", "finetune"):
         assert set(plain) == {f.name for f in dataclasses.fields(Run)}
     else:
         part = plain[group]
@@ -101,9 +101,10 @@ def test_every_key_has_a_comment(file):
 def test_parameters_of_the_default_model_fit_its_data():
     run = validate(compose())
     assert run.data.vocab_size <= run.model.vocab_size
-    assert yaml.safe_load((shipped() / "train.yaml").read_text())["defaults"][-3:] == [
+    assert yaml.safe_load((shipped() / "train.yaml").read_text())["defaults"][-4:] == [
         "_self_",
         {"model": "gpt2_nano"},
+        {"finetune": None},
         {"experiment": None},
     ]
 

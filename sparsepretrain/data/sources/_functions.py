@@ -65,8 +65,11 @@ class FunctionSource(PythonSource):
     holds: ClassVar[str]
 
     @abstractmethod
-    def records(self, functions: list[Function]) -> Iterator[Row]:
-        """The records of one file, ``per_file`` at most; a function of its argument."""
+    def records(self, functions: Iterator[Function]) -> Iterator[Row]:
+        """The records of one file, ``per_file`` at most; a function of its argument.
+
+        Functions are looked at when they are asked for, which costs more than parsing.
+        """
 
     def documents(self, shard: Shard) -> Iterator[Document]:
         """The records of the files of one shard.
@@ -80,26 +83,26 @@ class FunctionSource(PythonSource):
                 yield encode(record), True
 
 
-def functions(source: str) -> list[Function]:
-    """The functions of a file in its order; none if it is no Python of this version."""
+def functions(source: str) -> Iterator[Function]:
+    """The functions of a file, outer ones first; none if it is no Python of this version."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes in other people's strings
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
+        return
     lines = source.replace("\r\n", "\n").split("\n")  # as ast counts them
-    return [
-        function
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        if (function := _function(node, lines)) is not None
-    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            function = _function(node, lines)
+            if function is not None:
+                yield function
 
 
 def _function(node: ast.FunctionDef, lines: list[str]) -> Function | None:
-    docstring = (ast.get_docstring(node) or "").partition("\n")[0].strip()
-    statements = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    documentation = ast.get_docstring(node)
+    docstring = (documentation or "").partition("\n")[0].strip()
+    statements = node.body if documentation is None else node.body[1:]
     if not statements or statements[0].lineno == node.lineno:  # all in one line
         return None
     text = "\n".join(lines[node.lineno - 1 : node.end_lineno])

@@ -162,7 +162,7 @@ class RecordSource(Source):
         name = self.options.name
         return (
             f"{name} is not prepared: run `sparsepretrain prepare data={name}` (needs the "
-            "network), or let data.train and data.validation name .jsonl or .parquet files"
+            "network), or let data.train and data.validation name files of a mirror"
         )
 
     def _files(self) -> Iterator[tuple[str, int, Any]]:

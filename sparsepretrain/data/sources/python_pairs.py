@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import ClassVar, Literal
 
 from sparsepretrain.data.sources._functions import Function, FunctionOptions, FunctionSource
@@ -42,14 +43,11 @@ class PythonPairs(FunctionSource):
     Options: ClassVar[type[SourceOptions]] = Options
     holds = LABELLED
 
-    def records(self, functions: list[Function]) -> Iterator[Row]:
+    def records(self, functions: Iterator[Function]) -> Iterator[Row]:
         """One record of each class for every function."""
-        usable = [
-            f for f in functions if f.docstring and len(f.head) <= HEAD and f.name[:2] != "__"
-        ]
-        if len(usable) < 2:
-            return
-        for i, own in enumerate(usable[: self.options.per_file // len(LABELS)]):
+        found = (f for f in functions if f.docstring and len(f.head) <= HEAD and f.name[:2] != "__")
+        usable = list(islice(found, self.options.per_file // len(LABELS)))
+        for i, own in enumerate(usable if len(usable) > 1 else []):
             other = usable[(i + len(usable) // 2) % len(usable)]
             seconds = (own.body, other.body, own.docstring, other.docstring)
             for label, second in enumerate(seconds):

@@ -36,13 +36,13 @@ class PythonQA(FunctionSource):
     Options: ClassVar[type[SourceOptions]] = Options
     holds = QUESTIONS
 
-    def records(self, functions: list[Function]) -> Iterator[Row]:
+    def records(self, functions: Iterator[Function]) -> Iterator[Row]:
         """Both questions about one function of every two neighbours that are short enough."""
-        short = [
+        short = (
             f
             for f in functions
             if f.returned is not None and len(f.name) <= NAME and len(f.source) < CONTEXT * 3 // 4
-        ]
+        )
         made = 0
         for first, second in pairwise(short):
             context = f"{first.source}\n{second.source}"

@@ -1,0 +1,73 @@
+"""Small sources, files and runs for the tests of fine-tuning."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from sparsepretrain import finetuning
+from sparsepretrain.config import freeze
+from sparsepretrain.tracking.console import Console
+
+QUICK = (
+    "tracker.mode=disabled",
+    "parallel.device=cpu",
+    "batch.size=4",
+    "batch.micro=4",
+    "log.every=1",
+)
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
+    """One JSON object per line."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def sentences(count: int) -> list[dict[str, Any]]:
+    """Pairs in the format of MRPC: equal or not."""
+    words = ["sheep", "goats", "lines", "files"]
+    return [
+        {
+            "sentence1": f"{i} {words[i % 4]}",
+            "sentence2": f"{i} {words[(i + i % 2) % 4]}",
+            "label": 1 - i % 2,
+            "idx": i,
+        }
+        for i in range(count)
+    ]
+
+
+def glue(root: Path, train: int = 24, validation: int = 10) -> list[str]:
+    """Overrides that let MRPC's recipe read two local files."""
+    first = write_rows(root / "train.jsonl", sentences(train))
+    second = write_rows(root / "dev.jsonl", sentences(validation))
+    return ["task=glue/mrpc", f"data.train=['{first}']", f"data.validation=['{second}']"]
+
+
+def load(checkpoint: Path, *overrides: str) -> tuple[Any, dict[str, Any]]:
+    return finetuning.load(str(checkpoint), [*QUICK, *overrides], [], Console(io.StringIO()))
+
+
+def train(checkpoint: Path, *overrides: str) -> tuple[Path, str, list[dict[str, Any]]]:
+    """(run directory, output, record) of a fine-tuning run."""
+    from sparsepretrain import training
+    from sparsepretrain.training.trainer import train as start
+
+    out = io.StringIO()
+    run, plain = training.settle(*load(checkpoint, *overrides))
+    assert start(run, plain, Console(out)) == 0
+    directory = freeze.run_directory(plain)
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return directory, out.getvalue(), [json.loads(line) for line in lines]
+
+
+def build(checkpoint: Path, *overrides: str) -> Any:
+    """Everything the loop touches, before the first step."""
+    from sparsepretrain import training
+    from sparsepretrain.training.trainer import build_training
+
+    run, _ = training.settle(*load(checkpoint, *overrides))
+    return build_training(run, Console(io.StringIO()))

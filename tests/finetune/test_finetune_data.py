@@ -1,0 +1,216 @@
+"""Records: local files, refusals with file and line, the stand-ins, their order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from finetune_cases import sentences, write_rows
+
+from sparsepretrain import registry
+from sparsepretrain.cli import main
+from sparsepretrain.config import compose
+from sparsepretrain.config.strict import build
+from sparsepretrain.data import load
+from sparsepretrain.data.records import Shuffle, records
+from sparsepretrain.errors import ConfigError, DataError
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def options(*overrides: str):
+    plain = compose(["finetune=glue/mrpc", "model=pretrained", *overrides])["data"]
+    return build(registry.get("source", plain["source"]).Options, plain, "data")
+
+
+def files(root: Path, rows: list, *more: str):
+    file = write_rows(root / "rows.jsonl", rows)
+    return options(f"data.train=['{file}']", f"data.validation=['{file}']", *more)
+
+
+def test_jsonl_and_parquet_hold_the_same(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = sentences(6)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    first = load(files(tmp_path, rows))
+    second = load(
+        options(f"data.train=['{tmp_path}/*.parquet']", f"data.validation=['{tmp_path}/*.parquet']")
+    )
+    found = records(first, "train")
+    assert found == records(second, "train") and len(found) == 6
+    assert found[0] == {"texts": ["0 sheep", "0 sheep"], "label": 1, "part": 0}
+    assert first.fingerprint == second.fingerprint
+
+
+def test_labels_by_name_and_numbers(tmp_path):
+    named = [
+        {**row, "label": ["not_equivalent", "equivalent"][row["label"]]} for row in sentences(4)
+    ]
+    assert [r["label"] for r in records(load(files(tmp_path, named)), "train")] == [1, 0, 1, 0]
+    rows = [{"sentence1": "a", "sentence2": "b", "label": 3}]
+    found = records(load(files(tmp_path, rows, "data=glue_stsb")), "train")
+    assert found[0]["label"] == 3.0
+
+
+def test_mnli_tells_its_two_parts_apart(tmp_path):
+    rows = [{"premise": "a", "hypothesis": "b", "label": 2}]
+    one, two = (write_rows(tmp_path / f"{n}.jsonl", rows) for n in "ab")
+    words = [f"data.train=['{one}']", f"data.validation=['{one}','{two}']"]
+    found = records(load(options("finetune=glue/mnli", *words)), "validation")
+    assert [record["part"] for record in found] == [0, 1]
+
+
+ROW = {"sentence1": "a", "sentence2": "b", "label": 1}
+ANSWERS = {"text": ["b c"], "answer_start": [2]}
+SPAN = {"question": "q", "context": "a b c", "answers": ANSWERS}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "message"),
+    [
+        ("glue/mrpc", {"sentence1": "a", "sentence2": "b"}, "no column 'label' (it has"),
+        ("glue/mrpc", {"sentence1": "a", "label": 1}, "no column 'sentence2'"),
+        ("glue/mrpc", {**ROW, "label": -1}, "holds no label (-1): is it a test file?"),
+        ("glue/mrpc", {**ROW, "label": None}, "holds no label (None)"),
+        ("glue/mrpc", {**ROW, "label": 2}, "label 2 is neither in [0, 2) nor one of"),
+        ("glue/mrpc", {**ROW, "label": "maybe"}, "label 'maybe' is neither"),
+        ("glue/mrpc", {**ROW, "sentence2": 5}, "column 'sentence2' holds int, not text"),
+        ("glue/stsb", {**ROW, "label": "high"}, "label 'high' is not a number"),
+        ("squad", {**SPAN, "context": "a c b"}, "answer 'b c' is not in the context at 2"),
+        (
+            "squad",
+            {**SPAN, "answers": {"text": ["b"]}},
+            "must hold the lists text and answer_start",
+        ),
+        ("squad", {**SPAN, "answers": {"text": [], "answer_start": []}}, "holds no answer"),
+        ("squad", {"question": "q", "context": "a"}, "no column 'answers'"),
+    ],
+)
+def test_bad_rows_name_file_and_line(tmp_path, capfd, task, row, message):
+    file = write_rows(tmp_path / "bad.jsonl", [SPAN if task == "squad" else ROW, row])
+    with pytest.raises(DataError) as caught:
+        load(options(f"finetune={task}", f"data.train=['{file}']", f"data.validation=['{file}']"))
+    assert str(caught.value).startswith(f"{file}:2: ") and message in str(caught.value)
+    assert not [d for d in (tmp_path / "cache").iterdir() if (d / "manifest.json").exists()]
+
+
+def test_files_that_are_none(tmp_path, capfd):
+    file = tmp_path / "rows.jsonl"
+    words = [f"data.train=['{file}']", f"data.validation=['{file}']"]
+    for content, message in [
+        ('{"sentence1"\n', f"{file}:1: not a JSON object per line"),
+        ("[1]\n", f"{file}:1: must be a JSON object, got list"),
+        (b"\xff\xfe", f"{file} is not UTF-8 text"),
+    ]:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(DataError) as caught:
+            load(options(*words))
+        assert message in str(caught.value)
+    with pytest.raises(DataError, match="no file matches"):
+        load(options("data.train=[nothing.jsonl]", "data.validation=[]"))
+    with pytest.raises(ConfigError, match=r"give files for data\.validation too"):
+        options(f"data.train=['{file}']")
+    with pytest.raises(DataError, match=r"or let data\.train and data\.validation name files"):
+        load(options())
+
+
+def test_exit_code_of_bad_data(tmp_path, capfd):
+    file = write_rows(tmp_path / "bad.jsonl", [{"sentence1": "a"}])
+    source = tmp_path / "hf"
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=256, n_positions=128, n_embd=16, n_layer=1, n_head=2
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(source)
+    words = ["task=glue/mrpc", f"data.train=['{file}']", f"data.validation=['{file}']"]
+    capfd.readouterr()
+    assert main(["finetune", str(source), *words, f"runs_dir='{tmp_path / 'runs'}'"]) == 3
+    err = capfd.readouterr().err
+    assert err == (
+        f"sparsepretrain: data error: {file}:1: no column 'sentence2' (it has 'sentence1')\n"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+CODE = '''
+def first(alpha, beta):
+    """Add two things."""
+    return alpha + beta
+
+class Thing:
+    def second(self):
+        """Say its name."""
+        if self:
+            return self.name
+        return None
+
+    def third(self):
+        return (
+            1)
+
+def fourth(): return 4
+
+def fifth(gamma):
+    """Negate."""
+    return -gamma
+'''
+
+
+def stand_in(root: Path, name: str) -> dict[str, list]:
+    code = root / "code"
+    code.mkdir(exist_ok=True)
+    for i in range(8):
+        (code / f"m{i}.py").write_text(CODE.replace("first", f"first{i}"))
+    (code / "broken.py").write_text("def f(:\n")
+    data = load(options(f"data={name}", f"data.roots=['{code}']", "data.validation=0.3"))
+    return {split: records(data, split) for split in ("train", "validation")}
+
+
+def test_python_pairs_are_balanced_and_held_out_by_file(tmp_path):
+    found = stand_in(tmp_path, "python_pairs")
+    for rows in found.values():
+        counts = np.bincount([row["label"] for row in rows])
+        assert len(counts) == 4 and len(set(counts)) == 1
+    heads = {
+        s: {r["texts"][0] for r in rows if "first" in r["texts"][0]} for s, rows in found.items()
+    }
+    assert heads["train"] and heads["validation"] and not heads["train"] & heads["validation"]
+    assert {"texts": ["def fifth(gamma)", "return -gamma"], "label": 0, "part": 0} in found["train"]
+    assert {"texts": ["def fifth(gamma)", "Negate."], "label": 2, "part": 0} in found["train"]
+    assert all(r["texts"][1] != "Negate." for r in found["train"]
+               if r["label"] == 3 and "fifth" in r["texts"][0])  # fmt: skip
+
+
+def test_python_answers_are_spans_of_their_context(tmp_path):
+    found = stand_in(tmp_path, "python_qa")
+    rows = found["train"] + found["validation"]
+    assert rows
+    for row in rows:
+        (answer, start), name = row["answers"][0], row["question"].split()[2]
+        assert row["context"][start : start + len(answer)] == answer
+        asked = f"def {name}("
+        place = row["context"].index(asked)
+        if row["question"].startswith("where"):
+            assert start == place and answer.startswith(asked)
+        else:
+            assert start > place and row["context"][start - 7 : start] == "return "
+    assert len({json.dumps(row) for row in rows}) == len(rows)
+
+
+def test_every_epoch_has_every_record_once_in_an_order_of_its_own():
+    order = Shuffle(7, seed=3)
+    epochs = [np.concatenate([order.places(s, range(2), 2) for s in range(21)])[i * 7 : i * 7 + 7]
+              for i in range(6)]  # fmt: skip
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6
+    again = Shuffle(7, seed=3)
+    assert again.places(20, [1], 2) == epochs[5][-1]  # whatever was asked before
+    assert (Shuffle(7, seed=4).places(0, range(7), 7) != epochs[0]).any()

@@ -1,0 +1,209 @@
+"""From a pre-training run to metrics on files in GLUE's format, with the network blocked."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from finetune_cases import QUICK, build, glue, load, train
+from tiny_runs import Tiny, assert_equal_bits, final_state, metrics
+
+from sparsepretrain.cli import main
+from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.training import initial, weights
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a test asked for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def pretrain(tiny: Tiny, *overrides: str) -> Path:
+    directory = tiny.train(*overrides).directory
+    return directory
+
+
+def test_the_whole_path(tiny, tmp_path, capfd):
+    source = pretrain(tiny, "sparsity=sste")
+    argv = ["finetune", str(source), *QUICK, *glue(tmp_path), f"runs_dir='{tmp_path / 'tuned'}'"]
+    assert main(argv) == 0
+    out, err = capfd.readouterr()
+    assert not err
+    assert "stored weights" in out and "drawn anew: score.weight" in out
+    assert "left out: lm_head" in out and "validation f1" in out
+    (directory,) = (tmp_path / "tuned" / "glue_mrpc").iterdir()
+    lines = [line for line in metrics(directory) if line.get("split") == "validation"]
+    assert [line["step"] for line in lines] == [30]  # 5 epochs of 24 examples in batches of 4
+    assert lines[-1]["score"] == pytest.approx((lines[-1]["accuracy"] + lines[-1]["f1"]) / 2)
+    assert (directory / "report.md").is_file()
+    assert main(argv) == 0 and "is finished" in capfd.readouterr().out
+
+
+def test_a_stopped_run_continues_bit_for_bit_without_its_source(tiny, tmp_path, stop_after):
+    source = pretrain(tiny)
+    words = [*glue(tmp_path), "epochs=1", "checkpoint.every=2"]
+    whole, _, _ = train(source, *words, f"runs_dir='{tmp_path / 'a'}'")
+    run, plain = load(source, *words, f"runs_dir='{tmp_path / 'b'}'")
+    from sparsepretrain import training
+    from sparsepretrain.config import freeze
+    from sparsepretrain.training.trainer import train as start
+
+    run, plain = training.settle(run, plain)
+    with pytest.MonkeyPatch.context() as patch:
+        from sparsepretrain.training import loop
+
+        original = loop.train_step
+
+        def interrupt(t):
+            values = original(t)
+            if t.step == 3:
+                import os
+                import signal
+
+                os.kill(os.getpid(), signal.SIGTERM)
+            return values
+
+        patch.setattr(loop, "train_step", interrupt)
+        assert start(run, plain) == 143
+    for file in source.glob("checkpoints/*/state.pt"):
+        file.unlink()
+    assert start(run, plain) == 0
+    other = freeze.run_directory(plain)
+    assert metrics(whole) == metrics(other)
+    assert_equal_bits(final_state(whole), final_state(other))
+
+
+def logits(model: torch.nn.Module, task: object) -> torch.Tensor:
+    tokens = torch.arange(16)[None] + 40
+    with torch.no_grad():
+        return task.recipe.encode(model.eval(), tokens)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "exact"),
+    [
+        ("sste", None, True),
+        ("sste", "sste", True),
+        ("sste", "ste", True),  # S-STE Table 7, both ways
+        ("ste", "sste", True),
+        ("sste", "dense", True),
+        ("srste", None, True),
+        ("ste", "srste", True),
+        ("tsrste", None, True),
+        ("step", None, True),
+        ("sdgp", None, True),
+        ("dense", None, True),
+        ("bimask", None, True),
+        ("slope", None, True),
+        ("asp", None, True),
+        ("mdgf", None, True),
+        ("dense", "sste", False),  # a dense function is not sparse
+    ],
+)
+def test_the_function_at_step_0_is_that_of_the_source(tiny, tmp_path, before, after, exact):
+    source = pretrain(tiny, f"sparsity={before}")
+    from sparsepretrain.training.build import build_model, build_task
+
+    run, _ = tiny.load(f"sparsity={before}")
+    task = build_task(run)
+    model = build_model(run, task, torch.device("cpu"))
+    model.load_state_dict(initial.evaluated_state(weights.find(source)))
+    chosen = [] if after is None else [f"sparsity={after}"]
+    t = build(source, *glue(tmp_path), *chosen)
+    expected, found = logits(model, task), logits(t.model, t.task)
+    assert torch.allclose(found, expected, atol=1e-5) is exact
+
+
+def test_the_frozen_scale_comes_with_the_stored_weights(tiny, tmp_path):
+    source = pretrain(tiny, "sparsity=sste")
+    stored = weights.model_state(weights.find(source))
+    name = "transformer.h.0.mlp.c_fc"
+    t = build(source, *glue(tmp_path))
+    own = t.model.state_dict()
+    assert torch.equal(own[f"{name}.weight"], stored[f"{name}.weight"])
+    assert torch.equal(own[f"{name}.sparsity_beta"], stored[f"{name}.sparsity_beta"])
+    # negative control: computed anew it would be another number
+    t = build(source, *glue(tmp_path), "init.weights=projected")
+    own = t.model.state_dict()
+    assert not torch.equal(own[f"{name}.sparsity_beta"], stored[f"{name}.sparsity_beta"])
+    assert not torch.equal(own[f"{name}.weight"], stored[f"{name}.weight"])
+
+
+def test_defaults_follow_the_source(tiny, tmp_path):
+    words = ("precision=fp8_sim", "sparsity.gamma=0.25", "sparsity.window.start=0.2")
+    source = pretrain(tiny, "sparsity=sste", *words)
+    run, _ = load(source, *glue(tmp_path))
+    assert run.precision.name == "fp32"
+    assert (run.sparsity.gamma, run.sparsity.mvue) == (0.25, "none")
+    assert run.sparsity.window.start == 0.0
+    assert (run.optim.lr, run.optim.weight_decay, run.epochs) == (5e-6, 0.0, 5.0)
+    assert (run.batch.size, run.task.max_length, run.model.n_embd) == (4, 128, 32)
+    run, _ = load(source, *glue(tmp_path), "sparsity.mvue=gradient", "precision=bf16")
+    assert (run.sparsity.mvue, run.precision.name) == ("gradient", "bf16")
+    run, _ = load(source, *glue(tmp_path), "sparsity=srste")
+    assert (run.sparsity.name, run.sparsity.n, run.sparsity.targets) == ("srste", 2, "ffn")
+
+
+def test_the_tokenizer_travels_with_the_run(tiny, tmp_path, small_corpus):
+    source = pretrain(tiny, "data.tokenizer=bpe", "data.vocab_size=300", "model.vocab_size=304")
+    assert (source / "tokenizer.json").is_file()
+    directory, _, _ = train(source, *glue(tmp_path), "epochs=1", f"runs_dir='{tmp_path}'")
+    assert (directory / "tokenizer.json").read_text() == (source / "tokenizer.json").read_text()
+    # a fine-tuned run is a source again, and keeps its head
+    _, out, _ = train(directory, *glue(tmp_path), "steps=1", "seed=1", f"runs_dir='{tmp_path}'")
+    assert "drawn anew" not in out
+    text = ["data=text_files", f"data.files=['{small_corpus}/*']", "task.sequence_length=16"]
+    run, _ = load(source, "task=causal_lm", *text)
+    assert run.data.tokenizer.endswith("tokenizer.json")
+    assert run.data.vocab_size == 300
+
+
+def test_language_modelling_on_other_text(tiny, tmp_path, small_corpus):
+    source = pretrain(tiny)
+    words = ["task=causal_lm", "data=text_files", f"data.files=['{small_corpus}/0*.txt']"]
+    words += ["task.sequence_length=16", "steps=2", "eval.every=1", "eval.batches=1"]
+    words += [f"runs_dir='{tmp_path}'"]
+    _, out, lines = train(source, *words)
+    assert "drawn anew" not in out
+    last = [line for line in metrics(source) if "split" in line][-1]
+    assert lines[0]["split"] == "validation" and lines[0]["step"] == 0
+    assert lines[0]["loss"] == pytest.approx(last["loss"], abs=0.2)  # 5.5 without the weights
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "task=… is missing: choose from glue/cola"),
+        (["task=glue/mprc"], "did you mean 'glue/mrpc'?"),
+        (["task=glue/mrpc", "model=gpt2_nano"], "model comes from the checkpoint"),
+        (["task=glue/mrpc", "task.metrics=[pearson]"], "pearson is for labels that are numbers"),
+        (["task=glue/mnli", "task.metrics=[f1]"], "f1 is for two classes, data has 3"),
+        (["task=squad"], "task.max_length must be ≤ model.n_positions (256), got 384"),
+        (["task=squad", "task.max_length=64"], "task.stride"),
+        (["task=glue/mrpc", "data=python_qa"], "data=python_qa has questions, but"),
+        (["task=glue/mrpc", "init.weights=all"], "init.weights must be one of"),
+    ],
+)
+def test_refusals(tiny, words, message):
+    source = pretrain(tiny, "steps=2")
+    with pytest.raises(ConfigError) as caught:
+        build(source, *words)
+    assert message in str(caught.value)
+
+
+def test_checkpoints_that_do_not_fit(tiny, tmp_path):
+    source = pretrain(tiny, "steps=2")
+    with pytest.raises(CheckpointError, match="has no checkpoints"):
+        load(tmp_path, "task=glue/mrpc")
+    with pytest.raises(CheckpointError, match=r"does not fit the model: transformer.wte.weight"):
+        build(source, *glue(tmp_path), "model.n_embd=16")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        broken = next(iter(sorted(source.glob("checkpoints/*"))))
+        (broken / "state.pt").write_bytes(b"")
+        load(broken, "task=glue/mrpc")

@@ -1,0 +1,235 @@
+"""Encoding, padding, spans and metrics of the tasks on records."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from finetune_cases import write_rows
+from sklearn import metrics as sklearn_metrics
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from sparsepretrain import config
+from sparsepretrain.data.encoding import ByteCodec, FileCodec
+from sparsepretrain.tasks._encoded import Sample, _pad
+from sparsepretrain.tasks.question_answering import exact_match, f1, normalise
+from sparsepretrain.tasks.sequence_classification import _cut
+from sparsepretrain.training.build import build_model, build_task
+
+NANO = ("model=gpt2_nano", "parallel.device=cpu", "model.n_embd=32", "model.n_layer=2")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def task_of(recipe: str, *overrides: str):
+    """The task of a recipe, for a small GPT-2 from scratch."""
+    from sparsepretrain.config.compose import build, read
+
+    # what the verb does: the model's block alone, without the model's own task
+    request = read([f"finetune={recipe}", "model=pretrained", *overrides])
+    request.blocks["model"] = {
+        **config.compose(["model=gpt2_nano"])["model"], "n_embd": 32, "n_layer": 2
+    }  # fmt: skip
+    run = config.validate(build(request)[0])
+    return run, build_task(run)
+
+
+def test_pairs_and_cuts():
+    _, task = task_of("python_pairs", "task.max_length=12")
+    rows = [{"texts": ["ab", "cdefghijklmn"], "label": 2, "part": 0},
+            {"texts": ["abcdefghijkl", "mnopqrstuvwx"], "label": 1, "part": 0},
+            {"texts": ["a", "b"], "label": 3, "part": 0}]  # fmt: skip
+    samples = task.encode(rows, ByteCodec())
+    assert [bytes(sample.ids.tolist()) for sample in samples] == [
+        b"ab\0cdefghijk", b"abcde\0mnopqr", b"a\0b",
+    ]  # fmt: skip
+    assert [sample.second for sample in samples] == [3, 6, 2]
+    assert [sample.target for sample in samples] == [2, 1, 3]
+
+
+@pytest.mark.parametrize("room", range(13))
+def test_the_longer_text_is_cut_first(room):
+    first, second = _cut(list(range(9)), list(range(4)), room)
+    assert len(first) + len(second) == min(room, 13)
+    assert len(second) == 4 if room >= 8 else abs(len(first) - len(second)) <= 1
+
+
+def test_templates(tmp_path):
+    words = {w: i for i, w in enumerate(["[CLS]", "[SEP]", "a", "b"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert FileCodec(tmp_path / "tokenizer.json").template() == ((0,), (1,), (1,), (1,))
+    assert ByteCodec().template() == ((), (0,), (), ())
+    ids, spans = FileCodec(tmp_path / "tokenizer.json").encode_spans(["b  a"])[0]
+    assert ids.tolist() == [3, 2] and spans.tolist() == [[0, 1], [3, 4]]
+    ids, spans = ByteCodec().encode_spans(["aé"])[0]
+    assert ids.tolist() == [97, 195, 169] and spans.tolist() == [[0, 1], [1, 2], [1, 2]]
+
+
+def batch_of(task, lengths: list[int], extra: int = 0) -> dict:
+    """A batch of random texts, padded by ``extra`` more tokens than needed."""
+    generator = np.random.default_rng(0)
+    span = task.head == "spans"
+    samples = [
+        Sample(generator.integers(1, 256, n), 4, (5, 7) if span else n % 4, None) for n in lengths
+    ]
+    batch = {**_pad(samples), "targets": task.targets(samples)}
+    for key in ("tokens", "mask", "second"):
+        batch[key] = torch.nn.functional.pad(batch[key], (0, extra))
+    batch["tokens"][~batch["mask"]] = 77 if extra else 0  # what padding holds is of no importance
+    return batch
+
+
+@pytest.mark.parametrize("recipe", ["python_pairs", "python_qa"])
+def test_padding_leaks_nowhere(recipe):
+    run, task = task_of(recipe)
+    model = build_model(run, task, torch.device("cpu"))
+    lengths = [9, 14, 30]
+    results = []
+    for extra in (0, 8):
+        model.zero_grad()
+        loss, count = task.loss(model, batch_of(task, lengths, extra))
+        loss.backward()
+        grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        results.append((loss.detach(), grads, count))
+    assert results[0][2] == results[1][2] == 3
+    assert torch.allclose(results[0][0], results[1][0], rtol=1e-5)
+    assert torch.allclose(results[0][1], results[1][1], atol=1e-5)
+    # one by one: neighbours in the batch are of no importance either
+    alone = 0.0
+    whole = batch_of(task, lengths)
+    for i in range(3):
+        alone += float(task.loss(model, {k: v[i : i + 1] for k, v in whole.items()})[0].detach())
+    assert alone == pytest.approx(float(results[0][0]), rel=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["python_pairs", "python_qa"])
+def test_no_gradient_reaches_padding(recipe):
+    """So MVUE, which groups four tokens of one sequence, draws nothing for them."""
+    run, task = task_of(recipe)
+    model = build_model(run, task, torch.device("cpu"))
+    batch = batch_of(task, [9, 14, 30], extra=4)
+    assert batch["tokens"].shape[1] % 4 == 0
+    seen = {}
+
+    def look(module, inputs, output):
+        output.register_hook(lambda grad: seen.setdefault("grad", grad))
+
+    model.transformer.h[0].mlp.c_fc.register_forward_hook(look)
+    task.loss(model, batch)[0].backward()
+    assert (seen["grad"][~batch["mask"]] == 0).all()
+    assert (seen["grad"][batch["mask"]] != 0).any()
+
+
+def test_windows_of_a_long_context(tmp_path):
+    _, task = task_of("python_qa", "task.max_length=24", "task.stride=4", "task.max_question=8")
+    context = "0123456789abcdefghijklmnop"
+    rows = [{"question": "where?", "context": context, "answers": [["fgh", 15]]}]
+    samples = task.encode(rows, ByteCodec())
+    assert all(len(sample.ids) <= 24 for sample in samples)
+    texts = [
+        bytes(s.ids[s.about.first : s.about.first + len(s.about.spans)].tolist()) for s in samples
+    ]
+    assert [text.decode() for text in texts] == [context[i : i + 16] for i in (0, 12)]
+    # every window with the whole answer has it as its target; the end is the token after it
+    assert [sample.target for sample in samples] == [(0, 0), (7 + 3, 7 + 5 + 1)]
+
+
+@pytest.mark.parametrize("end", ["last", "next"])
+def test_the_best_span_is_the_answer_when_the_model_is_right(end):
+    _, task = task_of("python_qa", f"task.end={end}")
+    rows = [{"question": "q", "context": "xx yy zz", "answers": [["yy", 3]]}]
+    (sample,) = task.encode(rows, ByteCodec())
+    scores = np.zeros((len(sample.ids), 2), dtype=np.float32)
+    scores[sample.target[0], 0] = scores[sample.target[1], 1] = 9
+    scores[0] = 99  # the question is no answer
+    assert task._best(scores, sample.about) == (18.0, "yy")
+    scores[sample.about.first + 7, 0] = 20  # a later start: no end before it is taken
+    assert task._best(scores, sample.about)[1].startswith("z")
+
+
+def test_the_best_window_of_a_question_counts():
+    _, task = task_of("python_qa")
+    rows = [
+        {"loss": (2.0, 2), "answers": [(0, 1.0, "wrong", ["right one"]), (1, 0.0, "x", ["y"])]},
+        {"loss": (4.0, 1), "answers": [(0, 2.0, "The right!", ["right one", "no"])]},
+    ]
+    found = task.metrics(rows)
+    assert found == {"loss": 2.0, "exact_match": 0.0, "f1": pytest.approx(100 * 2 / 3 / 2)}
+
+
+def official_f1(prediction: str, truth: str) -> float:
+    """evaluate-v1.1.py, line by line."""
+    left, right = normalise(prediction).split(), normalise(truth).split()
+    common = collections.Counter(left) & collections.Counter(right)
+    same = sum(common.values())
+    if same == 0:
+        return 0
+    precision = 1.0 * same / len(left)
+    recall = 1.0 * same / len(right)
+    return (2 * precision * recall) / (precision + recall)
+
+
+def test_squad_normalisation():
+    assert normalise(" The  cat, an animal: a 'pet'. ") == "cat animal pet"
+    assert normalise("theatre another") == "theatre another"
+    assert exact_match("The Cat!", "cat") and not exact_match("cats", "cat")
+    for pair in [("the cat sat", "a cat"), ("", "x"), ("a a b", "a b b"), ("x y", "y x")]:
+        assert f1(*pair) == official_f1(*pair)
+
+
+def observation(predicted, labels, parts=None) -> dict:
+    return {"loss": (1.0, len(labels)), "predicted": predicted, "labels": labels,
+            "parts": parts or [0] * len(labels)}  # fmt: skip
+
+
+def test_metrics_of_glue():
+    truth, found = [1, 0, 1, 1, 0, 1, 0], [1, 1, 1, 0, 0, 1, 0]
+    _, mrpc = task_of("glue/mrpc")
+    values = mrpc.metrics([observation(found[:3], truth[:3]), observation(found[3:], truth[3:])])
+    assert values["accuracy"] == pytest.approx(500 / 7)
+    assert values["f1"] == pytest.approx(100 * sklearn_metrics.f1_score(truth, found))
+    assert values["score"] == (values["accuracy"] + values["f1"]) / 2
+    _, cola = task_of("glue/cola")
+    expected = 100 * sklearn_metrics.matthews_corrcoef(truth, found)
+    assert cola.metrics([observation(found, truth)])["mcc"] == pytest.approx(expected)
+    _, stsb = task_of("glue/stsb")
+    values = stsb.metrics([observation([0.1, 2.0, 2.5, 9.0], [0.0, 2.0, 3.0, 5.0])])
+    assert values["spearman"] == pytest.approx(100) and 90 < values["pearson"] < 100
+    assert stsb.metrics([observation([1.0, 1.0], [0.0, 2.0])])["pearson"] == 0.0
+    _, mnli = task_of("glue/mnli")
+    values = mnli.metrics([observation([0, 1, 2, 2], [0, 1, 0, 2], [0, 0, 1, 1])])
+    assert (values["accuracy_matched"], values["accuracy_mismatched"]) == (100, 50)
+    assert values["accuracy"] == values["score"] == 75
+
+
+def test_regression_and_classes_have_their_losses(tmp_path):
+    run, task = task_of("glue/stsb", "model.n_positions=128")
+    model = build_model(run, task, torch.device("cpu"))
+    batch = batch_of(task, [9, 12])
+    batch["targets"] = torch.tensor([1.0, 3.0])
+    scores = task._scores(model, batch)[:, 0]
+    expected = ((scores - batch["targets"]) ** 2).sum()
+    assert torch.allclose(task.loss(model, batch)[0], expected)
+    assert scores.shape == (2,)
+
+
+def test_the_same_records_in_any_process_and_order(tmp_path):
+    rows = [{"sentence1": f"{i}", "sentence2": "x", "label": i % 2} for i in range(10)]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    words = [f"data.train=['{file}']", f"data.validation=['{file}']"]
+    _, task = task_of("glue/mrpc", *words)
+    task.open_data(("train", "validation"))
+    whole = task.batch("train", 3, range(8), 8)
+    half = task.batch("train", 3, range(4, 8), 8)
+    assert torch.equal(whole["tokens"][4:], half["tokens"])
+    assert torch.equal(whole["targets"][4:], half["targets"])
+    seen = task.batch("validation", 0, range(10), 10)["tokens"][:, 0]
+    assert sorted(seen.tolist()) == [48 + i for i in range(10)]  # every sample once
