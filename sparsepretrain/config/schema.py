@@ -113,7 +113,7 @@ class SGD:
 
 @dataclass(slots=True, kw_only=True)
 class Lion:
-    """timm.optim.Lion (arXiv:2302.06675); decay applies to tensors of two or more dimensions only."""
+    """timm.optim.Lion (arXiv:2302.06675); decay applies to tensors of ≥ 2 dimensions only."""
 
     name: Literal["lion"]
     lr: float

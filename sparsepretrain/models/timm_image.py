@@ -18,7 +18,7 @@ _TRANSFORMER = {"ffn": _FFN, "attention": _ATTENTION, "all": [*_FFN, *_ATTENTION
 
 
 def _convolutions(*globs: str) -> dict[str, list[str]]:
-    return dict.fromkeys(("ffn", "convs", "all"), list(globs))
+    return {alias: list(globs) for alias in ("ffn", "convs", "all")}
 
 
 _ROLES = {

@@ -132,7 +132,7 @@ class ImageClassification(Task):
 
     @property
     def roles(self) -> dict[str, list[str]]:
-        """Alias of ``sparsity.targets`` -> globs of module names, which the architecture decides."""
+        """Alias of ``sparsity.targets`` -> globs of module names, by architecture."""
         roles: dict[str, list[str]] = self.recipe.roles(self.model_options)
         return roles
 

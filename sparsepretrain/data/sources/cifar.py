@@ -7,7 +7,6 @@ import io
 import os
 import pickle
 import tarfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
