@@ -115,7 +115,7 @@ def test_cifar_files_may_not_run_code(options, tmp_path):
 
     for name in cifar.EDITIONS[100].files:
         (tmp_path / name).write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(DataError, match="is not a CIFAR file: builtins.print is not allowed"):
+    with pytest.raises(DataError, match=r"is not a CIFAR file: builtins\.print is not allowed"):
         prepare(options("cifar100", path=str(tmp_path), verify=False))
 
 
@@ -139,7 +139,7 @@ def test_missing_cifar_says_where_to_get_it(options, tmp_path):
     with pytest.raises(DataError, match=r"cannot read .*cifar-10-python.tar.gz from https"):
         prepare(options("cifar10", path=str(tmp_path / "none.tar.gz")))
     (tmp_path / "text").write_text("no archive")
-    with pytest.raises(DataError, match="cannot read .*text"):
+    with pytest.raises(DataError, match=r"cannot read .*text"):
         prepare(options("cifar10", path=str(tmp_path / "text")))
     write_archive(tmp_path / "other.tar.gz", "else", {"a": b""})
     with pytest.raises(DataError, match="holds no cifar-10-batches-py/data_batch_1"):
