@@ -132,7 +132,7 @@ class ImageClassification(Task):
 
     @property
     def roles(self) -> dict[str, list[str]]:
-        """Alias of ``sparsity.targets`` -> globs of module names, as the architecture has them."""
+        """Alias of ``sparsity.targets`` -> globs of module names, by architecture."""
         roles: dict[str, list[str]] = self.recipe.roles(self.model_options)
         return roles
 

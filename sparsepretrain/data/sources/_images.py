@@ -59,7 +59,7 @@ def pack_rows(labels: np.ndarray, images: np.ndarray) -> bytes:
     Raises:
         DataError: a label is negative or above 65535.
     """
-    if len(labels) and not (labels.min() >= 0 and labels.max() < 1 << 16):
+    if len(labels) and (labels.min() < 0 or labels.max() >= 1 << 16):
         raise DataError(f"labels must lie in [0, 65535], got {labels.min()} to {labels.max()}")
     first = labels.astype("<u2").view(np.uint8).reshape(len(labels), LABEL_BYTES)
     pixels = images.astype(np.uint8).reshape(len(labels), -1)

@@ -1,0 +1,169 @@
+"""What happens to images: keyed, in bounds, and exact where it can be known."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sparsepretrain import config
+from sparsepretrain.data.augmentation import Augmentation, keyed_generators, keyed_words, mix
+
+
+def options(*overrides, model="deit_tiny"):
+    return config.load([f"model={model}", *overrides])[0].task
+
+
+def picture(size=40, seed=0):
+    pixels = np.random.RandomState(seed).randint(0, 256, (size, size, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+CHOICES = {
+    "deit": options("task.image_size=32"),
+    "plain": options("task.image_size=32", model="resnet50"),
+    "random": options("task.image_size=32", "task.interpolation=random", model="resnet50"),
+    "cifar": options("task.cutout=8", model="resnet18_cifar"),
+    "digits": options(model="vit_nano"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_augmentation_is_a_function_of_its_key(name):
+    first, again = Augmentation(CHOICES[name], 3), Augmentation(CHOICES[name], 3)
+    image, size = picture(), CHOICES[name].image_size
+    results = {}
+    for epoch in range(3):
+        for position in range(4):
+            result = first.train(image, epoch, position)
+            assert result.shape == (3, size, size) and result.dtype == torch.float32
+            results[epoch, position] = result
+    for (epoch, position), result in reversed(results.items()):
+        assert torch.equal(again.train(image, epoch, position), result)
+    assert len({r.numpy().tobytes() for r in results.values()}) > 4
+    other = Augmentation(CHOICES[name], 4).train(image, 0, 0)
+    assert not all(torch.equal(other, r) for r in results.values())
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_global_generators_stay_as_they_are(name):
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    augmentation = Augmentation(CHOICES[name], 0)
+    augmentation.train(picture(), 0, 0)
+    augmentation.evaluate(picture())
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert (np.random.get_state()[1] == before[2]).all()
+
+
+def test_generators_are_restored_after_an_error():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError), keyed_generators(keyed_words(1)):
+        torch.rand(3)
+        raise ZeroDivisionError
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def normalised(choice, image):
+    mean, std = np.array(choice.mean), np.array(choice.std)
+    pixels = (np.asarray(image) / 255 - mean) / std
+    return torch.from_numpy(pixels.transpose(2, 0, 1)).float()
+
+
+def test_small_images_are_shifted_flipped_and_cut_out():
+    choice = options("task.shift=2", "task.cutout=4", model="resnet18_cifar")
+    augmentation, image = Augmentation(choice, 0), picture(32)
+    whole = normalised(choice, image)
+    framed = torch.zeros(3, 36, 36)
+    framed[:, 2:34, 2:34] = whole
+    seen = set()
+    for position in range(120):
+        result = augmentation.train(image, 0, position)
+        cut = (result == 0).all(0)
+        rest = ~cut
+        matches = []
+        for flip in (False, True):
+            for top in range(5):
+                for left in range(5):
+                    view = framed[:, top : top + 32, left : left + 32]
+                    view = view.flip(-1) if flip else view
+                    if torch.allclose(result[:, rest], view[:, rest], atol=1e-5):
+                        matches.append((flip, top, left))
+        assert len(matches) == 1
+        assert cut.unfold(0, 4, 1).unfold(1, 4, 1).all(-1).all(-1).any()  # a square of 4×4
+        seen.add(matches[0])
+    assert {m[0] for m in seen} == {False, True} and {m[1] for m in seen} == set(range(5))
+    assert {m[2] for m in seen} == set(range(5))
+
+
+def test_without_augmentation_training_sees_what_evaluation_sees():
+    choice = options("task.shift=0", "task.flip=0.0", model="resnet18_cifar")
+    augmentation, image = Augmentation(choice, 0), picture(32)
+    torch.testing.assert_close(augmentation.train(image, 0, 0), normalised(choice, image))
+    assert torch.equal(augmentation.train(image, 5, 7), augmentation.evaluate(image))
+
+
+def test_evaluation_of_big_images_crops_the_middle():
+    choice = options("task.image_size=28", "task.eval_crop=0.875", model="resnet50")
+    image = picture(32)
+    middle = image.crop((2, 2, 30, 30))
+    torch.testing.assert_close(
+        Augmentation(choice, 0).evaluate(image), normalised(choice, middle), atol=1e-5, rtol=0
+    )
+
+
+def batch(size=6, side=16):
+    torch.manual_seed(0)
+    return torch.randn(size, 3, side, side), torch.arange(size)
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_mixup_is_one_share_of_the_mirrored_image(position):
+    choice = options("task.cutmix=0.0")
+    images, labels = batch()
+    mixed, partners, shares = mix(images.clone(), labels, choice, (0, 0, position))
+    assert partners.tolist() == [5, 4, 3, 2, 1, 0]
+    share = float(shares[0])
+    assert 0 <= share <= 1 and (shares == share).all()
+    torch.testing.assert_close(mixed, images * share + images.flip(0) * (1 - share))
+    torch.testing.assert_close(mixed.sum(0), images.sum(0), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_cutmix_shares_are_areas(position):
+    choice = options("task.mixup=0.0")
+    images, labels = batch()
+    mixed, _, shares = mix(images.clone(), labels, choice, (0, 0, position))
+    own = (mixed == images).all(1)
+    assert (own | (mixed == images.flip(0)).all(1)).all()
+    torch.testing.assert_close(own.float().mean((1, 2)), shares)
+    rows, columns = (~own[0]).any(1), (~own[0]).any(0)
+    assert torch.equal(~own[0], rows[:, None] & columns[None])  # a rectangle
+
+
+def test_mixing_is_keyed_and_can_be_rare():
+    images, labels = batch()
+    both = options()
+
+    def shares(choice, count=200):
+        return [float(mix(images.clone(), labels, choice, (0, s, 0))[2][0]) for s in range(count)]
+
+    assert shares(both) == shares(both)
+    assert len(set(shares(both))) > 100
+    rare = [s == 1.0 for s in shares(options("task.mix_probability=0.25"))]
+    assert 0.6 < sum(rare) / len(rare) < 0.9
+    assert set(shares(options("task.mix_probability=0.0"), 20)) == {1.0}
+
+
+def test_shares_have_the_distribution_of_mixup():
+    images, labels = batch(2, 4)
+    choice = options("task.cutmix=0.0", "task.mixup=2.0")
+    shares = [float(mix(images.clone(), labels, choice, (1, s, 0))[2][0]) for s in range(1500)]
+    # Beta(2, 2): mean 1/2, variance 1/20
+    assert np.mean(shares) == pytest.approx(0.5, abs=0.02)
+    assert np.var(shares) == pytest.approx(0.05, abs=0.006)

@@ -1,0 +1,292 @@
+"""Sources of images, their bad input, and the order of training."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tarfile
+from collections import Counter
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sparsepretrain.data import prepare
+from sparsepretrain.data.images import ImageOrder, open_images
+from sparsepretrain.data.sources import cifar
+from sparsepretrain.errors import ConfigError, DataError
+
+BOTH = ("train", "validation")
+
+
+def opened(options, classes=10):
+    return open_images(options, BOTH, classes)[0]
+
+
+def labels_of(images):
+    return [images.label(i) for i in range(images.count)]
+
+
+# digits
+
+
+def test_digits_are_held_out_by_class_for_ever(options):
+    images = opened(options("digits"))
+    assert (images["train"].count, images["validation"].count) == (1477, 320)
+    assert Counter(labels_of(images["validation"])) == dict.fromkeys(range(10), 32)
+    other = opened(options("digits", seed=1))["validation"]
+    pixels = [np.asarray(v.image(0)).tobytes() for v in (images["validation"], other)]
+    assert pixels[0] != pixels[1]
+    # a change of the split would make results incomparable
+    assert open_images(options("digits"), BOTH, 10)[1] == "64cb512eedc04023"
+
+
+def test_digits_are_all_there_once(options):
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    expected = Counter(
+        (int(label), np.rint(image * 255 / 16).astype(np.uint8).tobytes())
+        for label, image in zip(digits.target, digits.images, strict=True)
+    )
+    found = Counter()
+    for images in opened(options("digits")).values():
+        for i in range(images.count):
+            image = images.image(i)
+            assert image.mode == "RGB" and image.size == (8, 8)
+            found[images.label(i), np.asarray(image)[..., 0].tobytes()] += 1
+    assert found == expected
+
+
+def test_digits_refuse_to_hold_out_everything(options):
+    with pytest.raises(ConfigError, match="held_out must lie in"):
+        options("digits", held_out=174)
+
+
+# CIFAR
+
+
+def cifar_files(classes, images=4):
+    """Files of the format with ``images`` images each: channel c of an image is 10·i + c."""
+    edition = cifar.EDITIONS[classes]
+    data = np.arange(images)[:, None, None] * 10 + np.arange(3)[None, :, None]
+    data = np.broadcast_to(data, (images, 3, 1024)).reshape(images, -1).astype(np.uint8)
+    content = {edition.labels: [i % classes for i in range(images)], b"data": data}
+    return {name: pickle.dumps(content) for name in edition.files}
+
+
+def write_archive(path, directory, files):
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(f"{directory}/{name}")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("classes", [10, 100])
+def test_cifar_files(options, tmp_path, classes, packed):
+    files, path = cifar_files(classes), tmp_path / "set"
+    if packed:
+        write_archive(path, cifar.EDITIONS[classes].directory, files)
+    else:
+        path.mkdir()
+        for name, content in files.items():
+            (path / name).write_bytes(content)
+    images = opened(options(f"cifar{classes}", path=str(path), verify=False), classes)
+    assert images["train"].count == 4 * (len(files) - 1) and images["validation"].count == 4
+    assert labels_of(images["validation"]) == [0, 1, 2, 3]
+    assert np.asarray(images["train"].image(3)).shape == (32, 32, 3)
+    assert (np.asarray(images["train"].image(3)) == [30, 31, 32]).all()
+
+
+def test_cifar_of_another_content_is_refused(options, tmp_path):
+    for name, content in cifar_files(10).items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=r"data_batch_1 has MD5 .* not the official one"):
+        prepare(options("cifar10", path=str(tmp_path)))
+
+
+def test_cifar_files_may_not_run_code(options, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (print, ("run",))
+
+    for name in cifar.EDITIONS[100].files:
+        (tmp_path / name).write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(DataError, match=r"is not a CIFAR file: builtins\.print is not allowed"):
+        prepare(options("cifar100", path=str(tmp_path), verify=False))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({b"labels": [0, 10], b"data": np.zeros((2, 3072), np.uint8)}, "image 1 has label 10, out"),
+        ({b"labels": [0, 1], b"data": np.zeros((2, 300), np.uint8)}, "is not a CIFAR file"),
+        ({b"data": np.zeros((2, 3072), np.uint8)}, "is not a CIFAR file"),
+    ],
+)
+def test_broken_cifar_files(options, tmp_path, cache, content, words):
+    for name in cifar.EDITIONS[10].files:
+        (tmp_path / name).write_bytes(pickle.dumps(content))
+    with pytest.raises(DataError, match=words):
+        prepare(options("cifar10", path=str(tmp_path), verify=False))
+    assert not list(cache.glob("*/manifest.json"))
+
+
+def test_missing_cifar_says_where_to_get_it(options, tmp_path):
+    with pytest.raises(DataError, match=r"cannot read .*cifar-10-python.tar.gz from https"):
+        prepare(options("cifar10", path=str(tmp_path / "none.tar.gz")))
+    (tmp_path / "text").write_text("no archive")
+    with pytest.raises(DataError, match=r"cannot read .*text"):
+        prepare(options("cifar10", path=str(tmp_path / "text")))
+    write_archive(tmp_path / "other.tar.gz", "else", {"a": b""})
+    with pytest.raises(DataError, match="holds no cifar-10-batches-py/data_batch_1"):
+        prepare(options("cifar10", path=str(tmp_path / "other.tar.gz")))
+
+
+# folders
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes; image i of class c has the colour (c, i, 7)."""
+    root = tmp_path / "images"
+    for split, count in (("train", 3), ("val", 2)):
+        for c, name in enumerate(("cat", "dög")):
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                file = root / split / name / f"{i}.png"
+                Image.new("RGB", (10 + i, 12), (c, i, 7)).save(file)
+    return root
+
+
+def test_folders_become_an_index(options, folder):
+    data = prepare(options("image_folder", root=str(folder)))
+    entries = [json.loads(x) for x in bytes(data.tokens["validation"]).split(b"\0")[:-1]]
+    assert entries[-1] == {"path": "val/dög/1.png", "label": 1}
+    images = opened(options("image_folder", root=str(folder)), 2)
+    assert labels_of(images["train"]) == [0, 0, 0, 1, 1, 1]
+    assert images["train"].image(5).size == (12, 12)
+    assert images["train"].image(5).getpixel((0, 0)) == (1, 2, 7)
+
+
+def test_grey_and_transparent_images_become_rgb(options, folder):
+    Image.new("L", (4, 4), 9).save(folder / "train/cat/0.png")
+    Image.new("RGBA", (4, 4), (1, 2, 3, 0)).save(folder / "train/cat/1.png")
+    images = opened(options("image_folder", root=str(folder)), 2)["train"]
+    assert [images.image(i).getpixel((0, 0)) for i in (0, 1)] == [(9, 9, 9), (1, 2, 3)]
+
+
+def test_a_new_file_is_noticed(options, folder):
+    before = prepare(options("image_folder", root=str(folder))).fingerprint
+    Image.new("RGB", (4, 4)).save(folder / "train/cat/new.jpg")
+    assert prepare(options("image_folder", root=str(folder))).fingerprint != before
+
+
+def test_an_empty_class(options, folder, cache):
+    (folder / "train/emu").mkdir()
+    (folder / "train/emu/note.txt").write_text("no image")
+    with pytest.raises(DataError, match=r"train/emu: the class has no image \(\.jpg"):
+        prepare(options("image_folder", root=str(folder)))
+    assert not list(cache.glob("*/manifest.json"))
+
+
+def test_a_class_of_the_validation_split_only(options, folder):
+    (folder / "val/cat").rename(folder / "val/cow")
+    with pytest.raises(DataError, match=r"val/cow: no class of that name in .*out of range"):
+        prepare(options("image_folder", root=str(folder)))
+
+
+def test_missing_directories(options, folder):
+    for changes, words in (
+        ({"root": "/nowhere"}, "data.root: /nowhere is not a directory: put image_folder there"),
+        ({"root": str(folder), "validation": "v"}, r"data.validation: .*/v is not a directory"),
+        ({"root": str(folder / "val/cat"), "train": ".."}, "is not a directory"),
+        ({"root": str(folder), "train": "val/cat"}, "holds no class directory"),
+    ):
+        with pytest.raises(DataError, match=words):
+            prepare(options("image_folder", **changes))
+
+
+@pytest.mark.parametrize("content", [b"not an image", b"", None])
+def test_an_image_that_does_not_decode(options, folder, cache, content):
+    file = folder / "val/cat/1.png"
+    file.write_bytes(file.read_bytes()[:40] if content is None else content)
+    with pytest.raises(DataError, match=r"val/cat/1\.png does not decode") as caught:
+        prepare(options("image_folder", root=str(folder), check=True))
+    assert "\n" not in str(caught.value)
+    assert not list(cache.glob("*/manifest.json"))
+    images = opened(options("image_folder", root=str(folder)), 2)["validation"]
+    with pytest.raises(DataError, match=r"val/cat/1\.png does not decode"):
+        images.image(1)
+    file.unlink()
+    with pytest.raises(DataError, match=r"val/cat/1\.png is gone since the index was made"):
+        images.image(1)
+
+
+def test_more_labels_than_the_model_has_classes(options, folder):
+    with pytest.raises(DataError, match=r"image 5 has label 1, out of range for model.classes=1"):
+        opened(options("image_folder", root=str(folder)), 1)
+    with pytest.raises(DataError, match=r"has label 9, out of range for model.classes=9"):
+        opened(options("digits"), 9)
+
+
+# the datasets library
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A local data set of the ``datasets`` library, four images in each split."""
+    import datasets
+
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.Value("int64")})
+    for split in ("train", "test"):
+        images = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(4)]
+        rows = {"img": images, "label": [0, 1, 2, 0]}
+        data = datasets.Dataset.from_dict(rows, features=features)
+        data.to_parquet(tmp_path / f"hub/{split}.parquet")
+    return tmp_path / "hub"
+
+
+def test_hub_data_sets_become_an_index(options, repository, monkeypatch, tmp_path):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    choice = options("cifar10_hub", path=str(repository))
+    with pytest.raises(DataError, match="cifar10_hub is not prepared: run"):
+        opened(choice, 3)
+    prepare(choice, workers=1)
+    images = opened(choice, 3)
+    assert labels_of(images["validation"]) == [0, 1, 2, 0]
+    assert images["train"].image(3).getpixel((0, 0)) == (3, 0, 0)
+    with pytest.raises(DataError, match="has no column 'image'"):
+        prepare(options("cifar10_hub", path=str(repository), image_column="image"), workers=1)
+    with pytest.raises(DataError, match="datasets cannot load"):
+        prepare(options("cifar10_hub", path=str(repository), validation="dev"), workers=1)
+
+
+# order
+
+
+def test_every_epoch_visits_every_image_once():
+    order = ImageOrder(10, seed=3)
+    epochs = [[order.place(e * 10 + i) for i in range(10)] for e in range(3)]
+    for e, places in enumerate(epochs):
+        assert sorted(p.image for p in places) == list(range(10))
+        assert [(p.epoch, p.position) for p in places] == [(e, i) for i in range(10)]
+    assert len({tuple(p.image for p in places) for places in epochs}) == 3
+    again = ImageOrder(10, seed=3)
+    assert [again.place(i) for i in reversed(range(30))] == [
+        p for places in reversed(epochs) for p in reversed(places)
+    ]
+
+
+def test_copies_follow_each_other():
+    order = ImageOrder(10, seed=0, copies=3)
+    images = [order.place(i).image for i in range(10)]
+    assert images == [images[i] for i in (0, 0, 0, 3, 3, 3, 6, 6, 6, 9)]
+    assert len(set(images)) == 4
+    seen = {order.place(i).image for i in range(200)}
+    assert seen == set(range(10))

@@ -1,0 +1,163 @@
+"""Image models: sizes as published, layers by role, what the optimisers see."""
+
+from __future__ import annotations
+
+import io
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+from torch import nn
+
+from sparsepretrain import config
+from sparsepretrain.config.compose import catalogue
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.optim import build_optimizer
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training.build import build_model, build_task
+from sparsepretrain.training.plan import dry_run
+
+META = torch.device("meta")
+# as timm and the papers state them
+SIZES = {
+    "deit_tiny": 5_717_416,
+    "deit_small": 22_050_664,
+    "deit_base": 86_567_656,
+    "resnet18": 11_689_512,
+    "resnet50": 25_557_032,
+    "regnetx_400mf": 5_157_512,
+    "resnet18_cifar": 11_173_962,
+    "vit_nano": 205_002,
+    "resnet_nano": 318_186,
+}
+SPARSE = {
+    "deit_small": 12 * 2 * 4 * 384**2,
+    "resnet50": 25_557_032 - 2_049_000 - 64 * 3 * 49 - 53_120,
+    "resnet18_cifar": 11_173_962 - 5_130 - 64 * 27 - 9_600,
+}
+"""Weights under the default targets: all without classifier, stem and batch norms, or the FFN."""
+EXPERIMENTS = [
+    e for e in catalogue()["experiment"]
+    if e.startswith(("nano_vision", "sdgp_", "srste_resnet", "bimask_", "tsrste_deit"))
+]  # fmt: skip
+
+
+def load(*overrides):
+    return config.load(["tracker.mode=disabled", "parallel.device=cpu", *overrides])
+
+
+def show(*overrides):
+    out = io.StringIO()
+    dry_run(*load(*overrides), Console(out))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_dry_runs_print_the_published_sizes(model):
+    text = show(f"model={model}")
+    assert f" {SIZES[model]:,} (" in text and "FLOPs per image" in text and "images in all" in text
+    if model in SPARSE:
+        assert f"{SPARSE[model]:,} in " in text
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_dry_runs_of_the_experiments(experiment):
+    assert f"{experiment} (dry run)" in show(f"experiment={experiment}")
+
+
+def test_experiments_of_the_papers():
+    run = load("experiment=tsrste_deit_base")[0]
+    assert run.optim.name == "lion" and run.optim.lr == pytest.approx(5e-5 * 2048 / 512)
+    assert (run.sparsity.decay, run.sparsity.refresh) == (1e-3, 10)
+    assert run.steps * (1 - run.sparsity.dense_tail) == pytest.approx(250 * 625, abs=1)
+    run = load("experiment=bimask_deit_small")[0]
+    assert run.sparsity.name == "bimask" and run.sparsity.targets == "all"
+    assert run.optim.lr == pytest.approx(5e-4 * run.batch.size / 512)
+    assert load("experiment=sdgp_resnet50", "sparsity=dense", "sparsity.targets=convs")
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_roles_cover_everything_but_stem_and_classifier(model):
+    run = load(f"model={model}")[0]
+    task = build_task(run)
+    net = build_model(run, task, META)
+    layers = {k: v for k, v in net.named_modules() if isinstance(v, nn.Linear | nn.Conv2d)}
+    chosen = {k for k in layers if any(fnmatchcase(k, p) for p in task.roles["all"])}
+    left = [v for k, v in layers.items() if k not in chosen]
+    assert len(left) == 2  # the stem or patches, and the classifier
+    assert left[0].in_channels == 3 and left[1].out_features == run.model.classes
+    for role, patterns in task.roles.items():
+        found = {k for k in layers if any(fnmatchcase(k, p) for p in patterns)}
+        assert found and found <= chosen, role
+        assert all(any(fnmatchcase(k, p) for k in layers) for p in patterns)
+
+
+def test_small_stem_keeps_the_resolution():
+    run = load("model=resnet18_cifar")[0]
+    net = build_model(run, build_task(run), torch.device("cpu")).eval()
+    shapes = []
+    net.layer1.register_forward_hook(lambda m, args, out: shapes.append(args[0].shape[2:]))
+    with torch.no_grad():
+        assert net(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+    assert shapes == [(32, 32)] and net.conv1.kernel_size == (3, 3)
+
+
+def test_weights_follow_the_seed():
+    one, two, other = (
+        build_model(run, build_task(run), torch.device("cpu")).state_dict()
+        for run in (load("model=vit_nano", f"seed={s}")[0] for s in (0, 0, 1))
+    )
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    assert not torch.equal(one["blocks.0.mlp.fc1.weight"], other["blocks.0.mlp.fc1.weight"])
+
+
+def test_drop_path_grows_with_the_depth():
+    run = load("model=vit_nano", "model.drop_path=0.3", "model.dropout=0.1")[0]
+    net = build_model(run, build_task(run), META)
+    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in net.blocks]
+    assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert net.head_drop.p == 0.1
+
+
+@pytest.mark.parametrize("optim", ["deit", "lion", "sgd"])
+def test_embeddings_norms_and_biases_are_not_decayed(optim):
+    run = load("model=vit_nano", f"optim={optim}")[0]
+    net = build_model(run, build_task(run), torch.device("cpu"))
+    groups = build_optimizer(net, run.optim).param_groups
+    assert [g["weight_decay"] for g in groups] == [run.optim.weight_decay, 0.0]
+    names = {id(p): k for k, p in net.named_parameters()}
+    free = {names[id(p)] for p in groups[1]["params"]}
+    assert {"pos_embed", "cls_token"} <= free
+    assert all(k.endswith(".weight") for k in {names[id(p)] for p in groups[0]["params"]})
+    assert len(names) == sum(len(g["params"]) for g in groups)
+
+
+def test_lion_steps_by_the_learning_rate():
+    run = load("model=vit_nano", "optim=lion")[0]
+    layer = nn.Linear(4, 4, bias=False)
+    optimizer = build_optimizer(layer, run.optim)
+    assert optimizer.defaults["betas"] == (0.9, 0.99)
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.tensor([1.0, -2.0, 3.0, -1e-3]).expand(4, 4).contiguous()
+    optimizer.step()
+    kept = before * (1 - run.optim.lr * run.optim.weight_decay)
+    torch.testing.assert_close(
+        layer.weight.detach(), kept - run.optim.lr * layer.weight.grad.sign()
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("model.architecture=deit_tinny_patch16_224",), "timm has no model 'deit_tinny"),
+        (("optim=lion", "sparsity=step"), "sparsity=step needs optim=adamw"),
+    ],
+)
+def test_refusals(overrides, words):
+    run = load("model=vit_nano", *overrides)[0]
+    with pytest.raises(ConfigError, match=words):
+        net = build_model(run, build_task(run), META)
+        from sparsepretrain.training.build import sparsify_model
+
+        method = sparsify_model(run, build_task(run), net).method
+        build_optimizer(net, run.optim, method.build_optimizer)

@@ -1,0 +1,113 @@
+"""Runs on images: every method on linear layers and convolutions, resume, workers, bad input."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_runs import assert_same_run, metrics
+
+from sparsepretrain import config, registry
+from sparsepretrain.cli import main
+from sparsepretrain.training import settle
+
+COMMON = (
+    "batch.size=8",
+    "batch.micro=8",
+    "eval.every=4",
+    "eval.batches=2",
+    "log.every=1",
+    "log.layers_every=2",
+    "checkpoint.every=2",
+    "steps=6",
+    "workers=0",
+    "tracker.mode=disabled",
+    "parallel.device=cpu",
+)
+VIT = ("model=vit_nano", "model.width=16", "model.depth=1", "model.heads=2")
+RESNET = ("model=resnet_nano", "model.width=[8,8,8,16]")
+SMALL = {"vit": VIT, "resnet": RESNET}
+METHODS = [name for name in registry.names("method") if not name.startswith("mine_")]
+
+
+@pytest.fixture
+def train(tiny, monkeypatch):
+    """``train("vit", …)``: a small run on digits."""
+
+    def start(model, *overrides, runs="runs"):
+        where = f"runs_dir='{tiny.root / runs}'"
+        monkeypatch.setattr(tiny, "overrides", lambda *more: [*COMMON, *SMALL[model], *more, where])
+        return tiny.train(*overrides)
+
+    return start
+
+
+@pytest.mark.parametrize("model", SMALL)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore:StepAdamW switched")
+def test_every_method_trains(train, method, model):
+    outcome = train(model, f"sparsity={method}", "sparsity.targets=all")
+    assert outcome.code == 0, outcome.output
+    lines = metrics(outcome.directory)
+    evaluations = [line for line in lines if "split" in line]
+    assert [line["step"] for line in evaluations] == [0, 4, 6]
+    assert all(0 <= line["top1"] <= line["top5"] <= 100 for line in evaluations)
+    assert len([line for line in lines if "split" not in line]) == 6
+    assert "validation top1" in outcome.output and "images" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        ("vit", ("model.drop_path=0.3", "task.mixup=0.8", "task.cutmix=1.0", "batch.micro=4")),
+        ("vit", ("workers=1", "optim=lion", "sparsity=tsrste", "sparsity.refresh=2")),
+        ("resnet", ("sparsity=srste", "optim=sgd", "batch.micro=4")),
+        ("resnet", ("workers=1", "model.drop_path=0.2", "task.mixup=0.2")),
+    ],
+    ids=["vit", "vit-worker-lion", "resnet", "resnet-worker"],
+)
+def test_resume_is_bit_exact(train, stop_after, model, overrides):
+    """With batch norm's running statistics, drop path, mixing, and batches made ahead."""
+    whole = train(model, *overrides, runs="plain")
+    for step in (1, 3, 5):
+        stop_after(step)
+        assert train(model, *overrides).code == 143
+    stop_after(-1)
+    again = train(model, *overrides)
+    assert again.code == 0
+    assert_same_run(whole.directory, again.directory)
+
+
+def test_workers_change_nothing(train):
+    first = train("resnet", "task.cutmix=1.0", runs="none")
+    second = train("resnet", "task.cutmix=1.0", "workers=1", runs="one")
+    assert_same_run(first.directory, second.directory)
+
+
+def test_epochs_come_to_steps(tiny):
+    run, plain = config.load([*COMMON[:-3], "model=vit_nano", "steps=0", "epochs=0.1"])
+    assert settle(run, plain)[0].steps == round(0.1 * 1477 / 8)
+
+
+def test_a_broken_image_ends_the_run_with_one_line(tmp_path, monkeypatch, capfd):
+    from PIL import Image
+
+    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(4):
+                Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / split / name / f"{i}.png")
+    (tmp_path / "train/a/2.png").write_bytes(b"broken")
+    for workers in (0, 1):
+        overrides = [
+            *COMMON,
+            *VIT,
+            "data=image_folder",
+            f"data.root='{tmp_path}'",
+            "model.classes=2",
+        ]
+        overrides += [f"runs_dir='{tmp_path / 'runs'}'", f"workers={workers}", "eval.batches=0"]
+        assert main(["train", *overrides]) == 3
+        said = capfd.readouterr().err
+        assert said.count("\n") == 1 and "train/a/2.png does not decode" in said
+    assert main(["train", *overrides[:-4], "model.classes=1", *overrides[-3:]]) == 3
+    assert "label 1, out of range for model.classes=1" in capfd.readouterr().err
