@@ -49,26 +49,13 @@ def test_dry_runs(overrides, parameters, layers):
 
 def test_published_settings_of_the_gated_bert():
     run, _ = config.load([GATED])
-    optim, schedule = run.optim, run.schedule
-    assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (
-        1e-3,
-        (0.9, 0.98),
-        1e-12,
-        0.01,
-    )
-    assert (run.clip, run.batch.size, run.steps, run.task.sequence_length) == (
-        0.5,
-        4096,
-        38048,
-        128,
-    )
+    optim, schedule, task = run.optim, run.schedule, run.task
+    assert (optim.lr, optim.betas, optim.eps) == (1e-3, (0.9, 0.98), 1e-12)
+    assert (optim.weight_decay, run.clip) == (0.01, 0.5)
+    assert (run.batch.size, run.steps, task.sequence_length) == (4096, 38048, 128)
     assert (schedule.name, schedule.start, schedule.peak) == ("triangle", 0.25, 0.75)
     assert warmup_steps(schedule, run.steps) == 28536
-    assert (task.probability, task.mask_fraction, task.random_fraction) == (
-        0.15,
-        0.8,
-        0.1,
-    )
+    assert (task.probability, task.mask_fraction, task.random_fraction) == (0.15, 0.8, 0.1)
     assert (run.data.tokenizer, run.data.vocab_size) == ("wordpiece", 32768)
     sparse = config.load(["experiment=tsrste_bert"])[0].sparsity
     assert (sparse.decay, sparse.refresh, sparse.mvue) == (6e-6, 40, "gradient")
