@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,9 @@ MASKS = ("[MASK]", "<mask>")
 """Names of the token that hides another one, in the order in which they are looked for."""
 WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """First tokens of a trained WordPiece, in BERT's order; [SEP] ends a document."""
+LETTERS = 1000
+"""Most characters that a trained WordPiece knows, the most frequent ones; as BERT's in the library
+``tokenizers``. Words with others are [UNK]."""
 
 
 class Template(NamedTuple):
@@ -169,23 +173,53 @@ def train_bpe(texts: Iterable[bytes | str], vocab_size: int) -> str:
 def train_wordpiece(texts: Iterable[bytes | str], vocab_size: int, *, lowercase: bool) -> str:
     """Train a WordPiece as BERT has it, and return its tokenizer.json.
 
-    Small texts give fewer than ``vocab_size`` tokens; the first are ``WORDPIECE_SPECIAL``.
+    The library's own WordPieceTrainer breaks ties by the order of a hash table, so two runs give
+    two vocabularies. This is the same rule, merging the most frequent pair, by its BPE trainer,
+    which is repeatable: with a mark before each word, a token that begins with the mark begins a
+    word, and any other one continues it (``##``). The mark is merged like a letter, so some words
+    are learned as a continuation too.
+
+    Small texts give fewer than ``vocab_size`` tokens; the first are ``WORDPIECE_SPECIAL``, then
+    letters.
 
     Args:
-        texts: what it is trained on.
+        texts: what it is trained on; read twice.
         vocab_size: most tokens, special ones included.
         lowercase: also strips accents, as BERT's uncased tokenizer does.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(WORDPIECE_SPECIAL), show_progress=False
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    words, mark = pre_tokenizers.BertPreTokenizer(), "\ue000"  # the normalizer leaves none of it
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(normalizer.normalize_str(_text(text)))
+    seen = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))
+    letters = seen[: min(LETTERS, (vocab_size - len(WORDPIECE_SPECIAL)) // 2)]
+
+    pairs = Tokenizer(models.BPE())
+    pairs.normalizer = normalizer
+    pairs.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.Metaspace(mark, prepend_scheme="always", split=False)]
     )
-    tokenizer.train_from_iterator((_text(text) for text in texts), trainer=trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=[mark, *letters],
+        limit_alphabet=1 + len(letters),
+        show_progress=False,
+    )
+    pairs.train_from_iterator((_text(text) for text in texts), trainer=trainer)
+
+    merged = sorted(pairs.get_vocab().items(), key=lambda item: item[1])
+    pieces = [t[1:] if t.startswith(mark) else f"##{t}" for t, _ in merged if t != mark]
+    first = [*WORDPIECE_SPECIAL, *letters, *(f"##{letter}" for letter in letters)]
+    vocabulary = list(dict.fromkeys([*first, *pieces]))[:vocab_size]
+    tokenizer = Tokenizer(
+        models.WordPiece({piece: i for i, piece in enumerate(vocabulary)}, unk_token="[UNK]")
+    )
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, words
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(list(WORDPIECE_SPECIAL))
     return str(tokenizer.to_str())
 
 

@@ -176,21 +176,29 @@ def _make_tokenizer(source: Source, shards: list[Shard], report: OnProgress) -> 
     if source.tokenizer not in TRAINED:
         return read_tokenizer(source.tokenizer)
     train = [shard for shard in shards if shard.split == TRAIN]
-    total = sum(shard.size for shard in train)
+    return TRAINERS[source.tokenizer](_TrainingText(source, train, report), source.vocab_size)
 
-    def texts() -> Iterator[bytes | str]:
+
+@dataclass(frozen=True)
+class _TrainingText:
+    """The text that a tokenizer is trained on; may be read more than once."""
+
+    source: Source
+    shards: list[Shard]
+    report: OnProgress
+
+    def __iter__(self) -> Iterator[bytes | str]:
         begin, seen, done = time.monotonic(), 0, 0
-        for shard in train:
-            for text, _ in source.documents(shard):
+        total = sum(shard.size for shard in self.shards)
+        for shard in self.shards:
+            for text, _ in self.source.documents(shard):
                 yield text
                 seen += len(text)
             done += shard.size
-            seconds = time.monotonic() - begin
-            report(Progress("training the tokenizer", done, total, source.unit, seconds))
+            seconds, unit = time.monotonic() - begin, self.source.unit
+            self.report(Progress("training the tokenizer", done, total, unit, seconds))
             if seen > TRAINING_TEXT:
                 return
-
-    return TRAINERS[source.tokenizer](texts(), source.vocab_size)
 
 
 def _tokenize(job: Job, shards: list[Shard], workers: int | None, report: OnProgress) -> None:

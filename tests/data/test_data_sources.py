@@ -67,7 +67,7 @@ def test_any_two_files_give_two_disjoint_splits(sizes, fraction, seed):
 
     options = registry.get("source", "text_files").Options(
         name="x", source="text_files", files=["x"], tokenizer="bytes", vocab_size=None,
-        validation=fraction, seed=seed,
+        validation=fraction, test=None, seed=seed,
     )  # fmt: skip
     split = {name: {p.path for p in pieces} for name, pieces in Fake(options)._split().items()}
     assert split["validation"] and split["train"]

@@ -61,7 +61,21 @@ def test_text_that_looks_special_is_text(codec):
 def test_training_is_repeatable_and_small_text_gives_fewer_tokens(tmp_path):
     assert train_wordpiece(WORDS, 90, lowercase=True) == train_wordpiece(WORDS, 90, lowercase=True)
     vocabulary = json.loads(train_wordpiece(["aa ab"], 500, lowercase=True))["model"]["vocab"]
-    assert 5 < len(vocabulary) < 20
+    assert list(vocabulary) == [*WORDPIECE_SPECIAL, "a", "b", "##a", "##b", "aa", "ab"]
+
+
+def test_merges_follow_frequency_and_tell_beginnings_from_continuations():
+    texts = ["ab ab ab ab", "cab cab", "\ue000 b"]  # the last character is no text
+    vocabulary = json.loads(train_wordpiece(texts, 40, lowercase=True))["model"]["vocab"]
+    learned = [piece for piece in vocabulary if piece.strip("#") not in {"a", "b", "c"}][5:]
+    # six times a-b, four times mark-ab, twice c-ab, twice mark-cab
+    assert learned == ["##ab", "ab", "##cab", "cab"]
+
+
+def test_rare_characters_are_unknown(tmp_path):
+    (tmp_path / "t.json").write_text(train_wordpiece(["aab"] * 9 + ["z"], 9, lowercase=True))
+    codec = FileCodec(tmp_path / "t.json")
+    assert [list(ids) for ids in codec.encode(["z", "a"])] == [[1], [5]]
 
 
 def test_other_codecs_know_their_special_tokens(tmp_path):
@@ -94,6 +108,6 @@ def test_a_tokenizer_larger_than_the_vocabulary(options, tmp_path, cache):
     chosen = options(
         "text_files", files=[f"{tmp_path}/a.txt"], tokenizer=f"{tmp_path}/t.json", vocab_size=80
     )
-    with pytest.raises(DataError, match=r"has 90 tokens, more than data.vocab_size=80: set data.v"):
+    with pytest.raises(DataError, match=r"has 90 tokens, more than data.vocab_size=80"):
         prepare(chosen)
     assert not [p for p in cache.iterdir() if p.suffix != ".lock"]

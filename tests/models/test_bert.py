@@ -135,7 +135,7 @@ def plain_gated_bert(state, x, heads, layers):
         h = centred / (centred.square().mean(-1, keepdim=True) + 1e-12).sqrt()
         return h * state[f"{name}.weight"] + state[f"{name}.bias"]
 
-    _, length = x.shape
+    length = x.shape[1]
     width = state["encoder.norm.weight"].numel()
     pe = torch.zeros(length, width)
     for t in range(length):
