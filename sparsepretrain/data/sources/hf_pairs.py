@@ -15,7 +15,7 @@ from sparsepretrain.data.sources._source import (
     SourceOptions,
     TokenOptions,
 )
-from sparsepretrain.data.sources.hf_text import loading
+from sparsepretrain.data.sources.hf_text import _hint, _quiet_datasets
 from sparsepretrain.data.sources.text_files import match
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
@@ -130,9 +130,17 @@ class HfPairs(Source):
         )
 
     def _rows(self, split: str) -> Any:
+        """One split of the data set."""
         if split not in self._splits:
-            options, local = self.options, os.path.isdir(self.options.path)
-            with loading(options, local=local, alternative="cldr_ende") as datasets:
+            self._splits[split] = self._load(split)
+        return self._splits[split]
+
+    def _load(self, split: str) -> Any:
+        from sparsepretrain.data.hub import reason
+
+        options = self.options
+        try:
+            with _quiet_datasets(local=os.path.isdir(options.path)) as datasets:
                 rows = datasets.load_dataset(
                     options.path,
                     options.subset,
@@ -140,8 +148,24 @@ class HfPairs(Source):
                     revision=options.revision,
                 )
                 self._check(split, rows)
-            self._splits[split] = rows
-        return self._splits[split]
+                return rows
+        except ImportError as error:
+            raise DataError(
+                f"{options.name} needs the package datasets: pip install 'sparsepretrain[hf]'"
+            ) from error
+        except ConnectionError as error:
+            raise DataError(
+                f"{options.name} needs the network: {reason(error)}; connect and run "
+                f"`sparsepretrain prepare data={options.name}`, or train offline with "
+                "data=cldr_ende"
+            ) from error
+        except DataError:
+            raise
+        except Exception as error:  # datasets raises whatever its builders and pyarrow raise
+            raise DataError(
+                f"{options.name}: datasets cannot load data.path={options.path}: {reason(error)}"
+                f"{_hint(error)}"
+            ) from error
 
     def _check(self, split: str, rows: Any) -> None:
         name, names = self.options.name, list(rows.column_names)

@@ -130,22 +130,42 @@ class HfText(Source):
         return bool(self.options.data_files) or os.path.isdir(self.options.path)
 
     def _load(self) -> dict[str, Any]:
+        from sparsepretrain.data.hub import reason
+
         options = self.options
-        with loading(options, local=self._local, alternative="python_source") as datasets:
-            rows = datasets.load_dataset(
-                options.path,
-                options.subset,
-                split=options.split,
-                revision=options.revision,
-                data_files=[os.path.expanduser(f) for f in options.data_files or []] or None,
-            )
-            self._check(rows)
-            if options.validation == 0:
-                return {TRAIN: rows}
-            parts = rows.train_test_split(
-                test_size=options.validation, seed=options.seed, shuffle=True
-            )
-            return {TRAIN: parts["train"], VALIDATION: parts["test"]}
+        try:
+            with _quiet_datasets(local=self._local) as datasets:
+                rows = datasets.load_dataset(
+                    options.path,
+                    options.subset,
+                    split=options.split,
+                    revision=options.revision,
+                    data_files=[os.path.expanduser(f) for f in options.data_files or []] or None,
+                )
+                self._check(rows)
+                if options.validation == 0:
+                    return {TRAIN: rows}
+                parts = rows.train_test_split(
+                    test_size=options.validation, seed=options.seed, shuffle=True
+                )
+                return {TRAIN: parts["train"], VALIDATION: parts["test"]}
+        except ImportError as error:
+            raise DataError(
+                f"{options.name} needs the package datasets: pip install 'sparsepretrain[hf]'"
+            ) from error
+        except ConnectionError as error:
+            raise DataError(
+                f"{options.name} needs the network: {reason(error)}; connect and run "
+                f"`sparsepretrain prepare data={options.name}`, "
+                "or train offline with data=python_source"
+            ) from error
+        except DataError:
+            raise
+        except Exception as error:  # datasets raises whatever its builders and pyarrow raise
+            raise DataError(
+                f"{options.name}: datasets cannot load data.path={options.path}: {reason(error)}"
+                f"{_hint(error)}"
+            ) from error
 
     def _check(self, rows: Any) -> None:
         name, column = self.options.name, self.options.text_column
@@ -156,42 +176,6 @@ class HfText(Source):
             raise DataError(f"{name} has {len(rows)} documents: too few for a validation split")
         if len(rows) == 0:
             raise DataError(f"{name} has no documents in split {self.options.split!r}")
-
-
-@contextmanager
-def loading(options: Any, *, local: bool, alternative: str) -> Iterator[Any]:
-    """The package ``datasets``, quiet; what goes wrong inside becomes one line.
-
-    Args:
-        options: of the source: their ``name`` and ``path`` are in the messages.
-        local: nothing remote is wanted, so do not ask whether the hub is there.
-        alternative: data that needs no network, for the messages.
-
-    Raises:
-        DataError: the package is missing, the network is, or the data set cannot be loaded.
-    """
-    from sparsepretrain.data.hub import reason
-
-    try:
-        with _quiet_datasets(local=local) as datasets:
-            yield datasets
-    except ImportError as error:
-        raise DataError(
-            f"{options.name} needs the package datasets: pip install 'sparsepretrain[hf]'"
-        ) from error
-    except ConnectionError as error:
-        raise DataError(
-            f"{options.name} needs the network: {reason(error)}; connect and run "
-            f"`sparsepretrain prepare data={options.name}`, "
-            f"or train offline with data={alternative}"
-        ) from error
-    except DataError:
-        raise
-    except Exception as error:  # datasets raises whatever its builders and pyarrow raise
-        raise DataError(
-            f"{options.name}: datasets cannot load data.path={options.path}: {reason(error)}"
-            f"{_hint(error)}"
-        ) from error
 
 
 def _hint(error: Exception) -> str:
