@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 from tiny_runs import assert_same_run, final_state, metrics
 from tiny_translation import TinyTranslation
 
-from sparsepretrain import registry
+from sparsepretrain import config, registry
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training.plan import dry_run
 
 DROPOUT = ("model.dropout=0.2", "model.activation_dropout=0.1", "model.attention_dropout=0.1")
 METHODS = [name for name in registry.names("method") if not name.startswith("mine_")]
@@ -81,6 +85,23 @@ def test_a_few_epochs_in_steps(tiny):
     run, plain = settle(*tiny.load("steps=0", "epochs=2.0"))
     task = tiny.build("epochs=null").task
     assert run.steps == plain["steps"] == round(2 * task.samples("train") / 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model=transformer_base"], ["60,915,712", "25,165,824 in 24 layers", "8 micro-batches"]),
+        (["experiment=nano_translation", "sparsity.targets=all"], ["1,056,768", "in 32 layers"]),
+        (["experiment=smoke", "model=transformer_nano"], ["1,056,768", "2 micro-batches"]),
+    ],
+    ids=lambda value: value[0],
+)
+def test_dry_runs_need_no_data(overrides, words, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "none"))
+    out = io.StringIO()
+    dry_run(*config.load([*overrides, "tracker.mode=disabled"]), Console(out))
+    assert all(word in out.getvalue() for word in words), out.getvalue()
+    assert not list(tmp_path.iterdir())
 
 
 def test_it_learns(tiny):
