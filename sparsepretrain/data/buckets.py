@@ -52,7 +52,10 @@ def pairs(data: TokenData, split: str) -> Pairs:
     file = data.directory / f"{split}.bin"
     tokens = data.tokens.get(split)
     if tokens is None or not len(tokens):
-        raise DataError(f"{data.name} has no pairs in split {split!r}: set data.{split}")
+        raise DataError(
+            f"{data.name} has no pairs in split {split!r}: set data.{split} (cldr_ende: "
+            f"data.{split}_pairs), or do without the split (validation: eval.batches=0)"
+        )
     if data.end_of_text is None:
         raise DataError(f"{data.name}: the tokenizer has no token that ends a sentence")
     ends = np.flatnonzero(tokens == data.end_of_text) + 1

@@ -207,6 +207,6 @@ def _initialise(model: nn.Module, width: int) -> None:
 
 def _freeze_positions(embedding: nn.Module) -> None:
     """Make the sinusoids a buffer: they are constants, and no parameters to count or to save."""
-    weight = embedding.weight.detach()  # type: ignore[operator, union-attr]
+    weight = embedding.weight.detach()  # type: ignore[operator]
     del embedding.weight
-    embedding.register_buffer("weight", weight)  # type: ignore[arg-type]
+    embedding.register_buffer("weight", weight)

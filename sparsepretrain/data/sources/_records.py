@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from sparsepretrain.data.hub import load_rows
 from sparsepretrain.data.sources._source import (
     TEST,
     TRAIN,
@@ -173,24 +174,8 @@ class RecordSource(Source):
 
     def _open(self, split: str) -> Any:
         """A split of the hub's data set."""
-        from sparsepretrain.data.hub import reason
-        from sparsepretrain.data.sources.hf_text import _quiet_datasets
-
-        options = self.options
-        try:
-            with _quiet_datasets(local=False) as datasets:
-                return datasets.load_dataset(
-                    options.path, options.subset, split=split, revision=options.revision
-                )
-        except ImportError as error:
-            raise DataError(
-                f"{options.name} needs the package datasets: pip install 'sparsepretrain[hf]'"
-            ) from error
-        except Exception as error:  # datasets raises whatever its builders and pyarrow raise
-            raise DataError(
-                f"{options.name}: datasets cannot load {options.path}, split {split}: "
-                f"{reason(error)}; or let data.train and data.validation name local files"
-            ) from error
+        instead = "let data.train and data.validation name local files"
+        return load_rows(self.options, split, instead=instead)
 
 
 def encode(record: Row) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from sparsepretrain.data.hub import load_rows
 from sparsepretrain.data.sources._images import ImageSource, index_documents
 from sparsepretrain.data.sources._source import (
     TRAIN,
@@ -15,7 +16,6 @@ from sparsepretrain.data.sources._source import (
     Shard,
     SourceOptions,
 )
-from sparsepretrain.data.sources.hf_text import _quiet_datasets
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
@@ -145,22 +145,8 @@ class HfImages(ImageSource):
         return self._rows[split]
 
     def _load(self, split: str) -> Any:
-        from sparsepretrain.data.hub import reason
-
-        options, path = self.options, os.path.expanduser(self.options.path)
-        try:
-            with _quiet_datasets(local=os.path.isdir(path)) as datasets:
-                rows = datasets.load_dataset(
-                    path, options.subset, split=split, revision=options.revision
-                )
-        except ImportError as error:
-            raise DataError(
-                f"{options.name} needs the package datasets: pip install 'sparsepretrain[hf]'"
-            ) from error
-        except Exception as error:  # datasets raises whatever its builders and pyarrow raise
-            raise DataError(
-                f"{options.name}: datasets cannot load data.path={options.path}: {reason(error)}"
-            ) from error
+        options = self.options
+        rows = load_rows(options, split, instead="train offline with data=digits")
         for key in ("image_column", "label_column"):
             if getattr(options, key) not in rows.column_names:
                 known = ", ".join(rows.column_names)

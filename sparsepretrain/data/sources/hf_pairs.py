@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from sparsepretrain.data.hub import load_rows
 from sparsepretrain.data.sources._source import (
     SPLITS,
     Document,
@@ -15,7 +16,6 @@ from sparsepretrain.data.sources._source import (
     SourceOptions,
     TokenOptions,
 )
-from sparsepretrain.data.sources.hf_text import loading
 from sparsepretrain.data.sources.text_files import match
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
@@ -130,16 +130,11 @@ class HfPairs(Source):
         )
 
     def _rows(self, split: str) -> Any:
+        """One split of the data set."""
         if split not in self._splits:
-            options, local = self.options, os.path.isdir(self.options.path)
-            with loading(options, local=local, alternative="cldr_ende") as datasets:
-                rows = datasets.load_dataset(
-                    options.path,
-                    options.subset,
-                    split=getattr(options, split),
-                    revision=options.revision,
-                )
-                self._check(split, rows)
+            instead = "train offline with data=cldr_ende"
+            rows = load_rows(self.options, getattr(self.options, split), instead=instead)
+            self._check(split, rows)
             self._splits[split] = rows
         return self._splits[split]
 

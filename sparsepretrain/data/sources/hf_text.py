@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from sparsepretrain.data.hub import load_rows
 from sparsepretrain.data.sources._source import (
     TEST,
     TRAIN,
@@ -154,30 +154,22 @@ class HfText(Source):
 
     def _load(self) -> dict[str, Any]:
         options = self.options
-        with loading(options, local=self._local, alternative="python_source") as datasets:
-            splits = {TRAIN: self._rows(datasets, options.split)}
-            if isinstance(options.validation, str):
-                splits[VALIDATION] = self._rows(datasets, options.validation)
-            elif options.validation > 0:
-                parts = splits[TRAIN].train_test_split(
-                    test_size=options.validation, seed=options.seed, shuffle=True
-                )
-                splits = {TRAIN: parts["train"], VALIDATION: parts["test"]}
-            if options.test is not None:
-                splits[TEST] = self._rows(datasets, options.test)
-            return splits
+        splits = {TRAIN: self._rows(options.split)}
+        if isinstance(options.validation, str):
+            splits[VALIDATION] = self._rows(options.validation)
+        elif options.validation > 0:
+            parts = splits[TRAIN].train_test_split(
+                test_size=options.validation, seed=options.seed, shuffle=True
+            )
+            splits = {TRAIN: parts["train"], VALIDATION: parts["test"]}
+        if options.test is not None:
+            splits[TEST] = self._rows(options.test)
+        return splits
 
-    def _rows(self, datasets: Any, split: str) -> Any:
+    def _rows(self, split: str) -> Any:
         """One split of the data set, checked."""
-        options = self.options
-        files = {key: list(map(os.path.expanduser, value)) for key, value in self._files.items()}
-        rows = datasets.load_dataset(
-            options.path,
-            options.subset,
-            split=split,
-            revision=options.revision,
-            data_files=files or None,
-        )
+        instead = "train offline with data=python_source"
+        rows = load_rows(self.options, split, instead=instead, data_files=self._files)
         self._check(rows, split)
         return rows
 
@@ -191,68 +183,3 @@ class HfText(Source):
             raise DataError(f"{name} has {len(rows)} documents: too few for a validation split")
         if len(rows) == 0:
             raise DataError(f"{name} has no documents in split {split!r}")
-
-
-@contextmanager
-def loading(options: Any, *, local: bool, alternative: str) -> Iterator[Any]:
-    """The package ``datasets``, quiet; what goes wrong inside becomes one line.
-
-    Args:
-        options: of the source: their ``name`` and ``path`` are in the messages.
-        local: nothing remote is wanted, so do not ask whether the hub is there.
-        alternative: data that needs no network, for the messages.
-
-    Raises:
-        DataError: the package is missing, the network is, or the data set cannot be loaded.
-    """
-    from sparsepretrain.data.hub import reason
-
-    try:
-        with _quiet_datasets(local=local) as datasets:
-            yield datasets
-    except ImportError as error:
-        raise DataError(
-            f"{options.name} needs the package datasets: pip install 'sparsepretrain[hf]'"
-        ) from error
-    except ConnectionError as error:
-        raise DataError(
-            f"{options.name} needs the network: {reason(error)}; connect and run "
-            f"`sparsepretrain prepare data={options.name}`, "
-            f"or train offline with data={alternative}"
-        ) from error
-    except DataError:
-        raise
-    except Exception as error:  # datasets raises whatever its builders and pyarrow raise
-        raise DataError(
-            f"{options.name}: datasets cannot load data.path={options.path}: {reason(error)}"
-            f"{_hint(error)}"
-        ) from error
-
-
-def _hint(error: Exception) -> str:
-    if "scripts are no longer supported" in str(error):
-        return "; set data.revision to a revision with data files (see the data set's hub page)"
-    return ""
-
-
-@contextmanager
-def _quiet_datasets(*, local: bool) -> Iterator[Any]:
-    """``datasets`` without bars and logs, offline when the hub cannot be reached."""
-    import datasets
-    import huggingface_hub
-
-    from sparsepretrain.data.hub import hub_access
-
-    bars, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
-    offline = datasets.config.HF_HUB_OFFLINE
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    try:
-        with hub_access(offline=local):
-            datasets.config.HF_HUB_OFFLINE = offline or huggingface_hub.constants.HF_HUB_OFFLINE
-            yield datasets
-    finally:
-        datasets.config.HF_HUB_OFFLINE = offline
-        datasets.logging.set_verbosity(verbosity)
-        if bars:
-            datasets.enable_progress_bars()
