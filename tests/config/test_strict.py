@@ -50,7 +50,7 @@ def test_a_common_path_makes_nothing_similar():
     [
         ("precision.recipe=hybrid", "'precision.recipe' (belongs to precision=fp8_sim)"),
         ("optim.momentum=0.9", "'optim.momentum' (belongs to optim=sgd)"),
-        ("optim=sgd optim.betas=[0,0]", "'optim.betas' (belongs to optim=adamw)"),
+        ("optim=sgd optim.betas=[0,0]", "'optim.betas' (belongs to optim=adamw|lion)"),
         ("schedule=constant schedule.min_lr=0", "(belongs to schedule=cosine|linear)"),
         ("sparsity.clipping=[0,1]", "'sparsity.clipping' (belongs to sparsity=step)"),
         ("sparsity=ste sparsity.refresh=4", "(belongs to sparsity=dense|tsrste)"),
