@@ -65,7 +65,7 @@ class MaskedLM(WindowTask):
     @staticmethod
     def misfits(options: Any, model: Any, data: Any) -> Iterator[tuple[str, str]]:
         """A model without a row for the mask token, where the tokenizer is known to have none."""
-        if data.has_mask is False and model.vocab_size <= data.vocab_size:
+        if getattr(data, "has_mask", None) is False and model.vocab_size <= data.vocab_size:
             yield (
                 "model.vocab_size",
                 f"must be > data.vocab_size ({data.vocab_size}), got {model.vocab_size}: tokenizer "
