@@ -36,7 +36,8 @@ def build_optimizer(
     import torch
 
     exempt = set(getattr(model, "no_weight_decay", set)())
-    decayed, others = [], []
+    decayed: list[Any] = []
+    others: list[Any] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             few = parameter.dim() < 2 or name in exempt

@@ -90,7 +90,7 @@ class ImageClassificationOptions:
         yield from self._crop_problems()
 
     def _crop_problems(self) -> Iterator[tuple[str, str]]:
-        only = {
+        only: dict[str, dict[str, Any]] = {
             "resized": {"color_jitter": 0.0, "rand_augment": None, "random_erasing": 0.0},
             "shift": {"shift": 0, "cutout": 0},
         }
