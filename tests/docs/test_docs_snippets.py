@@ -74,7 +74,11 @@ def run(argv: list[str], tiny) -> None:
         argv = [verb, glob.glob(arguments.checkpoint.replace("HASH", "*"))[0], *words[1:]]
     elif verb in ("train", "prepare") and not {"--dry-run", "--cfg"} & set(words):
         given = any(word.startswith("precision=") for word in words)
-        argv = [*argv, *tiny.overrides("steps=4", *[] if given else ["precision=fp32"])]
+        small = tiny.overrides("steps=4", *[] if given else ["precision=fp32"])
+        if any(word.endswith("nano_vision") for word in words):  # small already, and not a GPT-2
+            keys = ("model.", "task.", "data=", "data.")
+            small = [word for word in small if not word.startswith(keys)]
+        argv = [*argv, *small]
     assert cli.main(argv) == 0, argv
 
 

@@ -62,8 +62,8 @@ class BiMask(Method):
         self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
     ) -> None:
         """Every ``every`` steps keep the permutation whose backward mask has the most ones."""
-        if (self.step - self.window[0]) % self.options.every:
-            return
+        if (self.step - self.window[0]) % self.options.every or weight.is_meta:
+            return  # shapes alone (dry runs) hold nothing to find, and take minutes
         rows = weight if dim == 1 else weight.t()
         count, size = self.options.candidates, rows.shape[0]
         draws = kernels.uniform_noise(key(DGRAD), count, size, 1, weight.device)[0]
