@@ -68,6 +68,8 @@ def run(argv: list[str], tiny) -> None:
         return
     if verb == "report":
         argv = [found for word in argv for found in glob.glob(word) or [word]]
+    elif any(word.startswith("experiment=nano_") for word in words):  # tiny is GPT-2 only
+        argv = [*argv, "--dry-run"]
     elif verb in ("train", "prepare") and not {"--dry-run", "--cfg"} & set(words):
         given = any(word.startswith("precision=") for word in words)
         argv = [*argv, *tiny.overrides("steps=4", *[] if given else ["precision=fp32"])]
