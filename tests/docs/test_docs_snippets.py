@@ -72,6 +72,8 @@ def run(argv: list[str], tiny) -> None:
         argv = [found for word in argv for found in glob.glob(word) or [word]]
     elif verb == "eval":
         argv = [verb, glob.glob(arguments.checkpoint.replace("HASH", "*"))[0], *words[1:]]
+    elif any(word.startswith("experiment=nano_") and "vision" not in word for word in words):
+        argv = [*argv, "--dry-run"]
     elif verb in ("train", "prepare") and not {"--dry-run", "--cfg"} & set(words):
         given = any(word.startswith("precision=") for word in words)
         small = tiny.overrides("steps=4", *[] if given else ["precision=fp32"])
