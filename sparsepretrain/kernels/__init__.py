@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsepretrain.kernels.bimask24 import bimask_masks
+    from sparsepretrain.kernels.bimask24 import bimask_masks, bimask_ones, bimask_prune
     from sparsepretrain.kernels.decay import masked_decay_
     from sparsepretrain.kernels.flips import flip_count, pack_24, packed_flip_count, unpack_24
     from sparsepretrain.kernels.fp8 import dequantize_fp8, quantize_fp8
@@ -49,6 +49,8 @@ _HOME = {
     "geglu": "glu",
     "swiglu": "glu",
     "bimask_masks": "bimask24",
+    "bimask_ones": "bimask24",
+    "bimask_prune": "bimask24",
     "NoiseKey": "noise",
     "noise_key": "noise",
     "uniform_like": "noise",
@@ -58,6 +60,8 @@ __all__ = [
     "NoiseKey",
     "apply_mask",
     "bimask_masks",
+    "bimask_ones",
+    "bimask_prune",
     "boundary_magnitudes",
     "dequantize_fp8",
     "flip_count",

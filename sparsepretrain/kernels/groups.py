@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -14,9 +17,12 @@ TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch
 """What the Triton kernels take; masks and packed codes among them."""
 _HAS_TRITON = find_spec("triton") is not None
 """Its wheels exist for Linux only; the references need torch alone."""
-CHUNK = 48_000
-"""Elements per temporary on the CPU, so that a chain of operations stays in cache."""
-_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOST_KEPT = 2**24
+"""Bytes of buffers that a thread keeps at most."""
+_LINE = 64
+"""Bytes of a cache line."""
+INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of a floating dtype -> what its bits are viewed as."""
 
 
 def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
@@ -102,7 +108,7 @@ def apply_mask(x: Tensor, mask: Tensor) -> Tensor:
     x = x.detach()
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.masked_fill(~mask, 0)
-    integer = _INTEGER_OF_SIZE[x.itemsize]
+    integer = INTEGER_OF_SIZE[x.itemsize]
     return mask.to(integer).neg_().bitwise_and_(x.view(integer)).view(x.dtype)  # -1: all ones
 
 
@@ -128,17 +134,18 @@ def in_chunks(
     prepare: Callable[[int], Callable[[int, int], None]],
     count: int,
     width: int,
-    chunk: int = CHUNK,
+    chunk: int,
 ) -> None:
     """Call ``prepare(rows)(start, stop)`` on consecutive parts of ``range(count)``.
 
-    A long chain of element-wise NumPy operations runs part by part, so that its temporaries stay in
-    cache. One thread: a second one waits for the interpreter between short calls; on two cores it
-    made masks a third slower and a training step with MVUE 7 % faster.
+    A long chain of element-wise NumPy operations runs part by part in the same few buffers. Small
+    parts stay in the inner caches, large ones call the interpreter less often. One thread: a second
+    one would share a core with OpenMP's, which spin for milliseconds after every product of
+    matrices, and made training steps slower.
 
     Args:
-        prepare: makes the buffers for the most rows of a part; what it returns writes results of
-            its own part only.
+        prepare: makes :func:`buffers` for the most rows of a part; what it returns writes results
+            of its own part only.
         count: number of rows.
         width: elements per row.
         chunk: most elements of a part, unless a single row has more.
@@ -150,3 +157,28 @@ def in_chunks(
     with numpy.errstate(all="ignore"):  # NaN and infinity take their course
         for start in range(0, count, rows):
             work(start, min(start + rows, count))
+
+
+def buffers(xp: Any, *wanted: tuple[tuple[int, ...], Any]) -> list[Any]:
+    """Uninitialised arrays for intermediate results, valid until the next call on this thread.
+
+    They lie in memory that the thread keeps: touching pages of freshly allocated memory costs more
+    than most of what is computed in them.
+
+    Args:
+        xp: numpy.
+        wanted: shape and dtype of each.
+    """
+    sizes = [math.prod(shape) * xp.dtype(dtype).itemsize for shape, dtype in wanted]
+    ends = list(itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes))
+    block = getattr(_kept, "block", None)
+    if block is None or len(block) < ends[-1]:
+        block = xp.empty(ends[-1], xp.uint8)
+        _kept.block = block if ends[-1] <= MOST_KEPT else None
+    return [
+        block[start : start + size].view(dtype).reshape(shape)
+        for (shape, dtype), size, start in zip(wanted, sizes, [0, *ends], strict=False)
+    ]
+
+
+_kept = threading.local()

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from sparsepretrain.kernels import noise_numpy
-from sparsepretrain.kernels.groups import in_chunks
+from sparsepretrain.kernels.groups import buffers, in_chunks
 from sparsepretrain.kernels.noise import NoiseKey
 
 Array = Any
+CHUNK = 48_000
+"""Groups of four per part."""
 
 
 def estimate(
@@ -51,7 +53,7 @@ def estimate(
 
         return work
 
-    in_chunks(prepare, groups, features)
+    in_chunks(prepare, groups, features, CHUNK)
 
 
 class _Chunk:
@@ -64,9 +66,9 @@ class _Chunk:
         self.tiny = xp.finfo(dtype).tiny
         self.integer = xp.dtype(f"i{dtype.itemsize}")
         self.sign = xp.array(-(2 ** (8 * dtype.itemsize - 1)), self.integer)
-        self._four = xp.empty((3, 4, size), dtype)
-        self._one = xp.empty((7, size), dtype)
-        self._flags = xp.empty((2, 4, size), xp.bool_)
+        self._four, self._one, self._flags = buffers(
+            xp, ((3, 4, size), dtype), ((7, size), dtype), ((2, 4, size), xp.bool_)
+        )
         # the generator is done before the rest begins, so it borrows the space of the latter
         self._words = self._four.reshape(-1).view(xp.uint64)[: noise_numpy.BUFFERS * size]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels.groups import (
+    INTEGER_OF_SIZE,
     apply_mask,
     check_pattern,
     choose_backend,
@@ -17,14 +18,8 @@ from sparsepretrain.kernels.groups import (
     split_groups,
 )
 
-_INTEGER = {
-    torch.float64: torch.int64,
-    torch.float32: torch.int32,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-}
 _PAIRWISE_LIMIT = 8
-_LARGEST_M_OF_NUMPY = 127
+LARGEST_M_OF_NUMPY = 127
 
 
 def nm_mask(
@@ -63,7 +58,7 @@ def nm_mask(
         from sparsepretrain.kernels import nm_triton
 
         return nm_triton.nm_mask(x.detach(), n, m, dim, ties == "low")
-    if m <= _LARGEST_M_OF_NUMPY and (numpy := numpy_for(x)):
+    if m <= LARGEST_M_OF_NUMPY and (numpy := numpy_for(x)):
         return _in_numpy(numpy, x, n, m, dim, ties)
     keys = split_groups(_magnitude_bits(x), m, dim)
     if ties == "low":
@@ -93,7 +88,7 @@ def nm_prune(
         from sparsepretrain.kernels import nm_triton
 
         return nm_triton.nm_prune(x.detach(), n, m, dim, ties == "low")
-    if n < m <= _LARGEST_M_OF_NUMPY and (numpy := numpy_for(x)):
+    if n < m <= LARGEST_M_OF_NUMPY and (numpy := numpy_for(x)):
         pruned = torch.empty(x.shape, dtype=x.dtype)
         return pruned, _in_numpy(numpy, x, n, m, dim, ties, pruned)
     mask = nm_mask(x, n, m, dim=dim, ties=ties, backend=backend)
@@ -112,7 +107,7 @@ def _in_numpy(
     """The mask; also fills ``pruned``, which is contiguous."""
     from sparsepretrain.kernels import nm_numpy
 
-    integer = _INTEGER[x.dtype]
+    integer = INTEGER_OF_SIZE[x.itemsize]
     bits = x.detach().contiguous().view(integer).numpy()
     values = None if pruned is None else pruned.view(integer).numpy()
     inner = math.prod(x.shape[dim % x.dim() + 1 :])
@@ -121,7 +116,7 @@ def _in_numpy(
 
 def _magnitude_bits(x: Tensor) -> Tensor:
     """|x| as integers in the same order, NaN above infinity: floats of one sign sort like bits."""
-    return x.detach().abs().view(_INTEGER[x.dtype])
+    return x.detach().abs().view(INTEGER_OF_SIZE[x.itemsize])
 
 
 def _top_by_pairs(keys: list[Tensor], n: int) -> list[Tensor]:

@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sparsepretrain.kernels.groups import in_chunks
+from sparsepretrain.kernels.groups import buffers, in_chunks
 from sparsepretrain.kernels.noise import LOW, M0, M1, NoiseKey, round_keys
 
 Array = Any
+CHUNK = 48_000
+"""(Token group, feature) pairs per part."""
 BUFFERS = 4
 """64-bit words of scratch per (token group, feature)."""
 
@@ -28,14 +30,14 @@ def uniforms(xp: Any, key: NoiseKey, groups: int, features: int, words: int) -> 
     out = xp.empty((words, groups, features), xp.float32)
 
     def prepare(rows: int) -> Callable[[int, int], None]:
-        scratch = xp.empty((BUFFERS, rows * features), xp.uint64)
+        (scratch,) = buffers(xp, ((BUFFERS, rows * features), xp.uint64))
 
         def work(start: int, stop: int) -> None:
             fill(xp, key, start, out[:, start:stop], scratch)
 
         return work
 
-    in_chunks(prepare, groups, features)
+    in_chunks(prepare, groups, features, CHUNK)
     return list(out)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import apply_mask, check_pattern, choose_backend
-from sparsepretrain.kernels.nm import nm_mask, nm_prune
+from sparsepretrain.kernels.groups import apply_mask, check_pattern, choose_backend, numpy_for
+from sparsepretrain.kernels.nm import LARGEST_M_OF_NUMPY, nm_mask, nm_prune
 from sparsepretrain.kernels.noise import NoiseKey, uniform_like
 
 EPSILON = 1e-4
@@ -68,8 +68,9 @@ def prune_gradient(
         raise ValueError(
             f"prune_gradient: variant must be magnitude, random or rescaled, got {variant!r}"
         )
-    kept = _largest(g, n, m, dim, backend)
-    return kept if variant == "magnitude" else _match_norm(g, kept, m, scope, dim, epsilon)
+    if variant == "rescaled":
+        return _rescaled(g, n, m, scope, dim, epsilon, backend)
+    return _largest(g, n, m, dim, backend)
 
 
 def _largest(g: Tensor, n: int, m: int, dim: int, backend: str | None) -> Tensor:
@@ -90,26 +91,37 @@ def _check_draws(g: Tensor, uniforms: Tensor | None, key: NoiseKey | int | None)
         )
 
 
-def _match_norm(g: Tensor, kept: Tensor, m: int, scope: str, dim: int, epsilon: float) -> Tensor:
-    """``kept``, in place, with the L1 norm of ``g`` in every part of ``scope``."""
+def _rescaled(
+    g: Tensor, n: int, m: int, scope: str, dim: int, epsilon: float, backend: str | None
+) -> Tensor:
+    """The largest, with the L1 norm of ``g`` in every part of ``scope``."""
     dim %= g.dim()
-    wide = torch.promote_types(g.dtype, torch.float32)
-    scaled = kept
+    shape = g.shape
     if scope == "channel":
         axes = [0] if g.dim() == 2 and dim == 1 else [a for a in range(1, g.dim()) if a != dim]
     elif scope == "group":
-        g, scaled = g.unflatten(dim, (-1, m)), kept.unflatten(dim, (-1, m))
-        axes = [dim + 1]
+        g, dim, axes = g.unflatten(dim, (-1, m)), dim + 1, [dim + 1]
     elif scope == "tensor":
         axes = list(range(g.dim()))
     else:
         raise ValueError(f"prune_gradient: scope must be channel, group or tensor, got {scope!r}")
-    before, after = _l1(g, axes, wide), _l1(scaled, axes, wide)
-    # nothing kept means nothing to rescale: the factor is 1, not 0/0
-    scaled *= torch.where(after == 0, 1.0, before / (after + epsilon))
-    return kept
+
+    def factor(before: Tensor, after: Tensor) -> Tensor:
+        # nothing kept means nothing to rescale: the factor is 1, not 0/0
+        return torch.where(after == 0, 1.0, before / (after + epsilon))
+
+    by_item = dim > 0 and axes and 0 not in axes
+    if by_item and n < m <= LARGEST_M_OF_NUMPY and (numpy := numpy_for(g)):
+        from sparsepretrain.kernels import sdgp_numpy
+
+        kept = sdgp_numpy.rescaled(numpy, g.detach().contiguous(), n, m, dim, axes, factor)
+    else:
+        kept = _largest(g, n, m, dim, backend)
+        kept *= factor(_l1(g, axes), _l1(kept, axes))
+    return kept.view(shape)
 
 
-def _l1(x: Tensor, axes: list[int], wide: torch.dtype) -> Tensor:
+def _l1(x: Tensor, axes: list[int]) -> Tensor:
     """Σ|x| over ``axes``, which stay with size 1; without axes |x|."""
+    wide = torch.promote_types(x.dtype, torch.float32)
     return x.abs().sum(axes, keepdim=True, dtype=wide) if axes else x.abs().to(wide)

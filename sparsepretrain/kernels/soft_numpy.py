@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sparsepretrain.kernels.groups import in_chunks
+from sparsepretrain.kernels.groups import buffers, in_chunks
 
 Array = Any
-CHUNK = 48_000
+CHUNK = 300_000
 """Elements per part."""
 
 
@@ -33,11 +33,11 @@ def shrink(xp: Any, x: Array, n: int, m: int, inner: int, gamma: float) -> Array
     source, target = (a.reshape(shape).swapaxes(0, 1) for a in (x, out))
 
     def prepare(rows: int) -> Callable[[int, int], None]:
-        buffers = xp.empty((2, m, rows * inner), x.dtype)
+        (both,) = buffers(xp, ((2, m, rows * inner), x.dtype))
 
         def work(start: int, stop: int) -> None:
             here = (m, stop - start, inner)
-            value, clipped = (b[:, : here[1] * inner].reshape(here) for b in buffers)
+            value, clipped = (b[:, : here[1] * inner].reshape(here) for b in both)
             xp.copyto(value, source[:, start:stop])
             xp.abs(value, out=clipped)
             dropped, kept = boundary(xp, clipped, n)
@@ -45,13 +45,12 @@ def shrink(xp: Any, x: Array, n: int, m: int, inner: int, gamma: float) -> Array
             opposite, plain = -t, t.min() > 0 and t.max() < xp.inf  # not plain: NaN, too
             xp.minimum(value, t, out=clipped)  # t may lie in it: NumPy sees to that
             xp.maximum(clipped, opposite, out=clipped)
-            if plain:
-                xp.subtract(value, clipped, out=target[:, start:stop])
-            else:
-                same = value == clipped
-                value -= clipped
+            same = None if plain else value == clipped
+            value -= clipped
+            if same is not None:
                 xp.copyto(value, 0, where=same)
-                target[:, start:stop] = value
+            for place, shrunk in zip(target[:, start:stop], value, strict=True):
+                xp.copyto(place, shrunk)  # all at once would run in steps of m
 
         return work
 

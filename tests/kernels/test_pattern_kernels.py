@@ -169,3 +169,31 @@ def test_bimask_golden():
     assert (permuted <= 2).all() and not (backward & ~forward).any()
     with pytest.raises(ValueError, match="16 entries"):
         kernels.bimask_masks(g["w"], g["perm"][:4])
+
+
+def bimask_weights():
+    w = torch.randn(16, 24, generator=torch.Generator().manual_seed(0))
+    holes = w * (torch.rand(w.shape, generator=torch.Generator().manual_seed(1)) < 0.3)
+    ties = w.mul(2).round()
+    special = w.clone()
+    special[::3, ::5], special[1, 1], special[2] = float("nan"), float("inf"), 0.0
+    return {"plain": w, "holes": holes, "ties": ties, "special": special, "zero": w * 0}
+
+
+@pytest.mark.parametrize("name", bimask_weights())
+def test_bimask_prunes_and_counts_what_its_masks_say(name):
+    w = bimask_weights()[name]
+    draws = torch.rand(30, 16, generator=torch.Generator().manual_seed(2))
+    permutations = draws.argsort(dim=1)
+    masks = [kernels.bimask_masks(w, order) for order in permutations]
+    ones = kernels.bimask_ones(w, permutations)
+    assert ones.tolist() == [int(backward.sum()) for _, backward in masks]
+    assert name == "zero" or len(set(ones.tolist())) > 3, "permutations differ"
+    for order, (forward, backward) in zip(permutations, masks, strict=True):
+        found = kernels.bimask_prune(w, order)
+        assert torch.equal(found[1], forward)
+        for pruned, mask in ((found[0], forward), (found[2], backward)):
+            expected = kernels.apply_mask(w, mask)
+            assert torch.equal(pruned.view(torch.int32), expected.view(torch.int32))
+    with pytest.raises(ValueError, match="bimask_ones: permutation must have 16 entries"):
+        kernels.bimask_ones(w, permutations[:, :4])

@@ -64,28 +64,24 @@ class BiMask(Method):
         """Every ``every`` steps keep the permutation whose backward mask has the most ones."""
         if (self.step - self.window[0]) % self.options.every or weight.is_meta:
             return  # shapes alone (dry runs) hold nothing to find, and take minutes
-        rows = weight if dim == 1 else weight.t()
+        import torch
+
+        rows = weight if dim == 1 else weight.t().contiguous()
         count, size = self.options.candidates, rows.shape[0]
         draws = kernels.uniform_noise(key(DGRAD), count, size, 1, weight.device)[0]
-        best = state["permutation"].clone()
-        most = kernels.bimask_masks(rows, best)[1].sum()
-        for permutation in draws.argsort(dim=1, stable=True):
-            ones = kernels.bimask_masks(rows, permutation)[1].sum()
-            better = ones > most  # the first of equals stays; no synchronisation
-            best = best.where(~better, permutation)
-            most = most.maximum(ones)
-        state["permutation"].copy_(best)
+        current = state["permutation"]
+        candidates = torch.cat([current[None], draws.argsort(dim=1, stable=True)])
+        best = kernels.bimask_ones(rows, candidates).argmax()  # the first of equals
+        current.copy_(candidates[best])
 
     def project(
         self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
     ) -> Projection:
         """A = Mf∘W, B = Mb∘W."""
         rows = weight if dim == 1 else weight.t()
-        masks = kernels.bimask_masks(rows, state["permutation"])
-        forward, backward = masks if dim == 1 else (masks[0].t(), masks[1].t())
-        return Projection(
-            kernels.apply_mask(weight, forward), forward, kernels.apply_mask(weight, backward)
-        )
+        parts = kernels.bimask_prune(rows, state["permutation"])
+        forward, mask, backward = parts if dim == 1 else (part.t() for part in parts)
+        return Projection(forward, mask, backward)
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Masked decay with the forward mask, once per step."""
