@@ -42,7 +42,7 @@ def load(
         CheckpointError: there is no checkpoint.
         ConfigError: every problem of the overrides, one message each.
     """
-    request = read(_with_recipe(overrides, config_dirs), config_dirs)
+    request = read(with_recipe(overrides, config_dirs), config_dirs)
     if "model" in request.choices:
         raise ConfigError("model comes from the checkpoint: leave model= out (keys can be changed)")
     source = weights.find(checkpoint, console.warn)
@@ -62,7 +62,7 @@ def load(
     return load_request(request)
 
 
-def _with_recipe(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
+def with_recipe(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
     """``task=X`` as the choice of the recipe X; names of plain tasks stay."""
     groups = catalogue(config_dirs)
     recipes, words, chosen = groups["finetune"], [], False

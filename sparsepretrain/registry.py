@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +31,9 @@ PACKAGES = {
     "model": "sparsepretrain.models",
 }
 """Kind of thing -> package whose modules are the built-ins of that kind."""
+
+MOST_LISTED = 16
+"""Names in a message; more make it unreadable."""
 
 _registered: dict[str, dict[str, type]] = {kind: {} for kind in PACKAGES}
 
@@ -86,7 +89,14 @@ def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     if near:
         return f" (did you mean {prefix + near[0]!r}?)"
-    return f" (choose from {', '.join(known)})" if known else ""
+    return f" (choose from {choices(known)})" if known else ""
+
+
+def choices(known: Sequence[str]) -> str:
+    """``known`` in a line; of very many the first."""
+    if len(known) <= MOST_LISTED:
+        return ", ".join(known)
+    return f"{', '.join(known[:MOST_LISTED])}, … (`sparsepretrain configs` lists all {len(known)})"
 
 
 def load_plugin(plugin: str) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import sparsepretrain
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.registry import suggestion
+from sparsepretrain.registry import choices, suggestion
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -283,13 +283,13 @@ def _choose(request: Request, group: str, value: Any, options: list[str]) -> str
         request.choices.pop(group, None)
         return ""
     if isinstance(value, dict | list):
-        return f"{group} takes the name of an option ({', '.join(options)}), or write {group}.KEY=…"
+        return f"{group} takes the name of an option ({choices(options)}), or write {group}.KEY=…"
     choice = "null" if value is None else str(value)
     if choice in options:
         request.choices[group] = choice
         return ""
     near = suggestion(choice, options)
-    listed = "" if "choose from" in near else f"; choose from {', '.join(options)}"
+    listed = "" if "choose from" in near else f"; choose from {choices(options)}"
     return f"{group} has no option {choice!r}{near}{listed}"
 
 

@@ -95,7 +95,7 @@ def load_rows(
         if "scripts are no longer supported" in str(error):
             hint = "; set data.revision to a revision with data files (see the data set's hub page)"
         raise DataError(
-            f"{name}: datasets cannot load split {split} of data.path={path}: {reason(error)}{hint}"
+            f"{name}: datasets cannot load data.path={path}: {reason(error)}{hint}"
         ) from error
 
 

@@ -18,10 +18,11 @@ from sparsepretrain.data.sources import cifar
 from sparsepretrain.errors import ConfigError, DataError
 
 BOTH = ("train", "validation")
+SPLITS = (*BOTH, "test")
 
 
 def opened(options, classes=10):
-    return open_images(options, BOTH, classes)[0]
+    return open_images(options, SPLITS if options.name == "digits" else BOTH, classes)[0]
 
 
 def labels_of(images):
@@ -33,13 +34,15 @@ def labels_of(images):
 
 def test_digits_are_held_out_by_class_for_ever(options):
     images = opened(options("digits"))
-    assert (images["train"].count, images["validation"].count) == (1477, 320)
+    counts = {split: found.count for split, found in images.items()}
+    assert counts == {"train": 1277, "validation": 320, "test": 200}
+    assert Counter(labels_of(images["test"])) == dict.fromkeys(range(10), 20)
     assert Counter(labels_of(images["validation"])) == dict.fromkeys(range(10), 32)
     other = opened(options("digits", seed=1))["validation"]
     pixels = [np.asarray(v.image(0)).tobytes() for v in (images["validation"], other)]
     assert pixels[0] != pixels[1]
     # a change of the split would make results incomparable
-    assert open_images(options("digits"), BOTH, 10)[1] == "64cb512eedc04023"
+    assert open_images(options("digits"), BOTH, 10)[1] == "e6ade75a3bba07e7"
 
 
 def test_digits_are_all_there_once(options):
@@ -60,8 +63,10 @@ def test_digits_are_all_there_once(options):
 
 
 def test_digits_refuse_to_hold_out_everything(options):
-    with pytest.raises(ConfigError, match="held_out must lie in"):
-        options("digits", held_out=174)
+    with pytest.raises(ConfigError, match=r"data.test must leave some of 174 images"):
+        options("digits", validation=150, test=24)
+    with pytest.raises(ConfigError, match=r"data.validation must be ≥ 1"):
+        options("digits", validation=0)
 
 
 # CIFAR

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from doc_pages import DOCUMENTS, ROOT, blocks
 
-from sparsepretrain import cli, config, evaluating, preparing
+from sparsepretrain import cli, config, evaluating, finetuning, preparing
 from sparsepretrain.errors import ConfigError
 
 SHELL = [b for f in DOCUMENTS for b in blocks(f, "sh")]
@@ -64,6 +64,9 @@ def run(argv: list[str], tiny) -> None:
         preparing.data_options(arguments.overrides, arguments.config_dir)
     elif verb == "eval":
         config.load(evaluating.read(arguments.overrides)[1], arguments.config_dir)
+    elif verb == "finetune":
+        recipe = finetuning.with_recipe(arguments.overrides, arguments.config_dir)
+        config.load([*recipe, "model=pretrained", "model.path=x"], arguments.config_dir)
     elif hasattr(arguments, "overrides"):
         config.load(arguments.overrides, arguments.config_dir)
     if verb not in RUN:

@@ -7,12 +7,11 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from sparsepretrain.data.sources._source import Document, Shard, Source
 from sparsepretrain.errors import DataError
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
 
 LABEL_BYTES = 2
@@ -59,6 +58,8 @@ def pack_rows(labels: np.ndarray, images: np.ndarray) -> bytes:
     Raises:
         DataError: a label is negative or above 65535.
     """
+    import numpy as np
+
     if len(labels) and (labels.min() < 0 or labels.max() >= 1 << 16):
         raise DataError(f"labels must lie in [0, 65535], got {labels.min()} to {labels.max()}")
     first = labels.astype("<u2").view(np.uint8).reshape(len(labels), LABEL_BYTES)

@@ -9,14 +9,15 @@ import pickle
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain.data.sources._images import PixelSource
 from sparsepretrain.data.sources._source import TRAIN, VALIDATION, Shard, SourceOptions
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,8 @@ class Cifar(PixelSource):
         Raises:
             DataError: it is missing, not the official one, or holds something else.
         """
+        import numpy as np
+
         name = shard.items[0]
         content, where = self._read(name), f"{self.options.path}: {name}"
         if self.options.verify:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain.data.sources._images import PixelSource
-from sparsepretrain.data.sources._source import TRAIN, VALIDATION, Shard, SourceOptions
+from sparsepretrain.data.sources._source import TEST, TRAIN, VALIDATION, Shard, SourceOptions
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SMALLEST_CLASS = 174
 """Images of the rarest digit (8)."""
@@ -22,16 +23,21 @@ class Options(SourceOptions):
     """Options of ``source: digits``."""
 
     source: Literal["digits"]
-    held_out: int
+    validation: int
     """Images of each digit that are held out for validation."""
+    test: int
+    """Images of each digit that are held out for the final test."""
     seed: int
     """Decides which ones."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types."""
         yield from SourceOptions.problems(self)
-        if not 0 < self.held_out < SMALLEST_CLASS:
-            yield "held_out", f"must lie in [1, {SMALLEST_CLASS - 1}], got {self.held_out}"
+        for key in ("validation", "test"):
+            if getattr(self, key) < 1:
+                yield key, f"must be ≥ 1, got {getattr(self, key)}"
+        if self.validation + self.test >= SMALLEST_CLASS:
+            yield "test", f"must leave some of {SMALLEST_CLASS} images of a digit for training"
         if not 0 <= self.seed < 2**32:
             yield "seed", f"must lie in [0, 2^32), got {self.seed}"
 
@@ -54,19 +60,23 @@ class Digits(PixelSource):
         Raises:
             DataError: scikit-learn is not installed.
         """
+        import numpy as np
+
         labels = _load()[0]
         words = np.random.Philox(key=np.array([self.options.seed, 0], dtype=np.uint64))
         order = np.argsort(words.random_raw(len(labels)), kind="stable")
-        held_out = np.zeros(len(labels), dtype=bool)
+        ends = np.cumsum([self.options.validation, self.options.test])
+        parts: dict[str, list[int]] = {TRAIN: [], VALIDATION: [], TEST: []}
         for digit in range(10):
-            held_out[order[labels[order] == digit][: self.options.held_out]] = True
-        return [
-            Shard(split, 0, int(chosen.sum()), tuple(np.flatnonzero(chosen).tolist()))
-            for split, chosen in ((TRAIN, ~held_out), (VALIDATION, held_out))
-        ]
+            held_out, tested, rest = np.split(order[labels[order] == digit], ends)
+            for split, chosen in ((VALIDATION, held_out), (TEST, tested), (TRAIN, rest)):
+                parts[split] += chosen.tolist()
+        return [Shard(split, 0, len(ids), tuple(sorted(ids))) for split, ids in parts.items()]
 
     def rows(self, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
         """Labels and images; the 17 shades from 0 to 16 become 0 to 255."""
+        import numpy as np
+
         labels, images = _load()
         chosen = np.array(shard.items)
         return labels[chosen], np.rint(images[chosen] * (255 / 16))
