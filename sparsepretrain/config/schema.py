@@ -338,27 +338,6 @@ class Run:
         floor, peak = getattr(self.schedule, "min_lr", 0.0), getattr(self.optim, "lr", None)
         if peak is not None and floor > peak:
             yield "schedule.min_lr", f"must be ≤ optim.lr ({peak}), got {floor}"
-        length = getattr(self.task, "sequence_length", 0)
-        positions = getattr(self.model, "n_positions", None)
-        if positions is not None and length > positions:
-            yield "task.sequence_length", f"must be ≤ model.n_positions ({positions}), got {length}"
-        pixels, sees = (
-            getattr(self.task, "image_size", None),
-            getattr(self.model, "image_size", None),
-        )
-        if pixels is not None and sees is not None and pixels != sees:
-            yield "model.image_size", f"must equal task.image_size ({pixels}), got {sees}"
-        longest = getattr(self.task, "max_length", 0)
-        for key in ("n_positions", "max_position_embeddings"):
-            most = getattr(self.model, key, None)
-            if most is not None and longest > most:
-                yield "task.max_length", f"must be ≤ model.{key} ({most}), got {longest}"
-        tokens, rows = (
-            getattr(self.data, "vocab_size", None),
-            getattr(self.model, "vocab_size", None),
-        )
-        if tokens is not None and rows is not None and tokens > rows:
-            yield "model.vocab_size", f"must be ≥ data.vocab_size ({tokens}), got {rows}"
 
 
 def _fitting(run: Run) -> Problems:

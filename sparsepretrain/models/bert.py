@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sparsepretrain.models._encoder import EncoderOptions
+from sparsepretrain.models._recipe import Headable
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -20,24 +21,29 @@ class BertOptions(EncoderOptions):
 
 
 @register("model", "bert")
-class Bert:
+class Bert(Headable):
     """Builds the model and knows its layers by role."""
 
     Options = BertOptions
-    tasks: ClassVar[frozenset[str]] = frozenset({"masked_lm"})
+    tasks: ClassVar[frozenset[str]] = frozenset(
+        {"masked_lm", "sequence_classification", "question_answering"}
+    )
     """Names of the tasks that it can be built for."""
-    roles: ClassVar[dict[str, list[str]]] = {
-        # the digit tells the FFN's output from layer.0.attention.output.dense
-        "ffn": ["*.intermediate.dense", "*[0-9].output.dense"],
-        "attention": [
-            "*.attention.self.query",
-            "*.attention.self.key",
-            "*.attention.self.value",
-            "*.attention.output.dense",
-        ],
-        "all": ["*.encoder.layer.*.dense", "*.attention.self.*"],
-    }
-    """Aliases of ``sparsity.targets``."""
+
+    @staticmethod
+    def roles(options: BertOptions) -> dict[str, list[str]]:
+        """Aliases of ``sparsity.targets``."""
+        return {
+            # the digit tells the FFN's output from layer.0.attention.output.dense
+            "ffn": ["*.intermediate.dense", "*[0-9].output.dense"],
+            "attention": [
+                "*.attention.self.query",
+                "*.attention.self.key",
+                "*.attention.self.value",
+                "*.attention.output.dense",
+            ],
+            "all": ["*.encoder.layer.*.dense", "*.attention.self.*"],
+        }
 
     @staticmethod
     def build(options: BertOptions) -> nn.Module:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sparsepretrain.models._encoder import EncoderOptions
+from sparsepretrain.models._recipe import Headable
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -33,18 +34,23 @@ class BertGEGLUOptions(EncoderOptions):
 
 
 @register("model", "bert_geglu")
-class BertGEGLU:
+class BertGEGLU(Headable):
     """Builds the model and knows its layers by role."""
 
     Options = BertGEGLUOptions
-    tasks: ClassVar[frozenset[str]] = frozenset({"masked_lm"})
+    tasks: ClassVar[frozenset[str]] = frozenset(
+        {"masked_lm", "sequence_classification", "question_answering"}
+    )
     """Names of the tasks that it can be built for."""
-    roles: ClassVar[dict[str, list[str]]] = {
-        "ffn": ["*.ffn.dense_in", "*.ffn.dense_out"],
-        "attention": ["*.attention.qkv", "*.attention.proj"],
-        "all": ["*.ffn.dense_in", "*.ffn.dense_out", "*.attention.qkv", "*.attention.proj"],
-    }
-    """Aliases of ``sparsity.targets``."""
+
+    @staticmethod
+    def roles(options: BertGEGLUOptions) -> dict[str, list[str]]:
+        """Aliases of ``sparsity.targets``."""
+        return {
+            "ffn": ["*.ffn.dense_in", "*.ffn.dense_out"],
+            "attention": ["*.attention.qkv", "*.attention.proj"],
+            "all": ["*.ffn.dense_in", "*.ffn.dense_out", "*.attention.qkv", "*.attention.proj"],
+        }
 
     @staticmethod
     def build(options: BertGEGLUOptions) -> nn.Module:

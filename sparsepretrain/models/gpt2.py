@@ -68,12 +68,15 @@ class GPT2(Headable):
     )
     """Names of the tasks that it can be built for."""
     causal = True
-    roles: ClassVar[dict[str, list[str]]] = {
-        "ffn": ["*.mlp.c_fc", "*.mlp.c_proj"],
-        "attention": ["*.attn.c_attn", "*.attn.c_proj"],
-        "all": ["*.mlp.c_fc", "*.mlp.c_proj", "*.attn.c_attn", "*.attn.c_proj"],
-    }
-    """Aliases of ``sparsity.targets``."""
+
+    @staticmethod
+    def roles(options: GPT2Options) -> dict[str, list[str]]:
+        """Aliases of ``sparsity.targets``."""
+        return {
+            "ffn": ["*.mlp.c_fc", "*.mlp.c_proj"],
+            "attention": ["*.attn.c_attn", "*.attn.c_proj"],
+            "all": ["*.mlp.c_fc", "*.mlp.c_proj", "*.attn.c_attn", "*.attn.c_proj"],
+        }
 
     @staticmethod
     def build(options: GPT2Options) -> nn.Module:

@@ -66,12 +66,15 @@ class Marian:
     Options = MarianOptions
     tasks: ClassVar[frozenset[str]] = frozenset({"translation"})
     """Names of the tasks that it can be built for."""
-    roles: ClassVar[dict[str, list[str]]] = {
-        "ffn": ["*.fc1", "*.fc2"],
-        "attention": ["*_attn.?_proj", "*_attn.out_proj"],
-        "all": ["*.fc1", "*.fc2", "*_attn.?_proj", "*_attn.out_proj"],
-    }
-    """Aliases of ``sparsity.targets``; both of encoder and decoder."""
+
+    @staticmethod
+    def roles(options: MarianOptions) -> dict[str, list[str]]:
+        """Aliases of ``sparsity.targets``."""
+        return {
+            "ffn": ["*.fc1", "*.fc2"],
+            "attention": ["*_attn.?_proj", "*_attn.out_proj"],
+            "all": ["*.fc1", "*.fc2", "*_attn.?_proj", "*_attn.out_proj"],
+        }
 
     @staticmethod
     def build(options: MarianOptions) -> nn.Module:

@@ -81,11 +81,9 @@ class Pretrained:
         {"causal_lm", "sequence_classification", "question_answering"}
     )
     """Names of the tasks that it can be built for."""
-    roles: ClassVar[dict[str, list[str]]] = {role: [] for role in (*ROLES, "all")}
-    """Aliases of ``sparsity.targets``; the layers are found by :meth:`roles_of`."""
 
     @staticmethod
-    def roles_of(options: PretrainedOptions) -> dict[str, list[str]]:
+    def roles(options: PretrainedOptions) -> dict[str, list[str]]:
         """Aliases of ``sparsity.targets``: of the known names those that the model has."""
         found = {role: list(globs) for role, globs in _roles(str(options.path)).items()}
         return {**found, "all": [glob for globs in found.values() for glob in globs]}

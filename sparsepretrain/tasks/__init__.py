@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -53,16 +53,21 @@ class Task(ABC):
     @property
     def roles(self) -> dict[str, list[str]]:
         """Alias of ``sparsity.targets`` -> globs of module names."""
-        of_model = getattr(self.recipe, "roles_of", None)  # of a family whose names differ
-        roles: dict[str, list[str]] = (
-            self.recipe.roles if of_model is None else of_model(self.model_options)
-        )
+        roles: dict[str, list[str]] = self.recipe.roles(self.model_options)
         return roles
 
     @staticmethod
-    def misfits(options: Any, model: Any, data: Any) -> Iterable[tuple[str, str]]:
+    def misfits(options: Any, model: Any, data: Any) -> Iterator[tuple[str, str]]:
         """Reasons why these options do not go together, as (dotted key, message); torch-free."""
-        return ()
+        tokens, rows = getattr(data, "vocab_size", None), getattr(model, "vocab_size", None)
+        if tokens is not None and rows is not None and tokens > rows:
+            yield "model.vocab_size", f"must be ≥ data.vocab_size ({tokens}), got {rows}"
+        for key in ("sequence_length", "max_length"):
+            length = getattr(options, key, 0)
+            for limit in ("n_positions", "max_position_embeddings"):
+                most = getattr(model, limit, None)
+                if most is not None and length > most:
+                    yield f"task.{key}", f"must be ≤ model.{limit} ({most}), got {length}"
 
     @property
     def capacity(self) -> int:

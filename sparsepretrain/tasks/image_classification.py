@@ -130,11 +130,12 @@ class ImageClassification(Task):
         self._images: dict[str, Images] = {}
         self._orders: dict[str, ImageOrder] = {}
 
-    @property
-    def roles(self) -> dict[str, list[str]]:
-        """Alias of ``sparsity.targets`` -> globs of module names, by architecture."""
-        roles: dict[str, list[str]] = self.recipe.roles(self.model_options)
-        return roles
+    @staticmethod
+    def misfits(options: Any, model: Any, data: Any) -> Iterator[tuple[str, str]]:
+        """A model for images of another size."""
+        if options.image_size != model.image_size:
+            expected = f"task.image_size ({options.image_size})"
+            yield "model.image_size", f"must equal {expected}, got {model.image_size}"
 
     def open_data(
         self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None

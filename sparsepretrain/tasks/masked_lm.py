@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, averages
+from sparsepretrain.tasks import Batch, Observation, Task, averages
 from sparsepretrain.tasks._windows import WindowTask, perplexity
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class MaskedLM(WindowTask):
     @staticmethod
     def misfits(options: Any, model: Any, data: Any) -> Iterator[tuple[str, str]]:
         """A model without a row for the mask token, where the tokenizer is known to have none."""
+        yield from Task.misfits(options, model, data)
         if getattr(data, "has_mask", None) is False and model.vocab_size <= data.vocab_size:
             yield (
                 "model.vocab_size",

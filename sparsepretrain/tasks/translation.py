@@ -100,6 +100,7 @@ class Translation(Task):
             seed = self.seed if split == "train" else 0
             self._pairs[split], self._chosen[split] = every, chosen
             self._buckets[split] = Buckets(every.lengths[chosen], self.options.max_tokens, seed)
+        self.tokenizer_file = data.tokenizer_file
         self._codec = open_codec(data.tokenizer_file)
         self._end = int(data.end_of_text or 0)
         self.fingerprint = data.fingerprint

@@ -15,6 +15,7 @@ from sparsepretrain.tasks import Task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import weights
 from sparsepretrain.training.build import build_model, build_task, sparsify_model
+from sparsepretrain.training.ema import put
 
 PREVIOUS_MASK = "sparsity_previous_mask"
 """Of the flip rate: a fine-tuning run starts from a baseline of its own."""
@@ -87,6 +88,8 @@ def evaluated_state(source: weights.Source) -> State:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{source.path} cannot be rebuilt: {reason}") from error
     sparsifier.load_state_dict(state["sparsifier"])
+    if run.ema is not None:
+        put(dict(model.named_parameters()), state["ema"]["averages"], sparsifier)
     return densify(model.eval()).state_dict()
 
 

@@ -47,6 +47,21 @@ def glue(root: Path, train: int = 24, validation: int = 10) -> list[str]:
     return ["task=glue/mrpc", f"data.train=['{first}']", f"data.validation=['{second}']"]
 
 
+def squad(root: Path, rows: int = 12) -> list[str]:
+    """Overrides that let SQuAD's recipe read local files, short enough for tiny models."""
+    data = [
+        {
+            "question": f"who counts {i}?",
+            "context": f"in line {i} the shepherd counts {i} sheep",
+            "answers": {"text": ["the shepherd"], "answer_start": [len(f"in line {i} ")]},
+        }
+        for i in range(rows)
+    ]
+    file = write_rows(root / "spans.jsonl", data)
+    short = ("task.max_length=64", "task.stride=16", "task.max_question=24")
+    return ["task=squad", f"data.train=['{file}']", f"data.validation=['{file}']", *short]
+
+
 def load(checkpoint: Path, *overrides: str) -> tuple[Any, dict[str, Any]]:
     return finetuning.load(str(checkpoint), [*QUICK, *overrides], [], Console(io.StringIO()))
 

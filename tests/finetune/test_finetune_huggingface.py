@@ -139,7 +139,7 @@ def test_layers_are_found_by_role(tmp_path, config, ffn, attention):
     options = Pretrained.Options(
         name="x", family="pretrained", path=str(tmp_path / config.model_type)
     )
-    roles = Pretrained.roles_of(options)
+    roles = Pretrained.roles(options)
     assert (roles["ffn"], roles["attention"]) == (ffn, attention)
     assert roles["all"] == ffn + attention
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from pathlib import Path
 
 import pytest
 import torch
-from finetune_cases import QUICK, build, glue, load, train
+from finetune_cases import QUICK, build, glue, load, squad, train
 from tiny_runs import Tiny, assert_equal_bits, final_state, metrics
 
 from sparsepretrain.cli import main
@@ -43,6 +44,31 @@ def test_the_whole_path(tiny, tmp_path, capfd):
     assert lines[-1]["score"] == pytest.approx((lines[-1]["accuracy"] + lines[-1]["f1"]) / 2)
     assert (directory / "report.md").is_file()
     assert main(argv) == 0 and "is finished" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("model", ["bert_nano", "bert_geglu"])
+@pytest.mark.parametrize("task", ["labels", "spans"])
+def test_bert_runs(tiny, tmp_path, model, task):
+    """The encoders carry the same heads, whatever the tokenizer of the run is."""
+    small = (
+        *("precision=fp32", "schedule=constant"),
+        *("data.tokenizer=wordpiece", "data.vocab_size=1200"),
+    )
+    source = pretrain(tiny, f"model={model}", *small, "steps=2", "model.vocab_size=1300")
+    words = glue(tmp_path) if task == "labels" else squad(tmp_path)
+    directory, out, lines = train(source, *words, "steps=3", f"runs_dir='{tmp_path / 'tuned'}'")
+    new = "classifier.weight, pooler" if task == "labels" else "qa_outputs.weight"
+    assert "stored weights" in out and new.split(",")[0] in out and "left out: " in out
+    assert (directory / "tokenizer.json").is_file()
+    final = next(line for line in reversed(lines) if line.get("split") == "validation")
+    assert final["f1"] >= 0 and math.isfinite(final["loss"])
+
+
+def test_fine_tuning_starts_from_averaged_weights_where_there_are_some(tiny, tmp_path):
+    source = weights.find(pretrain(tiny, "sparsity=dense", "ema=0.5"))
+    averages = weights.state(source)["ema"]["averages"]
+    found = initial.evaluated_state(source)
+    assert all(torch.equal(found[name], value) for name, value in averages.items())
 
 
 def test_a_stopped_run_continues_bit_for_bit_without_its_source(tiny, tmp_path, stop_after):

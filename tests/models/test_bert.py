@@ -71,7 +71,7 @@ def test_parameters_of_the_gated_bert():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_roles(family):
-    model, roles = build(family), registry.get("model", family).roles
+    model, roles = build(family), registry.get("model", family).roles(options(family))
     linears = {k: m for k, m in model.named_modules() if isinstance(m, nn.Linear)}
     hits = {
         role: {k for k in linears if any(fnmatchcase(k, p) for p in patterns)}

@@ -114,7 +114,7 @@ def test_initial_weights_are_fairseqs():
     ("role", "count"), [("ffn", 2 * 4), ("attention", 4 * (2 + 2 * 2)), ("all", 8 + 24)]
 )
 def test_roles(model, role, count):
-    sparsifier = sp.sparsify(model, "ste", targets=resolve_targets(role, Marian.roles))
+    sparsifier = sp.sparsify(model, "ste", targets=resolve_targets(role, Marian.roles(TINY)))
     assert len(sparsifier.layers) == count
     assert not any("embed" in name or "lm_head" in name for name in sparsifier.layers)
 
@@ -181,7 +181,7 @@ def sharpened(options=TINY):
 def test_greedy_search_takes_the_best_token_each_time(batch, method):
     """On sparse layers too, with the cache of keys and values against whole forwards."""
     model = sharpened()
-    sp.sparsify(model, method, targets=resolve_targets("all", Marian.roles), total_steps=10)
+    sp.sparsify(model, method, targets=resolve_targets("all", Marian.roles(TINY)), total_steps=10)
     source, mask, _ = batch
     model.eval()
     end = 0
