@@ -11,7 +11,7 @@ INSTALLED := $(if $(wildcard $(VENV)/.dev),$(VENV)/.dev,$(VENV)/.user)
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: train test lint test-fast test-triton test-kernels-offline test-fault test-slow golden bench \
-	kernels-offline figure docs clean
+	kernels-offline figure results docs clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
@@ -56,6 +56,11 @@ bench: $(INSTALLED)
 
 # the tables of the documentation that come from the code and from the measurements
 docs: $(VENV)/.dev
+	$(BIN)/python scripts/generate_docs.py
+
+# the runs of docs/results.md: about two hours on two cores
+results: $(VENV)/.dev
+	$(BIN)/python scripts/results.py
 	$(BIN)/python scripts/generate_docs.py
 
 # the figures that test-kernels-offline holds kernels to, and their table in docs/kernels.md

@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from sparsepretrain import registry
-from sparsepretrain.config.compose import shipped
+from sparsepretrain.config.compose import compose, shipped
 from sparsepretrain.sparsity import MethodOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "methods"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu.json"
+RESULTS = ROOT / "docs" / "results.json"
 COMPILED = ROOT / "benchmarks" / "kernels_offline.json"
 
 BLOCK = re.compile(
@@ -174,6 +175,56 @@ def compiled(argument: str, path: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def recipes(task: str, path: Path) -> str:
+    """The model recipes of one task: what ``model=…`` brings."""
+    rows = []
+    for name in sorted(file.stem for file in (shipped() / "model").glob("*.yaml")):
+        plain = compose([f"model={name}"])
+        if plain["task"]["name"] != task or name == "pretrained":
+            continue
+        batch, steps = plain["batch"]["size"], plain["steps"]
+        length = f"{steps:,} steps of {batch}" if steps else f"{plain['epochs']:g} epochs"
+        optimizer = f"{plain['optim']['name']}, {plain['optim']['lr']:g}"
+        link = os.path.relpath(shipped() / "model" / f"{name}.yaml", path.parent)
+        shown = f"[`{name}`]({link})"
+        rows.append([shown, f"`{plain['data']['name']}`", optimizer, length])
+    return table(["`model=`", "`data=`", "optimiser, peak rate", "length"], rows)
+
+
+def results(pattern: str, path: Path) -> str:
+    """The committed runs whose names match: commands, cost, and what came out."""
+    record = json.loads(RESULTS.read_text(encoding="utf-8"))
+    chosen = {name: run for name, run in record.items() if re.fullmatch(pattern, name)}
+    rows = []
+    for run in chosen.values():
+        shown = [(k, v) for k, v in run["final"].items() if not k.startswith("perplex")]
+        rows.append(
+            [
+                f"`{run['command']}`",
+                str(run["steps"]),
+                f"{run['cpu_seconds'] / 60:.1f}",
+                " → ".join(f"{run[key]['loss']:.3f}" for key in ("first", "last")),
+                f"{run['split']}, {run['samples']:,}",
+                ", ".join(f"{key} {value:.4g}" for key, value in shown),
+            ]
+        )
+    head = ["command", "steps", "CPU min", "validation loss", "evaluated on", "metrics there"]
+    where = {
+        f"{run['environment']['hardware']['cores']} cores of an "
+        f"{run['environment']['hardware']['device']}, torch "
+        f"{run['environment']['packages']['torch']}, commit {run['environment']['commit']}"
+        for run in chosen.values()
+    }
+    return table(head, rows) + f"\nSeed 0; {'; '.join(sorted(where))}.\n"
+
+
+def references(_: str, path: Path) -> str:
+    """What guessing reaches where small models are fine-tuned."""
+    known = json.loads(RESULTS.read_text(encoding="utf-8"))["references"]
+    rows = [[f"`{k}`", f"{n}: {v:.1f} %"] for k, row in known.items() for n, v in row.items()]
+    return table(["task", "guessing"], rows)
+
+
 def instructions(row: dict[str, Any] | None) -> str:
     if row is None:
         return "·"
@@ -187,6 +238,9 @@ TABLES: dict[str, Callable[[str, Path], str]] = {
     "methods": methods,
     "operands": operands,
     "options": options,
+    "recipes": recipes,
+    "references": references,
+    "results": results,
 }
 
 OPERANDS = {"A": "A(W)", "B": "B(W)", "P": "P(G)", "U": "U(G)", "J": "J"}

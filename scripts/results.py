@@ -103,6 +103,38 @@ def run(study: Study, runs: str) -> dict[str, Any]:
     }
 
 
+def references() -> dict[str, dict[str, float]]:
+    """What guessing reaches on the validation records of the stand-ins, in percent."""
+    import numpy as np
+
+    from sparsepretrain import data, registry
+    from sparsepretrain.config import compose
+    from sparsepretrain.data.records import records
+    from sparsepretrain.tasks.question_answering import exact_match, f1
+
+    def held_out(name: str) -> list[dict[str, Any]]:
+        plain = compose([f"data={name}"])["data"]
+        source: Any = registry.get("source", plain["source"])
+        return records(data.load(source.Options(**plain)), "validation")
+
+    labels = [row["label"] for row in held_out("python_pairs")]
+    draws, found = np.random.default_rng(0), []
+    for row in held_out("python_qa"):
+        words, (truth, _) = row["context"].split(), row["answers"][0]
+        for _ in range(10):  # as many words as the answer has, anywhere
+            begin = draws.integers(max(1, len(words) - len(truth.split()) + 1))
+            guess = " ".join(words[begin : begin + len(truth.split())])
+            found.append((exact_match(guess, truth), f1(guess, truth)))
+    matched, overlap = np.mean(found, axis=0)
+    return {
+        "python_pairs": {"majority class": 100 * max(map(labels.count, set(labels))) / len(labels)},
+        "python_qa": {
+            "exact_match of a random span": 100 * float(matched),
+            "f1 of a random span": 100 * float(overlap),
+        },
+    }
+
+
 def metrics(line: dict[str, Any]) -> dict[str, float]:
     """The metrics of an evaluation."""
     hidden = ("step", "time", "tokens", "split")
@@ -123,6 +155,7 @@ def main() -> None:
             found = json.loads(OUT.read_text()) if OUT.exists() else {}
             found[study.name] = run(study, arguments.runs_dir)
             ordered = {s.name: found[s.name] for s in STUDIES if s.name in found}
+            ordered["references"] = references()
             OUT.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
