@@ -49,7 +49,7 @@ def rescaled(
 
         def work(start: int, stop: int) -> None:
             out, source = kept[start:stop], bits[start:stop]
-            choice.among(source.view(-1, width).numpy())
+            choice.among(source.view(stop - start, width).numpy())
             keys = torch.from_numpy(choice.keys).view(out.shape)
             magnitudes = keys.view(g.dtype)
             before = magnitudes.sum(axes, keepdim=True, dtype=wide)
