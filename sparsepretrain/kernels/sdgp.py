@@ -110,11 +110,12 @@ def _rescaled(
         # nothing kept means nothing to rescale: the factor is 1, not 0/0
         return torch.where(after == 0, 1.0, before / (after + epsilon))
 
-    by_item = dim > 0 and axes and 0 not in axes
+    # in other layouts torch adds in another order
+    by_item = dim > 0 and axes and 0 not in axes and g.is_contiguous()
     if by_item and n < m <= LARGEST_M_OF_NUMPY and (numpy := numpy_for(g)):
         from sparsepretrain.kernels import sdgp_numpy
 
-        kept = sdgp_numpy.rescaled(numpy, g.detach().contiguous(), n, m, dim, axes, factor)
+        kept = sdgp_numpy.rescaled(numpy, g.detach(), n, m, dim, axes, factor)
     else:
         kept = _largest(g, n, m, dim, backend)
         kept *= factor(_l1(g, axes), _l1(kept, axes))

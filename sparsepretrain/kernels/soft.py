@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -69,11 +70,11 @@ def soft_threshold(
 def _shrink(x: Tensor, n: int, m: int, gamma: float, dim: int) -> Tensor:
     """S(x) in fp32, or fp64 for fp64."""
     if numpy := numpy_for(x):
-        from sparsepretrain.kernels import soft_numpy
+        from sparsepretrain.kernels import soft_cpu
 
         inner = math.prod(x.shape[dim % x.dim() + 1 :])
-        wide = widen(x).contiguous().numpy()
-        return torch.from_numpy(soft_numpy.shrink(numpy, wide, n, m, inner, gamma))
+        threshold = functools.partial(_threshold, gamma=gamma)
+        return soft_cpu.shrink(numpy, widen(x).contiguous(), n, m, inner, threshold)
     values = split_groups(widen(x), m, dim)
     magnitudes = [v.abs() for v in values]
     dropped, kept = _boundary(magnitudes, n)

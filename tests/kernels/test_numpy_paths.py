@@ -2,17 +2,20 @@
 
 import functools
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
 import torch
 
 from sparsepretrain import kernels
-from sparsepretrain.kernels import groups, mvue24, nm, noise, soft, transposable
+from sparsepretrain.kernels import groups, mvue24, nm, noise, sdgp, sdgp_numpy, soft, transposable
 
 nan, inf = float("nan"), float("inf")
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 KEY = kernels.NoiseKey(5, 6, 2**32 - 3)
+MANY = 2**26
+"""Bytes that no other test needs."""
 
 
 @pytest.fixture
@@ -21,7 +24,7 @@ def in_torch(monkeypatch):
 
     def call(function, *args, **options):
         with monkeypatch.context() as patch:
-            for module in (groups, mvue24, nm, noise, soft, transposable):
+            for module in (groups, mvue24, nm, noise, sdgp, soft, transposable):
                 patch.setattr(module, "numpy_for", lambda x: None)
             return function(*args, **options)
 
@@ -84,6 +87,36 @@ def test_soft_threshold(in_torch, dtype, gamma, n, m):
         for dim in (0, -1):
             call = functools.partial(kernels.soft_threshold, x, n, m, gamma=gamma, dim=dim)
             assert same(call(), in_torch(call)), (name, dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scope", ["channel", "group", "tensor"])
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (5, 7), (16, 32), (2, 129)])
+def test_rescaled_gradients(in_torch, monkeypatch, dtype, scope, n, m):
+    monkeypatch.setattr(sdgp_numpy, "CHUNK", 4000)  # several items per part, several parts
+    for name, x in inputs(dtype, m).items():
+        for dim in range(x.dim()):
+            call = functools.partial(
+                kernels.prune_gradient, x, n, m, variant="rescaled", scope=scope, dim=dim
+            )
+            if x.shape[dim] % m == 0:
+                assert same(call(), in_torch(call)), (name, dim)
+
+
+def test_buffers_are_reused_on_their_thread_only(monkeypatch):
+    one, two = groups.buffers(numpy, ((3, 5), numpy.float32), ((7,), numpy.int8))
+    assert (one.shape, one.dtype, two.shape, two.dtype) == ((3, 5), "f4", (7,), "i1")
+    one[:], two[:] = 1.0, 2
+    assert (one == 1).all(), "they do not overlap"
+    (again,) = groups.buffers(numpy, ((2, 2), numpy.uint64))
+    assert numpy.shares_memory(again, one)
+    with ThreadPoolExecutor(1) as other:
+        (elsewhere,) = other.submit(groups.buffers, numpy, ((3, 5), numpy.float32)).result()
+    assert not numpy.shares_memory(elsewhere, one)
+    monkeypatch.setattr(groups, "MOST_KEPT", 10_000)
+    (large,) = groups.buffers(numpy, ((MANY,), numpy.int8))
+    (small,) = groups.buffers(numpy, ((10,), numpy.int8))
+    assert not numpy.shares_memory(large, small), "what is too large is not kept"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
