@@ -1,8 +1,9 @@
 """Run what docs/results.md reports, and write its numbers: ``make results``.
 
-Every run is the command that the page shows. Runs that are finished are not repeated, so an
-interrupted call goes on where it was. ``cpu_seconds`` is user and system time of the whole training
-command, which other things that run hardly change; ``training_seconds`` is wall-clock.
+Every run is the command that the page shows. Studies that are in the file are not repeated unless
+they are named, so an interrupted call goes on where it was. ``cpu_seconds`` is user and system time
+of the whole training command, which other things change less than ``training_seconds``, the
+wall-clock time.
 
     python scripts/results.py [--runs-dir DIR] [NAME ...]     all, or the named ones
 """
@@ -77,7 +78,8 @@ def run(study: Study, runs: str) -> dict[str, Any]:
     """Train and evaluate one study; returns what the page needs."""
     words = study.command(runs)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    sparsepretrain(*words, f"name={study.name}", f"runs_dir={runs}")
+    # an interrupted run starts over, so that its cost is that of one whole run
+    sparsepretrain(*words, f"name={study.name}", f"runs_dir={runs}", "resume=never")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     directory = newest(Path(runs) / study.name)
     sparsepretrain("eval", str(directory), f"split={study.split}")
@@ -90,7 +92,6 @@ def run(study: Study, runs: str) -> dict[str, Any]:
         shown[1] = f"RUN of {study.start}"
     return {
         "command": " ".join(["sparsepretrain", *shown]),
-        "seed": 0,
         "steps": lines[-1]["step"],
         "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime),
         "training_seconds": round(lines[-1]["time"]),
@@ -151,8 +152,8 @@ def main() -> None:
     if unknown:
         parser.error(f"no such study: {', '.join(sorted(unknown))}")
     for study in STUDIES:
-        if not arguments.names or study.name in arguments.names:
-            found = json.loads(OUT.read_text()) if OUT.exists() else {}
+        found = json.loads(OUT.read_text()) if OUT.exists() else {}
+        if study.name in arguments.names or not (arguments.names or study.name in found):
             found[study.name] = run(study, arguments.runs_dir)
             ordered = {s.name: found[s.name] for s in STUDIES if s.name in found}
             ordered["references"] = references()

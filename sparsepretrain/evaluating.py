@@ -24,8 +24,8 @@ result is printed and appended as a line of JSON to eval.jsonl of the run direct
 class Settings:
     """Words of the verb's own; all others are overrides."""
 
-    split: Literal["train", "validation", "test"] = "validation"
-    """Which part of the data."""
+    split: Literal["validation", "test"] = "validation"
+    """Which part of the data; training data is augmented, mixed and cut, so no measure."""
     average: int = 1
     """Evaluate the mean of the weights of the last so many checkpoints of the run."""
     weights: Literal["sparse", "dense"] = "sparse"

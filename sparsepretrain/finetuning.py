@@ -54,10 +54,15 @@ def load(
         request.choices.setdefault("sparsity", "dense")
     else:
         settings |= _from_run(source.config, request)
+    if request.choices["sparsity"] in SAMPLED:
+        settings["sparsity.mvue"] = "none"
+    if request.choices["sparsity"] == "asp":
+        settings["sparsity.at"] = 0.0
     _put_first(request, settings)
     if request.errors:
         return load_request(request)
     plain, _ = build(request)
+    _require_fitting(plain)
     _put_first(request, _tokenizer_settings(source, plain))
     return load_request(request)
 
@@ -102,11 +107,16 @@ def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
     if chosen == before["name"]:
         # the window and the phases were those of pre-training
         request.blocks["sparsity"] = {**before, "window": {"start": 0.0, "stop": 1.0}}
-    if chosen in SAMPLED:
-        settings["sparsity.mvue"] = "none"
-    if chosen == "asp":
-        settings["sparsity.at"] = 0.0
     return settings
+
+
+def _require_fitting(plain: dict[str, Any]) -> None:
+    """Refuse a task that the checkpoint's model cannot do, before anything is looked for."""
+    family, task = plain["model"].get("family"), plain["task"].get("name")
+    recipe: Any = registry.get("model", str(family))
+    if task not in recipe.tasks:
+        known = ", ".join(sorted(recipe.tasks))
+        raise ConfigError(f"a model of family {family} cannot do task={task}: it does {known}")
 
 
 def _put_first(request: Request, settings: dict[str, Any]) -> None:

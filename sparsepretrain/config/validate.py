@@ -72,11 +72,30 @@ def check(plain: dict[str, Any], skip: Collection[str] = ()) -> tuple[Run | None
     errors += [f"unknown key {key!r}{_near(key, plain)}" for key in plain if key not in known]
     root = {key: value for key, value in plain.items() if key in known}
     parts: list[str] = []
+    if not {"model", "task"} & set(skip) and (misfit := _misfit(root)):
+        # the model's recipe sets keys that this task does not have: one message is enough
+        parts.append(misfit)
+        skip = {*skip, "task", "data"}
     for group in (*REGISTERED, *GROUPS):
         if group in root:
             root[group] = None if group in skip else _part(group, root[group], parts)
     run = walk(Run, root, "", errors)
     return run, errors + parts
+
+
+def _misfit(root: dict[str, Any]) -> str | None:
+    """What to say of a task that the chosen model cannot do."""
+    model, task = (root.get(group) for group in ("model", "task"))
+    if not isinstance(model, dict) or not isinstance(task, dict):
+        return None
+    family, name = model.get("family"), task.get("name")
+    if family not in registry.names("model") or name not in registry.names("task"):
+        return None
+    known: Collection[str] = registry.get("model", family).tasks  # type: ignore[attr-defined]
+    if name in known:
+        return None
+    chosen = f"model={model.get('name')} (family {family})"
+    return f"task {name} does not work with {chosen}: its tasks are {', '.join(sorted(known))}"
 
 
 def load_plugins(plugins: Any) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsepretrain.data.order import epoch_words
+from sparsepretrain.data.order import PerEpoch, epoch_words
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
 
@@ -90,7 +90,7 @@ class Buckets:
         self._longest = int(longest.max())
         self.starts = _cut(np.sort(longest), max_tokens)
         """(buckets + 1,) places in the sorted order where buckets begin, and its end."""
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._epochs = PerEpoch(self._draw)
 
     @property
     def count(self) -> int:
@@ -105,20 +105,16 @@ class Buckets:
     def pairs(self, sample: int) -> np.ndarray:
         """Indices of the pairs of the bucket that is ``sample`` of the whole order, from 0."""
         epoch, place = divmod(sample, self.count)
-        order, permutation = self._epoch(epoch)
+        order, permutation = self._epochs[epoch]
         bucket = permutation[place]
         return order[self.starts[bucket] : self.starts[bucket + 1]]
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Sorted pairs and the permutation of the buckets."""
-        if epoch not in self._epochs:
-            size = len(self._keys[0])
-            words = epoch_words(self._seed, epoch, size + self.count)
-            order = np.lexsort((words[:size], *self._keys))
-            if len(self._epochs) > 1:  # a batch touches two epochs at most times
-                del self._epochs[min(self._epochs)]
-            self._epochs[epoch] = order, np.argsort(words[size:], kind="stable")
-        return self._epochs[epoch]
+        size = len(self._keys[0])
+        words = epoch_words(self._seed, epoch, size + self.count)
+        order = np.lexsort((words[:size], *self._keys))
+        return order, np.argsort(words[size:], kind="stable")
 
 
 def pad(rows: Sequence[np.ndarray], value: int) -> np.ndarray:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from sparsepretrain import registry
+from sparsepretrain.data.order import PerEpoch, permutation
 from sparsepretrain.data.preparation import OnProgress, load
 from sparsepretrain.data.sources._images import LABEL_BYTES, ImageSource
 from sparsepretrain.data.tokens import TokenData
@@ -122,20 +124,10 @@ class ImageOrder:
     """
 
     def __init__(self, count: int, seed: int, copies: int = 1) -> None:
-        self._count, self._seed, self._copies = count, seed, copies
-        self._permutations: dict[int, np.ndarray] = {}
+        self._count, self._copies = count, copies
+        self._permutations = PerEpoch(functools.partial(permutation, seed, count=count))
 
     def place(self, sample: int) -> Place:
         """Of sample ``step * batch + position`` of the run."""
         epoch, position = divmod(sample, self._count)
-        return Place(epoch, position, int(self._permutation(epoch)[position // self._copies]))
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        """From raw Philox words, whose stream NumPy keeps across versions."""
-        if epoch not in self._permutations:
-            key = np.array([self._seed, epoch], dtype=np.uint64)
-            words = np.random.Philox(key=key).random_raw(self._count)
-            if len(self._permutations) > 1:  # a batch touches two epochs at most times
-                del self._permutations[min(self._permutations)]
-            self._permutations[epoch] = np.argsort(words, kind="stable")
-        return self._permutations[epoch]
+        return Place(epoch, position, int(self._permutations[epoch][position // self._copies]))

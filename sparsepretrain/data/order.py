@@ -6,13 +6,16 @@ neither resuming nor the number of processes can change it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from sparsepretrain.data.sources._source import TRAIN
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
+
+T = TypeVar("T")
 
 
 def epoch_words(seed: int, epoch: int, count: int) -> np.ndarray:
@@ -23,6 +26,27 @@ def epoch_words(seed: int, epoch: int, count: int) -> np.ndarray:
     """
     key = np.array([seed, epoch], dtype=np.uint64)
     return np.random.Philox(key=key).random_raw(count)
+
+
+def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
+    """0 … count - 1 in an order that (seed, epoch) decides."""
+    return np.argsort(epoch_words(seed, epoch, count), kind="stable")
+
+
+class PerEpoch(Generic[T]):
+    """``draw(epoch)``, remembered for two epochs: a batch touches no more at most times."""
+
+    def __init__(self, draw: Callable[[int], T]) -> None:
+        self._draw = draw
+        self._drawn: dict[int, T] = {}
+
+    def __getitem__(self, epoch: int) -> T:
+        """What belongs to ``epoch``."""
+        if epoch not in self._drawn:
+            if len(self._drawn) > 1:
+                del self._drawn[min(self._drawn)]
+            self._drawn[epoch] = self._draw(epoch)
+        return self._drawn[epoch]
 
 
 class Windows:
@@ -58,7 +82,7 @@ class Windows:
         self.count = max(1, (len(tokens) - length) // length) if shuffled else places
         """Windows per epoch."""
         self._offsets = min(length, len(tokens) - self.count * length)
-        self._epochs: dict[int, tuple[int, np.ndarray]] = {}
+        self._epochs = PerEpoch(self._draw)
         self._full, self._complete = self.count, complete
         self._rest = self._left_out() if complete else []
         self.count += len(self._rest)
@@ -93,26 +117,21 @@ class Windows:
         if self._shuffled:
             for epoch in np.unique(epochs):
                 mine = epochs == epoch
-                offset, permutation = self._epoch(int(epoch))
+                offset, permutation = self._epochs[int(epoch)]
                 starts[mine] = offset + permutation[places[mine]] * self._length
         return self._tokens[starts[:, None] + np.arange(self._length + 1)].astype(np.int64)
 
     def _left_out(self) -> list[tuple[int, int]]:
         """(start, stop) of the windows before and after those of the first epoch."""
-        begin = self._epoch(0)[0] if self._shuffled else 0
+        begin = self._epochs[0][0] if self._shuffled else 0
         end, last = begin + self._full * self._length, len(self._tokens) - 1
         starts = [*([0] if begin else []), *range(end, last, self._length)]
         return [(s, min(s + self._length, begin if s < begin else last) + 1) for s in starts]
 
-    def _epoch(self, epoch: int) -> tuple[int, np.ndarray]:
+    def _draw(self, epoch: int) -> tuple[int, np.ndarray]:
         """Offset and permutation of an epoch."""
-        if epoch not in self._epochs:
-            words = epoch_words(self._seed, epoch, self._full + 1)
-            permutation = np.argsort(words[1:], kind="stable")
-            if len(self._epochs) > 1:  # a batch touches two epochs at most times
-                del self._epochs[min(self._epochs)]
-            self._epochs[epoch] = int(words[0] % np.uint64(self._offsets)), permutation
-        return self._epochs[epoch]
+        words = epoch_words(self._seed, epoch, self._full + 1)
+        return int(words[0] % np.uint64(self._offsets)), np.argsort(words[1:], kind="stable")
 
 
 def windows(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import time
@@ -84,6 +85,12 @@ def prepare(
     """
     if workers is not None and workers < 1:
         raise ConfigError(f"workers must be ≥ 1, got {workers}")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # a worker process runs the script that started it again, which would wait for itself
+        raise DataError(
+            f"preparing {options.name} starts processes that import your script: put what it does "
+            "under `if __name__ == '__main__':`, or run `sparsepretrain prepare` first"
+        )
     source, directory = _locate(options)
     if (data := _intact(directory)) is not None:
         return data
@@ -92,7 +99,12 @@ def prepare(
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(directory, report):
             if (data := _intact(directory)) is None:
-                _build(source, directory, workers, report)
+                try:
+                    _build(source, directory, workers, report)
+                except DataError:
+                    if source.kind != "text":  # hours of tokenising go on after a repair
+                        shutil.rmtree(_partial(directory), ignore_errors=True)
+                    raise
                 data = open_tokens(directory)
             return data
     except OSError as error:
@@ -131,6 +143,11 @@ def _locate(options: Any) -> tuple[Source, Path]:
     return source, cache_directory() / f"{options.name}-{key}"
 
 
+def _partial(directory: Path) -> Path:
+    """Where the parts of ``directory`` are kept until it is complete."""
+    return directory.with_name(f"{directory.name}.partial")
+
+
 def _intact(directory: Path) -> TokenData | None:
     try:
         return open_tokens(directory)
@@ -151,7 +168,7 @@ def _exclusive(directory: Path, report: OnProgress) -> Any:
 
 
 def _build(source: Source, directory: Path, workers: int | None, report: OnProgress) -> None:
-    parts = directory.with_name(directory.name + ".partial")
+    parts = _partial(directory)
     report(Progress("reading", 0, None, source.unit, 0.0))
     shards = source.shards()
     tokenizer = None if source.tokenizer == BYTES else parts / TOKENIZER

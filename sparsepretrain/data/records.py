@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from sparsepretrain.data.order import PerEpoch, permutation
 from sparsepretrain.data.tokens import TokenData
 
 
@@ -25,8 +27,8 @@ class Shuffle:
     """
 
     def __init__(self, count: int, seed: int) -> None:
-        self.count, self._seed = count, seed
-        self._epochs: dict[int, np.ndarray] = {}
+        self.count = count
+        self._permutations = PerEpoch(functools.partial(permutation, seed, count=count))
 
     def places(self, step: int, positions: Sequence[int], size: int) -> np.ndarray:
         """int64 (len(positions),): what is at ``positions`` of the global batch of ``step``."""
@@ -34,15 +36,5 @@ class Shuffle:
         epochs, places = np.divmod(samples, self.count)
         for epoch in np.unique(epochs):
             mine = epochs == epoch
-            places[mine] = self._permutation(int(epoch))[places[mine]]
+            places[mine] = self._permutations[int(epoch)][places[mine]]
         return places
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if epoch not in self._epochs:
-            # raw words: NumPy keeps their stream across versions
-            key = np.array([self._seed, epoch], dtype=np.uint64)
-            words = np.random.Philox(key=key).random_raw(self.count)
-            if len(self._epochs) > 1:
-                del self._epochs[min(self._epochs)]
-            self._epochs[epoch] = np.argsort(words, kind="stable")
-        return self._epochs[epoch]

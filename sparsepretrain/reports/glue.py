@@ -27,7 +27,9 @@ def glue_scores(directories: Iterable[Path]) -> dict[str, float]:
     """
     found: dict[str, list[float]] = {}
     for directory in directories:
-        name = str(freeze.from_yaml(directory / "config.yaml")["data"]["name"])
+        if not (directory / "config.yaml").is_file():
+            continue
+        name = str(freeze.from_yaml(directory / "config.yaml").get("data", {}).get("name"))
         if not name.startswith(PREFIX):
             continue
         scores = [line["score"] for line in read(directory) if line.get("score") is not None]

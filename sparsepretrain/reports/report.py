@@ -15,6 +15,7 @@ import numpy as np
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.files import write_atomic
 from sparsepretrain.reports import plots
+from sparsepretrain.reports.glue import glue_average, glue_scores
 from sparsepretrain.reports.runs import RunData, differences, find, load, smooth
 from sparsepretrain.reports.runs import labels as default_labels
 from sparsepretrain.tracking.console import clock, count
@@ -96,6 +97,7 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
     lines += [*_table((*header, "seed"), rows), ""]
     losses, rates = (plots.means_label(runs, key) for key in ("loss", "flip_rate"))
     lines += [f"Train loss ({losses}) and flip rate ({rates}) are those of the end.", ""]
+    lines += _glue_average(runs)
     lines += ["## What differs", ""]
     differing = differences(runs)
     if differing:
@@ -110,6 +112,15 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
     ]
     lines += _table(("run", "directory", "command", "commit"), where)
     return [_save(figure, out / "overlay.png"), _write(out / "report.md", lines)]
+
+
+def _glue_average(runs: Sequence[RunData]) -> list[str]:
+    """One line where several runs are tasks of GLUE; a task with two metrics counts once."""
+    scores = glue_scores(run.path for run in runs)
+    if len(scores) < 2:
+        return []
+    average = f"{glue_average(scores):.2f} %"
+    return [f"GLUE average, each task once ({', '.join(scores)}): {average}.", ""]
 
 
 def _numbers(run: RunData) -> list[tuple[str, str]]:

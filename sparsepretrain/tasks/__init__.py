@@ -35,6 +35,8 @@ class Task(ABC):
     """Kind of data, see ``data.sources``: text, pairs, images or records."""
     unit: ClassVar[str] = "tokens"
     """What an item is, in the plural."""
+    sample: ClassVar[str] = "samples"
+    """What a sample is, in the plural."""
     metric: ClassVar[str] = "loss"
     """The metric that says how good a model is, among those of :meth:`metrics`."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sparsepretrain.data.encoding import Codec
 
 BEST = 20
-"""Starts and ends that are combined, each; the usual number of SQuAD's evaluations."""
+"""Most likely starts that are tried, each with its best end; SQuAD's evaluations try as many."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,7 +180,6 @@ class QuestionAnswering(EncodedTask):
         best = -np.inf, ""
         for i in np.argsort(-starts, kind="stable")[:BEST]:
             last = min(size, int(i) + self.options.max_answer)
-            # the BEST ends in general, and the best one that fits this start
             j = int(i) + int(np.argmax(ends[i:last]))
             score = float(starts[i] + ends[j])
             if score > best[0]:

@@ -66,6 +66,7 @@ class Translation(Task):
 
     Options = TranslationOptions
     kind = "pairs"
+    sample = "buckets of pairs"
     metric = "bleu"
 
     def __init__(self, options: TranslationOptions, model: Any, data: Any, seed: int) -> None:

@@ -61,6 +61,8 @@ def stream(
         raise DataError(
             "a process that makes batches died (out of memory?): lower workers"
         ) from error
+    finally:
+        del batches  # stops the workers now; with an error that holds this frame, at exit
 
 
 def training_requests(first: int, size: int, micro: int) -> Iterator[Request]:

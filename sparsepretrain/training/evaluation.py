@@ -35,8 +35,8 @@ from sparsepretrain.training.weights import Source
 RESULTS = "eval.jsonl"
 """In the run directory: one line per evaluation."""
 
-DECIDED = ("model", "sparsity", "optim", "schedule", "experiment", "steps", "epochs")
-"""What a run's checkpoint decides, so that an evaluation cannot choose it anew."""
+DECIDED = ("model", "sparsity", "optim", "schedule", "experiment", "steps", "epochs", "eval")
+"""What a run's checkpoint or the whole split decides, so that it cannot be chosen anew."""
 
 
 def evaluate_checkpoint(
@@ -55,7 +55,7 @@ def evaluate_checkpoint(
     Args:
         path: see :func:`weights.find`.
         overrides, config_dirs: see :func:`configuration`.
-        split: train, validation or test.
+        split: validation or test; training data is augmented, mixed or cut.
         average: use the mean of the weights of so many checkpoints, the last of them ``path``.
         dense: densify the model first: plain layers that hold the weights evaluation uses.
         out: file that the result is appended to; None: ``eval.jsonl`` of the run directory, if any.
@@ -86,28 +86,35 @@ def evaluate_checkpoint(
     assert metrics is not None
     rows = [
         ("checkpoint", _describe(source, average)),
-        (split, f"{samples:,} samples of {run.data.name}, every one once"),
+        (split, f"{samples:,} {t.task.sample} of {run.data.name}, every one once"),
         ("target layers", proof),
         *((key, _text(value)) for key, value in metrics.items()),
     ]
     console.table(f"{run.task.name}, {run.sparsity.name}", rows)
     result = {
-        "checkpoint": str(source.path),
-        "step": source.step,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "task": run.task.name,
-        "data": run.data.name,
-        "fingerprint": t.task.fingerprint,
+        **_identity(source, t, overrides),
         "split": split,
         "samples": samples,
         "weights": "dense" if dense else "sparse",
         "average": average,
-        "overrides": list(overrides),
         "metrics": metrics,
-        "environment": environment(t.device),
     }
     _write(result, _results_file(source, out), console)
     return result
+
+
+def _identity(source: Source, t: Training, overrides: Sequence[str]) -> dict[str, Any]:
+    """What was evaluated, when and where."""
+    return {
+        "checkpoint": str(source.path),
+        "step": source.step,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "task": t.run.task.name,
+        "data": t.run.data.name,
+        "fingerprint": t.task.fingerprint,
+        "overrides": list(overrides),
+        "environment": environment(t.device),
+    }
 
 
 def configuration(

@@ -20,7 +20,7 @@ from sparsepretrain.training.ema import put
 PREVIOUS_MASK = "sparsity_previous_mask"
 """Of the flip rate: a fine-tuning run starts from a baseline of its own."""
 
-SAME = ("name", "n", "m", "targets", "gamma", "flip_rule")
+SAME = ("name", "n", "m", "targets", "gamma", "beta", "flip_rule")
 """Keys of ``sparsity`` that decide which function the stored weights stand for."""
 
 HEADS = ("score", "classifier", "pre_classifier", "qa_outputs")
@@ -49,6 +49,8 @@ def load(run: Run, task: Task, model: nn.Module, console: Console) -> State:
     same = _same_method(source.config["sparsity"], run)
     stored = run.init.weights == "master" or (run.init.weights == "auto" and same)
     state = weights.model_state(source) if stored else evaluated_state(source)
+    if run.init.weights == "auto" and stored and source.config["ema"] is not None:
+        state = state | weights.state(source)["ema"]["averages"]
     buffers = {k: v for k, v in state.items() if ".sparsity_" in k}
     _copy(model, {k: v for k, v in state.items() if k not in buffers}, str(source.path), console)
     kind = "stored weights" if stored else "the weights that it evaluates with"

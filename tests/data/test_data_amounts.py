@@ -68,6 +68,9 @@ class Images(Made):
 
 @pytest.fixture
 def prepare(tmp_path, monkeypatch, capsys):
+    for kind in registry.PACKAGES:  # a built-in first imported below would register there alone
+        for name in registry.names(kind):
+            registry.get(kind, name)
     monkeypatch.setattr(
         registry, "_registered", {k: dict(v) for k, v in registry._registered.items()}
     )

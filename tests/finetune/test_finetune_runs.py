@@ -71,6 +71,16 @@ def test_fine_tuning_starts_from_averaged_weights_where_there_are_some(tiny, tmp
     assert all(torch.equal(found[name], value) for name, value in averages.items())
 
 
+def test_the_average_stands_in_for_the_stored_weights_of_the_same_method(tiny, tmp_path):
+    source = pretrain(tiny, "sparsity=dense", "ema=0.5")
+    averages = weights.state(weights.find(source))["ema"]["averages"]
+    words = (*glue(tmp_path), f"runs_dir='{tmp_path / 'tuned'}'")
+    own = build(source, *words).model.state_dict()
+    assert all(torch.equal(own[name], averages[name]) for name in averages if name in own)
+    raw = build(source, *words, "init.weights=master").model.state_dict()
+    assert any(not torch.equal(raw[name], averages[name]) for name in averages if name in own)
+
+
 def test_a_stopped_run_continues_bit_for_bit_without_its_source(tiny, tmp_path, stop_after):
     source = pretrain(tiny)
     words = [*glue(tmp_path), "epochs=1", "checkpoint.every=2"]

@@ -41,6 +41,18 @@ def test_an_error_in_a_worker_is_the_users_error(task, monkeypatch):
         next(stream(task, split_requests("train", 4, 2, None), CPU, 1))
 
 
+def test_no_worker_outlives_an_error(task, monkeypatch):
+    import multiprocessing
+
+    def batch(split, step, positions, size):
+        raise DataError("photo.jpg does not decode")
+
+    monkeypatch.setattr(task, "batch", batch)
+    with pytest.raises(DataError) as kept:  # as a traceback that is printed at exit would
+        next(stream(task, split_requests("train", 4, 2, None), CPU, 2))
+    assert kept.value and not multiprocessing.active_children()
+
+
 def test_a_worker_that_dies_is_one_line(task, monkeypatch):
     import os
 

@@ -114,7 +114,7 @@ def test_averages_over_the_step_of_pruning_are_sparse(tiny, evaluate):
 def test_a_run_with_ema_is_evaluated_with_it(tiny, evaluate):
     run = tiny.train("ema=0.9").directory
     last = [line for line in metrics(run) if "split" in line][-1]
-    found = evaluate(run, "eval.batches=1")["metrics"]
+    found = evaluate(run)["metrics"]
     t = tiny.build("ema=0.9")
     state = final_state(run)
     t.model.load_state_dict(state["model"])
@@ -174,8 +174,11 @@ def test_changed_data_are_noticed(tiny, evaluate, tmp_path, monkeypatch):
     assert "warning: the data are not those of the run" in evaluate(run)["output"]
     with pytest.raises(DataError, match="token ids mean other text"):
         evaluate(bpe)
+    other_text = ("data=text_files", f"data.files=['{tiny.corpus}/01.txt']")
+    assert evaluate(bpe, *other_text)["samples"] > 0, "the tokenizer is beside the run"
+    (bpe / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"the tokenizer of .* is gone"):
-        evaluate(bpe, "data=text_files", f"data.files=['{tiny.corpus}/01.txt']")
+        evaluate(bpe, *other_text)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,7 @@ def test_changed_data_are_noticed(tiny, evaluate, tmp_path, monkeypatch):
         (4, "no such checkpoint", ["/nowhere/run"]),
         (2, "name one before KEY=VALUE", ["split=test"]),
         (2, "the following arguments are required: CHECKPOINT", []),
-        (2, "split must be one of train, validation, test, got 'tset'", ["RUN", "split=tset"]),
+        (2, "split must be one of validation, test, got 'tset'", ["RUN", "split=tset"]),
         (2, "average must be ≥ 1", ["RUN", "average=0"]),
         (2, "average must be an integer", ["RUN", "average=many"]),
         (2, "weights must be one of sparse, dense", ["RUN", "weights=densified"]),
@@ -217,6 +220,10 @@ def test_ema_and_averaging_exclude_each_other(tiny, evaluate):
 
 
 def test_the_command(tiny, trained, capsys):
-    assert main(["eval", str(trained), "split=train", "weights=dense", "average=2"]) == 0
+    assert main(["eval", str(trained), "split=train"]) == 2
+    assert "split must be one of validation, test" in capsys.readouterr().err
+    assert main(["eval", str(trained), "eval.batches=1"]) == 2
+    assert "eval" in capsys.readouterr().err
+    assert main(["eval", str(trained), "weights=dense", "average=2"]) == 0
     out = capsys.readouterr().out
     assert "perplexity" in out and "densified" in out and str(trained / "eval.jsonl") in out

@@ -37,7 +37,7 @@ class PythonQA(FunctionSource):
     holds = QUESTIONS
 
     def records(self, functions: Iterator[Function]) -> Iterator[Row]:
-        """Both questions about one function of every two neighbours that are short enough."""
+        """One question about every two neighbours that are short enough, of both kinds in turn."""
         short = (
             f
             for f in functions
