@@ -115,8 +115,8 @@ def apply_mask(x: Tensor, mask: Tensor) -> Tensor:
 def numpy_for(x: Tensor) -> Any | None:
     """The module ``numpy`` if ``x`` is computed with it: eager mode on the CPU; else None.
 
-    There the ``*_numpy`` files and ``soft_cpu`` take over from the reference and give the same
-    bits: they write into buffers that are kept, and a call of NumPy costs a third of torch's.
+    There the ``*_numpy`` files take over from the reference and give the same bits: they write into
+    buffers that are kept, and a call of NumPy costs a third of torch's.
     Without NumPy (torch alone is enough), in compiled graphs and on other devices the reference
     runs.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -70,11 +69,11 @@ def soft_threshold(
 def _shrink(x: Tensor, n: int, m: int, gamma: float, dim: int) -> Tensor:
     """S(x) in fp32, or fp64 for fp64."""
     if numpy := numpy_for(x):
-        from sparsepretrain.kernels import soft_cpu
+        from sparsepretrain.kernels import soft_numpy
 
         inner = math.prod(x.shape[dim % x.dim() + 1 :])
-        threshold = functools.partial(_threshold, gamma=gamma)
-        return soft_cpu.shrink(numpy, widen(x).contiguous(), n, m, inner, threshold)
+        wide = widen(x).contiguous().numpy()
+        return torch.from_numpy(soft_numpy.shrink(numpy, wide, n, m, inner, gamma))
     values = split_groups(widen(x), m, dim)
     magnitudes = [v.abs() for v in values]
     dropped, kept = _boundary(magnitudes, n)
