@@ -38,7 +38,7 @@ def show(*overrides):
         (("model=bert_nano",), "876,676 (0.9M)", "sste 2:4: 8 layers, 524,288 of"),
         (("experiment=nano_bert", "sparsity.targets=all"), "876,676", "sste 2:4: 24 layers"),
         (("experiment=tsrste_bert",), "119,589,889", "tsrste 2:4: 32 layers"),
-        (("experiment=half", GATED), "91,278,337", "dense 2:4: 32 layers, 28,311,552 of"),
+        (("experiment=half", GATED), "91,278,337", "dense: 32 layers, 28,311,552 of"),
         (("experiment=step_wikitext103",), "124,373,760", "step 2:4: 24 layers"),
     ],
 )

@@ -106,6 +106,7 @@ def test_kill_9_at_random_moments(forks, tiny, method):
 
 
 @pytest.mark.fault
+@pytest.mark.timeout(1500)  # one run per file operation: minutes
 def test_kill_9_before_every_file_operation(forks, tiny):
     """R2: at each point of each save, and of the start and the end."""
     overrides = ("steps=4", "checkpoint.every=1", "checkpoint.keep_last=1", "log.masks_every=2")
