@@ -11,7 +11,7 @@ import numpy as np
 from sparsepretrain import registry
 from sparsepretrain.data.order import PerEpoch, permutation
 from sparsepretrain.data.preparation import OnProgress, load
-from sparsepretrain.data.sources._images import LABEL_BYTES, ImageSource
+from sparsepretrain.data.sources._images import LABEL_BYTES, IndexSource, PixelSource
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 class Images:
     """The labelled images of one split."""
 
-    def __init__(self, source: ImageSource, data: TokenData, split: str, classes: int) -> None:
+    def __init__(
+        self, source: IndexSource | PixelSource, data: TokenData, split: str, classes: int
+    ) -> None:
         """Open a split of ``data``, which was prepared from ``source``.
 
         Raises:
@@ -30,7 +32,7 @@ class Images:
         """
         self._source, self._bytes, self._classes = source, data.tokens[split], classes
         self._where = f"{data.name}, {split} split"
-        if source.shape is None:
+        if isinstance(source, IndexSource):
             self._ends = np.flatnonzero(np.asarray(self._bytes) == 0)
             self.count = len(self._ends)
             """Images."""
@@ -39,7 +41,7 @@ class Images:
             self.count = len(self._rows)
         if not self.count:
             raise DataError(f"{self._where}: no images")
-        if source.shape is None:
+        if isinstance(source, IndexSource):
             self.label(self.count - 1)  # folders come in the order of their labels
         else:
             labels = np.ascontiguousarray(self._rows[:, :LABEL_BYTES]).view("<u2")
@@ -51,7 +53,7 @@ class Images:
         Raises:
             DataError: the model has no such class.
         """
-        if self._source.shape is None:
+        if isinstance(self._source, IndexSource):
             return self._check(int(self._entry(index)["label"]), index)
         low, high = self._rows[index, :LABEL_BYTES]
         return int(low) + 256 * int(high)
@@ -64,7 +66,7 @@ class Images:
         """
         from PIL import Image
 
-        if self._source.shape is None:
+        if isinstance(self._source, IndexSource):
             return self._source.read(self._entry(index)).convert("RGB")
         height, width, channels = self._source.shape
         pixels = np.array(self._rows[index, LABEL_BYTES:]).reshape(height, width, channels)
@@ -98,7 +100,7 @@ def open_images(
     Raises:
         DataError: the data is missing or damaged, a split is empty, a label is out of range.
     """
-    source: ImageSource = registry.get("source", options.source)(options)
+    source: IndexSource | PixelSource = registry.get("source", options.source)(options)
     data = load(options, on_progress=on_progress)
     for split in splits:
         if split not in data.tokens:

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from sparsepretrain.models._recipe import Headable
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,3 +52,18 @@ class EncoderOptions:
             yield "layer_norm_eps", f"must be > 0, got {self.layer_norm_eps}"
         if not 0 <= self.dropout < 1:
             yield "dropout", f"must lie in [0, 1), got {self.dropout}"
+
+
+class Encoder(Headable):
+    """A recipe whose models predict masked tokens, and can carry another head."""
+
+    tasks: ClassVar[frozenset[str]] = frozenset(
+        {"masked_lm", "sequence_classification", "question_answering"}
+    )
+    """Names of the tasks that it can be built for."""
+
+    @staticmethod
+    def logits(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+        """(batch, length) int64, (n) int64 places in it flattened -> (n, vocab_size)."""
+        logits: Tensor = model(tokens, positions=positions)
+        return logits

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
-from sparsepretrain.models._encoder import EncoderOptions
-from sparsepretrain.models._recipe import Headable
+from sparsepretrain.models._encoder import Encoder, EncoderOptions
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -21,14 +20,10 @@ class BertOptions(EncoderOptions):
 
 
 @register("model", "bert")
-class Bert(Headable):
+class Bert(Encoder):
     """Builds the model and knows its layers by role."""
 
     Options = BertOptions
-    tasks: ClassVar[frozenset[str]] = frozenset(
-        {"masked_lm", "sequence_classification", "question_answering"}
-    )
-    """Names of the tasks that it can be built for."""
 
     @staticmethod
     def roles(options: BertOptions) -> dict[str, list[str]]:
@@ -70,12 +65,6 @@ class Bert(Headable):
         )
         config._attn_implementation = "sdpa"
         return BertForMaskedLM(config)
-
-    @staticmethod
-    def logits(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
-        """(batch, length) int64, (n) int64 places in it flattened -> (n, vocab_size)."""
-        logits: Tensor = model(tokens, positions=positions)
-        return logits
 
     @staticmethod
     def encode(model: nn.Module, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
-from sparsepretrain.models._encoder import EncoderOptions
-from sparsepretrain.models._recipe import Headable
+from sparsepretrain.models._encoder import Encoder, EncoderOptions
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -34,14 +33,10 @@ class BertGEGLUOptions(EncoderOptions):
 
 
 @register("model", "bert_geglu")
-class BertGEGLU(Headable):
+class BertGEGLU(Encoder):
     """Builds the model and knows its layers by role."""
 
     Options = BertGEGLUOptions
-    tasks: ClassVar[frozenset[str]] = frozenset(
-        {"masked_lm", "sequence_classification", "question_answering"}
-    )
-    """Names of the tasks that it can be built for."""
 
     @staticmethod
     def roles(options: BertGEGLUOptions) -> dict[str, list[str]]:
@@ -70,12 +65,6 @@ class BertGEGLU(Headable):
             eps=options.layer_norm_eps,
             dropout=options.dropout,
         )
-
-    @staticmethod
-    def logits(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
-        """(batch, length) int64, (n) int64 places in it flattened -> (n, vocab_size)."""
-        logits: Tensor = model(tokens, positions=positions)
-        return logits
 
     @staticmethod
     def encode(model: nn.Module, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:

@@ -23,20 +23,25 @@ class ImageSource(Source):
 
     kind = "images"
     unit = "images"
-    shape: ClassVar[tuple[int, int, int] | None] = None
-    """(height, width, channels) of rows of bytes; None: the prepared data is an index."""
 
+
+class IndexSource(ImageSource):
+    """Images that stay where they are. Prepared: an index, one JSON object per image."""
+
+    @abstractmethod
     def read(self, entry: dict[str, Any]) -> Image:
         """The image of an entry of the index, as it is stored.
 
         Raises:
             DataError: it is not there or does not decode.
         """
-        raise NotImplementedError(f"{type(self).__name__} keeps its images in the prepared data")
 
 
 class PixelSource(ImageSource):
     """Images of one size. Prepared: label and pixels (uint8, channels last), row after row."""
+
+    shape: ClassVar[tuple[int, int, int]]
+    """(height, width, channels)."""
 
     @abstractmethod
     def rows(self, shard: Shard) -> tuple[np.ndarray, np.ndarray]:

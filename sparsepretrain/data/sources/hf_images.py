@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain.data.hub import load_rows
-from sparsepretrain.data.sources._images import ImageSource, index_documents
+from sparsepretrain.data.sources._images import IndexSource, index_documents
 from sparsepretrain.data.sources._source import (
     TRAIN,
     VALIDATION,
@@ -52,7 +52,7 @@ class Options(SourceOptions):
 
 
 @register("source", "hf_images")
-class HfImages(ImageSource):
+class HfImages(IndexSource):
     """Rows of two splits. Preparing downloads them; training reads them from the cache."""
 
     Options: ClassVar[type[SourceOptions]] = Options

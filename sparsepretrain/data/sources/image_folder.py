@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sparsepretrain.data.sources._images import ImageSource, index_documents
+from sparsepretrain.data.sources._images import IndexSource, index_documents
 from sparsepretrain.data.sources._source import (
     TRAIN,
     VALIDATION,
@@ -46,7 +46,7 @@ class Options(SourceOptions):
 
 
 @register("source", "image_folder")
-class ImageFolder(ImageSource):
+class ImageFolder(IndexSource):
     """Classes are the names of the directories in sorted order, as in torchvision."""
 
     Options: ClassVar[type[SourceOptions]] = Options
