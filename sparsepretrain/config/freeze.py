@@ -58,11 +58,11 @@ def from_yaml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"{file} is not a configuration: it must be a mapping of keys")
-    plain = {str(key): value for key, value in plain.items()}
+    result = {str(key): value for key, value in plain.items()}
     for table in (ADDED, CHANGED):
-        for part, key, value in _meant(plain, table):
+        for part, key, value in _meant(result, table):
             part.setdefault(key, value)
-    return plain
+    return result
 
 
 def identity(config: Config) -> str:
