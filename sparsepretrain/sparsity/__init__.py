@@ -8,22 +8,28 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sparsepretrain.sparsity.policy import Method, MethodOptions, Products, Projection, Window
+from sparsepretrain.sparsity.method import Layer, Method, MethodOptions, Projection, Window
+from sparsepretrain.sparsity.row import Operand, Phase, Row
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.sparsifier import Sparsifier
-    from sparsepretrain.sparsity.surgery import densify, sparsify
+    from sparsepretrain.sparsity.surgery import densify, sparsifier_of, sparsify, sparsify_with
 
 __all__ = [
+    "Layer",
     "Method",
     "MethodOptions",
-    "Products",
+    "Operand",
+    "Phase",
     "Projection",
+    "Row",
     "Sparsifier",
     "Window",
     "densify",
     "list_methods",
+    "sparsifier_of",
     "sparsify",
+    "sparsify_with",
 ]
 
 
@@ -37,6 +43,6 @@ def list_methods() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name == "Sparsifier":
         return import_module(f"{__name__}.sparsifier").Sparsifier
-    if name in ("densify", "sparsify"):
+    if name in ("densify", "sparsifier_of", "sparsify", "sparsify_with"):
         return getattr(import_module(f"{__name__}.surgery"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

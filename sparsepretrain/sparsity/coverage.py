@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import nn
-
-from sparsepretrain.sparsity.fp8 import FP8Recipe
+from sparsepretrain.sparsity.execution import EMULATE
 from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
-from sparsepretrain.sparsity.policy import Method
+from sparsepretrain.sparsity.row import Row
+from sparsepretrain.sparsity.state import ModelState
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,9 +23,12 @@ class CoveredLayer:
     """Of a convolution: out_channels."""
     kernel: tuple[int, ...]
     """Kernel size of a convolution; () for linear layers."""
+    row: Row
+    """What its products see once they are sparse."""
     fprop: str
     dgrad: str
     wgrad: str
+    """Their operands in words."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,9 +51,7 @@ class Coverage:
     @property
     def sparse_products(self) -> str:
         """Products that sparse hardware could run, such as ``fprop, wgrad``."""
-        first = self.layers[0]
-        operands = {"fprop": first.fprop, "dgrad": first.dgrad, "wgrad": first.wgrad}
-        return ", ".join(k for k, v in operands.items() if ":" in v) or "none"
+        return ", ".join(self.layers[0].row.sparse) or "none"
 
     def __str__(self) -> str:
         head = ["layer", "out × in", "fprop", "dgrad", "wgrad"]
@@ -81,15 +81,11 @@ class Coverage:
         return "\n".join(lines)
 
 
-def cover(
-    model: nn.Module,
-    layers: dict[str, SparseLayer],
-    method: Method,
-    recipe: FP8Recipe | None = None,
-) -> Coverage:
+def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
     """Build the report."""
+    method, row = state.method, state.method.sparse_row
     n, m = method.options.n, method.options.m  # the one it ends with
-    operands = method.operands()
+    operands = {k: ", ".join(map(str, v)) for k, v in row.products.items()}
     rows = []
     for name, layer in layers.items():
         axis = layer.sparsity.dim
@@ -101,12 +97,13 @@ def cover(
                 in_features=in_features,
                 out_features=out_features,
                 kernel=tuple(layer.weight.shape[2:]),
+                row=row,
                 **operands,
             )
         )
     dense = [
         name
-        for name, module in model.named_modules()
+        for name, module in state.root.named_modules()
         if sparse_class(type(module)) is not None  # None for layers that are sparse
     ]
     return Coverage(
@@ -115,7 +112,7 @@ def cover(
         title=method.title,
         layers=rows,
         sparse_parameters=sum(layer.weight.numel() for layer in layers.values()),
-        total_parameters=sum(p.numel() for p in model.parameters()),
+        total_parameters=sum(p.numel() for p in state.root.parameters()),
         dense_linears=dense,
-        precision=None if recipe is None else str(recipe),
+        precision=None if state.execution is EMULATE else str(state.execution),
     )

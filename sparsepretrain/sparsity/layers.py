@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.products import ConvolutionProducts, LinearProducts, SparseProducts
+from sparsepretrain.sparsity.execution import EMULATE, Convolution, Geometry, Linear
+from sparsepretrain.sparsity.products import SparseProducts
 from sparsepretrain.sparsity.state import LayerState
 
 
@@ -30,23 +32,32 @@ class SparseLayer(nn.Module):
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else self.weight.dtype
-        state = self.sparsity
-        operands = state.operands(self, dtype)
+        state, training, weight = self.sparsity, self.training, self.weight
+        model = state.model
+        if not torch.compiler.is_compiling():
+            model.sync()
+            if training and torch.is_grad_enabled():
+                model.layer_runs(weight)
+        operands = state.operands(weight, dtype, training)
+        phase = model.method.phase
         if operands is None:
-            return self.replaces.forward(self, x)
-        recipe = state.recipe_in_use(self)
-        estimates = None if state.in_dense_phase(self) else state
-        x, products = self._products(x.to(dtype) if autocast else x)
-        # simulated fp8 multiplies in fp32
-        in_fp32 = autocast and recipe is not None
-        with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
-            return SparseProducts.apply(
-                x, self.weight, self.bias, *operands, state.clock.now(), estimates, products, recipe
-            )
+            y = self.replaces.forward(self, x)
+        else:
+            given, how = self._products(x.to(dtype) if autocast else x)
+            sees = state if training and phase.training else None
+            execution = model.execution if training else EMULATE
+            # simulated fp8 multiplies in fp32
+            in_fp32 = autocast and execution is not EMULATE
+            with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
+                y = SparseProducts.apply(
+                    given, weight, self.bias, *operands, model.now(), sees, how, execution
+                )
+        residual = model.method.residual(x, state)
+        return y if residual is None else y + residual
 
-    def _products(self, x: Tensor) -> tuple[Tensor, LinearProducts | ConvolutionProducts]:
+    def _products(self, x: Tensor) -> tuple[Tensor, Geometry]:
         """How this layer multiplies, and X as that wants it."""
-        return x, LinearProducts(self.in_dim)
+        return x, Linear(self.in_dim)
 
     @classmethod
     def widths(cls, layer: Any) -> dict[str, int]:
@@ -54,15 +65,10 @@ class SparseLayer(nn.Module):
         shape = layer.weight.shape
         return {"in_features": shape[cls.in_dim], "out_features": shape[1 - cls.in_dim]}
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseLayer:
-        # .to(bfloat16) and the like convert the weight; scales stay fp32
-        before = {k: self.get_buffer(k) for k in self._buffers if k.startswith("sparsity_")}
-        super()._apply(fn, recurse)
-        for key, old in before.items():
-            new = self.get_buffer(key)
-            if new.dtype != old.dtype:
-                self._buffers[key] = old.to(new.device)
-        return self
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.sparsity.rename_old_tensors(state_dict, prefix, self.weight)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.sparsity.forget()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # most sparse classes are made on the fly: what is pickled is the class they replace
@@ -70,9 +76,9 @@ class SparseLayer(nn.Module):
 
     def extra_repr(self) -> str:
         """The original representation and the method."""
-        recipe = self.sparsity.recipe
-        words = [super().extra_repr(), self.sparsity.method.title]
-        words += [] if recipe is None else [f"{recipe.name} {recipe.recipe}"]
+        model = self.sparsity.model
+        words = [super().extra_repr(), model.method.title]
+        words += [] if model.execution is EMULATE else [str(model.execution).partition(":")[0]]
         return ", ".join(word for word in words if word)
 
 
@@ -90,7 +96,7 @@ class SparseConvolution(SparseLayer):
         """Y = X ∗ A(W) + b for X of shape (N, in_channels, H, W), or without N."""
         return super().forward(x) if x.dim() != 3 else super().forward(x[None])[0]
 
-    def _products(self, x: Tensor) -> tuple[Tensor, ConvolutionProducts]:
+    def _products(self, x: Tensor) -> tuple[Tensor, Geometry]:
         padding = self.padding
         if self.padding_mode != "zeros":
             x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
@@ -101,7 +107,7 @@ class SparseConvolution(SparseLayer):
             if (left, top) != (right, bottom):
                 x = F.pad(x, (0, right - left, 0, bottom - top))
             padding = (top, left)
-        return x, ConvolutionProducts(self.stride, padding, self.dilation, self.groups)
+        return x, Convolution(self.stride, padding, self.dilation, self.groups)
 
     @classmethod
     def widths(cls, layer: Any) -> dict[str, int]:
@@ -175,19 +181,29 @@ def _has_own_forward(cls: type[nn.Module], base: type[nn.Module]) -> bool:
     return changed or cls.__name__ == "NonDynamicallyQuantizableLinear"
 
 
+class _Living(WeakSet[SparseLayer]):
+    """All sparse layers of the process, copies included."""
+
+    made = 0
+    """How many there ever were."""
+
+    def add(self, layer: SparseLayer) -> None:
+        super().add(layer)
+        self.made += 1
+
+
+living = _Living()
+
+
 def _blank(replaced: type[nn.Module]) -> SparseLayer:
-    """An empty layer to unpickle into."""
+    """An empty layer to unpickle and to copy into."""
     cls = sparse_class(replaced)
     assert cls is not None
-    return cls.__new__(cls)
+    layer = cls.__new__(cls)
+    living.add(layer)
+    return layer
 
 
 def _is_conv1d(cls: type) -> bool:
     # by name: importing transformers to compare classes would cost seconds
     return cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers.")
-
-
-def invalidate_after_load(layer: nn.Module, _: Any) -> None:
-    """Post-hook of ``load_state_dict``; a function, so that layers can be copied and pickled."""
-    assert isinstance(layer, SparseLayer)
-    layer.sparsity.invalidate()

@@ -1,93 +1,25 @@
-"""The three products of a layer, and the one autograd function that executes an operand policy."""
+"""The one autograd function: it asks the method what each product sees, the execution for them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.grad import conv2d_input, conv2d_weight
+from torch.autograd.function import once_differentiable
 
-from sparsepretrain.kernels import dequantize_fp8, quantize_fp8
-from sparsepretrain.sparsity.fp8 import FP8Recipe, round_fp8
-from sparsepretrain.sparsity.policy import DGRAD, WGRAD
+from sparsepretrain.sparsity.execution import Execution, Geometry, Like, Operands
+from sparsepretrain.sparsity.method import DGRAD, WGRAD
+from sparsepretrain.sparsity.row import G, X
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.state import LayerState
 
 
-class LinearProducts(NamedTuple):
-    """Y = X·Wᵀ + b for X (…, in_features) and operands W (out_features, in_features)."""
-
-    dim: int
-    """Axis of the stored weight that holds in_features: dW is laid out like the weight."""
-
-    def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Y, shape (…, out_features)."""
-        return F.linear(x, weight, bias)
-
-    def dgrad(self, grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        """G·W, of ``shape``, that of X."""
-        return grad.matmul(weight)
-
-    def wgrad(self, grad: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
-        """Gᵀ·X, of ``shape``, that of the stored weight."""
-        rows, tokens = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        return rows.t() @ tokens if self.dim == 1 else tokens.t() @ rows
-
-    def bgrad(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum of G over the tokens, accumulated in ``dtype``."""
-        return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=dtype)
-
-    def tokens(self, grad: Tensor) -> Tensor:
-        """G as (…, tokens of one sample, out_features)."""
-        return grad
-
-    def from_tokens(self, tokens: Tensor, shape: torch.Size) -> Tensor:
-        """Inverse of :meth:`tokens` for G of ``shape``."""
-        return tokens
-
-
-class ConvolutionProducts(NamedTuple):
-    """Y = X ∗ W + b for X (N, C, H, W) and W (out_channels, in_channels / groups, kh, kw).
-
-    The tokens are the output positions, in the order (N, H, W): wgrad reduces over them. Dgrad
-    reduces over output channels, fprop over input channels, both at every kernel position.
-    """
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Y, shape (N, out_channels, H', W')."""
-        return F.conv2d(x, weight, bias, *self)
-
-    def dgrad(self, grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of the input, of ``shape``."""
-        return conv2d_input(shape, weight, grad, *self)
-
-    def wgrad(self, grad: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of the weight, of ``shape``."""
-        return conv2d_weight(x, shape, grad, *self)
-
-    def bgrad(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum of G over the positions, accumulated in ``dtype``."""
-        return grad.sum((0, 2, 3), dtype=dtype)
-
-    def tokens(self, grad: Tensor) -> Tensor:
-        """G as (N, H'·W', out_channels)."""
-        return grad.flatten(2).transpose(1, 2)
-
-    def from_tokens(self, tokens: Tensor, shape: torch.Size) -> Tensor:
-        """Inverse of :meth:`tokens` for G of ``shape``."""
-        return tokens.transpose(1, 2).reshape(shape)
-
-
 class SparseProducts(torch.autograd.Function):
-    """Y = fprop(X, A); dX = dgrad(P(G), B); dW = wgrad(U(G), X)."""
+    """Y = fprop(Xf(X), A); dX = dgrad(P(G), B); dW = wgrad(U(G), Xw(X))."""
 
     @staticmethod
     def forward(
@@ -100,95 +32,99 @@ class SparseProducts(torch.autograd.Function):
         wgrad_scale: Tensor | None,
         clock: Any,
         state: LayerState | None,
-        products: LinearProducts | ConvolutionProducts,
-        recipe: FP8Recipe | None,
+        how: Geometry,
+        execution: Execution,
     ) -> Tensor:
         """Y in the dtype of ``x``.
 
         Args:
             ctx: of autograd.
-            x: as the products want it; in the dtype of the operands, or any under ``recipe``.
+            x: as the products want it.
             weight: the stored weight, which receives dW; its values are not used.
-            bias: or None; added, and its gradient summed, in high precision under ``recipe``.
-            forward_weight: A in the compute dtype; under ``recipe`` fp8 values in fp32.
-            backward_weight: B; None: A.
-            wgrad_scale: factor of dW; None: 1.
+            bias: or None.
+            forward_weight, backward_weight, wgrad_scale: :class:`Operands`.
             clock: reading that the draws in the backward belong to.
-            state: of the layer, for P and U; None: G as it is (dense phases).
-            products: how this kind of layer multiplies.
-            recipe: formats of simulated fp8; None: none.
+            state: of the layer, for Xf, Xw, P and U; None: X and G as they are (dense phases).
+            how: geometry of this kind of layer.
+            execution: does the products.
         """
         # attributes, not only saved tensors: recomputation by activation checkpointing keeps them
-        ctx.clock, ctx.state, ctx.products, ctx.recipe = clock, state, products, recipe
-        ctx.x_dtype, ctx.weight_dtype, ctx.weight_shape = x.dtype, weight.dtype, weight.shape
+        ctx.clock, ctx.state, ctx.how, ctx.execution = clock, state, how, execution
+        ctx.x_like, ctx.weight_like = Like(x.shape, x.dtype), Like(weight.shape, weight.dtype)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        kept, scale = x, None
-        if recipe is not None:
-            kept, scale = quantize_fp8(x, recipe.backward)
-            same = recipe.backward == recipe.forward
-            x = dequantize_fp8(kept, scale) if same else round_fp8(x, recipe.forward)
+        xs = (x, x) if state is None else _inputs(state, x)
+        operands = Operands(forward_weight, backward_weight, wgrad_scale)
+        y, kept = execution.fprop(how, xs, operands, bias)
         if backward_weight is None:
             backward_weight = forward_weight
-        ctx.save_for_backward(kept, scale, backward_weight, wgrad_scale)
-        if recipe is None:
-            return products.fprop(x, forward_weight, bias)
-        bias = None if bias is None else bias.float()
-        return products.fprop(x, forward_weight, bias).to(ctx.x_dtype)
+        ctx.save_for_backward(backward_weight, wgrad_scale, *kept)
+        return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """DX, dW and db."""
-        x, scale, backward_weight, wgrad_scale = ctx.saved_tensors
-        products, recipe = ctx.products, ctx.recipe
+        backward_weight, wgrad_scale, *kept = ctx.saved_tensors
+        how, execution, state = ctx.how, ctx.execution, ctx.state
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         dx = dw = db = None
+        if state is not None and not torch.compiler.is_compiling():
+            state.model.backward_runs()
         if need_db:
             wide = torch.promote_types(grad.dtype, torch.float32)
-            db = products.bgrad(grad, wide).to(ctx.bias_dtype)
-        if recipe is not None:  # P and U in high precision, rounded once
-            x, grad = dequantize_fp8(x, scale), grad.float()
-        pruned = _prune(ctx, grad) if need_dx else grad
-        sampled = _sample(ctx, grad) if need_dw else grad
-        if recipe is not None:
-            same = pruned is sampled
-            pruned = round_fp8(pruned, recipe.gradient) if need_dx else pruned
-            if need_dw:
-                sampled = pruned if same and need_dx else round_fp8(sampled, recipe.gradient)
+            db = how.bgrad(grad, wide).to(ctx.bias_dtype)
         if need_dx:
-            dx = products.dgrad(pruned, backward_weight, x.shape)
-            dx = dx if recipe is None else dx.to(ctx.x_dtype)
+            pruned = grad if state is None else _pruned(state, how, ctx.clock, grad)
+            dx = execution.dgrad(how, pruned, backward_weight, ctx.x_like)
         if need_dw:
-            dw = products.wgrad(sampled.to(x.dtype), x, ctx.weight_shape).to(ctx.weight_dtype)
+
+            def estimate(grad: Tensor) -> Tensor:
+                return grad if state is None else _sampled(state, how, ctx.clock, grad)
+
+            dw = execution.wgrad(how, estimate, grad, tuple(kept), ctx.weight_like)
             dw = dw if wgrad_scale is None else dw * wgrad_scale
         return dx, dw, db, *[None] * 7
 
 
-def _prune(ctx: Any, grad: Tensor) -> Tensor:
+def _inputs(state: LayerState, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Xf(X) and Xw(X); one tensor where they are the same."""
+    method, row = state.model.method, state.model.method.row
+    fprop = method.fprop_input(x) if row.Xf != X else x
+    return fprop, x if row.Xw == X else by_groups_of_tokens(x, method.wgrad_input)
+
+
+def _pruned(state: LayerState, how: Geometry, clock: Any, grad: Tensor) -> Tensor:
     """P(G)."""
-    state: LayerState | None = ctx.state
-    if state is None or not state.method.prunes_dgrad:
+    method = state.model.method
+    if method.row.P == G:
         return grad
-    tokens = ctx.products.tokens(grad)
-    rows = tokens.numel() // tokens.shape[-1]
-    # one counter per token
-    key = state.key(DGRAD, ctx.clock[0], state.first_counter(ctx.clock[1], rows))
-    return ctx.products.from_tokens(state.method.dgrad_gradient(tokens, key), grad.shape)
+    tokens = how.tokens(grad)
+    rows = tokens.numel() // tokens.shape[-1]  # one counter per token
+    key = state.key_at(clock, DGRAD, rows)
+    return how.from_tokens(method.dgrad_gradient(tokens, key), grad.shape)
 
 
-def _sample(ctx: Any, grad: Tensor) -> Tensor:
-    """U(G). Groups of four tokens never straddle a micro-batch."""
-    state: LayerState | None = ctx.state
-    if state is None or not state.method.samples_wgrad:
+def _sampled(state: LayerState, how: Geometry, clock: Any, grad: Tensor) -> Tensor:
+    """U(G). Groups of four tokens never straddle a micro-batch; each has one counter."""
+    method = state.model.method
+    if method.row.U == G:
         return grad
-    tokens = ctx.products.tokens(grad)
+
+    def sample(rows: Tensor) -> Tensor:
+        key = state.key_at(clock, WGRAD, -(-rows.shape[0] // 4), per=4)
+        return method.wgrad_gradient(rows, key)
+
+    return how.from_tokens(by_groups_of_tokens(how.tokens(grad), sample), grad.shape)
+
+
+def by_groups_of_tokens(tokens: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """``function`` of (…, tokens of a sample, features) as rows, in groups of four tokens.
+
+    A sample of another length is filled with zero tokens (197 become 200), so that cutting the
+    batch elsewhere changes no group. An execution whose product reduces over tokens with a
+    compressed operand has to fill X alike.
+    """
     length, features = tokens.shape[-2:] if tokens.dim() > 2 else (0, tokens.shape[-1])
-    if length % 4:
-        # a sample is filled with zero tokens, so that cutting the batch elsewhere changes nothing
-        tokens = F.pad(tokens, (0, 0, 0, -length % 4))
-    rows = tokens.reshape(-1, features)
-    groups = -(-rows.shape[0] // 4)  # counted over the global batch, one counter each
-    key = state.key(WGRAD, ctx.clock[0], state.first_counter(ctx.clock[1], groups, per=4))
-    sampled = state.method.wgrad_gradient(rows, key).view(tokens.shape)
-    if length % 4:
-        sampled = sampled[..., :length, :]
-    return ctx.products.from_tokens(sampled, grad.shape)
+    filled = F.pad(tokens, (0, 0, 0, -length % 4)) if length % 4 else tokens
+    result = function(filled.reshape(-1, features)).view(filled.shape)
+    return result[..., :length, :] if length % 4 else result

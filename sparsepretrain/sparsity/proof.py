@@ -43,15 +43,14 @@ class Proof:
 def prove(sparsifier: Sparsifier) -> Proof:
     """Count non-zeros per group of M along in_features in every forward weight."""
     n, m = sparsifier.method.pattern
-    proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=sparsifier.method.why_dense)
+    phase = sparsifier.method.phase
+    why = "" if phase.evaluation else phase.why
+    proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
     violations = []
     for name, layer in sparsifier.layers.items():
-        projection = layer.sparsity.project(layer)
-        weight = projection.forward
+        weight = layer.sparsity.project(layer.weight).forward
         if weight is None:
-            if projection.mask is None:
-                continue
-            weight = layer.weight  # zeros that are stored, not projected
+            continue
         proof.sparse = True
         dim = layer.sparsity.dim
         nonzeros = (weight != 0).unflatten(dim, (-1, m)).sum(dim + 1)

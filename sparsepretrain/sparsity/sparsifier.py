@@ -3,105 +3,76 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainWarning
 from sparsepretrain.kernels import boundary_magnitudes
 from sparsepretrain.sparsity import reminder
 from sparsepretrain.sparsity.coverage import Coverage, cover
-from sparsepretrain.sparsity.fp8 import FP8Recipe
+from sparsepretrain.sparsity.execution import Execution
 from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
-from sparsepretrain.sparsity.policy import Method
-from sparsepretrain.sparsity.state import Clock
-
-
-class MicroBatchCounter:
-    """Forward pre-hook of the model: counts training forwards since the last optimiser step.
-
-    A step that a loss scaler skips is seen by no hook of the optimiser; what is seen is that the
-    gradients are gone (``zero_grad``) though no step was completed. Counting then starts anew. With
-    ``zero_grad(set_to_none=False)`` they are not gone: such loops call ``Sparsifier.micro_batch``.
-
-    A class, so that a model that carries it can be copied and pickled.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self._had_gradient = False
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Count, unless it is an evaluation."""
-        if module.training and torch.is_grad_enabled():
-            self._notice_a_skipped_step(module)
-            self.clock.count_forward()
-
-    @torch.compiler.disable
-    def _notice_a_skipped_step(self, module: nn.Module) -> None:
-        layer = next((m for m in module.modules() if isinstance(m, SparseLayer)), None)
-        has_gradient = layer is not None and layer.weight.grad is not None
-        if self._had_gradient and not has_gradient:
-            self.clock.restart()
-        self._had_gradient = has_gradient
+from sparsepretrain.sparsity.method import Method
+from sparsepretrain.sparsity.state import ModelState
 
 
 class Sparsifier:
-    """What :func:`sparsepretrain.sparsify` returns.
+    """What :func:`sparsepretrain.sparsify` and :func:`sparsepretrain.sparsifier_of` return.
+
+    It holds no numbers of its own: they are in the model's state dict, and every handle to a model
+    reads and changes the same.
 
     Attributes:
-        method: the row of the operand table in use.
         layers: name -> sparse layer, in the model's order.
-        recipe: of simulated fp8; None: the products follow autocast.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        layers: dict[str, SparseLayer],
-        clock: Clock,
-        model: nn.Module,
-        recipe: FP8Recipe | None = None,
-    ) -> None:
-        self.method = method
-        self.layers = layers
-        self.recipe = recipe
-        self._clock = clock
-        self._model = model
-        self._handles: list[Any] = []
-        self._compared_at = 0
-        self._interval = 0
-        self._set_phase()
-        reminder.expect_attach(next(iter(layers.values())))
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+        owned = {
+            layer.sparsity.layer_name: layer
+            for layer in state.root.modules()
+            if isinstance(layer, SparseLayer) and layer.sparsity.model is state
+        }
+        self.layers: dict[str, SparseLayer] = owned
 
     def __repr__(self) -> str:
         words = [self.method.title, f"{len(self.layers)} layers"]
-        words += [] if self.recipe is None else [f"{self.recipe.name} {self.recipe.recipe}"]
+        text = str(self.execution)
+        words += [text.partition(":")[0]] if ":" in text else []
         words += [f"step {self.completed_steps}", *["densified"] * self._densified]
         return f"Sparsifier({', '.join(words)})"
 
     @property
+    def method(self) -> Method:
+        """The row of the operand table in use, in its present phase."""
+        self._state.sync()
+        return self._state.method
+
+    @property
+    def execution(self) -> Execution:
+        """How training multiplies."""
+        return self._state.execution
+
+    @property
     def refreshed(self) -> bool:
         """Whether masks that are in use for more than one step were compared after the last one."""
-        return self._interval > 1 and self._compared_at == self.completed_steps
+        return self._state.interval > 1 and self._state.compared_at == self.completed_steps
 
     @property
     def completed_steps(self) -> int:
         """Optimiser steps taken since sparsify, resumed ones included."""
-        return self._clock.step
-
-    @property
-    def active(self) -> bool:
-        """Whether the next step is inside the window (sparse)."""
-        start, stop = self.method.window
-        return start <= self.completed_steps < stop
+        self._state.sync()
+        return self._state.step
 
     @property
     def sparse(self) -> bool:
-        """Whether the next step trains sparse: inside the window and not in a dense phase."""
-        return self.active and self.method.sparse
+        """Whether the next step trains with N:M operands."""
+        method = self.method
+        return method.phase.training and bool(method.row.sparse)
 
     def attach(self, optimizer: Any) -> None:
         """Ride on ``optimizer``: J before its step; counters, projections and flips after it.
@@ -114,7 +85,7 @@ class Sparsifier:
                 the model was sharded since (FSDP2).
         """
         self._require_sparse()
-        if self._handles:
+        if reminder.riding(self._state):
             raise ConfigError("the sparsifier is attached already: call detach() first")
         refuse_sharded(self.layers)
         while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
@@ -124,24 +95,49 @@ class Sparsifier:
                 raise ConfigError(f"attach needs a torch optimiser, got {kind}")
             optimizer = inner
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}
-        missing = [k for k, v in self.layers.items() if id(v.weight) not in held]
+        weights = {k: v.weight for k, v in self.layers.items()}
+        own = {
+            f"{name}.sparsity.{key}": parameter
+            for name, layer in self.layers.items()
+            for key, parameter in layer.sparsity.named_parameters()
+        }
+        trained = {k: p for k, p in (weights | own).items() if p.requires_grad}
+        missing = [k for k, parameter in trained.items() if id(parameter) not in held]
         if missing:
-            raise ConfigError(f"sparse weights missing in the optimiser: {', '.join(missing)}")
-        reminder.attached(next(iter(self.layers.values())))
-        self.method.attached(optimizer, [layer.weight for layer in self.layers.values()])
-        self._handles = [
+            late = ": build the optimiser after sparsify" if set(missing) <= set(own) else ""
+            raise ConfigError(
+                f"sparse weights missing in the optimiser: {', '.join(missing)}{late}"
+            )
+        self.method.attached(optimizer, list(weights.values()))
+        self._state.write()
+        reminder.ride(
+            self._state,
+            optimizer,
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-        ]
+        )
         if self.completed_steps == 0:
             for layer in self.layers.values():
-                layer.sparsity.take_baseline(layer)
+                layer.sparsity.take_baseline(layer.weight)
 
     def detach(self) -> None:
         """Undo :meth:`attach`; the layers stay sparse."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        reminder.dismount(self._state)
+
+    def store_operands(self, dtype: torch.dtype | None = None) -> None:
+        """Project once per optimiser step instead of in every forward.
+
+        For loops that own their weights: whoever edits a weight between steps (averages, merges,
+        loads) calls :meth:`refresh` afterwards. Training operands are made after each step and
+        keep their memory; those of evaluation are made when they are first needed. Copies of the
+        model project in every forward again.
+
+        Args:
+            dtype: of the products, that of autocast; None: that of the weights.
+        """
+        self._require_sparse()
+        self._state.store = dtype or next(iter(self.layers.values())).weight.dtype
+        self.refresh()
 
     def micro_batch(self, index: int, rank: int = 0, world: int = 1, *, capacity: int = 0) -> None:
         """State which part of the global batch the next forward sees.
@@ -156,13 +152,13 @@ class Sparsifier:
             capacity: most tokens, padding included, that a layer sees in one micro-batch, where
                 micro-batches differ in size; 0: all have equally many.
         """
-        self._clock.capacity = capacity
-        self._clock.set(micro=index * world + rank, counted=False)
+        self._state.state_micro_batch(index * world + rank, capacity)
 
     def refresh(self) -> None:
-        """Project again: call it after changing weights by hand (an EMA swap, for instance)."""
+        """Project again where operands are stored: call it after changing weights by hand."""
+        self._state.sync()
         for layer in self.layers.values():
-            layer.sparsity.invalidate()
+            layer.sparsity.restore(layer.weight)
 
     def masks(self) -> dict[str, Tensor]:
         """Name -> bool mask in use, shape of the stored weight.
@@ -171,7 +167,7 @@ class Sparsifier:
         rule would choose.
         """
         self._require_sparse()
-        return {k: v.sparsity.mask(v).clone() for k, v in self.layers.items()}
+        return {k: v.sparsity.mask_in_use(v.weight).clone() for k, v in self.layers.items()}
 
     @torch.no_grad()
     def metrics(self, *, per_layer: bool = False) -> dict[str, float]:
@@ -188,42 +184,48 @@ class Sparsifier:
             per_layer: also ``flip_rate/<layer>`` and ``l1_gap/<layer>``.
         """
         self._require_sparse()
-        rows = {name: self._measure(layer) for name, layer in self.layers.items()}
-        entries = sum(r["entries"] for r in rows.values())
-        groups = sum(r["groups"] for r in rows.values())
+        parts = [self._measure(layer) for layer in self.layers.values()]
+        # one wait for the device; sums of integers below 2⁵³ are exact in fp64
+        table = torch.stack([torch.stack(part) for part in parts]).tolist()
+        sizes = [
+            (layer.weight.numel(), row[0])
+            for layer, row in zip(self.layers.values(), table, strict=True)
+        ]
+        entries, groups = (sum(column) for column in zip(*sizes, strict=True))
         result = {
-            "density": sum(r["nonzeros"] for r in rows.values()) / entries,
-            "l1_gap": sum(r["gap"] for r in rows.values()) / groups,
+            "density": sum(row[1] for row in table) / entries,
+            "l1_gap": sum(row[2] for row in table) / groups,
             "sparse": float(self.sparse),
             **self.method.metrics(),
         }
-        compared = all("flips" in r for r in rows.values())
+        compared = len(table[0]) > 3
         if compared:
-            result["flip_rate"] = sum(r["flips"] for r in rows.values()) / entries
-            if self._interval > 1:
-                result["flip_interval"] = float(self._interval)
+            result["flip_rate"] = sum(row[3] for row in table) / entries
+            if self._state.interval > 1:
+                result["flip_interval"] = float(self._state.interval)
         if per_layer:
-            for name, r in rows.items():
-                result[f"l1_gap/{name}"] = r["gap"] / r["groups"]
+            for name, (size, count), row in zip(self.layers, sizes, table, strict=True):
+                result[f"l1_gap/{name}"] = row[2] / count
                 if compared:
-                    result[f"flip_rate/{name}"] = r["flips"] / r["entries"]
+                    result[f"flip_rate/{name}"] = row[3] / size
         return result
 
     def coverage(self) -> Coverage:
         """Which layers are sparse and what each product sees."""
         self._require_sparse()
-        return cover(self._model, self.layers, self.method, self.recipe)
+        return cover(self.layers, self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and phase. Masks and scales are buffers of the model."""
-        options = self.method.options
+        """The counters and the method's scalars, which the model's state dict holds too."""
+        method = self.method
+        options = method.options
         return {
             "method": options.name,
             "pattern": [options.n, options.m],
             "layers": list(self.layers),
             "completed_steps": self.completed_steps,
-            "compared_at": self._compared_at,
-            "trains_dense": self.method.trains_dense,
+            "compared_at": self._state.compared_at,
+            **method.state,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -238,10 +240,13 @@ class Sparsifier:
                 raise CheckpointError(
                     f"sparsifier state: {key} is {state.get(key)}, this model has {mine[key]}"
                 )
-        self._clock.set(step=int(state["completed_steps"]))
-        self._compared_at = int(state["compared_at"])
-        self.method.trains_dense = state["trains_dense"]
-        self._set_phase()
+        own = self._state
+        own.step, own.compared_at = int(state["completed_steps"]), int(state["compared_at"])
+        own.interval = 0
+        own.method.state = {key: int(state[key]) for key in own.method.scalars}
+        own.restart()
+        for layer in self.layers.values():
+            layer.sparsity.flips = None
         self.refresh()
 
     def _before_step(
@@ -265,7 +270,10 @@ class Sparsifier:
 
     @property
     def _densified(self) -> bool:
-        return not all(isinstance(layer, SparseLayer) for layer in self.layers.values())
+        return any(
+            not isinstance(layer, SparseLayer) or layer.sparsity.model is not self._state
+            for layer in self.layers.values()
+        )
 
     def _require_sparse(self) -> None:
         if self._densified:
@@ -273,70 +281,77 @@ class Sparsifier:
 
     @torch.no_grad()
     def _adjust_gradients(self, optimizer: Optimizer) -> None:
-        if not self.active or self.method.trains_dense or self._densified:
+        if self._densified:
+            self.detach()
+            warnings.warn(
+                f"the model was densified, and {type(optimizer).__name__} goes on training it: its "
+                "zeros will not last",
+                SparsePretrainWarning,
+                stacklevel=5,
+            )
+            return
+        method, base = self.method, Method
+        on_gradient = type(method).adjust_gradient_ is not base.adjust_gradient_
+        on_weight = type(method).adjust_weight_ is not base.adjust_weight_
+        if not method.phase.training or not (on_gradient or on_weight):
             return
         # fused optimisers unscale inside their kernel: the decay has to carry the scale until then
         scale = getattr(optimizer, "grad_scale", None)
         for layer in self.layers.values():
-            grad = layer.weight.grad
-            if grad is not None:
-                mask = layer.sparsity.mask(layer)
-                self.method.adjust_gradient_(
-                    grad, layer.weight, mask, 1.0 if scale is None else scale
-                )
+            weight, grad = layer.weight, layer.weight.grad
+            if grad is None:
+                continue
+            mask = layer.sparsity.mask_in_use(weight)
+            method.adjust_gradient_(grad, weight, mask, 1.0 if scale is None else scale)
+            # of the weight before the update: what ``adjust_weight_`` sees after it
+            layer.sparsity.held = mask if on_weight else None
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)
         if (found_inf is not None and bool(found_inf)) or self._densified:
             return
-        if self.active and type(self.method).adjust_weight_ is not Method.adjust_weight_:
+        state, method = self._state, self.method
+        if method.phase.training:
             self._adjust_weights(optimizer)
-        self._clock.set(step=self.completed_steps + 1)
-        self.method.after_step(optimizer)
-        self._set_phase()
+        state.next_step()
+        method.after_step(optimizer)
+        state.write()
+        start, stop = method.window
+        inside, compares = start <= state.step < stop, method.compares
         for layer in self.layers.values():
-            state = layer.sparsity
-            state.invalidate()
-            if self.active:
-                state.update(layer)
-            if self.method.compares:
-                state.compare(layer)
+            own, weight = layer.sparsity, layer.weight
+            if inside:
+                own.update(weight)
+            own.restore(weight)
+            if compares:
+                own.compare(weight)
             else:
-                state.flips = None
-        if self.method.compares:
-            self._interval = self.completed_steps - self._compared_at
-            self._compared_at = self.completed_steps
+                own.flips = None
+        if compares:
+            state.interval = state.step - state.compared_at
+            state.compared_at = state.step
+            state.write()
 
     def _adjust_weights(self, optimizer: Optimizer) -> None:
         # looked up anew: the optimiser's load_state_dict replaces the group dictionaries
         rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
         for layer in self.layers.values():
-            mask = layer.sparsity.mask_in_use()
+            mask, layer.sparsity.held = layer.sparsity.held, None
             if mask is not None:
-                self.method.adjust_weight_(layer.weight, mask, float(rates[id(layer.weight)]))
+                self._state.method.adjust_weight_(
+                    layer.weight, mask, float(rates[id(layer.weight)])
+                )
 
-    def _set_phase(self) -> None:
-        self.method.set_step(self.completed_steps)
-        for layer in self.layers.values():
-            if layer.sparsity.active != self.active:
-                layer.sparsity.active = self.active
-                layer.sparsity.invalidate()
-
-    def _measure(self, layer: SparseLayer) -> dict[str, float]:
-        state = layer.sparsity
-        projection = state.project(layer)
-        weight = layer.weight.detach()
-        used = weight
-        if projection.forward is not None and not self.method.trains_dense:
-            used = projection.forward
+    def _measure(self, layer: SparseLayer) -> list[Tensor]:
+        """Groups, non-zeros, summed gap and flips, where masks were compared; 0-d fp64."""
+        state, weight = layer.sparsity, layer.weight.detach()
+        forward = state.project(weight).forward if self.method.phase.training else None
+        used = weight if forward is None else forward
         dropped, kept = boundary_magnitudes(weight, *self.method.pattern, dim=state.dim)
-        row = {
-            "entries": weight.numel(),
-            "groups": dropped.numel(),
-            "nonzeros": int(used.count_nonzero()),
-            "gap": float((kept - dropped).sum(dtype=torch.float64)),
-        }
-        if state.flips is not None:
-            row["flips"] = int(state.flips)
-        return row
+        numbers = [
+            weight.new_tensor(dropped.numel(), dtype=torch.float64),
+            used.count_nonzero().double(),
+            (kept - dropped).sum(dtype=torch.float64),
+        ]
+        return numbers if state.flips is None else [*numbers, state.flips.double()]

@@ -1,65 +1,209 @@
-"""What is sparse about one layer: its projection of this optimiser step, masks, noise, clock."""
+"""What is sparse about a model: counters at its root, and a module below every sparse layer.
+
+All of it is in the model's state dict, so that whatever saves, copies or averages the model takes
+it along: a copy follows its source when its buffers are copied.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+import zlib
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from sparsepretrain.kernels import NoiseKey, noise_key, pack_24, packed_flip_count
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.kernels import NoiseKey, noise_key, pack_24, packed_flip_count, unpack_24
 from sparsepretrain.kernels.groups import widen
-from sparsepretrain.sparsity.fp8 import FP8Recipe, round_fp8
-from sparsepretrain.sparsity.policy import Method, Projection
+from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands
+from sparsepretrain.sparsity.method import Method, Projection
+from sparsepretrain.sparsity.row import Row
 
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.layers import SparseLayer
+PREVIOUS_MASK = "previous_mask"
+"""Buffer with the packed mask of the last comparison, (rows of the stored weight, bytes)."""
 
-PREVIOUS_MASK = "sparsity_previous_mask"
-"""Buffer with the packed mask of the last comparison; part of the model's state dict."""
+STEP, COMPARED_AT, SCALARS = 0, 1, 2
+"""Places in :attr:`ModelState.counters`: the method's scalars and a checksum come last."""
 
 
-class Clock:
-    """Completed optimiser steps and the index of the current micro-batch in the global batch.
+class ModelState:
+    """Counters, phase and scalars: what is one per model.
 
-    Kept twice: as integers for eager layers and as a tensor for compiled ones, which would
-    otherwise be recompiled every step.
+    The numbers are kept twice: as integers, which eager layers read without waiting for a device,
+    and as a buffer of the sparsified module, which state dicts hold. Whoever writes to the buffer
+    (a loaded checkpoint, an average that copies buffers) is followed. It is a buffer, not a child
+    module, since the root may be an nn.Sequential, which would run a child. The micro-batch is in
+    no buffer: ranks differ in it, and DistributedDataParallel broadcasts buffers.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, root: nn.Module, method: Method, execution: Execution, seed: int, device: torch.device
+    ) -> None:
+        self.root = root
+        self.buffer = _free_name(root)
+        self.method = method
+        self.execution = execution
+        self.seed = seed
         self.step = 0
+        """Completed optimiser steps."""
         self.micro = 0
+        """Index of the current micro-batch in the global batch."""
+        self.compared_at = 0
+        """Completed steps at the last comparison of masks."""
+        self.interval = 0
+        """Steps between the last two comparisons in this process; 0: none yet."""
         self.capacity = 0
         """Most tokens of a micro-batch where they differ in size; 0: all have equally many."""
-        self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
-        self._counting = True
-        self._first = True
+        self.store: torch.dtype | None = None
+        """Dtype of stored operands; None: every forward projects."""
+        self.expects_attach = True
+        """Whether an optimiser that updates sparse weights without the hooks is a mistake."""
+        self._counting = True  # forwards count micro-batches; no: the loop states them
+        self._fresh = True  # the next forward is the first one after a step
+        self._open = True  # the next layer that runs begins a micro-batch
+        self._had_gradient = False
+        size = SCALARS + len(method.scalars) + 1
+        counters = torch.zeros(size, dtype=torch.int64, device=device)
+        root.register_buffer(self.buffer, counters)
+        root.register_forward_pre_hook(self.before_forward)
+        root.register_load_state_dict_pre_hook(self.before_load)
+        self.clock = torch.zeros(2, dtype=torch.int64, device=device)
+        """(completed steps, micro-batch) for compiled and captured graphs."""
+        self._seen: Any = None
+        method.set_step(0)
+        self.write()
 
-    def set(self, *, step: int | None = None, micro: int = 0, counted: bool = True) -> None:
-        """Set the completed steps and the micro-batch; ``counted``: forwards go on counting."""
-        self.step = self.step if step is None else step
-        self.micro = micro
-        self._counting, self._first = counted, True
-        self.tensor.copy_(torch.tensor([self.step, micro]))
+    def __getstate__(self) -> dict[str, Any]:
+        """Of copies, which own their weights no longer and may ride on no optimiser."""
+        return self.__dict__ | {"_seen": None, "store": None, "expects_attach": True}
 
-    @torch.compiler.disable
-    def count_forward(self) -> None:
-        """A training forward begins: the first after a step is micro-batch 0 of this rank."""
-        if not self._counting:
+    @property
+    def counters(self) -> Tensor:
+        """The buffer."""
+        return self.root.get_buffer(self.buffer)
+
+    def sync(self) -> None:
+        """Follow what somebody else wrote to the buffer.
+
+        Raises:
+            ConfigError: the numbers do not belong together, as after averaging them.
+        """
+        buffer: Any = self.root._buffers[self.buffer]
+        version = 0 if buffer.is_inference() else buffer._version
+        if self._seen is not None and self._seen[0] is buffer and self._seen[1] == version:
             return
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if self._first:
-            self.micro = torch.distributed.get_rank() if distributed else 0
-        else:
-            self.micro += torch.distributed.get_world_size() if distributed else 1
-        self.tensor[1] = self.micro
-        self._first = False
+        if not buffer.is_meta:
+            self._read(buffer.tolist())
+        self._seen = (buffer, version)
+
+    def _read(self, values: list[int]) -> None:
+        self.step, self.compared_at, *scalars, checksum = values
+        if checksum != _checksum(values[:-1]):
+            raise ConfigError(
+                "the counters and masks of this sparse model were averaged: let the average copy "
+                "buffers (AveragedModel(use_buffers=False)) or integers, which it may not blend"
+            )
+        self.method.state = dict(zip(self.method.scalars, scalars, strict=True))
+        self.method.set_step(self.step)
+        self._set_clock()
+
+    def write(self) -> None:
+        """Bring buffer and phase up to date with the integers; waits for no device."""
+        self.method.set_step(self.step)
+        values = [self.step, self.compared_at, *self.method.state.values()]
+        with torch.inference_mode(False):
+            for place, value in enumerate([*values, _checksum(values)]):
+                self.counters[place].fill_(value)
+        self._seen = (self.counters, self.counters._version)
+        self._set_clock()
+
+    def _set_clock(self) -> None:
+        with torch.inference_mode(False):
+            if self.clock.device != self.counters.device:
+                self.clock = torch.zeros_like(self.clock, device=self.counters.device)
+            self.clock[0].fill_(self.step)
+            self.clock[1].fill_(self.micro)
+
+    def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Pre-hook of the root's ``load_state_dict``.
+
+        Version 0.1 kept the counters in the handle, whose ``load_state_dict`` sets them.
+        """
+        state_dict.setdefault(prefix + self.buffer, self.counters)
+
+    def set_micro(self, micro: int) -> None:
+        """The micro-batch that the next forward sees."""
+        self.micro = micro
+        with torch.inference_mode(False):
+            self.clock[1].fill_(micro)
+
+    def state_micro_batch(self, micro: int, capacity: int) -> None:
+        """The loop says which micro-batch comes next: forwards are not counted in this step."""
+        self.capacity, self._counting = capacity, False
+        self.set_micro(micro)
 
     def restart(self) -> None:
-        """The forwards counted so far belong to a step that was given up."""
-        if self._counting:
-            self.set()
+        """The numbers changed: forwards are counted from 0 again."""
+        self.micro = 0
+        self._counting = self._fresh = self._open = True
+        self.write()
+
+    def next_step(self) -> None:
+        """An optimiser step is complete."""
+        self.step += 1
+        self.restart()
+
+    def layers(self) -> list[LayerState]:
+        """Of the model's sparse layers, in its order."""
+        modules = self.root.modules()
+        return [m for m in modules if isinstance(m, LayerState) and m.model is self]
+
+    def remove(self) -> None:
+        """Take the buffer and the hooks from the root: no layer is sparse any more."""
+        del self.root._buffers[self.buffer]
+        hooks: list[Any] = [self.root._forward_pre_hooks, self.root._load_state_dict_pre_hooks]
+        for registered, own in zip(hooks, (self.before_forward, self.before_load), strict=True):
+            for key, hook in list(registered.items()):
+                if getattr(hook, "hook", hook) == own:
+                    del registered[key]
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Pre-hook of the root: its training forwards are micro-batches."""
+        if self._counting and module.training and torch.is_grad_enabled():
+            self._count(None)
+
+    def layer_runs(self, weight: Tensor) -> None:
+        """A sparse layer runs in training; the first one after a backward counts.
+
+        That covers loops which call parts of the sparsified module.
+        """
+        if self._open and self._counting and torch._C._current_graph_task_id() == -1:
+            self._count(weight)
+
+    def backward_runs(self) -> None:
+        """A backward goes through a sparse layer: what runs after it is another micro-batch."""
+        self._open = True
+
+    @torch.compiler.disable
+    def _count(self, weight: Tensor | None) -> None:
+        if torch._C._current_graph_task_id() != -1:  # recomputation inside a backward
+            return
+        # A step that a loss scaler skips is seen by no hook of the optimiser. What is seen is that
+        # the gradients are gone though no step was completed. (With zero_grad(set_to_none=False)
+        # they are not: such loops call ``Sparsifier.micro_batch``.)
+        if weight is None:
+            weight = next(m.weight for m in self.root.modules() if hasattr(m, "sparsity"))
+        has_gradient = weight.grad is not None
+        first = self._fresh or (self._had_gradient and not has_gradient)
+        self._had_gradient = has_gradient
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank, world = 0, 1
+        if distributed:
+            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.sync()
+        self.set_micro(rank if first else self.micro + world)
+        self._fresh = self._open = False
 
     def now(self) -> Any:
         """(step, micro-batch) that a forward hands to its backward.
@@ -67,182 +211,230 @@ class Clock:
         A tensor in compiled graphs, and on a GPU, where a captured one is replayed: both must read
         what holds then.
         """
-        if torch.compiler.is_compiling() or self.tensor.is_cuda:
-            return self.tensor.clone()
+        if torch.compiler.is_compiling() or self.clock.is_cuda:
+            return self.clock.clone()
         return self.step, self.micro
 
 
-class Operands(NamedTuple):
-    """A and B as the products want them: pruned first, then quantised or cast.
-
-    ``backward`` None: the same as ``forward`` (one tensor given twice breaks compiled graphs).
-    """
-
-    forward: Tensor
-    backward: Tensor | None
-    wgrad_scale: Tensor | None
+def _free_name(root: nn.Module) -> str:
+    """``sparsity_counters``; numbered where sparsify was called for other layers before."""
+    names = ["sparsity_counters", *(f"sparsity_counters_{k}" for k in range(2, 1000))]
+    return next(name for name in names if not hasattr(root, name))
 
 
-@dataclass(slots=True)
-class _Cached:
-    """What follows from one value of the weight; dropped as a whole."""
-
-    stamp: tuple[int, int]
-    projection: Projection
-    would_choose: Tensor | None = None
-    operands: dict[Any, Operands | None] = field(default_factory=dict)
+def _checksum(values: list[int]) -> int:
+    return zlib.crc32(repr(values).encode())
 
 
-@dataclass(eq=False)
-class LayerState:
-    """What is sparse about one layer, except the tensors that belong in its state dict."""
+class LayerState(nn.Module):
+    """What is sparse about one layer: the method's tensors, the last mask, its draws."""
 
-    method: Method
-    name: str
-    index: int
-    """Position among the sparse layers: part of the noise key."""
-    seed: int
-    dim: int
-    """Axis of the stored weight that holds in_features."""
-    state: tuple[str, ...]
-    """Names of the method's persistent tensors; buffers ``sparsity_<name>`` of the layer."""
-    clock: Clock
-    recipe: FP8Recipe | None = None
-    """Of simulated fp8."""
-    active: bool = True
-    """Inside the window."""
-    flips: Tensor | None = None
-    """0-d int64: flips at the last comparison."""
-    _cached: _Cached | None = None
+    def __init__(self, model: ModelState, name: str, index: int, weight: Tensor, dim: int) -> None:
+        super().__init__()
+        self.model = model
+        """What all sparse layers share."""
+        self.layer_name = name
+        self.index = index
+        """Position among the sparse layers: part of the noise key."""
+        self.dim = dim
+        self.flips: Tensor | None = None
+        """0-d int64: flips at the last comparison."""
+        self._stored: _Stored | None = None
+        self.held: Tensor | None = None
+        """The mask before an update, for methods that change weights after it."""
+        rows = weight.new_zeros(weight.shape, dtype=torch.bool)
+        self.register_buffer(PREVIOUS_MASK, _pack(rows))
+        for key, value in model.method.initial_state(_wide(weight), self).items():
+            if hasattr(self, key) or "." in key:
+                raise ConfigError(f"initial_state: {key!r} cannot be the name of a tensor")
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(key, value)
+            else:
+                self.register_buffer(key, value)
+        if model.method.window[0] == 0:
+            self.update(weight)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without what can be computed again."""
-        return self.__dict__ | {"_cached": None}
+        return self.__dict__ | {"_stored": None, "held": None}
 
-    def invalidate(self) -> None:
-        """Forget the projection: the weight has changed."""
-        self._cached = None
+    def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
+        # .to(bfloat16) and the like convert the weight; scales stay fp32
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for key, old in before.items():
+            new = self._buffers[key]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                self._buffers[key] = old.to(new.device)
+        self._stored = None
+        return self
 
-    def project(self, layer: SparseLayer) -> Projection:
-        """The projection of the current weight, computed once per optimiser step."""
-        if torch.compiler.is_compiling():
-            return self._compute(layer)
-        return self._current(layer).projection
+    @property
+    def method(self) -> Method:
+        """The method of the layer."""
+        return self.model.method
 
-    def _current(self, layer: SparseLayer) -> _Cached:
-        # the hooks invalidate; the stamp also catches edits of the weight between steps
-        weight = layer.weight
-        stamp = (weight._version, weight.data_ptr())
-        if self._cached is None or stamp != self._cached.stamp:
-            with torch.inference_mode(False):  # cached: a training forward may use it next
-                self._cached = _Cached(stamp, self._compute(layer))
-        return self._cached
+    @property
+    def step(self) -> Any:
+        """Completed optimiser steps: an integer, or a 0-d int64 tensor in compiled graphs."""
+        model = self.model
+        return model.clock[0] if torch.compiler.is_compiling() else model.step
 
-    @torch.no_grad()
-    def _compute(self, layer: SparseLayer) -> Projection:
-        if not self.active:
-            return Projection(None, None)
-        return self.method.project(_wide(layer), self.dim, self.tensors(layer), self._step_key)
+    def key(self, product: int) -> NoiseKey:
+        """Noise stream of a product at this step."""
+        return noise_key(self.model.seed, self.step, self.index, product)
 
-    def tensors(self, layer: SparseLayer) -> dict[str, Tensor]:
-        """The method's persistent tensors."""
-        return {name: layer.get_buffer(f"sparsity_{name}") for name in self.state}
-
-    def mask_in_use(self) -> Tensor | None:
-        """The mask of the last projection even if the weight has changed since; None: none."""
-        return None if self._cached is None else self._cached.projection.mask
-
-    @torch.no_grad()
-    def mask(self, layer: SparseLayer) -> Tensor:
-        """The mask in use, or the one that the method's rule would choose for a dense product."""
-        cached = self._current(layer)
-        if cached.projection.mask is not None:
-            return cached.projection.mask
-        if cached.would_choose is None:
-            cached.would_choose = self.method.mask(_wide(layer), self.dim)
-        return cached.would_choose
-
-    @torch.no_grad()
-    def update(self, layer: SparseLayer) -> None:
-        """Let the method bring its persistent tensors up to date with the current weight."""
-        weight = layer.weight.detach()
-        self.method.update_(weight, self.dim, self.tensors(layer), self._step_key)
-
-    def in_dense_phase(self, layer: SparseLayer) -> bool:
-        """Whether the products see W and G as they are."""
-        return not self.active or (layer.training and self.method.trains_dense)
-
-    def recipe_in_use(self, layer: SparseLayer) -> FP8Recipe | None:
-        """The recipe of simulated fp8; evaluation runs without."""
-        return self.recipe if layer.training else None
-
-    def operands(self, layer: SparseLayer, dtype: torch.dtype) -> Operands | None:
-        """A and B in ``dtype`` or in fp8, as (out_features, in_features) or a convolution's weight.
-
-        None: the layer does what the class it replaces does.
-        """
-        if torch.compiler.is_compiling():
-            return self._prepare(layer, dtype)
-        recipe = self.recipe_in_use(layer)
-        key = (self.in_dense_phase(layer), dtype if recipe is None else recipe)
-        cached = self._current(layer)
-        if key in cached.operands:
-            return cached.operands[key]
-        with torch.inference_mode(False), torch.no_grad():
-            operands = self._prepare(layer, dtype)
-        # a weight that is only cast is not kept: the cast of an edited one is always right
-        if operands is None or recipe is not None or cached.projection.forward is not None:
-            cached.operands[key] = operands
-        return operands
-
-    def _prepare(self, layer: SparseLayer, dtype: torch.dtype) -> Operands | None:
-        dense, recipe = self.in_dense_phase(layer), self.recipe_in_use(layer)
-        forward, _, backward, scale = Projection(None, None) if dense else self.project(layer)
-        estimates = not dense and (self.method.prunes_dgrad or self.method.samples_wgrad)
-        if recipe is None and forward is None and backward is None and not estimates:
-            return None
-        forward = layer.weight.detach() if forward is None else forward
-        if recipe is not None:
-            if backward is None and recipe.backward != recipe.forward:
-                backward = forward
-            forward, dtype = round_fp8(forward, recipe.forward), torch.float32
-            backward = None if backward is None else round_fp8(backward, recipe.backward)
-        forward = self._as_rows(forward).to(dtype)
-        backward = None if backward is None else self._as_rows(backward).to(dtype)
-        return Operands(forward, backward, scale)
-
-    def _as_rows(self, weight: Tensor) -> Tensor:
-        return weight if self.dim == 1 else weight.t()
-
-    def first_counter(self, micro: Any, counters: int, per: int = 1) -> Any:
-        """Counter of the first of ``counters`` draws of a micro-batch, one for ``per`` tokens.
+    def key_at(self, clock: Any, product: int, counters: int, per: int = 1) -> NoiseKey:
+        """Noise stream of the draws of a micro-batch: ``counters`` of them, one for ``per`` tokens.
 
         Counters run over the global batch. Where micro-batches differ in size each has room for
         the largest, so that no two of them share draws.
         """
-        return micro * max(counters, -(-self.clock.capacity // per))
+        model = self.model
+        first = clock[1] * max(counters, -(-model.capacity // per))
+        return noise_key(model.seed, clock[0], self.index, product, first)
 
-    def key(self, product: int, step: Any, offset: Any = 0) -> NoiseKey:
-        """Noise stream of one product of this layer."""
-        return noise_key(self.seed, step, self.index, product, offset)
+    @torch.no_grad()
+    def project(self, weight: Tensor) -> Projection:
+        """What evaluation makes of the weight now; W and no mask in a dense phase."""
+        if not torch.compiler.is_compiling():
+            self.model.sync()
+        if not (self.method.phase.evaluation or self.method.phase.training):
+            return Projection(None, None)
+        return self.method.project(_wide(weight), self)
 
-    def _step_key(self, product: int) -> NoiseKey:
-        step = self.clock.tensor[0] if torch.compiler.is_compiling() else self.clock.step
-        return self.key(product, step)
+    def operands(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
+        """A and B in ``dtype``; None: the layer does what the class it replaces does.
 
-    def take_baseline(self, layer: SparseLayer) -> None:
+        A pure function of the weight, unless the loop asked to store them.
+        """
+        model = self.model
+        stores = model.store == dtype
+        if stores and self._stored is not None and training in self._stored.operands:
+            return self._stored.operands[training]
+        if torch.compiler.is_compiling() or not stores:
+            return self._prepare(weight, dtype, training)
+        return self._keep(weight, training).operands[training]
+
+    @torch.no_grad()
+    def _prepare(
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        training: bool,
+        projection: Projection | None = None,
+        out: Operands | None = None,
+    ) -> Operands | None:
+        phase, model = self.method.phase, self.model
+        dense = not (phase.training if training else phase.evaluation)
+        if dense:
+            projection = Projection(None, None)
+        elif projection is None:
+            projection = self.method.project(_wide(weight), self)
+        execution = model.execution if training else EMULATE
+        # X and G of training are those of the row; its weights may be W
+        plain = dense or not training or self.method.row[2:6] == DENSE[2:6]
+        if projection.forward is None and execution is EMULATE and plain:
+            return None
+        rows = projection._replace(
+            forward=self._as_rows(weight.detach() if projection.forward is None else projection[0]),
+            backward=None if projection.backward is None else self._as_rows(projection.backward),
+        )
+        return execution.prepare(rows, dtype, out)
+
+    def _as_rows(self, weight: Tensor) -> Tensor:
+        return weight if self.dim == 1 else weight.t()
+
+    def _keep(self, weight: Tensor, training: bool) -> _Stored:
+        """Project and store, in the memory of earlier operands."""
+        assert self.model.store is not None
+        with torch.inference_mode(False), torch.no_grad():  # a training forward may use it next
+            stored = self._stored
+            if stored is None:
+                stored = self._stored = _Stored()
+            projection = self.project(weight)
+            stored.mask = projection.mask
+            out = stored.spare.pop(training, None)
+            stored.operands[training] = self._prepare(
+                weight, self.model.store, training, projection, out
+            )
+        return stored
+
+    def restore(self, weight: Tensor) -> None:
+        """The weight changed: project anew where operands are stored, else nothing is kept."""
+        if self.model.store is None:
+            return self.forget()
+        if self._stored is not None:
+            self._stored.spare = {k: v for k, v in self._stored.operands.items() if k and v}
+            self._stored.operands = {}
+            self._stored.mask = None
+        self._keep(weight, training=True)
+
+    def forget(self) -> None:
+        """Operands that were stored are out of date; the next forward makes them again."""
+        self._stored = None
+
+    @torch.no_grad()
+    def mask_in_use(self, weight: Tensor) -> Tensor:
+        """The mask of the projection, or the one that the method's rule would choose."""
+        if self._stored is not None and self._stored.mask is not None:
+            return self._stored.mask
+        mask = self.project(weight).mask
+        if mask is None:
+            mask = self.method.mask(_wide(weight), self.dim)
+            if self._stored is not None:
+                self._stored.mask = mask
+        return mask
+
+    @torch.no_grad()
+    def update(self, weight: Tensor) -> None:
+        """Let the method bring its tensors up to date with the weight."""
+        self.method.update_(weight.detach(), self)
+
+    def take_baseline(self, weight: Tensor) -> None:
         """Remember the current mask as the one that the next comparison starts from."""
-        layer.get_buffer(PREVIOUS_MASK).copy_(pack_24(self.mask(layer)))
+        self.previous_mask.copy_(_pack(self.mask_in_use(weight)))
         self.flips = None
 
-    def compare(self, layer: SparseLayer) -> None:
+    def compare(self, weight: Tensor) -> None:
         """Count the flips since the last comparison and remember the new mask."""
-        code = layer.get_buffer(PREVIOUS_MASK)
-        new = pack_24(self.mask(layer))
-        self.flips = packed_flip_count(code, new)
-        code.copy_(new)
+        new = _pack(self.mask_in_use(weight))
+        self.flips = packed_flip_count(self.previous_mask.flatten(), new.flatten())
+        self.previous_mask.copy_(new)
+
+    def rename_old_tensors(self, state_dict: dict[str, Any], prefix: str, weight: Tensor) -> None:
+        """Tensors of version 0.1 as they are called now; ``prefix`` is that of the layer."""
+        old = f"{prefix}sparsity_"
+        for key in [key for key in state_dict if key.startswith(old)]:
+            name, value = key.removeprefix(old), state_dict.pop(key)
+            if name == PREVIOUS_MASK:
+                value = _pack(unpack_24(value, weight.shape))
+            if name in self._buffers:  # some were derived from the step
+                state_dict[f"{prefix}sparsity.{name}"] = value
 
 
-def _wide(layer: SparseLayer) -> Tensor:
+DENSE = Row()
+
+
+class _Stored:
+    """Operands of a loop that owns its weights, and the mask taken with them."""
+
+    def __init__(self) -> None:
+        self.operands: dict[bool, Operands | None] = {}
+        """Of training (True) and of evaluation (False)."""
+        self.spare: dict[bool, Operands] = {}
+        """Their memory, for the next ones."""
+        self.mask: Tensor | None = None
+
+
+def _wide(weight: Tensor) -> Tensor:
     """The master weight in fp32 or wider: masks and scales never come from a cast copy."""
-    return widen(layer.weight.detach())
+    return widen(weight.detach())
+
+
+def _pack(mask: Tensor) -> Tensor:
+    """A mask in bits, whole bytes for every row of the storage, so that rows can be sharded."""
+    flat = mask.flatten(1)
+    if flat.shape[1] % 8:
+        flat = F.pad(flat, (0, -flat.shape[1] % 8))
+    return pack_24(flat).view(flat.shape[0], -1)

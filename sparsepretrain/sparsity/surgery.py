@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,27 +13,27 @@ from torch import Tensor, nn
 
 from sparsepretrain import registry
 from sparsepretrain.config.strict import build
-from sparsepretrain.errors import ConfigError
-from sparsepretrain.kernels import pack_24
-from sparsepretrain.kernels.groups import widen
-from sparsepretrain.sparsity.fp8 import FP8Recipe, recipe_from
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from sparsepretrain.sparsity import reminder
+from sparsepretrain.sparsity.execution import execution_of
 from sparsepretrain.sparsity.layers import (
     SparseLayer,
-    invalidate_after_load,
     layer_family,
+    living,
     refuse_sharded,
     sparse_class,
 )
-from sparsepretrain.sparsity.policy import Method
-from sparsepretrain.sparsity.sparsifier import MicroBatchCounter, Sparsifier
-from sparsepretrain.sparsity.state import PREVIOUS_MASK, Clock, LayerState
+from sparsepretrain.sparsity.method import Method, MethodOptions
+from sparsepretrain.sparsity.sparsifier import Sparsifier
+from sparsepretrain.sparsity.state import LayerState, ModelState
 
 
 def sparsify(
     model: nn.Module,
     method: str,
     *,
-    targets: str | list[str],
+    targets: str | Sequence[str],
+    exclude: str | Sequence[str] = (),
     n: int = 2,
     m: int = 4,
     seed: int = 0,
@@ -43,20 +45,23 @@ def sparsify(
     """Make layers of ``model`` sparse, in place, and freeze what comes from initial weights.
 
     Every Parameter keeps its object, name and shape, so optimisers built before or after, state
-    dicts and ``save_pretrained`` keep working.
+    dicts and ``save_pretrained`` keep working. All state is in the model's state dict.
 
     Args:
         model: contains nn.Linear, nn.Conv2d or transformers' Conv1D layers.
         method: a name of :func:`sparsepretrain.list_methods`.
         targets: globs of module names, such as ``["*.mlp.*"]``. ``*`` crosses dots, and a leading
-            ``*.`` also matches at the root.
+            ``*.`` also matches at the root. ``"!glob"`` leaves layers out, as ``exclude`` does.
+        exclude: globs of layers to leave out.
         n, m: N:M pattern along in_features, or along input channels at each kernel position.
-        seed: of the method's random draws.
+        seed: of the method's random draws. Sparsifiers of one model draw differently; models that
+            are sparsified one by one share draws unless their seeds differ.
         total_steps: optimiser steps of the run; needed when something is a fraction of it.
         backend: ``"emulate"``: exact arithmetic with dense products.
         precision: None: the dtype of autocast, or of the weight. ``"fp8_sim"``, or a dict such as
             ``{"name": "fp8_sim", "recipe": "reference"}``: training products of these layers see
-            fp8 operands (:class:`~sparsepretrain.sparsity.fp8.FP8Recipe`), evaluation does not.
+            fp8 operands (:class:`~sparsepretrain.sparsity.execution.SimulatedFP8`), evaluation
+            does not.
         **options: the method's own (keys of ``configs/sparsity/<method>.yaml``); dotted ones as
             dicts, ``window={"start": 0.1}``.
 
@@ -68,24 +73,76 @@ def sparsify(
             a pattern; a layer that is sparse already, shares its weight, or whose width is not a
             multiple of M; a bare layer as ``model``; sharded weights (DTensor).
     """
-    patterns = [targets] if isinstance(targets, str) else targets
-    _check_arguments(model, method, patterns, seed, total_steps, backend)
-    recipe = recipe_from(precision)
+    globs = [[x] if isinstance(x, str) else x for x in (targets, exclude)]
+    _check_arguments(model, method, *globs, seed, total_steps)
     cls: Any = registry.get("method", method)
-    given = {"name": method, "n": n, "m": m, "targets": list(patterns), **options}
-    implementation: Method = cls(build(cls.Options, given), total_steps)
-    layers = _select(model, list(patterns))
-    _check_shapes(layers, implementation)
-    weight = next(iter(layers.values())).weight
-    clock = Clock(weight.device)  # type: ignore[arg-type]
-    sparse = {
-        name: _swap(layer, name, index, implementation, seed, clock, recipe)
-        for index, (name, layer) in enumerate(layers.items())
-    }
+    given = {"name": method, "n": n, "m": m, "targets": list(globs[0]), **options}
+    return sparsify_with(
+        model,
+        build(cls.Options, given),
+        targets=globs[0],
+        exclude=globs[1],
+        seed=seed,
+        total_steps=total_steps,
+        backend=backend,
+        precision=precision,
+    )
+
+
+def sparsify_with(
+    model: nn.Module,
+    options: MethodOptions,
+    *,
+    targets: Sequence[str],
+    exclude: Sequence[str] = (),
+    seed: int = 0,
+    total_steps: int | None = None,
+    backend: str = "emulate",
+    precision: str | dict[str, str] | None = None,
+) -> Sparsifier:
+    """:func:`sparsify` with options that were checked already.
+
+    Args:
+        model, exclude, seed, total_steps, backend, precision: see :func:`sparsify`.
+        options: of the method that they name.
+        targets: globs; takes the place of ``options.targets``, which may hold aliases.
+
+    Raises:
+        ConfigError: see :func:`sparsify`.
+    """
+    execution = execution_of(precision, backend)
+    cls: Any = registry.get("method", options.name)
+    method: Method = cls(options, total_steps)
+    dropped = [*exclude, *(p.removeprefix("!") for p in targets if p.startswith("!"))]
+    layers = _select(model, [p for p in targets if not p.startswith("!")], dropped)
+    _check_shapes(layers, method)
+    device = next(iter(layers.values())).weight.device
+    state = ModelState(model, method, execution, seed, device)  # type: ignore[arg-type]
+    first = sum(isinstance(module, SparseLayer) for module in model.modules())
+    for index, (name, layer) in enumerate(layers.items(), first):
+        _swap(layer, name, index, state)
     _let_layers_run(model)
-    sparsifier = Sparsifier(implementation, sparse, clock, model, recipe)
-    model.register_forward_pre_hook(MicroBatchCounter(clock))
-    return sparsifier
+    reminder.watch()
+    return Sparsifier(state)
+
+
+def sparsifier_of(model: nn.Module) -> Sparsifier:
+    """A handle for a model that is sparse: a copy, or one whose first handle is out of reach.
+
+    Args:
+        model: what was given to :func:`sparsify`, or what contains it.
+
+    Raises:
+        ConfigError: it is not sparse, or :func:`sparsify` was called for several parts of it.
+    """
+    layers = [m for m in model.modules() if isinstance(m, SparseLayer)]
+    states = list(dict.fromkeys(layer.sparsity.model for layer in layers))
+    if not states:
+        raise ConfigError("the model is not sparse: call sparsify(model, method, targets=…)")
+    if len(states) > 1:
+        several = ", ".join(state.method.title for state in states)
+        raise ConfigError(f"sparsify was called {len(states)} times ({several}): keep its handles")
+    return Sparsifier(states[0])
 
 
 _FUSED = "_sparsity_activation_relu_or_gelu"
@@ -122,30 +179,43 @@ def densify(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {_show(model)}")
+    folded: list[str] = []
+    states: set[ModelState] = set()
     for module in model.modules():
         if hasattr(module, _FUSED):
             module.activation_relu_or_gelu = module.__dict__.pop(_FUSED)
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, MicroBatchCounter):
-                del module._forward_pre_hooks[key]
-        if not isinstance(module, SparseLayer):
-            continue
-        projection = module.sparsity.project(module)
-        if projection.forward is not None:
-            with torch.no_grad():
-                module.weight.copy_(projection.forward)
-        for name in [b for b in module._buffers if b.startswith("sparsity_")]:
-            del module._buffers[name]
-        for key, load_hook in list(module._load_state_dict_post_hooks.items()):
-            if load_hook is invalidate_after_load:
-                del module._load_state_dict_post_hooks[key]
-        del module.sparsity
-        module.__class__ = module.replaces  # type: ignore[assignment]
+        if isinstance(module, SparseLayer):
+            states.add(module.sparsity.model)
+            folded += _make_dense(module)
+    for state in states:
+        if not state.layers():
+            state.remove()
+    if folded:
+        warnings.warn(
+            f"low-rank adapters were folded into {len(folded)} layers ({folded[0]}, …): their "
+            "weights have no exact zeros any more",
+            SparsePretrainWarning,
+            stacklevel=2,
+        )
     return model
 
 
+@torch.no_grad()
+def _make_dense(layer: SparseLayer) -> list[str]:
+    """Returns the layer's name if something was added to its weight."""
+    state = layer.sparsity
+    forward, residual = state.project(layer.weight).forward, state.method.fold(state)
+    if forward is not None:
+        layer.weight.copy_(forward)
+    if residual is not None:
+        layer.weight.add_(residual)
+    del layer._modules["sparsity"]
+    layer.__class__ = layer.replaces  # type: ignore[assignment]
+    return [] if residual is None else [state.layer_name]
+
+
 def _check_arguments(
-    model: Any, method: Any, patterns: Any, seed: Any, total_steps: Any, backend: Any
+    model: Any, method: Any, targets: Any, exclude: Any, seed: Any, total_steps: Any
 ) -> None:
     """Types of what does not pass through an options class."""
     problems = []
@@ -153,22 +223,13 @@ def _check_arguments(
         problems.append(f"model must be a torch.nn.Module, got {_show(model)}")
     if not isinstance(method, str):
         problems.append(f"method must be a name such as 'sste', got {_show(method)}")
-    if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
-        problems.append(f"targets must be a glob or a list of globs, got {_show(patterns)}")
+    for key, patterns in (("targets", targets), ("exclude", exclude)):
+        if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
+            problems.append(f"{key} must be a glob or a list of globs, got {_show(patterns)}")
     if not _is_integer(seed) or not 0 <= seed < 2**63:
         problems.append(f"seed must be an integer in [0, 2^63), got {_show(seed)}")
     if total_steps is not None and (not _is_integer(total_steps) or total_steps < 1):
         problems.append(f"total_steps must be an integer ≥ 1 or None, got {_show(total_steps)}")
-    if backend in ("reference", "triton"):
-        problems.append(
-            f"backend {backend!r} is one of single kernels (sparsepretrain.kernels); layers have "
-            f"'emulate' (dense products of sparse operands)"
-        )
-    elif backend != "emulate":
-        problems.append(
-            f"backend must be 'emulate' (dense products of sparse operands; the only one so far), "
-            f"got {_show(backend)}"
-        )
     if problems:
         raise ConfigError(problems)
 
@@ -183,7 +244,7 @@ def _show(value: Any) -> str:
     return text if len(text) <= 60 and "\n" not in text else type(value).__name__
 
 
-def _select(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
+def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> dict[str, nn.Module]:
     """Matching layers by name, in the model's order; every problem is reported at once."""
     if sparse_class(type(model)) is not None or isinstance(model, SparseLayer):
         raise ConfigError("the model is a bare layer: wrap it in a module, which can be searched")
@@ -197,6 +258,9 @@ def _select(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
         name = aliases[0]
         hits = {p for p in patterns for a in aliases if _matches(a, p)}
         if not name or not hits:
+            continue
+        if any(_matches(alias, pattern) for alias in aliases for pattern in exclude):
+            matched |= hits
             continue
         if isinstance(module, SparseLayer):
             problems.append(f"layer {name!r} is sparse already: call densify(model) first")
@@ -221,6 +285,8 @@ def _select(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
         users = owners[id(module.weight)]
         if len(users) > 1:
             problems.append(f"layer {name!r} shares its weight ({', '.join(users)}): exclude it")
+    if not chosen and not problems:
+        problems.append("targets: every layer that matches is excluded")
     if problems:
         raise ConfigError(problems)
     return chosen
@@ -254,8 +320,10 @@ def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
                 key = f"m = {m}: " if multiple == m else ""
                 problem = f"{axis} = {size} is not a multiple of {multiple}; change the width"
                 odd[key, problem].append(name)
+        own = method.options.name
+        if method.linear_only and isinstance(layer, nn.Conv2d):
+            odd["", f"{own} exists for linear layers only; choose another method"].append(name)
         if method.mixes_outputs and getattr(layer, "groups", 1) > 1:
-            own = method.options.name
             problem = f"{own} mixes output channels of all groups; choose another method"
             odd["", problem].append(name)
     for (key, problem), names in odd.items():
@@ -272,28 +340,11 @@ def _list(names: list[str]) -> str:
     return f"layer{'s' if len(names) > 1 else ''} {shown}{more}"
 
 
-def _swap(
-    layer: nn.Module,
-    name: str,
-    index: int,
-    method: Method,
-    seed: int,
-    clock: Clock,
-    recipe: FP8Recipe | None,
-) -> SparseLayer:
+def _swap(layer: nn.Module, name: str, index: int, model: ModelState) -> None:
+    """Make a layer sparse; the object stays: references, hooks and second names keep working."""
     cls = sparse_class(type(layer))
-    assert cls is not None
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    layer.__class__ = cls  # the object stays: references, hooks and second names keep working
-    assert isinstance(layer, SparseLayer)
-    state = method.initial_state(widen(weight.detach()), cls.in_dim)
-    for key, value in state.items():
-        layer.register_buffer(f"sparsity_{key}", value)
-    layer.sparsity = LayerState(method, name, index, seed, cls.in_dim, tuple(state), clock, recipe)
-    empty = pack_24(torch.zeros(weight.shape, dtype=torch.bool, device=weight.device))
-    layer.register_buffer(PREVIOUS_MASK, empty)
-    layer.register_load_state_dict_post_hook(invalidate_after_load)
-    if method.window[0] == 0:
-        layer.sparsity.update(layer)
-    return layer
+    assert cls is not None and isinstance(layer.weight, Tensor)
+    state = LayerState(model, name, index, layer.weight.detach(), cls.in_dim)
+    layer.__class__ = cls
+    layer.add_module("sparsity", state)
+    living.add(layer)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from sparse_cases import (
     through_disk,
     train,
 )
+from sparsepretrain.sparsity.policy import DGRAD, WGRAD, Method
 from tiny_runs import assert_equal_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 import sparsepretrain as sp
 from sparsepretrain import registry
 from sparsepretrain.sparsity.layers import SparseLayer
-from sparsepretrain.sparsity.policy import DGRAD, WGRAD, Method
 from sparsepretrain.sparsity.state import PREVIOUS_MASK
 
 every_case = pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)

@@ -16,6 +16,7 @@ from sparse_cases import (
     sparsify,
     through_disk,
 )
+from sparsepretrain.sparsity.policy import DGRAD, WGRAD
 from tiny_runs import assert_equal_bits
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -25,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 import sparsepretrain as sp
 from sparsepretrain import registry
 from sparsepretrain.sparsity.layers import SparseConv2d, SparseLayer
-from sparsepretrain.sparsity.policy import DGRAD, WGRAD
 
 every_case = pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.policy import Method, MethodOptions
+from sparsepretrain.sparsity.method import Method, MethodOptions
 
 
 @dataclass(slots=True, kw_only=True)

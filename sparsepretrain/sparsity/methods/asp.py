@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.policy import Method, MethodOptions, Products, Projection
+from sparsepretrain.sparsity.method import Layer, Method, MethodOptions, Projection
+from sparsepretrain.sparsity.row import Operand, Phase, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from sparsepretrain.kernels import NoiseKey
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,50 +31,53 @@ class ASPOptions(MethodOptions):
 
 @register("method", "asp")
 class ASP(Method):
-    """Zeros are stored in the weight itself; gradients and updates are masked from then on."""
+    """Dense until ``at``, then one mask; pruned weights receive no gradient.
+
+    ASP writes the zeros into the weight. Here they are projected, which is the same function and
+    the same updates of the kept weights; pruned ones only shrink by the weight decay.
+    """
 
     Options = ASPOptions
-    summary = "magnitude mask once, at a chosen step; zeros kept from then on"
+    summary = "magnitude mask once, at a chosen step; kept from then on"
     paper = "arXiv:2104.08378"
-    products = Products(A="W (zeroed once)", J="M∘dW")
+    phases = "dense, then one fixed mask"
+    finetune_options: ClassVar[dict[str, Any]] = {"at": 0.0}
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         at = self.steps_of(options.at, "at") if options.at else 0
         self.at = max(at, self.window[0])
-        self.set_step(0)
-
-    def set_step(self, step: int) -> None:
-        """Pruned from step ``at`` on."""
-        super().set_step(step)
-        self.pruned = step >= self.at
 
     @property
-    def sparse(self) -> bool:
-        """Once the zeros are written."""
-        return self.pruned
+    def sparse_row(self) -> Row:
+        """Of the pruned phase."""
+        return Row(A=self.nm("M∘W"), J=Operand("M∘dW"))
 
-    def initial_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
-        """The mask, once it is chosen."""
-        return {"mask": self.mask(weight, dim)}
+    def phase_of(self, step: int) -> Phase:
+        """Pruned from step ``at`` on."""
+        phase = Method.phase_of(self, step)
+        if phase.training and step < self.at:
+            return Phase(False, False, f"until step {self.at} (at)")
+        return phase
 
-    def update_(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
-    ) -> None:
-        """Choose the mask at its step, and write zeros from then on."""
+    @classmethod
+    def keeps_function(cls, options: Any, theirs: dict[str, Any]) -> bool:
+        """Only a run that prunes at its start does."""
+        return options.at == 0 and super().keeps_function(options, theirs)
+
+    def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
+        """Room for the mask."""
+        return {"mask": weight.new_zeros(weight.shape, dtype=bool)}
+
+    def update_(self, weight: Tensor, layer: Layer) -> None:
+        """Choose the mask at its step."""
         if self.step == self.at:
-            state["mask"].copy_(self.mask(weight, dim))
-        if self.pruned:
-            # after every step: moments and weight decay would move pruned weights otherwise
-            weight.masked_fill_(~state["mask"], 0)
+            layer.mask.copy_(self.mask(weight, layer.dim))
 
-    def project(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
-    ) -> Projection:
-        """The weight as it is."""
-        return Projection(None, state["mask"] if self.pruned else None)
+    def project(self, weight: Tensor, layer: Layer) -> Projection:
+        """A = M∘W."""
+        return Projection(kernels.apply_mask(weight, layer.mask), layer.mask)
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Pruned weights receive nothing."""
-        if self.pruned:
-            grad.masked_fill_(~mask, 0)
+        grad.masked_fill_(~mask, 0)

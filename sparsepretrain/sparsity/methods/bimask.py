@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.policy import DGRAD, Method, MethodOptions, Products, Projection
+from sparsepretrain.sparsity.method import DGRAD, Layer, Method, MethodOptions, Projection
+from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from sparsepretrain.kernels import NoiseKey
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,44 +42,46 @@ class BiMask(Method):
     Options = BiMaskOptions
     summary = "forward and backward masks, rows permuted for the backward one"
     paper = "arXiv:2302.06058 (ICML 2023)"
-    products = Products(A="Mf∘W", B="Mb∘W", J="dW + λ(1-Mf)∘W")
+    phases = "permutation every 100 steps"
     mixes_outputs = True
+
+    @property
+    def sparse_row(self) -> Row:
+        """Mb is 2:4 among permuted rows only, so B has no pattern along out_features as stored."""
+        backward = Operand("Mb∘W (2:4 of permuted rows)")
+        return Row(self.nm("Mf∘W"), backward, J=Operand("dW + λ(1-Mf)∘W"))
 
     @property
     def multiples(self) -> tuple[int, int]:
         """Groups of four along both axes."""
         return 4, 4
 
-    def initial_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
+    def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
         """The identity; the first search follows at once."""
         import torch
 
-        rows = weight.shape[1 - dim]
+        rows = weight.shape[1 - layer.dim]
         return {"permutation": torch.arange(rows, device=weight.device)}
 
-    def update_(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
-    ) -> None:
+    def update_(self, weight: Tensor, layer: Layer) -> None:
         """Every ``every`` steps keep the permutation whose backward mask has the most ones."""
         if (self.step - self.window[0]) % self.options.every or weight.is_meta:
             return  # shapes alone (dry runs) hold nothing to find, and take minutes
         import torch
 
-        rows = weight if dim == 1 else weight.t().contiguous()
+        rows = weight if layer.dim == 1 else weight.t().contiguous()
         count, size = self.options.candidates, rows.shape[0]
-        draws = kernels.uniform_noise(key(DGRAD), count, size, 1, weight.device)[0]
-        current = state["permutation"]
+        draws = kernels.uniform_noise(layer.key(DGRAD), count, size, 1, weight.device)[0]
+        current = layer.permutation
         candidates = torch.cat([current[None], draws.argsort(dim=1, stable=True)])
         best = kernels.bimask_ones(rows, candidates).argmax()  # the first of equals
         current.copy_(candidates[best])
 
-    def project(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
-    ) -> Projection:
+    def project(self, weight: Tensor, layer: Layer) -> Projection:
         """A = Mf∘W, B = Mb∘W."""
-        rows = weight if dim == 1 else weight.t()
-        parts = kernels.bimask_prune(rows, state["permutation"])
-        forward, mask, backward = parts if dim == 1 else (part.t() for part in parts)
+        rows = weight if layer.dim == 1 else weight.t()
+        parts = kernels.bimask_prune(rows, layer.permutation)
+        forward, mask, backward = parts if layer.dim == 1 else (part.t() for part in parts)
         return Projection(forward, mask, backward)
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
+from sparsepretrain.sparsity.method import Method, MethodOptions
 from sparsepretrain.sparsity.methods._transposable import transposable
-from sparsepretrain.sparsity.policy import Method, MethodOptions, Products
+from sparsepretrain.sparsity.row import Phase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +44,7 @@ class Dense(Method):
     Options = DenseOptions
     summary = "ordinary layers; logs the flips of the masks it would have"
     paper = "–"
-    products = Products()
+    phases = "never"
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
@@ -54,10 +55,9 @@ class Dense(Method):
         """Transposable masks are chosen in blocks of 4×4."""
         return 4 if self.options.flip_rule == "transposable" else 1, self.options.m
 
-    @property
-    def sparse(self) -> bool:
-        """Never."""
-        return False
+    def phase_of(self, step: int) -> Phase:
+        """Dense, which needs no reason."""
+        return Phase(False, False)
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         """The mask of ``flip_rule``."""

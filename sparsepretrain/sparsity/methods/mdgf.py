@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
+from sparsepretrain.sparsity.method import Layer, MethodOptions, Projection
 from sparsepretrain.sparsity.methods.ste import STE
-from sparsepretrain.sparsity.policy import MethodOptions, Products, Projection
+from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from sparsepretrain.kernels import NoiseKey
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,58 +48,48 @@ class MDGF(STE):
     Options = MDGFOptions
     summary = "pruned weights are scaled by d, which decays from 1 to 0"
     paper = "arXiv:2402.04744"
-    products = Products(A="(M + d(1-M))∘W")
+    phases = "(M + d(1-M))∘W until d is 0"
+    finetunes_as = "ste"
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         until = self.steps_of(options.until, "until") if options.until else 0
         self.until = max(until, self.window[0])
-        self.set_step(0)
+        self.binary = False
 
     def set_step(self, step: int) -> None:
         """Binary from step ``until`` on."""
-        super().set_step(step)
         self.binary = step >= self.until
+        super().set_step(step)
 
     @property
-    def sparse(self) -> bool:
-        """Once d is 0."""
-        return self.binary
+    def present_row(self) -> Row:
+        """Not N:M before d is 0."""
+        return self.sparse_row if self.binary else Row(A=Operand("(M + d(1-M))∘W"))
 
-    @property
-    def factor(self) -> float:
-        """The factor d of pruned weights at this step."""
-        if self.binary:
-            return 0.0
-        if self.step <= self.window[0]:
-            return 1.0
-        part = (self.step - self.window[0]) / (self.until - self.window[0])
-        return 1 - part if self.options.shape == "linear" else math.exp(-self.options.rate * part)
+    @classmethod
+    def keeps_function(cls, options: Any, theirs: dict[str, Any]) -> bool:
+        """Only a mask that is binary from the start does."""
+        return options.until == 0 and super().keeps_function(options, theirs)
+
+    def factor(self, step: Any) -> Any:
+        """The factor d of pruned weights at a step: a float, or a 0-d tensor in a graph."""
+        first, length = self.window[0], self.until - self.window[0]
+        if isinstance(step, int):
+            part = min(max(step - first, 0) / length, 1) if length else 1
+            return 0.0 if part == 1 else self._shape(part, math.exp)
+        return self._shape((step - first).double() / length, lambda x: x.exp())
+
+    def _shape(self, part: Any, exp: Callable[[Any], Any]) -> Any:
+        return 1 - part if self.options.shape == "linear" else exp(-self.options.rate * part)
 
     def metrics(self) -> dict[str, float]:
         """``mask_decay``: d."""
-        return {"mask_decay": self.factor}
+        return {"mask_decay": self.factor(self.step)}
 
-    def initial_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
-        """The factor d, as a tensor: it changes every step."""
-        return {"factor": weight.new_ones(()).float()}
-
-    def update_(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
-    ) -> None:
-        """The factor of the next step."""
-        state["factor"].fill_(self.factor)
-
-    def project(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
-    ) -> Projection:
+    def project(self, weight: Tensor, layer: Layer) -> Projection:
         """A = (M + d(1-M))∘W."""
         if self.binary:
-            return super().project(weight, dim, state, key)
-        mask = self.mask(weight, dim)
-        return Projection(weight.where(mask, weight * state["factor"]), mask)
-
-    def operands(self) -> dict[str, str]:
-        """Of the end: N:M once d is 0."""
-        n, m = self.pattern
-        return {"fprop": f"M∘W {n}:{m} from until", "dgrad": "A", "wgrad": "G"}
+            return super().project(weight, layer)
+        mask = self.mask(weight, layer.dim)
+        return Projection(weight.where(mask, weight * self.factor(layer.step)), mask)

@@ -8,8 +8,9 @@ from typing import Any
 
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
+from sparsepretrain.sparsity.method import MethodOptions
 from sparsepretrain.sparsity.methods.ste import STE
-from sparsepretrain.sparsity.policy import MethodOptions, Products
+from sparsepretrain.sparsity.row import Operand, Row
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,18 +45,18 @@ class SDGF(STE):
     Options = SDGFOptions
     summary = "STE with a pattern that tightens from (m-1):m to n:m"
     paper = "arXiv:2402.04744"
-    products = Products(A="M∘W, M by stages")
+    phases = "pattern tightens by stages"
+    finetunes_as = "ste"
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self.stages = stages(options.n, options.m)
         until = self.steps_of(options.until, "until") if options.until else 0
         self.until = max(until, self.window[0])
-        self.set_step(0)
+        self.kept = self.stages[0]
 
     def set_step(self, step: int) -> None:
         """The stage of this step."""
-        super().set_step(step)
         first, earlier = self.window[0], len(self.stages) - 1
         if step >= self.until:
             self.kept = self.options.n
@@ -63,13 +64,25 @@ class SDGF(STE):
             self.kept = self.stages[0]
         else:
             self.kept = self.stages[(step - first) * earlier // (self.until - first)]
+        super().set_step(step)
+
+    @classmethod
+    def keeps_function(cls, options: Any, theirs: dict[str, Any]) -> bool:
+        """Only a pattern that is the last one from the start does."""
+        return options.until == 0 and super().keeps_function(options, theirs)
 
     @property
     def pattern(self) -> tuple[int, int]:
         """The pattern of the current stage."""
         return self.kept, self.options.m
 
-    def operands(self) -> dict[str, str]:
-        """All patterns, in order."""
-        patterns = " → ".join(f"{kept}:{self.options.m}" for kept in self.stages)
-        return {"fprop": f"M∘W {patterns}", "dgrad": "M∘W", "wgrad": "G"}
+    @property
+    def sparse_row(self) -> Row:
+        """Of the last stage; the text names all patterns before it."""
+        earlier = "".join(f" {kept}:{self.options.m} →" for kept in self.stages[:-1])
+        return Row(A=self.nm(f"M∘W{earlier}"))
+
+    @property
+    def present_row(self) -> Row:
+        """Of the present stage."""
+        return Row(A=Operand("M∘W", self.pattern, "in"))

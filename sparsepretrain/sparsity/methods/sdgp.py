@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.policy import Method, MethodOptions, Products
+from sparsepretrain.sparsity.method import Method, MethodOptions
+from sparsepretrain.sparsity.row import Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,8 +45,12 @@ class SDGP(Method):
     Options = SDGPOptions
     summary = "prunes the output gradient of dgrad only"
     paper = "arXiv:2202.00774 (ICPR 2022)"
-    products = Products(P="N:M(G)")
-    prunes_dgrad = True
+    finetunes_as = "dense"
+
+    @property
+    def sparse_row(self) -> Row:
+        """Only dgrad has a sparse operand."""
+        return Row(P=self.nm("N:M(G)", "out"))
 
     @property
     def multiples(self) -> tuple[int, int]:
@@ -62,8 +67,3 @@ class SDGP(Method):
             epsilon=self.options.epsilon,
             key=key if self.options.variant == "random" else None,
         )
-
-    def operands(self) -> dict[str, str]:
-        """Only dgrad has a sparse operand."""
-        n, m = self.pattern
-        return {"fprop": "W", "dgrad": f"W, G {n}:{m}", "wgrad": "G"}

@@ -1,27 +1,43 @@
-"""SLoPe's double pruning: a fixed mask, and a second one for the backward weight."""
+"""SLoPe: a fixed mask, a second one for the backward weight, low-rank adapters at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.policy import FPROP, Method, MethodOptions, Products, Projection
+from sparsepretrain.sparsity import checks
+from sparsepretrain.sparsity.method import FPROP, WGRAD, Layer, Method, MethodOptions, Projection
+from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparsepretrain.kernels import NoiseKey
+
+@dataclass(slots=True, kw_only=True)
+class Adapters:
+    """Low-rank adapters: Y = X·(M∘W)ᵀ + (X·Rᵀ)·Lᵀ in the last part of the run."""
+
+    rank: int = 0
+    """Columns of L and rows of R; 0: no adapters."""
+    start: float = 0.99
+    """First step with them, as a fraction of the run (the paper: the last 1 %)."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        yield from checks.at_least(0, self, "rank")
+        yield from checks.proper_fraction(self, "start")
 
 
 @dataclass(slots=True, kw_only=True)
 class SLoPeOptions(MethodOptions):
-    """Options of double pruning."""
+    """Options of SLoPe."""
 
     mask: Literal["magnitude", "random"] = "magnitude"
     """How the fixed mask is chosen at the first sparse step."""
+    adapters: Adapters = field(default_factory=Adapters)
 
 
 @register("method", "slope")
@@ -30,42 +46,88 @@ class SLoPe(Method):
 
     Mozaffari et al., ICLR 2025, arXiv:2405.16325: both weights are N:M along the axis that their
     product reduces over. As in the authors' reference code the second mask follows the current
-    weights and dW is masked. Their low-rank adapters for the last 1 % of the run are not part of
-    this method, and weights outside the mask are kept (unused) instead of zeroed.
+    weights and dW is masked; weights outside the mask are kept (unused) instead of zeroed. With
+    ``adapters.rank`` every sparse layer has the paper's lazy low-rank adapters. They are made at
+    the start, L = 0 and R uniform in ±1/√in_features (our choice), take part from
+    ``adapters.start`` on, and receive no gradient before.
     """
 
     Options = SLoPeOptions
-    summary = "fixed mask; dgrad uses the weight pruned a second time"
+    summary = "fixed mask; dgrad uses the weight pruned a second time; late adapters"
     paper = "arXiv:2405.16325 (ICLR 2025)"
-    products = Products(A="M∘W", B="M2∘M∘W", J="M∘dW")
+    phases = "fixed mask; adapters at the end"
+
+    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+        super().__init__(options, total_steps)
+        rank, start = options.adapters.rank, options.adapters.start
+        self.linear_only = rank > 0
+        self._first = max(self.steps_of(start, "adapters.start"), self.window[0]) if rank else 0
+        self._adapting = False
+
+    @property
+    def sparse_row(self) -> Row:
+        """Without the adapters, which are not operands."""
+        return Row(self.nm("M∘W"), self.nm("M2∘M∘W", "out"), J=Operand("M∘dW"))
 
     @property
     def multiples(self) -> tuple[int, int]:
         """Groups of m along both axes."""
         return self.options.m, self.options.m
 
-    def initial_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
-        """The mask; chosen when the layer becomes sparse."""
-        return {"mask": self.mask(weight, dim)}
+    @classmethod
+    def keeps_function(cls, options: Any, theirs: dict[str, Any]) -> bool:
+        """Adapters belong to the weights of the end of a run."""
+        ranks = options.adapters.rank, theirs.get("adapters", {}).get("rank", 0)
+        return ranks == (0, 0) and super().keeps_function(options, theirs)
 
-    def update_(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
-    ) -> None:
+    def set_step(self, step: int) -> None:
+        """With adapters from their first step on."""
+        self._adapting = self.options.adapters.rank > 0 and step >= self._first
+        super().set_step(step)
+
+    def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
+        """Room for the mask, and the adapters."""
+        state = {"mask": weight.new_zeros(weight.shape, dtype=bool)}
+        if not self.options.adapters.rank:
+            return state
+        from torch.nn import Parameter
+
+        rank, inputs = self.options.adapters.rank, weight.shape[layer.dim]
+        right = weight.new_zeros(rank, inputs)
+        if not weight.is_meta:
+            right = kernels.uniform_like(right, layer.key(WGRAD), 1).to(right).mul_(2).sub_(1)
+        left = weight.new_zeros(weight.shape[1 - layer.dim], rank)
+        return state | {"left": Parameter(left), "right": Parameter(right / inputs**0.5)}
+
+    def update_(self, weight: Tensor, layer: Layer) -> None:
         """Choose the mask at the first sparse step, and never again."""
         if self.step != self.window[0]:
             return
         scores = weight
         if self.options.mask == "random":
-            scores = kernels.uniform_like(weight, key(FPROP), dim)
-        state["mask"].copy_(self.mask(scores, dim))
+            scores = kernels.uniform_like(weight, layer.key(FPROP), layer.dim)
+        layer.mask.copy_(self.mask(scores, layer.dim))
 
-    def project(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
-    ) -> Projection:
+    def project(self, weight: Tensor, layer: Layer) -> Projection:
         """A = M∘W, B = A under its own N:M mask along out_features."""
-        forward = kernels.apply_mask(weight, state["mask"])
-        second = kernels.nm_mask(forward, *self.pattern, dim=1 - dim)
-        return Projection(forward, state["mask"], kernels.apply_mask(forward, second))
+        forward = kernels.apply_mask(weight, layer.mask)
+        second = kernels.nm_mask(forward, *self.pattern, dim=1 - layer.dim)
+        return Projection(forward, layer.mask, kernels.apply_mask(forward, second))
+
+    def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
+        """(X·Rᵀ)·Lᵀ."""
+        if not self._adapting or not self.phase.evaluation:
+            return None
+        from torch.nn.functional import linear
+
+        return linear(linear(x, layer.right), layer.left)
+
+    def fold(self, layer: Layer) -> Tensor | None:
+        """L·R, laid out like the weight."""
+        if not self._adapting or not self.phase.evaluation:
+            return None
+        product: Tensor = layer.left @ layer.right
+        return product if layer.dim == 1 else product.t()
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Weights outside the mask receive nothing."""

@@ -9,7 +9,7 @@ from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity.methods._decay import RampedDecay, RampedDecayOptions
 from sparsepretrain.sparsity.methods.ste import STE
-from sparsepretrain.sparsity.policy import Products
+from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,11 @@ class SRSTE(RampedDecay, STE):
     Options = SRSTEOptions
     summary = "STE plus masked decay λ on pruned weights"
     paper = "arXiv:2102.04010 (ICLR 2021)"
-    products = Products(A="M∘W", J="dW + λ(1-M)∘W")
+
+    @property
+    def sparse_row(self) -> Row:
+        """What the products see."""
+        return super().sparse_row._replace(J=Operand("dW + λ(1-M)∘W"))
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Masked decay on gradients (arXiv:2102.04010 eq. 7; arXiv:2404.01847 section 4)."""

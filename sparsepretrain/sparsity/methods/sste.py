@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.policy import DGRAD, Method, MethodOptions, Products, Projection
+from sparsepretrain.sparsity.method import DGRAD, Layer, Method, MethodOptions, Projection
+from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,43 +50,48 @@ class SSTE(Method):
     Options = SSTEOptions
     summary = "soft threshold, frozen scale β, MVUE on the weight gradient"
     paper = "arXiv:2409.09099 (NeurIPS 2024)"
-    products = Products(A="β·S(W)", U="MVUE(G)")
+    flip_rule = None
+    function_options = ("gamma", "beta")
+    finetune_options: ClassVar[dict[str, Any]] = {"mvue": "none"}
+    """As in S-STE, Table 6, and the authors' code."""
 
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
-        super().__init__(options, total_steps)
-        self.samples_wgrad = options.mvue == "gradient"
+    @property
+    def sparse_row(self) -> Row:
+        """β·S(W), and MVUE where the options put it."""
+        row = Row(A=self.nm("β·S(W)"))
+        if self.options.mvue == "gradient":
+            return row._replace(U=Operand("MVUE(G)", (2, 4), "tokens"))
+        if self.options.mvue == "weight":
+            return row._replace(B=self.nm("MVUE(β·S(W))", "out"))
+        return row
 
     @property
     def multiples(self) -> tuple[int, int]:
         """Sampling the weight for dgrad needs groups of four along out_features as well."""
         return 4 if self.options.mvue == "weight" else 1, self.options.m
 
-    def initial_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
+    def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
         """β of the initial weight (S-STE section 4.2)."""
-        return {"beta": self._scale(weight, self._soft(weight, dim))}
+        return {"beta": self._scale(weight, self._soft(weight, layer.dim))}
 
-    def update_(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
-    ) -> None:
+    def update_(self, weight: Tensor, layer: Layer) -> None:
         """Recompute β if asked to; it then grows layer by layer (S-STE Figure 4)."""
         if self.options.beta_update == "step":
             weight = weight if weight.itemsize > 4 else weight.float()  # the master may be bf16
-            state["beta"].copy_(self._scale(weight, self._soft(weight, dim)))
+            layer.beta.copy_(self._scale(weight, self._soft(weight, layer.dim)))
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         """The non-zeros of S(W): at most n of m."""
         return self._soft(weight, dim) != 0
 
-    def project(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
-    ) -> Projection:
+    def project(self, weight: Tensor, layer: Layer) -> Projection:
         """A = β·S(W); B = A, or its unbiased 2:4 estimate along out_features."""
-        beta = state["beta"]
-        forward = self._soft(weight, dim, beta)
+        beta = layer.beta
+        forward = self._soft(weight, layer.dim, beta)
         backward = None
         if self.options.mvue == "weight":
             backward = kernels.mvue(
-                forward, dim=1 - dim, estimator=self.options.estimator, key=key(DGRAD)
+                forward, dim=1 - layer.dim, estimator=self.options.estimator, key=layer.key(DGRAD)
             )
         scale = beta if self.options.ste_scale == "beta" else None
         return Projection(forward, forward != 0, backward, scale)
@@ -93,13 +99,6 @@ class SSTE(Method):
     def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
         """U(G) = MVUE along tokens (arXiv:2203.10991)."""
         return kernels.mvue(grad, dim=0, estimator=self.options.estimator, key=key)
-
-    def operands(self) -> dict[str, str]:
-        """What each product sees; MVUE on the weight makes dgrad 2:4 along out_features."""
-        table = Method.operands(self)
-        if self.options.mvue == "weight":
-            table["dgrad"] = "MVUE(β·S(W)) 2:4"
-        return table
 
     def _soft(self, weight: Tensor, dim: int, scale: Tensor | None = None) -> Tensor:
         gamma = self.options.gamma

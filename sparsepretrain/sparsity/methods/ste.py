@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.policy import Method, Products, Projection
+from sparsepretrain.sparsity.method import Layer, Method, Projection
+from sparsepretrain.sparsity.row import Row
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from sparsepretrain.kernels import NoiseKey
 
 
 @register("method", "ste")
@@ -21,10 +19,12 @@ class STE(Method):
 
     summary = "magnitude mask in both directions, gradient straight through"
     paper = "arXiv:1308.3432; N:M: arXiv:2102.04010 section 3"
-    products = Products(A="M∘W")
 
-    def project(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
-    ) -> Projection:
+    @property
+    def sparse_row(self) -> Row:
+        """What the products see."""
+        return Row(A=self.nm("M∘W"))
+
+    def project(self, weight: Tensor, layer: Layer) -> Projection:
         """A = M∘W; a dropped weight is +0.0."""
-        return Projection(*kernels.nm_prune(weight, *self.pattern, dim=dim))
+        return Projection(*kernels.nm_prune(weight, *self.pattern, dim=layer.dim))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.config.schema import AdamW
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
+from sparsepretrain.sparsity.method import Method, MethodOptions
 from sparsepretrain.sparsity.methods.ste import STE
-from sparsepretrain.sparsity.policy import MethodOptions, Products
+from sparsepretrain.sparsity.row import Operand, Phase, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,12 +55,27 @@ class STEP(STE):
     Options = STEPOptions
     summary = "dense until AutoSwitch, then STE with a frozen second moment"
     paper = "arXiv:2302.01172 (ICML 2023)"
-    products = Products(A="M∘W after switch")
+    phases = "dense until AutoSwitch; evaluation always"
+    finetunes_as = "ste"
+    scalars: ClassVar[dict[str, int]] = {"trains_dense": 1}
+    """1 until AutoSwitch has switched."""
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
-        self.trains_dense = True
         self._watched: dict[str, float] = {}
+
+    @property
+    def sparse_row(self) -> Row:
+        """That of STE, with decay if asked for."""
+        decays = {"J": Operand("dW + λ(1-M)∘W")} if self.options.decay else {}
+        return Row(A=self.nm("M∘W"), **decays)
+
+    def phase_of(self, step: int) -> Phase:
+        """Inside the window evaluation is N:M, training once the optimiser has switched."""
+        phase = Method.phase_of(self, step)
+        if phase.training and self.state["trains_dense"]:
+            return Phase(False, True, "until AutoSwitch")
+        return phase
 
     def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer:
         """StepAdamW with the AdamW options of the run and AutoSwitch's of this method."""
@@ -96,16 +112,16 @@ class STEP(STE):
             kind = type(optimizer).__name__
             raise ConfigError(f"method step needs a sparsepretrain.optim.StepAdamW, got {kind}")
         optimizer.mark_sparse(weights)
-        self.trains_dense = not optimizer.sparse_phase
+        self.state["trains_dense"] = int(not optimizer.sparse_phase)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The first sparse forward is the one after the step that switched."""
         self._watched = {}
         change = optimizer.window_mean  # type: ignore[attr-defined]
-        if self.trains_dense and change is not None:
+        if self.state["trains_dense"] and change is not None:
             threshold = optimizer.threshold  # type: ignore[attr-defined]
             self._watched = {"autoswitch_z": change, "autoswitch_threshold": threshold}
-        self.trains_dense = not optimizer.sparse_phase  # type: ignore[attr-defined]
+        self.state["trains_dense"] = int(not optimizer.sparse_phase)  # type: ignore[attr-defined]
 
     def metrics(self) -> dict[str, float]:
         """What AutoSwitch saw at a dense step: the mean change Z̄ of its window, and ε.
@@ -119,8 +135,3 @@ class STEP(STE):
         """Masked decay, if asked for."""
         if self.options.decay:
             kernels.masked_decay_(grad, weight, mask, self.options.decay * scale)
-
-    def operands(self) -> dict[str, str]:
-        """Of the sparse phase."""
-        n, m = self.pattern
-        return {"fprop": f"M∘W {n}:{m} after switch", "dgrad": "M∘W after switch", "wgrad": "G"}

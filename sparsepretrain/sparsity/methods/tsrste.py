@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
+from sparsepretrain.sparsity.method import Layer, Method, Projection, Window
 from sparsepretrain.sparsity.methods._decay import RampedDecay, RampedDecayOptions
 from sparsepretrain.sparsity.methods._transposable import transposable
-from sparsepretrain.sparsity.policy import Method, Products, Projection, Window
+from sparsepretrain.sparsity.row import Operand, Phase, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,12 +53,23 @@ class TSRSTE(RampedDecay):
     Options = TSRSTEOptions
     summary = "transposable mask every 40 steps, masked decay, MVUE, dense tail"
     paper = "arXiv:2404.01847 (ICML 2024)"
-    products = Products(A="Mt∘W", U="MVUE(G)", J="dW + λ(1-Mt)∘W")
+    phases = "last 1/6 dense; mask every 40 steps"
+    flip_rule = "transposable"
+    function_options = ("dense_tail",)
+    finetunes_as = "dense"
+    finetune_options: ClassVar[dict[str, Any]] = {"mvue": "none"}
+    """As in S-STE, Table 6, and the authors' code."""
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
-        self.samples_wgrad = options.mvue == "gradient"
         self.refresh = options.refresh
+
+    @property
+    def sparse_row(self) -> Row:
+        """One operand for fprop and dgrad: the mask is 2:4 along both axes."""
+        row = Row(self.nm("Mt∘W"), self.nm("A", "out"), J=Operand("dW + λ(1-Mt)∘W"))
+        sampled = Operand("MVUE(G)", (2, 4), "tokens")
+        return row._replace(U=sampled) if self.options.mvue == "gradient" else row
 
     @property
     def multiples(self) -> tuple[int, int]:
@@ -67,30 +80,32 @@ class TSRSTE(RampedDecay):
         """Sparse until the earlier of window.stop and the dense tail."""
         start, stop = Method.window_steps(self, window)
         tail = self.options.dense_tail
-        if tail and (end := self.steps_of(1 - tail, "dense_tail")) < stop:
-            stop, self.ended_by = end, "dense_tail"
-        return start, stop
+        self._tail = self.steps_of(1 - tail, "dense_tail") if tail else math.inf
+        return start, min(stop, self._tail)
 
-    def initial_state(self, weight: Tensor, dim: int) -> dict[str, Tensor]:
-        """The mask of the initial weight."""
-        return {"mask": self.mask(weight, dim)}
+    def phase_of(self, step: int) -> Phase:
+        """The dense tail has a name of its own."""
+        phase = Method.phase_of(self, step)
+        if step < self._tail or step < self.window[1]:
+            return phase
+        return Phase(False, False, f"since step {self.window[1]} (dense_tail)")
+
+    def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
+        """Room for the mask; it is searched at the first sparse step."""
+        return {"mask": weight.new_zeros(weight.shape, dtype=bool)}
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         """The best transposable mask (arXiv:2404.01847 section 5.1)."""
         return transposable(weight)
 
-    def update_(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
-    ) -> None:
+    def update_(self, weight: Tensor, layer: Layer) -> None:
         """Search again at the first sparse step and every ``refresh`` steps after it."""
         if self.compares:
-            state["mask"].copy_(self.mask(weight, dim))
+            layer.mask.copy_(self.mask(weight, layer.dim))
 
-    def project(
-        self, weight: Tensor, dim: int, state: dict[str, Tensor], key: Callable[[int], NoiseKey]
-    ) -> Projection:
+    def project(self, weight: Tensor, layer: Layer) -> Projection:
         """A = B = Mt∘W with the current weights under the mask of the last refresh."""
-        return Projection(kernels.apply_mask(weight, state["mask"]), state["mask"])
+        return Projection(kernels.apply_mask(weight, layer.mask), layer.mask)
 
     def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
         """U(G) = MVUE along tokens (arXiv:2203.10991)."""
@@ -99,7 +114,3 @@ class TSRSTE(RampedDecay):
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Masked decay on gradients (arXiv:2404.01847 section 4.2)."""
         kernels.masked_decay_(grad, weight, mask, self.decay * scale)
-
-    def operands(self) -> dict[str, str]:
-        """The mask is 2:4 along out_features too."""
-        return {**Method.operands(self), "dgrad": "Mt∘W 2:4"}

@@ -1,0 +1,331 @@
+"""What a method is: options, a row of the operand table, and the functions behind its operands.
+
+A method is a subclass of :class:`Method` that overrides what differs from a dense layer. The file
+must not import torch at the top level, so that configurations are checked without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+
+from sparsepretrain import kernels
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity.row import Operand, Phase, Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from sparsepretrain.kernels import NoiseKey
+
+FPROP, DGRAD, WGRAD = 0, 1, 2
+"""Numbers of the products in noise keys."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Window:
+    """When the layers are sparse, as fractions of the run; dense outside."""
+
+    start: float = 0.0
+    """First sparse step = ⌊start·steps + ½⌋."""
+    stop: float = 1.0
+    """First dense step after it; 1: sparse to the end, and afterwards."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        if not 0 <= self.start < self.stop <= 1:
+            yield "start", f"and stop need 0 ≤ start < stop ≤ 1, got {self.start} and {self.stop}"
+
+
+@dataclass(slots=True, kw_only=True)
+class MethodOptions:
+    """Options that every method has; a method's ``Options`` adds its own."""
+
+    name: str
+    n: int = 2
+    """Elements kept of every m."""
+    m: int = 4
+    """Group size."""
+    targets: str | list[str] = "ffn"
+    """Layers: an alias of the model recipe (ffn, attention, all) or globs of module names."""
+    window: Window = field(default_factory=Window)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        if self.m < 1:
+            yield "m", f"must be ≥ 1, got {self.m}"
+        elif not 1 <= self.n <= self.m:
+            yield "n", f"must satisfy 1 ≤ n ≤ m (m = {self.m}), got {self.n}"
+        if not self.targets:
+            yield "targets", "must name at least one layer pattern"
+
+
+class Projection(NamedTuple):
+    """What the weight of one layer looks like for one optimiser step."""
+
+    forward: Tensor | None
+    """A(W), shape of W; None: the weight itself."""
+    mask: Tensor | None
+    """Bool, shape of W: the positions in use; what masked decay spares and flip rate compares.
+    None: what :meth:`Method.mask` chooses, computed when it is asked for."""
+    backward: Tensor | None = None
+    """B(W), shape of W; None: the same as ``forward``."""
+    wgrad_scale: Tensor | None = None
+    """0-d factor of dW; None: 1."""
+
+
+class Layer(Protocol):
+    """What a method may ask about a layer besides its weight; its tensors are attributes.
+
+    A tensor that :meth:`Method.initial_state` called ``beta`` is ``layer.beta``.
+    """
+
+    dim: int
+    """Axis of the weight that holds in_features: groups run along it. Out_features are axis
+    ``1 - dim``; a convolution's weight has two more axes, its kernel positions."""
+
+    @property
+    def step(self) -> Any:
+        """Completed optimiser steps: an integer, or a 0-d int64 tensor in compiled graphs."""
+
+    def key(self, product: int) -> NoiseKey:
+        """Noise stream of a product (FPROP, DGRAD, WGRAD) at this step."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
+class Method:
+    """A dense layer, and the base of every method.
+
+    ``summary``, ``paper``, ``phases`` and :attr:`sparse_row` fill the table that
+    ``sparsepretrain methods`` prints.
+    """
+
+    Options: ClassVar[type] = MethodOptions
+    summary: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    phases: ClassVar[str] = "always"
+    """When the operands are those of :attr:`sparse_row`, in a few words."""
+
+    flip_rule: ClassVar[str | None] = "magnitude"
+    """``flip_rule`` of a dense run whose flips are comparable; None: no dense run has this rule."""
+    function_options: ClassVar[tuple[str, ...]] = ()
+    """Options that decide, beside pattern, targets and window, what stored weights stand for."""
+    finetunes_as: ClassVar[str | None] = None
+    """Method that fine-tuning goes on with, that of the last phase; None: this one."""
+    finetune_options: ClassVar[dict[str, Any]] = {}
+    """Options that fine-tuning changes when it goes on with this method."""
+    mixes_outputs: ClassVar[bool] = False
+    """Whether one group may hold any output channels; a grouped convolution keeps them apart."""
+    linear_only: bool = False
+    """Whether convolutions are refused."""
+    scalars: ClassVar[dict[str, int]] = {}
+    """Integers that are one per model, with their initial values; part of the state dict."""
+
+    phase: Phase = Phase()
+    """Of the next step."""
+    row: Row = Row()
+    """What training products see in the present phase."""
+    refresh: int = 1
+    """Steps between two comparisons of masks, counted from the first sparse step."""
+
+    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+        self.options = options
+        self.total_steps = total_steps
+        self.step = 0
+        """Completed optimiser steps, kept up to date by the sparsifier; not for :meth:`project`."""
+        self.state = dict(self.scalars)
+        """The integers of :attr:`scalars`; :meth:`after_step` may change them."""
+        self.window = self.window_steps(options.window)
+        if self.window[0] >= self.window[1]:
+            first, stop = self.window
+            raise ConfigError(
+                f"window: no step is sparse (from {first} to {stop} of {total_steps})"
+            )
+
+    @classmethod
+    def typical_row(cls, name: str) -> Row:
+        """The row with default options, for tables of methods."""
+        return cls(cls.Options(name=name), 1000).sparse_row
+
+    @classmethod
+    def keeps_function(cls, options: Any, theirs: dict[str, Any]) -> bool:
+        """Whether stored weights mean the same to a new run as to the finished one they are of.
+
+        If not, a new run starts from the weights that the other one evaluates with.
+
+        Args:
+            options: of the new run.
+            theirs: plain values of the run that the weights come from.
+        """
+        whole = {"start": 0.0, "stop": 1.0}
+        windows = [{"start": options.window.start, "stop": options.window.stop}, theirs["window"]]
+        keys = ("name", "n", "m", "targets", *cls.function_options)
+        missing = object()
+        return windows == [whole, whole] and all(
+            getattr(options, key) == theirs.get(key, missing) for key in keys
+        )
+
+    def steps_of(self, fraction: float, key: str) -> int:
+        """⌊fraction·total_steps + ½⌋.
+
+        Raises:
+            ConfigError: the length of the run is not known; names ``key``.
+        """
+        if self.total_steps is None:
+            raise ConfigError(f"{key} is a fraction of the run: sparsify needs total_steps")
+        return math.floor(fraction * self.total_steps + 0.5)
+
+    def window_steps(self, window: Window) -> tuple[int, float]:
+        """(first sparse step, first dense step after it); sparse to the end is for ever."""
+        start = self.steps_of(window.start, "window.start") if window.start else 0
+        return start, math.inf if window.stop == 1 else self.steps_of(window.stop, "window.stop")
+
+    def set_step(self, step: int) -> None:
+        """Called with the completed steps when they or :attr:`state` changed; sets the phase."""
+        self.step = step
+        self.phase = self.phase_of(step)
+        self.row = self.present_row if self.phase.training else Row()
+
+    def phase_of(self, step: int) -> Phase:
+        """The phase after ``step`` completed steps: dense outside the window."""
+        start, stop = self.window
+        if step < start:
+            return Phase(False, False, f"until step {start} (window.start)")
+        if step >= stop:
+            return Phase(False, False, f"since step {stop} (window.stop)")
+        return Phase()
+
+    @property
+    def compares(self) -> bool:
+        """Whether masks are compared after this step; between refreshes nothing can flip."""
+        return (self.step - self.window[0]) % self.refresh == 0
+
+    @property
+    def sparse_row(self) -> Row:
+        """What the products see once the layers are sparse; in the last phase if they differ."""
+        return Row()
+
+    @property
+    def present_row(self) -> Row:
+        """What training products see now that the layers are sparse."""
+        return self.sparse_row
+
+    def nm(self, text: str, axis: Literal["in", "out", "tokens"] = "in") -> Operand:
+        """An operand with the pattern of the options."""
+        return Operand(text, (self.options.n, self.options.m), axis)
+
+    @property
+    def pattern(self) -> tuple[int, int]:
+        """(N, M) of masks for now; a method may approach the one of its options."""
+        return self.options.n, self.options.m
+
+    @property
+    def title(self) -> str:
+        """Name and pattern for people, ``sste 2:4``; only the name where no product is N:M."""
+        name, n, m = self.options.name, self.options.n, self.options.m
+        return f"{name} {n}:{m}" if self.sparse_row.sparse else name
+
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """What (out_features, in_features) of a layer must be multiples of; or its channels."""
+        return 1, self.options.m
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the method's own for the record; name -> value."""
+        return {}
+
+    def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
+        """Persistent tensors of one layer, made once from its initial weight.
+
+        A ``torch.nn.Parameter`` among them is trained: build the optimiser after ``sparsify``.
+
+        Args:
+            weight: the dense weight as stored, fp32 or wider.
+            layer: whose they will be; has no tensors yet.
+        """
+        return {}
+
+    def update_(self, weight: Tensor, layer: Layer) -> None:
+        """Bring the layer's tensors up to date, in place, inside the window.
+
+        Runs before the first forward and after every optimiser step.
+
+        Args:
+            weight: the master weight after the update, as stored.
+            layer: whose it is.
+        """
+
+    def mask(self, weight: Tensor, dim: int) -> Tensor:
+        """The mask that the method's rule chooses for ``weight``; bool, same shape."""
+        return kernels.nm_mask(weight, *self.pattern, dim=dim)
+
+    def project(self, weight: Tensor, layer: Layer) -> Projection:
+        """A(W), B(W) and the mask; called once per optimiser step, per forward, or in a graph.
+
+        A function of its arguments: what changes over time is in the layer (:meth:`update_`).
+
+        Args:
+            weight: the master weight as stored, fp32 (or wider).
+            layer: whose it is.
+        """
+        return Projection(None, None)
+
+    def fprop_input(self, x: Tensor) -> Tensor:
+        """Xf(X): the input that fprop sees; (…, in_features). Called where the row has an Xf."""
+        return x
+
+    def wgrad_input(self, x: Tensor) -> Tensor:
+        """Xw(X): the input that wgrad sees; (tokens, in_features). Called for a row's Xw."""
+        return x
+
+    def dgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
+        """P(G): the output gradient that dgrad sees; (…, out_features). Called for a row's P.
+
+        Of a convolution: (samples, positions, out_channels).
+        """
+        return grad
+
+    def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
+        """U(G): the output gradient that wgrad sees; (tokens, out_features), fp32 or as given.
+
+        Called where the row has a U.
+        """
+        return grad
+
+    def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
+        """What is added to X·A(W)ᵀ by ordinary autograd; (…, out_features). None: nothing."""
+        return None
+
+    def fold(self, layer: Layer) -> Tensor | None:
+        """The residual as a matrix (shape of the stored weight) that ``densify`` adds."""
+        return None
+
+    def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
+        """J: change the accumulated, unscaled, clipped gradient in place before the update.
+
+        Args:
+            grad, weight, mask: of one layer, as stored.
+            scale: loss scale still contained in ``grad`` (1, or a 0-d tensor for fused optimisers).
+        """
+
+    def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:
+        """Change the weight in place after the optimiser's own update (rarely needed)."""
+
+    def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer | None:
+        """The optimiser that this method brings along; None: the configured one.
+
+        Args:
+            groups: parameter groups.
+            options: of the group ``optim``.
+        """
+        return None
+
+    def attached(self, optimizer: Optimizer, weights: list[Tensor]) -> None:
+        """The sparsifier rides on ``optimizer`` from now on; ``weights`` are the sparse ones."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimiser step is complete; phases that it decides are read here."""

@@ -1,0 +1,64 @@
+"""Activation sparsity: two of every four activations, the weight stays dense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from sparsepretrain import kernels
+from sparsepretrain.registry import register
+from sparsepretrain.sparsity.method import Method, MethodOptions
+from sparsepretrain.sparsity.row import Operand, Row, X
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Act24Options(MethodOptions):
+    """Options of activation sparsity; n:m is the pattern of the activations."""
+
+    targets: str | list[str] = "ffn_out"
+    """Layers: those whose input is sparse anyway, behind a squared ReLU."""
+    fprop: Literal["in", "none"] = "in"
+    """Axis along which the input of fprop is pruned: in_features."""
+    wgrad: Literal["tokens", "none"] = "tokens"
+    """Axis along which the input of wgrad is pruned: groups of tokens."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        yield from MethodOptions.problems(self)
+        if self.m != 4 and self.wgrad == "tokens":
+            yield "m", f"must be 4 with wgrad=tokens (groups of four tokens), got {self.m}"
+
+
+@register("method", "act24")
+class Act24(Method):
+    """Y = N:M(X)·Wᵀ, dW = Gᵀ·N:M(X): the largest activations of every group are kept.
+
+    Demonstrates products that see a pruned input, as in Haziza et al., arXiv:2503.16672 (squared
+    ReLU, FFN of a transformer). It reproduces no paper: the published recipe also permutes tokens,
+    keeps the densest 5 % of the features dense and prunes dX. Linear layers only.
+    """
+
+    Options = Act24Options
+    summary = "2:4 activations by magnitude: along in-features (fprop), along tokens (wgrad)"
+    paper = "arXiv:2503.16672 (slot only)"
+    finetunes_as = "dense"
+    linear_only = True
+
+    @property
+    def sparse_row(self) -> Row:
+        """The weight is dense, its input is not."""
+        fprop = self.nm("N:M(X)") if self.options.fprop == "in" else X
+        wgrad = Operand("N:M(X)", (self.options.n, 4), "tokens")
+        return Row(Xf=fprop, Xw=wgrad if self.options.wgrad == "tokens" else X)
+
+    def fprop_input(self, x: Tensor) -> Tensor:
+        """Two of every four in-features of a token."""
+        return kernels.nm_prune(x, *self.pattern, dim=-1)[0]
+
+    def wgrad_input(self, x: Tensor) -> Tensor:
+        """Two of every four tokens, feature by feature."""
+        return kernels.nm_prune(x, *self.pattern, dim=0)[0]

@@ -1,0 +1,84 @@
+"""The operand table: what each of the three products of a linear layer sees.
+
+    fprop   Y  = Xf(X) · A(W)ᵀ
+    dgrad   dX = P(G) · B(W)
+    wgrad   dW = U(G)ᵀ · Xw(X),  then the optimiser receives J(dW, W)
+
+A row is data that coverage, dry runs, documentation and executions read alike.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class Operand(NamedTuple):
+    """What one product sees in one place."""
+
+    text: str
+    """For people."""
+    pattern: tuple[int, int] | None = None
+    """(N, M) exactly when the operand is N:M along the axis that its product reduces over."""
+    axis: Literal["in", "out", "tokens"] | None = None
+    """That axis: in (fprop), out (dgrad) or tokens (wgrad). None without a pattern."""
+
+    def __str__(self) -> str:
+        return (
+            self.text if self.pattern is None else f"{self.text} {':'.join(map(str, self.pattern))}"
+        )
+
+
+W, X, G = Operand("W"), Operand("X"), Operand("G")
+"""The weight, the input and the output gradient as they are."""
+
+
+class Row(NamedTuple):
+    """One row of the table; the default is a dense layer."""
+
+    A: Operand = W
+    """Forward weight."""
+    B: Operand = Operand("A")
+    """Backward weight; with the text ``A`` the forward weight serves both."""
+    Xf: Operand = X
+    """Input of fprop."""
+    Xw: Operand = X
+    """Input of wgrad."""
+    P: Operand = G
+    """Output gradient of dgrad."""
+    U: Operand = G
+    """Output gradient of wgrad."""
+    J: Operand = Operand("dW")
+    """What the optimiser receives."""
+
+    @property
+    def products(self) -> dict[str, tuple[Operand, ...]]:
+        """fprop, dgrad and wgrad -> their operands: weights always, X and G where changed.
+
+        Wgrad has no weight: G is its first operand.
+        """
+        backward = Operand(self.A.text, *self.B[1:]) if self.B.text == "A" else self.B
+        return {
+            "fprop": (self.A, *[self.Xf] * (self.Xf != X)),
+            "dgrad": (backward, *[self.P] * (self.P != G)),
+            "wgrad": (self.U, *[self.Xw] * (self.Xw != X)),
+        }
+
+    @property
+    def sparse(self) -> list[str]:
+        """The products with an N:M operand, which sparse hardware could run."""
+        return [
+            name
+            for name, operands in self.products.items()
+            if any(operand.pattern is not None for operand in operands)
+        ]
+
+
+class Phase(NamedTuple):
+    """What the next step does; one value per step for the whole model."""
+
+    training: bool = True
+    """Whether training products see the row's operands; else W, X and G as they are."""
+    evaluation: bool = True
+    """Whether evaluation, ``densify`` and proofs use A(W)."""
+    why: str = ""
+    """Of dense training: until or since when, and the option that decides it."""
