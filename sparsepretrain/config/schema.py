@@ -297,7 +297,7 @@ class Run:
     clip: float | None
     """Global gradient norm; null: no clipping."""
     ema: float | None
-    """Decay per step of an average of the weights, which evaluation then uses; null: none."""
+    """Decay per step of an average of the weights, which is evaluated too (ema_*); null: none."""
     workers: int
     """Processes that make batches ahead of the model; 0: the training process makes them."""
     init: Init = field(default_factory=Init)
