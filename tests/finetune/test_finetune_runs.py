@@ -165,10 +165,11 @@ def test_the_frozen_scale_comes_with_the_stored_weights(tiny, tmp_path):
 
 
 def test_defaults_follow_the_source(tiny, tmp_path):
-    words = ("precision=fp8_sim", "sparsity.gamma=0.25", "sparsity.window.start=0.2")
+    words = ("precision=fp8_sim", "precision.dtype=fp16", "precision.init_scale=2048")
+    words = (*words, "sparsity.gamma=0.25", "sparsity.window.start=0.2")
     source = pretrain(tiny, "sparsity=sste", *words)
     run, _ = load(source, *glue(tmp_path))
-    assert run.precision.name == "fp32"
+    assert (run.precision.name, run.precision.init_scale) == ("fp16", 2048)
     assert (run.sparsity.gamma, run.sparsity.mvue) == (0.25, "none")
     assert run.sparsity.window.start == 0.0
     assert (run.optim.lr, run.optim.weight_decay, run.epochs) == (5e-6, 0.0, 5.0)
