@@ -17,7 +17,9 @@ NOT_IDENTITY = ("resume", "runs_dir", "tracker", "seed", "workers")
 
 Table = dict[tuple[str, str], dict[str, Any]]
 
-ADDED: Table = {}
+ADDED: Table = {
+    ("precision", "fp8_sim"): {"init_scale": 65536.0, "growth_interval": 2000},
+}
 """(Group, what is chosen in it) -> key -> what a configuration without that key means.
 
 A configuration that was frozen before the key existed is read as if it had this value, and the hash
