@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple
 from sparsepretrain import registry
 from sparsepretrain.config.compose import compose, shipped
 from sparsepretrain.sparsity import MethodOptions
+from sparsepretrain.sparsity.row import COLUMNS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "methods"
@@ -101,8 +102,8 @@ def options(method: str, path: Path) -> str:
 
 def operands(method: str, path: Path) -> str:
     """The row of one method in the operand table."""
-    row = registry.get("method", method).products  # type: ignore[attr-defined]
-    return table([OPERANDS[k] for k in row._fields], [[prose(cell) for cell in row]])
+    row = registry.get("method", method).typical_row(method)  # type: ignore[attr-defined]
+    return table(list(COLUMNS.values()), [[prose(str(cell)) for cell in row]])
 
 
 def methods(_: str, path: Path) -> str:
@@ -111,9 +112,10 @@ def methods(_: str, path: Path) -> str:
     for name in registry._builtin_names("method"):
         method: Any = registry.get("method", name)
         page = os.path.relpath(PAGES / f"{name}.md", path.parent)
-        cells = [prose(cell) for cell in method.products]
+        cells = [prose(cell.text) for cell in method.typical_row(name)]
+        cells += [prose(method.phases)]
         rows.append([f"[`{name}`]({page})", *cells, linked(method.paper)])
-    return table(["method", *OPERANDS.values(), "paper"], rows)
+    return table(["method", *COLUMNS.values(), "phases", "paper"], rows)
 
 
 def costs(method: str, path: Path) -> str:
@@ -243,7 +245,6 @@ TABLES: dict[str, Callable[[str, Path], str]] = {
     "results": results,
 }
 
-OPERANDS = {"A": "A(W)", "B": "B(W)", "P": "P(G)", "U": "U(G)", "J": "J"}
 
 SHARED = {f.name for f in dataclasses.fields(MethodOptions)}
 """Keys that every method has."""

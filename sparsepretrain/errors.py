@@ -31,9 +31,17 @@ class ConfigError(SparsePretrainError, ValueError):
     exit_code = 2
     label = "config error"
 
-    def __init__(self, messages: str | Sequence[str]) -> None:
-        self.messages = [messages] if isinstance(messages, str) else list(messages)
+    def __init__(self, messages: str | Sequence[str | tuple[str, str]]) -> None:
+        """A message may be a pair of the option that it begins with, and the rest."""
+        given = [messages] if isinstance(messages, str) else messages
+        self._parts = [("", m) if isinstance(m, str) else m for m in given]
+        self.messages = [key + text for key, text in self._parts]
         super().__init__("\n".join(self.messages))
+
+    def under(self, group: str) -> ConfigError:
+        """The same problems, as those of a group of the configuration."""
+        parts = [(f"{group}.{key}" if key else f"{group}: ", text) for key, text in self._parts]
+        return type(self)(parts)
 
 
 class DataError(SparsePretrainError):

@@ -15,12 +15,6 @@ from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import weights
 
-CONTINUED = {"tsrste": "dense", "sdgp": "dense", "step": "ste", "mdgf": "ste", "sdgf": "ste"}
-"""Method of pre-training -> method of fine-tuning where they differ: that of its last phase."""
-
-SAMPLED = ("sste", "tsrste")
-"""Methods with MVUE, which fine-tuning drops (S-STE, Table 6; authors' code)."""
-
 BYTES = "bytes"
 
 
@@ -54,10 +48,8 @@ def load(
         request.choices.setdefault("sparsity", "dense")
     else:
         settings |= _from_run(source.config, request)
-    if request.choices["sparsity"] in SAMPLED:
-        settings["sparsity.mvue"] = "none"
-    if request.choices["sparsity"] == "asp":
-        settings["sparsity.at"] = 0.0
+    method: Any = registry.get("method", request.choices["sparsity"])
+    settings |= {f"sparsity.{key}": value for key, value in method.finetune_options.items()}
     _put_first(request, settings)
     if request.errors:
         return load_request(request)
@@ -102,7 +94,8 @@ def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
             keys = ("init_scale", "growth_interval") if block["dtype"] == "fp16" else ()
             request.blocks["precision"] = {"name": block["dtype"], **{k: block[k] for k in keys}}
     before = config["sparsity"]
-    chosen = request.choices.get("sparsity", CONTINUED.get(before["name"], before["name"]))
+    source: Any = registry.get("method", before["name"])
+    chosen = request.choices.get("sparsity", source.finetunes_as or before["name"])
     request.choices["sparsity"] = chosen
     settings |= {f"sparsity.{key}": before[key] for key in ("n", "m", "targets")}
     if chosen == before["name"]:

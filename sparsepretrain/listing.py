@@ -10,6 +10,7 @@ from sparsepretrain import config, registry
 from sparsepretrain.config.compose import build, catalogue, read, shipped
 from sparsepretrain.config.validate import load_plugins
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity.row import COLUMNS
 
 
 def print_methods(overrides: Sequence[str], config_dirs: Sequence[Path]) -> None:
@@ -21,18 +22,18 @@ def print_methods(overrides: Sequence[str], config_dirs: Sequence[Path]) -> None
     plain = config.compose(overrides, config_dirs)
     if problems := load_plugins(plain["plugins"]):
         raise ConfigError(problems)
-    rows = [["method", "A(W)", "B(W)", "P(G)", "U(G)", "J", "summary", "paper"]]
+    rows = [["method", *COLUMNS.values(), "phases", "summary", "paper"]]
     for name in registry.names("method"):
         method: Any = registry.get("method", name)
-        products = getattr(method, "products", None)
+        row = method.typical_row(name)
         rows.append(
             [name]
-            + [getattr(products, key, "?") for key in "ABPUJ"]
-            + [getattr(method, "summary", ""), getattr(method, "paper", "–")]
+            + [operand.text for operand in row]
+            + [method.phases, method.summary, method.paper]
         )
     _table(rows)
     print(
-        "\nfprop Y = X·A(W)ᵀ   dgrad dX = P(G)·B(W)   wgrad dW = U(G)ᵀ·X   "
+        "\nfprop Y = Xf(X)·A(W)ᵀ   dgrad dX = P(G)·B(W)   wgrad dW = U(G)ᵀ·Xw(X)   "
         "the optimiser receives J(dW, W)"
     )
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from sparsepretrain.kernels import nm_mask
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import Method, MethodOptions, Products, Projection
+from sparsepretrain.sparsity import Method, MethodOptions, Operand, Projection, Row
 
 
 @dataclass(slots=True, kw_only=True)
@@ -17,14 +17,17 @@ class MineOptions(MethodOptions):
 class Mine(Method):
     Options = MineOptions
     summary = "one mask for the whole run"
-    products = Products(A="M∘W", J="M∘dW")
 
-    def initial_state(self, weight, dim):
+    @property
+    def sparse_row(self):
+        return Row(A=self.nm("M∘W"), J=Operand("M∘dW"))
+
+    def initial_state(self, weight, layer):
         score = weight if self.options.choice == "magnitude" else weight.clone().uniform_()
-        return {"mask": nm_mask(score, *self.pattern, dim=dim)}
+        return {"mask": nm_mask(score, *self.pattern, dim=layer.dim)}
 
-    def project(self, weight, dim, state, key):
-        return Projection(weight.masked_fill(~state["mask"], 0), state["mask"])
+    def project(self, weight, layer):
+        return Projection(weight.masked_fill(~layer.mask, 0), layer.mask)
 
     def adjust_gradient_(self, grad, weight, mask, scale):
         grad.masked_fill_(~mask, 0)

@@ -88,7 +88,7 @@ def _work(model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> Callable[[],
     def call() -> Any:
         for layer in model.modules():
             if isinstance(layer, SparseLayer):
-                layer.sparsity.invalidate()
+                layer.sparsity.forget()
         with torch.autocast(x.device.type, torch.bfloat16):
             y = model(x)
         return torch.autograd.grad(y, [x, *weights], grad)

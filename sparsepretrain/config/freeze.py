@@ -19,6 +19,7 @@ Table = dict[tuple[str, str], dict[str, Any]]
 
 ADDED: Table = {
     ("precision", "fp8_sim"): {"init_scale": 65536.0, "growth_interval": 2000},
+    ("sparsity", "slope"): {"adapters": {"rank": 0, "start": 0.99}},
 }
 """(Group, what is chosen in it) -> key -> what a configuration without that key means.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ from sparsepretrain.sparsity.method import Projection
 
 Kept = tuple[Tensor | None, ...]
 """What a backward keeps of X."""
+Estimate = Callable[[Tensor], Tensor]
+"""U: makes the output gradient of wgrad from G."""
 
 
 class Operands(NamedTuple):
@@ -115,12 +117,14 @@ Geometry = Linear | Convolution
 """How a kind of layer multiplies dense tensors."""
 
 
-class Execution(Protocol):
-    """One way to multiply; stateless, shared by all layers that multiply that way."""
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """One way to multiply; stateless, shared by all layers. This one emulates.
 
-    def prepare(
-        self, projection: Projection, dtype: torch.dtype, out: Operands | None = None
-    ) -> Operands:
+    Exact arithmetic with dense products of zero-filled operands, in the dtype of X.
+    """
+
+    def prepare(self, projection: Projection, dtype: torch.dtype, out: Operands | None) -> Operands:
         """The operands of a projection; once per optimiser step where they are stored.
 
         Args:
@@ -128,34 +132,6 @@ class Execution(Protocol):
             dtype: of the products.
             out: earlier ones of the same layer, whose memory is used again.
         """
-
-    def fprop(
-        self, how: Geometry, xs: tuple[Tensor, Tensor], operands: Operands, bias: Tensor | None
-    ) -> tuple[Tensor, Kept]:
-        """Y in the dtype of X, and what the backward needs of X; ``xs`` are Xf(X) and Xw(X)."""
-
-    def dgrad(self, how: Geometry, grad: Tensor, weight: Tensor, like: Any) -> Tensor:
-        """DX of shape and dtype of ``like``, from P(G) and B."""
-
-    def wgrad(
-        self,
-        how: Geometry,
-        estimate: Callable[[Tensor], Tensor],
-        grad: Tensor,
-        kept: Kept,
-        like: Any,
-    ) -> Tensor:
-        """DW of shape and dtype of ``like``; ``estimate`` makes U(G) of G."""
-
-
-@dataclass(frozen=True)
-class Emulate:
-    """Exact arithmetic with dense products of zero-filled operands, in the dtype of X."""
-
-    def prepare(
-        self, projection: Projection, dtype: torch.dtype, out: Operands | None = None
-    ) -> Operands:
-        """Cast."""
         forward, _, backward, scale = projection
         assert forward is not None
         made = forward.to(dtype), None if backward is None else backward.to(dtype)
@@ -164,29 +140,24 @@ class Emulate:
     def fprop(
         self, how: Geometry, xs: tuple[Tensor, Tensor], operands: Operands, bias: Tensor | None
     ) -> tuple[Tensor, Kept]:
-        """Y, and Xw(X) itself."""
+        """Y in the dtype of X, and what the backward needs of X; ``xs`` are Xf(X) and Xw(X)."""
         return how.fprop(xs[0], operands.forward, bias), (xs[1],)
 
     def dgrad(self, how: Geometry, grad: Tensor, weight: Tensor, like: Like) -> Tensor:
-        """DX in the dtype of the operands."""
+        """DX from P(G) and B."""
         return how.dgrad(grad, weight, like.shape)
 
     def wgrad(
-        self,
-        how: Geometry,
-        estimate: Callable[[Tensor], Tensor],
-        grad: Tensor,
-        kept: Kept,
-        like: Like,
+        self, how: Geometry, grad: Tensor, estimate: Estimate, kept: Kept, like: Like
     ) -> Tensor:
-        """DW."""
+        """DW from X and the ``estimate`` U(G) of G, asked for in the form this product wants."""
         x = kept[0]
         assert x is not None
         return how.wgrad(estimate(grad).to(x.dtype), x, like.shape).to(like.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedFP8:
+class SimulatedFP8(Execution):
     """Operands rounded to fp8 values with per-tensor scales, products of these in fp32.
 
     An operand is pruned first and quantised last, so that an N:M pattern survives. Current scaling
@@ -214,20 +185,14 @@ class SimulatedFP8:
         products = f"fprop {self.forward}×{self.forward}, dgrad and wgrad {other}"
         return f"{self.name} {self.recipe}: {products}"
 
-    def prepare(
-        self, projection: Projection, dtype: torch.dtype, out: Operands | None = None
-    ) -> Operands:
+    def prepare(self, projection: Projection, dtype: torch.dtype, out: Operands | None) -> Operands:
         """Round; B has a tensor of its own where its format is another one."""
         forward, _, backward, scale = projection
         assert forward is not None
         if backward is None and self.backward != self.forward:
             backward = forward
-        made = Operands(
-            round_fp8(forward, self.forward),
-            None if backward is None else round_fp8(backward, self.backward),
-            scale,
-        )
-        return _into(out, made)
+        backward = None if backward is None else round_fp8(backward, self.backward)
+        return _into(out, Operands(round_fp8(forward, self.forward), backward, scale))
 
     def fprop(
         self, how: Geometry, xs: tuple[Tensor, Tensor], operands: Operands, bias: Tensor | None
@@ -245,12 +210,7 @@ class SimulatedFP8:
         return how.dgrad(rounded, weight, like.shape).to(like.dtype)
 
     def wgrad(
-        self,
-        how: Geometry,
-        estimate: Callable[[Tensor], Tensor],
-        grad: Tensor,
-        kept: Kept,
-        like: Like,
+        self, how: Geometry, grad: Tensor, estimate: Estimate, kept: Kept, like: Like
     ) -> Tensor:
         """DW of U(G), which is made in fp32 and rounded once."""
         rounded = round_fp8(estimate(grad.float()), self.gradient)
@@ -306,5 +266,5 @@ def _into(out: Operands | None, made: Operands) -> Operands:
     return Operands(forward, backward, made.wgrad_scale)  # type: ignore[arg-type]
 
 
-EMULATE = Emulate()
+EMULATE = Execution()
 """The execution of evaluation, whatever training uses."""

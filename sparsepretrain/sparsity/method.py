@@ -142,9 +142,8 @@ class Method:
         self.window = self.window_steps(options.window)
         if self.window[0] >= self.window[1]:
             first, stop = self.window
-            raise ConfigError(
-                f"window: no step is sparse (from {first} to {stop} of {total_steps})"
-            )
+            reason = f": no step is sparse (from {first} to {stop} of {total_steps})"
+            raise ConfigError([("window", reason)])
 
     @classmethod
     def typical_row(cls, name: str) -> Row:
@@ -176,7 +175,7 @@ class Method:
             ConfigError: the length of the run is not known; names ``key``.
         """
         if self.total_steps is None:
-            raise ConfigError(f"{key} is a fraction of the run: sparsify needs total_steps")
+            raise ConfigError([(key, " is a fraction of the run: sparsify needs total_steps")])
         return math.floor(fraction * self.total_steps + 0.5)
 
     def window_steps(self, window: Window) -> tuple[int, float]:

@@ -81,7 +81,7 @@ class SparseProducts(torch.autograd.Function):
             def estimate(grad: Tensor) -> Tensor:
                 return grad if state is None else _sampled(state, how, ctx.clock, grad)
 
-            dw = execution.wgrad(how, estimate, grad, tuple(kept), ctx.weight_like)
+            dw = execution.wgrad(how, grad, estimate, tuple(kept), ctx.weight_like)
             dw = dw if wgrad_scale is None else dw * wgrad_scale
         return dx, dw, db, *[None] * 7
 

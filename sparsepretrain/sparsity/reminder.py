@@ -63,6 +63,10 @@ def dismount(state: ModelState) -> None:
     state.expects_attach = False
 
 
+def _index(layer: SparseLayer) -> int:
+    return layer.sparsity.index
+
+
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     now = (_changes, living.made, len(optimizer.param_groups))
     if _checked.get(optimizer) == now:
@@ -73,7 +77,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(layer, SparseLayer) and id(layer.weight) in held:
             state = layer.sparsity.model
             if state.expects_attach and riding(state) is not optimizer:
-                found.setdefault(state, (layer, state.step))
+                first = min(layer, found.get(state, (layer, 0))[0], key=_index)
+                found[state] = first, state.step
     if found:
         _suspects[optimizer] = found
     else:

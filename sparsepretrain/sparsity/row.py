@@ -32,6 +32,18 @@ W, X, G = Operand("W"), Operand("X"), Operand("G")
 """The weight, the input and the output gradient as they are."""
 
 
+COLUMNS = {
+    "A": "A(W)",
+    "B": "B(W)",
+    "Xf": "Xf(X)",
+    "Xw": "Xw(X)",
+    "P": "P(G)",
+    "U": "U(G)",
+    "J": "J(dW, W)",
+}
+"""Field of a row -> head of its column."""
+
+
 class Row(NamedTuple):
     """One row of the table; the default is a dense layer."""
 

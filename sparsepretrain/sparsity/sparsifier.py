@@ -241,10 +241,9 @@ class Sparsifier:
                     f"sparsifier state: {key} is {state.get(key)}, this model has {mine[key]}"
                 )
         own = self._state
-        own.step, own.compared_at = int(state["completed_steps"]), int(state["compared_at"])
-        own.interval = 0
+        own.compared_at, own.interval = int(state["compared_at"]), 0
         own.method.state = {key: int(state[key]) for key in own.method.scalars}
-        own.restart()
+        own.set_step(int(state["completed_steps"]))
         for layer in self.layers.values():
             layer.sparsity.flips = None
         self.refresh()
@@ -314,7 +313,7 @@ class Sparsifier:
         state, method = self._state, self.method
         if method.phase.training:
             self._adjust_weights(optimizer)
-        state.next_step()
+        state.set_step(state.step + 1)
         method.after_step(optimizer)
         state.write()
         start, stop = method.window

@@ -42,6 +42,8 @@ class ModelState:
     ) -> None:
         self.root = root
         self.buffer = _free_name(root)
+        self.example = ""
+        """Name of one of the sparse weights."""
         self.method = method
         self.execution = execution
         self.seed = seed
@@ -89,7 +91,9 @@ class ModelState:
         Raises:
             ConfigError: the numbers do not belong together, as after averaging them.
         """
-        buffer: Any = self.root._buffers[self.buffer]
+        buffer = self.root._buffers.get(self.buffer)
+        if buffer is None:  # the model was densified
+            return
         version = 0 if buffer.is_inference() else buffer._version
         if self._seen is not None and self._seen[0] is buffer and self._seen[1] == version:
             return
@@ -143,16 +147,11 @@ class ModelState:
         self.capacity, self._counting = capacity, False
         self.set_micro(micro)
 
-    def restart(self) -> None:
-        """The numbers changed: forwards are counted from 0 again."""
-        self.micro = 0
+    def set_step(self, step: int) -> None:
+        """So many optimiser steps are complete; forwards are counted from 0 again."""
+        self.step, self.micro = step, 0
         self._counting = self._fresh = self._open = True
         self.write()
-
-    def next_step(self) -> None:
-        """An optimiser step is complete."""
-        self.step += 1
-        self.restart()
 
     def layers(self) -> list[LayerState]:
         """Of the model's sparse layers, in its order."""
@@ -193,7 +192,7 @@ class ModelState:
         # the gradients are gone though no step was completed. (With zero_grad(set_to_none=False)
         # they are not: such loops call ``Sparsifier.micro_batch``.)
         if weight is None:
-            weight = next(m.weight for m in self.root.modules() if hasattr(m, "sparsity"))
+            weight = self.root.get_parameter(self.example)
         has_gradient = weight.grad is not None
         first = self._fresh or (self._had_gradient and not has_gradient)
         self._had_gradient = has_gradient
@@ -229,6 +228,8 @@ def _checksum(values: list[int]) -> int:
 class LayerState(nn.Module):
     """What is sparse about one layer: the method's tensors, the last mask, its draws."""
 
+    previous_mask: Tensor
+
     def __init__(self, model: ModelState, name: str, index: int, weight: Tensor, dim: int) -> None:
         super().__init__()
         self.model = model
@@ -237,6 +238,7 @@ class LayerState(nn.Module):
         self.index = index
         """Position among the sparse layers: part of the noise key."""
         self.dim = dim
+        model.example = f"{name}.weight"
         self.flips: Tensor | None = None
         """0-d int64: flips at the last comparison."""
         self._stored: _Stored | None = None
@@ -337,7 +339,7 @@ class LayerState(nn.Module):
         if projection.forward is None and execution is EMULATE and plain:
             return None
         rows = projection._replace(
-            forward=self._as_rows(weight.detach() if projection.forward is None else projection[0]),
+            forward=self._as_rows(weight.detach() if projection[0] is None else projection[0]),
             backward=None if projection.backward is None else self._as_rows(projection.backward),
         )
         return execution.prepare(rows, dtype, out)

@@ -73,15 +73,15 @@ def sparsify(
             a pattern; a layer that is sparse already, shares its weight, or whose width is not a
             multiple of M; a bare layer as ``model``; sharded weights (DTensor).
     """
-    globs = [[x] if isinstance(x, str) else x for x in (targets, exclude)]
-    _check_arguments(model, method, *globs, seed, total_steps)
+    targets, exclude = ([x] if isinstance(x, str) else x for x in (targets, exclude))
+    _check_arguments(model, method, targets, exclude, seed, total_steps)
     cls: Any = registry.get("method", method)
-    given = {"name": method, "n": n, "m": m, "targets": list(globs[0]), **options}
+    given = {"name": method, "n": n, "m": m, "targets": list(targets), **options}
     return sparsify_with(
         model,
         build(cls.Options, given),
-        targets=globs[0],
-        exclude=globs[1],
+        targets=targets,
+        exclude=exclude,
         seed=seed,
         total_steps=total_steps,
         backend=backend,
@@ -248,7 +248,7 @@ def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> di
     """Matching layers by name, in the model's order; every problem is reported at once."""
     if sparse_class(type(model)) is not None or isinstance(model, SparseLayer):
         raise ConfigError("the model is a bare layer: wrap it in a module, which can be searched")
-    problems: list[str] = []
+    problems: list[str | tuple[str, str]] = []
     chosen: dict[str, nn.Module] = {}
     matched: set[str] = set()
     names: dict[nn.Module, list[str]] = defaultdict(list)
@@ -275,7 +275,8 @@ def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> di
     for pattern in patterns:
         if pattern not in matched:
             near = registry.suggestion(pattern, _layer_names(model))
-            problems.append(f"targets: no linear layer or convolution matches {pattern!r}{near}")
+            text = f": no linear layer or convolution matches {pattern!r}{near}"
+            problems.append(("targets", text))
     owners = defaultdict(list)
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
@@ -286,7 +287,7 @@ def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> di
         if len(users) > 1:
             problems.append(f"layer {name!r} shares its weight ({', '.join(users)}): exclude it")
     if not chosen and not problems:
-        problems.append("targets: every layer that matches is excluded")
+        problems.append(("targets", ": every layer that matches is excluded"))
     if problems:
         raise ConfigError(problems)
     return chosen
@@ -304,7 +305,7 @@ def _layer_names(model: nn.Module) -> list[str]:
 def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
     """Refuse shards, and widths that groups do not divide, one message for all of one width."""
     refuse_sharded(layers)
-    problems = []
+    problems: list[str | tuple[str, str]] = []
     m = method.options.m
     odd: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, layer in layers.items():
@@ -317,7 +318,7 @@ def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
         widths = cls.widths(layer)
         for (axis, size), multiple in zip(widths.items(), reversed(method.multiples), strict=True):
             if size % multiple:
-                key = f"m = {m}: " if multiple == m else ""
+                key = "m" if multiple == m else ""
                 problem = f"{axis} = {size} is not a multiple of {multiple}; change the width"
                 odd[key, problem].append(name)
         own = method.options.name
@@ -328,7 +329,8 @@ def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
             odd["", problem].append(name)
     for (key, problem), names in odd.items():
         them = "them" if len(names) > 1 else "it"
-        problems.append(f"{key}{_list(names)}: {problem} or exclude {them} from targets")
+        text = f"{_list(names)}: {problem} or exclude {them} from targets"
+        problems.append((key, f" = {m}: {text}") if key else text)
     if problems:
         raise ConfigError(problems)
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from typing import Any
-
 import torch
 from torch import nn
 
 from sparsepretrain import registry
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity import MethodOptions, Sparsifier, sparsify
+from sparsepretrain.sparsity import MethodOptions, Sparsifier, sparsify_with
 from sparsepretrain.tasks import Task
 from sparsepretrain.training.precision import fp8_recipe
 
@@ -46,28 +42,17 @@ def build_model(run: Run, task: Task, device: torch.device) -> nn.Module:
 def sparsify_model(run: Run, task: Task, model: nn.Module) -> Sparsifier:
     """Apply the group ``sparsity``; errors name the configuration's keys."""
     options: MethodOptions = run.sparsity
-    keys = [f.name for f in dataclasses.fields(options)]
-    common = ("name", "n", "m", "targets")
-    own: dict[str, Any] = {key: getattr(options, key) for key in keys if key not in common}
     try:
-        return sparsify(
+        return sparsify_with(
             model,
-            options.name,
+            options,
             targets=resolve_targets(options.targets, task.roles),
-            n=options.n,
-            m=options.m,
             seed=run.seed,
             total_steps=run.steps,
             precision=fp8_recipe(run.precision),
-            **own,
         )
     except ConfigError as error:
-        # messages about an option begin with its name
-        about = re.compile(rf"({'|'.join(keys)})\b")
-        marks = ["." if about.match(message) else ": " for message in error.messages]
-        raise ConfigError(
-            [f"sparsity{m}{text}" for m, text in zip(marks, error.messages, strict=True)]
-        ) from error
+        raise error.under("sparsity") from error
 
 
 def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> list[str]:
@@ -80,11 +65,11 @@ def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> li
     for target in [targets] if isinstance(targets, str) else targets:
         if target in roles:
             patterns += roles[target]
-        elif any(c in target for c in "*?[."):
+        elif any(c in target for c in "*?[.!"):
             patterns.append(target)
         else:
             near = registry.suggestion(target, roles)
-            raise ConfigError(f"targets: {target!r} is neither an alias nor a glob{near}")
+            raise ConfigError([("targets", f": {target!r} is neither an alias nor a glob{near}")])
     return list(dict.fromkeys(patterns))
 
 

@@ -19,7 +19,7 @@ from sparsepretrain import registry
 from sparsepretrain.config import freeze, validate
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.policy import Method
+from sparsepretrain.sparsity.method import Method
 
 GRID = (6.0e-6, 1.0e-3)
 """Between the smallest and the largest published λ (BERT and DeiT-base)."""
@@ -263,11 +263,9 @@ def _rounded(decay: float) -> float:
 
 def _flip_rule(name: str) -> str:
     """Which ``flip_rule`` of dense training chooses the masks of a method."""
-    transposable: Any = registry.get("method", "tsrste")
-    method: Any = registry.get("method", name)
-    rules = {Method.mask: "magnitude", transposable.mask: "transposable"}
-    if method.mask not in rules:
+    method: type[Method] = registry.get("method", name)
+    if method.flip_rule is None:
         raise ConfigError(
             f"sparsity={name} chooses masks by a rule of its own, which a dense run cannot log"
         )
-    return rules[method.mask]
+    return method.flip_rule

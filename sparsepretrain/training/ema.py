@@ -84,16 +84,7 @@ class EMA:
 def put(
     parameters: dict[str, nn.Parameter], averages: dict[str, Tensor], sparsifier: Sparsifier
 ) -> None:
-    """Copy averaged weights into a model and project again.
-
-    A method that stores its zeros instead of projecting gets them back: averages that reach back
-    to before it pruned have none.
-    """
+    """Copy averaged weights into a model and project again."""
     for name, parameter in parameters.items():
         parameter.copy_(averages[name])
     sparsifier.refresh()
-    for layer in sparsifier.layers.values():
-        projection = layer.sparsity.project(layer)
-        if projection.forward is None and projection.mask is not None:
-            layer.weight.masked_fill_(~projection.mask, 0)
-            layer.sparsity.invalidate()

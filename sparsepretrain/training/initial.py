@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from sparsepretrain import registry
 from sparsepretrain.config import validate
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError
-from sparsepretrain.sparsity import Sparsifier, densify
+from sparsepretrain.sparsity import Method, Sparsifier, densify
 from sparsepretrain.tasks import Task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import weights
 from sparsepretrain.training.build import build_model, build_task, sparsify_model
-
-PREVIOUS_MASK = "sparsity_previous_mask"
-"""Of the flip rate: a fine-tuning run starts from a baseline of its own."""
-
-SAME = ("name", "n", "m", "targets", "gamma", "beta", "flip_rule")
-"""Keys of ``sparsity`` that decide which function the stored weights stand for."""
 
 HEADS = ("score", "classifier", "pre_classifier", "qa_outputs")
 """Top-level modules whose shape follows from the classes to predict."""
@@ -32,8 +25,8 @@ def load(run: Run, task: Task, model: nn.Module, console: Console) -> State:
     """Give ``model``, which is not sparse yet, the weights that ``init`` names.
 
     Returns:
-        the persistent tensors of the method (frozen scales, masks), for :func:`restore` after
-        ``sparsify``; empty unless the stored weights of the same method were loaded.
+        what :func:`restore` needs after ``sparsify``; empty unless the stored weights of a run
+        with the same function were loaded.
 
     Raises:
         CheckpointError: nothing is there, or it does not fit the model.
@@ -45,28 +38,27 @@ def load(run: Run, task: Task, model: nn.Module, console: Console) -> State:
     if source.kind == "huggingface":
         return _load_huggingface(run, task, model, console)
     assert source.config is not None
-    same = _same_method(source.config["sparsity"], run)
+    method: type[Method] = registry.get("method", run.sparsity.name)
+    same = method.keeps_function(run.sparsity, source.config["sparsity"])
     stored = run.init.weights == "master" or (run.init.weights == "auto" and same)
     state = weights.model_state(source) if stored else evaluated_state(source)
-    buffers = {k: v for k, v in state.items() if ".sparsity_" in k}
-    _copy(model, {k: v for k, v in state.items() if k not in buffers}, str(source.path), console)
+    _copy(model, state, str(source.path), console)
     kind = "stored weights" if stored else "the weights that it evaluates with"
-    method = source.config["sparsity"]["name"]
-    console.info(f"initial weights: {source.path} (step {source.step}, {method}), {kind}")
-    if not (stored and same):
-        return {}
-    return {k: v for k, v in buffers.items() if not k.endswith(PREVIOUS_MASK)}
+    before = source.config["sparsity"]["name"]
+    console.info(f"initial weights: {source.path} (step {source.step}, {before}), {kind}")
+    return state if stored and same else {}
 
 
-def restore(model: nn.Module, sparsifier: Sparsifier, buffers: State) -> None:
-    """Put back what the method of a run keeps beside its weights, so that its function is kept."""
-    own = dict(model.named_buffers())
-    with torch.no_grad():
-        for name, value in buffers.items():
-            if name in own and own[name].shape == value.shape:
-                own[name].copy_(value)
-    if buffers:
-        sparsifier.refresh()
+def restore(sparsifier: Sparsifier, state: State) -> None:
+    """Give the layers what the method of a run keeps beside its weights (frozen scales, masks).
+
+    The function that the weights stand for is then kept. Counters begin anew, and the mask that
+    flips are counted from is the one of these weights.
+    """
+    for name, layer in sparsifier.layers.items():
+        own = {k: v for k, v in state.items() if k.startswith(f"{name}.sparsity")}
+        layer.load_state_dict({k.removeprefix(f"{name}."): v for k, v in own.items()}, strict=False)
+    sparsifier.refresh()
 
 
 def evaluated_state(source: weights.Source) -> State:
@@ -88,12 +80,6 @@ def evaluated_state(source: weights.Source) -> State:
         raise CheckpointError(f"{source.path} cannot be rebuilt: {reason}") from error
     sparsifier.load_state_dict(state["sparsifier"])
     return densify(model.eval()).state_dict()
-
-
-def _same_method(theirs: dict[str, Any], run: Run) -> bool:
-    missing = object()
-    mine = {key: getattr(run.sparsity, key, missing) for key in SAME}
-    return mine == {key: theirs.get(key, missing) for key in SAME}
 
 
 def _load_huggingface(run: Run, task: Task, model: nn.Module, console: Console) -> State:

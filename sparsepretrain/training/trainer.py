@@ -31,7 +31,7 @@ from sparsepretrain.training.ema import EMA
 from sparsepretrain.training.hardware import environment, peak_flops
 from sparsepretrain.training.loop import Training, run_steps
 from sparsepretrain.training.plan import flops_per_item
-from sparsepretrain.training.precision import describe, grad_scaler
+from sparsepretrain.training.precision import compute_dtype, describe, grad_scaler
 from sparsepretrain.training.resume import choose_checkpoint, is_finished, named_checkpoint
 from sparsepretrain.training.signals import StopSignals
 
@@ -164,9 +164,10 @@ def build_training(
     # before sparsify, which freezes what comes from initial weights
     buffers = initial.load(run, task, model, console) if initialise else {}
     sparsifier = sparsify_model(run, task, model)
-    initial.restore(model, sparsifier, buffers)
+    initial.restore(sparsifier, buffers)
     optimizer = build_optimizer(model, run.optim, sparsifier.method.build_optimizer)
     sparsifier.attach(optimizer)
+    sparsifier.store_operands(compute_dtype(run.precision))
     peak = peak_flops(device, run.precision.name)
     return Training(
         run=run,

@@ -89,7 +89,7 @@ def test_the_dense_tail_is_a_range(resumed_at):
     model, optimizer, resumed = build("tsrste", dense_tail=0.25)
     resumed.load_state_dict(state)
     dense = resumed.metrics()["density"] == 1
-    assert dense == (resumed_at >= switch) == (not resumed.active)
+    assert dense == (resumed_at >= switch) == (not resumed.method.phase.training)
     if dense:
         assert not published, "the defect"
         torch.testing.assert_close(forward_weight(model.fc1), model.fc1.weight.detach())
@@ -102,7 +102,9 @@ def test_a_window_that_begins_later_is_a_range(resumed_at):
     """progressive_gradient_flow :259 changes its stage at one exact epoch."""
     _, _, resumed = build("ste", window={"start": 0.25})
     resumed.load_state_dict({**resumed.state_dict(), "completed_steps": resumed_at})
-    assert resumed.active == (resumed_at >= 10) == (resumed.metrics()["density"] == 0.5)
+    assert (
+        resumed.method.phase.training == (resumed_at >= 10) == (resumed.metrics()["density"] == 0.5)
+    )
 
 
 def test_a_resumed_run_keeps_its_mask_and_its_place():

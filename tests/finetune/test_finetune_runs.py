@@ -156,11 +156,11 @@ def test_the_frozen_scale_comes_with_the_stored_weights(tiny, tmp_path):
     t = build(source, *glue(tmp_path))
     own = t.model.state_dict()
     assert torch.equal(own[f"{name}.weight"], stored[f"{name}.weight"])
-    assert torch.equal(own[f"{name}.sparsity_beta"], stored[f"{name}.sparsity_beta"])
+    assert torch.equal(own[f"{name}.sparsity.beta"], stored[f"{name}.sparsity.beta"])
     # negative control: computed anew it would be another number
     t = build(source, *glue(tmp_path), "init.weights=projected")
     own = t.model.state_dict()
-    assert not torch.equal(own[f"{name}.sparsity_beta"], stored[f"{name}.sparsity_beta"])
+    assert not torch.equal(own[f"{name}.sparsity.beta"], stored[f"{name}.sparsity.beta"])
     assert not torch.equal(own[f"{name}.weight"], stored[f"{name}.weight"])
 
 

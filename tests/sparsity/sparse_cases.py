@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import sparsepretrain as sp
+from sparsepretrain import registry
 
 STEPS = 40
 """``total_steps`` of all small runs."""
@@ -36,7 +37,15 @@ VARIANTS = [
     ("slope", {"n": 1, "m": 4}),
 ]
 CASES = [(name, {}) for name in sp.list_methods()] + VARIANTS
-IDS = ["-".join([name, *(f"{k}={v}" for k, v in options.items())]) for name, options in CASES]
+CONVOLVED = [case for case in CASES if not registry.get("method", case[0]).linear_only]
+"""Those that convolutions have too."""
+
+
+def ids(cases):
+    return ["-".join([name, *(f"{k}={v}" for k, v in options.items())]) for name, options in cases]
+
+
+IDS = ids(CASES)
 
 
 class Net(nn.Module):
@@ -97,7 +106,14 @@ def train(model, optimizer, first, last, *, batch=8, micro=8, length=8):
 
 def has_pattern(sparsifier):
     """Whether A(W) is N:M by now; where products train dense, evaluation uses A(W) already."""
-    return sparsifier.sparse or sparsifier.method.trains_dense
+    return sparsifier.sparse or not sparsifier.method.phase.training
+
+
+def into_sparse_phase(sparsifier):
+    """As after AutoSwitch."""
+    state = sparsifier.method.state
+    state.update(dict.fromkeys(state, 0))
+    sparsifier._state.write()
 
 
 def everything(model, optimizer, sparsifier):

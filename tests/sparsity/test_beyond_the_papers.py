@@ -46,7 +46,7 @@ def test_a_fading_weight_receives_the_whole_gradient():
     y = layer(x)
     y.backward(gy)
     torch.testing.assert_close(layer.weight.grad, gy.t() @ x.detach())
-    used = layer.sparsity.project(layer).forward
+    used = layer.sparsity.project(layer.weight).forward
     assert (used != 0).all(), "d is not 0 yet"
     torch.testing.assert_close(x.grad, gy @ used)
 
@@ -99,7 +99,7 @@ def test_double_pruning(n, m, rule):
     for step in range(4):
         train(model, optimizer, step, step + 1)
         assert torch.equal(sparsifier.masks()["fc1"], first), "the mask never changes"
-    used, _, backward, _ = layer.sparsity.project(layer)
+    used, _, backward, _ = layer.sparsity.project(layer.weight)
     assert torch.equal(used, layer.weight.detach() * first)
     groups = (backward != 0).view(-1, m, 16).sum(1)
     assert (groups <= n).all() and (groups == n).any(), "N:M along out_features"

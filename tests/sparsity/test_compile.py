@@ -70,7 +70,7 @@ def test_a_phase_switch_recompiles_once():
     sparsifier.attach(optimizer)
     model.block.compile(backend=counter, fullgraph=True)
     for step in range(6):
-        assert sparsifier.active == (2 <= step < 4)
+        assert sparsifier.method.phase.training == (2 <= step < 4)
         model(draw(4, 8, 16, seed=step)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -108,7 +108,7 @@ def test_noise_of_a_compiled_layer_follows_step_and_micro_batch():
     x, seen = draw(4, 8, 16), []
     for step, micro in ((0, 0), (0, 3), (7, 0), (2**33, 5)):
         for model, handle in zip((eager, compiled), handles, strict=True):
-            handle._clock.set(step=step)
+            handle._state.set_step(step)
             handle.micro_batch(micro)
             model.zero_grad()
             model(x).square().sum().backward()

@@ -1,6 +1,7 @@
 """What every registered method must do, with every option variant."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -13,19 +14,21 @@ from sparse_cases import (
     everything,
     gradients,
     has_pattern,
+    into_sparse_phase,
     sparsify,
     through_disk,
     train,
 )
-from sparsepretrain.sparsity.policy import DGRAD, WGRAD, Method
 from tiny_runs import assert_equal_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sparsepretrain as sp
 from sparsepretrain import registry
+from sparsepretrain.errors import SparsePretrainWarning
 from sparsepretrain.sparsity.layers import SparseLayer
-from sparsepretrain.sparsity.state import PREVIOUS_MASK
+from sparsepretrain.sparsity.method import DGRAD, WGRAD, Method
+from sparsepretrain.sparsity.row import G, Row, X
 
 every_case = pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
 
@@ -37,7 +40,7 @@ def test_the_registry_lists_the_methods():
         if not cls.__module__.startswith("sparsepretrain."):
             continue  # a plugin that another test registered in this process
         assert issubclass(cls, Method) and cls.summary and cls.paper
-        cls.products._asdict()
+        assert isinstance(cls.typical_row(name), Row) and cls.phases
 
 
 @every_case
@@ -45,28 +48,35 @@ def test_the_registry_lists_the_methods():
 def test_gradient_rule_against_autograd_in_fp64(method, options, shape):
     """The layer equals the operand table written out with ordinary autograd."""
     model, _, sparsifier = build(method, options)
-    sparsifier.method.trains_dense = False  # the rule of the sparse phase
+    into_sparse_phase(sparsifier)  # the rule of the sparse phase
     layer, plain = model.fc1, nn.functional.linear
     state = layer.sparsity
     x, gy = draw(*shape, 16, seed=1), draw(*shape, 32, seed=2)
-    projection = state.project(layer)
+    projection = state.project(layer.weight)
     A = layer.weight.detach() if projection.forward is None else projection.forward
     B = A if projection.backward is None else projection.backward
     P, U = gy, gy
     groups = -(-gy[..., 0].numel() // 4)
     if len(shape) > 1 and shape[-1] % 4:
         groups = gy[..., 0, 0].numel() * -(-shape[-1] // 4)
-    if state.method.prunes_dgrad and state.active:
-        P = state.method.dgrad_gradient(gy, state.key(DGRAD, 0))
-    if state.method.samples_wgrad and state.active:
+    if state.method.row.P != G:
+        P = state.method.dgrad_gradient(gy, state.key(DGRAD))
+    if state.method.row.U != G:
         pad = -shape[-1] % 4 if len(shape) > 1 else 0
         padded = nn.functional.pad(gy, (0, 0, 0, pad))
-        rows = state.method.wgrad_gradient(padded.reshape(-1, 32), state.key(WGRAD, 0))
+        rows = state.method.wgrad_gradient(padded.reshape(-1, 32), state.key(WGRAD))
         assert -(-len(rows) // 4) == groups
         U = rows.view(padded.shape)[..., : gy.shape[-2], :]
+    method, row, Xf, Xw = state.method, state.method.row, x, x
+    if row.Xf != X:
+        Xf = method.fprop_input(x)
+    if row.Xw != X:
+        pad = -shape[-1] % 4 if len(shape) > 1 else 0
+        padded = nn.functional.pad(x, (0, 0, 0, pad))
+        Xw = method.wgrad_input(padded.reshape(-1, 16)).view(padded.shape)[..., : x.shape[-2], :]
     expected = {}
-    for name, weight, g in (("x", B, P), ("w", A, U), ("b", A, gy)):
-        leaves = [t.clone().requires_grad_() for t in (x, weight, layer.bias.detach())]
+    for name, x_, weight, g in (("x", x, B, P), ("w", Xw, A, U), ("b", x, A, gy)):
+        leaves = [t.clone().requires_grad_() for t in (x_, weight, layer.bias.detach())]
         y = plain(*leaves)
         y.backward(g)
         expected[name] = dict(zip("xwb", leaves, strict=True))[name].grad
@@ -78,7 +88,7 @@ def test_gradient_rule_against_autograd_in_fp64(method, options, shape):
     got = {"x": inputs.grad, "w": layer.weight.grad, "b": layer.bias.grad}
     for name in "xwb":
         torch.testing.assert_close(got[name], expected[name], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(y, plain(x, A, layer.bias), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(y, plain(Xf, A, layer.bias), rtol=1e-12, atol=1e-12)
 
 
 @every_case
@@ -118,7 +128,7 @@ def test_pattern_holds_after_every_step(method, options):
             layer = sparsifier.layers[name]
             assert mask.dtype == torch.bool and mask.shape == layer.weight.shape
             assert (mask.view(len(mask), -1, m).sum(-1) <= n).all()
-            forward = layer.sparsity.project(layer).forward
+            forward = layer.sparsity.project(layer.weight).forward
             if forward is not None and has_pattern(sparsifier):
                 assert ((forward != 0).view(len(mask), -1, m).sum(-1) <= n).all()
                 assert not (forward.signbit() & (forward == 0)).any()
@@ -215,14 +225,14 @@ def test_evaluation_changes_nothing(method, options, dtype):
         for disturbed, (model, optimizer, sparsifier) in enumerate(twins):
             if disturbed:
                 before = everything(model, optimizer, sparsifier)
-                clock = sparsifier._clock
-                reading = (clock.step, clock.micro, clock.tensor.tolist())
+                clock = sparsifier._state
+                reading = (clock.step, clock.micro, clock.clock.tolist())
                 evaluate(model)
                 sparsifier.metrics(per_layer=True)
                 sparsifier.masks()
                 sparsifier.coverage()
                 evaluate(model)
-                assert (clock.step, clock.micro, clock.tensor.tolist()) == reading
+                assert (clock.step, clock.micro, clock.clock.tolist()) == reading
                 assert_equal_bits(everything(model, optimizer, sparsifier), before)
             with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
                 first = model(x[:2]).float().sum()
@@ -242,8 +252,9 @@ def test_state_dict_only_gains_sparsity_buffers(method, options):
     plain = Net().state_dict()
     model, _, sparsifier = build(method, options)
     extra = [k for k in model.state_dict() if k not in plain]
-    own = {f"sparsity_{k}" for k in sparsifier.layers["fc1"].sparsity.state} | {PREVIOUS_MASK}
-    assert set(extra) == {f"{layer}.{k}" for layer in ("fc1", "fc2") for k in own}
+    own = set(sparsifier.layers["fc1"].sparsity.state_dict())
+    expected = {f"{layer}.sparsity.{k}" for layer in ("fc1", "fc2") for k in own}
+    assert set(extra) == expected | {"sparsity_counters"}
     for key in plain:
         assert model.state_dict()[key].shape == plain[key].shape
     assert model.load_state_dict(plain, strict=False).unexpected_keys == []
@@ -277,7 +288,8 @@ def test_densify(method, options):
     model.eval()
     x = draw(4, 8, 16, dtype=torch.float32)
     expected = model(x)
-    sparse = model.fc1.sparsity.project(model.fc1).forward is not None and has_pattern(sparsifier)
+    projection = model.fc1.sparsity.project(model.fc1.weight)
+    sparse = projection.forward is not None and has_pattern(sparsifier)
     n, m = sparsifier.method.pattern
     assert sp.densify(model) is model
     assert type(model.fc1) is nn.Linear and type(model.fc2) is nn.Linear
@@ -295,7 +307,11 @@ def test_densify(method, options):
     clean = Net(torch.float32)
     clean.load_state_dict(model.state_dict())
     assert torch.equal(clean(x), expected)
-    train(model, optimizer, 3, 4)  # the old hooks do nothing to a dense model
+    with pytest.warns(SparsePretrainWarning, match="densified, and"):
+        train(model, optimizer, 3, 4)  # the old hooks do nothing to a dense model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 4, 5)
     for call in (sparsifier.metrics, sparsifier.masks, sparsifier.coverage):
         with pytest.raises(sp.sparsity.surgery.ConfigError, match="was densified"):
             call()
@@ -316,8 +332,9 @@ def test_copies_are_independent_and_equal(method, options):
     frozen = copy.deepcopy(copied.state_dict())
     optimizer.step()
     assert_equal_bits(copied.state_dict(), frozen)
-    assert copied.fc1.sparsity.clock is copied.fc2.sparsity.clock
-    assert copied.fc1.sparsity.clock.step == 2 and model.fc1.sparsity.clock.step == 3
+    assert copied.fc1.sparsity.model is copied.fc2.sparsity.model
+    assert sp.sparsifier_of(copied).completed_steps == 2
+    assert sp.sparsifier_of(model).completed_steps == 3
 
 
 @every_case
@@ -329,7 +346,7 @@ def test_windows(method, options):
     for step in range(10):
         inside = 4 <= step < 8
         if not inside:
-            assert not sparsifier.active
+            assert not sparsifier.sparse
             x = draw(4, 16, seed=step)
             dense = nn.functional.linear(x, model.fc1.weight, model.fc1.bias)
             assert torch.equal(model.fc1(x), dense)
@@ -341,7 +358,7 @@ def test_windows(method, options):
             rule = sparsifier.method.mask(model.fc1.weight.detach(), 1)
             assert torch.equal(sparsifier.masks()["fc1"], rule) or options.get("mask") == "random"
         elif type(sparsifier.method) is not plain:
-            assert sparsifier.active or method in ("step", "tsrste", "asp")
+            assert sparsifier.method.phase.training or method in ("step", "asp")
         x = draw(4, 8, 16, seed=step)
         model(x).square().sum().backward()
         before = model.fc1.weight.grad.clone()
@@ -352,5 +369,5 @@ def test_windows(method, options):
         other = build(method, options | {"window": window}, seed=9)
         other[0].load_state_dict(model.state_dict())
         other[2].load_state_dict(sparsifier.state_dict())
-        assert other[2].active == sparsifier.active
+        assert other[2].method.phase == sparsifier.method.phase
         assert torch.equal(other[0](x), model(x))

@@ -57,7 +57,7 @@ def test_sampled_weight_gradient_is_unbiased(estimator):
     exact = nn.grad.conv2d_weight(x, layer.weight.shape, gy, stride=2, padding=1)
     total, square = torch.zeros_like(exact), torch.zeros_like(exact)
     for step in range(draws):
-        sparsifier._clock.set(step=step)
+        sparsifier._state.set_step(step)
         layer.weight.grad = None
         model(x).backward(gy)
         total += layer.weight.grad
@@ -78,7 +78,7 @@ def test_groups_of_positions_do_not_straddle_images():
     for others in (0.0, 1.0):
         x[[0, 2]], gy[[0, 2]] = 0.0, others
         model[0].weight.grad = None
-        model[0].sparsity.clock.set(step=0)
+        model[0].sparsity.model.set_step(0)
         model(x).backward(gy)
         seen.append(model[0].weight.grad)
     assert torch.equal(*seen)
@@ -100,9 +100,9 @@ def test_bimask_permutes_output_channels():
     model = conv(8, 16, 2)
     sp.sparsify(model, "bimask", targets="0")
     layer = model[0]
-    permutation = layer.sparsity_permutation
+    permutation = layer.sparsity.permutation
     assert permutation.shape == (16,) and not torch.equal(permutation, torch.arange(16))
-    backward = layer.sparsity.project(layer).backward
+    backward = layer.sparsity.project(layer.weight).backward
     assert ((backward[permutation] != 0).view(4, 4, 8, 2, 2).sum(1) <= 2).all()
 
 
@@ -208,5 +208,5 @@ def test_coverage_and_proof():
     proof = prove(sparsifier)
     assert proof.holds and proof.groups == (16 * 4 * 15 + 64) // 4
     with torch.no_grad():  # what the proof would find if the projection were wrong
-        sparsifier.layers["1"].sparsity.project(model[1]).forward[0, :, 0, 0] = 1.0
+        sparsifier.layers["1"].sparsity.project(model[1].weight).forward[0, :, 0, 0] = 1.0
     assert prove(sparsifier).violations == ("1",)

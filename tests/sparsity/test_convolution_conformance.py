@@ -6,17 +6,17 @@ import pickle
 import pytest
 import torch
 from sparse_cases import (
-    CASES,
-    IDS,
+    CONVOLVED,
     draw,
     everything,
     gradients,
     has_pattern,
+    ids,
+    into_sparse_phase,
     optimizer_for,
     sparsify,
     through_disk,
 )
-from sparsepretrain.sparsity.policy import DGRAD, WGRAD
 from tiny_runs import assert_equal_bits
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -26,8 +26,11 @@ from torch.utils.checkpoint import checkpoint
 import sparsepretrain as sp
 from sparsepretrain import registry
 from sparsepretrain.sparsity.layers import SparseConv2d, SparseLayer
+from sparsepretrain.sparsity.method import DGRAD, WGRAD
+from sparsepretrain.sparsity.row import G
 
-every_case = pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
+IDS = ids(CONVOLVED)
+every_case = pytest.mark.parametrize(("method", "options"), CONVOLVED, ids=IDS)
 
 
 class ConvNet(nn.Module):
@@ -90,7 +93,7 @@ GEOMETRIES = {
 
 RULES = [
     pytest.param(method, options, geometry, id=f"{name}-{geometry}")
-    for (method, options), name in zip(CASES, IDS, strict=True)
+    for (method, options), name in zip(CONVOLVED, IDS, strict=True)
     for geometry, arguments in GEOMETRIES.items()
     if not (registry.get("method", method).mixes_outputs and "groups" in arguments)  # refused
 ]
@@ -107,22 +110,22 @@ def test_gradient_rule_against_autograd_in_fp64(method, options, geometry):
         plain = nn.Conv2d(16 * groups, 16 * groups, dtype=torch.float64, **arguments)
     model = nn.Sequential(copy.deepcopy(plain))
     sparsifier = sparsify(model, method, **options | {"targets": "0"})
-    sparsifier.method.trains_dense = False  # the rule of the sparse phase
+    into_sparse_phase(sparsifier)  # the rule of the sparse phase
     layer, state = model[0], model[0].sparsity
     assert type(layer) is SparseConv2d
     x = draw(2, 16 * groups, 7, 6, seed=1)
     gy = draw(*plain(x).shape, seed=2)
-    projection = state.project(layer)
+    projection = state.project(layer.weight)
     A = layer.weight.detach() if projection.forward is None else projection.forward
     B = A if projection.backward is None else projection.backward
     P = U = gy
     last = gy.permute(0, 2, 3, 1)  # channels last: rows are positions in (N, H, W) order
-    if state.method.prunes_dgrad and state.active:
-        P = state.method.dgrad_gradient(last, state.key(DGRAD, 0)).permute(0, 3, 1, 2)
-    if state.method.samples_wgrad and state.active:
+    if state.method.row.P != G:
+        P = state.method.dgrad_gradient(last, state.key(DGRAD)).permute(0, 3, 1, 2)
+    if state.method.row.U != G:
         positions = last.flatten(1, 2)
         filled = nn.functional.pad(positions, (0, 0, 0, -positions.shape[1] % 4))
-        rows = state.method.wgrad_gradient(filled.flatten(0, 1), state.key(WGRAD, 0))
+        rows = state.method.wgrad_gradient(filled.flatten(0, 1), state.key(WGRAD))
         U = rows.view(filled.shape)[:, : positions.shape[1]].mT.reshape(gy.shape)
     expected = {}
     for name, weight, g in (("x", B, P), ("weight", A, U), ("bias", A, gy)):
@@ -162,7 +165,7 @@ def test_pattern_holds_along_input_channels_after_every_step(method, options):
             layer = sparsifier.layers[name]
             assert mask.dtype == torch.bool and mask.shape == layer.weight.shape
             assert at_most_n_of_m(mask, n, m)
-            forward = layer.sparsity.project(layer).forward
+            forward = layer.sparsity.project(layer.weight).forward
             if forward is not None and has_pattern(sparsifier):
                 assert at_most_n_of_m(forward, n, m) and not forward[~mask].any()
                 assert not (forward.signbit() & (forward == 0)).any()
@@ -266,7 +269,8 @@ def test_densify_is_exact(method, options):
     model.eval()
     x = images(0, torch.float32)
     expected = model(x)
-    sparse = model.fc1.sparsity.project(model.fc1).forward is not None and has_pattern(sparsifier)
+    projection = model.fc1.sparsity.project(model.fc1.weight)
+    sparse = projection.forward is not None and has_pattern(sparsifier)
     sp.densify(model)
     assert type(model.fc1) is nn.Conv2d and type(model.fc2) is nn.Conv2d
     assert not any(isinstance(m, SparseLayer) or m._buffers for m in model.modules())

@@ -64,7 +64,7 @@ def test_srste_gradient_of_every_pattern(n, m):
 def test_sste_layer():
     g = load("sste")
     model, _ = layer_from(g, "sste", mvue="none")
-    torch.testing.assert_close(model[0].sparsity_beta, g["lin_beta"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(model[0].sparsity.beta, g["lin_beta"], rtol=1e-6, atol=0)
     y, gx = run(model, g)
     close(y, g["lin_y"])
     close(gx, g["lin_gx"])
@@ -79,7 +79,7 @@ def test_mvue_acts_on_wgrad_only():
     close(y, g["lin_y"])
     close(gx, g["lin_gx"])
     close(model[0].bias.grad, g["lin_gb"])
-    key = model[0].sparsity.key(2, 0)
+    key = model[0].sparsity.key(2)
     expected = mvue(g["lin_gy"], dim=0, key=key).t() @ g["lin_x"]
     torch.testing.assert_close(model[0].weight.grad, expected)
 
@@ -89,7 +89,7 @@ def test_the_mean_over_many_steps_is_the_dense_gradient():
     model, sparsifier = layer_from(g, "sste", seed=5)
     total, draws = torch.zeros_like(g["lin_gw"]), 1000
     for step in range(draws):
-        sparsifier._clock.set(step=step)
+        sparsifier._state.set_step(step)
         model[0].weight.grad = None
         model(g["lin_x"]).backward(g["lin_gy"])
         total += model[0].weight.grad

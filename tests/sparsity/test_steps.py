@@ -38,7 +38,7 @@ def test_decay_is_not_clipped_and_not_seen_by_the_norm():
         m(x).square().sum().backward()
         norms.append(nn.utils.clip_grad_norm_(m.parameters(), 1e-3))
     assert torch.equal(*norms)
-    mask = model.fc1.sparsity.project(model.fc1).mask
+    mask = model.fc1.sparsity.project(model.fc1.weight).mask
     expected = plain.fc1.weight.grad + 10.0 * model.fc1.weight.detach().masked_fill(mask, 0)
     optimizer.step()
     torch.testing.assert_close(model.fc1.weight.grad, expected)
@@ -146,7 +146,7 @@ def test_a_skipped_step_starts_the_count_of_micro_batches_anew(stated):
                 x = draw(4, 8, 16, seed=micro, dtype=torch.float32)
                 loss = model(x).square().mean()
                 scaler.scale(loss * (torch.inf if poison else 1)).backward()
-                assert sparsifier._clock.micro == micro
+                assert sparsifier._state.micro == micro
             last = gradients(model)
             scale = scaler.get_scale()
             scaler.step(optimizer)
@@ -162,7 +162,7 @@ def test_forwards_before_the_first_backward_are_counted():
     losses = []
     for micro in range(3):
         losses.append(model(draw(4, 8, 16, seed=micro)).square().sum())
-        assert sparsifier._clock.micro == micro
+        assert sparsifier._state.micro == micro
     sum(losses).backward()
 
 
@@ -212,29 +212,29 @@ def test_lbfgs():
 @pytest.mark.parametrize("update", ["init", "step"])
 def test_frozen_and_dynamic_scale(update):
     model, optimizer, sparsifier = build("sste", {"beta_update": update})
-    initial = model.fc1.sparsity_beta.clone()
+    initial = model.fc1.sparsity.beta.clone()
     train(model, optimizer, 0, 3)
     layer = model.fc1
     soft = sparsifier.method._soft(layer.weight.detach(), 1)
     current = (layer.weight * soft).sum() / (soft * soft).sum()
     if update == "init":
-        assert torch.equal(layer.sparsity_beta, initial)
+        assert torch.equal(layer.sparsity.beta, initial)
     else:
-        assert not torch.equal(layer.sparsity_beta, initial)
-        torch.testing.assert_close(layer.sparsity_beta.double(), current.detach())
-    forward = layer.sparsity.project(layer).forward
-    torch.testing.assert_close(forward, soft * layer.sparsity_beta)
+        assert not torch.equal(layer.sparsity.beta, initial)
+        torch.testing.assert_close(layer.sparsity.beta.double(), current.detach())
+    forward = layer.sparsity.project(layer.weight).forward
+    torch.testing.assert_close(forward, soft * layer.sparsity.beta)
 
 
 def test_the_scale_survives_training_and_reloading():
     model, optimizer, sparsifier = build("sste")
     train(model, optimizer, 0, 3)
-    beta = model.fc1.sparsity_beta.clone()
+    beta = model.fc1.sparsity.beta.clone()
     other, _, handle = build("sste", seed=7)
-    assert not torch.equal(other.fc1.sparsity_beta, beta)
+    assert not torch.equal(other.fc1.sparsity.beta, beta)
     other.load_state_dict(model.state_dict())
     handle.load_state_dict(sparsifier.state_dict())
-    assert torch.equal(other.fc1.sparsity_beta, beta)
+    assert torch.equal(other.fc1.sparsity.beta, beta)
     x = draw(2, 16)
     assert torch.equal(other(x), model(x))
 
@@ -251,16 +251,15 @@ def test_weight_sampling_draws_once_per_step():
     first = backward_weight()
     assert ((first.view(8, 4, 16) != 0).sum(1) <= 2).all(), "2:4 along out_features"
     assert torch.equal(backward_weight(), first)
-    forward = layer.sparsity.project(layer).forward
+    forward = layer.sparsity.project(layer.weight).forward
     few = (forward.view(8, 4, 16) != 0).sum(1, keepdim=True) <= 2
     kept = few.expand(8, 4, 16).reshape(32, 16)
     assert torch.equal(first[kept], forward[kept])
     assert not torch.equal(first, forward)
     total, draws = torch.zeros_like(forward), 600
     for step in range(draws):
-        layer.sparsity.clock.set(step=step)
-        layer.sparsity.invalidate()
-        total += layer.sparsity.project(layer).backward
+        layer.sparsity.model.set_step(step)
+        total += layer.sparsity.project(layer.weight).backward
     spread = 2 * forward.abs().max()
     assert ((total / draws - forward).abs() < 5 * spread / draws**0.5).all()
     train(model, optimizer, 0, 1)
@@ -282,13 +281,13 @@ def test_fresh_noise_for_every_coordinate(what):
     first = wgrad()
     assert torch.equal(wgrad(), first)
     if what == "step":
-        sparsifier._clock.set(step=1)
+        sparsifier._state.set_step(1)
     elif what == "micro":
         sparsifier.micro_batch(1)
     elif what == "layer":
         model.fc1.sparsity.index = 1
     else:
-        model.fc1.sparsity.seed = 4
+        model.fc1.sparsity.model.seed = 4
     assert not torch.equal(wgrad(), first)
 
 
@@ -307,12 +306,12 @@ def test_autocast(method, options, dtype):
         optimizer.step()
         optimizer.zero_grad()
     assert model.fc1.weight.dtype == torch.float32
-    projection = model.fc1.sparsity.project(model.fc1)
+    projection = model.fc1.sparsity.project(model.fc1.weight)
     if projection.forward is not None:  # pruned in fp32, cast last
         assert projection.forward.dtype == torch.float32
         model.eval()  # in every phase the products that evaluation runs
         with torch.autocast("cpu", dtype=dtype):
-            rows = model.fc1.sparsity.operands(model.fc1, dtype).forward
+            rows = model.fc1.sparsity.operands(model.fc1.weight, dtype, False).forward
         assert torch.equal(rows, projection.forward.to(dtype))
     sparsifier.metrics()
 
@@ -391,6 +390,6 @@ def test_loading_only_a_scale_is_seen():
     model, _, _ = build("sste")
     x = draw(2, 16)
     before = model.fc1(x)
-    model.load_state_dict({"fc1.sparsity_beta": model.fc1.sparsity_beta * 2}, strict=False)
+    model.load_state_dict({"fc1.sparsity.beta": model.fc1.sparsity.beta * 2}, strict=False)
     bias = model.fc1.bias
     torch.testing.assert_close(model.fc1(x) - bias, 2 * (before - bias))

@@ -67,7 +67,7 @@ class ASP(Method):
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
         """Room for the mask."""
-        return {"mask": weight.new_zeros(weight.shape, dtype=bool)}
+        return {"mask": weight.new_zeros(weight.shape).bool()}
 
     def update_(self, weight: Tensor, layer: Layer) -> None:
         """Choose the mask at its step."""

@@ -87,7 +87,7 @@ class SLoPe(Method):
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
         """Room for the mask, and the adapters."""
-        state = {"mask": weight.new_zeros(weight.shape, dtype=bool)}
+        state = {"mask": weight.new_zeros(weight.shape).bool()}
         if not self.options.adapters.rank:
             return state
         from torch.nn import Parameter

@@ -92,7 +92,7 @@ class TSRSTE(RampedDecay):
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
         """Room for the mask; it is searched at the first sparse step."""
-        return {"mask": weight.new_zeros(weight.shape, dtype=bool)}
+        return {"mask": weight.new_zeros(weight.shape).bool()}
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         """The best transposable mask (arXiv:2404.01847 section 5.1)."""
