@@ -50,7 +50,6 @@ def register(kind: str, name: str) -> Callable[[type[T]], type[T]]:
         ConfigError: another class already has that name (a plugin cannot replace a built-in), or
             ``kind`` is none.
     """
-
     if kind not in PACKAGES:
         raise ConfigError(f"there is no kind {kind!r}{suggestion(kind, PACKAGES)}")
 

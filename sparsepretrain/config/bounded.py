@@ -22,7 +22,7 @@ def check_yaml(file: Path) -> None:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    sizes: dict[str, int] = {}  # anchor -> values, aliases counted in full
+    sizes: dict[str | None, int] = {}  # anchor -> values, aliases counted in full
     levels: list[tuple[str | None, int]] = []  # anchor, values before it
     total = 0
     try:

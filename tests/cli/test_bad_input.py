@@ -48,7 +48,9 @@ USER_FILES = {
     ),
     "exits.py": "import sys\nsys.exit(0)\n",
     "syntax.py": "x = (\n",
-    "kind.py": "from sparsepretrain.registry import register\n@register('methd', 'x')\nclass A: 0\n",
+    "kind.py": (
+        "from sparsepretrain.registry import register\n@register('methd', 'x')\nclass A: pass\n"
+    ),
     "crash.py": "import nothing_of_this_name\n",
     "raises.py": "raise RuntimeError('first line\\nsecond line')\n",
     "taken.py": (
@@ -99,7 +101,8 @@ def out_of_range() -> list[tuple[list[str], list[str]]]:
     return [
         ([*overrides, override], [override.partition("=")[0].rpartition(".")[2]])
         for *overrides, override in (
-            ("steps=0",), ("steps=-1",), ("steps=99999999999999999999999",), ("epochs=1e30",), ("seed=-1",), ("clip=0",), ("clip=-1.0",),
+            ("steps=99999999999999999999999",), ("epochs=1e30",),
+            ("steps=0",), ("steps=-1",), ("seed=-1",), ("clip=0",), ("clip=-1.0",),
             ("batch.size=0",), ("batch.micro=0",), ("batch.micro=5",), ("eval.every=-1",),
             ("eval.batches=-1",), ("log.every=0",), ("checkpoint.keep_last=0",),
             ("optim.lr=0",), ("optim.lr=-1e-3",), ("optim.betas=[0.9,1.0]",), ("optim.eps=0",),
