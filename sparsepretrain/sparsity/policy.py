@@ -53,7 +53,7 @@ class MethodOptions:
     m: int = 4
     """Group size."""
     targets: str | list[str] = "ffn"
-    """Layers: an alias of the model recipe (ffn, attention, all) or globs of module names."""
+    """Layers: an alias of the recipe (ffn, ffn_out, attention, all) or globs of module names."""
     window: Window = field(default_factory=Window)
 
     def problems(self) -> Iterator[tuple[str, str]]:
