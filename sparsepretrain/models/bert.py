@@ -19,7 +19,7 @@ class BertOptions(EncoderOptions):
 
     family: Literal["bert"]
     activation: Activation
-    """Of the FFN; BERT's is the exact GELU. The head has an exact GELU in any case."""
+    """Of the FFN and of the head that predicts tokens; BERT's is the exact GELU."""
 
 
 @register("model", "bert")
