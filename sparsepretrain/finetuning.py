@@ -99,7 +99,8 @@ def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
         request.blocks["precision"] = block
         if block["name"] == "fp8_sim":  # dropped with MVUE
             request.choices["precision"] = block["dtype"]
-            request.blocks["precision"] = {"name": block["dtype"]}
+            keys = ("init_scale", "growth_interval") if block["dtype"] == "fp16" else ()
+            request.blocks["precision"] = {"name": block["dtype"], **{k: block[k] for k in keys}}
     before = config["sparsity"]
     chosen = request.choices.get("sparsity", CONTINUED.get(before["name"], before["name"]))
     request.choices["sparsity"] = chosen

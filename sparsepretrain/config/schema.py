@@ -197,10 +197,9 @@ class Precision:
 
 
 @dataclass(slots=True, kw_only=True)
-class ScaledPrecision:
-    """fp16 with dynamic loss scaling."""
+class LossScaling:
+    """Dynamic loss scaling, without which small gradients vanish in fp16."""
 
-    name: Literal["fp16"]
     init_scale: float
     """First loss scale."""
     growth_interval: int
@@ -212,13 +211,23 @@ class ScaledPrecision:
 
 
 @dataclass(slots=True, kw_only=True)
-class SimulatedFP8:
-    """fp8 values in the products of the layers of ``sparsity.targets`` (S-STE section 5)."""
+class ScaledPrecision(LossScaling):
+    """fp16 with dynamic loss scaling."""
+
+    name: Literal["fp16"]
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedFP8(LossScaling):
+    """fp8 values in the products of the layers of ``sparsity.targets`` (S-STE section 5).
+
+    The loss is scaled with ``dtype=fp16`` only.
+    """
 
     name: Literal["fp8_sim"]
     recipe: Literal["hybrid", "reference"]
     """Operands of the backward products: e5m2 gradient × e4m3, or both e5m2 (authors' code)."""
-    dtype: Literal["fp32", "bf16"]
+    dtype: Literal["fp32", "bf16", "fp16"]
     """Compute dtype of everything else."""
 
 
@@ -297,7 +306,7 @@ class Run:
     clip: float | None
     """Global gradient norm; null: no clipping."""
     ema: float | None
-    """Decay per step of an average of the weights, which evaluation then uses; null: none."""
+    """Decay per step of an average of the weights, which is evaluated too (ema_*); null: none."""
     workers: int
     """Processes that make batches ahead of the model; 0: the training process makes them."""
     init: Init = field(default_factory=Init)

@@ -63,7 +63,7 @@ class RunData:
 
     def scores(self) -> list[str]:
         """Those of :meth:`metrics` that are percentages."""
-        return [m for m in self.metrics() if m not in NO_SCORES and "loss" not in m]
+        return [m for m in self.metrics() if not m.endswith(NO_SCORES) and "loss" not in m]
 
     def _task(self) -> type | None:
         try:

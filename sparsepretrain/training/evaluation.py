@@ -70,8 +70,6 @@ def evaluate_checkpoint(
     console = console or Console()
     source = weights.find(path, console.warn)
     run, plain = configuration(source, overrides, config_dirs)
-    if average > 1 and run.ema is not None:
-        raise ConfigError(f"average={average}: the run averages its weights (ema): leave it out")
     sources = weights.latest(source, average)
     t = build_training(run, console, splits=(split,))
     samples = t.task.samples(split)
@@ -82,6 +80,7 @@ def evaluate_checkpoint(
     proof = prove(t.sparsifier)
     if dense:
         densify(t.model)
+        t.ema = None  # it would be projected by layers that are gone
     metrics = loop.evaluate(t, split, None, final=True)
     assert metrics is not None
     rows = [
@@ -216,7 +215,7 @@ def _tokenizer_file(source: Source) -> Path:
 
 
 def _load_weights(t: Training, sources: list[Source], console: Console, *, same_data: bool) -> None:
-    """Weights, averages of them where there are some, and the state of the method."""
+    """Weights or their mean, the averages that the run kept, and the state of the method."""
     newest = sources[-1]
     if newest.kind == "huggingface":  # init.path has loaded them
         rows = t.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -235,12 +234,12 @@ def _load_weights(t: Training, sources: list[Source], console: Console, *, same_
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{newest.path} does not fit this model: {reason}") from error
     t.sparsifier.load_state_dict(state["sparsifier"])
-    parameters = dict(t.model.named_parameters())
     if len(sources) > 1:
+        parameters = dict(t.model.named_parameters())
         put(parameters, mean(sources, list(parameters)), t.sparsifier)
+        t.ema = None
     elif t.ema is not None:
-        put(parameters, state["ema"]["averages"], t.sparsifier)
-    t.ema = None  # the model holds what is evaluated
+        t.ema.load_state_dict(state["ema"])
 
 
 def mean(sources: Sequence[Source], names: Sequence[str]) -> dict[str, Tensor]:

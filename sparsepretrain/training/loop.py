@@ -6,7 +6,6 @@ pre-hook -> optimiser -> refresh and flip count, inside its post-hook.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.tasks import Batch, Observation, Task
 from sparsepretrain.training import rng
 from sparsepretrain.training.batches import TrainingBatches, split_requests, stream
-from sparsepretrain.training.ema import EMA
+from sparsepretrain.training.ema import AVERAGED, EMA
 from sparsepretrain.training.flips import Flips
 from sparsepretrain.training.precision import autocast
 from sparsepretrain.training.schedules import learning_rate
@@ -51,7 +50,7 @@ class Training:
     scaler: torch.amp.GradScaler
     batches: TrainingBatches
     ema: EMA | None = None
-    """Averages of the weights that evaluation uses; None: it uses the weights."""
+    """Averages of the weights, which are evaluated too; None: none are kept."""
     peak_flops: float | None = None
     """Dense peak of the device, for MFU; None: not known."""
     flops_per_item: float = 0.0
@@ -207,8 +206,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Metrics of the task over a split, with the weights that the method evaluates with.
 
-    These are projections of the averaged weights where the run keeps averages. Nothing of the
-    training state changes.
+    Where the run keeps averaged weights, those of their projection follow, as ``ema_<metric>``.
+    Nothing of the training state changes.
 
     Args:
         t: the run.
@@ -219,19 +218,25 @@ def evaluate(
     """
     t.model.eval()
     requests = split_requests(split, t.task.samples(split), t.run.batch.micro, batches)
-    observations: list[Observation] = []
-    with evaluated_weights(t):
+
+    def measure() -> dict[str, float] | None:
+        observations: list[Observation] = []
         for batch in stream(t.task, requests, t.device, t.run.workers):
             if signals is not None and signals.exit_code is not None:
                 return None
             with autocast(t.run.precision, t.device):
                 observations.append(t.task.observe(t.forward_model, batch, final=final))
-    return t.task.metrics(observations)
+        return t.task.metrics(observations)
 
-
-def evaluated_weights(t: Training) -> contextlib.AbstractContextManager[None]:
-    """Inside, the model holds the weights whose projection evaluation uses."""
-    return contextlib.nullcontext() if t.ema is None else t.ema.applied(t.sparsifier)
+    metrics = measure()
+    if metrics is None or t.ema is None:
+        return metrics
+    with t.ema.applied(t.sparsifier):
+        averaged = measure()
+    if averaged is None:
+        return None
+    numbers = {k: v for k, v in averaged.items() if not isinstance(v, str)}
+    return metrics | {f"{AVERAGED}{name}": value for name, value in numbers.items()}
 
 
 def _measure(t: Training, *, per_layer: bool) -> dict[str, float]:

@@ -29,7 +29,7 @@ from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
 from sparsepretrain.training.ema import EMA
 from sparsepretrain.training.hardware import environment, peak_flops
-from sparsepretrain.training.loop import Training, evaluated_weights, run_steps
+from sparsepretrain.training.loop import Training, run_steps
 from sparsepretrain.training.plan import flops_per_item
 from sparsepretrain.training.precision import describe, grad_scaler
 from sparsepretrain.training.resume import choose_checkpoint, is_finished, named_checkpoint
@@ -123,8 +123,7 @@ def _run(
         code = run_steps(t, stream.log, save, lambda: _save_masks(t, directory), signals)
         exit_code = code or 0
         if code is None:
-            with evaluated_weights(t):
-                proof = prove(t.sparsifier)
+            proof = prove(t.sparsifier)
             summary = {"proof": str(proof)}
             _summarise(t, directory, proof, console)
         else:

@@ -64,21 +64,14 @@ def test_bert_runs(tiny, tmp_path, model, task):
     assert final["f1"] >= 0 and math.isfinite(final["loss"])
 
 
-def test_fine_tuning_starts_from_averaged_weights_where_there_are_some(tiny, tmp_path):
-    source = weights.find(pretrain(tiny, "sparsity=dense", "ema=0.5"))
-    averages = weights.state(source)["ema"]["averages"]
-    found = initial.evaluated_state(source)
-    assert all(torch.equal(found[name], value) for name, value in averages.items())
-
-
-def test_the_average_stands_in_for_the_stored_weights_of_the_same_method(tiny, tmp_path):
-    source = pretrain(tiny, "sparsity=dense", "ema=0.5")
-    averages = weights.state(weights.find(source))["ema"]["averages"]
+def test_fine_tuning_starts_from_the_weights_whose_numbers_a_run_prints(tiny, tmp_path):
+    found = weights.find(pretrain(tiny, "sparsity=dense", "ema=0.5"))
+    stored = weights.model_state(found)
+    evaluated = initial.evaluated_state(found)
+    assert all(torch.equal(stored[name], value) for name, value in evaluated.items())
     words = (*glue(tmp_path), f"runs_dir='{tmp_path / 'tuned'}'")
-    own = build(source, *words).model.state_dict()
-    assert all(torch.equal(own[name], averages[name]) for name in averages if name in own)
-    raw = build(source, *words, "init.weights=master").model.state_dict()
-    assert any(not torch.equal(raw[name], averages[name]) for name in averages if name in own)
+    own = build(found.path, *words).model.state_dict()
+    assert all(torch.equal(own[name], stored[name]) for name in stored if name in own)
 
 
 def test_a_stopped_run_continues_bit_for_bit_without_its_source(tiny, tmp_path, stop_after):
@@ -172,10 +165,11 @@ def test_the_frozen_scale_comes_with_the_stored_weights(tiny, tmp_path):
 
 
 def test_defaults_follow_the_source(tiny, tmp_path):
-    words = ("precision=fp8_sim", "sparsity.gamma=0.25", "sparsity.window.start=0.2")
+    words = ("precision=fp8_sim", "precision.dtype=fp16", "precision.init_scale=2048")
+    words = (*words, "sparsity.gamma=0.25", "sparsity.window.start=0.2")
     source = pretrain(tiny, "sparsity=sste", *words)
     run, _ = load(source, *glue(tmp_path))
-    assert run.precision.name == "fp32"
+    assert (run.precision.name, run.precision.init_scale) == ("fp16", 2048)
     assert (run.sparsity.gamma, run.sparsity.mvue) == (0.25, "none")
     assert run.sparsity.window.start == 0.0
     assert (run.optim.lr, run.optim.weight_decay, run.epochs) == (5e-6, 0.0, 5.0)

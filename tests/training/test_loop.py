@@ -108,9 +108,17 @@ def test_precisions_train_with_fp32_masters(tiny, precision, optimiser):
     assert {w.dtype for w in weights.values() if w.is_floating_point()} == {torch.float32}
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
-def test_overflow_skips_the_update_and_halves_the_scale(tiny, optimiser):
-    t = tiny.build(f"optim={optimiser}", "precision=fp16", "precision.init_scale=1e30")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "optim=adamw precision=fp16",
+        "optim=sgd precision=fp16",
+        # S-STE's published GPT-2 runs
+        "precision=fp8_sim precision.dtype=fp16 precision.recipe=reference",
+    ],
+)
+def test_overflow_skips_the_update_and_halves_the_scale(tiny, words):
+    t = tiny.build(*words.split(), "precision.init_scale=1e30")
     before = copy.deepcopy(t.model.state_dict())
     calls = []
     t.optimizer.register_step_post_hook(lambda *_: calls.append(1))

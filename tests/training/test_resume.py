@@ -41,7 +41,7 @@ def test_resume_is_bit_exact(tiny, stop_after, method, stops):
         (
             "precision=fp8_sim",
             "precision.recipe=reference",
-            "precision.dtype=bf16",
+            "precision.dtype=fp16",
             "batch.micro=2",
         ),
         ("sparsity=srste", "sparsity.decay_on=weight", "optim=sgd"),
