@@ -154,6 +154,11 @@ class Method:
         """
         return not self.trains_dense
 
+    def may_be_sparse(self, step: int) -> bool:
+        """Whether training can be sparse after ``step`` completed steps, as the options say."""
+        self.set_step(step)
+        return self.window[0] <= step < self.window[1] and self.sparse
+
     def metrics(self) -> dict[str, float]:
         """Numbers of the method's own for the record; name -> value."""
         return {}
