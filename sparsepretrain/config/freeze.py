@@ -19,6 +19,10 @@ NOT_IDENTITY = ("resume", "runs_dir", "tracker", "seed", "workers")
 Table = dict[tuple[str, str], dict[str, Any]]
 
 ADDED: Table = {
+    ("model", "gpt2"): {"activation": "gelu_tanh"},
+    ("model", "bert"): {"activation": "gelu"},
+    ("model", "marian"): {"activation": "relu"},
+    ("model", "timm_image"): {"activation": None, "zero_init_last": None},
     ("precision", "fp8_sim"): {"init_scale": 65536.0, "growth_interval": 2000},
 }
 """(Group, what is chosen in it) -> key -> what a configuration without that key means.

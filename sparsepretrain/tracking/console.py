@@ -176,8 +176,8 @@ def describe(
         parts.append(f"grad {line['grad_norm']:.3g}".ljust(10))
     if _number(rate):
         parts.append(f"{count(line['tokens_per_second']):>5} {unit}/s")
-    if _number(line.get("mfu")):
-        parts.append(f"MFU {100 * line['mfu']:.1f}%")
+    if _number(line.get("mfu_dense")):  # sparse products counted as dense ones
+        parts.append(f"dense MFU {100 * line['mfu_dense']:.1f}%")
     if seconds_left is not None:
         parts.append(f"ETA {clock(seconds_left)}")
     return "  ".join(parts)
