@@ -50,7 +50,7 @@ class MethodOptions:
     m: int = 4
     """Group size."""
     targets: str | list[str] = "ffn"
-    """Layers: an alias of the model recipe (ffn, attention, all) or globs of module names."""
+    """Layers: an alias of the recipe (ffn, ffn_out, attention, all) or globs of module names."""
     window: Window = field(default_factory=Window)
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -202,6 +202,11 @@ class Method:
     def compares(self) -> bool:
         """Whether masks are compared after this step; between refreshes nothing can flip."""
         return (self.step - self.window[0]) % self.refresh == 0
+
+    def may_be_sparse(self, step: int) -> bool:
+        """Whether training can be sparse after ``step`` completed steps, as the options say."""
+        self.set_step(step)
+        return bool(self.row.sparse)
 
     @property
     def sparse_row(self) -> Row:

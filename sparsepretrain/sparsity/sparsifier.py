@@ -60,7 +60,16 @@ class Sparsifier:
     @property
     def refreshed(self) -> bool:
         """Whether masks that are in use for more than one step were compared after the last one."""
-        return self._state.interval > 1 and self._state.compared_at == self.completed_steps
+        return self.method.refresh > 1 and self._state.compared_at == self.completed_steps
+
+    @property
+    def flips(self) -> Tensor | None:
+        """(layers,) int64, on the device: flips found after the last step; None: not compared."""
+        known = [layer.sparsity.flips for layer in self.layers.values()]
+        flips = [count for count in known if count is not None]
+        if self._state.compared_at != self.completed_steps or len(flips) < len(known):
+            return None
+        return torch.stack(flips)
 
     @property
     def completed_steps(self) -> int:

@@ -23,7 +23,7 @@ from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.sources._source import BYTES, TRAINED
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError, SparsePretrainError
 from sparsepretrain.sparsity import densify
-from sparsepretrain.sparsity.proof import prove
+from sparsepretrain.sparsity.proof import Proof, prove
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import loop, weights
 from sparsepretrain.training.ema import put
@@ -77,7 +77,7 @@ def evaluate_checkpoint(
         raise DataError(f"the {split} split of {run.data.name} is empty: choose another")
     same_data = source.config is not None and source.config["data"] == plain["data"]
     _load_weights(t, sources, console, same_data=same_data)
-    proof = f"{len(t.sparsifier.layers)}: {prove(t.sparsifier)}{', densified' * dense}"
+    proof = prove(t.sparsifier)
     if dense:
         densify(t.model)
         t.ema = None  # it would be projected by layers that are gone
@@ -86,7 +86,7 @@ def evaluate_checkpoint(
     rows = [
         ("checkpoint", _describe(source, average)),
         (split, f"{samples:,} {t.task.sample} of {run.data.name}, every one once"),
-        ("target layers", proof),
+        ("target layers", f"{len(t.sparsifier.layers)}: {proof}{', densified' * dense}"),
         *((key, _text(value)) for key, value in metrics.items()),
     ]
     console.table(f"{run.task.name}, {run.sparsity.name}", rows)
@@ -94,12 +94,24 @@ def evaluate_checkpoint(
         **_identity(source, t, overrides),
         "split": split,
         "samples": samples,
-        "weights": "dense" if dense else "sparse",
+        **_weights(proof),
+        "densified": dense,
         "average": average,
         "metrics": metrics,
     }
     _write(result, _results_file(source, out), console)
     return result
+
+
+def _weights(proof: Proof) -> dict[str, Any]:
+    """What was evaluated: whether every group is N:M, as counted, and else why not."""
+    return {
+        "weights": "sparse" if proof.holds else "dense",
+        "pattern": proof.pattern if proof.sparse else None,
+        "pattern_holds": proof.holds,
+        "zeros": proof.zeros / proof.entries if proof.entries else None,
+        "why_dense": None if proof.sparse else proof.why_dense or "a dense method",
+    }
 
 
 def _identity(source: Source, t: Training, overrides: Sequence[str]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from sparsepretrain.tasks import Batch, Observation, Task
 from sparsepretrain.training import rng
 from sparsepretrain.training.batches import TrainingBatches, split_requests, stream
 from sparsepretrain.training.ema import AVERAGED, EMA
+from sparsepretrain.training.flips import Flips
 from sparsepretrain.training.precision import autocast
 from sparsepretrain.training.schedules import learning_rate
 from sparsepretrain.training.signals import StopSignals
@@ -66,6 +67,10 @@ class Training:
     stop_after: int | None = None
     """End early, after so many completed steps; schedules and windows stay those of the run."""
     timer: Timer = field(default_factory=lambda: Timer())
+    flips: Flips = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.flips = Flips(self.sparsifier)
 
     @property
     def end(self) -> int:
@@ -118,6 +123,7 @@ def run_steps(
                 log({"step": t.step, "tokens": t.tokens, "split": "validation", **metrics})
         stopping = signals.exit_code is not None
         if t.step and (stopping or _due(run.checkpoint.every, t)):
+            require_finite_weights(t)
             save()
         if stopping:
             return signals.exit_code
@@ -131,9 +137,11 @@ def run_steps(
         # in the record whatever is due: a switch of phase, and flips that no later line repeats
         event = t.sparsifier.sparse != was_sparse or t.sparsifier.refreshed
         if t.step % run.log.every == 0 or layers or event or t.step in (1, t.end):
+            require_finite_weights(t)
             values |= {**t.timer.rates(), **_measure(t, per_layer=layers)}
             if t.peak_flops is not None:
-                values["mfu"] = values["tokens_per_second"] * t.flops_per_item / t.peak_flops
+                achieved = values["tokens_per_second"] * t.flops_per_item
+                values["mfu_dense"] = achieved / t.peak_flops
             if t.skipped:
                 values["skipped"] = t.skipped
             log({"step": t.step, "tokens": t.tokens, **values})
@@ -170,6 +178,7 @@ def train_step(t: Training) -> dict[str, Any]:
         if run.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, run.clip, norm)
         t.scaler.step(t.optimizer)
+        t.flips.add(t.sparsifier.flips)
         if t.ema is not None:
             t.ema.update()
     t.scaler.update()  # after an overflow: halves the scale
@@ -231,10 +240,34 @@ def evaluate(
 
 
 def _measure(t: Training, *, per_layer: bool) -> dict[str, float]:
+    """Numbers of the weights; flip rates are means since the line before."""
     values = t.sparsifier.metrics(per_layer=per_layer)
-    if t.skips_in_a_row:  # no update, so no masks were compared: the flips are of an older step
-        values = {k: v for k, v in values.items() if not k.startswith("flip_")}
+    last = {k: values.pop(k) for k in list(values) if k.startswith("flip_")}
+    values |= t.flips.rates(per_layer=per_layer)
+    # without an update no masks were compared: the last flips are those of an older step
+    if "flip_rate" in last and not t.skips_in_a_row:
+        values["flip_rate_last"] = last["flip_rate"]
+        values |= {k: v for k, v in last.items() if k == "flip_interval"}
     return values
+
+
+@torch.no_grad()
+def require_finite_weights(t: Training) -> None:
+    """Stop at a weight that is not finite, even behind a mask, where no loss ever shows it.
+
+    Raises:
+        DivergedError: whatever ``guard`` says, since every later step would keep it.
+    """
+    norm = torch.nn.utils.get_total_norm(list(t.model.parameters()))  # one read of the device
+    if math.isfinite(float(norm)):
+        return
+    for name, parameter in t.model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise DivergedError(
+                f"step {t.step}: {name} holds weights that are not finite (a mask may hide them "
+                "from the loss); they are not saved. Continue from the checkpoint before, with a "
+                "lower optim.lr or clip"
+            )
 
 
 def _finite(t: Training, loss: float, grad_norm: float) -> bool:

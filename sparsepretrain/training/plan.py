@@ -14,6 +14,7 @@ from sparsepretrain.config.schema import AdamW, Run, SimulatedFP8
 from sparsepretrain.tasks import Task
 from sparsepretrain.tracking.console import Console, clock, count
 from sparsepretrain.tracking.wandb import check_login
+from sparsepretrain.training import preflight
 from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
 from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.precision import compute_dtype, describe
@@ -26,6 +27,7 @@ def dry_run(run: Run, plain: dict[str, Any], console: Console | None = None) -> 
     """Print coverage, parameters, FLOPs, memory and steps of ``run``."""
     console = console or Console()
     check_login(run.tracker)
+    preflight.require_a_sparse_step(run)
     device = pick_device(run)
     task = build_task(run)
     model = build_model(run, task, _META)

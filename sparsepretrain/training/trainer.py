@@ -24,7 +24,7 @@ from sparsepretrain.tracking.console import Console
 from sparsepretrain.tracking.record import read
 from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
-from sparsepretrain.training import checkpoint, initial, rng
+from sparsepretrain.training import checkpoint, initial, preflight, rng
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
 from sparsepretrain.training.ema import EMA
@@ -65,6 +65,7 @@ def train(
     if run.resume != "never" and is_finished(directory, run, end):
         console.info(finished)
         return 0
+    preflight.require_a_sparse_step(run)
     with StopSignals() as signals, console.own_warnings():
         own = any((directory / "checkpoints").glob("step_*"))
         t = build_training(run, console, initialise=run.resume == "never" or not own)
@@ -193,6 +194,7 @@ def _state(t: Training) -> dict[str, Any]:
         "evaluated": t.evaluated,
         "skipped": t.skipped,
         "skips_in_a_row": t.skips_in_a_row,
+        "flips": t.flips.state_dict(),
         "fingerprint": t.task.fingerprint,
         "model": t.model.state_dict(),
         "optimizer": t.optimizer.state_dict(),
@@ -228,6 +230,8 @@ def _restore(t: Training, path: Path) -> None:
         group.update(options)  # hyper-parameters come from the configuration
     t.sparsifier.load_state_dict(state["sparsifier"])
     t.scaler.load_state_dict(state["scaler"])
+    if "flips" in state:  # older checkpoints have none: the first mean is over what follows
+        t.flips.load_state_dict(state["flips"])
     for key in ("step", "tokens", "evaluated", "skipped", "skips_in_a_row"):
         setattr(t, key, state[key])
 
@@ -294,6 +298,8 @@ def _announce(t: Training, directory: Path, console: Console) -> None:
         f"{len(coverage.layers)} layers, {t.device}, {describe(t.run.precision)}, "
         f"steps {t.step} to {t.end}"
     )
+    for note in preflight.notes(t.run):
+        console.info(f"note: {note}")
 
 
 def _summarise(t: Training, directory: Path, proof: Proof, console: Console) -> None:
@@ -303,10 +309,10 @@ def _summarise(t: Training, directory: Path, proof: Proof, console: Console) -> 
     validation = [line for line in finite if line.get("split") == "validation"]
     rows = [("steps", f"{t.step:,}"), (t.task.unit, f"{t.tokens:,}")]
     if training:
-        rows.append(("train loss", f"{training[0]['loss']:.4f} → {training[-1]['loss']:.4f}"))
+        rows.append(("train loss", _course(training)))
     if validation:
-        first, last = validation[0], validation[-1]
-        rows.append(("validation loss", f"{first['loss']:.4f} → {last['loss']:.4f}"))
+        rows.append(("validation loss", _course(validation)))
+        last = validation[-1]
         hidden = ("step", "time", "tokens", "split", "loss")
         texts = {k: v if isinstance(v, str) else f"{v:.4g}" for k, v in last.items()}
         rows += [(f"validation {k}", v) for k, v in texts.items() if k not in hidden]
@@ -314,8 +320,16 @@ def _summarise(t: Training, directory: Path, proof: Proof, console: Console) -> 
     if flips:
         rows.append(("flip rate", f"peak {max(flips):.2e}, end {flips[-1]:.2e}"))
     rows.append(("target layers", f"{len(t.sparsifier.layers)}: {proof}"))
+    if proof.sparse and t.end > 1 and not any(line.get("sparse") for line in training[:-1]):
+        rows.append(("note", "no step trained sparse"))
     if t.skipped:
         rows.append(("skipped steps", str(t.skipped)))
     console.table(f"{t.run.name}, {t.run.sparsity.name}", rows)
     if proof.sparse and not proof.holds:
         raise SparsePretrainError(f"the final weights are {proof}; please report this")
+
+
+def _course(lines: Sequence[dict[str, Any]]) -> str:
+    """The first and the last loss; one number where they are the same line."""
+    losses = [f"{line['loss']:.4f}" for line in (lines[0], lines[-1])[: len(lines)]]
+    return " → ".join(losses)

@@ -54,13 +54,20 @@ def test_the_loss_is_that_of_the_trained_model(tiny, evaluate, monkeypatch, meth
     result = evaluate(run)
     assert result["metrics"] == expected
     assert expected["perplexity"] == math.exp(expected["loss"])
-    assert (result["step"], result["split"], result["weights"]) == (6, "validation", "sparse")
+    assert (result["step"], result["split"]) == (6, "validation")
+    found = [result[k] for k in ("weights", "pattern", "pattern_holds", "zeros", "why_dense")]
+    if method == "dense":
+        assert found == ["dense", None, False, None, "a dense method"]
+    else:
+        assert found == ["sparse", "2:4", True, 0.5, None]
+    assert not result["densified"]
     assert result["samples"] == trained[0].task.samples("validation") > 50
     assert f"{expected['loss']:.4f}" in result["output"]
     if method != "dense":
         assert "2:4 in all" in result["output"]
-    densified = evaluate(run, dense=True)["metrics"]["loss"]
-    assert densified == pytest.approx(expected["loss"], rel=1e-5)
+    densified = evaluate(run, dense=True)
+    assert densified["densified"] and densified["weights"] == result["weights"]
+    assert densified["metrics"]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
 def test_a_line_per_evaluation_is_appended(tiny, evaluate, tmp_path):
@@ -104,6 +111,13 @@ def test_averaged_checkpoints(tiny, trained, evaluate):
     assert result["metrics"] == whole_split(t)
     assert result["metrics"] != evaluate(trained)["metrics"]
     assert "mean of the last 3" in result["output"] and "2:4 in all" in result["output"]
+
+
+def test_a_dense_tail_is_no_sparse_model(tiny, evaluate):
+    run = tiny.train("sparsity=tsrste", "sparsity.refresh=2", "sparsity.dense_tail=0.34").directory
+    early, late = evaluate(run / "checkpoints/step_00000004"), evaluate(run)
+    assert (early["weights"], late["weights"], late["pattern_holds"]) == ("dense", "dense", False)
+    assert late["why_dense"] == "since step 4 (dense_tail)"
 
 
 def test_averages_over_the_step_of_pruning_are_sparse(tiny, evaluate):

@@ -183,6 +183,39 @@ def test_guard_names_the_loss(tiny):
         train_step(t)
 
 
+@pytest.mark.parametrize("method", ["tsrste", "slope"])
+@pytest.mark.parametrize("line", ["log", "checkpoint"])
+def test_a_nan_behind_a_mask_stops_the_run(tiny, monkeypatch, method, line):
+    """The loss stays finite, so only the weights themselves show it."""
+    from sparsepretrain.training import loop
+
+    original = loop.train_step
+
+    def train_step(t):
+        values = original(t)
+        if t.step == 3:
+            layer = next(iter(t.sparsifier.layers.values()))
+            with torch.no_grad():
+                layer.weight[~t.sparsifier.masks()["transformer.h.0.mlp.c_fc"]] = float("nan")
+        assert math.isfinite(values["loss"])
+        return values
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    every = 1 if line == "log" else 100
+    with pytest.raises(DivergedError, match=f"{LAYER} holds weights that are not finite") as caught:
+        tiny.train(f"sparsity={method}", f"log.every={every}", "log.layers_every=0", "guard=skip")
+    assert caught.value.exit_code == 5
+    assert str(caught.value).startswith(f"step {3 if line == 'log' else 4}: ")
+    assert (
+        final_state(
+            tiny.directory(
+                f"sparsity={method}", f"log.every={every}", "log.layers_every=0", "guard=skip"
+            )
+        )["step"]
+        == 2
+    )
+
+
 def test_guard_names_where_a_nan_arose(tiny):
     """Everything before the layer has a NaN too; the layer itself is the one to name."""
     t = tiny.build()
