@@ -45,7 +45,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "bimask": [{"decay": 0.02, "every": 10, "candidates": 5}],
     "mdgf": [{}, {"shape": "exponential"}],
     "sdgf": [{"n": 1, "m": 8}],
-    "slope": [{}, {"mask": "random"}],
+    "slope": [{}, {"mask": "random"}, {"adapters": {"rank": 8, "start": 0.5}}],
+    "act24": [{}],
 }
 """Options that 50 losses tell apart from the others; AdamW hides ``ste_scale``, a factor of dW."""
 

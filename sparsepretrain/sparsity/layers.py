@@ -39,18 +39,18 @@ class SparseLayer(nn.Module):
             if training and torch.is_grad_enabled():
                 model.layer_runs(weight)
         operands = state.operands(weight, dtype, training)
-        phase = model.method.phase
         if operands is None:
             y = self.replaces.forward(self, x)
         else:
             given, how = self._products(x.to(dtype) if autocast else x)
-            sees = state if training and phase.training else None
+            sees = state if training and model.method.phase.training else None
             execution = model.execution if training else EMULATE
+            clock = model.now()
             # simulated fp8 multiplies in fp32
             in_fp32 = autocast and execution is not EMULATE
             with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
                 y = SparseProducts.apply(
-                    given, weight, self.bias, *operands, model.now(), sees, how, execution
+                    given, weight, self.bias, *operands, clock, sees, how, execution
                 )
         residual = model.method.residual(x, state)
         return y if residual is None else y + residual

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.row import Operand, Phase, Row
+from sparsepretrain.sparsity.row import G, Operand, Phase, Row, X
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,6 +129,8 @@ class Method:
     """Of the next step."""
     row: Row = Row()
     """What training products see in the present phase."""
+    changes: tuple[bool, ...] = (False,) * 4
+    """Whether sparse products see another X in fprop and wgrad, another G in dgrad and wgrad."""
     refresh: int = 1
     """Steps between two comparisons of masks, counted from the first sparse step."""
 
@@ -187,7 +189,9 @@ class Method:
         """Called with the completed steps when they or :attr:`state` changed; sets the phase."""
         self.step = step
         self.phase = self.phase_of(step)
-        self.row = self.present_row if self.phase.training else Row()
+        row = self.present_row
+        self.row = row if self.phase.training else Row()
+        self.changes = row.Xf != X, row.Xw != X, row.P != G, row.U != G
 
     def phase_of(self, step: int) -> Phase:
         """The phase after ``step`` completed steps: dense outside the window."""
@@ -279,7 +283,10 @@ class Method:
         return Projection(None, None)
 
     def fprop_input(self, x: Tensor) -> Tensor:
-        """Xf(X): the input that fprop sees; (…, in_features). Called where the row has an Xf."""
+        """Xf(X): the input that fprop sees; (…, in_features). Called where the row has an Xf.
+
+        Training only: evaluation, like a densified model, sees X.
+        """
         return x
 
     def wgrad_input(self, x: Tensor) -> Tensor:

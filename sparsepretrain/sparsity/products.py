@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from sparsepretrain.sparsity.execution import Execution, Geometry, Like, Operands
 from sparsepretrain.sparsity.method import DGRAD, WGRAD
-from sparsepretrain.sparsity.row import G, X
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.state import LayerState
@@ -44,7 +43,7 @@ class SparseProducts(torch.autograd.Function):
             bias: or None.
             forward_weight, backward_weight, wgrad_scale: :class:`Operands`.
             clock: reading that the draws in the backward belong to.
-            state: of the layer, for Xf, Xw, P and U; None: X and G as they are (dense phases).
+            state: of the layer, for Xf, Xw, P and U; None: X and G as they are.
             how: geometry of this kind of layer.
             execution: does the products.
         """
@@ -88,31 +87,29 @@ class SparseProducts(torch.autograd.Function):
 
 def _inputs(state: LayerState, x: Tensor) -> tuple[Tensor, Tensor]:
     """Xf(X) and Xw(X); one tensor where they are the same."""
-    method, row = state.model.method, state.model.method.row
-    fprop = method.fprop_input(x) if row.Xf != X else x
-    return fprop, x if row.Xw == X else by_groups_of_tokens(x, method.wgrad_input)
+    method, (fprop, wgrad, _, _) = state.method, state.method.changes
+    seen = method.fprop_input(x) if fprop else x
+    return seen, by_groups_of_tokens(x, method.wgrad_input) if wgrad else x
 
 
 def _pruned(state: LayerState, how: Geometry, clock: Any, grad: Tensor) -> Tensor:
     """P(G)."""
-    method = state.model.method
-    if method.row.P == G:
+    if not state.method.changes[2]:
         return grad
     tokens = how.tokens(grad)
     rows = tokens.numel() // tokens.shape[-1]  # one counter per token
     key = state.key_at(clock, DGRAD, rows)
-    return how.from_tokens(method.dgrad_gradient(tokens, key), grad.shape)
+    return how.from_tokens(state.method.dgrad_gradient(tokens, key), grad.shape)
 
 
 def _sampled(state: LayerState, how: Geometry, clock: Any, grad: Tensor) -> Tensor:
     """U(G). Groups of four tokens never straddle a micro-batch; each has one counter."""
-    method = state.model.method
-    if method.row.U == G:
+    if not state.method.changes[3]:
         return grad
 
     def sample(rows: Tensor) -> Tensor:
         key = state.key_at(clock, WGRAD, -(-rows.shape[0] // 4), per=4)
-        return method.wgrad_gradient(rows, key)
+        return state.method.wgrad_gradient(rows, key)
 
     return how.from_tokens(by_groups_of_tokens(how.tokens(grad), sample), grad.shape)
 

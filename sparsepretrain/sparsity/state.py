@@ -18,7 +18,6 @@ from sparsepretrain.kernels import NoiseKey, noise_key, pack_24, packed_flip_cou
 from sparsepretrain.kernels.groups import widen
 from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands
 from sparsepretrain.sparsity.method import Method, Projection
-from sparsepretrain.sparsity.row import Row
 
 PREVIOUS_MASK = "previous_mask"
 """Buffer with the packed mask of the last comparison, (rows of the stored weight, bytes)."""
@@ -230,6 +229,14 @@ class LayerState(nn.Module):
     """What is sparse about one layer: the method's tensors, the last mask, its draws."""
 
     previous_mask: Tensor
+    held: Tensor | None
+    """The mask before an update, for methods that change weights after it."""
+    _stored: dict[bool, Operands | None]
+    """Operands of training (True) and of evaluation (False)."""
+    _spare: dict[bool, Operands]
+    """Their memory, for the next ones."""
+    _mask: Tensor | None
+    """Taken with the operands of training."""
 
     def __init__(self, model: ModelState, name: str, index: int, weight: Tensor, dim: int) -> None:
         super().__init__()
@@ -242,9 +249,7 @@ class LayerState(nn.Module):
         model.example = f"{name}.weight"
         self.flips: Tensor | None = None
         """0-d int64: flips at the last comparison."""
-        self._stored: _Stored | None = None
-        self.held: Tensor | None = None
-        """The mask before an update, for methods that change weights after it."""
+        self.forget()
         rows = weight.new_zeros(weight.shape, dtype=torch.bool)
         self.register_buffer(PREVIOUS_MASK, _pack(rows))
         for key, value in model.method.initial_state(_wide(weight), self).items():
@@ -259,7 +264,7 @@ class LayerState(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without what can be computed again."""
-        return self.__dict__ | {"_stored": None, "held": None}
+        return self.__dict__ | {"_stored": {}, "_spare": {}, "_mask": None, "held": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
         # .to(bfloat16) and the like convert the weight; scales stay fp32
@@ -269,7 +274,7 @@ class LayerState(nn.Module):
             new = self._buffers[key]
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[key] = old.to(new.device)
-        self._stored = None
+        self.forget()
         return self
 
     @property
@@ -302,91 +307,90 @@ class LayerState(nn.Module):
         """What evaluation makes of the weight now; W and no mask in a dense phase."""
         if not torch.compiler.is_compiling():
             self.model.sync()
-        if not (self.method.phase.evaluation or self.method.phase.training):
-            return Projection(None, None)
-        return self.method.project(_wide(weight), self)
+        return self._projected(weight, training=False)
+
+    def sees(self, training: bool) -> bool:
+        """Whether products see the operands of the row, or W, X and G as they are."""
+        phase = self.method.phase
+        return phase.training if training else phase.evaluation
 
     def operands(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
         """A and B in ``dtype``; None: the layer does what the class it replaces does.
 
         A pure function of the weight, unless the loop asked to store them.
         """
-        model = self.model
-        stores = model.store == dtype
-        if stores and self._stored is not None and training in self._stored.operands:
-            return self._stored.operands[training]
-        if torch.compiler.is_compiling() or not stores:
-            return self._prepare(weight, dtype, training)
-        return self._keep(weight, training).operands[training]
+        phase, model = self.method.phase, self.model
+        if model.execution is EMULATE and phase.training == phase.evaluation:
+            training = True  # the operands of evaluation are the same
+        if model.store != dtype:
+            return self._prepare(weight, dtype, training, self._projected(weight, training))
+        if training in self._stored:
+            return self._stored[training]
+        return self._keep(weight, training)
+
+    def _projected(self, weight: Tensor, training: bool) -> Projection:
+        with torch.no_grad():
+            if self.sees(training):
+                return self.method.project(_wide(weight), self)
+            return Projection(None, None)
 
     @torch.no_grad()
     def _prepare(
-        self,
-        weight: Tensor,
-        dtype: torch.dtype,
-        training: bool,
-        projection: Projection | None = None,
-        out: Operands | None = None,
+        self, weight: Tensor, dtype: torch.dtype, training: bool, projection: Projection
     ) -> Operands | None:
-        phase, model = self.method.phase, self.model
-        dense = not (phase.training if training else phase.evaluation)
-        if dense:
-            projection = Projection(None, None)
-        elif projection is None:
-            projection = self.method.project(_wide(weight), self)
-        execution = model.execution if training else EMULATE
-        # X and G of training are those of the row; its weights may be W
-        plain = dense or not training or self.method.row[2:6] == DENSE[2:6]
-        if projection.forward is None and execution is EMULATE and plain:
+        forward, mask, backward, scale = projection
+        execution = self.model.execution if training else EMULATE
+        changed = self.sees(training) and any(self.method.changes)
+        if forward is None and execution is EMULATE and not changed:
             return None
-        rows = projection._replace(
-            forward=self._as_rows(weight.detach() if projection[0] is None else projection[0]),
-            backward=None if projection.backward is None else self._as_rows(projection.backward),
-        )
-        return execution.prepare(rows, dtype, out)
+        if forward is None:
+            forward = weight.detach()
+        if self.dim == 0:  # Conv1D stores (in_features, out_features)
+            forward, backward = forward.t(), None if backward is None else backward.t()
+        rows = Projection(forward, mask, backward, scale)
+        return execution.prepare(rows, dtype, self._spare.pop(training, None))
 
-    def _as_rows(self, weight: Tensor) -> Tensor:
-        return weight if self.dim == 1 else weight.t()
-
-    def _keep(self, weight: Tensor, training: bool) -> _Stored:
+    def _keep(self, weight: Tensor, training: bool) -> Operands | None:
         """Project and store, in the memory of earlier operands."""
         assert self.model.store is not None
-        with torch.inference_mode(False), torch.no_grad():  # a training forward may use it next
-            stored = self._stored
-            if stored is None:
-                stored = self._stored = _Stored()
-            projection = self.project(weight)
-            stored.mask = projection.mask
-            out = stored.spare.pop(training, None)
-            stored.operands[training] = self._prepare(
-                weight, self.model.store, training, projection, out
-            )
-        return stored
+        with torch.inference_mode(False):  # a training forward may use it next
+            projection = self._projected(weight, training)
+            operands = self._prepare(weight, self.model.store, training, projection)
+        if torch.compiler.is_compiling():
+            return operands
+        if training:
+            self._mask = projection.mask
+        # a weight that is only cast is not kept: the cast of an edited one is always right
+        if (
+            operands is None
+            or projection.forward is not None
+            or self.model.execution is not EMULATE
+        ):
+            self._stored[training] = operands
+        return operands
 
     def restore(self, weight: Tensor) -> None:
         """The weight changed: project anew where operands are stored, else nothing is kept."""
-        if self.model.store is None:
-            return self.forget()
-        if self._stored is not None:
-            self._stored.spare = {k: v for k, v in self._stored.operands.items() if k and v}
-            self._stored.operands = {}
-            self._stored.mask = None
-        self._keep(weight, training=True)
+        kept = self._stored.get(True)
+        self.forget()
+        if self.model.store is not None:
+            self._spare = {} if kept is None else {True: kept}
+            self._keep(weight, training=True)
 
     def forget(self) -> None:
-        """Operands that were stored are out of date; the next forward makes them again."""
-        self._stored = None
+        """What was stored is out of date; the next forward makes it again."""
+        self._stored, self._spare, self._mask, self.held = {}, {}, None, None
 
     @torch.no_grad()
     def mask_in_use(self, weight: Tensor) -> Tensor:
         """The mask of the projection, or the one that the method's rule would choose."""
-        if self._stored is not None and self._stored.mask is not None:
-            return self._stored.mask
-        mask = self.project(weight).mask
+        mask = self._mask
+        if mask is None:
+            mask = self.project(weight).mask
         if mask is None:
             mask = self.method.mask(_wide(weight), self.dim)
-            if self._stored is not None:
-                self._stored.mask = mask
+        if self.model.store is not None:
+            self._mask = mask
         return mask
 
     @torch.no_grad()
@@ -414,20 +418,6 @@ class LayerState(nn.Module):
                 value = _pack(unpack_24(value, weight.shape))
             if name in self._buffers:  # some were derived from the step
                 state_dict[f"{prefix}sparsity.{name}"] = value
-
-
-DENSE = Row()
-
-
-class _Stored:
-    """Operands of a loop that owns its weights, and the mask taken with them."""
-
-    def __init__(self) -> None:
-        self.operands: dict[bool, Operands | None] = {}
-        """Of training (True) and of evaluation (False)."""
-        self.spare: dict[bool, Operands] = {}
-        """Their memory, for the next ones."""
-        self.mask: Tensor | None = None
 
 
 def _wide(weight: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sparsepretrain import registry
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.policy import Method
+from sparsepretrain.sparsity.method import Method
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
 
 PHASES = ("at", "until", "clipping", "dense_tail", "window")
@@ -22,8 +22,8 @@ def require_a_sparse_step(run: Run) -> None:
     try:
         method = implementation(run.sparsity, run.steps)
     except ConfigError as error:
-        raise ConfigError([f"sparsity.{message}" for message in error.messages]) from error
-    if not any(":" in operand for operand in method.operands().values()):
+        raise error.under("sparsity") from error
+    if not method.sparse_row.sparse:
         return  # a dense baseline
     last = int(min(run.steps, method.window[1])) - 1
     # most phases, once entered, last to the end of the window: then the first look is enough

@@ -39,7 +39,8 @@ class Act24(Method):
 
     Demonstrates products that see a pruned input, as in Haziza et al., arXiv:2503.16672 (squared
     ReLU, FFN of a transformer). It reproduces no paper: the published recipe also permutes tokens,
-    keeps the densest 5 % of the features dense and prunes dX. Linear layers only.
+    keeps the densest 5 % of the features dense and prunes dX. Evaluation sees all activations, as a
+    densified model does. Linear layers only.
     """
 
     Options = Act24Options
