@@ -32,12 +32,28 @@ RUNS = {
 
 ``step`` has switched and ``asp`` pruned by then; ``tsrste`` is dense and ``mdgf`` binary from step
 6 on."""
-SETTINGS = (
-    "data=text_files data.files=['corpus.txt'] data.validation=0.3 model.n_embd=8 model.n_layer=1 "
-    "model.n_head=1 task.sequence_length=8 batch.size=4 batch.micro=4 eval.every=4 eval.batches=1 "
-    "log.every=1 log.layers_every=2 checkpoint.every=4 schedule.warmup=2 steps=8 "
-    "tracker.mode=disabled parallel.device=cpu runs_dir=runs name=old"
-).split()
+SETTINGS = [
+    "data=text_files",
+    "data.files=['corpus.txt']",
+    "data.validation=0.3",
+    "model.n_embd=8",
+    "model.n_layer=1",
+    "model.n_head=1",
+    "task.sequence_length=8",
+    "batch.size=4",
+    "batch.micro=4",
+    "eval.every=4",
+    "eval.batches=1",
+    "log.every=1",
+    "log.layers_every=2",
+    "checkpoint.every=4",
+    "schedule.warmup=2",
+    "steps=8",
+    "tracker.mode=disabled",
+    "parallel.device=cpu",
+    "runs_dir=runs",
+    "name=old",
+]
 
 
 COMPARED = {"loss", "lr", "grad_norm", "density", "sparse", "flip_rate", "mask_decay"}
