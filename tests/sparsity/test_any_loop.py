@@ -162,7 +162,7 @@ def test_an_average_that_blends_counters_is_noticed(method):
     for step in range(3):
         train(model, optimizer, step, step + 1)
         average.update_parameters(model)
-    with pytest.raises(ConfigError, match=r"were averaged: let the average copy buffers"):
+    with pytest.raises(ConfigError, match=r"were averaged: they must be copied"):
         average(draw(4, 16))
     with pytest.raises(ConfigError, match="were averaged"):
         sp.densify(average)
@@ -388,7 +388,7 @@ def test_steps_after_densify_are_said_once(recwarn):
 
 def test_sparse_again_after_densify(silent):
     """Decay is applied once, by the one who rides now."""
-    model, optimizer, first = build("srste", {"decay": 0.1}, cls=torch.optim.SGD, lr=0.1)
+    model, optimizer, _ = build("srste", {"decay": 0.1}, cls=torch.optim.SGD, lr=0.1)
     train(model, optimizer, 0, 2)
     sp.densify(model)
     again = sparsify(model, "srste", decay=0.1)
