@@ -67,8 +67,10 @@ class ModelState:
         size = SCALARS + len(method.scalars) + 1
         counters = torch.zeros(size, dtype=torch.int64, device=device)
         root.register_buffer(self.buffer, counters)
-        root.register_forward_pre_hook(self.before_forward)
-        root.register_load_state_dict_pre_hook(self.before_load)
+        self._hooks = [
+            root.register_forward_pre_hook(self.before_forward),
+            root.register_load_state_dict_pre_hook(self.before_load),
+        ]
         self.clock = torch.zeros(2, dtype=torch.int64, device=device)
         """(completed steps, micro-batch) for compiled and captured graphs."""
         self._seen: Any = None
@@ -160,11 +162,8 @@ class ModelState:
     def remove(self) -> None:
         """Take the buffer and the hooks from the root: no layer is sparse any more."""
         del self.root._buffers[self.buffer]
-        hooks: list[Any] = [self.root._forward_pre_hooks, self.root._load_state_dict_pre_hooks]
-        for registered, own in zip(hooks, (self.before_forward, self.before_load), strict=True):
-            for key, hook in list(registered.items()):
-                if getattr(hook, "hook", hook) == own:
-                    del registered[key]
+        for hook in self._hooks:
+            hook.remove()
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Pre-hook of the root: its training forwards are micro-batches."""

@@ -1,4 +1,4 @@
-"""Other people's models and loops: Conv1D, Hugging Face Trainer, Accelerate."""
+"""Hugging Face's models and loops: Conv1D, save_pretrained, Trainer, Accelerate."""
 
 import pytest
 import torch
@@ -106,8 +106,7 @@ def test_five_lines_in_a_plain_loop():
     assert model(input_ids=tokens(), labels=tokens()).loss.isfinite()
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("method", ["srste", "sste"])
+@pytest.mark.parametrize(("method", "accumulation"), [("srste", 1), ("sste", 2)])
 def test_hugging_face_trainer(tmp_path, method, accumulation):
     pytest.importorskip("accelerate")
     model = gpt2()

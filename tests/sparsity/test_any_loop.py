@@ -464,6 +464,12 @@ def test_a_whole_model_goes_through_a_file_and_trains_on(method):
     for m, o in ((model, optimizer), (other, second)):
         train(m, o, 3, 5, micro=4)
     assert_equal_bits(other.state_dict(), model.state_dict())
+    for copied in (other, copy.deepcopy(model)):
+        assert copied._forward_pre_hooks and copied._load_state_dict_pre_hooks
+        sp.densify(copied)
+        assert not copied._forward_pre_hooks and not copied._load_state_dict_pre_hooks
+        assert list(copied.state_dict()) == list(Net().state_dict())
+    assert model._forward_pre_hooks and again.completed_steps == handle.completed_steps
 
 
 @pytest.mark.parametrize(
