@@ -42,7 +42,7 @@ class ModelState:
         self.root = root
         self.buffer = _free_name(root)
         self.example = ""
-        """Name of one of the sparse layers."""
+        """Name of a sparse layer, one whose weight is trained if there is any."""
         self.method = method
         self.execution = execution
         self.seed = seed
@@ -248,7 +248,6 @@ class LayerState(nn.Module):
         self.index = index
         """Position among the sparse layers: part of the noise key."""
         self.dim = dim
-        model.example = name
         self.flips: Tensor | None = None
         """0-d int64: flips at the last comparison."""
         self.forget()

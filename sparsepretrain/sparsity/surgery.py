@@ -347,6 +347,8 @@ def _swap(layer: nn.Module, name: str, index: int, model: ModelState) -> None:
     """Make a layer sparse; the object stays: references, hooks and second names keep working."""
     cls = sparse_class(type(layer))
     assert cls is not None and isinstance(layer.weight, Tensor)
+    if layer.weight.requires_grad or not model.example:
+        model.example = name
     state = LayerState(model, name, index, layer.weight.detach(), cls.in_dim)
     layer.__class__ = cls
     layer.add_module("sparsity", state)

@@ -224,6 +224,18 @@ def gradients_of(model):
     return {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("frozen", ["fc1", "fc2"])
+def test_a_skipped_step_is_seen_beside_frozen_layers(frozen):
+    model = Net()
+    getattr(model, frozen).weight.requires_grad_(False)
+    handle = sparsify(model, "sste")
+    for _ in range(2):  # no optimiser step between them, as when a loss scaler skips one
+        for micro in range(3):
+            draw_loss(model).backward()
+            assert handle._state.micro == micro
+        model.zero_grad()
+
+
 def test_two_sparsifiers_of_one_seed_draw_differently():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).double()
     model[1].load_state_dict(model[0].state_dict())
