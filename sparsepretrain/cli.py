@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import select
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from sparsepretrain import __version__, registry
 from sparsepretrain.completion import COMPLETION, override_words
-from sparsepretrain.errors import INTERRUPTED, ConfigError, SparsePretrainError
+from sparsepretrain.errors import INTERRUPTED, ConfigError, SparsePretrainError, own_warnings
 
 if TYPE_CHECKING:
     from sparsepretrain.config.schema import Run
@@ -81,16 +82,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for ᵀ
     try:
-        code = _dispatch(argv)
+        with own_warnings(lambda line: _complain(f"warning: {line}")):
+            code = _dispatch(argv)
         sys.stdout.flush()
         return code
     except SparsePretrainError as error:
         for line in getattr(error, "messages", None) or [str(error)]:
-            one_line = " ".join(str(line).split())
-            print(f"sparsepretrain: {error.label}: {one_line}", file=sys.stderr)
+            _complain(f"{error.label}: {line}")
         return error.exit_code
+    except SystemExit as stop:  # nothing of ours: a plugin's code
+        place = registry.origin(stop) or "some code"
+        _complain(f"error: {place} called sys.exit({stop.code!r}), which ended the command")
+        return 1
     except KeyboardInterrupt:
-        print("sparsepretrain: interrupted", file=sys.stderr)
+        _complain("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         if not _stdout_is_closed():
@@ -103,8 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             context = context.__context__
         if context is None:
             raise
-        print("sparsepretrain: interrupted", file=sys.stderr)
+        _complain("interrupted")
         return INTERRUPTED
+
+
+def _complain(text: str) -> None:
+    """One line on the standard error, which may be closed."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"sparsepretrain: {' '.join(text.split())}", file=sys.stderr)
 
 
 def _stdout_is_closed() -> bool:
@@ -134,9 +145,10 @@ def _dispatch(argv: list[str]) -> int:
         raise UsageError(f"unknown verb {verb!r}{hint}")
     run, _ = VERBS[verb]
     try:
-        return run(_parser(verb).read(rest))
+        args = _parser(verb).read(rest)
     except SystemExit as stop:  # argparse ends --help this way
         return int(stop.code or 0)
+    return run(args)
 
 
 def _help() -> str:

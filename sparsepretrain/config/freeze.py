@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sparsepretrain.config.bounded import check_yaml
 from sparsepretrain.config.schema import REGISTERED, Run
 from sparsepretrain.errors import ConfigError
 
@@ -56,11 +57,12 @@ def from_yaml(file: Path) -> dict[str, Any]:
     """Read a frozen configuration; keys that it is too old for get the value they had in effect.
 
     Raises:
-        ConfigError: the file is missing or is not a YAML mapping.
+        ConfigError: the file is missing, endless or not a YAML mapping.
     """
     import yaml
     from omegaconf import OmegaConf
 
+    check_yaml(file)
     try:
         plain = OmegaConf.to_container(OmegaConf.load(file))
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sparsepretrain import registry
+from sparsepretrain.files import is_plain_name
+
+MOST_STEPS = 10**9
+"""Steps of a run, and passes over its data: more is a slip of the hand."""
 
 Problems = Iterator[tuple[str, str]]
 
@@ -333,8 +337,10 @@ class Run:
     def problems(self) -> Problems:
         """Range errors as (key, message)."""
         yield from _non_negative(self, "steps", "workers")
-        if self.epochs is not None and self.epochs <= 0:
-            yield "epochs", f"must be > 0 or null, got {self.epochs}"
+        if self.steps > MOST_STEPS:
+            yield "steps", f"must be ≤ {MOST_STEPS}, got {self.steps}"
+        if self.epochs is not None and not 0 < self.epochs <= MOST_STEPS:
+            yield "epochs", f"must lie in (0, {MOST_STEPS}] or be null, got {self.epochs}"
         if self.steps == 0 and self.epochs is None:
             yield "steps", "must be > 0, or give epochs"
         if self.ema is not None and not 0 < self.ema < 1:
@@ -345,7 +351,7 @@ class Run:
             yield "seed", f"must lie in [0, 2^63), got {self.seed}"
         if self.clip is not None and self.clip <= 0:
             yield "clip", f"must be > 0 or null, got {self.clip}"
-        if not self.name or "/" in self.name or self.name.startswith("."):
+        if not is_plain_name(self.name):
             yield "name", f"must be a plain directory name, got {self.name!r}"
         yield from _fitting(self)
         floor, peak = getattr(self.schedule, "min_lr", 0.0), getattr(self.optim, "lr", None)

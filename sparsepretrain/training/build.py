@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sparsepretrain import registry
-from sparsepretrain.config.schema import Run
+from sparsepretrain.config.schema import MOST_STEPS, Run
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import MethodOptions, Sparsifier, sparsify
 from sparsepretrain.tasks import Task
@@ -28,7 +28,10 @@ def steps_of_epochs(run: Run) -> int:
     assert run.epochs is not None
     task = build_task(run)
     task.open_data(("train",))
-    return max(1, round(run.epochs * task.samples("train") / run.batch.size))
+    steps = max(1, round(run.epochs * task.samples("train") / run.batch.size))
+    if steps > MOST_STEPS:
+        raise ConfigError(f"epochs={run.epochs} are {steps} steps, more than {MOST_STEPS}")
+    return steps
 
 
 def build_model(run: Run, task: Task, device: torch.device) -> nn.Module:

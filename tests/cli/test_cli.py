@@ -149,10 +149,11 @@ def test_methods_of_a_plugin(tmp_path, capsys):
     plugin = tmp_path / "bare.py"
     plugin.write_text(
         "from sparsepretrain.registry import register\n"
-        "@register('method', 'mine_bare')\nclass Bare: pass\n"
+        "@register('method', 'mine_bare')\nclass Bare: pass\nprint('noise')\n"
     )
     assert cli.main(["methods", f"plugins=[{plugin}]"]) == 0
-    assert "mine_bare" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "mine_bare" in out and "noise" in err and "noise" not in out
 
 
 def test_configs(tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 from sparsepretrain.config import compose, load, validate
 from sparsepretrain.config.compose import ENVIRONMENT, catalogue, shipped
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 
 GLOBAL = "# @package _global_\n"
 
@@ -247,6 +247,14 @@ def test_wrong_choices_and_wrong_keys_are_reported_together():
     found = messages("sparsity=sstee", "seedd=1", "sparsity.gg=1", "optim.lrr=3", "a=[1", "~seed")
     assert len(found) == 5, "keys of the refused group are not judged"
     assert sum(m.startswith("unknown key") for m in found) == 2
+    found = messages("sparsity.gama=0.2", "optim.lr=ten", "schedule=cosin")
+    assert [m.split()[0] for m in found] == ["schedule", "unknown", "optim.lr"]
+
+
+def test_secrets_of_the_environment_are_warned_of(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "sesame")
+    with pytest.warns(SparsePretrainWarning, match=r"\$MY_API_KEY"):
+        assert compose(["tracker.project=${oc.env:MY_API_KEY}"])["tracker"]["project"] == "sesame"
 
 
 def test_a_wrong_model_hides_what_its_recipe_decides():
