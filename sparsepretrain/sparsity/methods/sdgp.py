@@ -31,7 +31,6 @@ class SDGPOptions(MethodOptions):
     shrink, so that results depend on the loss scale; 0 restores the norm exactly."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
         yield from MethodOptions.problems(self)
         yield from checks.at_least(0, self, "epsilon")
         if self.m > 32:
@@ -49,7 +48,6 @@ class SDGP(Method):
 
     @property
     def sparse_row(self) -> Row:
-        """Only dgrad has a sparse operand."""
         return Row(P=self.nm("N:M(G)", "out"))
 
     @property
