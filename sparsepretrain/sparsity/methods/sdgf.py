@@ -44,7 +44,7 @@ class SDGF(STE):
     Options = SDGFOptions
     summary = "STE with a pattern that tightens from (m-1):m to n:m"
     paper = "arXiv:2402.04744"
-    phases = "pattern tightens by stages"
+    phases = "(m-1):m, m/2:m, …, then n:m"
     finetunes_as = "ste"
     settles = "until"
 
@@ -69,9 +69,8 @@ class SDGF(STE):
 
     @property
     def sparse_row(self) -> Row:
-        """Of the last stage; the text names all patterns before it."""
-        earlier = "".join(f" {kept}:{self.options.m} →" for kept in self.stages[:-1])
-        return Row(A=self.nm(f"M∘W{earlier}"))
+        """Of the last stage."""
+        return Row(A=self.nm("M∘W, M by stages"))
 
     @property
     def present_row(self) -> Row:
