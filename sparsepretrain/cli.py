@@ -262,6 +262,9 @@ def _start(args: argparse.Namespace, run: Run, plain: dict[str, Any]) -> int:
 
 def _illustrate(directory: Path) -> None:
     """Plots and report of a finished run; a failure here does not undo the training."""
+    record, page = directory / "metrics.jsonl", directory / "report.md"
+    if page.exists() and record.exists() and page.stat().st_mtime >= record.stat().st_mtime:
+        return  # the run was finished before
     from sparsepretrain import reports
     from sparsepretrain.tracking.console import Console
 

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sparsepretrain.errors import CheckpointError
 
 FORMAT = 1
@@ -47,6 +45,8 @@ def save(directory: Path, step: int, state: dict[str, Any], *, config: str, keep
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
+        import torch
+
         stage.mkdir()
         torch.save(state, stage / STATE)
         (stage / CONFIG).write_text(config, encoding="utf-8")
@@ -109,6 +109,8 @@ def load(path: Path) -> tuple[dict[str, Any], str]:
     problem = verify(path)
     if problem is not None:
         raise CheckpointError(f"checkpoint {path} is damaged ({problem}): choose another")
+    import torch
+
     state = torch.load(path / STATE, map_location="cpu", weights_only=True)
     return state, (path / CONFIG).read_text(encoding="utf-8")
 
