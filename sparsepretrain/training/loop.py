@@ -68,6 +68,8 @@ class Training:
     skipped: int = 0
     """Steps without an update because something was not finite."""
     skips_in_a_row: int = 0
+    lines: int = 0
+    """Of the record, at the last checkpoint; 0: not known."""
     stop_after: int | None = None
     """End early, after so many completed steps; schedules and windows stay those of the run."""
     on_progress: Callable[[Progress], None] | None = None

@@ -203,6 +203,16 @@ def test_closed_output_is_not_an_error():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_no_output_at_all():
+    # a daemon: files that are opened must not take the numbers of the streams either
+    program = "import os; from sparsepretrain.cli import main; main(['methods']); print(os.dup(0))"
+    done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, program])
+    assert done.returncode == 0
+    command = 'exec "$0" -m sparsepretrain methods >&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable], stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_an_ascii_terminal(tmp_path):
     done = run("methods", env={**os.environ, "PYTHONIOENCODING": "ascii"}, cwd=tmp_path)
     assert done.returncode == 0 and "?" in done.stdout
