@@ -93,10 +93,9 @@ class TSRSTE(RampedDecay):
         return start, min(stop, self._tail)
 
     def phase_of(self, step: int) -> Phase:
-        phase = Method.phase_of(self, step)
-        if step < self._tail or step < self.window[1]:
-            return phase
-        return Phase(False, False, f"since step {self.window[1]} (dense_tail)")
+        if step >= self.window[1] == self._tail:
+            return Phase(False, False, f"since step {self._tail} (dense_tail)")
+        return Method.phase_of(self, step)
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
         return {"mask": weight.new_zeros(weight.shape).bool()}
