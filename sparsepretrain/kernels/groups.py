@@ -122,7 +122,8 @@ def numpy_for(x: Tensor) -> Any | None:
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return None
-    if type(x) not in (Tensor, torch.nn.Parameter):  # DTensor, FakeTensor: no memory to share
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    if wrapped or type(x) not in (Tensor, torch.nn.Parameter):  # DTensor: no memory to share
         return None
     try:
         import numpy

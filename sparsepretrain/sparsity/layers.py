@@ -36,7 +36,7 @@ class SparseLayer(nn.Module):
         model = state.model
         if not torch.compiler.is_compiling():
             model.sync()
-            if training and torch.is_grad_enabled():
+            if training:  # without gradients too, for checkpoints that are recomputed
                 model.layer_runs(weight)
         operands = state.operands(weight, dtype, training)
         if operands is None:

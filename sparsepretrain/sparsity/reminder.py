@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -30,6 +30,8 @@ _suspects: WeakKeyDictionary[Optimizer, dict[ModelState, tuple[SparseLayer, int]
     WeakKeyDictionary()
 )
 """During a step: models whose weights it holds without their hooks, and their steps so far."""
+_released: WeakSet[Optimizer] = WeakSet()
+"""Optimisers that carried the hooks of a model when it was densified."""
 _listening: list[Any] = []
 """The handles of the global hooks, once there are some."""
 
@@ -63,6 +65,15 @@ def dismount(state: ModelState) -> None:
     state.expects_attach = False
 
 
+def release(state: ModelState) -> None:
+    """Layers of the model were densified: whoever goes on training them hears of it."""
+    optimizer = riding(state)
+    dismount(state)
+    state.expects_attach = True
+    if optimizer is not None:
+        _released.add(optimizer)
+
+
 def _index(layer: SparseLayer) -> int:
     return layer.sparsity.index
 
@@ -73,12 +84,23 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: dict[ModelState, tuple[SparseLayer, int]] = {}
+    dense = True
     for layer in living:
         if isinstance(layer, SparseLayer) and id(layer.weight) in held:
+            dense = False
             state = layer.sparsity.model
             if state.expects_attach and riding(state) is not optimizer:
                 first = min(layer, found.get(state, (layer, 0))[0], key=_index)
                 found[state] = first, state.step
+    if optimizer in _released:
+        _released.discard(optimizer)
+        if dense:
+            warnings.warn(
+                f"the model was densified, and {type(optimizer).__name__} goes on training it: its "
+                "zeros will not last",
+                SparsePretrainWarning,
+                stacklevel=3,
+            )
     if found:
         _suspects[optimizer] = found
     else:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainWarning
+from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.kernels import boundary_magnitudes
 from sparsepretrain.sparsity import reminder
 from sparsepretrain.sparsity.coverage import Coverage, cover
@@ -289,15 +288,6 @@ class Sparsifier:
 
     @torch.no_grad()
     def _adjust_gradients(self, optimizer: Optimizer) -> None:
-        if self._densified:
-            self.detach()
-            warnings.warn(
-                f"the model was densified, and {type(optimizer).__name__} goes on training it: its "
-                "zeros will not last",
-                SparsePretrainWarning,
-                stacklevel=5,
-            )
-            return
         method, base = self.method, Method
         on_gradient = type(method).adjust_gradient_ is not base.adjust_gradient_
         on_weight = type(method).adjust_weight_ is not base.adjust_weight_
@@ -317,7 +307,7 @@ class Sparsifier:
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)
-        if (found_inf is not None and bool(found_inf)) or self._densified:
+        if found_inf is not None and bool(found_inf):
             return
         state, method = self._state, self.method
         if method.phase.training:

@@ -42,7 +42,7 @@ class ModelState:
         self.root = root
         self.buffer = _free_name(root)
         self.example = ""
-        """Name of one of the sparse weights."""
+        """Name of one of the sparse layers."""
         self.method = method
         self.execution = execution
         self.seed = seed
@@ -168,8 +168,10 @@ class ModelState:
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Pre-hook of the root: its training forwards are micro-batches."""
-        if self._counting and module.training and torch.is_grad_enabled():
-            self._count(None)
+        if self._counting and module.training:
+            self._open = False
+            if torch.is_grad_enabled():
+                self._count(None)
 
     def layer_runs(self, weight: Tensor) -> None:
         """A sparse layer runs in training; the first one after a backward counts.
@@ -185,14 +187,15 @@ class ModelState:
 
     @torch.compiler.disable
     def _count(self, weight: Tensor | None) -> None:
-        if torch._C._current_graph_task_id() != -1:  # recomputation inside a backward
+        transformed = torch._C._functorch.maybe_current_level() is not None
+        if torch._C._current_graph_task_id() != -1 or transformed:  # recomputed, or by torch.func
             return
         # A step that a loss scaler skips is seen by no hook of the optimiser. What is seen is that
         # the gradients are gone though no step was completed. (With zero_grad(set_to_none=False)
         # they are not: such loops call ``Sparsifier.micro_batch``.)
         if weight is None:
-            weight = self.root.get_parameter(self.example)
-        has_gradient = weight.grad is not None
+            weight = self.root.get_submodule(self.example).weight  # type: ignore[assignment]
+        has_gradient = weight.is_leaf and weight.grad is not None
         first = self._fresh or (self._had_gradient and not has_gradient)
         self._had_gradient = has_gradient
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -250,7 +253,7 @@ class LayerState(nn.Module):
         self.index = index
         """Position among the sparse layers: part of the noise key."""
         self.dim = dim
-        model.example = f"{name}.weight"
+        model.example = name
         self.flips: Tensor | None = None
         """0-d int64: flips at the last comparison."""
         self.forget()

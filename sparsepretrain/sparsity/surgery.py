@@ -188,6 +188,7 @@ def densify(model: nn.Module) -> nn.Module:
             states.add(module.sparsity.model)
             folded += _make_dense(module)
     for state in states:
+        reminder.release(state)
         if not state.layers():
             state.remove()
     if folded:

@@ -1,0 +1,440 @@
+"""Loops that do what loops do: the result is right, or one line says what is wrong."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from sparse_cases import Net, build, draw, gradients, sparsify, train
+from tiny_runs import assert_equal_bits
+from torch import nn
+from torch.func import functional_call
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import sparsepretrain as sp
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from sparsepretrain.kernels import nm_mask
+
+
+@pytest.fixture
+def silent():
+    """Our warnings are errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SparsePretrainWarning)
+        yield
+
+
+def said(recwarn):
+    return [str(w.message) for w in recwarn if w.category is SparsePretrainWarning]
+
+
+def masked(weight, n=2, m=4):
+    return weight * nm_mask(weight, n, m)
+
+
+def plain(weights, x, project):
+    """What ``Net`` computes when its two sparse layers hold ``project(weight)``."""
+    model = Net()
+    model.load_state_dict({k: v for k, v in weights.items() if k in model.state_dict()})
+    with torch.no_grad():
+        for layer in (model.fc1, model.fc2):
+            layer.weight.copy_(project(layer.weight))
+        return model(x)
+
+
+# weights that change outside an optimiser
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_edits_through_data_are_seen(training):
+    model, _, handle = build("ste")
+    model.train(training)
+    x = draw(4, 16)
+    model(x)
+    kept = {k: p.detach().clone() for k, p in model.named_parameters()}
+    for parameter in model.parameters():  # how averages are swapped in; bumps no version
+        parameter.data.copy_(draw(*parameter.shape, seed=7))
+    swapped = dict(model.named_parameters())
+    torch.testing.assert_close(model(x), plain(swapped, x, masked))
+    assert torch.equal(handle.masks()["fc1"], nm_mask(model.fc1.weight))
+    for key, parameter in model.named_parameters():
+        parameter.data = kept[key]
+    torch.testing.assert_close(model(x), plain(kept, x, masked))
+    model.fc1.weight.data.mul_(-2.0)
+    expected = masked(model.fc1.weight.detach())
+    sp.densify(model)
+    assert torch.equal(model.fc1.weight, expected), "of the weight as it is now"
+
+
+def test_functional_calls_project_the_weight_that_they_are_given():
+    model, _, _ = build("sste", {"gamma": 0.3})
+    x = draw(4, 16)
+    names = [k for k, _ in model.named_parameters()]
+    state = model.fc1.sparsity
+    for seed in range(50):  # temporary tensors, which share addresses
+        weights = {k: draw(*model.get_parameter(k).shape, seed=seed) for k in names}
+        other = Net()
+        with torch.no_grad():
+            for key, value in weights.items():
+                layer = getattr(model, key.split(".")[0])
+                sparse = key.endswith("weight") and hasattr(layer, "sparsity")
+                value = layer.sparsity.project(value).forward if sparse else value
+                other.get_parameter(key).copy_(value)
+        assert torch.equal(functional_call(model, weights, x), other(x))
+        del weights
+    assert state._stored == {}
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_function_transforms_are_refused(transform):
+    model, _, _ = build("ste")
+    weights = {k: torch.stack([p.detach()] * 3) for k, p in model.named_parameters()}
+    if transform is torch.func.grad:
+        weights = {k: p.detach() for k, p in model.named_parameters()}
+    x = draw(4, 16)
+    for training in (True, False):
+        model.train(training)
+        with pytest.raises(RuntimeError, match=r"functorch transforms.*setup_context"):
+            transform(lambda w: functional_call(model, w, x).sum())(weights)
+
+
+# second derivatives
+
+
+@pytest.mark.parametrize("phase", ["dense", "sparse"])
+@pytest.mark.parametrize("method", ["ste", "sste"])
+def test_a_gradient_penalty_is_right_or_refused(method, phase):
+    window = {"start": 0.5} if phase == "dense" else {}
+    model, _, _ = build(method, {"window": window})
+    x = draw(4, 16).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    if phase == "sparse":
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            slope.square().sum().backward()
+        return
+    slope.square().sum().backward()
+    other = Net()
+    (slope,) = torch.autograd.grad(other(x).square().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    assert_equal_bits(gradients(model), gradients(other))
+
+
+# averages
+
+
+AVERAGED = [
+    ("ste", {"window": {"start": 0.05}}, lambda w: masked(w)),
+    ("ste", {"window": {"stop": 0.1}}, lambda w: w),
+    ("sdgf", {"until": 0.1}, lambda w: masked(w)),
+    ("sdgf", {"until": 0.5, "n": 1, "m": 8}, lambda w: masked(w, 7, 8)),
+    ("mdgf", {"until": 0.1}, lambda w: masked(w)),
+    ("step", {}, lambda w: masked(w)),
+    ("tsrste", {"dense_tail": 0.9}, lambda w: w),
+]
+"""Method, options, and what evaluation makes of a weight after 5 of 40 steps."""
+
+
+@pytest.mark.filterwarnings("ignore:StepAdamW switched")
+@pytest.mark.parametrize(("method", "options", "project"), AVERAGED)
+def test_averages_that_copy_buffers_follow_the_phases(method, options, project, silent):
+    model, optimizer, _ = build(method, options)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    expected = {k: p.detach().clone() for k, p in model.named_parameters()}
+    for step in range(5):
+        train(model, optimizer, step, step + 1)
+        average.update_parameters(model)
+        for key, parameter in model.named_parameters():
+            expected[key].lerp_(parameter.detach(), 0.5 if step else 1.0)
+    x = draw(4, 16)
+    average.eval()
+    reference = plain(expected, x, project)
+    torch.testing.assert_close(average(x), reference)
+    sp.densify(average)
+    torch.testing.assert_close(average(x), reference)
+    assert type(average.module.fc1) is nn.Linear and type(model.fc1) is not nn.Linear
+
+
+@pytest.mark.parametrize("method", ["ste", "sdgf"])
+def test_an_average_that_blends_counters_is_noticed(method):
+    model, optimizer, _ = build(method)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    for step in range(3):
+        train(model, optimizer, step, step + 1)
+        average.update_parameters(model)
+    with pytest.raises(ConfigError, match=r"were averaged: let the average copy buffers"):
+        average(draw(4, 16))
+    with pytest.raises(ConfigError, match="were averaged"):
+        sp.densify(average)
+
+
+# micro-batches
+
+
+class Bypassed(nn.Module):
+    """A sparsified module whose forward nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def encode(self, x):
+        return self.net.fc2(torch.tanh(self.net.fc1(x)))
+
+    forward = encode
+
+
+@pytest.mark.parametrize("how", ["root", "part", "method", "twice", "reentrant", "saved"])
+def test_draws_do_not_depend_on_how_the_model_is_called(how):
+    def call(model, x):
+        if how == "part":
+            return model.net(x)
+        if how == "method":
+            return model.encode(x)
+        if how == "twice":
+            return model.encode(model.encode(x))
+        if how == "root":
+            return model(x)
+        return checkpoint(model.encode, x, use_reentrant=how == "reentrant")
+
+    results = []
+    x, g = draw(8, 8, 16).requires_grad_(), draw(8, 8, 16, seed=1)
+    for size in (8, 4, 2):
+        model = Bypassed()
+        handle = sparsify(model, "sste", targets=["*fc*"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle.attach(optimizer)
+        for _ in range(2):  # the second starts to count anew
+            optimizer.zero_grad()
+            for i in range(0, 8, size):
+                y = call(model, x[i : i + size])
+                (y * g[i : i + size, :, : y.shape[-1]]).sum().backward()
+            optimizer.step()
+        assert handle._state.micro == 0 and handle.completed_steps == 2
+        results.append(gradients_of(model))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-9, atol=1e-11)
+
+
+def gradients_of(model):
+    return {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+
+
+def test_two_sparsifiers_of_one_seed_draw_differently():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).double()
+    model[1].load_state_dict(model[0].state_dict())
+    first, second = (sp.sparsify(model, "sste", targets=[name], seed=3) for name in "01")
+    x, g = draw(64, 16), draw(64, 16, seed=1)
+    for layer in model:
+        (layer(x) * g).sum().backward()
+    assert not torch.allclose(model[0].weight.grad, model[1].weight.grad)
+    names = {k for k, _ in model.named_buffers() if "counters" in k}
+    assert names == {"sparsity_counters", "sparsity_counters_2"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first.attach(optimizer)
+    second.attach(optimizer)
+    optimizer.step()
+    assert (first.completed_steps, second.completed_steps) == (1, 1)
+    with pytest.raises(ConfigError, match="2 times"):
+        sp.sparsifier_of(model)
+
+
+# optimisers
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation, as it is usually written (arXiv:2010.01412)."""
+
+    def __init__(self, params, base, rho=0.05, **options):
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def first_step(self):
+        ps = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in ps]).norm()
+        for p in ps:
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(p.grad * (self.param_groups[0]["rho"] / (norm + 1e-12)))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        self.first_step()
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+
+
+def sam_loop(model, optimizer, style, steps=3):
+    x, g = draw(8, 16), draw(8, 5, seed=1)
+
+    def closure():
+        (model(x) * g).sum().backward()
+
+    for _ in range(steps):
+        if style == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.first_step()
+            closure()
+            optimizer.second_step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("style", ["closure", "two_steps"])
+def test_sam_is_right_on_its_base_optimiser(style, silent):
+    model = Net()
+    handle = sparsify(model, "srste", decay=0.1)
+    optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
+    handle.attach(optimizer.base_optimizer)
+    other = Net()
+    sam_loop(model, optimizer, style)
+    assert handle.completed_steps == 3
+    # the same by hand
+    x, g = draw(8, 16), draw(8, 5, seed=1)
+    for _ in range(3):
+        old = [p.detach().clone() for p in other.parameters()]
+        for ascent in (True, False):
+            masks = [nm_mask(layer.weight) for layer in (other.fc1, other.fc2)]
+            dense = [layer.weight.detach().clone() for layer in (other.fc1, other.fc2)]
+            with torch.no_grad():
+                for layer, mask in zip((other.fc1, other.fc2), masks, strict=True):
+                    layer.weight.mul_(mask)
+            (other(x) * g).sum().backward()
+            grads = [p.grad.clone() for p in other.parameters()]
+            other.zero_grad()
+            with torch.no_grad():
+                for layer, weight in zip((other.fc1, other.fc2), dense, strict=True):
+                    layer.weight.copy_(weight)
+                if ascent:
+                    norm = torch.stack([v.norm() for v in grads]).norm()
+                    for p, v in zip(other.parameters(), grads, strict=True):
+                        p.add_(v * (0.05 / (norm + 1e-12)))
+        with torch.no_grad():
+            for p, weight in zip(other.parameters(), old, strict=True):
+                p.copy_(weight)
+            for (name, p), v in zip(other.named_parameters(), grads, strict=True):
+                if name in ("fc1.weight", "fc2.weight"):
+                    v = v + 0.1 * ~nm_mask(p) * p
+                p.sub_(0.1 * v)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("style", ["closure", "two_steps"])
+def test_sam_around_the_hooks_is_said_once(style, recwarn):
+    """Attached to the outer optimiser, whose own step two-step loops never call."""
+    model = Net()
+    handle = sparsify(model, "srste")
+    optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
+    handle.attach(optimizer)
+    sam_loop(model, optimizer, style)
+    (message,) = said(recwarn)
+    assert "SGD updated the sparse layer 'fc1'" in message and "another optimiser (SAM)" in message
+
+
+def test_a_second_optimiser_is_said_once(recwarn):
+    model, optimizer, handle = build("srste")
+    train(model, optimizer, 0, 2)
+    assert said(recwarn) == []
+    second = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, second, 2, 5)
+    (message,) = said(recwarn)
+    assert "SGD updated the sparse layer 'fc1'" in message
+    assert "another optimiser (AdamW)" in message and handle.completed_steps == 2
+
+
+def test_a_trained_copy_is_said_once_and_follows_when_attached(recwarn):
+    model, optimizer, _ = build("srste", {"window": {"start": 0.1}})
+    train(model, optimizer, 0, 2)
+    copied = copy.deepcopy(model)
+    forgotten = torch.optim.SGD(copied.parameters(), lr=0.1)
+    train(copied, forgotten, 0, 3)
+    (message,) = said(recwarn)
+    assert "rides on no optimiser" in message and "sparsifier_of(model)" in message
+    right = copy.deepcopy(model)
+    handle = sp.sparsifier_of(right)
+    attached = torch.optim.AdamW(right.parameters(), lr=1e-2)
+    attached.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    handle.attach(attached)
+    for m, o in ((model, optimizer), (right, attached)):
+        train(m, o, 2, 6)
+    assert_equal_bits(right.state_dict(), model.state_dict())
+    assert handle.sparse and handle.completed_steps == 6 and len(said(recwarn)) == 1
+
+
+def test_steps_after_densify_are_said_once(recwarn):
+    model, optimizer, _ = build("srste")
+    train(model, optimizer, 0, 2)
+    sp.densify(model)
+    train(model, optimizer, 2, 5)
+    (message,) = said(recwarn)
+    assert "the model was densified, and AdamW goes on training it" in message
+
+
+def test_sparse_again_after_densify(silent):
+    """Decay is applied once, by the one who rides now."""
+    model, optimizer, first = build("srste", {"decay": 0.1}, cls=torch.optim.SGD, lr=0.1)
+    train(model, optimizer, 0, 2)
+    sp.densify(model)
+    again = sparsify(model, "srste", decay=0.1)
+    again.attach(optimizer)
+    other = Net()
+    other.load_state_dict({k: v for k, v in model.state_dict().items() if "sparsity" not in k})
+    fresh = sparsify(other, "srste", decay=0.1)
+    second = torch.optim.SGD(other.parameters(), lr=0.1)
+    fresh.attach(second)
+    for m, o in ((model, optimizer), (other, second)):
+        train(m, o, 0, 3)
+    assert_equal_bits(dict(model.named_parameters()), dict(other.named_parameters()))
+    assert again.completed_steps == 3
+    for handle in (sp.sparsifier_of(model), again):
+        with pytest.raises(ConfigError, match="attached already"):
+            handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    again.detach()
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+
+
+# frozen weights
+
+
+@pytest.mark.parametrize(
+    "method", [name for name in sp.list_methods() if name not in ("step", "mine")]
+)
+@pytest.mark.parametrize("held", [True, False])
+def test_frozen_weights_are_sparse_and_never_written(method, held, silent):
+    model = Net()
+    options = {"decay": 0.1, "decay_on": "weight"} if method == "srste" else {}
+    handle = sparsify(model, method, **options)
+    model.fc1.weight.requires_grad_(False)
+    before = model.fc1.weight.detach().clone()
+    chosen = [p for p in model.parameters() if held or p.requires_grad]
+    optimizer = torch.optim.AdamW(chosen, lr=1e-2, weight_decay=0.1)
+    handle.attach(optimizer)
+    trained = model.fc2.weight.detach().clone()
+    for _ in range(25):  # past every switch; data do not matter
+        draw_loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(model.fc1.weight, before) and model.fc1.weight.grad is None
+    assert not torch.equal(model.fc2.weight, trained)
+    if handle.sparse and method not in ("sdgp", "act24"):
+        assert (model.fc1.sparsity.project(before).forward == 0).double().mean() == 0.5
+
+
+def draw_loss(model):
+    return model(draw(8, 16)).square().mean()
