@@ -316,8 +316,11 @@ def _configs(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from sparsepretrain import reports
+    from sparsepretrain.tracking.console import Console
 
-    for path in reports.report(args.runs, args.out):
+    with Console().own_warnings():
+        written = reports.report(args.runs, args.out)
+    for path in written:
         print(path)
     return 0
 

@@ -128,8 +128,9 @@ def show_plan(search: Search, out: Path, console: Console | None = None) -> None
     sparsify_model(run, task, model)
     most = len(segments) + rules.BISECTIONS
     low, high = search.interval
+    comparisons = _comparisons(search.comparisons)
     facts = [
-        ("feasible μ", f"{low:g} to {high:g}, from {search.comparisons} comparisons of masks"),
+        ("feasible μ", f"{low:g} to {high:g}, from {comparisons} of masks"),
         (
             "runs",
             f"{len(segments)}, and up to {rules.BISECTIONS} more where μ jumps over the interval",
@@ -173,6 +174,10 @@ def _state(search: Search, segment: Segment) -> str:
     return f"from step {int(saved[-1].name[-8:])}" if saved else "to run"
 
 
+def _comparisons(number: int) -> str:
+    return f"{number} comparison{'s' * (number != 1)}"
+
+
 def _label(segment: Segment) -> str:
     return "dense" if segment.decay is None else f"{segment.decay:.3g}"
 
@@ -195,7 +200,7 @@ def _show(
     low, high = search.interval
     console.info(
         f"{search.run.sparsity.name}, first {search.steps} of {search.run.steps} steps; flip rates "
-        f"are means of the last {dense.compared} comparison(s); feasible μ: {low:g} to {high:g}"
+        f"are means of the last {_comparisons(dense.compared)}; feasible μ: {low:g} to {high:g}"
     )
 
 
