@@ -216,7 +216,7 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
     }
 
 
-def _of_the_pair(request: Request, name: str, plain: dict[str, Any]) -> list[str]:
+def _of_the_pair(request: Request, name: str, plain: Any) -> list[str]:
     """``key=value, source`` of what the file for this model and this method has decided."""
     from omegaconf import OmegaConf
 
