@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # before torch loads OpenMP: threads that spin while they wait make a run on a busy machine up
     # to twenty times slower, and gain nothing on an idle one
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for ᵀ
@@ -116,6 +117,17 @@ def _complain(text: str) -> None:
     """One line on the standard error, which may be closed."""
     with contextlib.suppress(OSError, ValueError):
         print(f"sparsepretrain: {' '.join(text.split())}", file=sys.stderr)
+
+
+def _replace_closed_streams() -> None:
+    """Open what a daemon was started without, or files opened later would take its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # the lowest free number is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def _stdout_is_closed() -> bool:
@@ -271,6 +283,9 @@ def _start(args: argparse.Namespace, run: Run, plain: dict[str, Any]) -> int:
 
 def _illustrate(directory: Path) -> None:
     """Plots and report of a finished run; a failure here does not undo the training."""
+    record, page = directory / "metrics.jsonl", directory / "report.md"
+    if page.exists() and record.exists() and page.stat().st_mtime >= record.stat().st_mtime:
+        return  # the run was finished before
     from sparsepretrain import reports
     from sparsepretrain.tracking.console import Console
 

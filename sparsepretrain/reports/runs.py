@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 
 from sparsepretrain import registry
 from sparsepretrain.config.freeze import from_yaml
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.tracking.record import FILE, read
 
 SMOOTH = 40
@@ -128,8 +129,10 @@ class RunData:
 def find(paths: Sequence[Path]) -> list[Path]:
     """The run directories that are, or lie below, ``paths``; each once, in order.
 
+    A glob of the shell names other things beside runs: these are left out, with a warning.
+
     Raises:
-        ConfigError: a path does not exist or holds no run, all of them at once.
+        ConfigError: none of the paths holds a run, all problems at once.
     """
     found: dict[Path, None] = {}
     problems = []
@@ -139,9 +142,15 @@ def find(paths: Sequence[Path]) -> list[Path]:
             problems.append(f"{path} is not a directory: give the directory of a run")
         elif not below:
             problems.append(f"{path} has no {FILE}, nor has a directory below it")
+        elif len(paths) > 1:
+            for empty in [run for run in below if not (run / FILE).stat().st_size]:
+                problems.append(f"{empty / FILE} has no records yet")
+                below.remove(empty)
         found.update(dict.fromkeys(below))
-    if problems:
+    if problems and not found:
         raise ConfigError(problems)
+    for problem in problems:
+        warnings.warn(f"left out: {problem}", SparsePretrainWarning, stacklevel=2)
     return list(found)
 
 

@@ -15,8 +15,9 @@ from sparsepretrain.config.compose import catalogue
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.models.timm_image import TimmImage
 from sparsepretrain.optim import build_optimizer
+from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training.build import build_model, build_task, sparsify_model
+from sparsepretrain.training.build import build_model, sparsify_model
 from sparsepretrain.training.plan import dry_run
 
 META = torch.device("meta")

@@ -297,6 +297,22 @@ def test_find_takes_each_run_once(tmp_path: Path) -> None:
     assert find([runs[1], tmp_path]) == [runs[1], runs[0]]
 
 
+def test_what_is_no_run_is_left_out_beside_runs(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for name in ("none", "fresh"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "fresh" / "metrics.jsonl").write_text("")
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.warns(SparsePretrainWarning) as told:
+        assert find(sorted(tmp_path.iterdir())) == [run]
+    words = (
+        "fresh/metrics.jsonl has no records yet",
+        "none has no",
+        "notes.txt is not a directory",
+    )
+    assert all(w in str(t.message) for w, t in zip(words, told, strict=True))
+
+
 @given(st.lists(st.floats(-100, 100) | st.just(math.nan), min_size=1, max_size=200))
 def test_smooth_is_the_mean_of_the_last_values(values: list[float]) -> None:
     mean, width = smooth(np.array(values))
