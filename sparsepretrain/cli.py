@@ -238,9 +238,18 @@ def _count(text: str) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from sparsepretrain import config
+    from sparsepretrain.config.compose import read
+    from sparsepretrain.config.validate import load_request
 
-    return _start(args, *config.load(args.overrides, args.config_dir))
+    request = read(args.overrides, args.config_dir)
+    run, plain = load_request(request)
+    if args.cfg:
+        print("".join(f"# {note}\n" for note in request.notes), end="")
+    elif request.notes:
+        from sparsepretrain.tracking.console import Console
+
+        Console().info("\n".join(request.notes))
+    return _start(args, run, plain)
 
 
 def _finetune(args: argparse.Namespace) -> int:

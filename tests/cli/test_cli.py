@@ -52,6 +52,13 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"sparsepretrain {__version__}\n"
 
 
+def test_what_a_model_and_a_method_bring_together_is_said(capsys):
+    words = ["train", "model=gpt2_350m", "sparsity=tsrste"]
+    assert cli.main([*words, "--cfg", "job"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("# sparsity.decay=0.0002") and "  decay: 0.0002" in rest
+
+
 def test_cfg_job_is_the_resolved_configuration(capsys):
     assert cli.main(["train", "seed=4", "--cfg", "job", "sparsity=ste"]) == 0
     plain = yaml.safe_load(capsys.readouterr().out)
