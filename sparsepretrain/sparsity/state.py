@@ -186,7 +186,7 @@ class ModelState:
         self._open = True
 
     @torch.compiler.disable
-    def _count(self, weight: Tensor | None) -> None:
+    def _count(self, weight: Any) -> None:
         transformed = torch._C._functorch.maybe_current_level() is not None
         if torch._C._current_graph_task_id() != -1 or transformed:  # recomputed, or by torch.func
             return
@@ -194,7 +194,7 @@ class ModelState:
         # the gradients are gone though no step was completed. (With zero_grad(set_to_none=False)
         # they are not: such loops call ``Sparsifier.micro_batch``.)
         if weight is None:
-            weight = self.root.get_submodule(self.example).weight  # type: ignore[assignment]
+            weight = self.root.get_submodule(self.example).weight
         has_gradient = weight.is_leaf and weight.grad is not None
         first = self._fresh or (self._had_gradient and not has_gradient)
         self._had_gradient = has_gradient

@@ -388,7 +388,7 @@ def test_steps_after_densify_are_said_once(recwarn):
 
 def test_sparse_again_after_densify(silent):
     """Decay is applied once, by the one who rides now."""
-    model, optimizer, first = build("srste", {"decay": 0.1}, cls=torch.optim.SGD, lr=0.1)
+    model, optimizer, _ = build("srste", {"decay": 0.1}, cls=torch.optim.SGD, lr=0.1)
     train(model, optimizer, 0, 2)
     sp.densify(model)
     again = sparsify(model, "srste", decay=0.1)
