@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import select
 import sys
@@ -14,7 +15,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from sparsepretrain import __version__, registry
 from sparsepretrain.completion import COMPLETION, override_words
-from sparsepretrain.errors import INTERRUPTED, ConfigError, SparsePretrainError, own_warnings
+from sparsepretrain.errors import (
+    INTERRUPTED,
+    CheckpointError,
+    ConfigError,
+    SparsePretrainError,
+    own_warnings,
+)
 
 if TYPE_CHECKING:
     from sparsepretrain.config.schema import Run
@@ -102,6 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _stdout_is_closed():
             raise
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _silence_stdout()
+        _complain(f"error: disk full: cannot write {error.filename or 'the output'}")
+        return CheckpointError.exit_code
     except Exception as error:
         # argparse and OmegaConf can turn an interrupt into an error of their own
         context = error.__context__
@@ -131,13 +144,18 @@ def _replace_closed_streams() -> None:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether the reader is gone (``| head``); if so, keep the interpreter's last flush quiet."""
+    """Whether the reader is gone (``| head``); if so, keep it quiet."""
     output = select.poll()
     output.register(sys.stdout, 0)  # a pipe without a reader reports an error unasked
     if not output.poll(0):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _silence_stdout()
     return True
+
+
+def _silence_stdout() -> None:
+    """What is still buffered would fail once more when the interpreter exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(argv: list[str]) -> int:
