@@ -256,9 +256,18 @@ def _count(text: str) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from sparsepretrain import config
+    from sparsepretrain.config.compose import read
+    from sparsepretrain.config.validate import load_request
 
-    return _start(args, *config.load(args.overrides, args.config_dir))
+    request = read(args.overrides, args.config_dir)
+    run, plain = load_request(request)
+    if args.cfg:
+        print("".join(f"# {note}\n" for note in request.notes), end="")
+    elif request.notes:
+        from sparsepretrain.tracking.console import Console
+
+        Console().info("\n".join(request.notes))
+    return _start(args, run, plain)
 
 
 def _finetune(args: argparse.Namespace) -> int:
@@ -292,6 +301,9 @@ def _start(args: argparse.Namespace, run: Run, plain: dict[str, Any]) -> int:
 
 def _illustrate(directory: Path) -> None:
     """Plots and report of a finished run; a failure here does not undo the training."""
+    record, page = directory / "metrics.jsonl", directory / "report.md"
+    if page.exists() and record.exists() and page.stat().st_mtime >= record.stat().st_mtime:
+        return  # the run was finished before
     from sparsepretrain import reports
     from sparsepretrain.tracking.console import Console
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import sparsepretrain
 from sparsepretrain.config.bounded import check_yaml
+from sparsepretrain.config.freeze import flat
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.registry import choices, suggestion
@@ -26,6 +27,9 @@ from sparsepretrain.registry import choices, suggestion
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
+
+PAIRS = "model_method"
+"""Directory of what a paper gives for a model and a method together; ``train.yaml`` includes it."""
 
 PRIMARY = "train"
 """The YAML file at the root of the shipped configuration."""
@@ -49,6 +53,8 @@ class Request:
     """Group -> keys that take the place of the composed ones, before any value is set."""
     broken: set[str] = field(default_factory=set)
     """Groups whose choice was refused."""
+    notes: list[str] = field(default_factory=list)
+    """Values that neither the user nor a chosen file set, with where they come from."""
     options: dict[str, dict[str, Path]] = field(default_factory=dict)
     """See :func:`catalogue`."""
 
@@ -202,11 +208,28 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
     # the file's label; a mapping here means a file without the _global_ package, see validate
     if not isinstance(plain.get("experiment"), dict):
         plain["experiment"] = choices.get("experiment")
+    request.notes = _of_the_pair(request, f"_{choices['model']}_{choices['sparsity']}.yaml", plain)
     order = [f.name for f in fields(Run)]
     known = {key: plain[key] for key in order if key in plain}
     return {**known, **{str(k): v for k, v in plain.items() if k not in known}}, {
         group: option for group, option in choices.items() if not group.startswith("hydra/")
     }
+
+
+def _of_the_pair(request: Request, name: str, plain: Any) -> list[str]:
+    """``key=value, source`` of what the file for this model and this method has decided."""
+    from omegaconf import OmegaConf
+
+    files = (directory / PAIRS / name for directory in request.path)
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return []
+    given, now = flat(OmegaConf.to_container(OmegaConf.load(file))), flat(plain)
+    return [
+        f"{key}={value}: from {PAIRS}/{name}, for this model and method"
+        for key, value in given.items()
+        if now.get(key) == value
+    ]
 
 
 def amend(plain: dict[str, Any], request: Request) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sparsepretrain.errors import CheckpointError
 
 FORMAT = 1
@@ -49,6 +47,8 @@ def save(directory: Path, step: int, state: dict[str, Any], *, config: str, keep
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
+        import torch
+
         stage.mkdir()
         with open(stage / STATE, "wb") as file:  # given a path, torch hides the system's error
             torch.save(state, file)
@@ -120,6 +120,8 @@ def read_tensors(file: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is damaged, or holds more than tensors and plain values.
     """
+    import torch
+
     try:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

@@ -11,10 +11,10 @@ from sparsepretrain.config import validate
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.sparsity import Sparsifier, densify
-from sparsepretrain.tasks import Task
+from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import weights
-from sparsepretrain.training.build import build_model, build_task, sparsify_model
+from sparsepretrain.training.build import build_model, sparsify_model
 
 PREVIOUS_MASK = "sparsity_previous_mask"
 """Of the flip rate: a fine-tuning run starts from a baseline of its own."""

@@ -20,13 +20,14 @@ from sparsepretrain.files import write_atomic
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.sparsity.proof import Proof, prove
+from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.tracking.record import FILE, read
 from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training import checkpoint, initial, preflight, rng
 from sparsepretrain.training.batches import TrainingBatches
-from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
+from sparsepretrain.training.build import build_model, pick_device, sparsify_model
 from sparsepretrain.training.ema import EMA
 from sparsepretrain.training.hardware import environment, peak_flops
 from sparsepretrain.training.loop import Training, run_steps
@@ -189,6 +190,7 @@ def build_training(
         scaler=grad_scaler(run.precision, device),
         batches=TrainingBatches(task, run.batch.size, run.batch.micro, device, run.workers),
         ema=None if run.ema is None else EMA(model, run.ema),
+        on_progress=console.progress,
         peak_flops=peak,
         flops_per_item=0.0 if peak is None else flops_per_item(run, task),
     )

@@ -138,7 +138,8 @@ def logits(model: torch.nn.Module, task: object) -> torch.Tensor:
 )
 def test_the_function_at_step_0_is_that_of_the_source(tiny, tmp_path, before, after, exact):
     source = pretrain(tiny, f"sparsity={before}")
-    from sparsepretrain.training.build import build_model, build_task
+    from sparsepretrain.tasks import build_task
+    from sparsepretrain.training.build import build_model
 
     run, _ = tiny.load(f"sparsity={before}")
     task = build_task(run)
