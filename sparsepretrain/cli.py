@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import errno
 import os
-import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -22,6 +21,7 @@ from sparsepretrain.errors import (
     SparsePretrainError,
     own_warnings,
 )
+from sparsepretrain.streams import replace_closed_streams, silence_stdout, stdout_is_closed
 
 if TYPE_CHECKING:
     from sparsepretrain.config.schema import Run
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # before torch loads OpenMP: threads that spin while they wait make a run on a busy machine up
     # to twenty times slower, and gain nothing on an idle one
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    _replace_closed_streams()
+    replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for ᵀ
@@ -106,13 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        if not _stdout_is_closed():
+        if not stdout_is_closed():
             raise
         return 0
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        _silence_stdout()
+        silence_stdout()
         _complain(f"error: disk full: cannot write {error.filename or 'the output'}")
         return CheckpointError.exit_code
     except Exception as error:
@@ -130,32 +130,6 @@ def _complain(text: str) -> None:
     """One line on the standard error, which may be closed."""
     with contextlib.suppress(OSError, ValueError):
         print(f"sparsepretrain: {' '.join(text.split())}", file=sys.stderr)
-
-
-def _replace_closed_streams() -> None:
-    """Open what a daemon was started without, or files opened later would take its number."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:  # the lowest free number is this one
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-
-
-def _stdout_is_closed() -> bool:
-    """Whether the reader is gone (``| head``); if so, keep it quiet."""
-    output = select.poll()
-    output.register(sys.stdout, 0)  # a pipe without a reader reports an error unasked
-    if not output.poll(0):
-        return False
-    _silence_stdout()
-    return True
-
-
-def _silence_stdout() -> None:
-    """What is still buffered would fail once more when the interpreter exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(argv: list[str]) -> int:
