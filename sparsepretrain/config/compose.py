@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import sparsepretrain
 from sparsepretrain.config.bounded import check_yaml
 from sparsepretrain.config.freeze import flat
+from sparsepretrain.config.messages import one_line, syntax, yaml_problem
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.registry import choices, suggestion
@@ -147,7 +148,7 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Req
         try:
             override = parser.parse_override(text)
         except (HydraException, RecursionError):
-            request.errors.append(_syntax(text))
+            request.errors.append(syntax(text))
             continue
         key = override.key_or_group
         if override.type == OverrideType.DEL:
@@ -277,7 +278,7 @@ def _composing(request: Request) -> Iterator[None]:
         ):
             yield
     except yaml.YAMLError as error:
-        raise ConfigError(_yaml_problem(error)) from error
+        raise ConfigError(yaml_problem(error)) from error
     except MissingConfigException as error:
         missing = str(error.missing_cfg_file)
         near = suggestion(missing.rpartition("/")[2], error.options or ())
@@ -292,7 +293,7 @@ def _composing(request: Request) -> Iterator[None]:
     except ConfigError:
         raise
     except (HydraException, OSError, ValueError) as error:
-        raise ConfigError(_unreadable(request) or _one_line(error)) from error
+        raise ConfigError(_unreadable(request) or one_line(error)) from error
 
 
 def _force(composed: DictConfig, values: list[tuple[str, Any]]) -> None:
@@ -383,19 +384,6 @@ def _quote(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${") + "'"
 
 
-def _syntax(text: str) -> str:
-    if "=" not in text:
-        return f"override {text!r} has no value; write {text or 'key'}=value"
-    key, _, _ = text.partition("=")
-    shown = text if len(text) <= 60 else text[:57] + "..."
-    if not re.fullmatch(r"[+~]*[A-Za-z_]\w*([./@][A-Za-z_]\w*)*", key):
-        return f"override {shown!r}: {key!r} is not a key; write a.b.c=value"
-    return (
-        f"override {shown!r} cannot be read: close every bracket and quote, and put a value with "
-        f"special characters in quotes: {key}='\"…\"'"
-    )
-
-
 def _absent(request: Request, error: OmegaConfBaseException) -> str:
     """What to say when a value is taken from a key that is not there."""
     text = str(error).splitlines()[0]
@@ -407,14 +395,6 @@ def _absent(request: Request, error: OmegaConfBaseException) -> str:
         return f"{error.full_key}: {text}"
     name = f"{reader}={own}" if own else reader
     return f"{source}={choice} does not go with {name}: {error.full_key} follows {wanted[1]}"
-
-
-def _yaml_problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    if mark is None:
-        return f"YAML error: {_one_line(error)}"
-    problem = getattr(error, "problem", None) or getattr(error, "context", None)
-    return f"{mark.name}:{mark.line + 1}: YAML error: {problem}"
 
 
 def _unreadable(request: Request) -> list[str]:
@@ -430,9 +410,9 @@ def _unreadable(request: Request) -> list[str]:
         except UnicodeDecodeError:
             problems.append(f"{file} is not UTF-8 text")
         except (OSError, ValueError) as error:
-            problems.append(f"{file} cannot be read: {_one_line(error)}")
+            problems.append(f"{file} cannot be read: {one_line(error)}")
         except yaml.YAMLError as error:
-            problems.append(_yaml_problem(error))
+            problems.append(yaml_problem(error))
     return problems
 
 
@@ -440,7 +420,3 @@ def _chosen_files(request: Request) -> list[Path]:
     """The user's files among those that were chosen."""
     named = [f"{group}/{option}.yaml" for group, option in request.choices.items()]
     return [d / name for name in named for d in request.path[1:] if (d / name).is_file()]
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

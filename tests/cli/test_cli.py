@@ -121,6 +121,13 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
         cli.main(["train"])
 
 
+def test_a_plugin_that_exits_is_an_error(monkeypatch, capsys):
+    replace(monkeypatch, "training", train=lambda run, plain: sys.exit(0))
+    assert cli.main(["train"]) == 1
+    line = capsys.readouterr().err
+    assert "test_cli.py, line" in line and "called sys.exit(0)" in line and line.count("\n") == 1
+
+
 def test_somebody_elses_broken_pipe_is_not_ours(monkeypatch, capfd):
     def train(run, plain):
         raise BrokenPipeError
@@ -212,12 +219,16 @@ def test_closed_output_is_not_an_error():
 
 def test_no_output_at_all():
     # a daemon: files that are opened must not take the numbers of the streams either
-    program = "import os; from sparsepretrain.cli import main; main(['methods']); print(os.dup(0))"
+    program = "import os, sparsepretrain.cli as c; c.main(['--version']); assert os.dup(0) > 2"
     done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, program])
     assert done.returncode == 0
-    command = 'exec "$0" -m sparsepretrain methods >&-'
-    done = subprocess.run(["sh", "-c", command, sys.executable], stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (0, b"")
+    for output, code, line in (
+        ("&-", 0, b""),
+        ("/dev/full", 4, b"sparsepretrain: error: disk full: cannot write the output\n"),
+    ):
+        command = f'exec "$0" -m sparsepretrain --version >{output}'
+        done = subprocess.run(["sh", "-c", command, sys.executable], stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (code, line)
 
 
 def test_an_ascii_terminal(tmp_path):
