@@ -196,9 +196,13 @@ class Method:
         return (self.step - self.window[0]) % self.refresh == 0
 
     def may_be_sparse(self, step: int) -> bool:
-        """Whether training can be sparse after ``step`` completed steps, as the options say."""
+        """Whether training can be sparse after ``step`` completed steps, as the options say.
+
+        What :attr:`scalars` decide is not known beforehand: it may.
+        """
         self.set_step(step)
-        return bool(self.row.sparse)
+        undecided = bool(self.scalars) and self.window[0] <= step < self.window[1]
+        return bool((self.sparse_row if undecided else self.row).sparse)
 
     @property
     def sparse_row(self) -> Row:

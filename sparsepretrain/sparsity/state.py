@@ -104,8 +104,8 @@ class ModelState:
         self.step, self.compared_at, *scalars, checksum = values
         if checksum != _checksum(values[:-1]):
             raise ConfigError(
-                "the counters and masks of this sparse model were averaged: let the average copy "
-                "buffers (AveragedModel(use_buffers=False)) or integers, which it may not blend"
+                "the counters and masks of this sparse model were averaged: they must be copied, "
+                "as AveragedModel(use_buffers=False) and timm's ModelEmaV3 do"
             )
         self.method.state = dict(zip(self.method.scalars, scalars, strict=True))
         self.method.set_step(self.step)

@@ -32,28 +32,12 @@ RUNS = {
 
 ``step`` has switched and ``asp`` pruned by then; ``tsrste`` is dense and ``mdgf`` binary from step
 6 on."""
-SETTINGS = [
-    "data=text_files",
-    "data.files=['corpus.txt']",
-    "data.validation=0.3",
-    "model.n_embd=8",
-    "model.n_layer=1",
-    "model.n_head=1",
-    "task.sequence_length=8",
-    "batch.size=4",
-    "batch.micro=4",
-    "eval.every=4",
-    "eval.batches=1",
-    "log.every=1",
-    "log.layers_every=2",
-    "checkpoint.every=4",
-    "schedule.warmup=2",
-    "steps=8",
-    "tracker.mode=disabled",
-    "parallel.device=cpu",
-    "runs_dir=runs",
-    "name=old",
-]
+SETTINGS = """
+data=text_files data.files=['corpus.txt'] data.validation=0.3 model.n_embd=8 model.n_layer=1
+model.n_head=1 task.sequence_length=8 batch.size=4 batch.micro=4 eval.every=4 eval.batches=1
+log.every=1 log.layers_every=2 checkpoint.every=4 schedule.warmup=2 steps=8 tracker.mode=disabled
+parallel.device=cpu runs_dir=runs name=old
+"""
 
 
 COMPARED = {"loss", "lr", "grad_norm", "density", "sparse", "flip_rate", "mask_decay"}
@@ -72,7 +56,7 @@ def old_runs(tmp_path, prepared_cache, monkeypatch):
 @pytest.mark.parametrize("name", RUNS)
 def test_they_go_on_and_are_evaluated(old_runs, name):
     overrides, loss = RUNS[name]
-    run, plain = config.load([*SETTINGS, *overrides])
+    run, plain = config.load([*SETTINGS.split(), *overrides])
     directory = freeze.run_directory(plain)
     assert directory == Path("runs/old") / name
     expected = metrics(directory)

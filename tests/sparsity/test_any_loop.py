@@ -1,14 +1,18 @@
 """Loops that do what loops do: the result is right, or one line says what is wrong."""
 
 import copy
+import io
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from sparse_cases import Net, build, draw, gradients, sparsify, train
 from tiny_runs import assert_equal_bits
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -162,7 +166,7 @@ def test_an_average_that_blends_counters_is_noticed(method):
     for step in range(3):
         train(model, optimizer, step, step + 1)
         average.update_parameters(model)
-    with pytest.raises(ConfigError, match=r"were averaged: let the average copy buffers"):
+    with pytest.raises(ConfigError, match=r"were averaged: they must be copied"):
         average(draw(4, 16))
     with pytest.raises(ConfigError, match="were averaged"):
         sp.densify(average)
@@ -438,3 +442,83 @@ def test_frozen_weights_are_sparse_and_never_written(method, held, silent):
 
 def draw_loss(model):
     return model(draw(8, 16)).square().mean()
+
+
+# what else happens to a model
+
+
+@pytest.mark.parametrize("method", ["srste", "sste", "tsrste"])
+def test_a_whole_model_goes_through_a_file_and_trains_on(method):
+    model, optimizer, handle = build(method, {"window": {"start": 0.05}})
+    handle.store_operands()
+    train(model, optimizer, 0, 3)
+    file = io.BytesIO()
+    torch.save({"model": model, "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    other = loaded["model"]
+    second = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    second.load_state_dict(loaded["optimizer"])
+    again = sp.sparsifier_of(other)
+    again.attach(second)
+    for m, o in ((model, optimizer), (other, second)):
+        train(m, o, 3, 5, micro=4)
+    assert_equal_bits(other.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("method", "part"), [("srste", "root"), ("sste", "layers"), ("bimask", "root")]
+)
+def test_stored_operands_compile_once(method, part):
+    results, counter = [], CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+    for compiled in (False, True):
+        model, optimizer, handle = build(method, cls=torch.optim.SGD, lr=0.01)
+        handle.store_operands()
+        if compiled and part == "root":
+            model.compile(backend=counter)
+        elif compiled:
+            model.fc1.compile(backend=counter, fullgraph=True)
+            model.fc2.compile(backend=counter, fullgraph=True)
+        train(model, optimizer, 0, 2, micro=4)
+        once = counter.frame_count
+        train(model, optimizer, 2, 6, micro=4)
+        assert counter.frame_count == once
+        results.append(copy.deepcopy(dict(model.named_parameters())))
+    assert once > 0
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-11)
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
+@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize("method", ["sste", "tsrste"])
+def test_distributed_data_parallel_changes_nothing(method, broadcast, group, silent):
+    results = []
+    for wrapped in (False, True):
+        model, optimizer, handle = build(method, {"window": {"start": 0.05}})
+        run = DistributedDataParallel(model, broadcast_buffers=broadcast) if wrapped else model
+        train(run, optimizer, 0, 4, micro=4)
+        assert handle.completed_steps == 4 and handle.sparse
+        results.append(copy.deepcopy(model.state_dict()))
+    assert_equal_bits(*results)
+
+
+def test_frozen_masks_survive_every_way_to_save():
+    """``weights_only`` loading, and a strict load into a fresh sparse model."""
+    model, optimizer, _ = build("asp", {"at": 0.05})
+    train(model, optimizer, 0, 4)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other = Net(seed=4)
+    handle = sparsify(other, "asp", at=0.05)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert handle.sparse and handle.completed_steps == 4
+    assert torch.equal(other(draw(4, 16)), model(draw(4, 16)))

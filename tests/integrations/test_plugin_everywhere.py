@@ -1,0 +1,170 @@
+"""A user's method with every kind of state, and no line changed elsewhere."""
+
+import io
+import json
+import sys
+
+import pytest
+import torch
+from tiny_runs import assert_same_run, metrics
+
+import sparsepretrain as sp
+from sparsepretrain import config, finetuning, registry, training
+from sparsepretrain.config import freeze
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import trainer
+from sparsepretrain.training.evaluation import evaluate_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:low-rank adapters were folded")
+METHOD = '''
+"""Dense for three steps, then a mask of moving averages of |W|, sampled gradients and a gate."""
+
+from dataclasses import dataclass
+
+from sparsepretrain import kernels
+from sparsepretrain.registry import register
+from sparsepretrain.sparsity import Method, MethodOptions, Operand, Phase, Projection, Row
+
+
+@dataclass(slots=True, kw_only=True)
+class GatedOptions(MethodOptions):
+    momentum: float = 0.5
+
+
+@register("method", "gated")
+class Gated(Method):
+    Options = GatedOptions
+    summary = "everything that a method can have"
+    scalars = {"seen": 0}
+
+    @property
+    def sparse_row(self):
+        return Row(A=self.nm("M∘W"), U=Operand("MVUE(G)", (2, 4), "tokens"))
+
+    def phase_of(self, step):
+        phase = super().phase_of(step)
+        waiting = phase.training and self.state["seen"] < 3
+        return Phase(False, True, "until it has seen three steps") if waiting else phase
+
+    def initial_state(self, weight, layer):
+        from torch.nn import Parameter
+
+        gate = weight.new_zeros(weight.shape[1 - layer.dim])
+        return {"average": weight.abs(), "gate": Parameter(gate)}
+
+    def update_(self, weight, layer):
+        layer.average.lerp_(weight.abs(), 1 - self.options.momentum)
+
+    def project(self, weight, layer):
+        mask = self.mask(layer.average, layer.dim)
+        return Projection(kernels.apply_mask(weight, mask), mask)
+
+    def wgrad_gradient(self, grad, key):
+        return kernels.mvue(grad, dim=0, estimator="approximate", key=key)
+
+    def residual(self, x, layer):
+        return x.mean(-1, keepdim=True) * layer.gate
+
+    def fold(self, layer):
+        gate = layer.gate / layer.average.shape[layer.dim]
+        return gate.unsqueeze(layer.dim).expand_as(layer.average)
+
+    def after_step(self, optimizer):
+        self.state["seen"] += 1
+
+    def metrics(self):
+        return {"seen": self.state["seen"]}
+'''
+YAML = """
+name: gated
+n: 2
+m: 4
+targets: ffn
+momentum: 0.5
+window: {start: 0.0, stop: 1.0}
+"""
+ROWS = [
+    {"sentence1": f"{i} sheep", "sentence2": f"{i + i % 2} sheep", "label": 1 - i % 2, "idx": i}
+    for i in range(8)
+]
+
+
+@pytest.fixture
+def configs(tmp_path, monkeypatch):
+    """The directory of its yaml."""
+    monkeypatch.setitem(registry._registered, "method", dict(registry._registered["method"]))
+    modules = set(sys.modules)
+    (tmp_path / "gated.py").write_text(METHOD, encoding="utf-8")
+    (tmp_path / "configs" / "sparsity").mkdir(parents=True)
+    (tmp_path / "configs" / "sparsity" / "gated.yaml").write_text(YAML)
+    yield tmp_path / "configs"
+    for name in set(sys.modules) - modules:
+        if name.startswith("sparsepretrain_plugin_"):
+            del sys.modules[name]
+
+
+def run(loaded):
+    out = io.StringIO()
+    code = trainer.train(*loaded, Console(out))
+    return code, freeze.run_directory(loaded[1]), out.getvalue()
+
+
+def test_it_trains_resumes_fine_tunes_is_evaluated_and_densified(tiny, configs, stop_after):
+    plugin = f"plugins=['{configs.parent / 'gated.py'}']"
+
+    def load(where):
+        words = (plugin, "sparsity=gated", "batch.micro=2", f"runs_dir='{tiny.root / where}'")
+        return config.load(tiny.overrides(*words), [configs])
+
+    code, whole, text = run(load("whole"))
+    assert code == 0, text
+    lines = [line for line in metrics(whole) if "lr" in line]
+    assert [line["seen"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["sparse"] for line in lines] == [0, 0, 1, 1, 1, 1]
+    stop_after(4)
+    assert run(load("parts"))[0] == 143
+    stop_after(-1)
+    code, parts, text = run(load("parts"))
+    assert code == 0 and "(step 4)" in text
+    assert_same_run(whole, parts)
+
+    results = [
+        evaluate_checkpoint(str(whole), config_dirs=[configs], dense=dense, console=quiet())
+        for dense in (False, True)
+    ]
+    sparse, dense = (r["metrics"]["loss"] for r in results)
+    assert results[0]["zeros"] == 0.5 and dense == pytest.approx(sparse, rel=1e-6)
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()).double()
+    sp.sparsify(model, "gated", targets="0")
+    with torch.no_grad():
+        model[0].sparsity.gate.copy_(torch.arange(8))
+    x = torch.randn(4, 8).double()
+    expected = model.eval()(x)
+    with pytest.warns(sp.errors.SparsePretrainWarning, match="adapters were folded"):
+        sp.densify(model)
+    torch.testing.assert_close(model(x), expected)
+    assert [k for k, _ in model.named_parameters()] == ["0.weight", "0.bias"]
+
+
+def quiet():
+    return Console(io.StringIO())
+
+
+def test_it_fine_tunes(tiny, configs):
+    plugin = f"plugins=['{configs.parent / 'gated.py'}']"
+    words = (plugin, "sparsity=gated", "steps=4", "checkpoint.every=4")
+    code, source, text = run(config.load(tiny.overrides(*words), [configs]))
+    assert code == 0, text
+    files = [configs.parent / f"{split}.jsonl" for split in ("train", "validation")]
+    for file in files:
+        file.write_text("\n".join(map(json.dumps, ROWS)))
+    overrides = [
+        "task=glue/mrpc", f"data.train=['{files[0]}']", f"data.validation=['{files[1]}']",
+        "tracker.mode=disabled", "parallel.device=cpu", "batch.size=4", "batch.micro=4",
+        "steps=3", "log.every=1", f"runs_dir='{tiny.root / 'tuned'}'",
+    ]  # fmt: skip
+    loaded = training.settle(*finetuning.load(str(source), overrides, [configs], quiet()))
+    code, _, text = run(loaded)
+    assert code == 0 and "gated), stored weights" in text
+    assert loaded[1]["sparsity"]["name"] == "gated"
