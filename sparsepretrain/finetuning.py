@@ -82,7 +82,7 @@ def with_recipe(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[s
 
 
 def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
-    """What a run hands on: model, method, precision, plugins."""
+    """What a run hands on: model, method, precision, plugins; its own task too, and the data."""
     request.blocks["model"] = config["model"]
     settings: dict[str, Any] = {"plugins": config["plugins"]} if config["plugins"] else {}
     if "precision" not in request.choices:
@@ -93,6 +93,10 @@ def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
             request.choices["precision"] = block["dtype"]
             keys = ("init_scale", "growth_interval") if block["dtype"] == "fp16" else ()
             request.blocks["precision"] = {"name": block["dtype"], **{k: block[k] for k in keys}}
+    if request.choices.get("task") == config["task"]["name"]:  # goes on with what the run did
+        request.blocks["task"] = config["task"]
+        if "data" not in request.choices:
+            request.blocks["data"] = config["data"]
     before = config["sparsity"]
     source: Any = registry.get("method", before["name"])
     chosen = request.choices.get("sparsity", source.finetunes_as or before["name"])

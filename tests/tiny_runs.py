@@ -89,7 +89,8 @@ def final_state(directory: Path) -> dict[str, Any]:
 
     newest = sorted((directory / "checkpoints").glob("step_*"))[-1]
     state = checkpoint.load(newest)[0]
-    del state["evaluated"]  # a run stopped in an evaluation saves before it is complete
+    for key in ("evaluated", "lines"):  # a run stopped in an evaluation saves before it is complete
+        del state[key]
     return state
 
 

@@ -23,6 +23,9 @@ ADDED: Table = {
     ("model", "bert"): {"activation": "gelu"},
     ("model", "marian"): {"activation": "relu"},
     ("model", "timm_image"): {"activation": None, "zero_init_last": None},
+    ("task", "causal_lm"): {"replacement": False},
+    ("task", "image_classification"): {"lighting": 0.0},
+    **{("schedule", n): {"start": None} for n in ("cosine", "linear", "inverse_sqrt", "constant")},
     ("precision", "fp8_sim"): {"init_scale": 65536.0, "growth_interval": 2000},
     ("sparsity", "slope"): {"adapters": {"rank": 0, "start": 0.99}},
 }

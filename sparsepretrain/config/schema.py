@@ -154,6 +154,8 @@ class Decay:
     name: Literal["cosine", "linear"]
     warmup: int | float
     """Optimiser steps from 0 to the peak learning rate; below 1: a fraction of the run."""
+    start: float | None
+    """Learning rate of the first update, as a fraction of the peak; null: 1 / (warmup + 1)."""
     min_lr: float
     """Learning rate that the decay reaches after the last step."""
 
@@ -170,6 +172,8 @@ class Warmup:
     name: Literal["inverse_sqrt", "constant"]
     warmup: int | float
     """Optimiser steps from 0 to the peak learning rate; below 1: a fraction of the run."""
+    start: float | None
+    """Learning rate of the first update, as a fraction of the peak; null: 1 / (warmup + 1)."""
 
     def problems(self) -> Problems:
         """Range errors as (key, message)."""
@@ -372,6 +376,8 @@ def _warmup(options: Decay | Warmup) -> Problems:
     yield from _non_negative(options, "warmup")
     if options.warmup >= 1 and not float(options.warmup).is_integer():
         yield "warmup", f"must be whole steps or a fraction below 1, got {options.warmup}"
+    if options.start is not None and not 0 <= options.start <= 1:
+        yield "start", f"must lie in [0, 1] or be null, got {options.start}"
 
 
 def _positive(options: Any, *keys: str) -> Problems:

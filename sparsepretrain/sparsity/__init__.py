@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sparsepretrain.sparsity.method import Layer, Method, MethodOptions, Projection, Window
+from sparsepretrain.sparsity.method import Method, MethodOptions, Projection, Window
 from sparsepretrain.sparsity.row import Operand, Phase, Row
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from sparsepretrain.sparsity.surgery import densify, sparsifier_of, sparsify, sparsify_with
 
 __all__ = [
-    "Layer",
     "Method",
     "MethodOptions",
     "Operand",

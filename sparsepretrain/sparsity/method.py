@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from sparsepretrain.kernels import NoiseKey
+    from sparsepretrain.sparsity.state import LayerState as Layer
 
 FPROP, DGRAD, WGRAD = 0, 1, 2
 """Numbers of the products in noise keys."""
@@ -77,26 +78,6 @@ class Projection(NamedTuple):
     """0-d factor of dW; None: 1."""
 
 
-class Layer(Protocol):
-    """What a method may ask about a layer besides its weight; its tensors are attributes.
-
-    A tensor that :meth:`Method.initial_state` called ``beta`` is ``layer.beta``.
-    """
-
-    dim: int
-    """Axis of the weight that holds in_features: groups run along it. Out_features are axis
-    ``1 - dim``; a convolution's weight has two more axes, its kernel positions."""
-
-    @property
-    def step(self) -> Any:
-        """Completed optimiser steps: an integer, or a 0-d int64 tensor in compiled graphs."""
-
-    def key(self, product: int) -> NoiseKey:
-        """Noise stream of a product (FPROP, DGRAD, WGRAD) at this step."""
-
-    def __getattr__(self, name: str) -> Any: ...
-
-
 class Method:
     """A dense layer, and the base of every method.
 
@@ -118,6 +99,8 @@ class Method:
     """Method that fine-tuning goes on with, that of the last phase; None: this one."""
     finetune_options: ClassVar[dict[str, Any]] = {}
     """Options that fine-tuning changes when it goes on with this method."""
+    settles: ClassVar[str | None] = None
+    """Option, a fraction of the run, from which on the last phase holds (:attr:`settled`)."""
     mixes_outputs: ClassVar[bool] = False
     """Whether one group may hold any output channels; a grouped convolution keeps them apart."""
     linear_only: bool = False
@@ -146,6 +129,9 @@ class Method:
             first, stop = self.window
             reason = f": no step is sparse (from {first} to {stop} of {total_steps})"
             raise ConfigError([("window", reason)])
+        part = getattr(options, self.settles) if self.settles else 0
+        self.settled = max(self.steps_of(part, str(self.settles)) if part else 0, self.window[0])
+        """First step of the last phase."""
 
     @classmethod
     def typical_row(cls, name: str) -> Row:
@@ -163,6 +149,8 @@ class Method:
             theirs: plain values of the run that the weights come from.
         """
         whole = {"start": 0.0, "stop": 1.0}
+        if cls.settles is not None and getattr(options, cls.settles) > 0:
+            return False
         windows = [{"start": options.window.start, "stop": options.window.stop}, theirs["window"]]
         keys = ("name", "n", "m", "targets", *cls.function_options)
         missing = object()
@@ -253,7 +241,8 @@ class Method:
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
         """Persistent tensors of one layer, made once from its initial weight.
 
-        A ``torch.nn.Parameter`` among them is trained: build the optimiser after ``sparsify``.
+        What is called ``beta`` here is ``layer.beta`` from then on. A ``torch.nn.Parameter`` among
+        them is trained: build the optimiser after ``sparsify``.
 
         Args:
             weight: the dense weight as stored, fp32 or wider.

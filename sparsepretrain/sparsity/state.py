@@ -7,7 +7,7 @@ it along: a copy follows its source when its buffers are copied.
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -239,6 +239,10 @@ class LayerState(nn.Module):
     """Their memory, for the next ones."""
     _mask: Tensor | None
     """Taken with the operands of training."""
+
+    if TYPE_CHECKING:  # the method's tensors
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, model: ModelState, name: str, index: int, weight: Tensor, dim: int) -> None:
         super().__init__()

@@ -52,6 +52,8 @@ class Record:
                 f"run directory {self.path.parent} is not writable ({error.strerror}): "
                 "choose another with runs_dir=DIR"
             ) from error
+        self.lines = len(kept)
+        """Lines in the file."""
         self._last = {line.get("split"): line["step"] for line in kept}
         self._before = max((line.get("time") or 0.0 for line in kept), default=0.0)
         self._start = time.monotonic()
@@ -88,6 +90,7 @@ class Record:
         except OSError as error:
             raise SparsePretrainError(f"cannot write {self.path}: {error.strerror}") from error
         self._last[split] = step
+        self.lines += 1
         return line
 
     def close(self) -> None:

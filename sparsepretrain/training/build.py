@@ -6,28 +6,11 @@ import torch
 from torch import nn
 
 from sparsepretrain import registry
-from sparsepretrain.config.schema import MOST_STEPS, Run
+from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import MethodOptions, Sparsifier, sparsify_with
 from sparsepretrain.tasks import Task
 from sparsepretrain.training.precision import fp8_recipe
-
-
-def build_task(run: Run) -> Task:
-    """The task with its options; touches no data."""
-    task: Task = registry.get("task", run.task.name)(run.task, run.model, run.data, run.seed)
-    return task
-
-
-def steps_of_epochs(run: Run) -> int:
-    """Optimiser steps of ``epochs`` passes over the training data, rounded; at least one."""
-    assert run.epochs is not None
-    task = build_task(run)
-    task.open_data(("train",))
-    steps = max(1, round(run.epochs * task.samples("train") / run.batch.size))
-    if steps > MOST_STEPS:
-        raise ConfigError(f"epochs={run.epochs} are {steps} steps, more than {MOST_STEPS}")
-    return steps
 
 
 def build_model(run: Run, task: Task, device: torch.device) -> nn.Module:

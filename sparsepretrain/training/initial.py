@@ -10,10 +10,10 @@ from sparsepretrain.config import validate
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.sparsity import Method, Sparsifier, densify
-from sparsepretrain.tasks import Task
+from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import weights
-from sparsepretrain.training.build import build_model, build_task, sparsify_model
+from sparsepretrain.training.build import build_model, sparsify_model
 
 HEADS = ("score", "classifier", "pre_classifier", "qa_outputs")
 """Top-level modules whose shape follows from the classes to predict."""
@@ -42,7 +42,9 @@ def load(run: Run, task: Task, model: nn.Module, console: Console) -> State:
     same = method.keeps_function(run.sparsity, source.config["sparsity"])
     stored = run.init.weights == "master" or (run.init.weights == "auto" and same)
     state = weights.model_state(source) if stored else evaluated_state(source)
-    _copy(model, state, str(source.path), console)
+    parts = {name: name.split(".") for name in state}
+    own = {n: v for n, v in state.items() if not any(p.startswith("sparsity") for p in parts[n])}
+    _copy(model, own, str(source.path), console)
     kind = "stored weights" if stored else "the weights that it evaluates with"
     before = source.config["sparsity"]["name"]
     console.info(f"initial weights: {source.path} (step {source.step}, {before}), {kind}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsepretrain.config.schema import Run
+from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import DataError, DivergedError
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.tasks import Batch, Observation, Task
 from sparsepretrain.training import rng
-from sparsepretrain.training.batches import TrainingBatches, split_requests, stream
+from sparsepretrain.training.batches import Request, TrainingBatches, split_requests, stream
 from sparsepretrain.training.ema import AVERAGED, EMA
 from sparsepretrain.training.flips import Flips
 from sparsepretrain.training.precision import autocast
@@ -30,6 +31,9 @@ from sparsepretrain.training.signals import StopSignals
 
 MAX_SKIPS = 10
 """Skipped steps in a row after which ``guard=skip`` gives up."""
+
+SILENT_SECONDS = 1.0
+"""Of an evaluation before it shows how far it is."""
 
 MAX_OVERFLOWS = 50
 """The same for gradients under loss scaling: so many halvings make any usable scale useless."""
@@ -64,8 +68,12 @@ class Training:
     skipped: int = 0
     """Steps without an update because something was not finite."""
     skips_in_a_row: int = 0
+    lines: int = 0
+    """Of the record, at the last checkpoint; 0: not known."""
     stop_after: int | None = None
     """End early, after so many completed steps; schedules and windows stay those of the run."""
+    on_progress: Callable[[Progress], None] | None = None
+    """Shows how far an evaluation is."""
     timer: Timer = field(default_factory=lambda: Timer())
     flips: Flips = field(init=False)
 
@@ -221,7 +229,7 @@ def evaluate(
 
     def measure() -> dict[str, float] | None:
         observations: list[Observation] = []
-        for batch in stream(t.task, requests, t.device, t.run.workers):
+        for batch in _shown(t, split, requests):
             if signals is not None and signals.exit_code is not None:
                 return None
             with autocast(t.run.precision, t.device):
@@ -237,6 +245,22 @@ def evaluate(
         return None
     numbers = {k: v for k, v in averaged.items() if not isinstance(v, str)}
     return metrics | {f"{AVERAGED}{name}": value for name, value in numbers.items()}
+
+
+def _shown(t: Training, split: str, requests: list[Request]) -> Iterator[Batch]:
+    """The batches of an evaluation; once it takes longer than a second, with how far it is."""
+    samples, done, started = sum(len(r.positions) for r in requests), 0, time.monotonic()
+    for request, batch in zip(
+        requests, stream(t.task, requests, t.device, t.run.workers), strict=True
+    ):
+        yield batch
+        done += len(request.positions)
+        seconds = time.monotonic() - started
+        if t.on_progress is not None and seconds > SILENT_SECONDS:
+            unit = t.task.sample
+            t.on_progress(
+                Progress(phase=split, done=done, total=samples, unit=unit, seconds=seconds)
+            )
 
 
 def _measure(t: Training, *, per_layer: bool) -> dict[str, float]:

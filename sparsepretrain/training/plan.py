@@ -11,11 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import AdamW, Run, SimulatedFP8
-from sparsepretrain.tasks import Task
+from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console, clock, count
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training import preflight
-from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
+from sparsepretrain.training.build import build_model, pick_device, sparsify_model
 from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.precision import compute_dtype, describe
 

@@ -20,13 +20,14 @@ from sparsepretrain.files import write_atomic
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.sparsity.proof import Proof, prove
+from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.tracking.record import read
+from sparsepretrain.tracking.record import FILE, read
 from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training import checkpoint, initial, preflight, rng
 from sparsepretrain.training.batches import TrainingBatches
-from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
+from sparsepretrain.training.build import build_model, pick_device, sparsify_model
 from sparsepretrain.training.ema import EMA
 from sparsepretrain.training.hardware import environment, peak_flops
 from sparsepretrain.training.loop import Training, run_steps
@@ -78,6 +79,8 @@ def train(
             if source is not None:
                 _restore(t, source)
                 console.info(f"continuing from {source} (step {t.step})")
+                if source == named:
+                    _take_record(source, directory)
             _write(directory / "config.yaml", freeze.to_yaml(plain))
             if t.task.tokenizer_file is not None:  # it travels with the weights
                 text = t.task.tokenizer_file.read_text(encoding="utf-8")
@@ -109,7 +112,14 @@ def _run(
         total=t.end,
     )
 
+    if stream.lines < t.lines:
+        console.warn(
+            f"{directory / FILE} has {stream.lines} of the {t.lines} lines that it had at step "
+            f"{t.step}: the others are lost, and what is summed up or drawn lacks them"
+        )
+
     def save() -> None:
+        t.lines = stream.lines
         checkpoint.save(
             directory / "checkpoints",
             t.step,
@@ -181,6 +191,7 @@ def build_training(
         scaler=grad_scaler(run.precision, device),
         batches=TrainingBatches(task, run.batch.size, run.batch.micro, device, run.workers),
         ema=None if run.ema is None else EMA(model, run.ema),
+        on_progress=console.progress,
         peak_flops=peak,
         flops_per_item=0.0 if peak is None else flops_per_item(run, task),
     )
@@ -194,6 +205,7 @@ def _state(t: Training) -> dict[str, Any]:
         "evaluated": t.evaluated,
         "skipped": t.skipped,
         "skips_in_a_row": t.skips_in_a_row,
+        "lines": t.lines,
         "flips": t.flips.state_dict(),
         "fingerprint": t.task.fingerprint,
         "model": t.model.state_dict(),
@@ -234,6 +246,14 @@ def _restore(t: Training, path: Path) -> None:
         t.flips.load_state_dict(state["flips"])
     for key in ("step", "tokens", "evaluated", "skipped", "skips_in_a_row"):
         setattr(t, key, state[key])
+    t.lines = state.get("lines", 0)  # not in older checkpoints
+
+
+def _take_record(source: Path, directory: Path) -> None:
+    """Let the record go on with that of the run that ``source`` belongs to, if that is there."""
+    record = source.resolve().parent.parent / FILE
+    if source.resolve().parent.name == "checkpoints" and record.is_file():
+        _write(directory / FILE, record.read_bytes())
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Verbs, exit codes, streams and start-up cost of the command."""
 
+import json
 import os
 import resource
 import subprocess
@@ -49,6 +50,13 @@ def test_no_verb_is_a_usage_error_that_shows_the_help(capsys):
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"sparsepretrain {__version__}\n"
+
+
+def test_what_a_model_and_a_method_bring_together_is_said(capsys):
+    words = ["train", "model=gpt2_350m", "sparsity=tsrste"]
+    assert cli.main([*words, "--cfg", "job"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("# sparsity.decay=0.0002") and "  decay: 0.0002" in rest
 
 
 def test_cfg_job_is_the_resolved_configuration(capsys):
@@ -111,6 +119,13 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     replace(monkeypatch, "training", train=train)
     with pytest.raises(RuntimeError, match="bug"):
         cli.main(["train"])
+
+
+def test_a_plugin_that_exits_is_an_error(monkeypatch, capsys):
+    replace(monkeypatch, "training", train=lambda run, plain: sys.exit(0))
+    assert cli.main(["train"]) == 1
+    line = capsys.readouterr().err
+    assert "test_cli.py, line" in line and "called sys.exit(0)" in line and line.count("\n") == 1
 
 
 def test_somebody_elses_broken_pipe_is_not_ours(monkeypatch, capfd):
@@ -202,6 +217,20 @@ def test_closed_output_is_not_an_error():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_no_output_at_all():
+    # a daemon: files that are opened must not take the numbers of the streams either
+    program = "import os, sparsepretrain.cli as c; c.main(['--version']); assert os.dup(0) > 2"
+    done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, program])
+    assert done.returncode == 0
+    for output, code, line in (
+        ("&-", 0, b""),
+        ("/dev/full", 4, b"sparsepretrain: error: disk full: cannot write the output\n"),
+    ):
+        command = f'exec "$0" -m sparsepretrain --version >{output}'
+        done = subprocess.run(["sh", "-c", command, sys.executable], stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (code, line)
+
+
 def test_an_ascii_terminal(tmp_path):
     done = run("methods", env={**os.environ, "PYTHONIOENCODING": "ascii"}, cwd=tmp_path)
     assert done.returncode == 0 and "?" in done.stdout
@@ -238,3 +267,29 @@ def test_what_starting_costs(argv, absent, seconds):
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert not absent & set(done.stdout.splitlines()[-1].split())
     assert min(times) < seconds
+
+
+def test_a_finished_run_answers_without_torch(tiny, capfd):
+    """Neither its steps nor its epochs need the model; its report is left as it is."""
+    from sparsepretrain import config, training
+
+    loaded = "torch" in sys.modules
+    runs = [tiny.overrides("steps=2"), tiny.overrides("steps=0", "epochs=0.002")]
+    for words in runs:
+        run, plain = training.settle(*config.load(words))
+        assert training.train(run, plain) == 0
+        (config.freeze.run_directory(plain) / "report.md").touch()
+    said = capfd.readouterr().out.count("loading PyTorch and the model")
+    assert said == (not loaded), "once, and only where it takes seconds"
+    code = (
+        "import json, sys; from sparsepretrain.cli import main\n"
+        "for words in json.load(sys.stdin): assert main(['train', *words]) == 0\n"
+        "assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules)"
+    )
+    command, text = [sys.executable, "-c", code], json.dumps(runs)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.rpartition("is ")[2] for line in lines] == [
+        "finished (2 steps): nothing to do",
+        "finished (1 steps): nothing to do",
+    ]

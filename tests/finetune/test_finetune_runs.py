@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def test_fine_tuning_starts_from_the_weights_whose_numbers_a_run_prints(tiny, tm
     assert all(torch.equal(stored[name], value) for name, value in evaluated.items())
     words = (*glue(tmp_path), f"runs_dir='{tmp_path / 'tuned'}'")
     own = build(found.path, *words).model.state_dict()
-    assert all(torch.equal(own[name], stored[name]) for name in stored if name in own)
+    assert all(torch.equal(own[name], stored[name]) for name in evaluated if name in own)
 
 
 def test_a_stopped_run_continues_bit_for_bit_without_its_source(tiny, tmp_path, stop_after):
@@ -137,7 +138,8 @@ def logits(model: torch.nn.Module, task: object) -> torch.Tensor:
 )
 def test_the_function_at_step_0_is_that_of_the_source(tiny, tmp_path, before, after, exact):
     source = pretrain(tiny, f"sparsity={before}")
-    from sparsepretrain.training.build import build_model, build_task
+    from sparsepretrain.tasks import build_task
+    from sparsepretrain.training.build import build_model
 
     run, _ = tiny.load(f"sparsity={before}")
     task = build_task(run)
@@ -188,16 +190,18 @@ def test_the_tokenizer_travels_with_the_run(tiny, tmp_path, small_corpus):
     # a fine-tuned run is a source again, and keeps its head
     _, out, _ = train(directory, *glue(tmp_path), "steps=1", "seed=1", f"runs_dir='{tmp_path}'")
     assert "drawn anew" not in out
-    text = ["data=text_files", f"data.files=['{small_corpus}/*']", "task.sequence_length=16"]
-    run, _ = load(source, "task=causal_lm", *text)
-    assert run.data.tokenizer.endswith("tokenizer.json")
-    assert run.data.vocab_size == 300
+    text = ["data=text_files", f"data.files=['{small_corpus}/*']"]
+    for words in (text, []):  # other text, or that of the run
+        run, _ = load(source, "task=causal_lm", *words)
+        assert run.data.tokenizer.endswith("tokenizer.json")
+        assert run.data.vocab_size == 300 and run.task.sequence_length == 16
+    assert run.data == replace(tiny.load()[0].data, tokenizer=run.data.tokenizer, vocab_size=300)
 
 
 def test_language_modelling_on_other_text(tiny, tmp_path, small_corpus):
     source = pretrain(tiny)
     words = ["task=causal_lm", "data=text_files", f"data.files=['{small_corpus}/0*.txt']"]
-    words += ["task.sequence_length=16", "steps=2", "eval.every=1", "eval.batches=1"]
+    words += ["steps=2", "eval.every=1", "eval.batches=1"]
     words += [f"runs_dir='{tmp_path}'"]
     _, out, lines = train(source, *words)
     assert "drawn anew" not in out

@@ -14,10 +14,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sparsepretrain import config
 from sparsepretrain.data.encoding import ByteCodec, FileCodec
+from sparsepretrain.tasks import build_task
 from sparsepretrain.tasks._encoded import Sample, _pad
 from sparsepretrain.tasks.question_answering import exact_match, f1, normalise
 from sparsepretrain.tasks.sequence_classification import _cut
-from sparsepretrain.training.build import build_model, build_task
+from sparsepretrain.training.build import build_model
 
 NANO = ("model=gpt2_nano", "parallel.device=cpu", "model.n_embd=32", "model.n_layer=2")
 

@@ -15,8 +15,9 @@ from sparsepretrain.config.compose import catalogue
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.models.timm_image import TimmImage
 from sparsepretrain.optim import build_optimizer
+from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training.build import build_model, build_task, sparsify_model
+from sparsepretrain.training.build import build_model, sparsify_model
 from sparsepretrain.training.plan import dry_run
 
 META = torch.device("meta")
@@ -79,6 +80,8 @@ def test_experiments_of_the_papers():
     assert run.sparsity.name == "bimask" and run.sparsity.targets == "all"
     assert run.optim.lr == pytest.approx(5e-4 * run.batch.size / 512)
     assert load("experiment=sdgp_resnet50", "sparsity=dense", "sparsity.targets=convs")
+    for name in ("cifar10", "resnet18", "resnet50", "regnetx_400mf"):
+        assert load(f"experiment=sdgp_{name}")[0].sparsity.epsilon == 1e-4, "the authors' value"
 
 
 @pytest.mark.parametrize("model", SIZES)

@@ -83,7 +83,7 @@ def test_the_pattern_tightens_in_equal_stages(start):
     length = (until - first) / 3
     expected = [[7, 4, 2][int((s - first) / length)] for s in range(first, until)] + [1] * 4
     assert seen[first:] == expected
-    assert str(sparsifier.coverage()).count("7:8 → 4:8 → 2:8 → 1:8") == 2
+    assert str(sparsifier.coverage()).count("M∘W, M by stages 1:8") == 2
     assert sparsifier.coverage().pattern == "1:8"
 
 

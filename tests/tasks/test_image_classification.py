@@ -9,8 +9,8 @@ from torch import nn
 
 from sparsepretrain import config
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.tasks import build_task
 from sparsepretrain.training.batches import split_requests, stream, training_requests
-from sparsepretrain.training.build import build_task
 
 CPU = torch.device("cpu")
 MIXING = ("task.mixup=0.8", "task.cutmix=1.0")

@@ -13,8 +13,7 @@ from tiny_translation import TinyTranslation
 import sparsepretrain as sp
 from sparsepretrain import config
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainWarning
-from sparsepretrain.tasks import translation
-from sparsepretrain.training.build import build_task
+from sparsepretrain.tasks import build_task, translation
 
 CPU = torch.device("cpu")
 TENSORS = ("source", "mask", "previous", "targets")

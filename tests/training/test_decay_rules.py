@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from tiny_runs import Tiny
@@ -194,10 +193,7 @@ def test_what_cannot_be_searched(
 def test_a_mask_rule_of_its_own_is_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     from sparsepretrain.sparsity.methods.srste import SRSTE
 
-    def mask(self: Any, weight: Any, dim: int) -> Any:
-        return weight > 0
-
-    monkeypatch.setattr(SRSTE, "mask", mask)
+    monkeypatch.setattr(SRSTE, "flip_rule", None)
     run, plain = tiny.load("sparsity=srste")
     with pytest.raises(ConfigError, match="sparsity=srste chooses masks by a rule of its own"):
         Search(run, plain, (1e-4,), INTERVAL, 2)

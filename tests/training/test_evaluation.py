@@ -88,6 +88,15 @@ def test_a_line_per_evaluation_is_appended(tiny, evaluate, tmp_path):
     assert (run / "metrics.jsonl").read_bytes() == record, "evaluating leaves the record alone"
 
 
+def test_a_long_evaluation_shows_how_far_it_is(trained, evaluate, monkeypatch):
+    assert "validation: " not in evaluate(trained, "batch.micro=7")["output"]
+    monkeypatch.setattr(loop, "SILENT_SECONDS", 0.0)
+    result = evaluate(trained, "batch.micro=7")
+    shown = [line for line in result["output"].splitlines() if line.startswith("validation: ")]
+    assert shown[0].startswith(f"validation: 7 of {result['samples']} samples")
+    assert shown[-1].startswith(f"validation: {result['samples']} of {result['samples']} samples")
+
+
 def test_an_earlier_checkpoint(tiny, trained, evaluate):
     early, late = evaluate(trained / "checkpoints/step_00000004"), evaluate(trained)
     assert early["step"] == 4 and early["metrics"] != late["metrics"]

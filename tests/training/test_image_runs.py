@@ -7,6 +7,7 @@ from tiny_runs import assert_same_run, metrics
 
 from sparsepretrain import config, registry
 from sparsepretrain.cli import main
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.training import settle
 
 COMMON = (
@@ -44,6 +45,10 @@ def train(tiny, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:StepAdamW switched")
 def test_every_method_trains(train, method, model):
+    if registry.get("method", method).linear_only and model == "resnet":
+        with pytest.raises(ConfigError, match=f"{method} exists for linear layers only"):
+            train(model, f"sparsity={method}", "sparsity.targets=all")
+        return
     outcome = train(model, f"sparsity={method}", "sparsity.targets=all")
     assert outcome.code == 0, outcome.output
     lines = metrics(outcome.directory)

@@ -337,7 +337,7 @@ def test_evaluation_uses_the_sparse_weights(tiny):
 def test_same_seed_same_start_and_data_for_every_method(tiny):
     def start(*overrides):
         t = tiny.build(*overrides)
-        weights = {k: v for k, v in t.model.state_dict().items() if "sparsity_" not in k}
+        weights = {k: v for k, v in t.model.state_dict().items() if "sparsity" not in k}
         batches = [t.task.batch("train", s, range(4), 4)["tokens"] for s in range(3)]
         return [weights, batches]
 

@@ -74,6 +74,7 @@ def test_epoch_boundaries(tiny, stop_after, tmp_path):
 def test_every_part_of_the_state_matters(tiny, stop_after, monkeypatch, forgotten):
     """Negative control: leaving a part out must be noticed by the comparison above."""
     from sparsepretrain.sparsity import Sparsifier
+    from sparsepretrain.sparsity.state import ModelState
     from sparsepretrain.training import rng
 
     overrides = ("precision=fp16", "precision.growth_interval=2", "model.dropout=0.3")
@@ -82,6 +83,7 @@ def test_every_part_of_the_state_matters(tiny, stop_after, monkeypatch, forgotte
         monkeypatch.setattr(rng, "seed_draws", lambda seed, step, micro: None)
     elif forgotten == "sparsifier":
         monkeypatch.setattr(Sparsifier, "load_state_dict", lambda self, state: None)
+        monkeypatch.setattr(ModelState, "sync", lambda self: None)
     else:
         import torch
 
@@ -102,12 +104,34 @@ def test_the_mask_of_the_last_comparison_is_state(tiny, stop_after, monkeypatch)
 
     load = nn.Module.load_state_dict
 
-    def forget(self, state, *args):
-        return load(self, {k: v * (PREVIOUS_MASK not in k) for k, v in state.items()}, *args)
+    def forget(self, state, **options):
+        return load(self, {k: v * (PREVIOUS_MASK not in k) for k, v in state.items()}, **options)
 
     monkeypatch.setattr(nn.Module, "load_state_dict", forget)
     again = tiny.train()
     assert metrics(plain.directory) != metrics(again.directory)
+
+
+def test_a_lost_record_is_told(tiny, stop_after):
+    stop_after(4)
+    file = tiny.train().directory / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:2]))
+    stop_after(5)
+    assert f"has 2 of the {len(lines)} lines that it had at step 4" in tiny.train().output
+    stop_after(-1)
+    assert "lines that it had" not in tiny.train().output, "told once"
+
+
+def test_a_named_checkpoint_brings_its_record(tiny, stop_after):
+    plain = tiny.train("runs_dir=" + str(tiny.root / "plain"))
+    stop_after(5)
+    first = tiny.train().directory
+    stop_after(-1)
+    source = first / "checkpoints" / "step_00000004"
+    again = tiny.train("name=other", f"resume='{source}'")
+    assert again.code == 0 and "lines that it had" not in again.output
+    assert_same_run(plain.directory, again.directory)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -27,7 +27,6 @@ class Act24Options(MethodOptions):
     """Axis along which the input of wgrad is pruned: groups of tokens."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
         yield from MethodOptions.problems(self)
         if self.m != 4 and self.wgrad == "tokens":
             yield "m", f"must be 4 with wgrad=tokens (groups of four tokens), got {self.m}"
@@ -51,15 +50,12 @@ class Act24(Method):
 
     @property
     def sparse_row(self) -> Row:
-        """The weight is dense, its input is not."""
         fprop = self.nm("N:M(X)") if self.options.fprop == "in" else X
         wgrad = Operand("N:M(X)", (self.options.n, 4), "tokens")
         return Row(Xf=fprop, Xw=wgrad if self.options.wgrad == "tokens" else X)
 
     def fprop_input(self, x: Tensor) -> Tensor:
-        """Two of every four in-features of a token."""
         return kernels.nm_prune(x, *self.pattern, dim=-1)[0]
 
     def wgrad_input(self, x: Tensor) -> Tensor:
-        """Two of every four tokens, feature by feature."""
         return kernels.nm_prune(x, *self.pattern, dim=0)[0]

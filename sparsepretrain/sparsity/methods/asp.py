@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.method import Layer, Method, MethodOptions, Projection
+from sparsepretrain.sparsity.method import Method, MethodOptions, Projection
 from sparsepretrain.sparsity.row import Operand, Phase, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from sparsepretrain.sparsity.state import LayerState as Layer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,7 +26,6 @@ class ASPOptions(MethodOptions):
     """When the zeros are written, as a fraction of the run; 0: before the first forward."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
         yield from MethodOptions.problems(self)
         yield from checks.proper_fraction(self, "at")
 
@@ -41,43 +42,28 @@ class ASP(Method):
     summary = "magnitude mask once, at a chosen step; kept from then on"
     paper = "arXiv:2104.08378"
     phases = "dense, then one fixed mask"
+    settles = "at"
     finetune_options: ClassVar[dict[str, Any]] = {"at": 0.0}
-
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
-        super().__init__(options, total_steps)
-        at = self.steps_of(options.at, "at") if options.at else 0
-        self.at = max(at, self.window[0])
 
     @property
     def sparse_row(self) -> Row:
-        """Of the pruned phase."""
         return Row(A=self.nm("M∘W"), J=Operand("M∘dW"))
 
     def phase_of(self, step: int) -> Phase:
-        """Pruned from step ``at`` on."""
         phase = Method.phase_of(self, step)
-        if phase.training and step < self.at:
-            return Phase(False, False, f"until step {self.at} (at)")
+        if phase.training and step < self.settled:
+            return Phase(False, False, f"until step {self.settled} (at)")
         return phase
 
-    @classmethod
-    def keeps_function(cls, options: Any, theirs: dict[str, Any]) -> bool:
-        """Only a run that prunes at its start does."""
-        return options.at == 0 and super().keeps_function(options, theirs)
-
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
-        """Room for the mask."""
         return {"mask": weight.new_zeros(weight.shape).bool()}
 
     def update_(self, weight: Tensor, layer: Layer) -> None:
-        """Choose the mask at its step."""
-        if self.step == self.at:
+        if self.step == self.settled:
             layer.mask.copy_(self.mask(weight, layer.dim))
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
-        """A = M∘W."""
         return Projection(kernels.apply_mask(weight, layer.mask), layer.mask)
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
-        """Pruned weights receive nothing."""
         grad.masked_fill_(~mask, 0)

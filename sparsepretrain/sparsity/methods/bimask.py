@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.method import DGRAD, Layer, Method, MethodOptions, Projection
+from sparsepretrain.sparsity.method import DGRAD, Method, MethodOptions, Projection
 from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from sparsepretrain.sparsity.state import LayerState as Layer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +30,6 @@ class BiMaskOptions(MethodOptions):
     """Random permutations per search; the current one is always a candidate too."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
         yield from MethodOptions.problems(self)
         yield from checks.two_of_four(self, "Bi-Mask")
         yield from checks.at_least(0, self, "decay")
@@ -53,7 +54,6 @@ class BiMask(Method):
 
     @property
     def multiples(self) -> tuple[int, int]:
-        """Groups of four along both axes."""
         return 4, 4
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
@@ -78,12 +78,10 @@ class BiMask(Method):
         current.copy_(candidates[best])
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
-        """A = Mf∘W, B = Mb∘W."""
         rows = weight if layer.dim == 1 else weight.t()
         parts = kernels.bimask_prune(rows, layer.permutation)
         forward, mask, backward = parts if layer.dim == 1 else (part.t() for part in parts)
         return Projection(forward, mask, backward)
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
-        """Masked decay with the forward mask, once per step."""
         kernels.masked_decay_(grad, weight, mask, self.options.decay * scale)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
 from sparsepretrain.sparsity.method import Method, MethodOptions
-from sparsepretrain.sparsity.methods._transposable import transposable
+from sparsepretrain.sparsity.methods.tsrste import transposable
 from sparsepretrain.sparsity.row import Phase
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ class DenseOptions(MethodOptions):
     """Optimiser steps between two comparisons; T-SR-STE's is 40."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
         yield from MethodOptions.problems(self)
         if self.flip_rule == "transposable":
             yield from checks.two_of_four(self, "transposable masks")
@@ -56,11 +55,9 @@ class Dense(Method):
         return 4 if self.options.flip_rule == "transposable" else 1, self.options.m
 
     def phase_of(self, step: int) -> Phase:
-        """Dense, which needs no reason."""
         return Phase(False, False)
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
-        """The mask of ``flip_rule``."""
         if self.options.flip_rule == "transposable":
             return transposable(weight)
         return Method.mask(self, weight, dim)

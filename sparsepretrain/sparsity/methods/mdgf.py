@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.method import Layer, MethodOptions, Projection
+from sparsepretrain.sparsity.method import MethodOptions, Projection
 from sparsepretrain.sparsity.methods.ste import STE
 from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from sparsepretrain.sparsity.state import LayerState as Layer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +31,6 @@ class MDGFOptions(MethodOptions):
     """Fraction of the run at which d becomes 0 and the weights N:M."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
         yield from MethodOptions.problems(self)
         yield from checks.at_least(0, self, "rate")
         yield from checks.fraction(self, "until")
@@ -50,16 +51,14 @@ class MDGF(STE):
     paper = "arXiv:2402.04744"
     phases = "(M + d(1-M))∘W until d is 0"
     finetunes_as = "ste"
+    settles = "until"
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
-        until = self.steps_of(options.until, "until") if options.until else 0
-        self.until = max(until, self.window[0])
         self.binary = False
 
     def set_step(self, step: int) -> None:
-        """Binary from step ``until`` on."""
-        self.binary = step >= self.until
+        self.binary = step >= self.settled
         super().set_step(step)
 
     @property
@@ -67,14 +66,9 @@ class MDGF(STE):
         """Not N:M before d is 0."""
         return self.sparse_row if self.binary else Row(A=Operand("(M + d(1-M))∘W"))
 
-    @classmethod
-    def keeps_function(cls, options: Any, theirs: dict[str, Any]) -> bool:
-        """Only a mask that is binary from the start does."""
-        return options.until == 0 and super().keeps_function(options, theirs)
-
     def factor(self, step: Any) -> Any:
         """The factor d of pruned weights at a step: a float, or a 0-d tensor in a graph."""
-        first, length = self.window[0], self.until - self.window[0]
+        first, length = self.window[0], self.settled - self.window[0]
         if isinstance(step, int):
             part = min(max(step - first, 0) / length, 1) if length else 1
             return 0.0 if part == 1 else self._shape(part, math.exp)
@@ -84,11 +78,9 @@ class MDGF(STE):
         return 1 - part if self.options.shape == "linear" else exp(-self.options.rate * part)
 
     def metrics(self) -> dict[str, float]:
-        """``mask_decay``: d."""
         return {"mask_decay": self.factor(self.step)}
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
-        """A = (M + d(1-M))∘W."""
         if self.binary:
             return super().project(weight, layer)
         mask = self.mask(weight, layer.dim)

@@ -22,7 +22,6 @@ class SDGFOptions(MethodOptions):
     it equally."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
         yield from MethodOptions.problems(self)
         yield from checks.fraction(self, "until")
 
@@ -45,44 +44,34 @@ class SDGF(STE):
     Options = SDGFOptions
     summary = "STE with a pattern that tightens from (m-1):m to n:m"
     paper = "arXiv:2402.04744"
-    phases = "pattern tightens by stages"
+    phases = "(m-1):m, m/2:m, …, then n:m"
     finetunes_as = "ste"
+    settles = "until"
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self.stages = stages(options.n, options.m)
-        until = self.steps_of(options.until, "until") if options.until else 0
-        self.until = max(until, self.window[0])
         self.kept = self.stages[0]
 
     def set_step(self, step: int) -> None:
-        """The stage of this step."""
         first, earlier = self.window[0], len(self.stages) - 1
-        if step >= self.until:
+        if step >= self.settled:
             self.kept = self.options.n
         elif step <= first:
             self.kept = self.stages[0]
         else:
-            self.kept = self.stages[(step - first) * earlier // (self.until - first)]
+            self.kept = self.stages[(step - first) * earlier // (self.settled - first)]
         super().set_step(step)
-
-    @classmethod
-    def keeps_function(cls, options: Any, theirs: dict[str, Any]) -> bool:
-        """Only a pattern that is the last one from the start does."""
-        return options.until == 0 and super().keeps_function(options, theirs)
 
     @property
     def pattern(self) -> tuple[int, int]:
-        """The pattern of the current stage."""
         return self.kept, self.options.m
 
     @property
     def sparse_row(self) -> Row:
-        """Of the last stage; the text names all patterns before it."""
-        earlier = "".join(f" {kept}:{self.options.m} →" for kept in self.stages[:-1])
-        return Row(A=self.nm(f"M∘W{earlier}"))
+        """Of the last stage."""
+        return Row(A=self.nm("M∘W, M by stages"))
 
     @property
     def present_row(self) -> Row:
-        """Of the present stage."""
         return Row(A=Operand("M∘W", self.pattern, "in"))

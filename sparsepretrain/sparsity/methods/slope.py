@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.method import FPROP, WGRAD, Layer, Method, MethodOptions, Projection
+from sparsepretrain.sparsity.method import FPROP, WGRAD, Method, MethodOptions, Projection
 from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from sparsepretrain.sparsity.state import LayerState as Layer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,7 +28,6 @@ class Adapters:
     """First step with them, as a fraction of the run (the paper: the last 1 %)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
         yield from checks.at_least(0, self, "rank")
         yield from checks.proper_fraction(self, "start")
 
@@ -66,12 +67,10 @@ class SLoPe(Method):
 
     @property
     def sparse_row(self) -> Row:
-        """Without the adapters, which are not operands."""
         return Row(self.nm("M∘W"), self.nm("M2∘M∘W", "out"), J=Operand("M∘dW"))
 
     @property
     def multiples(self) -> tuple[int, int]:
-        """Groups of m along both axes."""
         return self.options.m, self.options.m
 
     @classmethod
@@ -81,12 +80,10 @@ class SLoPe(Method):
         return ranks == (0, 0) and super().keeps_function(options, theirs)
 
     def set_step(self, step: int) -> None:
-        """With adapters from their first step on."""
         self._adapting = self.options.adapters.rank > 0 and step >= self._first
         super().set_step(step)
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
-        """Room for the mask, and the adapters."""
         state = {"mask": weight.new_zeros(weight.shape).bool()}
         if not self.options.adapters.rank:
             return state
@@ -109,13 +106,11 @@ class SLoPe(Method):
         layer.mask.copy_(self.mask(scores, layer.dim))
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
-        """A = M∘W, B = A under its own N:M mask along out_features."""
         forward = kernels.apply_mask(weight, layer.mask)
         second = kernels.nm_mask(forward, *self.pattern, dim=1 - layer.dim)
         return Projection(forward, layer.mask, kernels.apply_mask(forward, second))
 
     def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
-        """(X·Rᵀ)·Lᵀ."""
         if not self._adapting or not self.phase.evaluation:
             return None
         from torch.nn.functional import linear
@@ -123,12 +118,10 @@ class SLoPe(Method):
         return linear(linear(x, layer.right), layer.left)
 
     def fold(self, layer: Layer) -> Tensor | None:
-        """L·R, laid out like the weight."""
         if not self._adapting or not self.phase.evaluation:
             return None
         product: Tensor = layer.left @ layer.right
         return product if layer.dim == 1 else product.t()
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
-        """Weights outside the mask receive nothing."""
         grad.masked_fill_(~mask, 0)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.method import DGRAD, Layer, Method, MethodOptions, Projection
+from sparsepretrain.sparsity.method import DGRAD, Method, MethodOptions, Projection
 from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sparsepretrain.kernels import NoiseKey
+    from sparsepretrain.sparsity.state import LayerState as Layer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +37,6 @@ class SSTEOptions(MethodOptions):
     """Factor of dW: 1 (authors' code) or β, the derivative of β·S."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
         yield from MethodOptions.problems(self)
         yield from checks.fraction(self, "gamma")
         if self.mvue == "weight" and (self.n, self.m) != (2, 4):
@@ -57,7 +57,6 @@ class SSTE(Method):
 
     @property
     def sparse_row(self) -> Row:
-        """β·S(W), and MVUE where the options put it."""
         row = Row(A=self.nm("β·S(W)"))
         if self.options.mvue == "gradient":
             return row._replace(U=Operand("MVUE(G)", (2, 4), "tokens"))

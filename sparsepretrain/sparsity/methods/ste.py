@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import Layer, Method, Projection
+from sparsepretrain.sparsity.method import Method, Projection
 from sparsepretrain.sparsity.row import Row
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from sparsepretrain.sparsity.state import LayerState as Layer
 
 
 @register("method", "ste")
@@ -22,7 +24,6 @@ class STE(Method):
 
     @property
     def sparse_row(self) -> Row:
-        """What the products see."""
         return Row(A=self.nm("M∘W"))
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:

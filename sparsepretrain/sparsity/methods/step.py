@@ -38,7 +38,6 @@ class STEPOptions(MethodOptions):
     """√v* + ε^¾ (authors' code) or √(v* + ε) (paper)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
         yield from MethodOptions.problems(self)
         bounds = [b for b in self.clipping if b is not None]
         if any(not 0 <= b <= 1 for b in bounds) or bounds != sorted(bounds):
@@ -66,7 +65,6 @@ class STEP(STE):
 
     @property
     def sparse_row(self) -> Row:
-        """That of STE, with decay if asked for."""
         decays = {"J": Operand("dW + λ(1-M)∘W")} if self.options.decay else {}
         return Row(A=self.nm("M∘W"), **decays)
 
@@ -132,12 +130,10 @@ class STEP(STE):
         return self._watched
 
     def may_be_sparse(self, step: int) -> bool:
-        """Once AutoSwitch may have switched."""
         low = self.options.clipping[0]
         earliest = 0 if low is None else self.steps_of(low, "clipping")
         return max(earliest, self.window[0]) <= step < self.window[1]
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
-        """Masked decay, if asked for."""
         if self.options.decay:
             kernels.masked_decay_(grad, weight, mask, self.options.decay * scale)

@@ -10,15 +10,26 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.method import Layer, Method, Projection, Window
-from sparsepretrain.sparsity.methods._decay import RampedDecay, RampedDecayOptions
-from sparsepretrain.sparsity.methods._transposable import transposable
+from sparsepretrain.sparsity.method import Method, Projection, Window
+from sparsepretrain.sparsity.methods.srste import RampedDecay, RampedDecayOptions
 from sparsepretrain.sparsity.row import Operand, Phase, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sparsepretrain.kernels import NoiseKey
+    from sparsepretrain.sparsity.state import LayerState as Layer
+
+
+def transposable(weight: Tensor) -> Tensor:
+    """The best transposable mask (arXiv:2404.01847 section 5.1), per kernel position.
+
+    Args:
+        weight: features along the first two axes, in any order: the mask serves both.
+    """
+    matrices = weight.movedim((0, 1), (-2, -1))
+    mask = kernels.transposable_mask(matrices.flatten(0, -2))
+    return mask.view(matrices.shape).movedim((-2, -1), (0, 1))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +48,6 @@ class TSRSTEOptions(RampedDecayOptions):
     """Last part of the run that trains dense, as a fraction (250,000 of 300,000 steps sparse)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
         yield from RampedDecayOptions.problems(self)
         yield from checks.two_of_four(self, "transposable masks")
         yield from checks.at_least(1, self, "refresh")
@@ -77,21 +87,17 @@ class TSRSTE(RampedDecay):
         return 4, 4
 
     def window_steps(self, window: Window) -> tuple[int, float]:
-        """Sparse until the earlier of window.stop and the dense tail."""
         start, stop = Method.window_steps(self, window)
         tail = self.options.dense_tail
         self._tail = self.steps_of(1 - tail, "dense_tail") if tail else math.inf
         return start, min(stop, self._tail)
 
     def phase_of(self, step: int) -> Phase:
-        """The dense tail has a name of its own."""
-        phase = Method.phase_of(self, step)
-        if step < self._tail or step < self.window[1]:
-            return phase
-        return Phase(False, False, f"since step {self.window[1]} (dense_tail)")
+        if step >= self.window[1] == self._tail:
+            return Phase(False, False, f"since step {self._tail} (dense_tail)")
+        return Method.phase_of(self, step)
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
-        """Room for the mask; it is searched at the first sparse step."""
         return {"mask": weight.new_zeros(weight.shape).bool()}
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
