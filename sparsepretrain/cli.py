@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import select
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from sparsepretrain import __version__, registry
 from sparsepretrain.completion import COMPLETION, override_words
-from sparsepretrain.errors import INTERRUPTED, ConfigError, SparsePretrainError
+from sparsepretrain.errors import INTERRUPTED, ConfigError, SparsePretrainError, own_warnings
 
 if TYPE_CHECKING:
     from sparsepretrain.config.schema import Run
@@ -77,20 +78,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     # before torch loads OpenMP: threads that spin while they wait make a run on a busy machine up
     # to twenty times slower, and gain nothing on an idle one
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for ᵀ
     try:
-        code = _dispatch(argv)
+        with own_warnings(lambda line: _complain(f"warning: {line}")):
+            code = _dispatch(argv)
         sys.stdout.flush()
         return code
     except SparsePretrainError as error:
         for line in getattr(error, "messages", None) or [str(error)]:
-            one_line = " ".join(str(line).split())
-            print(f"sparsepretrain: {error.label}: {one_line}", file=sys.stderr)
+            _complain(f"{error.label}: {line}")
         return error.exit_code
+    except SystemExit as stop:  # nothing of ours: a plugin's code
+        place = registry.origin(stop) or "some code"
+        _complain(f"error: {place} called sys.exit({stop.code!r}), which ended the command")
+        return 1
     except KeyboardInterrupt:
-        print("sparsepretrain: interrupted", file=sys.stderr)
+        _complain("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         if not _stdout_is_closed():
@@ -103,8 +109,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             context = context.__context__
         if context is None:
             raise
-        print("sparsepretrain: interrupted", file=sys.stderr)
+        _complain("interrupted")
         return INTERRUPTED
+
+
+def _complain(text: str) -> None:
+    """One line on the standard error, which may be closed."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"sparsepretrain: {' '.join(text.split())}", file=sys.stderr)
+
+
+def _replace_closed_streams() -> None:
+    """Open what a daemon was started without, or files opened later would take its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # the lowest free number is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def _stdout_is_closed() -> bool:
@@ -134,9 +157,10 @@ def _dispatch(argv: list[str]) -> int:
         raise UsageError(f"unknown verb {verb!r}{hint}")
     run, _ = VERBS[verb]
     try:
-        return run(_parser(verb).read(rest))
+        args = _parser(verb).read(rest)
     except SystemExit as stop:  # argparse ends --help this way
         return int(stop.code or 0)
+    return run(args)
 
 
 def _help() -> str:
@@ -250,6 +274,9 @@ def _start(args: argparse.Namespace, run: Run, plain: dict[str, Any]) -> int:
 
 def _illustrate(directory: Path) -> None:
     """Plots and report of a finished run; a failure here does not undo the training."""
+    record, page = directory / "metrics.jsonl", directory / "report.md"
+    if page.exists() and record.exists() and page.stat().st_mtime >= record.stat().st_mtime:
+        return  # the run was finished before
     from sparsepretrain import reports
     from sparsepretrain.tracking.console import Console
 
@@ -295,8 +322,11 @@ def _configs(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from sparsepretrain import reports
+    from sparsepretrain.tracking.console import Console
 
-    for path in reports.report(args.runs, args.out):
+    with Console().own_warnings():
+        written = reports.report(args.runs, args.out)
+    for path in written:
         print(path)
     return 0
 

@@ -5,7 +5,10 @@ Every message is one line that names the key, file or layer and says what to do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 INTERRUPTED = 130
 """Exit code after SIGINT (128 + 2); a checkpoint was saved."""
@@ -16,6 +19,22 @@ PREEMPTED = 143
 
 class SparsePretrainWarning(UserWarning):
     """What a run survives but its user should know; the commands print it as one line."""
+
+
+@contextlib.contextmanager
+def own_warnings(show: Callable[[str], None]) -> Iterator[None]:
+    """Give this package's Python warnings to ``show``, one line each; others appear as ever."""
+    with warnings.catch_warnings():
+        before = warnings.showwarning
+
+        def showwarning(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            if issubclass(category, SparsePretrainWarning):
+                show(str(message))
+            else:
+                before(message, category, *where)
+
+        warnings.showwarning = showwarning  # type: ignore[assignment]
+        yield
 
 
 class SparsePretrainError(Exception):

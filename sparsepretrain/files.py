@@ -7,6 +7,11 @@ import os
 from pathlib import Path
 
 
+def is_plain_name(text: str) -> bool:
+    """Whether ``text`` can be the name of a directory that is neither hidden nor two lines long."""
+    return bool(text) and "/" not in text and not text.startswith(".") and text.isprintable()
+
+
 def write_atomic(path: Path, content: str | bytes | memoryview, *, tag: str = "") -> None:
     """Write ``path`` so that it has all of ``content`` or is left as it was.
 

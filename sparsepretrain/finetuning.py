@@ -90,7 +90,7 @@ def with_recipe(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[s
 
 
 def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
-    """What a run hands on: model, method, precision, plugins."""
+    """What a run hands on: model, method, precision, plugins; its own task too, and the data."""
     request.blocks["model"] = config["model"]
     settings: dict[str, Any] = {"plugins": config["plugins"]} if config["plugins"] else {}
     if "precision" not in request.choices:
@@ -99,7 +99,12 @@ def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
         request.blocks["precision"] = block
         if block["name"] == "fp8_sim":  # dropped with MVUE
             request.choices["precision"] = block["dtype"]
-            request.blocks["precision"] = {"name": block["dtype"]}
+            keys = ("init_scale", "growth_interval") if block["dtype"] == "fp16" else ()
+            request.blocks["precision"] = {"name": block["dtype"], **{k: block[k] for k in keys}}
+    if request.choices.get("task") == config["task"]["name"]:  # goes on with what the run did
+        request.blocks["task"] = config["task"]
+        if "data" not in request.choices:
+            request.blocks["data"] = config["data"]
     before = config["sparsity"]
     chosen = request.choices.get("sparsity", CONTINUED.get(before["name"], before["name"]))
     request.choices["sparsity"] = chosen

@@ -9,12 +9,17 @@ file and one YAML and nothing else is edited.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -42,8 +47,11 @@ def register(kind: str, name: str) -> Callable[[type[T]], type[T]]:
     """Return a class decorator that makes the class available as ``name`` of ``kind``.
 
     Raises:
-        ConfigError: another class already has that name (a plugin cannot replace a built-in).
+        ConfigError: another class already has that name (a plugin cannot replace a built-in), or
+            ``kind`` is none.
     """
+    if kind not in PACKAGES:
+        raise ConfigError(f"there is no kind {kind!r}{suggestion(kind, PACKAGES)}")
 
     def decorate(cls: type[T]) -> type[T]:
         known = _registered[kind].get(name)
@@ -53,7 +61,7 @@ def register(kind: str, name: str) -> Callable[[type[T]], type[T]]:
         )
         built_in = name in _builtin_names(kind) and cls.__module__ != f"{PACKAGES[kind]}.{name}"
         if (known is not None and not same) or built_in:
-            raise ConfigError(f"plugin error: {kind} {name!r} exists already; choose another name")
+            raise ConfigError(f"{kind} {name!r} exists already; choose another name")
         _registered[kind][name] = cls
         return cls
 
@@ -78,58 +86,98 @@ def get(kind: str, name: str) -> type:
     return _registered[kind][name]
 
 
-def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """`` (did you mean 'x'?)``, or the list of choices when nothing is near.
+def options_of(kind: str, name: str) -> type:
+    """The dataclass ``Options`` of the class registered as ``name`` of ``kind``.
+
+    Raises:
+        ConfigError: unknown name, or a plugin's class without it; names the file and the line.
+    """
+    cls = get(kind, name)
+    options = getattr(cls, "Options", None)
+    if not isinstance(options, type) or not dataclasses.is_dataclass(options):
+        place = f"{inspect.getsourcefile(cls)}, line {inspect.getsourcelines(cls)[1]}"
+        raise ConfigError(f"{place}: class {cls.__name__} has no dataclass 'Options'")
+    return options
+
+
+def suggestion(word: str, known: Iterable[str], prefix: str = "", *, listing: str = "") -> str:
+    """`` (did you mean 'x'?)``, or the list of choices when nothing is near; case is ignored.
 
     ``prefix`` is put before the names in the answer only, so that a long common path does not make
-    everything look near.
+    everything look near. ``listing``: see :func:`choices`.
     """
     known = list(known)
+    lower = {name.lower(): name for name in known}
     # 0.5 finds every word of four letters or more with two wrong ones
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.5)
     if near:
-        return f" (did you mean {prefix + near[0]!r}?)"
-    return f" (choose from {choices(known)})" if known else ""
+        return f" (did you mean {prefix + lower[near[0]]!r}?)"
+    return f" (choose from {choices(known, listing)})" if known else ""
 
 
-def choices(known: Sequence[str]) -> str:
-    """``known`` in a line; of very many the first."""
+def choices(known: Sequence[str], listing: str = "") -> str:
+    """``known`` in a line; of very many the first, and the command ``listing`` that has all."""
     if len(known) <= MOST_LISTED:
         return ", ".join(known)
-    return f"{', '.join(known[:MOST_LISTED])}, … (`sparsepretrain configs` lists all {len(known)})"
+    rest = f" (`sparsepretrain {listing}` lists all {len(known)})" if listing else ""
+    return f"{', '.join(known[:MOST_LISTED])}, …{rest}"
 
 
 def load_plugin(plugin: str) -> None:
     """Import a plugin: a path to a ``.py`` file or the dotted name of an installed module.
 
+    What it prints goes to stderr: the standard output may be a configuration.
+
     Raises:
-        ConfigError: it does not exist or its import fails.
+        ConfigError: it does not exist or its import fails; names the file and the line.
     """
     try:
-        if plugin.endswith(".py"):
-            path = Path(plugin).expanduser().resolve()
-            digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-            module_name = f"sparsepretrain_plugin_{path.stem}_{digest}"
-            if module_name in sys.modules:
-                return
-            if not path.is_file():
-                raise ConfigError(f"plugin {plugin!r}: no such file")
-            spec = importlib.util.spec_from_file_location(module_name, path)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[module_name] = module
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[module_name]
-                raise
-        else:
-            importlib.import_module(plugin)
-    except ConfigError:
+        with contextlib.redirect_stdout(sys.stderr):
+            if plugin.endswith(".py"):
+                _import_file(plugin)
+            else:
+                importlib.import_module(plugin)
+    except KeyboardInterrupt:
         raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigError(f"plugin {plugin!r} does not import: {reason}") from error
+    except BaseException as error:  # sys.exit as well
+        text = getattr(error, "msg", None) or str(error)  # of a SyntaxError without its place
+        reason = text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
+        place = origin(error)
+        where = f" ({place})" if place else ""
+        raise ConfigError(
+            f"plugin {plugin!r} does not import: {reason.splitlines()[0]}{where}"
+        ) from error
+
+
+def _import_file(plugin: str) -> None:
+    path = Path(plugin).expanduser().resolve()
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    module_name = f"sparsepretrain_plugin_{path.stem}_{digest}"
+    if module_name in sys.modules:
+        return
+    if not path.is_file():
+        raise ConfigError("no such file")
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+
+
+def origin(error: BaseException) -> str:
+    """``file.py, line 3``: where code that is not this package's raised ``error``; else empty."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    known = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<frozen")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        # packages may lie below the standard library
+        if "site-packages" in frame.filename or not frame.filename.startswith(known):
+            return f"{frame.filename}, line {frame.lineno}"
+    return ""
 
 
 def load_entry_points() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -17,12 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sparsepretrain
+from sparsepretrain.config.bounded import check_yaml
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.registry import choices, suggestion
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from omegaconf.errors import OmegaConfBaseException
 
 PRIMARY = "train"
 """The YAML file at the root of the shipped configuration."""
@@ -46,6 +49,8 @@ class Request:
     """Group -> keys that take the place of the composed ones, before any value is set."""
     broken: set[str] = field(default_factory=set)
     """Groups whose choice was refused."""
+    options: dict[str, dict[str, Path]] = field(default_factory=dict)
+    """See :func:`catalogue`."""
 
 
 def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
@@ -129,18 +134,18 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Req
     from hydra.errors import HydraException
 
     request = Request(search_path(config_dirs))
-    groups = _options(request.path)
+    groups = request.options = _options(request.path)
     parser = OverridesParser.create()
     for text in overrides:
         text = text.strip()
         try:
             override = parser.parse_override(text)
-        except HydraException as error:
-            request.errors.append(_syntax(text, error))
+        except (HydraException, RecursionError):
+            request.errors.append(_syntax(text))
             continue
         key = override.key_or_group
         if override.type == OverrideType.DEL:
-            problem = f"{text!r}: keys cannot be removed; set {key}=null or choose another option"
+            problem = f"{text!r}: keys cannot be removed; leave it out and {key} has its default"
         elif not key:
             problem = f"override {text!r} has no key; write key=value"
         elif key.split(".")[0] == "hydra":
@@ -191,6 +196,7 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
         for group, block in request.blocks.items():
             OmegaConf.update(composed, group, block, merge=False, force_add=True)
         _force(composed, request.values)
+        _warn_of_secrets(composed)
         plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
     # the file's label; a mapping here means a file without the _global_ package, see validate
@@ -220,6 +226,7 @@ def amend(plain: dict[str, Any], request: Request) -> dict[str, Any]:
             chosen = hydra.compose(None, [f"+{group}={_quote(option)}", *_search(request)])
             amended[group] = OmegaConf.select(chosen, group)
         _force(amended, request.values)
+        _warn_of_secrets(amended)
         result = OmegaConf.to_container(amended, resolve=True, throw_on_missing=True)
     assert isinstance(result, dict)
     return {str(key): value for key, value in result.items()}
@@ -237,8 +244,10 @@ def _composing(request: Request) -> Iterator[None]:
     import hydra
     import yaml
     from hydra.errors import HydraException, MissingConfigException
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
+    for file in (file for directory in request.path[1:] for file in _yaml_files(directory)):
+        check_yaml(file)
     try:
         with hydra.initialize_config_dir(
             str(request.path[0]), job_name=PRIMARY, version_base="1.3"
@@ -250,8 +259,13 @@ def _composing(request: Request) -> Iterator[None]:
         missing = str(error.missing_cfg_file)
         near = suggestion(missing.rpartition("/")[2], error.options or ())
         raise ConfigError(f"{missing}.yaml does not exist{near}") from error
+    except InterpolationKeyError as error:
+        raise ConfigError(_absent(request, error)) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    except RecursionError as error:
+        files = ", ".join(map(str, _chosen_files(request)))
+        raise ConfigError(f"the defaults list of {files} comes back to itself") from error
     except ConfigError:
         raise
     except (HydraException, OSError, ValueError) as error:
@@ -277,19 +291,35 @@ def _force(composed: DictConfig, values: list[tuple[str, Any]]) -> None:
         raise ConfigError(errors)
 
 
+def _warn_of_secrets(composed: DictConfig) -> None:
+    """Environment variables are resolved, and what they hold goes where the configuration goes."""
+    from omegaconf import OmegaConf
+
+    text = str(OmegaConf.to_container(composed, resolve=False))
+    for name in dict.fromkeys(re.findall(r"\$\{oc\.env:(\w+)", text)):
+        if re.search("TOKEN|KEY|SECRET|PASSWORD", name, re.IGNORECASE):
+            warnings.warn(
+                f"what ${name} holds becomes part of the configuration, which the run's directory, "
+                "its checkpoints and its trackers keep: a secret does not belong there",
+                SparsePretrainWarning,
+                stacklevel=2,
+            )
+
+
 def _choose(request: Request, group: str, value: Any, options: list[str]) -> str:
     """Record a group choice; return what is wrong with it."""
     if value is None and group in ("experiment", "finetune"):
         request.choices.pop(group, None)
         return ""
     if isinstance(value, dict | list):
-        return f"{group} takes the name of an option ({choices(options)}), or write {group}.KEY=…"
+        listed = choices(options, "configs")
+        return f"{group} takes the name of an option ({listed}), or write {group}.KEY=…"
     choice = "null" if value is None else str(value)
     if choice in options:
         request.choices[group] = choice
         return ""
-    near = suggestion(choice, options)
-    listed = "" if "choose from" in near else f"; choose from {choices(options)}"
+    near = suggestion(choice, options, listing="configs")
+    listed = "" if "choose from" in near else f"; choose from {choices(options, 'configs')}"
     return f"{group} has no option {choice!r}{near}{listed}"
 
 
@@ -301,12 +331,15 @@ def _files(directory: Path) -> set[str]:
     """
     if not directory.is_dir():
         return set()
-    found = [file for depth in ("", "*/", "*/*/") for file in directory.glob(f"{depth}*.yaml")]
     return {
         file.relative_to(directory).with_suffix("").as_posix()
-        for file in found
+        for file in _yaml_files(directory)
         if not file.name.startswith(("_", "."))
     }
+
+
+def _yaml_files(directory: Path) -> list[Path]:
+    return [file for depth in ("", "*/", "*/*/") for file in directory.glob(f"{depth}*.yaml")]
 
 
 def _plugin_dirs() -> list[Path]:
@@ -327,14 +360,30 @@ def _quote(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${") + "'"
 
 
-def _syntax(text: str, error: Exception) -> str:
+def _syntax(text: str) -> str:
     if "=" not in text:
         return f"override {text!r} has no value; write {text or 'key'}=value"
     key, _, _ = text.partition("=")
+    shown = text if len(text) <= 60 else text[:57] + "..."
     if not re.fullmatch(r"[+~]*[A-Za-z_]\w*([./@][A-Za-z_]\w*)*", key):
-        return f"override {text!r}: {key!r} is not a key; write a.b.c=value"
-    reason = str(error).splitlines()[0].split(" expecting {")[0]
-    return f"override {text!r} cannot be read ({reason}); put the value in quotes: {key}='\"…\"'"
+        return f"override {shown!r}: {key!r} is not a key; write a.b.c=value"
+    return (
+        f"override {shown!r} cannot be read: close every bracket and quote, and put a value with "
+        f"special characters in quotes: {key}='\"…\"'"
+    )
+
+
+def _absent(request: Request, error: OmegaConfBaseException) -> str:
+    """What to say when a value is taken from a key that is not there."""
+    text = str(error).splitlines()[0]
+    wanted = re.search(r"'([\w.]+)'", text)
+    source = wanted[1].partition(".")[0] if wanted else ""
+    reader = str(error.full_key).partition(".")[0]
+    choice, own = request.choices.get(source), request.choices.get(reader)
+    if wanted is None or choice is None or source == reader:
+        return f"{error.full_key}: {text}"
+    name = f"{reader}={own}" if own else reader
+    return f"{source}={choice} does not go with {name}: {error.full_key} follows {wanted[1]}"
 
 
 def _yaml_problem(error: Exception) -> str:
@@ -351,8 +400,7 @@ def _unreadable(request: Request) -> list[str]:
     from omegaconf import OmegaConf
 
     problems = []
-    chosen = [f"{group}/{option}.yaml" for group, option in request.choices.items()]
-    for file in (d / name for name in chosen for d in request.path[1:] if (d / name).is_file()):
+    for file in _chosen_files(request):
         try:
             if not OmegaConf.is_dict(OmegaConf.load(file)):
                 problems.append(f"{file} must be a mapping of keys (key: value lines)")
@@ -363,6 +411,12 @@ def _unreadable(request: Request) -> list[str]:
         except yaml.YAMLError as error:
             problems.append(_yaml_problem(error))
     return problems
+
+
+def _chosen_files(request: Request) -> list[Path]:
+    """The user's files among those that were chosen."""
+    named = [f"{group}/{option}.yaml" for group, option in request.choices.items()]
+    return [d / name for name in named for d in request.path[1:] if (d / name).is_file()]
 
 
 def _one_line(error: BaseException) -> str:

@@ -5,14 +5,37 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sparsepretrain.config.schema import Run
+from sparsepretrain.config.bounded import check_yaml
+from sparsepretrain.config.schema import REGISTERED, Run
 from sparsepretrain.errors import ConfigError
 
 NOT_IDENTITY = ("resume", "runs_dir", "tracker", "seed", "workers")
 """Root keys that leave the result alone; the seed stands next to the hash in the directory name."""
+
+Table = dict[tuple[str, str], dict[str, Any]]
+
+ADDED: Table = {
+    ("model", "gpt2"): {"activation": "gelu_tanh"},
+    ("model", "bert"): {"activation": "gelu"},
+    ("model", "marian"): {"activation": "relu"},
+    ("model", "timm_image"): {"activation": None, "zero_init_last": None},
+    ("task", "causal_lm"): {"replacement": False},
+    ("task", "image_classification"): {"lighting": 0.0},
+    **{("schedule", n): {"start": None} for n in ("cosine", "linear", "inverse_sqrt", "constant")},
+    ("precision", "fp8_sim"): {"init_scale": 65536.0, "growth_interval": 2000},
+}
+"""(Group, what is chosen in it) -> key -> what a configuration without that key means.
+
+A configuration that was frozen before the key existed is read as if it had this value, and the hash
+leaves the key out at this value, so that a new key makes no new experiments of old ones.
+"""
+
+CHANGED: Table = {("sparsity", "sdgp"): {"epsilon": 1.0e-4}}
+"""The same for keys whose default is another one now: they are in the hash at every value."""
 
 Config = Run | dict[str, Any]
 
@@ -31,21 +54,26 @@ def to_yaml(plain: dict[str, Any]) -> str:
 
 
 def from_yaml(file: Path) -> dict[str, Any]:
-    """Read a frozen configuration.
+    """Read a frozen configuration; keys that it is too old for get the value they had in effect.
 
     Raises:
-        ConfigError: the file is missing or is not a YAML mapping.
+        ConfigError: the file is missing, endless or not a YAML mapping.
     """
     import yaml
     from omegaconf import OmegaConf
 
+    check_yaml(file)
     try:
         plain = OmegaConf.to_container(OmegaConf.load(file))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"{file} is not a configuration: it must be a mapping of keys")
-    return {str(key): value for key, value in plain.items()}
+    result = {str(key): value for key, value in plain.items()}
+    for table in (ADDED, CHANGED):
+        for part, key, value in _meant(result, table):
+            part.setdefault(key, value)
+    return result
 
 
 def identity(config: Config) -> str:
@@ -55,8 +83,11 @@ def identity(config: Config) -> str:
     keys and the spelling of numbers (``1`` or ``1.0``) make no difference.
     A mapping is expected as :func:`resolve` gives it.
     """
-    plain = {key: value for key, value in _plain(config).items() if key not in NOT_IDENTITY}
-    text = json.dumps(_canonical(plain), sort_keys=True)
+    plain = _canonical({k: v for k, v in _plain(config).items() if k not in NOT_IDENTITY})
+    for part, key, value in _meant(plain, ADDED):
+        if part.get(key) == _canonical(value):
+            part.pop(key, None)
+    text = json.dumps(plain, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -90,6 +121,15 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 
 def _plain(config: Config) -> dict[str, Any]:
     return resolve(config) if isinstance(config, Run) else config
+
+
+def _meant(plain: dict[str, Any], table: Table) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """(group of ``plain``, key, value) of what ``table`` says about the choices of ``plain``."""
+    for (group, name), keys in table.items():
+        part = plain.get(group)
+        if isinstance(part, dict) and part.get(REGISTERED.get(group, ("", "name"))[1]) == name:
+            for key, value in keys.items():
+                yield part, key, value
 
 
 def _lists(value: Any) -> Any:

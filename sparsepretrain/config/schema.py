@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sparsepretrain import registry
+from sparsepretrain.files import is_plain_name
+
+MOST_STEPS = 10**9
+"""Steps of a run, and passes over its data: more is a slip of the hand."""
 
 Problems = Iterator[tuple[str, str]]
 
@@ -150,6 +154,8 @@ class Decay:
     name: Literal["cosine", "linear"]
     warmup: int | float
     """Optimiser steps from 0 to the peak learning rate; below 1: a fraction of the run."""
+    start: float | None
+    """Learning rate of the first update, as a fraction of the peak; null: 1 / (warmup + 1)."""
     min_lr: float
     """Learning rate that the decay reaches after the last step."""
 
@@ -166,6 +172,8 @@ class Warmup:
     name: Literal["inverse_sqrt", "constant"]
     warmup: int | float
     """Optimiser steps from 0 to the peak learning rate; below 1: a fraction of the run."""
+    start: float | None
+    """Learning rate of the first update, as a fraction of the peak; null: 1 / (warmup + 1)."""
 
     def problems(self) -> Problems:
         """Range errors as (key, message)."""
@@ -197,10 +205,9 @@ class Precision:
 
 
 @dataclass(slots=True, kw_only=True)
-class ScaledPrecision:
-    """fp16 with dynamic loss scaling."""
+class LossScaling:
+    """Dynamic loss scaling, without which small gradients vanish in fp16."""
 
-    name: Literal["fp16"]
     init_scale: float
     """First loss scale."""
     growth_interval: int
@@ -212,13 +219,23 @@ class ScaledPrecision:
 
 
 @dataclass(slots=True, kw_only=True)
-class SimulatedFP8:
-    """fp8 values in the products of the layers of ``sparsity.targets`` (S-STE section 5)."""
+class ScaledPrecision(LossScaling):
+    """fp16 with dynamic loss scaling."""
+
+    name: Literal["fp16"]
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedFP8(LossScaling):
+    """fp8 values in the products of the layers of ``sparsity.targets`` (S-STE section 5).
+
+    The loss is scaled with ``dtype=fp16`` only.
+    """
 
     name: Literal["fp8_sim"]
     recipe: Literal["hybrid", "reference"]
     """Operands of the backward products: e5m2 gradient × e4m3, or both e5m2 (authors' code)."""
-    dtype: Literal["fp32", "bf16"]
+    dtype: Literal["fp32", "bf16", "fp16"]
     """Compute dtype of everything else."""
 
 
@@ -297,7 +314,7 @@ class Run:
     clip: float | None
     """Global gradient norm; null: no clipping."""
     ema: float | None
-    """Decay per step of an average of the weights, which evaluation then uses; null: none."""
+    """Decay per step of an average of the weights, which is evaluated too (ema_*); null: none."""
     workers: int
     """Processes that make batches ahead of the model; 0: the training process makes them."""
     init: Init = field(default_factory=Init)
@@ -320,8 +337,10 @@ class Run:
     def problems(self) -> Problems:
         """Range errors as (key, message)."""
         yield from _non_negative(self, "steps", "workers")
-        if self.epochs is not None and self.epochs <= 0:
-            yield "epochs", f"must be > 0 or null, got {self.epochs}"
+        if self.steps > MOST_STEPS:
+            yield "steps", f"must be ≤ {MOST_STEPS}, got {self.steps}"
+        if self.epochs is not None and not 0 < self.epochs <= MOST_STEPS:
+            yield "epochs", f"must lie in (0, {MOST_STEPS}] or be null, got {self.epochs}"
         if self.steps == 0 and self.epochs is None:
             yield "steps", "must be > 0, or give epochs"
         if self.ema is not None and not 0 < self.ema < 1:
@@ -332,7 +351,7 @@ class Run:
             yield "seed", f"must lie in [0, 2^63), got {self.seed}"
         if self.clip is not None and self.clip <= 0:
             yield "clip", f"must be > 0 or null, got {self.clip}"
-        if not self.name or "/" in self.name or self.name.startswith("."):
+        if not is_plain_name(self.name):
             yield "name", f"must be a plain directory name, got {self.name!r}"
         yield from _fitting(self)
         floor, peak = getattr(self.schedule, "min_lr", 0.0), getattr(self.optim, "lr", None)
@@ -357,6 +376,8 @@ def _warmup(options: Decay | Warmup) -> Problems:
     yield from _non_negative(options, "warmup")
     if options.warmup >= 1 and not float(options.warmup).is_integer():
         yield "warmup", f"must be whole steps or a fraction below 1, got {options.warmup}"
+    if options.start is not None and not 0 <= options.start <= 1:
+        yield "start", f"must lie in [0, 1] or be null, got {options.start}"
 
 
 def _positive(options: Any, *keys: str) -> Problems:

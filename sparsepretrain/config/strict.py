@@ -119,7 +119,7 @@ def _match(hint: Any, value: Any, key: str, errors: list[str]) -> Any:
 
 
 def _near(path: str, key: str, fields: dict[str, Any]) -> str:
-    return suggestion(str(key), fields, f"{path}." if path else "")
+    return suggestion(str(key), fields, f"{path}." if path else "", listing="train --cfg job")
 
 
 def _join(path: str, key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -41,8 +42,9 @@ def load_request(request: Request) -> tuple[Run, dict[str, Any]]:
     recipe = request.broken & {"model", "experiment"}
     skip = {*GROUPS, *REGISTERED} if recipe else request.broken
     run, errors = check(plain, skip)
-    if request.errors:
-        errors = [*request.errors, *(e for e in errors if e.startswith("unknown key"))]
+    if recipe:  # what is wrong with the rest may follow from the missing recipe
+        errors = [error for error in errors if error.startswith("unknown key")]
+    errors = [*request.errors, *_renamed(request, errors)]
     if errors or run is None:
         raise ConfigError(errors)
     return run, resolve(run)
@@ -81,6 +83,20 @@ def check(plain: dict[str, Any], skip: Collection[str] = ()) -> tuple[Run | None
             root[group] = None if group in skip else _part(group, root[group], parts)
     run = walk(Run, root, "", errors)
     return run, errors + parts
+
+
+def _renamed(request: Request, errors: list[str]) -> list[str]:
+    """``errors``, those of a group of which only the name was changed as one."""
+    for key, value in request.values:
+        group, _, leaf = key.partition(".")
+        if leaf != "name" or REGISTERED.get(group, (group, "name"))[1] != leaf:
+            continue
+        wrong = [e for e in errors if re.match(rf"(unknown|missing) key '{group}\.", e)]
+        if wrong and value in request.options.get(group, ()):
+            first, *_ = wrong
+            said = f"{key}={value} leaves the other keys as they are: write {group}={value}"
+            errors = [said if e is first else e for e in errors if e is first or e not in wrong]
+    return errors
 
 
 def _misfit(root: dict[str, Any]) -> str | None:
@@ -133,7 +149,7 @@ def _part(group: str, data: Any, errors: list[str]) -> Any:
                 raise ConfigError(f"unknown {kind} {name!r}{near}")
             options = GROUPS[group][name]
         else:
-            options = registry.get(kind, name).Options  # type: ignore[attr-defined]
+            options = registry.options_of(kind, name)
     except ConfigError as error:
         errors += [f"{group}.{key}: {message}" for message in error.messages]
         return None
@@ -165,4 +181,4 @@ def _near(key: str, plain: dict[str, Any]) -> str:
     places = [f"{k}.{key}" for k, part in plain.items() if isinstance(part, dict) and key in part]
     if places:
         return f" (did you mean {' or '.join(map(repr, places))}?)"
-    return registry.suggestion(key, [f.name for f in fields(Run)])
+    return registry.suggestion(key, [f.name for f in fields(Run)], listing="train --cfg job")

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # what the words of a key are for, so that no two uses share them (nor those of dropout)
-AUGMENT, MIX = 1, 2
+AUGMENT, MIX, LIGHT = 1, 2, 3
+
+EIGENVALUES = (0.2175, 0.0188, 0.0045)
+EIGENVECTORS = ((-0.5675, 0.7192, 0.4009), (-0.5808, -0.0045, -0.8140), (-0.5836, -0.6948, 0.4203))
+"""Of the covariance of ImageNet's colours in [0, 1] (fb.resnet.torch): a row belongs to red, green
+or blue, a column to an eigenvalue."""
 
 
 def keyed_words(*key: int, count: int = 4) -> np.ndarray:
@@ -62,11 +67,23 @@ class Augmentation:
     def train(self, image: Image, epoch: int, position: int) -> Tensor:
         """The image (RGB) at ``position`` of ``epoch``, augmented: (3, size, size) fp32."""
         words = keyed_words(self._seed, epoch, position, AUGMENT)
+        tensor: Tensor
         if self._options.crop == "shift":
-            return self._shift(image, words)
-        with keyed_generators(words):
-            tensor: Tensor = self._timm_train(image)
-        return tensor
+            tensor = self._shift(image, words)
+        else:
+            with keyed_generators(words):
+                tensor = self._timm_train(image)
+        return tensor + self._light(epoch, position) if self._options.lighting else tensor
+
+    def _light(self, epoch: int, position: int) -> Tensor:
+        """AlexNet's noise along the principal components of colour: (3, 1, 1), normalised."""
+        import torch
+
+        # the legacy generator, whose stream is frozen
+        draws = np.random.RandomState(keyed_words(self._seed, epoch, position, LIGHT))
+        shares = draws.standard_normal(3) * self._options.lighting * EIGENVALUES
+        noise = np.array(EIGENVECTORS) @ shares / self._options.std
+        return torch.from_numpy(noise.astype(np.float32)).view(3, 1, 1)
 
     def evaluate(self, image: Image) -> Tensor:
         """The image (RGB) as evaluation sees it: (3, size, size) fp32."""

@@ -66,6 +66,21 @@ def pairs(data: TokenData, split: str) -> Pairs:
     return Pairs(tokens, bounds, np.diff(bounds, axis=1))
 
 
+def references(data: TokenData, split: str) -> list[str] | None:
+    """The raw targets of a held-out split, pair by pair; None: the data was prepared without.
+
+    Raises:
+        DataError: there are not as many as pairs.
+    """
+    file = data.references.get(split)
+    if file is None:
+        return None
+    lines = file.read_bytes().decode(errors="replace").split("\0")[:-1]
+    if len(lines) != len(pairs(data, split)):
+        raise DataError(f"{file} does not belong to {split}.bin: delete {data.directory}")
+    return lines
+
+
 class Buckets:
     """Pairs of about the same length, packed so that a bucket has at most ``max_tokens`` tokens.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,29 @@ WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 LETTERS = 1000
 """Most characters that a trained WordPiece knows, the most frequent ones; as BERT's in the library
 ``tokenizers``. Words with others are [UNK]."""
+
+
+LONGEST_WORD = 1000
+"""Characters that a tokenizer is trained on in a row without a boundary. The trainer's time grows
+with the square of a word, so that one line of megabytes would take hours; longer ones are cut."""
+
+
+def _runs(*classes: tuple[str, str]) -> re.Pattern[str]:
+    """Longer runs of one class of characters; each is given with what must not precede it."""
+    return re.compile("|".join(f"{b}{c}{{{LONGEST_WORD + 1},}}" for b, c in classes))
+
+
+BPE_WORDS = _runs(
+    (r"(?<![^\W\d_])", r"[^\W\d_]"),
+    (r"(?<!\d)", r"\d"),
+    (r"(?<![^\w\s])(?<!_)", r"(?:[^\w\s]|_)"),
+    (r"(?<!\s)", r"\s"),
+)
+"""Too long for training: letters, digits, other marks, spaces; other words end where these do."""
+WORDPIECE_WORDS = _runs((r"(?<![^\s!-/:-@\[-`{-~])", r"[^\s!-/:-@\[-`{-~]"))
+"""The same of BERT: what is neither a space nor punctuation."""
+NO_BREAK = _runs((r"(?<!\S)", r"\S"), (r"(?<!\s)", r"\s"))
+"""Where a run of any class can be; quicker to look for."""
 
 
 class Template(NamedTuple):
@@ -166,7 +190,8 @@ def train_bpe(texts: Iterable[bytes | str], vocab_size: int) -> str:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((_text(text) for text in texts), trainer=trainer)
+    pieces = (piece for text in texts for piece in _pieces(_text(text), BPE_WORDS))
+    tokenizer.train_from_iterator(pieces, trainer=trainer)
     return str(tokenizer.to_str())
 
 
@@ -208,7 +233,8 @@ def train_wordpiece(texts: Iterable[bytes | str], vocab_size: int, *, lowercase:
         limit_alphabet=1 + len(letters),
         show_progress=False,
     )
-    pairs.train_from_iterator((_text(text) for text in texts), trainer=trainer)
+    cut = (piece for text in texts for piece in _pieces(_text(text), WORDPIECE_WORDS))
+    pairs.train_from_iterator(cut, trainer=trainer)
 
     merged = sorted(pairs.get_vocab().items(), key=lambda item: item[1])
     pieces = [t[1:] if t.startswith(mark) else f"##{t}" for t, _ in merged if t != mark]
@@ -266,6 +292,16 @@ def one_thread_per_process() -> None:
 def _first(names: Sequence[str], vocabulary: Mapping[str, int]) -> int | None:
     """Id of the first of ``names`` that the vocabulary has."""
     return next((vocabulary[name] for name in names if name in vocabulary), None)
+
+
+def _pieces(text: str, runs: re.Pattern[str]) -> Iterator[str]:
+    """``text``, cut in every one of ``runs`` after each ``LONGEST_WORD`` characters."""
+    begin = 0
+    for run in runs.finditer(text) if NO_BREAK.search(text) else ():
+        for at in range(run.start() + LONGEST_WORD, run.end(), LONGEST_WORD):
+            yield text[begin:at]
+            begin = at
+    yield text[begin:]
 
 
 def _text(text: bytes | str) -> str:

@@ -54,7 +54,8 @@ class Windows:
 
     Neighbours share one token: the last target of one is the first input of the next. Shuffled
     windows visit every place once per epoch, in a new permutation and from a new offset in
-    [0, length), so that windows of different epochs start at different tokens.
+    [0, length), so that windows of different epochs start at different tokens. Windows with
+    replacement start anywhere, each drawn for itself.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Windows:
         seed: int,
         *,
         shuffled: bool,
+        replacement: bool = False,
         complete: bool = False,
     ) -> None:
         """Take windows of ``tokens``, which has at least ``length + 1`` entries.
@@ -73,10 +75,12 @@ class Windows:
             length: inputs per window.
             seed: of the order.
             shuffled: whether to permute and to shift the windows.
+            replacement: of shuffled windows: draw every one anew, as nanoGPT does.
             complete: every pass is the first epoch, followed by shorter windows of what that
                 leaves out, so that each token but the first is the target of one window.
         """
         self._tokens, self._length, self._seed, self._shuffled = tokens, length, seed, shuffled
+        self._replacement = replacement
         places = (len(tokens) - 1) // length
         # one place fewer leaves room for any offset; a text of one window has to do without
         self.count = max(1, (len(tokens) - length) // length) if shuffled else places
@@ -117,21 +121,24 @@ class Windows:
         if self._shuffled:
             for epoch in np.unique(epochs):
                 mine = epochs == epoch
-                offset, permutation = self._epochs[int(epoch)]
-                starts[mine] = offset + permutation[places[mine]] * self._length
+                starts[mine] = self._epochs[int(epoch)][places[mine]]
         return self._tokens[starts[:, None] + np.arange(self._length + 1)].astype(np.int64)
 
     def _left_out(self) -> list[tuple[int, int]]:
         """(start, stop) of the windows before and after those of the first epoch."""
-        begin = self._epochs[0][0] if self._shuffled else 0
+        begin = int(self._epochs[0].min()) if self._shuffled else 0
         end, last = begin + self._full * self._length, len(self._tokens) - 1
         starts = [*([0] if begin else []), *range(end, last, self._length)]
         return [(s, min(s + self._length, begin if s < begin else last) + 1) for s in starts]
 
-    def _draw(self, epoch: int) -> tuple[int, np.ndarray]:
-        """Offset and permutation of an epoch."""
+    def _draw(self, epoch: int) -> np.ndarray:
+        """Where the windows of an epoch start, in their order."""
         words = epoch_words(self._seed, epoch, self._full + 1)
-        return int(words[0] % np.uint64(self._offsets)), np.argsort(words[1:], kind="stable")
+        if self._replacement:
+            places = np.uint64(len(self._tokens) - self._length)
+            return (words[1:] % places).astype(np.int64)
+        offset = int(words[0] % np.uint64(self._offsets))
+        return offset + np.argsort(words[1:], kind="stable") * self._length
 
 
 def windows(
@@ -141,6 +148,7 @@ def windows(
     seed: int,
     *,
     shuffled: bool | None = None,
+    replacement: bool = False,
     complete: bool = False,
 ) -> Windows:
     """Windows of one split.
@@ -151,6 +159,7 @@ def windows(
         length: sequence length in tokens.
         seed: seed of the order, in [0, 2^64); unused where windows are not shuffled.
         shuffled: None: shuffled for ``train``; the windows of ``validation`` come in file order.
+        replacement: see :class:`Windows`.
         complete: see :class:`Windows`.
 
     Raises:
@@ -166,4 +175,6 @@ def windows(
             "or another data.validation"
         )
     shuffled = split == TRAIN if shuffled is None else shuffled
-    return Windows(tokens, length, seed, shuffled=shuffled, complete=complete)
+    return Windows(
+        tokens, length, seed, shuffled=shuffled, replacement=replacement, complete=complete
+    )

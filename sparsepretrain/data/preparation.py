@@ -8,12 +8,15 @@ directory; the others wait and use the result.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,17 +40,22 @@ from sparsepretrain.data.tokens import (
     FORMAT,
     MANIFEST,
     TOKENIZER,
+    Damaged,
     TokenData,
     cache_directory,
+    fingerprint,
     is_prepared,
     open_tokens,
     token_dtype,
+    verify,
 )
-from sparsepretrain.errors import ConfigError, DataError
+from sparsepretrain.errors import ConfigError, DataError, SparsePretrainWarning
 from sparsepretrain.files import write_atomic
 
 TRAINING_TEXT = 256 << 20
 """Bytes of the train split that a tokenizer is trained on at most; more hardly changes it."""
+LONG_CHECK = 1 << 30
+"""Bytes whose checksums take about a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +100,25 @@ def prepare(
             "under `if __name__ == '__main__':`, or run `sparsepretrain prepare` first"
         )
     source, directory = _locate(options)
-    if (data := _intact(directory)) is not None:
-        return data
     report = on_progress or (lambda progress: None)
+    with contextlib.suppress(Damaged):
+        return _open(directory, report, known=False)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(directory, report):
-            if (data := _intact(directory)) is None:
-                try:
-                    _build(source, directory, workers, report)
-                except DataError:
-                    if source.kind != "text":  # hours of tokenising go on after a repair
-                        shutil.rmtree(_partial(directory), ignore_errors=True)
-                    raise
-                data = open_tokens(directory)
-            return data
+            try:
+                return _open(directory, report, known=False)
+            except Damaged as damage:
+                if directory.exists():
+                    text = f"{damage.problem}: preparing {options.name} again"
+                    warnings.warn(text, SparsePretrainWarning, stacklevel=2)
+            try:
+                _build(source, directory, workers, report)
+            except DataError:
+                if source.kind != "text":  # hours of tokenising go on after a repair
+                    shutil.rmtree(_partial(directory), ignore_errors=True)
+                raise
+            return _open(directory, report, known=False)
     except OSError as error:
         where = error.filename or directory
         raise DataError(
@@ -116,14 +128,18 @@ def prepare(
 
 
 def load(options: Any, *, on_progress: OnProgress | None = None) -> TokenData:
-    """Open the prepared data of ``options``; offline sources are prepared when they are not.
+    """Open the prepared data of ``options``; offline sources are prepared when they are not whole.
 
     Raises:
-        DataError: it is damaged, or it is not prepared and that needs the network.
+        DataError: it is damaged or not prepared, and preparing needs the network.
     """
     source, directory = _locate(options)
     if is_prepared(directory):
-        return open_tokens(directory)
+        try:
+            return _open(directory, on_progress or (lambda progress: None), known=True)
+        except Damaged:
+            if not source.offline:
+                raise
     if not source.offline:
         raise DataError(source.missing())
     return prepare(options, on_progress=on_progress)
@@ -148,11 +164,16 @@ def _partial(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.partial")
 
 
-def _intact(directory: Path) -> TokenData | None:
-    try:
-        return open_tokens(directory)
-    except DataError:
-        return None
+def _open(directory: Path, report: OnProgress, *, known: bool) -> TokenData:
+    """Prepared data whose files are what was written; raises :class:`Damaged`."""
+    data, begin = open_tokens(directory), time.monotonic()
+
+    def checking(done: int, total: int) -> None:
+        if total > LONG_CHECK:
+            report(Progress("checking", done, total, "bytes", time.monotonic() - begin))
+
+    verify(directory, known=known, on_bytes=checking)
+    return data
 
 
 def _exclusive(directory: Path, report: OnProgress) -> Any:
@@ -258,29 +279,46 @@ def _merge(job: Job, shards: list[Shard], report: OnProgress) -> Path:
         digests[TOKENIZER] = hashlib.sha256(content).hexdigest()
         tokenizer_bytes = len(content)
         write_atomic(final / TOKENIZER, content)
-    _write_manifest(job, final, digests, tokenizer_bytes)
+    _write_manifest(job, final, digests, tokenizer_bytes, _keep_references(job, shards, final))
     return final
 
 
+def _keep_references(job: Job, shards: list[Shard], final: Path) -> dict[str, str]:
+    """Write the targets of held-out pairs as they are, for scores; returns file -> sha256."""
+    texts: dict[str, bytearray] = {}
+    for shard in shards if job.source.kind == "pairs" else []:
+        if shard.split != TRAIN:
+            for text, _ in itertools.islice(job.source.documents(shard), 1, None, 2):
+                line = text.encode() if isinstance(text, str) else text
+                texts.setdefault(f"{shard.split}.references", bytearray()).extend(line + b"\0")
+    for name, content in texts.items():
+        write_atomic(final / name, memoryview(content))
+    return {name: hashlib.sha256(content).hexdigest() for name, content in texts.items()}
+
+
 def _write_manifest(
-    job: Job, final: Path, digests: dict[str, str], tokenizer_bytes: int | None
+    job: Job,
+    final: Path,
+    digests: dict[str, str],
+    tokenizer_bytes: int | None,
+    references: dict[str, str],
 ) -> None:
     options, size = job.source.options, np.dtype(job.dtype).itemsize
     files = {split: final / f"{split}.bin" for split in SPLITS}
     counts = {k: file.stat().st_size // size for k, file in files.items() if file.exists()}
     if counts[TRAIN] == 0:
         raise DataError(f"{options.name}: the train split has no text")
-    content = [job.dtype, sorted(digests.items())]
     manifest = {
         "format": FORMAT,
         "name": options.name,
-        "fingerprint": hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16],
+        "fingerprint": fingerprint(job.dtype, digests),
         "vocab_size": job.source.vocab_size,
         "dtype": job.dtype,
         "tokens": counts,
         "end_of_text": open_codec(job.tokenizer).end_of_text,
         "tokenizer_bytes": tokenizer_bytes,
         "sha256": digests,
+        "references": references,
         "options": asdict(options),
     }
     write_atomic(final / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())

@@ -1,16 +1,20 @@
 """Prepared token files: where they are, and opening them as memory maps.
 
 A prepared directory holds ``train.bin`` and ``validation.bin`` (raw little-endian integers),
-``tokenizer.json`` unless tokens are bytes, and ``manifest.json``. It appears by one rename, so a
-directory with a manifest is complete; sizes are checked whenever it is opened.
+``tokenizer.json`` unless tokens are bytes, and ``manifest.json``; with pairs also the raw targets
+of the held-out splits. It appears by one rename, so a directory with a manifest is complete. Sizes
+are checked whenever it is opened; checksums too, unless the files are as they were when these were
+last right (size, time, inode), which ``verified.json`` remembers.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +22,27 @@ import numpy as np
 
 from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.errors import DataError
+from sparsepretrain.files import write_atomic
 
 FORMAT = 1
 """Version of the layout; part of every directory's name, so that others are never opened."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+VERIFIED = "verified.json"
+"""File -> [bytes, time of the last change in ns, inode] when its checksum was last right."""
+CHUNK = 1 << 24
+"""Bytes read at a time."""
+
+
+class Damaged(DataError):
+    """Prepared data that is no longer what was written; preparing it again mends that."""
+
+    def __init__(self, directory: Path, problem: str, name: str) -> None:
+        self.problem = problem
+        super().__init__(
+            f"{problem}: delete {directory} or run `sparsepretrain prepare data={name}` (with the "
+            "data options of this run) again"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +61,8 @@ class TokenData:
     """tokenizer.json of the ``tokenizers`` library; None: tokens are bytes."""
     end_of_text: int | None
     """Token after each document."""
+    references: dict[str, Path] = field(default_factory=dict)
+    """Held-out split of pairs -> its raw targets, each ended by byte 0; empty in older data."""
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of the tokens ``ids``."""
@@ -72,40 +94,105 @@ def open_tokens(directory: Path) -> TokenData:
     """Open a prepared directory.
 
     Raises:
-        DataError: a file is missing, or its size is not the recorded one.
+        Damaged: a file is missing, or its size is not the recorded one.
     """
     manifest = _read_manifest(directory)
-    dtype = np.dtype(manifest["dtype"])
+    name, dtype = manifest["name"], np.dtype(manifest["dtype"])
     tokens = {}
     for split, count in manifest["tokens"].items():
         file = directory / f"{split}.bin"
-        _check_size(file, count * dtype.itemsize, manifest["name"])
+        _check_size(file, count * dtype.itemsize, name)
         tokens[split] = (
             np.memmap(file, dtype=dtype, mode="r") if count else np.zeros(0, dtype=dtype)
         )
     tokenizer = None
     if manifest["tokenizer_bytes"] is not None:
         tokenizer = directory / TOKENIZER
-        _check_size(tokenizer, manifest["tokenizer_bytes"], manifest["name"])
+        _check_size(tokenizer, manifest["tokenizer_bytes"], name)
     return TokenData(
-        name=manifest["name"],
+        name=name,
         directory=directory,
         fingerprint=manifest["fingerprint"],
         vocab_size=manifest["vocab_size"],
         tokens=tokens,
         tokenizer_file=tokenizer,
         end_of_text=manifest["end_of_text"],
+        references={
+            file.partition(".")[0]: directory / file for file in manifest.get("references", {})
+        },
     )
 
 
+def verify(
+    directory: Path, *, known: bool, on_bytes: Callable[[int, int], None] = lambda done, total: None
+) -> None:
+    """Compare the files of a prepared directory with their checksums.
+
+    Args:
+        directory: where they are.
+        known: do not read files again that are as they were when this was last done.
+        on_bytes: called with bytes read and bytes to read.
+
+    Raises:
+        Damaged: a file is not what was written.
+    """
+    manifest = _read_manifest(directory)
+    sums: dict[str, str] = manifest["sha256"] | manifest.get("references", {})
+    try:
+        if known and _remembered(directory) == _stamps(directory, sums):
+            return
+        stamps, done = _stamps(directory, sums), 0
+        total = sum(size for size, _, _ in stamps.values())
+        for name, expected in sums.items():
+            digest = hashlib.sha256()
+            with open(directory / name, "rb") as file:
+                while content := file.read(CHUNK):
+                    digest.update(content)
+                    done += len(content)
+                    on_bytes(done, total)
+            if digest.hexdigest() != expected:
+                problem = f"{directory / name} does not match its checksum"
+                raise Damaged(directory, problem, manifest["name"])
+    except OSError as error:
+        problem = f"{error.filename} cannot be read ({error.strerror})"
+        raise Damaged(directory, problem, manifest["name"]) from error
+    with contextlib.suppress(OSError):  # a cache of somebody else's is read every time
+        write_atomic(directory / VERIFIED, json.dumps(stamps), tag=f".{os.getpid()}")
+
+
+def fingerprint(dtype: str, sums: dict[str, str]) -> str:
+    """16 hexadecimal digits of the tokens and the tokenizer: file name -> its sha256."""
+    return hashlib.sha256(json.dumps([dtype, sorted(sums.items())]).encode()).hexdigest()[:16]
+
+
+def _stamps(directory: Path, names: dict[str, str]) -> dict[str, list[int]]:
+    stats = {name: os.stat(directory / name) for name in names}
+    return {name: [s.st_size, s.st_mtime_ns, s.st_ino] for name, s in stats.items()}
+
+
+def _remembered(directory: Path) -> Any:
+    try:
+        return json.loads((directory / VERIFIED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
 def _read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest, whose fingerprint stands for the dtype and the checksums in it."""
     file = directory / MANIFEST
     try:
         manifest = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        manifest = {}
-    if manifest.get("format") != FORMAT:
-        raise DataError(f"{file} is missing or damaged: delete {directory}")
+        whole = (
+            manifest["format"] == FORMAT
+            and manifest["fingerprint"] == fingerprint(manifest["dtype"], manifest["sha256"])
+            and {"name", "vocab_size", "end_of_text", "tokenizer_bytes"} <= set(manifest)
+            and all(isinstance(count, int) for count in manifest["tokens"].values())
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        whole = False
+    if not whole:
+        name = directory.name.rpartition("-")[0]
+        raise Damaged(directory, f"{file} is missing or damaged", name)
     return manifest
 
 
@@ -116,7 +203,4 @@ def _check_size(file: Path, expected: int, name: str) -> None:
         actual = None
     if actual != expected:
         found = "is missing" if actual is None else f"has {actual} bytes"
-        raise DataError(
-            f"{file} {found}, expected {expected} bytes: delete {file.parent} or run "
-            f"`sparsepretrain prepare data={name}` (with the data options of this run) again"
-        )
+        raise Damaged(file.parent, f"{file} {found}, expected {expected} bytes", name)

@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+Activation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
+"""What stands between the two layers of an FFN; ``gelu`` is the exact one, ``relu2`` relu(x)²."""
+
+TRANSFORMERS_NAMES: dict[str, str] = {"gelu_tanh": "gelu_pytorch_tanh"}
+"""Those of :data:`Activation` that transformers calls by another name."""
+
 Head = Literal["labels", "spans"]
 """What is predicted from hidden states: classes of a sequence, or start and end at each token."""
 

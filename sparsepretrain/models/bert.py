@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from sparsepretrain.models._encoder import Encoder, EncoderOptions
+from sparsepretrain.models._recipe import TRANSFORMERS_NAMES, Activation
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -14,9 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class BertOptions(EncoderOptions):
-    """As transformers' BertConfig: post-LayerNorm, learned positions, exact GELU, biases."""
+    """As transformers' BertConfig: post-LayerNorm, learned positions, biases."""
 
     family: Literal["bert"]
+    activation: Activation
+    """Of the FFN and of the head that predicts tokens; BERT's is the exact GELU."""
 
 
 @register("model", "bert")
@@ -31,6 +34,7 @@ class Bert(Encoder):
         return {
             # the digit tells the FFN's output from layer.0.attention.output.dense
             "ffn": ["*.intermediate.dense", "*[0-9].output.dense"],
+            "ffn_out": ["*[0-9].output.dense"],
             "attention": [
                 "*.attention.self.query",
                 "*.attention.self.key",
@@ -57,6 +61,7 @@ class Bert(Encoder):
             num_hidden_layers=options.n_layer,
             num_attention_heads=options.n_head,
             intermediate_size=int(options.ffn_width),
+            hidden_act=TRANSFORMERS_NAMES.get(options.activation, options.activation),
             layer_norm_eps=options.layer_norm_eps,
             hidden_dropout_prob=options.dropout,
             attention_probs_dropout_prob=options.dropout,

@@ -43,6 +43,7 @@ class BertGEGLU(Encoder):
         """Aliases of ``sparsity.targets``."""
         return {
             "ffn": ["*.ffn.dense_in", "*.ffn.dense_out"],
+            "ffn_out": ["*.ffn.dense_out"],
             "attention": ["*.attention.qkv", "*.attention.proj"],
             "all": ["*.ffn.dense_in", "*.ffn.dense_out", "*.attention.qkv", "*.attention.proj"],
         }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from sparsepretrain.models._recipe import Headable
+from sparsepretrain.models._recipe import TRANSFORMERS_NAMES, Activation, Headable
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ class GPT2Options:
     """FFN width; null: 4·n_embd."""
     ffn_factor: float
     """Factor of the FFN width; 0.5 is the baseline "Half" of arXiv:2404.01847."""
+    activation: Activation
+    """Of the FFN; the papers' runs have the exact GELU, as nanoGPT has."""
     bias: bool
     """Biases in linear layers and norms; the papers' runs have none."""
     dropout: float
@@ -74,6 +76,7 @@ class GPT2(Headable):
         """Aliases of ``sparsity.targets``."""
         return {
             "ffn": ["*.mlp.c_fc", "*.mlp.c_proj"],
+            "ffn_out": ["*.mlp.c_proj"],
             "attention": ["*.attn.c_attn", "*.attn.c_proj"],
             "all": ["*.mlp.c_fc", "*.mlp.c_proj", "*.attn.c_attn", "*.attn.c_proj"],
         }
@@ -82,9 +85,8 @@ class GPT2(Headable):
     def build(options: GPT2Options) -> nn.Module:
         """A GPT2LMHeadModel with weights drawn from torch's global generator.
 
-        N(0, 0.02), residual projections N(0, 0.02/√(2·layers)), as in nanoGPT. ``gelu_new`` is
-        replaced by the same function in its fused form. Under ``torch.device("meta")`` nothing
-        is allocated.
+        N(0, 0.02), residual projections N(0, 0.02/√(2·layers)), as in nanoGPT. Under
+        ``torch.device("meta")`` nothing is allocated.
         """
         from torch import nn
         from transformers import AttentionInterface, GPT2Config
@@ -102,7 +104,7 @@ class GPT2(Headable):
             n_layer=options.n_layer,
             n_head=options.n_head,
             n_inner=int(options.ffn_width),
-            activation_function="gelu_pytorch_tanh",
+            activation_function=TRANSFORMERS_NAMES.get(options.activation, options.activation),
             resid_pdrop=options.dropout,
             embd_pdrop=options.dropout,
             attn_pdrop=options.dropout,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from sparsepretrain.models._recipe import TRANSFORMERS_NAMES, Activation
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class MarianOptions:
     """Width of the FFN, encoder and decoder."""
     ffn_factor: float
     """Factor of the FFN width; 0.5 is the baseline "Half" of arXiv:2404.01847."""
+    activation: Activation
+    """Of the FFN; Transformer-base has ReLU."""
     dropout: float
     """On embeddings and on the output of every sublayer."""
     attention_dropout: float
@@ -72,6 +75,7 @@ class Marian:
         """Aliases of ``sparsity.targets``."""
         return {
             "ffn": ["*.fc1", "*.fc2"],
+            "ffn_out": ["*.fc2"],
             "attention": ["*_attn.?_proj", "*_attn.out_proj"],
             "all": ["*.fc1", "*.fc2", "*_attn.?_proj", "*_attn.out_proj"],
         }
@@ -80,7 +84,7 @@ class Marian:
     def build(options: MarianOptions) -> nn.Module:
         """A MarianMTModel with weights drawn from torch's global generator.
 
-        Post-norm, ReLU, sinusoidal positions, one embedding for source, target and output, scaled
+        Post-norm, sinusoidal positions, one embedding for source, target and output, scaled
         by √d_model at the input. Weights as in fairseq: embeddings N(0, 1/d_model), linear layers
         Xavier-uniform (query, key and value with gain 1/√2), biases 0. No token is the padding:
         what is padded is masked.
@@ -105,7 +109,7 @@ class Marian:
             dropout=options.dropout,
             attention_dropout=options.attention_dropout,
             activation_dropout=options.activation_dropout,
-            activation_function="relu",
+            activation_function=TRANSFORMERS_NAMES.get(options.activation, options.activation),
             scale_embedding=True,
             share_encoder_decoder_embeddings=True,
             tie_word_embeddings=True,

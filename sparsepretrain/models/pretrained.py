@@ -33,6 +33,15 @@ ROLES: dict[str, list[str]] = {
         "*.mlp.dense_4h_to_h",
         "*.DenseReluDense.w[io]*",  # T5
     ],
+    "ffn_out": [
+        "*.mlp.c_proj",
+        "*[0-9].output.dense",
+        "*.ffn.lin2",
+        "*.fc2",
+        "*.mlp.down_proj",
+        "*.mlp.dense_4h_to_h",
+        "*.DenseReluDense.wo",
+    ],
     "attention": [
         "*.attn.c_attn",
         "*.attn.c_proj",
@@ -86,7 +95,7 @@ class Pretrained:
     def roles(options: PretrainedOptions) -> dict[str, list[str]]:
         """Aliases of ``sparsity.targets``: of the known names those that the model has."""
         found = {role: list(globs) for role, globs in _roles(str(options.path)).items()}
-        return {**found, "all": [glob for globs in found.values() for glob in globs]}
+        return {**found, "all": [*found["ffn"], *found["attention"]]}
 
     @staticmethod
     def build(options: PretrainedOptions) -> nn.Module:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.models._recipe import TRANSFORMERS_NAMES, Activation
 from sparsepretrain.registry import register, suggestion
 
 if TYPE_CHECKING:
@@ -14,18 +16,26 @@ if TYPE_CHECKING:
 
 _FFN = ["blocks.*.mlp.fc1", "blocks.*.mlp.fc2"]
 _ATTENTION = ["blocks.*.attn.qkv", "blocks.*.attn.proj"]
-_TRANSFORMER = {"ffn": _FFN, "attention": _ATTENTION, "all": [*_FFN, *_ATTENTION]}
+_TRANSFORMER = {
+    "ffn": _FFN,
+    "ffn_out": _FFN[1:],
+    "attention": _ATTENTION,
+    "all": [*_FFN, *_ATTENTION],
+}
 
 
-def _convolutions(*globs: str) -> dict[str, list[str]]:
-    return {alias: list(globs) for alias in ("ffn", "convs", "all")}
+def _convolutions(*globs: str, inner: str) -> dict[str, list[str]]:
+    """Aliases where there is no FFN; ``inner``: what follows an activation inside of a block."""
+    return {"ffn_out": [inner], **{alias: list(globs) for alias in ("ffn", "convs", "all")}}
 
 
 _ROLES = {
     "deit": _TRANSFORMER,
     "vit": _TRANSFORMER,
-    "resnet": _convolutions("layer*.conv?", "layer*.downsample.0"),
-    "regnet": _convolutions("s?.b*.conv?.conv", "s?.b*.downsample.conv"),
+    "resnet": _convolutions("layer*.conv?", "layer*.downsample.0", inner="layer*.conv[23]"),
+    "regnet": _convolutions(
+        "s?.b*.conv?.conv", "s?.b*.downsample.conv", inner="s?.b*.conv[23].conv"
+    ),
 }
 """First letters of a timm name -> alias of ``sparsity.targets`` -> globs.
 
@@ -57,6 +67,13 @@ class TimmOptions:
     """Embedding (vision transformers), or channels per stage (ResNets)."""
     heads: int | None
     """Attention heads (vision transformers); divides ``width``."""
+    activation: Activation | None
+    """Of the FFN (vision transformers); timm's is the exact GELU."""
+    zero_init_last: bool | None
+    """Whether the last norm of each residual branch starts at 0 rather than 1 (ResNets, RegNets).
+
+    timm's does, SR-STE's and SDGP's networks do not. Convolutions start as N(0, 2/(k²·out)) anyway.
+    """
     drop_path: float
     """Probability with which the last block is skipped; it grows linearly with the depth."""
     dropout: float
@@ -95,9 +112,11 @@ class TimmOptions:
             yield "patch_size", f"must divide model.image_size ({self.image_size})"
         if self.stem != "imagenet":
             yield "stem", f"must be imagenet for {self.architecture}: it has patches"
+        if self.zero_init_last is not None:
+            yield "zero_init_last", f"must be null for {self.architecture}"
 
     def _convolutional_problems(self) -> Iterator[tuple[str, str]]:
-        for key in ("patch_size", "heads"):
+        for key in ("patch_size", "heads", "activation"):
             if getattr(self, key) is not None:
                 yield key, f"must be null for {self.architecture}"
         if self.kind != "resnet":
@@ -179,14 +198,23 @@ def _arguments(options: TimmOptions) -> dict[str, Any]:
         arguments["img_size"] = options.image_size
         names = {"patch_size": "patch_size", "depth": "depth", "width": "embed_dim"}
         names["heads"] = "num_heads"
+        if options.activation is not None:
+            arguments["act_layer"] = functools.partial(_activation, options.activation)
     else:
-        names = {"depth": "layers", "width": "channels"}
+        names = {"depth": "layers", "width": "channels", "zero_init_last": "zero_init_last"}
     given = {theirs: getattr(options, ours) for ours, theirs in names.items()}
     return arguments | {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in given.items()
         if value is not None
     }
+
+
+def _activation(name: str) -> nn.Module:
+    from transformers.activations import ACT2FN
+
+    module: nn.Module = ACT2FN[TRANSFORMERS_NAMES.get(name, name)]
+    return module
 
 
 def _shrink_stem(model: Any) -> None:

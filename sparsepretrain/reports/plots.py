@@ -6,7 +6,7 @@ Colours are Okabe and Ito's, which stay apart for colour-blind readers; runs als
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX"
+MARKERS = "osD^vPX*<>ph8d"
+"""Twice as many as colours, so that runs of one colour differ."""
+FEW = 40
+"""Points up to which a curve shows each of them."""
 DASHES = ("-", "--", "-.", ":")
 TRAIN, VALIDATION = COLOURS[0], COLOURS[1]
 GREY = "#707070"
@@ -32,10 +35,7 @@ def loss_figure(run: RunData) -> Figure | None:
         return None
     figure, axes = _single(run)
     if _drawable(loss):
-        mean, width = smooth(loss)
-        axes.plot(steps, loss, color=TRAIN, alpha=0.35, linewidth=0.8, label="train, as logged")
-        label = f"train, {mean_label(steps, width)}"
-        axes.plot(steps, mean, color=TRAIN, linewidth=1.6, label=label)
+        _smoothed(axes, steps, loss, "train, ")
     if _drawable(validation):
         style: dict[str, Any] = {"color": VALIDATION, "marker": "o", "markersize": 3.5}
         axes.plot(evaluated, validation, linewidth=1.2, label="validation", **style)
@@ -44,9 +44,12 @@ def loss_figure(run: RunData) -> Figure | None:
 
 
 def metric_figure(run: RunData) -> Figure | None:
-    """Scores of the task over the evaluations, in percent; None where the loss is all there is."""
+    """Scores of the task over the evaluations, in percent.
+
+    None where the loss is all there is, or the score of one evaluation: that is a number.
+    """
     name = run.metric
-    if name is None or not _drawable(run.series(name, "validation")[1]):
+    if name is None or np.isfinite(run.series(name, "validation")[1]).sum() < 2:
         return None
     figure, axes = _single(run, height=3.6)
     others = [score for score in run.scores() if score != name]
@@ -66,10 +69,7 @@ def flip_figure(run: RunData) -> Figure | None:
     if not _drawable(flips, log=True):
         return None
     figure, axes = _single(run)
-    mean, width = smooth(flips)
-    axes.plot(steps, _positive(flips), color=TRAIN, alpha=0.35, linewidth=0.8, label="as logged")
-    label = mean_label(steps, width)
-    axes.plot(steps, _positive(mean), color=TRAIN, linewidth=1.6, label=label)
+    _smoothed(axes, steps, flips, "", _positive)
     _flip_axis(axes, [run])
     return _finish(figure, run)
 
@@ -88,12 +88,15 @@ def lr_figure(run: RunData) -> Figure | None:
 
 
 def layers_figure(run: RunData) -> Figure | None:
-    """Flip rate of each layer over the steps, log colours; None without values above zero."""
+    """Flip rate of each layer over the steps, log colours.
+
+    None without values above zero, or of one step only: then there is no course to show.
+    """
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm
 
     steps, names, values = run.layers()
-    if not _drawable(values, log=True):
+    if not _drawable(values, log=True) or len(steps) < 2:
         return None
     figure, axes = _new((9, min(16.0, max(3.2, 1.9 + 0.19 * len(names)))))
     map_ = colormaps["viridis"].with_extremes(bad="#dddddd")
@@ -107,81 +110,13 @@ def layers_figure(run: RunData) -> Figure | None:
     axes.set_yticks(range(0, len(names), every), short[::every], fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_ylabel(f"layer of {stem}" if stem else "layer")
-    axes.set_xlabel("step")
+    _step_axis(axes)
     none = "; grey: none" if np.any(values == 0) else ""
     figure.colorbar(mesh, ax=axes, label=f"flip rate{over(run)}{none}", fraction=0.05, pad=0.02)
     for step, _ in run.switches():
         axes.axvline(step, color="white", linewidth=1.2, linestyle=":")
     axes.set_title(f"Flip rate by layer: {title(run)}", loc="left", fontsize=10)
     return _finish(figure, run, legend=False)
-
-
-def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:
-    """Several runs: loss (train and validation) on the left, flip rate (log axis) on the right.
-
-    Between them the score of the task, where there is one.
-    """
-    from matplotlib.lines import Line2D
-
-    metric = next((run.metric for run in runs if run.metric is not None), None)
-    figure, panels = _new((12, 5.2) if metric is None else (16, 5.2), columns=3 - (metric is None))
-    left, right = panels[0], panels[-1]
-    handles, tops, switched = [], [], False
-    intervals = _intervals(runs)
-    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        line: dict[str, Any] = {
-            "color": COLOURS[index % len(COLOURS)],
-            "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
-            "linewidth": 1.3,
-        }
-        dots = {"color": line["color"], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
-        if len(intervals) > 1 and run.flip_interval() in intervals:
-            label += f" (flips{over(run) or ' over 1 step'})"
-        handles.append(Line2D([], [], **(line | dots), label=label))
-        steps, loss = run.series("loss")
-        mean = smooth(loss)[0]
-        left.plot(steps, mean, **line)
-        if _drawable(late := mean[len(mean) // 10 :]):
-            tops.append(float(np.nanmax(late)))
-        left.plot(*run.series("loss", "validation"), linestyle=" ", zorder=3, **dots)
-        if metric is not None:
-            panels[1].plot(*run.series(metric, "validation"), **(line | dots))
-        steps, flips = run.series("flip_rate")
-        if _drawable(flips, log=True):
-            right.plot(steps, _positive(smooth(flips)[0]), **line)
-        for step, _ in run.switches():
-            switched = True
-            for axes in panels:
-                axes.axvline(step, color=line["color"], linewidth=0.8, linestyle=":")
-    note = "; dotted: dense ↔ sparse" if switched else ""
-    losses, rates = means_label(runs, "loss"), means_label(runs, "flip_rate")
-    left.set_title(f"lines: train, {losses}; markers: validation", fontsize=9, loc="left")
-    right.set_title(f"lines: {rates}{note}", fontsize=9, loc="left")
-    left.set_ylabel(_loss_label(runs[0]))
-    for axes in panels:
-        axes.set_xlabel("step")
-    if metric is not None:
-        panels[1].set_ylabel(f"{metric} (%)")
-        panels[1].set_title("validation", fontsize=9, loc="left")
-    _leave_out_the_start(left, tops)
-    if any(_drawable(run.series("flip_rate")[1], log=True) for run in runs):
-        _flip_axis(right, runs)
-    else:
-        right.set_yticks([])
-        right.text(0.5, 0.5, "no flip rate recorded", ha="center", transform=right.transAxes)
-    columns = min(len(runs), 4 if max(map(len, labels)) < 40 else 2)
-    figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False)
-    figure.supxlabel(_footer(runs, 170), fontsize=7, color=GREY, x=0.01, ha="left")
-    return figure
-
-
-def _leave_out_the_start(axes: Axes, tops: list[float]) -> None:
-    """Cut the loss axis above ``tops``, the highest of each run after its first tenth."""
-    bottom, top = axes.get_ylim()
-    if tops and max(tops) < top:
-        # the first steps fall by several nats and would press all differences together
-        axes.set_ylim(bottom, max(tops) + 0.05 * (max(tops) - bottom))
-        axes.set_xlabel("step (the first 10 % may leave the axis)")
 
 
 def _loss_label(run: RunData) -> str:
@@ -203,8 +138,40 @@ def _new(size: tuple[float, float], columns: int = 1) -> tuple[Figure, Any]:
 def _single(run: RunData, height: float = 4.8) -> tuple[Figure, Axes]:
     figure, axes = _new((8.5, height))
     axes.set_title(title(run), loc="left", fontsize=10)
-    axes.set_xlabel("step")
+    _step_axis(axes)
     return figure, axes
+
+
+def _step_axis(axes: Axes) -> None:
+    """Steps are whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step")
+
+
+def _smoothed(
+    axes: Axes,
+    steps: np.ndarray,
+    values: np.ndarray,
+    name: str,
+    shown: Callable[[np.ndarray], np.ndarray] = lambda values: values,
+) -> None:
+    """A curve as logged and, where it has points enough, its running mean above it."""
+    mean, width = smooth(values)
+    if width > 1:
+        faint: dict[str, Any] = {"color": TRAIN, "alpha": 0.35, "linewidth": 0.8}
+        axes.plot(steps, shown(values), label=f"{name}as logged", **faint)
+    style: dict[str, Any] = {"color": TRAIN, "linewidth": 1.6, "marker": _points(shown(mean))}
+    axes.plot(steps, shown(mean), label=name + mean_label(steps, width), **style)
+
+
+def _points(values: np.ndarray) -> str | None:
+    """The marker of a curve: a dot where few points, or lone ones between gaps, would not show."""
+    known = np.isfinite(values)
+    beside = np.concatenate([[False], known, [False]])
+    lone = known & ~beside[:-2] & ~beside[2:]
+    return "." if len(values) <= FEW or lone.any() else None
 
 
 def _finish(figure: Figure, run: RunData, *, legend: bool = True) -> Figure:
@@ -247,8 +214,8 @@ def over(run: RunData) -> str:
 
 def title(run: RunData) -> str:
     """What a run is called in titles: its name, method and seed, as far as they are known."""
-    sparsity = run.config.get("sparsity") or {}
-    parts = [run.config.get("name"), sparsity.get("name")]
+    parts = [run.config.get("name"), run.method, run.precision]
+    parts = [part for part in parts if part != "fp32"]
     if "seed" in run.config:
         parts.append(f"seed {run.config['seed']}")
     return ", ".join(dict.fromkeys(str(part) for part in parts if part)) or run.path.name
@@ -272,7 +239,7 @@ def _footer(runs: Sequence[RunData], width: int) -> str:
 def mean_label(steps: np.ndarray, width: int) -> str:
     """What a smoothed line shows, with the width in steps."""
     if width == 1:
-        return "not averaged"
+        return "as logged"
     span = int(np.median(np.diff(steps))) * width
     return f"running mean over {span} steps"
 
@@ -281,7 +248,7 @@ def means_label(runs: Sequence[RunData], key: str) -> str:
     """What the smoothed lines of several runs show: the width where they share it."""
     series = [run.series(key) for run in runs]
     found = {mean_label(steps, smooth(values)[1]) for steps, values in series if len(steps)}
-    return found.pop() if len(found) == 1 else "running means" if found else "not averaged"
+    return found.pop() if len(found) == 1 else "running means" if found else "as logged"
 
 
 def _drawable(values: np.ndarray, *, log: bool = False) -> bool:

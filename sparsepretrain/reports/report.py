@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.files import write_atomic
 from sparsepretrain.reports import plots
+from sparsepretrain.reports.comparison import (
+    Paired,
+    difference_figure,
+    last_difference,
+    overlay_figure,
+    pair,
+)
 from sparsepretrain.reports.glue import glue_average, glue_scores
-from sparsepretrain.reports.runs import RunData, differences, find, load, smooth
+from sparsepretrain.reports.runs import (
+    RunData,
+    differences,
+    find,
+    load,
+    smooth,
+    uneven_validation,
+)
 from sparsepretrain.reports.runs import labels as default_labels
 from sparsepretrain.tracking.console import clock, count
 
@@ -27,10 +44,13 @@ PICTURES = {
     "loss": (plots.loss_figure, "no loss was recorded"),
     "metric": (plots.metric_figure, ""),
     "flip_rate": (plots.flip_figure, "no flip rate above zero was recorded"),
-    "flip_rate_layers": (plots.layers_figure, "no flip rate of layers was recorded"),
+    "flip_rate_layers": (plots.layers_figure, "flip rates of layers have fewer than two steps"),
     "lr": (plots.lr_figure, "no learning rate was recorded"),
 }
 """File name -> the function that draws it, and what a report says where there is nothing, if so."""
+
+LONGEST = 40
+"""Characters of labels that become the name of a directory."""
 
 
 def report(
@@ -38,8 +58,9 @@ def report(
 ) -> list[Path]:
     """Draw and describe runs.
 
-    One run: ``plots/*.png`` and ``report.md`` in its directory. Several: ``overlay.png`` and
-    ``report.md`` in ``reports/<labels>``.
+    One run: ``plots/*.png`` and ``report.md`` in its directory. Several: ``difference.png`` (to the
+    dense run of the same seed and data), ``overlay.png`` (the curves) and ``report.md`` in
+    ``reports/<labels>``. Validation losses that are not comparable are warned of.
 
     Args:
         runs: run directories, or directories above them.
@@ -75,7 +96,7 @@ def _one(run: RunData, out: Path) -> list[Path]:
     written = [
         _save(figure, out / "plots" / f"{name}.png") for name, figure in figures.items() if figure
     ]
-    lines = [f"# {plots.title(run)}", "", *_table(("", ""), _numbers(run)), ""]
+    lines = [f"# {plots.title(run)}", "", *_table(("quantity", "value"), _numbers(run)), ""]
     for name, figure in figures.items():
         missing = PICTURES[name][1]
         if figure:
@@ -87,14 +108,17 @@ def _one(run: RunData, out: Path) -> list[Path]:
 
 
 def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
-    figure = plots.overlay_figure(runs, labels)
-    metrics = list(dict.fromkeys(name for run in runs for name in run.metrics()))
-    units = {run.unit for run in runs}
-    header = ("run", "method", "steps", "train loss", "validation loss", *metrics, "flip rate")
-    header = (*header, f"{units.pop() if len(units) == 1 else 'items'}/s")
-    rows = [(label, *_row(run, metrics)) for label, run in zip(labels, runs, strict=True)]
-    lines = ["# " + " / ".join(labels), "", "![overlay](overlay.png)", ""]
-    lines += [*_table((*header, "seed"), rows), ""]
+    paired = pair(runs, labels)
+    drawn = {"difference": difference_figure(paired), "overlay": overlay_figure(runs, labels)}
+    figures = {name: figure for name, figure in drawn.items() if figure is not None}
+    lines = [f"# {' / '.join(labels)}", "", f"Written {_today()}.", ""]
+    for name in figures:
+        lines += [f"![{name}]({name}.png)", ""]
+    lines += [*_about(paired), ""]
+    if (uneven := uneven_validation(runs, labels)) is not None:
+        warnings.warn(uneven, SparsePretrainWarning, stacklevel=3)
+        lines += [f"Warning: {uneven}.", ""]
+    lines += [*_overview(paired, labels), ""]
     losses, rates = (plots.means_label(runs, key) for key in ("loss", "flip_rate"))
     lines += [f"Train loss ({losses}) and flip rate ({rates}) are those of the end.", ""]
     lines += _glue_average(runs)
@@ -111,7 +135,40 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
         for label, run in zip(labels, runs, strict=True)
     ]
     lines += _table(("run", "directory", "command", "commit"), where)
-    return [_save(figure, out / "overlay.png"), _write(out / "report.md", lines)]
+    written = [_save(figure, out / f"{name}.png") for name, figure in figures.items()]
+    return [*written, _write(out / "report.md", lines)]
+
+
+def _overview(paired: Paired, labels: Sequence[str]) -> list[str]:
+    """The table of the runs: a row each, with its last numbers."""
+    metrics = list(dict.fromkeys(name for run in paired.runs for name in run.metrics()))
+    units = {run.unit for run in paired.runs}
+    rate = f"{units.pop() if len(units) == 1 else 'items'}/s"
+    header = ["run", "method", "steps", "train loss", "validation loss"]
+    header += [f"minus {paired.reference}", *metrics, "flip rate", rate, "seed"]
+    runs = zip(labels, paired.runs, paired.partners, strict=True)
+    return _table(header, [(label, *_row(run, partner, metrics)) for label, run, partner in runs])
+
+
+def _about(paired: Paired) -> list[str]:
+    """What the differences are of."""
+    dense = any(run.method == "dense" for run in paired.runs)
+    none = "" if dense else "No dense run is among these. "
+    if not paired.groups():
+        return [f"{none}No two runs share seed, data and batch: the curves only."]
+    text = (
+        f"{none}Differences are to {paired.reference}, of the same seed, data and batch, step by "
+        "step; of several seeds their mean."
+    )
+    if alone := paired.unpaired():
+        text += f" No such run for {', '.join(alone)}."
+    return [text]
+
+
+def _minus(run: RunData, partner: RunData | None) -> str:
+    """Last validation loss, minus that of the run it is compared with at the same step."""
+    found = None if partner is None or partner is run else last_difference([(run, partner)])
+    return "–" if found is None else f"{found[0]:+.4f}"
 
 
 def _glue_average(runs: Sequence[RunData]) -> list[str]:
@@ -133,11 +190,11 @@ def _numbers(run: RunData) -> list[tuple[str, str]]:
     rows = [("steps", f"{done} of {total}" if total else f"{done}")]
     if len(loss):
         rows.append((f"train loss at step {steps[0]}", _loss(loss[0])))
+    if len(loss) > 1:
         mean, width = smooth(loss)
         rows.append((f"train loss at the end ({plots.mean_label(steps, width)})", _loss(mean[-1])))
-    if len(validation):
-        rows.append((f"validation loss at step {evaluated[0]}", _loss(validation[0])))
-        rows.append((f"validation loss at step {evaluated[-1]}", _loss(validation[-1])))
+    ends = dict(zip(evaluated[[0, -1]], validation[[0, -1]], strict=True)) if len(evaluated) else {}
+    rows += [(f"validation loss at step {step}", _loss(value)) for step, value in ends.items()]
     rows += [
         (f"validation {name} at step {at[-1]}", _score(values))
         for name in run.metrics()
@@ -159,9 +216,10 @@ def _numbers(run: RunData) -> list[tuple[str, str]]:
     rates = run.series("tokens_per_second")[1]
     if len(rates):
         rows.append((f"{run.unit}/s (median)", count(_median(rates))))
-    use = run.series("mfu")[1]
+    use = np.concatenate([run.series(key)[1] for key in ("mfu", "mfu_dense")])
     if len(use):
-        rows.append(("MFU (median, of the dense peak)", f"{100 * _median(use):.1f} %"))
+        name = "MFU (median; sparse products counted as dense, of the dense peak)"
+        rows.append((name, f"{100 * _median(use):.1f} %"))
     tokens, seconds = run.series("tokens")[1], run.series("time")[1]
     if len(tokens):
         rows.append((run.unit, count(float(tokens[-1]))))
@@ -170,7 +228,7 @@ def _numbers(run: RunData) -> list[tuple[str, str]]:
     return rows
 
 
-def _row(run: RunData, metrics: Sequence[str]) -> tuple[str, ...]:
+def _row(run: RunData, partner: RunData | None, metrics: Sequence[str]) -> tuple[str, ...]:
     loss, validation = run.series("loss")[1], run.series("loss", "validation")[1]
     flips, rates = run.series("flip_rate")[1], run.series("tokens_per_second")[1]
     return (
@@ -178,6 +236,7 @@ def _row(run: RunData, metrics: Sequence[str]) -> tuple[str, ...]:
         str(max(record["step"] for record in run.records)),
         _loss(smooth(loss)[0][-1]) if len(loss) else "–",
         _loss(validation[-1]) if len(validation) else "–",
+        _minus(run, partner),
         *(_score(run.series(name, "validation")[1]) for name in metrics),
         f"{smooth(flips)[0][-1]:.2e}{plots.over(run)}" if np.any(np.isfinite(flips)) else "–",
         count(_median(rates)) if len(rates) else "–",
@@ -191,6 +250,7 @@ def _sources(run: RunData) -> list[str]:
     if not run.environment:
         environment = '"environment.json is missing"'
     return [
+        *(f"Written {_today()}.", ""),
         *("## Configuration", "", "```yaml", config, "```", ""),
         *("## Environment", "", "```json", environment, "```"),
     ]
@@ -240,5 +300,13 @@ def _relative(path: Path, start: Path) -> str:
     return Path(os.path.relpath(path, start)).as_posix()
 
 
+def _today() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
 def _file_name(labels: Sequence[str]) -> str:
-    return re.sub(r"[^\w.=+-]+", "_", "-".join(labels))[:80].strip("-_.") or "overlay"
+    """The labels where they are short; else how many runs, and digits that tell sets apart."""
+    name = re.sub(r"[^\w.=+-]+", "_", "-".join(labels)).strip("-_.")
+    if 0 < len(name) <= LONGEST:
+        return name
+    return f"{len(labels)}-runs-{hashlib.sha256(name.encode()).hexdigest()[:6]}"

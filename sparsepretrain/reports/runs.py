@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from sparsepretrain import registry
 from sparsepretrain.config.freeze import from_yaml
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.tracking.record import FILE, read
 
 SMOOTH = 40
@@ -21,6 +22,9 @@ SMOOTH = 40
 
 NOT_COMPARED = ("runs_dir", "resume", "tracker", "experiment")
 """Keys that do not change what a run computes."""
+
+BOOKKEEPING = (*NOT_COMPARED, "name", "eval", "log", "checkpoint", "workers", "plugins", "guard")
+"""Keys that do not change what a whole run computes: no name for it."""
 
 ABOUT = ("step", "time", "tokens", "loss")
 """Numbers of an evaluation that are no metrics of the task."""
@@ -49,6 +53,18 @@ class RunData:
         return str(getattr(self._task(), "unit", "tokens"))
 
     @property
+    def method(self) -> str:
+        """Name of the method, with its pattern where that is not 2:4; empty: not known."""
+        options = self.config.get("sparsity") or {}
+        n, m = options.get("n", 2), options.get("m", 4)
+        return " ".join([str(options.get("name", "")), *[f"{n}:{m}"] * ((n, m) != (2, 4))]).strip()
+
+    @property
+    def precision(self) -> str:
+        """Name of the precision; empty: not known."""
+        return str((self.config.get("precision") or {}).get("name", ""))
+
+    @property
     def metric(self) -> str | None:
         """The score that says how good the model is; None: only the loss was recorded."""
         name = getattr(self._task(), "metric", "loss")
@@ -63,7 +79,7 @@ class RunData:
 
     def scores(self) -> list[str]:
         """Those of :meth:`metrics` that are percentages."""
-        return [m for m in self.metrics() if m not in NO_SCORES and "loss" not in m]
+        return [m for m in self.metrics() if not m.endswith(NO_SCORES) and "loss" not in m]
 
     def _task(self) -> type | None:
         try:
@@ -113,8 +129,10 @@ class RunData:
 def find(paths: Sequence[Path]) -> list[Path]:
     """The run directories that are, or lie below, ``paths``; each once, in order.
 
+    A glob of the shell names other things beside runs: these are left out, with a warning.
+
     Raises:
-        ConfigError: a path does not exist or holds no run, all of them at once.
+        ConfigError: none of the paths holds a run, all problems at once.
     """
     found: dict[Path, None] = {}
     problems = []
@@ -124,9 +142,15 @@ def find(paths: Sequence[Path]) -> list[Path]:
             problems.append(f"{path} is not a directory: give the directory of a run")
         elif not below:
             problems.append(f"{path} has no {FILE}, nor has a directory below it")
+        elif len(paths) > 1:
+            for empty in [run for run in below if not (run / FILE).stat().st_size]:
+                problems.append(f"{empty / FILE} has no records yet")
+                below.remove(empty)
         found.update(dict.fromkeys(below))
-    if problems:
+    if problems and not found:
         raise ConfigError(problems)
+    for problem in problems:
+        warnings.warn(f"left out: {problem}", SparsePretrainWarning, stacklevel=2)
     return list(found)
 
 
@@ -180,9 +204,23 @@ def differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
 
 
 def labels(runs: Sequence[RunData]) -> list[str]:
-    """Names that tell the runs apart: the method, then what differs among runs that share one."""
-    differing = differences(runs)
-    names = [str(v) for v in differing.pop("sparsity.name", [""] * len(runs))]
+    """Names that tell the runs apart by what changes the computation.
+
+    The method with its pattern, the precision where runs differ in it, and what a method was told
+    beyond its defaults; where one method is compared with itself, what differs.
+    """
+    differing = {k: v for k, v in differences(runs).items() if k.split(".")[0] not in BOOKKEEPING}
+    precisions = [run.precision if "precision.name" in differing else "" for run in runs]
+    methods = [run.method if "sparsity.name" in differing else "" for run in runs]
+    if "sparsity.name" not in differing and {"sparsity.n", "sparsity.m"} & {*differing}:
+        methods = [":".join(str(run.config["sparsity"].get(k)) for k in "nm") for run in runs]
+    chosen = [_choices(run) if "sparsity.name" in differing else [] for run in runs]
+    names = [
+        " ".join(word for word in (method, precision, *options) if word)
+        for method, precision, options in zip(methods, precisions, chosen, strict=True)
+    ]
+    for key in ("sparsity.name", "sparsity.n", "sparsity.m", "precision.name"):
+        differing.pop(key, None)
     experiments = {"experiment": [run.config.get("experiment") for run in runs]}
     for key, values in (experiments | differing).items():
         for alike in [[i for i, n in enumerate(names) if n == name] for name in set(names)]:
@@ -191,7 +229,8 @@ def labels(runs: Sequence[RunData]) -> list[str]:
             for i in alike:
                 # an option that only some methods have follows from the method
                 if values[i] != ABSENT and (key, values[i]) != ("experiment", None):
-                    said = str(values[i]) if key == "experiment" else f"{key}={values[i]}"
+                    said = f"{key.removeprefix('sparsity.')}={values[i]}"
+                    said = str(values[i]) if key == "experiment" else said
                     names[i] = f"{names[i]} {said}".strip()
     places = ["/".join(run.path.resolve().parts[-2:]) for run in runs]
     if len(set(names)) == 1:  # the same configuration
@@ -200,6 +239,42 @@ def labels(runs: Sequence[RunData]) -> list[str]:
         name if name and names.count(name) == 1 else f"{name} {place}".strip()
         for name, place in zip(names, places, strict=True)
     ]
+
+
+def _choices(run: RunData) -> list[str]:
+    """``key=value`` of the options of the method that are not its defaults."""
+    options = run.config.get("sparsity") or {}
+    try:
+        cls: Any = registry.get("method", str(options.get("name")))
+        defaults = _flatten(asdict(cls.Options(name=options["name"])))
+    except (ConfigError, TypeError):  # a plug-in's that is not loaded, or has options to be given
+        return []
+    given = {k: v for k, v in _flatten(options).items() if k not in ("name", "n", "m", "targets")}
+    return [
+        f"{key}={value}"
+        for key, value in given.items()
+        if key in defaults and str(value) != str(_plain(defaults[key]))
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def uneven_validation(runs: Sequence[RunData], labels: Sequence[str]) -> str | None:
+    """Why validation losses are not comparable; None: all runs see as many samples."""
+    found: dict[str, list[str]] = {}
+    for run, label in zip(runs, labels, strict=True):
+        options, batch = run.config.get("eval") or {}, run.config.get("batch") or {}
+        batches, micro = options.get("batches"), batch.get("micro")
+        if "batches" not in options or (batches is not None and micro is None):
+            continue  # not known
+        what = "the whole split" if batches is None else f"{batches * micro:,} samples"
+        found.setdefault(what, []).append(label)
+    if len(found) < 2:
+        return None
+    parts = "; ".join(f"{what} for {', '.join(names)}" for what, names in found.items())
+    return f"validation differs in eval.batches or batch.micro, so its losses do too: {parts}"
 
 
 def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -53,7 +53,7 @@ class MethodOptions:
     m: int = 4
     """Group size."""
     targets: str | list[str] = "ffn"
-    """Layers: an alias of the model recipe (ffn, attention, all) or globs of module names."""
+    """Layers: an alias of the recipe (ffn, ffn_out, attention, all) or globs of module names."""
     window: Window = field(default_factory=Window)
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -153,6 +153,11 @@ class Method:
         Recorded as ``sparse``: the console and the plots show every change of it.
         """
         return not self.trains_dense
+
+    def may_be_sparse(self, step: int) -> bool:
+        """Whether training can be sparse after ``step`` completed steps, as the options say."""
+        self.set_step(step)
+        return self.window[0] <= step < self.window[1] and self.sparse
 
     def metrics(self) -> dict[str, float]:
         """Numbers of the method's own for the record; name -> value."""

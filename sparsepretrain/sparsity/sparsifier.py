@@ -85,7 +85,16 @@ class Sparsifier:
     @property
     def refreshed(self) -> bool:
         """Whether masks that are in use for more than one step were compared after the last one."""
-        return self._interval > 1 and self._compared_at == self.completed_steps
+        return self.method.refresh > 1 and self._compared_at == self.completed_steps
+
+    @property
+    def flips(self) -> Tensor | None:
+        """(layers,) int64, on the device: flips found after the last step; None: not compared."""
+        found = [layer.sparsity.flips for layer in self.layers.values()]
+        if self._compared_at != self.completed_steps:
+            return None
+        known = [flips for flips in found if flips is not None]
+        return torch.stack(known) if len(known) == len(found) else None
 
     @property
     def completed_steps(self) -> int:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from sparsepretrain.config.schema import Run
+
 Batch = dict[str, Any]
 """Name -> tensor of one micro-batch."""
 
@@ -127,6 +129,12 @@ class Task(ABC):
         Rates and scores are percentages. A task whose metrics are not means extends this.
         """
         return averages(observations)
+
+
+def build_task(run: Run) -> Task:
+    """The task of a run with its options; touches no data and imports no torch."""
+    task: Task = registry.get("task", run.task.name)(run.task, run.model, run.data, run.seed)
+    return task
 
 
 def averages(observations: Iterable[Observation]) -> dict[str, float]:

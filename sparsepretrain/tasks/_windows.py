@@ -37,6 +37,7 @@ class WindowTask(Task):
                 self.options.sequence_length,
                 self.order_seed(split),
                 shuffled=True,
+                replacement=self.replacement and split == "train",
                 complete=self.complete and split != "train",
             )
             for split in splits
@@ -44,6 +45,11 @@ class WindowTask(Task):
         self.fingerprint = tokens.fingerprint
         self.tokenizer_file = tokens.tokenizer_file
         self.opened(tokens)
+
+    @property
+    def replacement(self) -> bool:
+        """Whether each training window is drawn for itself, from anywhere in the text."""
+        return False
 
     def opened(self, tokens: TokenData) -> None:
         """Hook: look at the data."""

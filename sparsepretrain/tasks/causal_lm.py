@@ -22,6 +22,9 @@ class CausalLMOptions:
     name: Literal["causal_lm"]
     sequence_length: int
     """Tokens per sample."""
+    replacement: bool
+    """Draw each training window for itself, from anywhere in the text, as nanoGPT does; false: an
+    epoch visits every place once."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Range errors as (key, message)."""
@@ -38,6 +41,11 @@ class CausalLM(WindowTask):
 
     Options = CausalLMOptions
     complete = True
+
+    @property
+    def replacement(self) -> bool:
+        """As the options say."""
+        return bool(self.options.replacement)
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
         """``tokens`` and ``targets``, both (len(positions), sequence_length) int64.

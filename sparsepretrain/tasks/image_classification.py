@@ -49,6 +49,8 @@ class ImageClassificationOptions:
     """Probability of a horizontal flip."""
     color_jitter: float
     """crop=resized: brightness, contrast and saturation change by at most this factor."""
+    lighting: float
+    """Standard deviation of AlexNet's PCA noise on colours; 0: none."""
     rand_augment: str | None
     """crop=resized: timm's policy, such as rand-m9-mstd0.5-inc1; null: none."""
     random_erasing: float
@@ -71,7 +73,7 @@ class ImageClassificationOptions:
         for key in ("image_size", "copies"):
             if getattr(self, key) <= 0:
                 yield key, f"must be > 0, got {getattr(self, key)}"
-        for key in ("mixup", "cutmix", "shift", "color_jitter", "cutout"):
+        for key in ("mixup", "cutmix", "shift", "color_jitter", "lighting", "cutout"):
             if getattr(self, key) < 0:
                 yield key, f"must be ≥ 0, got {getattr(self, key)}"
         for key in ("mix_probability", "cutmix_share", "flip", "random_erasing"):

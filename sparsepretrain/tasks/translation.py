@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import DataError, SparsePretrainWarning
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, Task, averages
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from sparsepretrain.data import TokenData
 
 IGNORED = -100
 """Target of padding: no loss, no gradient."""
@@ -74,6 +77,7 @@ class Translation(Task):
         self._pairs: dict[str, Any] = {}
         self._buckets: dict[str, Any] = {}
         self._chosen: dict[str, Any] = {}
+        self._references: dict[str, list[str] | None] = {}
         self._codec: Any = None
         self._end = 0
 
@@ -91,6 +95,7 @@ class Translation(Task):
             DataError: a split has no pairs, or a held-out sentence is too long for the model.
         """
         from sparsepretrain.data import Buckets, load, pairs
+        from sparsepretrain.data.buckets import references
         from sparsepretrain.data.encoding import open_codec
 
         data = load(self.data_options, on_progress=on_progress)
@@ -105,6 +110,25 @@ class Translation(Task):
         self._codec = open_codec(data.tokenizer_file)
         self._end = int(data.end_of_text or 0)
         self.fingerprint = data.fingerprint
+        for split in (split for split in splits if split != "train" and self.options.bleu):
+            self._references[split] = references(data, split)
+            self._compare(split, data)
+
+    def _compare(self, split: str, data: TokenData) -> None:
+        """Say so where references are not the lines of the data, or cannot be translated to."""
+        lines, every = self._references[split], self._pairs[split]
+        if lines is None:
+            _warn(
+                f"{data.directory} was prepared without the raw lines of {split}: BLEU's references"
+                f" are decoded from tokens; delete it and prepare again to score the lines"
+            )
+            return
+        decoded = (self._codec.decode(every.target(row)[:-1]) for row in range(len(every)))
+        if other := sum(map(str.__ne__, lines, decoded)):
+            _warn(
+                f"{other} of {len(lines)} references of {split} are not what their tokens decode "
+                "to: BLEU compares translations with the lines as they are"
+            )
 
     def _choose(self, split: str, lengths: Any, name: str) -> Any:
         """Indices of the pairs that take part: held out all, for training those short enough."""
@@ -131,7 +155,8 @@ class Translation(Task):
         """The pairs of the buckets at ``positions``, padded to a multiple of four tokens.
 
         ``source`` and its ``mask`` (rows, source length); ``previous`` and ``targets`` (rows,
-        target length): int64, the mask bool; ``count``: target tokens.
+        target length): int64, the mask bool; ``count``: target tokens; ``references``: the raw
+        targets of held-out pairs, where the data has them.
         """
         import numpy as np
         import torch
@@ -147,7 +172,9 @@ class Translation(Task):
         previous[:, 0] = self._end
         previous[previous == IGNORED] = self._end
         mask = pad([np.ones(len(source)) for source in sources], 0).astype(bool)
-        return {
+        lines = self._references.get(split)
+        raw = {} if lines is None else {"references": [lines[row] for row in rows]}
+        return raw | {
             "source": torch.from_numpy(pad(sources, self._end)),
             "mask": torch.from_numpy(mask),
             "previous": torch.from_numpy(previous),
@@ -211,8 +238,10 @@ class Translation(Task):
         }
         if final and self.options.bleu:
             seen["hypotheses"] = self.translate(model, batch["source"], batch["mask"])
-            references = [row[row != IGNORED][:-1] for row in batch["targets"].cpu()]
-            seen["references"] = [self._codec.decode(row.tolist()) for row in references]
+            seen["references"] = batch.get("references") or [
+                self._codec.decode(row[row != IGNORED][:-1].tolist())
+                for row in batch["targets"].cpu()
+            ]
         return seen
 
     def translate(self, model: nn.Module, source: Tensor, mask: Tensor) -> list[str]:
@@ -252,6 +281,10 @@ class Translation(Task):
             references = [line for seen in observations for line in seen["references"]]
             result |= corpus_bleu(hypotheses, references)
         return result
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, SparsePretrainWarning, stacklevel=3)
 
 
 def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Any]:

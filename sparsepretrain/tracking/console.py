@@ -6,15 +6,14 @@ import contextlib
 import os
 import sys
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from sparsepretrain.errors import SparsePretrainWarning
+from sparsepretrain.errors import own_warnings
 
 if TYPE_CHECKING:
     from sparsepretrain.data.preparation import Progress as Preparation
@@ -58,20 +57,9 @@ class Console:
         """Print one line that starts with ``warning:``."""
         self._rich.print(f"warning: {line}", soft_wrap=True, style="yellow")
 
-    @contextlib.contextmanager
-    def own_warnings(self) -> Iterator[None]:
+    def own_warnings(self) -> contextlib.AbstractContextManager[None]:
         """Print this package's Python warnings with :meth:`warn`; others appear as ever."""
-        with warnings.catch_warnings():
-            before = warnings.showwarning
-
-            def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-                if issubclass(category, SparsePretrainWarning):
-                    self.warn(str(message))
-                else:
-                    before(message, category, *where)
-
-            warnings.showwarning = show  # type: ignore[assignment]
-            yield
+        return own_warnings(self.warn)
 
     def table(
         self, title: str, rows: Sequence[Sequence[object]], *, header: Sequence[str] | None = None
@@ -188,8 +176,8 @@ def describe(
         parts.append(f"grad {line['grad_norm']:.3g}".ljust(10))
     if _number(rate):
         parts.append(f"{count(line['tokens_per_second']):>5} {unit}/s")
-    if _number(line.get("mfu")):
-        parts.append(f"MFU {100 * line['mfu']:.1f}%")
+    if _number(line.get("mfu_dense")):  # sparse products counted as dense ones
+        parts.append(f"dense MFU {100 * line['mfu_dense']:.1f}%")
     if seconds_left is not None:
         parts.append(f"ETA {clock(seconds_left)}")
     return "  ".join(parts)

@@ -2,6 +2,12 @@
 
 A line is ``{"step", "time", "tokens", "loss", "lr", "grad_norm", "flip_rate", "density", …}``.
 Evaluation lines also carry ``"split"``; values of a layer have flat keys (``flip_rate/<layer>``).
+
+``flip_rate`` is the mean over the comparisons of masks since the line before (of a layer: since the
+last line with layers), ``flip_rate_last`` that of the last comparison alone, and ``flip_interval``
+the steps between two compared masks where that is more than one: such comparisons have a line each.
+``mfu_dense`` counts every product as dense, also those that a method makes sparse; so did ``mfu``,
+its name in older records, whose ``flip_rate`` was that of the last comparison.
 """
 
 from __future__ import annotations
@@ -46,6 +52,8 @@ class Record:
                 f"run directory {self.path.parent} is not writable ({error.strerror}): "
                 "choose another with runs_dir=DIR"
             ) from error
+        self.lines = len(kept)
+        """Lines in the file."""
         self._last = {line.get("split"): line["step"] for line in kept}
         self._before = max((line.get("time") or 0.0 for line in kept), default=0.0)
         self._start = time.monotonic()
@@ -82,6 +90,7 @@ class Record:
         except OSError as error:
             raise SparsePretrainError(f"cannot write {self.path}: {error.strerror}") from error
         self._last[split] = step
+        self.lines += 1
         return line
 
     def close(self) -> None:

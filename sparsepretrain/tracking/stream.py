@@ -68,6 +68,11 @@ class Stream:
         """Seconds of training, those before a resume included."""
         return self._record.seconds
 
+    @property
+    def lines(self) -> int:
+        """Lines of the record."""
+        return self._record.lines
+
     def log(self, record: dict[str, Any]) -> None:
         """Record one step (see :meth:`Record.write`); a step that is there already is left out."""
         line = self._record.write(record)

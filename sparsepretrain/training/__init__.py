@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsepretrain.config.schema import Run
+from sparsepretrain.config.schema import MOST_STEPS, Run
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.tracking.console import Console
 
 if TYPE_CHECKING:
     from sparsepretrain.training.decay import Search
@@ -22,10 +25,21 @@ def settle(run: Run, plain: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
     """
     if run.steps:
         return run, plain
-    from sparsepretrain.training.build import steps_of_epochs
+    from sparsepretrain.tasks import build_task
 
-    steps = steps_of_epochs(run)
+    assert run.epochs is not None
+    task = build_task(run)
+    task.open_data(("train",))
+    steps = max(1, round(run.epochs * task.samples("train") / run.batch.size))
+    if steps > MOST_STEPS:
+        raise ConfigError(f"epochs={run.epochs} are {steps} steps, more than {MOST_STEPS}")
     return dataclasses.replace(run, steps=steps), {**plain, "steps": steps}
+
+
+def _loading(what: str) -> None:
+    """Say what the next seconds are spent on: importing torch and the model's library."""
+    if "torch" not in sys.modules:
+        Console().info(f"{what}: loading PyTorch and the model")
 
 
 def train(run: Run, plain: dict[str, Any]) -> int:
@@ -34,6 +48,14 @@ def train(run: Run, plain: dict[str, Any]) -> int:
     Raises:
         ConfigError, DataError, CheckpointError, DivergedError: with one line for the user.
     """
+    from sparsepretrain.config.freeze import run_directory
+    from sparsepretrain.training.resume import is_finished
+
+    directory = run_directory(plain)
+    if run.resume == "auto" and is_finished(directory, run, run.steps):  # known without torch
+        Console().info(f"{directory} is finished ({run.steps} steps): nothing to do")
+        return 0
+    _loading(run.name)
     from sparsepretrain.training.trainer import train as start
 
     return start(run, plain)
@@ -45,6 +67,7 @@ def dry_run(run: Run, plain: dict[str, Any]) -> None:
     Raises:
         ConfigError: targets match nothing, a width does not fit the pattern.
     """
+    _loading(run.name)
     from sparsepretrain.training.plan import dry_run as show
 
     show(run, plain)
@@ -65,6 +88,7 @@ def evaluate(
     Raises:
         ConfigError, DataError, CheckpointError: with one line for the user.
     """
+    _loading(checkpoint)
     from sparsepretrain.training.evaluation import evaluate_checkpoint as start
 
     return start(
@@ -80,6 +104,7 @@ def tune_decay(
     Raises:
         Stopped, DivergedError, ConfigError: with one line for the user.
     """
+    _loading(search.run.name)
     from sparsepretrain.training.tune import tune_decay as start
 
     return start(search, out, overrides, config_dirs)
@@ -87,6 +112,7 @@ def tune_decay(
 
 def plan_tuning(search: Search, out: Path) -> None:
     """Print what :func:`tune_decay` would run; trains nothing."""
+    _loading(search.run.name)
     from sparsepretrain.training.tune import show_plan
 
     show_plan(search, out)

@@ -17,20 +17,6 @@ from sparsepretrain.tasks import Task
 from sparsepretrain.training.precision import fp8_recipe
 
 
-def build_task(run: Run) -> Task:
-    """The task with its options; touches no data."""
-    task: Task = registry.get("task", run.task.name)(run.task, run.model, run.data, run.seed)
-    return task
-
-
-def steps_of_epochs(run: Run) -> int:
-    """Optimiser steps of ``epochs`` passes over the training data, rounded; at least one."""
-    assert run.epochs is not None
-    task = build_task(run)
-    task.open_data(("train",))
-    return max(1, round(run.epochs * task.samples("train") / run.batch.size))
-
-
 def build_model(run: Run, task: Task, device: torch.device) -> nn.Module:
     """The model on ``device`` with the initial weights of ``run.seed``.
 

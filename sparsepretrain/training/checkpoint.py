@@ -6,15 +6,15 @@ sha256 sums last, then renamed. The loader takes the newest one whose sums agree
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from sparsepretrain.errors import CheckpointError
 
@@ -47,8 +47,11 @@ def save(directory: Path, step: int, state: dict[str, Any], *, config: str, keep
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
+        import torch
+
         stage.mkdir()
-        torch.save(state, stage / STATE)
+        with open(stage / STATE, "wb") as file:  # given a path, torch hides the system's error
+            torch.save(state, file)
         (stage / CONFIG).write_text(config, encoding="utf-8")
         files = {name: _sum_and_sync(stage / name) for name in (STATE, CONFIG)}
         manifest = {"format": FORMAT, "step": step, "sha256": files}
@@ -59,10 +62,9 @@ def save(directory: Path, step: int, state: dict[str, Any], *, config: str, keep
             shutil.rmtree(final)
         os.replace(stage, final)
         _sync_directory(directory)
-    except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in RuntimeError
+    except (OSError, RuntimeError) as error:
         shutil.rmtree(stage, ignore_errors=True)
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"cannot write checkpoint {final}: {reason[:200]}") from error
+        raise CheckpointError(f"cannot write checkpoint {final}: {_reason(error)}") from error
     _prune(directory, final, keep_last)
     return final
 
@@ -109,8 +111,37 @@ def load(path: Path) -> tuple[dict[str, Any], str]:
     problem = verify(path)
     if problem is not None:
         raise CheckpointError(f"checkpoint {path} is damaged ({problem}): choose another")
-    state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    return state, (path / CONFIG).read_text(encoding="utf-8")
+    return read_tensors(path / STATE), (path / CONFIG).read_text(encoding="utf-8")
+
+
+def read_tensors(file: Path) -> dict[str, Any]:
+    """What ``torch.save`` wrote, on the CPU; code in it is never run.
+
+    Raises:
+        CheckpointError: it is damaged, or holds more than tensors and plain values.
+    """
+    import torch
+
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} is refused: it is damaged, or has objects other than tensors and plain "
+            "values, which may run code when they are loaded"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {_reason(error)}") from error
+    return state
+
+
+def _reason(error: BaseException) -> str:
+    """Why something failed, in one line; a full disk by its name, whatever was made of it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"disk full ({os.strerror(cause.errno)}); free some space and start again"
+        cause = cause.__context__
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _prune(directory: Path, newest: Path, keep_last: int) -> None:

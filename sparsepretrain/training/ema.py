@@ -1,4 +1,4 @@
-"""Averages of the weights, which evaluation uses in place of the weights that are trained."""
+"""Averages of the weights, which are evaluated beside the weights that are trained."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from sparsepretrain.sparsity import Sparsifier
 
+AVERAGED = "ema_"
+"""Before the name of a metric: that of the averaged weights."""
+
 
 class EMA:
     """Exponential moving average of all parameters, one update per optimiser step.
@@ -23,7 +26,8 @@ class EMA:
     1 - (1 + t)^(-2/3), would not reach that decay in DeiT's 300 epochs.
 
     Buffers (BatchNorm statistics, scales and masks of the method) are those of the model. What is
-    averaged is the master weight; evaluation projects the average.
+    averaged is the master weight; evaluation projects the average, onto a mask that never trained:
+    the numbers of a run are those of its own weights.
 
     Args:
         model: on its device.

@@ -23,7 +23,7 @@ from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.sources._source import BYTES, TRAINED
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError, SparsePretrainError
 from sparsepretrain.sparsity import densify
-from sparsepretrain.sparsity.proof import prove
+from sparsepretrain.sparsity.proof import Proof, prove
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import loop, weights
 from sparsepretrain.training.ema import put
@@ -70,8 +70,6 @@ def evaluate_checkpoint(
     console = console or Console()
     source = weights.find(path, console.warn)
     run, plain = configuration(source, overrides, config_dirs)
-    if average > 1 and run.ema is not None:
-        raise ConfigError(f"average={average}: the run averages its weights (ema): leave it out")
     sources = weights.latest(source, average)
     t = build_training(run, console, splits=(split,))
     samples = t.task.samples(split)
@@ -79,15 +77,16 @@ def evaluate_checkpoint(
         raise DataError(f"the {split} split of {run.data.name} is empty: choose another")
     same_data = source.config is not None and source.config["data"] == plain["data"]
     _load_weights(t, sources, console, same_data=same_data)
-    proof = f"{len(t.sparsifier.layers)}: {prove(t.sparsifier)}{', densified' * dense}"
+    proof = prove(t.sparsifier)
     if dense:
         densify(t.model)
+        t.ema = None  # it would be projected by layers that are gone
     metrics = loop.evaluate(t, split, None, final=True)
     assert metrics is not None
     rows = [
         ("checkpoint", _describe(source, average)),
         (split, f"{samples:,} {t.task.sample} of {run.data.name}, every one once"),
-        ("target layers", proof),
+        ("target layers", f"{len(t.sparsifier.layers)}: {proof}{', densified' * dense}"),
         *((key, _text(value)) for key, value in metrics.items()),
     ]
     console.table(f"{run.task.name}, {run.sparsity.name}", rows)
@@ -95,12 +94,24 @@ def evaluate_checkpoint(
         **_identity(source, t, overrides),
         "split": split,
         "samples": samples,
-        "weights": "dense" if dense else "sparse",
+        **_weights(proof),
+        "densified": dense,
         "average": average,
         "metrics": metrics,
     }
     _write(result, _results_file(source, out), console)
     return result
+
+
+def _weights(proof: Proof) -> dict[str, Any]:
+    """What was evaluated: whether every group is N:M, as counted, and else why not."""
+    return {
+        "weights": "sparse" if proof.holds else "dense",
+        "pattern": proof.pattern if proof.sparse else None,
+        "pattern_holds": proof.holds,
+        "zeros": proof.zeros / proof.entries if proof.entries else None,
+        "why_dense": None if proof.sparse else proof.why_dense or "a dense method",
+    }
 
 
 def _identity(source: Source, t: Training, overrides: Sequence[str]) -> dict[str, Any]:
@@ -204,7 +215,7 @@ def _tokenizer_file(source: Source) -> Path:
 
 
 def _load_weights(t: Training, sources: list[Source], console: Console, *, same_data: bool) -> None:
-    """Weights, averages of them where there are some, and the state of the method."""
+    """Weights or their mean, the averages that the run kept, and the state of the method."""
     newest = sources[-1]
     if newest.kind == "huggingface":  # init.path has loaded them
         rows = t.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -223,12 +234,12 @@ def _load_weights(t: Training, sources: list[Source], console: Console, *, same_
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{newest.path} does not fit this model: {reason}") from error
     t.sparsifier.load_state_dict(state["sparsifier"])
-    parameters = dict(t.model.named_parameters())
     if len(sources) > 1:
+        parameters = dict(t.model.named_parameters())
         put(parameters, mean(sources, list(parameters)), t.sparsifier)
+        t.ema = None
     elif t.ema is not None:
-        put(parameters, state["ema"]["averages"], t.sparsifier)
-    t.ema = None  # the model holds what is evaluated
+        t.ema.load_state_dict(state["ema"])
 
 
 def mean(sources: Sequence[Source], names: Sequence[str]) -> dict[str, Tensor]:

@@ -11,11 +11,10 @@ from sparsepretrain.config import validate
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.sparsity import Sparsifier, densify
-from sparsepretrain.tasks import Task
+from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import weights
-from sparsepretrain.training.build import build_model, build_task, sparsify_model
-from sparsepretrain.training.ema import put
+from sparsepretrain.training.build import build_model, sparsify_model
 
 PREVIOUS_MASK = "sparsity_previous_mask"
 """Of the flip rate: a fine-tuning run starts from a baseline of its own."""
@@ -49,8 +48,6 @@ def load(run: Run, task: Task, model: nn.Module, console: Console) -> State:
     same = _same_method(source.config["sparsity"], run)
     stored = run.init.weights == "master" or (run.init.weights == "auto" and same)
     state = weights.model_state(source) if stored else evaluated_state(source)
-    if run.init.weights == "auto" and stored and source.config["ema"] is not None:
-        state = state | weights.state(source)["ema"]["averages"]
     buffers = {k: v for k, v in state.items() if ".sparsity_" in k}
     _copy(model, {k: v for k, v in state.items() if k not in buffers}, str(source.path), console)
     kind = "stored weights" if stored else "the weights that it evaluates with"
@@ -90,8 +87,6 @@ def evaluated_state(source: weights.Source) -> State:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{source.path} cannot be rebuilt: {reason}") from error
     sparsifier.load_state_dict(state["sparsifier"])
-    if run.ema is not None:
-        put(dict(model.named_parameters()), state["ema"]["averages"], sparsifier)
     return densify(model.eval()).state_dict()
 
 

@@ -6,10 +6,9 @@ pre-hook -> optimiser -> refresh and flip count, inside its post-hook.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,18 +17,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsepretrain.config.schema import Run
+from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import DataError, DivergedError
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.tasks import Batch, Observation, Task
 from sparsepretrain.training import rng
-from sparsepretrain.training.batches import TrainingBatches, split_requests, stream
-from sparsepretrain.training.ema import EMA
+from sparsepretrain.training.batches import Request, TrainingBatches, split_requests, stream
+from sparsepretrain.training.ema import AVERAGED, EMA
+from sparsepretrain.training.flips import Flips
 from sparsepretrain.training.precision import autocast
 from sparsepretrain.training.schedules import learning_rate
 from sparsepretrain.training.signals import StopSignals
 
 MAX_SKIPS = 10
 """Skipped steps in a row after which ``guard=skip`` gives up."""
+
+SILENT_SECONDS = 1.0
+"""Of an evaluation before it shows how far it is."""
 
 MAX_OVERFLOWS = 50
 """The same for gradients under loss scaling: so many halvings make any usable scale useless."""
@@ -50,7 +54,7 @@ class Training:
     scaler: torch.amp.GradScaler
     batches: TrainingBatches
     ema: EMA | None = None
-    """Averages of the weights that evaluation uses; None: it uses the weights."""
+    """Averages of the weights, which are evaluated too; None: none are kept."""
     peak_flops: float | None = None
     """Dense peak of the device, for MFU; None: not known."""
     flops_per_item: float = 0.0
@@ -64,9 +68,17 @@ class Training:
     skipped: int = 0
     """Steps without an update because something was not finite."""
     skips_in_a_row: int = 0
+    lines: int = 0
+    """Of the record, at the last checkpoint; 0: not known."""
     stop_after: int | None = None
     """End early, after so many completed steps; schedules and windows stay those of the run."""
+    on_progress: Callable[[Progress], None] | None = None
+    """Shows how far an evaluation is."""
     timer: Timer = field(default_factory=lambda: Timer())
+    flips: Flips = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.flips = Flips(self.sparsifier)
 
     @property
     def end(self) -> int:
@@ -119,6 +131,7 @@ def run_steps(
                 log({"step": t.step, "tokens": t.tokens, "split": "validation", **metrics})
         stopping = signals.exit_code is not None
         if t.step and (stopping or _due(run.checkpoint.every, t)):
+            require_finite_weights(t)
             save()
         if stopping:
             return signals.exit_code
@@ -132,9 +145,11 @@ def run_steps(
         # in the record whatever is due: a switch of phase, and flips that no later line repeats
         event = t.sparsifier.sparse != was_sparse or t.sparsifier.refreshed
         if t.step % run.log.every == 0 or layers or event or t.step in (1, t.end):
+            require_finite_weights(t)
             values |= {**t.timer.rates(), **_measure(t, per_layer=layers)}
             if t.peak_flops is not None:
-                values["mfu"] = values["tokens_per_second"] * t.flops_per_item / t.peak_flops
+                achieved = values["tokens_per_second"] * t.flops_per_item
+                values["mfu_dense"] = achieved / t.peak_flops
             if t.skipped:
                 values["skipped"] = t.skipped
             log({"step": t.step, "tokens": t.tokens, **values})
@@ -171,6 +186,7 @@ def train_step(t: Training) -> dict[str, Any]:
         if run.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, run.clip, norm)
         t.scaler.step(t.optimizer)
+        t.flips.add(t.sparsifier.flips)
         if t.ema is not None:
             t.ema.update()
     t.scaler.update()  # after an overflow: halves the scale
@@ -198,8 +214,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Metrics of the task over a split, with the weights that the method evaluates with.
 
-    These are projections of the averaged weights where the run keeps averages. Nothing of the
-    training state changes.
+    Where the run keeps averaged weights, those of their projection follow, as ``ema_<metric>``.
+    Nothing of the training state changes.
 
     Args:
         t: the run.
@@ -210,26 +226,72 @@ def evaluate(
     """
     t.model.eval()
     requests = split_requests(split, t.task.samples(split), t.run.batch.micro, batches)
-    observations: list[Observation] = []
-    with evaluated_weights(t):
-        for batch in stream(t.task, requests, t.device, t.run.workers):
+
+    def measure() -> dict[str, float] | None:
+        observations: list[Observation] = []
+        for batch in _shown(t, split, requests):
             if signals is not None and signals.exit_code is not None:
                 return None
             with autocast(t.run.precision, t.device):
                 observations.append(t.task.observe(t.forward_model, batch, final=final))
-    return t.task.metrics(observations)
+        return t.task.metrics(observations)
+
+    metrics = measure()
+    if metrics is None or t.ema is None:
+        return metrics
+    with t.ema.applied(t.sparsifier):
+        averaged = measure()
+    if averaged is None:
+        return None
+    numbers = {k: v for k, v in averaged.items() if not isinstance(v, str)}
+    return metrics | {f"{AVERAGED}{name}": value for name, value in numbers.items()}
 
 
-def evaluated_weights(t: Training) -> contextlib.AbstractContextManager[None]:
-    """Inside, the model holds the weights whose projection evaluation uses."""
-    return contextlib.nullcontext() if t.ema is None else t.ema.applied(t.sparsifier)
+def _shown(t: Training, split: str, requests: list[Request]) -> Iterator[Batch]:
+    """The batches of an evaluation; once it takes longer than a second, with how far it is."""
+    samples, done, started = sum(len(r.positions) for r in requests), 0, time.monotonic()
+    for request, batch in zip(
+        requests, stream(t.task, requests, t.device, t.run.workers), strict=True
+    ):
+        yield batch
+        done += len(request.positions)
+        seconds = time.monotonic() - started
+        if t.on_progress is not None and seconds > SILENT_SECONDS:
+            unit = t.task.sample
+            t.on_progress(
+                Progress(phase=split, done=done, total=samples, unit=unit, seconds=seconds)
+            )
 
 
 def _measure(t: Training, *, per_layer: bool) -> dict[str, float]:
+    """Numbers of the weights; flip rates are means since the line before."""
     values = t.sparsifier.metrics(per_layer=per_layer)
-    if t.skips_in_a_row:  # no update, so no masks were compared: the flips are of an older step
-        values = {k: v for k, v in values.items() if not k.startswith("flip_")}
+    last = {k: values.pop(k) for k in list(values) if k.startswith("flip_")}
+    values |= t.flips.rates(per_layer=per_layer)
+    # without an update no masks were compared: the last flips are those of an older step
+    if "flip_rate" in last and not t.skips_in_a_row:
+        values["flip_rate_last"] = last["flip_rate"]
+        values |= {k: v for k, v in last.items() if k == "flip_interval"}
     return values
+
+
+@torch.no_grad()
+def require_finite_weights(t: Training) -> None:
+    """Stop at a weight that is not finite, even behind a mask, where no loss ever shows it.
+
+    Raises:
+        DivergedError: whatever ``guard`` says, since every later step would keep it.
+    """
+    norm = torch.nn.utils.get_total_norm(list(t.model.parameters()))  # one read of the device
+    if math.isfinite(float(norm)):
+        return
+    for name, parameter in t.model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise DivergedError(
+                f"step {t.step}: {name} holds weights that are not finite (a mask may hide them "
+                "from the loss); they are not saved. Continue from the checkpoint before, with a "
+                "lower optim.lr or clip"
+            )
 
 
 def _finite(t: Training, loss: float, grad_norm: float) -> bool:

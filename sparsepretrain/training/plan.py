@@ -11,10 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import AdamW, Run, SimulatedFP8
-from sparsepretrain.tasks import Task
+from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console, clock, count
 from sparsepretrain.tracking.wandb import check_login
-from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
+from sparsepretrain.training import preflight
+from sparsepretrain.training.build import build_model, pick_device, sparsify_model
 from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.precision import compute_dtype, describe
 
@@ -26,6 +27,7 @@ def dry_run(run: Run, plain: dict[str, Any], console: Console | None = None) -> 
     """Print coverage, parameters, FLOPs, memory and steps of ``run``."""
     console = console or Console()
     check_login(run.tracker)
+    preflight.require_a_sparse_step(run)
     device = pick_device(run)
     task = build_task(run)
     model = build_model(run, task, _META)

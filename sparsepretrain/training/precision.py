@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsepretrain.config.schema import Precision, ScaledPrecision, SimulatedFP8
+from sparsepretrain.config.schema import LossScaling, Precision, ScaledPrecision, SimulatedFP8
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Options = Precision | ScaledPrecision | SimulatedFP8
@@ -38,7 +38,7 @@ def autocast(options: Options, device: torch.device) -> torch.autocast:
 
 def grad_scaler(options: Options, device: torch.device) -> torch.amp.GradScaler:
     """Dynamic loss scaling for fp16, a scaler that does nothing otherwise."""
-    if isinstance(options, ScaledPrecision):
+    if isinstance(options, LossScaling) and compute_dtype(options) == torch.float16:
         return torch.amp.GradScaler(
             device.type, init_scale=options.init_scale, growth_interval=options.growth_interval
         )

@@ -19,7 +19,8 @@ def warmup_steps(schedule: Schedule, steps: int) -> int:
 def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> float:
     """Learning rate of the update that follows ``step`` completed steps.
 
-    Warm-up is linear and reaches the peak at update ``warmup`` + 1, as in nanoGPT. Decays reach
+    Warm-up is linear and reaches the peak at update ``warmup`` + 1; with ``start=0`` the first
+    update has rate 0 (nanoGPT until 2024, on which S-STE and T-SR-STE build). Decays reach
     ``min_lr`` at ``steps``, a triangle reaches zero there.
 
     Args:
@@ -32,7 +33,9 @@ def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> flo
         return peak * _triangle(schedule, step / steps)
     warmup = warmup_steps(schedule, steps)
     if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
+        if schedule.start is None:
+            return peak * (step + 1) / (warmup + 1)
+        return peak * (schedule.start + (1 - schedule.start) * step / warmup)
     if schedule.name == "constant":
         return peak
     if schedule.name == "inverse_sqrt":

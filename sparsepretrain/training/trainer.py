@@ -20,16 +20,17 @@ from sparsepretrain.files import write_atomic
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.sparsity.proof import Proof, prove
+from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.tracking.record import read
+from sparsepretrain.tracking.record import FILE, read
 from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
-from sparsepretrain.training import checkpoint, initial, rng
+from sparsepretrain.training import checkpoint, initial, preflight, rng
 from sparsepretrain.training.batches import TrainingBatches
-from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
+from sparsepretrain.training.build import build_model, pick_device, sparsify_model
 from sparsepretrain.training.ema import EMA
 from sparsepretrain.training.hardware import environment, peak_flops
-from sparsepretrain.training.loop import Training, evaluated_weights, run_steps
+from sparsepretrain.training.loop import Training, run_steps
 from sparsepretrain.training.plan import flops_per_item
 from sparsepretrain.training.precision import describe, grad_scaler
 from sparsepretrain.training.resume import choose_checkpoint, is_finished, named_checkpoint
@@ -65,6 +66,7 @@ def train(
     if run.resume != "never" and is_finished(directory, run, end):
         console.info(finished)
         return 0
+    preflight.require_a_sparse_step(run)
     with StopSignals() as signals, console.own_warnings():
         own = any((directory / "checkpoints").glob("step_*"))
         t = build_training(run, console, initialise=run.resume == "never" or not own)
@@ -77,6 +79,8 @@ def train(
             if source is not None:
                 _restore(t, source)
                 console.info(f"continuing from {source} (step {t.step})")
+                if source == named:
+                    _take_record(source, directory)
             _write(directory / "config.yaml", freeze.to_yaml(plain))
             if t.task.tokenizer_file is not None:  # it travels with the weights
                 text = t.task.tokenizer_file.read_text(encoding="utf-8")
@@ -108,7 +112,14 @@ def _run(
         total=t.end,
     )
 
+    if stream.lines < t.lines:
+        console.warn(
+            f"{directory / FILE} has {stream.lines} of the {t.lines} lines that it had at step "
+            f"{t.step}: the others are lost, and what is summed up or drawn lacks them"
+        )
+
     def save() -> None:
+        t.lines = stream.lines
         checkpoint.save(
             directory / "checkpoints",
             t.step,
@@ -122,8 +133,7 @@ def _run(
         code = run_steps(t, stream.log, save, lambda: _save_masks(t, directory), signals)
         exit_code = code or 0
         if code is None:
-            with evaluated_weights(t):
-                proof = prove(t.sparsifier)
+            proof = prove(t.sparsifier)
             summary = {"proof": str(proof)}
             _summarise(t, directory, proof, console)
         else:
@@ -180,6 +190,7 @@ def build_training(
         scaler=grad_scaler(run.precision, device),
         batches=TrainingBatches(task, run.batch.size, run.batch.micro, device, run.workers),
         ema=None if run.ema is None else EMA(model, run.ema),
+        on_progress=console.progress,
         peak_flops=peak,
         flops_per_item=0.0 if peak is None else flops_per_item(run, task),
     )
@@ -193,6 +204,8 @@ def _state(t: Training) -> dict[str, Any]:
         "evaluated": t.evaluated,
         "skipped": t.skipped,
         "skips_in_a_row": t.skips_in_a_row,
+        "lines": t.lines,
+        "flips": t.flips.state_dict(),
         "fingerprint": t.task.fingerprint,
         "model": t.model.state_dict(),
         "optimizer": t.optimizer.state_dict(),
@@ -228,8 +241,18 @@ def _restore(t: Training, path: Path) -> None:
         group.update(options)  # hyper-parameters come from the configuration
     t.sparsifier.load_state_dict(state["sparsifier"])
     t.scaler.load_state_dict(state["scaler"])
+    if "flips" in state:  # older checkpoints have none: the first mean is over what follows
+        t.flips.load_state_dict(state["flips"])
     for key in ("step", "tokens", "evaluated", "skipped", "skips_in_a_row"):
         setattr(t, key, state[key])
+    t.lines = state.get("lines", 0)  # not in older checkpoints
+
+
+def _take_record(source: Path, directory: Path) -> None:
+    """Let the record go on with that of the run that ``source`` belongs to, if that is there."""
+    record = source.resolve().parent.parent / FILE
+    if source.resolve().parent.name == "checkpoints" and record.is_file():
+        _write(directory / FILE, record.read_bytes())
 
 
 @contextlib.contextmanager
@@ -294,6 +317,8 @@ def _announce(t: Training, directory: Path, console: Console) -> None:
         f"{len(coverage.layers)} layers, {t.device}, {describe(t.run.precision)}, "
         f"steps {t.step} to {t.end}"
     )
+    for note in preflight.notes(t.run):
+        console.info(f"note: {note}")
 
 
 def _summarise(t: Training, directory: Path, proof: Proof, console: Console) -> None:
@@ -303,10 +328,10 @@ def _summarise(t: Training, directory: Path, proof: Proof, console: Console) -> 
     validation = [line for line in finite if line.get("split") == "validation"]
     rows = [("steps", f"{t.step:,}"), (t.task.unit, f"{t.tokens:,}")]
     if training:
-        rows.append(("train loss", f"{training[0]['loss']:.4f} → {training[-1]['loss']:.4f}"))
+        rows.append(("train loss", _course(training)))
     if validation:
-        first, last = validation[0], validation[-1]
-        rows.append(("validation loss", f"{first['loss']:.4f} → {last['loss']:.4f}"))
+        rows.append(("validation loss", _course(validation)))
+        last = validation[-1]
         hidden = ("step", "time", "tokens", "split", "loss")
         texts = {k: v if isinstance(v, str) else f"{v:.4g}" for k, v in last.items()}
         rows += [(f"validation {k}", v) for k, v in texts.items() if k not in hidden]
@@ -314,8 +339,16 @@ def _summarise(t: Training, directory: Path, proof: Proof, console: Console) -> 
     if flips:
         rows.append(("flip rate", f"peak {max(flips):.2e}, end {flips[-1]:.2e}"))
     rows.append(("target layers", f"{len(t.sparsifier.layers)}: {proof}"))
+    if proof.sparse and t.end > 1 and not any(line.get("sparse") for line in training[:-1]):
+        rows.append(("note", "no step trained sparse"))
     if t.skipped:
         rows.append(("skipped steps", str(t.skipped)))
     console.table(f"{t.run.name}, {t.run.sparsity.name}", rows)
     if proof.sparse and not proof.holds:
         raise SparsePretrainError(f"the final weights are {proof}; please report this")
+
+
+def _course(lines: Sequence[dict[str, Any]]) -> str:
+    """The first and the last loss; one number where they are the same line."""
+    losses = [f"{line['loss']:.4f}" for line in (lines[0], lines[-1])[: len(lines)]]
+    return " → ".join(losses)

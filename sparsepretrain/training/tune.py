@@ -15,10 +15,11 @@ import torch
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import ConfigError, DivergedError, SparsePretrainError
 from sparsepretrain.files import write_atomic
+from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console, count
 from sparsepretrain.tracking.record import read
 from sparsepretrain.training import decay as rules
-from sparsepretrain.training.build import build_model, build_task, pick_device, sparsify_model
+from sparsepretrain.training.build import build_model, pick_device, sparsify_model
 from sparsepretrain.training.decay import Search, Segment
 from sparsepretrain.training.plan import duration, step_cost
 from sparsepretrain.training.resume import is_finished
@@ -128,8 +129,9 @@ def show_plan(search: Search, out: Path, console: Console | None = None) -> None
     sparsify_model(run, task, model)
     most = len(segments) + rules.BISECTIONS
     low, high = search.interval
+    comparisons = _comparisons(search.comparisons)
     facts = [
-        ("feasible μ", f"{low:g} to {high:g}, from {search.comparisons} comparisons of masks"),
+        ("feasible μ", f"{low:g} to {high:g}, from {comparisons} of masks"),
         (
             "runs",
             f"{len(segments)}, and up to {rules.BISECTIONS} more where μ jumps over the interval",
@@ -173,6 +175,10 @@ def _state(search: Search, segment: Segment) -> str:
     return f"from step {int(saved[-1].name[-8:])}" if saved else "to run"
 
 
+def _comparisons(number: int) -> str:
+    return f"{number} comparison{'s' * (number != 1)}"
+
+
 def _label(segment: Segment) -> str:
     return "dense" if segment.decay is None else f"{segment.decay:.3g}"
 
@@ -195,7 +201,7 @@ def _show(
     low, high = search.interval
     console.info(
         f"{search.run.sparsity.name}, first {search.steps} of {search.run.steps} steps; flip rates "
-        f"are means of the last {dense.compared} comparison(s); feasible μ: {low:g} to {high:g}"
+        f"are means of the last {_comparisons(dense.compared)}; feasible μ: {low:g} to {high:g}"
     )
 
 

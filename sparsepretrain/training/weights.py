@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from sparsepretrain.config import freeze
@@ -117,6 +116,8 @@ def model_state(source: Source) -> dict[str, Tensor]:
     for file in _weight_files(source):
         try:
             tensors |= _read_tensors(file)
+        except CheckpointError:
+            raise
         except Exception as error:  # safetensors and pickle raise errors of their own
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(f"{file} cannot be read: {reason}") from error
@@ -186,5 +187,4 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
         from safetensors.torch import load_file
 
         return load_file(os.fspath(file))
-    tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-    return tensors
+    return checkpoint.read_tensors(file)

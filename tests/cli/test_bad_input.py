@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,21 @@ USER_FILES = {
     "optim/foreign.yaml": "defaults: [adamw, _self_]\nmomentum: 0.9\n",
     "data/unknown.yaml": "name: x\nsource: python_sourc\n",
     "model/norecipe.yaml": "name: x\nfamily: gpt3\n",
+    "experiment/circle.yaml": GLOBAL + "defaults:\n  - /experiment/circle\n",
+    "sparsity/bare.yaml": "name: bare\n",
+    "not/these/bomb/experiment/bomb.yaml": "a: &a [x, x]\n"
+    + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefgh")),
+    "not/these/deep/experiment/deep.yaml": "a: " + "[" * 600 + "]" * 600 + "\n",
+    "not/these/self/experiment/self.yaml": "a: &a [*a]\n",
+    "bare.py": (
+        "from sparsepretrain.registry import register\n"
+        "@register('method', 'bare')\nclass Bare: pass\n"
+    ),
+    "exits.py": "import sys\nsys.exit(0)\n",
+    "syntax.py": "x = (\n",
+    "kind.py": (
+        "from sparsepretrain.registry import register\n@register('methd', 'x')\nclass A: pass\n"
+    ),
     "crash.py": "import nothing_of_this_name\n",
     "raises.py": "raise RuntimeError('first line\\nsecond line')\n",
     "taken.py": (
@@ -85,6 +101,7 @@ def out_of_range() -> list[tuple[list[str], list[str]]]:
     return [
         ([*overrides, override], [override.partition("=")[0].rpartition(".")[2]])
         for *overrides, override in (
+            ("steps=99999999999999999999999",), ("epochs=1e30",),
             ("steps=0",), ("steps=-1",), ("seed=-1",), ("clip=0",), ("clip=-1.0",),
             ("batch.size=0",), ("batch.micro=0",), ("batch.micro=5",), ("eval.every=-1",),
             ("eval.batches=-1",), ("log.every=0",), ("checkpoint.keep_last=0",),
@@ -94,7 +111,8 @@ def out_of_range() -> list[tuple[list[str], list[str]]]:
             ("schedule.warmup=-1",), ("schedule.min_lr=-1.0",), ("schedule.min_lr=1.0",),
             ("precision=fp16", "precision.init_scale=0"), ("sparsity.gamma=1.5",),
             ("precision=fp8_sim", "precision.recipe=foo"),
-            ("precision=fp8_sim", "precision.dtype=fp16"),
+            ("precision=fp8_sim", "precision.dtype=fp64"),
+            ("precision=fp8_sim", "precision.init_scale=0"),
             ("sparsity.gamma=-0.1",), ("sparsity.n=5",), ("sparsity.n=0",),
             ("sparsity=ste", "sparsity.n=9", "sparsity.m=8", "sparsity.n=9"),
             ("sparsity=srste", "sparsity.decay=-1.0"), ("sparsity.targets=[]",),
@@ -141,7 +159,14 @@ def grammar() -> list[tuple[list[str], list[str]]]:
         (["seed=range(1,3)"], ["seed", "several runs"]),
         (["seed=choice(1,2)"], ["seed", "several runs"]),
         (["model=glob(*)"], ["model", "several runs"]),
-        (["~seed"], ["'~seed'", "seed=null"]),
+        (["~seed"], ["'~seed'", "leave it out"]),
+        (["seed=" + "[" * 600], ["cannot be read", "close every bracket"]),
+        (["name='a\nb'"], ["name must be a plain directory name"]),
+        (["sparsity=ASP"], ["'ASP' (did you mean 'asp'?)"]),
+        (["sparsity.name=ste"], ["write sparsity=ste"]),
+        (["optim.name=sgd"], ["write optim=sgd"]),
+        (["model=vit_nano", "task=causal_lm"], ["task=causal_lm does not go with model=vit_nano"]),
+        (["qqqqqqqq=1"], ["`sparsepretrain train --cfg job` lists all"]),
         (["~sparsity=sste"], ["~sparsity"]),
         (["hydra.run.dir=x"], ["hydra.run.dir"]),
         (["hydra/launcher=basic"], ["hydra/launcher"]),
@@ -176,6 +201,7 @@ def user_files() -> list[tuple[list[str], list[str]]]:
         "type": ["steps must be an integer"], "range": ["sparsity.gamma"],
         "option": ["sparsity/sstee.yaml", "did you mean 'sste'"], "group": ["sparsty"],
         "twice": ["sparsity"], "interpolation": ["steps", "batch.sise"],
+        "circle": ["circle.yaml comes back to itself"],
     }  # fmt: skip
     return [
         *(([*here, f"experiment={name}"], words) for name, words in expected.items()),
@@ -188,9 +214,16 @@ def user_files() -> list[tuple[list[str], list[str]]]:
         ([*here, "experiment=keyy"], ["experiment has no option 'keyy' (did you mean 'key'?)"]),
         (["--config-dir", "DIR/shadow"], ["sste.yaml would shadow the shipped", "rename"]),
         (["plugins=[DIR/none.py]"], ["none.py", "no such file"]),
-        (["plugins=[DIR/crash.py]"], ["crash.py", "nothing_of_this_name"]),
-        (["plugins=[DIR/raises.py]"], ["raises.py", "first line"]),
-        (["plugins=[DIR/taken.py]"], ["'sste' exists already"]),
+        (["plugins=[DIR/crash.py]"], ["crash.py, line 1", "nothing_of_this_name"]),
+        (["plugins=[DIR/raises.py]"], ["raises.py, line 1", "first line"]),
+        (["plugins=[DIR/taken.py]"], ["'sste' exists already", "taken.py, line 2"]),
+        (["plugins=[DIR/exits.py]"], ["SystemExit: 0", "exits.py, line 2"]),
+        (["plugins=[DIR/syntax.py]"], ["SyntaxError", "syntax.py, line 1"]),
+        (["plugins=[DIR/kind.py]"], ["'methd' (did you mean 'method'?)", "kind.py, line 2"]),
+        ([*here, "plugins=[DIR/bare.py]", "sparsity=bare"], ["bare.py, line 2", "'Options'"]),
+        (["--config-dir", "DIR/not/these/bomb"], ["bomb.yaml, line 5", "more than 20000 values"]),
+        (["--config-dir", "DIR/not/these/deep"], ["deep.yaml, line 1", "more than 50 levels"]),
+        (["--config-dir", "DIR/not/these/self"], ["self.yaml, line 1", "*a is inside &a"]),
         (["plugins=[no_such_module_at_all]"], ["no_such_module_at_all"]),
     ]
 
@@ -245,7 +278,9 @@ def test_there_are_enough():
     assert len(CASES) >= 200
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(argv) for argv, _ in CASES])
+@pytest.mark.parametrize(
+    "number", range(len(CASES)), ids=[" ".join(argv)[:99] for argv, _ in CASES]
+)
 def test_one_clear_line(results, number):
     words = CASES[number][1]
     result = results[number]

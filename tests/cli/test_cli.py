@@ -1,5 +1,6 @@
 """Verbs, exit codes, streams and start-up cost of the command."""
 
+import json
 import os
 import resource
 import subprocess
@@ -149,10 +150,11 @@ def test_methods_of_a_plugin(tmp_path, capsys):
     plugin = tmp_path / "bare.py"
     plugin.write_text(
         "from sparsepretrain.registry import register\n"
-        "@register('method', 'mine_bare')\nclass Bare: pass\n"
+        "@register('method', 'mine_bare')\nclass Bare: pass\nprint('noise')\n"
     )
     assert cli.main(["methods", f"plugins=[{plugin}]"]) == 0
-    assert "mine_bare" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "mine_bare" in out and "noise" in err and "noise" not in out
 
 
 def test_configs(tmp_path, capsys):
@@ -201,6 +203,16 @@ def test_closed_output_is_not_an_error():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_no_output_at_all():
+    # a daemon: files that are opened must not take the numbers of the streams either
+    program = "import os; from sparsepretrain.cli import main; main(['methods']); print(os.dup(0))"
+    done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, program])
+    assert done.returncode == 0
+    command = 'exec "$0" -m sparsepretrain methods >&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable], stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_an_ascii_terminal(tmp_path):
     done = run("methods", env={**os.environ, "PYTHONIOENCODING": "ascii"}, cwd=tmp_path)
     assert done.returncode == 0 and "?" in done.stdout
@@ -237,3 +249,29 @@ def test_what_starting_costs(argv, absent, seconds):
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert not absent & set(done.stdout.splitlines()[-1].split())
     assert min(times) < seconds
+
+
+def test_a_finished_run_answers_without_torch(tiny, capfd):
+    """Neither its steps nor its epochs need the model; its report is left as it is."""
+    from sparsepretrain import config, training
+
+    loaded = "torch" in sys.modules
+    runs = [tiny.overrides("steps=2"), tiny.overrides("steps=0", "epochs=0.002")]
+    for words in runs:
+        run, plain = training.settle(*config.load(words))
+        assert training.train(run, plain) == 0
+        (config.freeze.run_directory(plain) / "report.md").touch()
+    said = capfd.readouterr().out.count("loading PyTorch and the model")
+    assert said == (not loaded), "once, and only where it takes seconds"
+    code = (
+        "import json, sys; from sparsepretrain.cli import main\n"
+        "for words in json.load(sys.stdin): assert main(['train', *words]) == 0\n"
+        "assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules)"
+    )
+    command, text = [sys.executable, "-c", code], json.dumps(runs)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.rpartition("is ")[2] for line in lines] == [
+        "finished (2 steps): nothing to do",
+        "finished (1 steps): nothing to do",
+    ]

@@ -9,7 +9,7 @@ import pytest
 
 from sparsepretrain.config import compose, load, validate
 from sparsepretrain.config.compose import ENVIRONMENT, catalogue, shipped
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 
 GLOBAL = "# @package _global_\n"
 
@@ -36,7 +36,8 @@ def test_published_gpt2_settings():
     assert plain["eval"] == {"every": 1000, "batches": 200} and plain["clip"] == 1.0
     assert plain["optim"]["lr"] == 1.5e-4 and plain["optim"]["betas"] == [0.9, 0.95]
     assert plain["optim"]["weight_decay"] == 0.1
-    assert plain["schedule"] == {"name": "cosine", "warmup": 3000, "min_lr": 1e-5}
+    rates = {"warmup": 3000, "start": 0.0, "min_lr": 1e-5}
+    assert plain["schedule"] == {"name": "cosine", **rates} and plain["task"]["replacement"]
     assert plain["precision"]["name"] == "fp16" and plain["data"]["name"] == "openwebtext"
     assert plain["task"]["sequence_length"] == 1024 and plain["model"]["vocab_size"] == 50304
 
@@ -246,6 +247,14 @@ def test_wrong_choices_and_wrong_keys_are_reported_together():
     found = messages("sparsity=sstee", "seedd=1", "sparsity.gg=1", "optim.lrr=3", "a=[1", "~seed")
     assert len(found) == 5, "keys of the refused group are not judged"
     assert sum(m.startswith("unknown key") for m in found) == 2
+    found = messages("sparsity.gama=0.2", "optim.lr=ten", "schedule=cosin")
+    assert [m.split()[0] for m in found] == ["schedule", "unknown", "optim.lr"]
+
+
+def test_secrets_of_the_environment_are_warned_of(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "sesame")
+    with pytest.warns(SparsePretrainWarning, match=r"\$MY_API_KEY"):
+        assert compose(["tracker.project=${oc.env:MY_API_KEY}"])["tracker"]["project"] == "sesame"
 
 
 def test_a_wrong_model_hides_what_its_recipe_decides():

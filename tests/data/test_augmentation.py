@@ -27,7 +27,7 @@ CHOICES = {
     "plain": options("task.image_size=32", model="resnet50"),
     "random": options("task.image_size=32", "task.interpolation=random", model="resnet50"),
     "cifar": options("task.cutout=8", model="resnet18_cifar"),
-    "digits": options(model="vit_nano"),
+    "digits": options("task.lighting=0.5", model="vit_nano"),
 }
 
 
@@ -58,6 +58,28 @@ def test_global_generators_stay_as_they_are(name):
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert (np.random.get_state()[1] == before[2]).all()
+
+
+def test_lighting_is_noise_along_the_principal_components_of_colour():
+    choice = options("task.lighting=0.1", "task.shift=0", "task.image_size=4", model="vit_nano")
+    image, augmentation = Image.new("RGB", (4, 4), (120, 90, 60)), Augmentation(choice, 0)
+    plain, std = augmentation.evaluate(image), torch.tensor(choice.std).view(3, 1, 1)
+    noise = torch.stack([(augmentation.train(image, 0, p) - plain) * std for p in range(800)])
+    torch.testing.assert_close(noise, noise[..., :1, :1].expand_as(noise), rtol=0, atol=1e-6)
+    values, vectors = torch.linalg.eigh(noise[:, :, 0, 0].T.cov())
+    # deviations of 0.1 x the eigenvalues; 800 draws know them to 2.5 %
+    assert values.flip(0).sqrt().tolist() == pytest.approx([0.02175, 0.00188, 0.00045], rel=0.1)
+    brightness = torch.ones(3) / 3**0.5
+    assert float(vectors[:, -1] @ brightness) ** 2 > 0.99, "mostly brighter and darker"
+
+
+def test_the_recipes_of_sr_ste_have_its_lighting():
+    lit = {m: options(model=m) for m in ("resnet50", "resnet18", "regnetx_400mf")}
+    assert [o.lighting for o in lit.values()] == [0.1, 0.1, 0.0]
+    assert {o.color_jitter for o in lit.values()} == {0.0}
+    experiments = ("srste_resnet50", "bimask_resnet50", "sdgp_resnet50", "sdgp_resnet18")
+    tasks = [config.load([f"experiment={e}"])[0].task for e in experiments]
+    assert [task.lighting for task in tasks] == [0.1, 0.1, 0.0, 0.0]
 
 
 def test_generators_are_restored_after_an_error():

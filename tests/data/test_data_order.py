@@ -57,6 +57,20 @@ def test_seeds_and_epochs_differ_in_permutation_and_offset():
     assert offsets == set(range(8))
 
 
+def test_windows_with_replacement_start_anywhere():
+    tokens, length = data(60), 5
+    drawn = windows(tokens, "train", length, 3, replacement=True)
+    rows = np.concatenate([drawn.batch(step, range(8), 8) for step in range(100)])
+    assert (np.diff(rows, axis=1) == 1).all() and rows.min() == 0 and rows.max() == 59
+    counts = np.bincount(rows[:, 0], minlength=55)
+    # 800 draws from 55 places, 14.5 each: 54 ± 10.4 if they are uniform
+    assert len(counts) == 55 and ((counts - 800 / 55) ** 2 / (800 / 55)).sum() < 54 + 5 * 10.4
+    starts = rows[: drawn.count, 0]
+    assert len(set(starts)) < len(starts), "a permutation would repeat nothing"
+    again = windows(tokens, "train", length, 3, replacement=True)
+    assert (again.batch(40, [2, 7], 8) == rows[[322, 327]]).all()
+
+
 def test_golden_order():
     """Fixed for ever: a change here changes every run and breaks resuming."""
     train = windows(data(50), "train", 5, 42)

@@ -58,6 +58,8 @@ def test_a_tsv_with_chosen_columns(options, files, monkeypatch, shard_pairs):
     monkeypatch.setattr(parallel_files, "SHARD_PAIRS", shard_pairs)
     rows = "".join(f"{i}\tziel {i}\tquelle {i}\n" for i in range(5))
     changes = PLAIN | {"train": files(rows), "columns": [2, 1], "test": files(rows, name="t")}
+    with pytest.raises(DataError, match=r"data\.test: .*train\.0 is also one of data\.train"):
+        prepare(options("parallel_files", **changes | {"test": files(rows)}), workers=1)
     data = prepare(options("parallel_files", **changes), workers=1)
     assert texts(data, "train") == [(f"quelle {i}", f"ziel {i}") for i in range(5)]
     assert texts(data, "test") == texts(data, "train")

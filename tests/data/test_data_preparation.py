@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparsepretrain.data import load, prepare, windows
-from sparsepretrain.data.encoding import FileCodec, train_bpe
+from sparsepretrain import registry
+from sparsepretrain.data import load, preparation, prepare, windows
+from sparsepretrain.data.encoding import BPE_WORDS, LONGEST_WORD, FileCodec, _pieces, train_bpe
 from sparsepretrain.data.sources import _files
-from sparsepretrain.errors import ConfigError, DataError
+from sparsepretrain.errors import ConfigError, DataError, SparsePretrainWarning
 
 PREPARE = """
 import os, signal, sys, yaml, multiprocessing
@@ -114,6 +115,16 @@ def test_bpe_round_trip_and_any_number_of_workers(options, corpus, monkeypatch, 
     assert prepare(chosen, workers=3 - workers).fingerprint == data.fingerprint
 
 
+def test_long_words_are_cut_for_training_only():
+    words = Path(__file__).read_text() + "ab12_-" * 999 + " " + "x" * LONGEST_WORD
+    assert list(_pieces(words, BPE_WORDS)) == [words]
+    long = f"{'a' * 2500}7{' ' * 1001}{'é_' * 700}"
+    pieces = list(_pieces(long, BPE_WORDS))
+    assert "".join(pieces) == long and len(pieces) == 4
+    merged = json.loads(train_bpe(["a" * 4096], 280))["model"]["vocab"]
+    assert max(map(len, merged)) <= LONGEST_WORD
+
+
 def test_gpt2_size_needs_no_vocabulary_size(options, corpus):
     data = load(options("python_source", roots=[str(corpus)], tokenizer="gpt2_size_bpe"))
     assert data.vocab_size == 50257 and data.tokens["train"].dtype == np.uint16
@@ -137,33 +148,52 @@ def test_tokenizer_file(options, corpus, tmp_path, cache):
 
 
 @pytest.mark.parametrize("name", ["train.bin", "validation.bin", "tokenizer.json"])
-def test_damage_is_named_and_prepare_repairs_it(options, corpus, cache, name):
+def test_damage_is_named_and_repaired(options, corpus, cache, monkeypatch, name):
+    monkeypatch.setattr(preparation, "_cores", lambda: 1)
     chosen = options("python_source", roots=[str(corpus)], tokenizer="bpe", vocab_size=270)
-    data = prepare(chosen, workers=1)
-    file, size = data.directory / name, (data.directory / name).stat().st_size
-    os.truncate(file, size - 3)
-    with pytest.raises(DataError) as caught:
-        load(chosen)
-    assert str(caught.value) == (
-        f"{file} has {size - 3} bytes, expected {size} bytes: delete {data.directory} or run "
-        "`sparsepretrain prepare data=python_source` (with the data options of this run) again"
-    )
-    file.unlink()
-    with pytest.raises(DataError, match=f"{name} is missing, expected {size} bytes"):
-        load(chosen)
-    assert prepare(chosen, workers=1).fingerprint == data.fingerprint
-    assert load(chosen).fingerprint == data.fingerprint
-    assert left_over(cache) == [data.directory.name]
+    data = prepare(chosen)
+    file, whole = data.directory / name, (data.directory / name).read_bytes()
+    flipped = whole[:99] + bytes([whole[99] ^ 1]) + whole[100:]
+    for content, problem in [
+        (whole[:-3], f"has {len(whole) - 3} bytes, expected {len(whole)} bytes"),
+        (None, f"is missing, expected {len(whole)} bytes"),
+        (flipped, "does not match its checksum"),
+    ]:
+        file.unlink() if content is None else file.write_bytes(content)
+        with monkeypatch.context() as patch, pytest.raises(DataError) as caught:
+            patch.setattr(registry.get("source", "python_source"), "offline", False)
+            load(chosen)
+        assert str(caught.value) == (
+            f"{file} {problem}: delete {data.directory} or run "
+            "`sparsepretrain prepare data=python_source` (with the data options of this run) again"
+        )
+        with pytest.warns(SparsePretrainWarning, match=f"{problem}: preparing python_source again"):
+            assert load(chosen).fingerprint == data.fingerprint
+        assert file.read_bytes() == whole and left_over(cache) == [data.directory.name]
+
+
+def test_checksums_are_compared_once_and_by_prepare(options, corpus, monkeypatch):
+    chosen = options("python_source", roots=[str(corpus)])
+    file = prepare(chosen).directory / "train.bin"
+    stat, whole = file.stat(), file.read_bytes()
+    with open(file, "r+b") as stream:  # as a failing disk does: no trace in the directory
+        stream.write(bytes([whole[0] ^ 1]))
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    load(chosen)
+    with pytest.warns(SparsePretrainWarning, match=r"train\.bin does not match its checksum"):
+        prepare(chosen)
+    assert file.read_bytes() == whole
 
 
 def test_damaged_manifest(options, corpus):
     chosen = options("python_source", roots=[str(corpus)])
     data = load(chosen)
-    for content in ("", "[1]", "null", '{"format": 99}'):
-        (data.directory / "manifest.json").write_text(content)
-        with pytest.raises(DataError, match=r"manifest\.json is missing or damaged: delete"):
-            load(chosen)
-    assert prepare(chosen).fingerprint == data.fingerprint
+    file = data.directory / "manifest.json"
+    odd = file.read_text().replace('"|u1"', '"O"')
+    for content in ("", "[1]", "null", '{"format": 99}', "[" * 9999, odd):
+        file.write_text(content)
+        with pytest.warns(SparsePretrainWarning, match=r"manifest\.json is missing or damaged"):
+            assert load(chosen).fingerprint == data.fingerprint
 
 
 class Killed(BaseException):
@@ -180,6 +210,7 @@ def test_stopped_at_any_point_leaves_nothing_that_counts(
     chosen = options("python_source", **changes)
     expected = prepare(chosen, workers=1)
     contents = {f.name: f.read_bytes() for f in expected.directory.iterdir()}
+    del contents["verified.json"]  # has times and inodes
     points = {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
     stop, finished = 0, False
     while not finished:
@@ -206,7 +237,7 @@ def test_stopped_at_any_point_leaves_nothing_that_counts(
         ready = [name for name in left_over(cache) if not name.endswith(".partial")]
         assert ready in ([], [expected.directory.name])
         data = prepare(chosen, workers=1)
-        assert {f.name: f.read_bytes() for f in data.directory.iterdir()} == contents
+        assert {name: (data.directory / name).read_bytes() for name in contents} == contents
     assert stop > 15
 
 

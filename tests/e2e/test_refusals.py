@@ -130,4 +130,5 @@ def test_the_published_run_without_its_data(tmp_path):
     assert len(lines) == 1 and lines[0].startswith("sparsepretrain: data error: "), done.stderr
     assert "sparsepretrain prepare data=openwebtext" in lines[0]
     assert "data=python_source" in lines[0]
-    assert not done.stdout and not list(tmp_path.iterdir())
+    assert done.stdout == "gpt2_124m: loading PyTorch and the model\n"
+    assert not list(tmp_path.iterdir())

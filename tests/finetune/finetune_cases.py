@@ -57,9 +57,9 @@ def squad(root: Path, rows: int = 12) -> list[str]:
         }
         for i in range(rows)
     ]
-    file = write_rows(root / "spans.jsonl", data)
+    train, dev = (write_rows(root / f"{name}_spans.jsonl", data) for name in ("train", "dev"))
     short = ("task.max_length=64", "task.stride=16", "task.max_question=24")
-    return ["task=squad", f"data.train=['{file}']", f"data.validation=['{file}']", *short]
+    return ["task=squad", f"data.train=['{train}']", f"data.validation=['{dev}']", *short]
 
 
 def load(checkpoint: Path, *overrides: str) -> tuple[Any, dict[str, Any]]:

@@ -30,7 +30,7 @@ def options(*overrides: str):
 
 def files(root: Path, rows: list, *more: str):
     file = write_rows(root / "rows.jsonl", rows)
-    return options(f"data.train=['{file}']", f"data.validation=['{file}']", *more)
+    return options(f"data.train=['{file}']", "data.validation=[]", *more)
 
 
 def test_jsonl_and_parquet_hold_the_same(tmp_path):
@@ -40,9 +40,7 @@ def test_jsonl_and_parquet_hold_the_same(tmp_path):
     rows = sentences(6)
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     first = load(files(tmp_path, rows))
-    second = load(
-        options(f"data.train=['{tmp_path}/*.parquet']", f"data.validation=['{tmp_path}/*.parquet']")
-    )
+    second = load(options(f"data.train=['{tmp_path}/*.parquet']", "data.validation=[]"))
     found = records(first, "train")
     assert found == records(second, "train") and len(found) == 6
     assert found[0] == {"texts": ["0 sheep", "0 sheep"], "label": 1, "part": 0}
@@ -61,8 +59,8 @@ def test_labels_by_name_and_numbers(tmp_path):
 
 def test_mnli_tells_its_two_parts_apart(tmp_path):
     rows = [{"premise": "a", "hypothesis": "b", "label": 2}]
-    one, two = (write_rows(tmp_path / f"{n}.jsonl", rows) for n in "ab")
-    words = [f"data.train=['{one}']", f"data.validation=['{one}','{two}']"]
+    zero, one, two = (write_rows(tmp_path / f"{n}.jsonl", rows) for n in "abc")
+    words = [f"data.train=['{zero}']", f"data.validation=['{one}','{two}']"]
     found = records(load(options("finetune=glue/mnli", *words)), "validation")
     assert [record["part"] for record in found] == [0, 1]
 
@@ -96,23 +94,29 @@ SPAN = {"question": "q", "context": "a b c", "answers": ANSWERS}
 def test_bad_rows_name_file_and_line(tmp_path, capfd, task, row, message):
     file = write_rows(tmp_path / "bad.jsonl", [SPAN if task == "squad" else ROW, row])
     with pytest.raises(DataError) as caught:
-        load(options(f"finetune={task}", f"data.train=['{file}']", f"data.validation=['{file}']"))
+        load(options(f"finetune={task}", f"data.train=['{file}']", "data.validation=[]"))
     assert str(caught.value).startswith(f"{file}:2: ") and message in str(caught.value)
     assert not [d for d in (tmp_path / "cache").iterdir() if (d / "manifest.json").exists()]
 
 
 def test_files_that_are_none(tmp_path, capfd):
     file = tmp_path / "rows.jsonl"
-    words = [f"data.train=['{file}']", f"data.validation=['{file}']"]
+    words = [f"data.train=['{file}']", "data.validation=[]"]
     for content, message in [
         ('{"sentence1"\n', f"{file}:1: not a JSON object per line"),
         ("[1]\n", f"{file}:1: must be a JSON object, got list"),
         (b"\xff\xfe", f"{file} is not UTF-8 text"),
+        ("[" * 9999, f"{file}:1: not a JSON object per line"),
+        (json.dumps(ROW | {"sentence1": "\ud83d"}), f"{file}:1: '\\ud83d' is half a character"),
     ]:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(DataError) as caught:
             load(options(*words))
         assert message in str(caught.value)
+    with pytest.raises(
+        DataError, match=r"data\.validation: .*rows\.jsonl is also one of data\.train"
+    ):
+        load(options(f"data.train=['{file}']", f"data.validation=['{tmp_path}/*.jsonl']"))
     with pytest.raises(DataError, match="no file matches"):
         load(options("data.train=[nothing.jsonl]", "data.validation=[]"))
     with pytest.raises(ConfigError, match=r"give files for data\.validation too"):
@@ -130,7 +134,7 @@ def test_exit_code_of_bad_data(tmp_path, capfd):
         vocab_size=256, n_positions=128, n_embd=16, n_layer=1, n_head=2
     )
     transformers.GPT2LMHeadModel(config).save_pretrained(source)
-    words = ["task=glue/mrpc", f"data.train=['{file}']", f"data.validation=['{file}']"]
+    words = ["task=glue/mrpc", f"data.train=['{file}']", "data.validation=[]", "eval.batches=0"]
     capfd.readouterr()
     assert main(["finetune", str(source), *words, f"runs_dir='{tmp_path / 'runs'}'"]) == 3
     err = capfd.readouterr().err

@@ -142,6 +142,7 @@ def test_layers_are_found_by_role(tmp_path, config, ffn, attention):
     roles = Pretrained.roles(options)
     assert (roles["ffn"], roles["attention"]) == (ffn, attention)
     assert roles["all"] == ffn + attention
+    assert len(roles["ffn_out"]) == 1
 
 
 def test_a_tokenizer_that_does_not_fit(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,21 +65,14 @@ def test_bert_runs(tiny, tmp_path, model, task):
     assert final["f1"] >= 0 and math.isfinite(final["loss"])
 
 
-def test_fine_tuning_starts_from_averaged_weights_where_there_are_some(tiny, tmp_path):
-    source = weights.find(pretrain(tiny, "sparsity=dense", "ema=0.5"))
-    averages = weights.state(source)["ema"]["averages"]
-    found = initial.evaluated_state(source)
-    assert all(torch.equal(found[name], value) for name, value in averages.items())
-
-
-def test_the_average_stands_in_for_the_stored_weights_of_the_same_method(tiny, tmp_path):
-    source = pretrain(tiny, "sparsity=dense", "ema=0.5")
-    averages = weights.state(weights.find(source))["ema"]["averages"]
+def test_fine_tuning_starts_from_the_weights_whose_numbers_a_run_prints(tiny, tmp_path):
+    found = weights.find(pretrain(tiny, "sparsity=dense", "ema=0.5"))
+    stored = weights.model_state(found)
+    evaluated = initial.evaluated_state(found)
+    assert all(torch.equal(stored[name], value) for name, value in evaluated.items())
     words = (*glue(tmp_path), f"runs_dir='{tmp_path / 'tuned'}'")
-    own = build(source, *words).model.state_dict()
-    assert all(torch.equal(own[name], averages[name]) for name in averages if name in own)
-    raw = build(source, *words, "init.weights=master").model.state_dict()
-    assert any(not torch.equal(raw[name], averages[name]) for name in averages if name in own)
+    own = build(found.path, *words).model.state_dict()
+    assert all(torch.equal(own[name], stored[name]) for name in stored if name in own)
 
 
 def test_a_stopped_run_continues_bit_for_bit_without_its_source(tiny, tmp_path, stop_after):
@@ -144,7 +138,8 @@ def logits(model: torch.nn.Module, task: object) -> torch.Tensor:
 )
 def test_the_function_at_step_0_is_that_of_the_source(tiny, tmp_path, before, after, exact):
     source = pretrain(tiny, f"sparsity={before}")
-    from sparsepretrain.training.build import build_model, build_task
+    from sparsepretrain.tasks import build_task
+    from sparsepretrain.training.build import build_model
 
     run, _ = tiny.load(f"sparsity={before}")
     task = build_task(run)
@@ -172,10 +167,11 @@ def test_the_frozen_scale_comes_with_the_stored_weights(tiny, tmp_path):
 
 
 def test_defaults_follow_the_source(tiny, tmp_path):
-    words = ("precision=fp8_sim", "sparsity.gamma=0.25", "sparsity.window.start=0.2")
+    words = ("precision=fp8_sim", "precision.dtype=fp16", "precision.init_scale=2048")
+    words = (*words, "sparsity.gamma=0.25", "sparsity.window.start=0.2")
     source = pretrain(tiny, "sparsity=sste", *words)
     run, _ = load(source, *glue(tmp_path))
-    assert run.precision.name == "fp32"
+    assert (run.precision.name, run.precision.init_scale) == ("fp16", 2048)
     assert (run.sparsity.gamma, run.sparsity.mvue) == (0.25, "none")
     assert run.sparsity.window.start == 0.0
     assert (run.optim.lr, run.optim.weight_decay, run.epochs) == (5e-6, 0.0, 5.0)
@@ -194,16 +190,18 @@ def test_the_tokenizer_travels_with_the_run(tiny, tmp_path, small_corpus):
     # a fine-tuned run is a source again, and keeps its head
     _, out, _ = train(directory, *glue(tmp_path), "steps=1", "seed=1", f"runs_dir='{tmp_path}'")
     assert "drawn anew" not in out
-    text = ["data=text_files", f"data.files=['{small_corpus}/*']", "task.sequence_length=16"]
-    run, _ = load(source, "task=causal_lm", *text)
-    assert run.data.tokenizer.endswith("tokenizer.json")
-    assert run.data.vocab_size == 300
+    text = ["data=text_files", f"data.files=['{small_corpus}/*']"]
+    for words in (text, []):  # other text, or that of the run
+        run, _ = load(source, "task=causal_lm", *words)
+        assert run.data.tokenizer.endswith("tokenizer.json")
+        assert run.data.vocab_size == 300 and run.task.sequence_length == 16
+    assert run.data == replace(tiny.load()[0].data, tokenizer=run.data.tokenizer, vocab_size=300)
 
 
 def test_language_modelling_on_other_text(tiny, tmp_path, small_corpus):
     source = pretrain(tiny)
     words = ["task=causal_lm", "data=text_files", f"data.files=['{small_corpus}/0*.txt']"]
-    words += ["task.sequence_length=16", "steps=2", "eval.every=1", "eval.batches=1"]
+    words += ["steps=2", "eval.every=1", "eval.batches=1"]
     words += [f"runs_dir='{tmp_path}'"]
     _, out, lines = train(source, *words)
     assert "drawn anew" not in out

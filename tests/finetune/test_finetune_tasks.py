@@ -14,10 +14,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sparsepretrain import config
 from sparsepretrain.data.encoding import ByteCodec, FileCodec
+from sparsepretrain.tasks import build_task
 from sparsepretrain.tasks._encoded import Sample, _pad
 from sparsepretrain.tasks.question_answering import exact_match, f1, normalise
 from sparsepretrain.tasks.sequence_classification import _cut
-from sparsepretrain.training.build import build_model, build_task
+from sparsepretrain.training.build import build_model
 
 NANO = ("model=gpt2_nano", "parallel.device=cpu", "model.n_embd=32", "model.n_layer=2")
 
@@ -224,7 +225,8 @@ def test_regression_and_classes_have_their_losses(tmp_path):
 def test_the_same_records_in_any_process_and_order(tmp_path):
     rows = [{"sentence1": f"{i}", "sentence2": "x", "label": i % 2} for i in range(10)]
     file = write_rows(tmp_path / "rows.jsonl", rows)
-    words = [f"data.train=['{file}']", f"data.validation=['{file}']"]
+    other = write_rows(tmp_path / "dev.jsonl", rows)
+    words = [f"data.train=['{file}']", f"data.validation=['{other}']"]
     _, task = task_of("glue/mrpc", *words)
     task.open_data(("train", "validation"))
     whole = task.batch("train", 3, range(8), 8)

@@ -22,6 +22,7 @@ FAMILIES = ["bert", "bert_geglu"]
 
 
 def options(family, **changes):
+    changes = {"activation": "gelu", **changes} if family == "bert" else changes
     return registry.get("model", family).Options(name="x", family=family, **SIZES | changes)
 
 
@@ -81,6 +82,7 @@ def test_roles(family):
     shapes = {tuple(linears[k].weight.shape) for k in hits["ffn"]}
     assert shapes == ({(24, 16), (16, 24)} if family == "bert" else {(24, 16), (16, 12)})
     assert len(hits["ffn"]) == 4
+    assert hits["ffn_out"] == {k for k in hits["ffn"] if linears[k].out_features == 16}
     assert len(hits["attention"]) == (8 if family == "bert" else 4)
     heads = {"cls.predictions.transform.dense", "cls.predictions.decoder", "decoder"}
     assert set(linears) - hits["all"] <= heads

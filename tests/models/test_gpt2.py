@@ -2,22 +2,26 @@
 
 import copy
 import math
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 import sparsepretrain as sp
 from sparsepretrain import config
+from sparsepretrain.models.bert import Bert
 from sparsepretrain.models.gpt2 import GPT2, GPT2Options
+from sparsepretrain.models.timm_image import TimmImage
 
 TINY = {
     "name": "tiny", "family": "gpt2", "vocab_size": 50, "n_positions": 16, "n_embd": 16,
-    "n_layer": 2, "n_head": 2, "n_inner": None, "ffn_factor": 1.0, "bias": True, "dropout": 0.0,
-    "activation_checkpointing": False,
+    "n_layer": 2, "n_head": 2, "n_inner": None, "ffn_factor": 1.0, "activation": "gelu_tanh",
+    "bias": True, "dropout": 0.0, "activation_checkpointing": False,
 }  # fmt: skip
 
 
@@ -51,7 +55,7 @@ def test_published_sizes(recipe, count):
     assert all(p.is_meta for p in model.parameters())
     linears = [k for k, v in model.named_modules() if isinstance(v, nn.Linear) and k != "lm_head"]
     assert not any(isinstance(m, Conv1D) for m in model.modules())
-    for role, per_block in (("ffn", 2), ("attention", 2), ("all", 4)):
+    for role, per_block in (("ffn", 2), ("ffn_out", 1), ("attention", 2), ("all", 4)):
         hits = [k for k in linears if any(fnmatchcase(k, p) for p in GPT2.roles(run.model)[role])]
         assert len(hits) == per_block * layers
     ffn = [k for k in linears if any(fnmatchcase(k, p) for p in GPT2.roles(run.model)["ffn"])]
@@ -120,6 +124,34 @@ def test_logits_and_gradients_equal_transformers(bias):
             rtol=1e-3,
             atol=1e-6,
         )
+
+
+ACTIVATIONS = {
+    "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": lambda x: x.clamp(min=0),
+    "relu2": lambda x: x.clamp(min=0) ** 2,
+    "silu": lambda x: x * torch.sigmoid(x),
+}
+
+
+def test_activations():
+    vit = config.load(["model=vit_nano", "model.depth=1"])[0].model
+    bert = config.load(["model=bert_nano", "model.n_layer=1"])[0].model
+    x = torch.linspace(-4, 4, 101)
+    for name, function in ACTIVATIONS.items():
+        found = [build(activation=name, n_layer=1).transformer.h[0].mlp.act]
+        with torch.device("meta"):
+            block = Bert.build(replace(bert, activation=name)).bert.encoder.layer[0]
+            found.append(block.intermediate.intermediate_act_fn)
+            found.append(TimmImage.build(replace(vit, activation=name)).blocks[0].mlp.act)
+        for module in found:
+            torch.testing.assert_close(module(x), function(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", ["124m", "350m", "774m", "1558m"])
+def test_the_papers_models_have_the_exact_gelu(size):
+    assert config.load([f"model=gpt2_{size}"])[0].model.activation == "gelu"
 
 
 def test_attention_is_causal():

@@ -23,6 +23,7 @@ TINY = MarianOptions(
     attention_heads=4,
     ffn_dim=48,
     ffn_factor=1.0,
+    activation="relu",
     dropout=0.1,
     attention_dropout=0.0,
     activation_dropout=0.0,
@@ -111,7 +112,8 @@ def test_initial_weights_are_fairseqs():
 
 
 @pytest.mark.parametrize(
-    ("role", "count"), [("ffn", 2 * 4), ("attention", 4 * (2 + 2 * 2)), ("all", 8 + 24)]
+    ("role", "count"),
+    [("ffn", 2 * 4), ("ffn_out", 4), ("attention", 4 * (2 + 2 * 2)), ("all", 8 + 24)],
 )
 def test_roles(model, role, count):
     sparsifier = sp.sparsify(model, "ste", targets=resolve_targets(role, Marian.roles(TINY)))

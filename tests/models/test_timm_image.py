@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from fnmatch import fnmatchcase
 
@@ -12,9 +13,11 @@ from torch import nn
 from sparsepretrain import config
 from sparsepretrain.config.compose import catalogue
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.models.timm_image import TimmImage
 from sparsepretrain.optim import build_optimizer
+from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training.build import build_model, build_task, sparsify_model
+from sparsepretrain.training.build import build_model, sparsify_model
 from sparsepretrain.training.plan import dry_run
 
 META = torch.device("meta")
@@ -112,6 +115,28 @@ def test_weights_follow_the_seed():
     )
     assert all(torch.equal(one[k], two[k]) for k in one)
     assert not torch.equal(one["blocks.0.mlp.fc1.weight"], other["blocks.0.mlp.fc1.weight"])
+
+
+@pytest.mark.parametrize("model", ["resnet_nano", "regnetx_400mf"])
+def test_convolutional_networks_start_as_in_sr_ste(model):
+    run = load(f"model={model}", "model.zero_init_last=false")[0]
+    net = build_model(run, build_task(run), torch.device("cpu"))
+    for name, module in net.named_modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert (module.weight == 1).all() and not module.bias.any(), name
+        elif isinstance(module, nn.Conv2d):
+            weight = module.weight.detach()
+            fan_out = module.kernel_size[0] ** 2 * module.out_channels // module.groups
+            # the standard error of a standard deviation is σ/√(2n)
+            error = 5 / (2 * weight.numel()) ** 0.5
+            assert float(weight.std()) == pytest.approx((2 / fan_out) ** 0.5, rel=error), name
+    zeros = TimmImage.build(dataclasses.replace(run.model, zero_init_last=None))
+    assert any(not m.weight.any() for m in zeros.modules() if isinstance(m, nn.BatchNorm2d))
+
+
+@pytest.mark.parametrize("model", ["resnet18", "resnet50", "resnet18_cifar", "regnetx_400mf"])
+def test_the_papers_networks_have_no_norm_that_starts_at_zero(model):
+    assert load(f"model={model}")[0].model.zero_init_last is False
 
 
 def test_drop_path_grows_with_the_depth():

@@ -13,9 +13,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.reports import plots, report
-from sparsepretrain.reports.runs import differences, find, labels, load, smooth
+from sparsepretrain.reports.comparison import difference, difference_figure, overlay_figure, pair
+from sparsepretrain.reports.runs import differences, find, labels, load, smooth, uneven_validation
 
 LAYERS = [f"transformer.h.{i}.mlp.{name}" for i in range(2) for name in ("c_fc", "c_proj")]
 
@@ -86,7 +87,7 @@ def test_what_is_missing_is_left_out_and_said(tmp_path: Path) -> None:
     written = report([run], out=tmp_path / "out")
     assert [path.name for path in written] == ["loss.png", "lr.png", "report.md"]
     page = (tmp_path / "out" / "report.md").read_text()
-    assert "no flip rate of layers was recorded: the plot `flip_rate_layers` is left out" in page
+    assert "have fewer than two steps: the plot `flip_rate_layers` is left out" in page
     assert "environment.json is missing" in page
     assert not (run / "plots").exists()
 
@@ -154,19 +155,20 @@ def test_switches_are_read_from_the_record(
 def test_flip_rates_over_different_intervals_are_told_apart(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", interval=5)]
     assert [load(run).flip_interval() for run in runs] == [1, 5]
-    figure = plots.overlay_figure([load(run) for run in runs], ["a", "b"])
+    figure = overlay_figure([load(run) for run in runs], ["a", "b"])
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
     assert names == ["a (flips over 1 step)", "b (flips over 5 steps)"]
     assert "not comparable" in figure.axes[1].get_ylabel()
     np.testing.assert_array_equal(figure.axes[1].lines[1].get_xdata(), np.arange(5, 101, 5))
+    assert [line.get_marker() for line in figure.axes[1].lines] == ["None", "."]
     means = "running mean over 2 steps"
     titles = [axes.get_title("left") for axes in figure.axes]
     assert titles == [f"lines: train, {means}; markers: validation", "lines: running means"]
     page = report(runs, out=tmp_path / "out", labels=["a", "b"])[-1].read_text()
     assert "| 1.00e-02 over 5 steps |" in page and "flip rate (running means)" in page
     page = report([runs[1], make_run(tmp_path / "c", interval=5)], out=tmp_path / "out")
-    assert "flip rate (not averaged) are those of the end" in page[-1].read_text()
+    assert "flip rate (as logged) are those of the end" in page[-1].read_text()
     alone = report([runs[1]])[-1].read_text()
     assert "| flip rate over 5 steps at step 5 |" in alone
 
@@ -176,9 +178,11 @@ def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     make_run(Path("runs/a"), "dense")
     make_run(Path("runs/b"), "sste", sparsity={"gamma": 0.2})
     written = report([Path("runs")])
-    assert written == [Path("reports/dense-sste/overlay.png"), Path("reports/dense-sste/report.md")]
-    page = written[1].read_text()
-    assert "| sste | sste | 100 | 1.0200 | 2.5000 | 1.00e-02 | 128 | 0 |" in page
+    assert {path.parent for path in written} == {Path("reports/dense-sste_gamma=0.2")}
+    assert [path.name for path in written] == ["difference.png", "overlay.png", "report.md"]
+    page = written[-1].read_text()
+    row = "| sste gamma=0.2 | sste | 100 | 1.0200 | 2.5000 | +0.0000 | 1.00e-02 | 128 | 0 |"
+    assert row in page and "minus dense |" in page and "Written 20" in page
     assert "| `sparsity.gamma` | – | 0.2 |" in page
     means = "running mean over 2 steps"
     assert f"Train loss ({means}) and flip rate ({means}) are those of the end." in page
@@ -187,7 +191,7 @@ def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_overlay_figure_keeps_runs_apart(tmp_path: Path) -> None:
     runs = [load(make_run(tmp_path / str(i), seed=i)) for i in range(9)]
-    figure = plots.overlay_figure(runs, [f"run {i}" for i in range(9)])
+    figure = overlay_figure(runs, [f"run {i}" for i in range(9)])
     left, right = figure.axes
     assert (left.get_yscale(), right.get_yscale()) == ("linear", "log")
     assert len(right.lines) == 9 and len(left.lines) == 18
@@ -200,7 +204,7 @@ def test_overlay_figure_keeps_runs_apart(tmp_path: Path) -> None:
 
 def test_overlay_without_flip_rates(tmp_path: Path) -> None:
     runs = [load(make_run(tmp_path / str(i), flips=False)) for i in range(2)]
-    _, right = plots.overlay_figure(runs, ["a", "b"]).axes
+    _, right = overlay_figure(runs, ["a", "b"]).axes
     assert right.texts[0].get_text() == "no flip rate recorded"
 
 
@@ -215,9 +219,24 @@ def test_overlay_without_flip_rates(tmp_path: Path) -> None:
         ),
         (
             [{"sparsity": {"gamma": 0.0}}, {"sparsity": {"gamma": 0.2}, "clip": 1.0}],
-            ["sparsity.gamma=0.0", "sparsity.gamma=0.2"],
+            ["gamma=0.0", "gamma=0.2"],
         ),
         ([{"runs_dir": "a"}, {"runs_dir": "b"}], ["r/0", "r/1"]),
+        # what is kept of a run, and how often, is no name for it
+        ([{"eval": {"batches": 4}}, {"eval": {"batches": 8}, "name": "x"}], ["r/0", "r/1"]),
+        (
+            [
+                {"method": "dense"},
+                {"precision": {"name": "fp8_sim"}},
+                {"sparsity": {"n": 1, "m": 8}},
+            ],
+            ["dense", "sste fp8_sim", "sste 1:8"],
+        ),
+        (
+            [{"method": "dense"}, {"method": "tsrste", "sparsity": {"decay": 1e-4, "refresh": 40}}],
+            ["dense", "tsrste decay=0.0001"],
+        ),
+        ([{"sparsity": {"n": 1, "m": 8}}, {"sparsity": {"n": 2, "m": 4}}], ["1:8", "2:4"]),
         (
             [{"method": "ste"}, {"method": "dense"}, {"method": "dense", "experiment": "half"}],
             ["ste", "dense", "dense half"],
@@ -276,6 +295,22 @@ def test_find_takes_each_run_once(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "x" / name) for name in "ab"]
     assert find([tmp_path, runs[1]]) == runs
     assert find([runs[1], tmp_path]) == [runs[1], runs[0]]
+
+
+def test_what_is_no_run_is_left_out_beside_runs(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for name in ("none", "fresh"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "fresh" / "metrics.jsonl").write_text("")
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.warns(SparsePretrainWarning) as told:
+        assert find(sorted(tmp_path.iterdir())) == [run]
+    words = (
+        "fresh/metrics.jsonl has no records yet",
+        "none has no",
+        "notes.txt is not a directory",
+    )
+    assert all(w in str(t.message) for w, t in zip(words, told, strict=True))
 
 
 @given(st.lists(st.floats(-100, 100) | st.just(math.nan), min_size=1, max_size=200))
@@ -343,12 +378,12 @@ def test_scores_of_the_task_have_a_panel_and_rows(tmp_path: Path, pictures: None
 
 
 def test_a_score_of_the_last_evaluation_alone_is_shown(tmp_path: Path) -> None:
+    """As a number: one point makes no curve."""
     run = make_run(tmp_path / "run")
     with_scores(run, "plug-in", {"bleu": [None, 27.25]})
     page = report([run])[-1].read_text()
     assert "| validation bleu at step 100 | 27.25 |" in page and "tokens/s" in page
-    figure = plots.metric_figure(load(run))
-    assert figure is not None and "bleu" in figure.axes[0].get_ylabel()
+    assert "metric.png" not in page and plots.metric_figure(load(run)) is None
 
 
 def test_perplexity_is_a_row_but_no_panel(tmp_path: Path) -> None:
@@ -364,13 +399,13 @@ def test_the_overlay_has_a_panel_of_the_score(tmp_path: Path, pictures: None) ->
         with_scores(make_run(tmp_path / name, name), "pictures", {"top1": [30.0 + i, 50.0 + i]})
         for i, name in enumerate(("dense", "sste"))
     ]
-    figure = plots.overlay_figure([load(run) for run in runs], ["dense", "sste"])
+    figure = overlay_figure([load(run) for run in runs], ["dense", "sste"])
     middle = figure.axes[1]
     assert len(figure.axes) == 3 and middle.get_ylabel() == "top1 (%)"
     assert [list(line.get_ydata()) for line in middle.lines] == [[30.0, 50.0], [31.0, 51.0]]
     page = report(runs, out=tmp_path / "out")[-1].read_text()
     head = next(line for line in page.splitlines() if line.startswith("| run | method"))
-    assert "| validation loss | top1 | flip rate | images/s |" in head
+    assert "| validation loss | minus dense | top1 | flip rate | images/s |" in head
     assert "| 51.00 |" in page
 
 
@@ -379,3 +414,103 @@ def test_runs_of_several_tasks_count_items(tmp_path: Path, pictures: None) -> No
     other = make_run(tmp_path / "b", "ste")
     page = report([one, other], out=tmp_path / "out")[-1].read_text()
     assert "items/s" in page and "| 50.00 |" in page and "| – |" in page
+
+
+def last_loss(run: Path, value: float) -> Path:
+    """The run with another loss at its last evaluation."""
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text.replace('"loss": 2.5}', f'"loss": {value}}}'))
+    return run
+
+
+def test_differences_are_paired_by_seed_and_data(tmp_path: Path) -> None:
+    more: list[dict[str, Any]] = [{"seed": 0}, {"seed": 1}, {"seed": 0, "data": {"name": "other"}}]
+    dense = [make_run(tmp_path / f"d{i}", "dense", **options) for i, options in enumerate(more)]
+    sparse = [make_run(tmp_path / f"s{i}", "sste", **o) for i, o in enumerate([*more, {"seed": 2}])]
+    for i, path in enumerate(dense):
+        last_loss(path, 2.0 + i)
+    for i, path in enumerate(sparse):
+        last_loss(path, 2.25 + 2 * i)
+    runs = [load(path) for path in [*sparse, *dense]]
+    paired = pair(runs, labels(runs))
+    assert paired.reference == "dense"
+    assert paired.partners == [*runs[4:], None, *runs[4:]]
+    page = report([*sparse, *dense], out=tmp_path / "out")[-1].read_text()
+    for value in ("+0.2500", "+1.2500", "+2.2500"):
+        assert f"| {value} |" in page
+    assert "No such run for sste." in page and "of several seeds their mean" in page
+    steps, values = difference([(runs[0], runs[4]), (runs[1], runs[5])], "loss", "validation")
+    np.testing.assert_array_equal(steps, [50, 100])
+    np.testing.assert_allclose(values, [0, (0.25 + 1.25) / 2])
+    figure = difference_figure(pair(runs[:2] + runs[4:6], labels(runs[:2] + runs[4:6])))
+    assert figure is not None
+    train, validation, last = figure.axes
+    assert [text.get_text() for text in last.texts] == ["+0.7500"]
+    assert "±1 sd of dense over 2 seeds" in last.get_xlabel()
+    assert "minus that of dense" in train.get_title("left") and "nats" in train.get_ylabel()
+    np.testing.assert_allclose(validation.lines[0].get_ydata(), [0, 0.75])
+
+
+def test_without_a_dense_run_the_first_is_the_reference(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a", "ste"), last_loss(make_run(tmp_path / "b", "sste"), 2.75)]
+    page = report(runs, out=tmp_path / "out")[-1].read_text()
+    assert "No dense run is among these. Differences are to ste" in page and "| +0.2500 |" in page
+    page = report([runs[0], make_run(tmp_path / "c", seed=1)], out=tmp_path / "two")[-1].read_text()
+    assert "No two runs share seed, data and batch: the curves only." in page
+    assert not (tmp_path / "two" / "difference.png").exists()
+
+
+def test_a_narrower_dense_model_is_compared_with_the_one_of_the_methods(tmp_path: Path) -> None:
+    models = {"half": {"width": 1}, "dense": {"width": 2}, "sste": {"width": 2}}
+    runs = [
+        load(make_run(tmp_path / name, "dense" if name == "half" else name, model=model))
+        for name, model in models.items()
+    ]
+    half, dense, _ = runs
+    assert pair(runs, list(models)).partners == [dense, dense, dense]
+    assert pair([half], ["half"]).groups() == {}
+
+
+def test_validation_over_different_samples_is_warned_of(tmp_path: Path) -> None:
+    options = [(4, 16), (8, 8), (None, 8), (2, 16)]
+    paths = [
+        make_run(tmp_path / str(i), eval={"batches": batches}, batch={"micro": micro, "size": 16})
+        for i, (batches, micro) in enumerate(options)
+    ]
+    runs = [load(path) for path in paths]
+    assert uneven_validation(runs[:2], ["a", "b"]) is None
+    with pytest.warns(SparsePretrainWarning, match="64 samples for .*; the whole split for"):
+        written = report(paths, out=tmp_path / "out")
+    assert "Warning: validation differs in eval.batches" in written[-1].read_text()
+
+
+def test_directories_of_reports_have_short_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = [make_run(tmp_path / str(i), seed=i, clip=i) for i in range(8)]
+    first, second = (report(some)[-1].parent.name for some in (paths, paths[1:]))
+    assert first != second and first.startswith("8-runs-") and len(first) <= 20
+
+
+def test_short_records_are_drawn_so_that_they_show(tmp_path: Path) -> None:
+    """One comparison of masks is a dot, not an invisible line nor a heat map of one column."""
+    run = make_run(tmp_path / "run", interval=100)
+    shown = plots.flip_figure(load(run))
+    assert shown is not None and len(shown.axes[0].lines) == 1
+    assert shown.axes[0].lines[0].get_marker() == "."
+    assert shown.axes[0].lines[0].get_label() == "as logged"
+    assert plots.layers_figure(load(run)) is None
+    ticks = shown.axes[0].xaxis.get_major_locator().tick_values(1, 3)
+    assert all(float(tick).is_integer() for tick in ticks)
+    page = report([run])[-1].read_text()
+    assert "| quantity | value |" in page and "|  |" not in page and "Written 20" in page
+
+
+def test_markers_differ_where_colours_repeat(tmp_path: Path) -> None:
+    runs = [load(make_run(tmp_path / str(i), seed=i)) for i in range(14)]
+    left = overlay_figure(runs, [str(i) for i in range(14)]).axes[0]
+    dots = {
+        (line.get_color(), line.get_marker()) for line in left.lines if len(line.get_xdata()) == 2
+    }
+    assert len(dots) == 14

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sparsepretrain.errors import DataError
+from sparsepretrain.tasks import build_task
 from sparsepretrain.training.batches import split_requests
-from sparsepretrain.training.build import build_task
 from sparsepretrain.training.loop import evaluate
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from sparsepretrain import config
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.tasks import build_task
 from sparsepretrain.training.batches import split_requests, stream, training_requests
-from sparsepretrain.training.build import build_task
 
 CPU = torch.device("cpu")
 MIXING = ("task.mixup=0.8", "task.cutmix=1.0")
@@ -160,11 +160,12 @@ def test_top5_of_few_classes_is_everything(make):
         ("model.patch_size=5", "model.patch_size must divide model.image_size (16)"),
         ("model.heads=5", "model.heads must divide model.width (64), got 5"),
         ("model.width=[1,2]", "model.width must be a positive integer or null"),
+        ("model.zero_init_last=false", "model.zero_init_last must be null for deit_tiny"),
         ("model.stem=cifar", "model.stem must be imagenet for deit_tiny_patch16_224"),
         ("model.architecture=swin_tiny", "model.architecture must begin with deit, vit, resnet"),
         ("model.drop_path=1.0", "model.drop_path must lie in [0, 1)"),
         ("data=python_source", "data python_source is text, but task=image_classification needs"),
-        ("task=causal_lm", "model.image_size: Interpolation key 'task.image_size' not found"),
+        ("task=causal_lm", "task=causal_lm does not go with model="),
     ],
 )
 def test_what_does_not_fit(override, words):

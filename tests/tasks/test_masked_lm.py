@@ -13,9 +13,9 @@ from sparsepretrain import registry
 from sparsepretrain.cli import main
 from sparsepretrain.data.encoding import train_bpe, train_wordpiece
 from sparsepretrain.errors import ConfigError, DataError
+from sparsepretrain.tasks import build_task
 from sparsepretrain.tasks._masking import Masking, selected
 from sparsepretrain.training.batches import TrainingBatches
-from sparsepretrain.training.build import build_task
 
 BERT = ("model=bert_nano", "model.n_inner=64")
 GATED = ("model=bert_geglu", "model.n_inner=64", "model.vocab_size=260", "task.sequence_length=16",

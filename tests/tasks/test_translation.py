@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -11,9 +12,8 @@ from tiny_translation import TinyTranslation
 
 import sparsepretrain as sp
 from sparsepretrain import config
-from sparsepretrain.errors import ConfigError, DataError
-from sparsepretrain.tasks import translation
-from sparsepretrain.training.build import build_task
+from sparsepretrain.errors import ConfigError, DataError, SparsePretrainWarning
+from sparsepretrain.tasks import build_task, translation
 
 CPU = torch.device("cpu")
 TENSORS = ("source", "mask", "previous", "targets")
@@ -221,6 +221,37 @@ def test_final_evaluations_translate(task, model):
     task.options.bleu = False
     off = task.observe(model, task.batch("validation", 0, range(1), size), final=True)
     assert "bleu" not in task.metrics([off])
+
+
+def test_references_are_the_lines_of_the_data(tiny, task):
+    assert task._references["validation"][0] == task._codec.decode(
+        task._pairs["validation"].target(0)[:-1]
+    )
+    lowercase = build_task(tiny.load("data.tokenizer=wordpiece")[0])
+    with pytest.warns(SparsePretrainWarning, match="24 of 24 references of validation are not"):
+        lowercase.open_data(("validation",))
+    assert lowercase._references["validation"] == task._references["validation"]
+    every, position = lowercase._pairs["validation"], range(1)
+    batch = lowercase.batch("validation", 0, position, 1)
+    lines = [lowercase._codec.decode(every.target(i)[:-1]) for i in range(24)]
+    for row, reference in zip(batch["targets"], batch["references"], strict=True):
+        line = lowercase._codec.decode(row[row != -100][:-1])
+        assert lowercase._references["validation"].index(reference) == lines.index(line)
+
+
+def test_data_without_references_still_works(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
+    task = build_task(tiny.load("data.tokenizer=bytes", "data.vocab_size=256")[0])
+    task.open_data(("validation",))
+    lines = task._references["validation"]
+    manifest = next((tmp_path / "cache").glob("*/manifest.json"))
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"references": {}}))
+    with pytest.warns(SparsePretrainWarning, match="BLEU's references are decoded from tokens"):
+        task.open_data(("validation",))
+    seen = task.observe(
+        task.build_model().eval(), task.batch("validation", 0, range(1), 1), final=True
+    )
+    assert set(seen["references"]) <= set(lines)
 
 
 @pytest.mark.parametrize("beam", [1, 3])

@@ -63,6 +63,7 @@ def test_evaluations_and_missing_losses() -> None:
     Console(out).step({"step": 5, "split": "validation", "time": 1.0, "loss": 2.0, "bleu": 27.1}, 9)
     assert out.getvalue() == "step 5/9  validation  loss 2.0000  bleu 27.1000\n"
     assert describe({"loss": None}, None).startswith("loss    nan")
+    assert describe({"loss": 1.0, "mfu_dense": 0.413}, None).endswith("dense MFU 41.3%")
 
 
 def test_markup_is_printed_as_typed_and_never_wrapped() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from sparsepretrain import training
 from sparsepretrain.errors import ConfigError, DataError
+from sparsepretrain.tasks import build_task
 from sparsepretrain.training.batches import TrainingBatches, split_requests, stream
-from sparsepretrain.training.build import build_task
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
 
 CPU = torch.device("cpu")

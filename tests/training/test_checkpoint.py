@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -182,7 +183,7 @@ def test_retention_counts_only_whole_ones(tmp_path):
 
 def test_retention_keeps_the_only_valid_one(tmp_path, monkeypatch):
     save(tmp_path, 1, keep_last=1)
-    monkeypatch.setattr(torch, "save", lambda state, path: Path(path).write_bytes(b""))
+    monkeypatch.setattr(torch, "save", lambda state, file: None)
     monkeypatch.setattr(os, "replace", lambda a, b: (_ for _ in ()).throw(OSError(5, "I/O error")))
     with pytest.raises(CheckpointError, match="I/O error"):
         save(tmp_path, 2, keep_last=1)
@@ -196,6 +197,25 @@ def test_errors_without_a_message(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(CheckpointError, match="RuntimeError"):
         save(tmp_path, 1)
+
+
+@pytest.mark.parametrize("content", [os.getcwd, b"no archive"], ids=["code", "damaged"])
+def test_a_payload_is_refused_and_never_run(tmp_path, monkeypatch, content):
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    monkeypatch.setitem(STATE, "weights", Payload())
+    path = save(tmp_path, 1)
+    if isinstance(content, bytes):
+        (path / "state.pt").write_bytes(content)
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["sha256"]["state.pt"] = hashlib.sha256(content).hexdigest()
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"state\.pt is refused: it is damaged, or") as caught:
+        checkpoint.load(path)
+    assert "\n" not in str(caught.value) and "weights_only" not in str(caught.value)
+    assert not (tmp_path / "made").exists()
 
 
 # whole runs
@@ -247,16 +267,16 @@ def test_a_damaged_final_checkpoint_is_not_a_finished_run(tiny):
 def test_disk_full_in_a_run(tiny, monkeypatch):
     original, calls = torch.save, []
 
-    def full(state, path):
-        calls.append(path)
+    def full(state, file):
+        calls.append(file)
         if len(calls) == 2:
-            Path(path).write_bytes(b"half")
-            raise RuntimeError("[enforce fail at inline_container.cc:783] . unexpected pos 64 vs 0")
-        original(state, path)
+            file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+        original(state, file)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*step_00000004"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*step_00000004: disk full") as caught:
         tiny.train()
+    assert caught.value.exit_code == 4
     directory = tiny.directory() / "checkpoints"
     assert [p.name for p in directory.iterdir()] == ["step_00000002"]
     assert tiny.train().code == 0
@@ -323,8 +343,8 @@ def test_resume_from_a_path_with_another_learning_rate(tiny):
     assert "continuing with another value of optim.lr: 0.002 -> 0.005" in outcome.output
     assert "steps: 4 -> 6" in outcome.output
     lines = [line for line in metrics(outcome.directory) if "split" not in line]
-    assert [line["step"] for line in lines] == [5, 6]
-    assert [line["lr"] for line in lines] == [5e-3, 5e-3]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6], "with the record of the source"
+    assert [line["lr"] for line in lines[4:]] == [5e-3, 5e-3]
     # the checkpoint holds the groups of the optimiser; the configuration decides
     group = final_state(outcome.directory)["optimizer"]["param_groups"][0]
     assert (group["lr"], group["weight_decay"]) == (5e-3, 0.2)

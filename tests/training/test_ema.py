@@ -60,24 +60,30 @@ def test_evaluation_changes_nothing(tiny, method):
     assert_equal_bits({k: v.clone() for k, v in t.model.named_buffers()}, buffers)
 
 
-def test_evaluation_uses_the_averages_and_a_failing_one_puts_the_weights_back(tiny, monkeypatch):
+def test_averages_add_columns_and_a_failing_evaluation_puts_the_weights_back(tiny, monkeypatch):
     t = tiny.build("ema=0.9")
     for _ in range(3):
         loop.train_step(t)
     before = weights(t)
-    averaged = loop.evaluate(t, "validation", 1, final=False)
-    with loop.evaluated_weights(t):
+    both = loop.evaluate(t, "validation", 1, final=False)
+    with t.ema.applied(t.sparsifier):
         inside = weights(t)
         projected = next(iter(t.sparsifier.layers.values()))
         seen = projected.sparsity.project(projected).forward
         assert (seen == 0).float().mean() == pytest.approx(0.5, abs=0.01)
-    assert_equal_bits(inside, t.ema.state_dict()["averages"])
-    ema, t.ema = t.ema, None
-    assert loop.evaluate(t, "validation", 1, final=False) != averaged
-    t.ema = ema
+        ema, t.ema = t.ema, None
+        averaged = loop.evaluate(t, "validation", 1, final=False)
+    assert_equal_bits(inside, ema.state_dict()["averages"])
+    raw = loop.evaluate(t, "validation", 1, final=False)
+    assert both == raw | {f"ema_{name}": value for name, value in averaged.items()}
+    assert raw["loss"] != averaged["loss"]
+    t.ema, observe, calls = ema, t.task.observe, []
 
     def fail(*args, **kwargs):
-        raise RuntimeError("no metrics")
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("no metrics")
+        return observe(*args, **kwargs)
 
     monkeypatch.setattr(t.task, "observe", fail)
     with pytest.raises(RuntimeError, match="no metrics"):
@@ -91,11 +97,11 @@ def test_training_is_the_same_with_and_without(tiny, method):
     averaged = tiny.train(f"sparsity={method}", "ema=0.9")
     assert averaged.code == 0 and "2:4 in all" in averaged.output
 
-    def training(outcome):
-        return [line for line in metrics(outcome.directory) if "split" not in line]
-
-    assert training(plain) == training(averaged)
-    assert metrics(plain.directory) != metrics(averaged.directory)
+    lines = metrics(averaged.directory)
+    added = [{k for k in line if k.startswith("ema_")} for line in lines]
+    assert added == [{"ema_loss", "ema_perplexity"} if "split" in x else set() for x in lines]
+    raw = [{k: v for k, v in x.items() if not k.startswith("ema_")} for x in lines]
+    assert raw == metrics(plain.directory)
     assert_equal_bits(
         final_state(plain.directory)["model"], final_state(averaged.directory)["model"]
     )
@@ -122,7 +128,7 @@ def test_a_signal_during_an_evaluation_saves_the_trained_weights(tiny, monkeypat
 
     def interrupt(*args):
         calls.append(args)
-        if len(calls) == 2:  # the evaluation after step 4
+        if len(calls) == 2:  # in the evaluation after step 4
             import os
 
             os.kill(os.getpid(), signal.SIGTERM)

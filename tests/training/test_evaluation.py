@@ -54,13 +54,20 @@ def test_the_loss_is_that_of_the_trained_model(tiny, evaluate, monkeypatch, meth
     result = evaluate(run)
     assert result["metrics"] == expected
     assert expected["perplexity"] == math.exp(expected["loss"])
-    assert (result["step"], result["split"], result["weights"]) == (6, "validation", "sparse")
+    assert (result["step"], result["split"]) == (6, "validation")
+    found = [result[k] for k in ("weights", "pattern", "pattern_holds", "zeros", "why_dense")]
+    if method == "dense":
+        assert found == ["dense", None, False, None, "a dense method"]
+    else:
+        assert found == ["sparse", "2:4", True, 0.5, None]
+    assert not result["densified"]
     assert result["samples"] == trained[0].task.samples("validation") > 50
     assert f"{expected['loss']:.4f}" in result["output"]
     if method != "dense":
         assert "2:4 in all" in result["output"]
-    densified = evaluate(run, dense=True)["metrics"]["loss"]
-    assert densified == pytest.approx(expected["loss"], rel=1e-5)
+    densified = evaluate(run, dense=True)
+    assert densified["densified"] and densified["weights"] == result["weights"]
+    assert densified["metrics"]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
 def test_a_line_per_evaluation_is_appended(tiny, evaluate, tmp_path):
@@ -79,6 +86,15 @@ def test_a_line_per_evaluation_is_appended(tiny, evaluate, tmp_path):
     assert len((run / "eval.jsonl").read_text().splitlines()) == 3
     assert json.loads((tmp_path / "there" / "results.jsonl").read_text())["step"] == 6
     assert (run / "metrics.jsonl").read_bytes() == record, "evaluating leaves the record alone"
+
+
+def test_a_long_evaluation_shows_how_far_it_is(trained, evaluate, monkeypatch):
+    assert "validation: " not in evaluate(trained, "batch.micro=7")["output"]
+    monkeypatch.setattr(loop, "SILENT_SECONDS", 0.0)
+    result = evaluate(trained, "batch.micro=7")
+    shown = [line for line in result["output"].splitlines() if line.startswith("validation: ")]
+    assert shown[0].startswith(f"validation: 7 of {result['samples']} samples")
+    assert shown[-1].startswith(f"validation: {result['samples']} of {result['samples']} samples")
 
 
 def test_an_earlier_checkpoint(tiny, trained, evaluate):
@@ -106,13 +122,20 @@ def test_averaged_checkpoints(tiny, trained, evaluate):
     assert "mean of the last 3" in result["output"] and "2:4 in all" in result["output"]
 
 
+def test_a_dense_tail_is_no_sparse_model(tiny, evaluate):
+    run = tiny.train("sparsity=tsrste", "sparsity.refresh=2", "sparsity.dense_tail=0.34").directory
+    early, late = evaluate(run / "checkpoints/step_00000004"), evaluate(run)
+    assert (early["weights"], late["weights"], late["pattern_holds"]) == ("dense", "dense", False)
+    assert late["why_dense"] == "since step 4 (dense_tail)"
+
+
 def test_averages_over_the_step_of_pruning_are_sparse(tiny, evaluate):
     run = tiny.train("sparsity=asp", "checkpoint.keep_last=3", "sparsity.at=0.8").directory
     assert "2:4 in all" in evaluate(run, average=3)["output"]
 
 
-def test_a_run_with_ema_is_evaluated_with_it(tiny, evaluate):
-    run = tiny.train("ema=0.9").directory
+def test_a_run_with_ema_is_evaluated_without_and_with_it(tiny, evaluate):
+    run = tiny.train("ema=0.9", "checkpoint.keep_last=2").directory
     last = [line for line in metrics(run) if "split" in line][-1]
     found = evaluate(run)["metrics"]
     t = tiny.build("ema=0.9")
@@ -123,7 +146,10 @@ def test_a_run_with_ema_is_evaluated_with_it(tiny, evaluate):
     assert found == whole_split(t)
     assert loop.evaluate(t, "validation", 1, final=True)["loss"] == last["loss"]
     t.ema = None
-    assert found != whole_split(t)
+    raw = whole_split(t)
+    assert raw == {k: v for k, v in found.items() if not k.startswith("ema_")}
+    assert evaluate(run, dense=True)["metrics"].keys() == raw.keys()
+    assert evaluate(run, average=2)["metrics"].keys() == raw.keys()
 
 
 def test_other_text_is_read_with_the_tokenizer_of_the_run(tiny, evaluate, tmp_path):
@@ -210,13 +236,6 @@ def test_refusals_are_one_line(tiny, trained, capsys, code, words, arguments):
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 1 and words in err[0], err
     assert (trained / "eval.jsonl").exists() == written
-
-
-def test_ema_and_averaging_exclude_each_other(tiny, evaluate):
-    from sparsepretrain.errors import ConfigError
-
-    with pytest.raises(ConfigError, match="averages its weights"):
-        evaluate(tiny.train("ema=0.9").directory, average=2)
 
 
 def test_the_command(tiny, trained, capsys):

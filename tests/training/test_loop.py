@@ -108,9 +108,17 @@ def test_precisions_train_with_fp32_masters(tiny, precision, optimiser):
     assert {w.dtype for w in weights.values() if w.is_floating_point()} == {torch.float32}
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
-def test_overflow_skips_the_update_and_halves_the_scale(tiny, optimiser):
-    t = tiny.build(f"optim={optimiser}", "precision=fp16", "precision.init_scale=1e30")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "optim=adamw precision=fp16",
+        "optim=sgd precision=fp16",
+        # S-STE's published GPT-2 runs
+        "precision=fp8_sim precision.dtype=fp16 precision.recipe=reference",
+    ],
+)
+def test_overflow_skips_the_update_and_halves_the_scale(tiny, words):
+    t = tiny.build(*words.split(), "precision.init_scale=1e30")
     before = copy.deepcopy(t.model.state_dict())
     calls = []
     t.optimizer.register_step_post_hook(lambda *_: calls.append(1))
@@ -173,6 +181,39 @@ def test_guard_names_the_loss(tiny):
         t.model.transformer.ln_f.weight[0] = float("nan")
     with pytest.raises(DivergedError, match="step 1: the loss is nan"):
         train_step(t)
+
+
+@pytest.mark.parametrize("method", ["tsrste", "slope"])
+@pytest.mark.parametrize("line", ["log", "checkpoint"])
+def test_a_nan_behind_a_mask_stops_the_run(tiny, monkeypatch, method, line):
+    """The loss stays finite, so only the weights themselves show it."""
+    from sparsepretrain.training import loop
+
+    original = loop.train_step
+
+    def train_step(t):
+        values = original(t)
+        if t.step == 3:
+            layer = next(iter(t.sparsifier.layers.values()))
+            with torch.no_grad():
+                layer.weight[~t.sparsifier.masks()["transformer.h.0.mlp.c_fc"]] = float("nan")
+        assert math.isfinite(values["loss"])
+        return values
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    every = 1 if line == "log" else 100
+    with pytest.raises(DivergedError, match=f"{LAYER} holds weights that are not finite") as caught:
+        tiny.train(f"sparsity={method}", f"log.every={every}", "log.layers_every=0", "guard=skip")
+    assert caught.value.exit_code == 5
+    assert str(caught.value).startswith(f"step {3 if line == 'log' else 4}: ")
+    assert (
+        final_state(
+            tiny.directory(
+                f"sparsity={method}", f"log.every={every}", "log.layers_every=0", "guard=skip"
+            )
+        )["step"]
+        == 2
+    )
 
 
 def test_guard_names_where_a_nan_arose(tiny):

@@ -52,12 +52,40 @@ def test_record_and_summary(tiny, method):
     assert [line["tokens"] for line in training] == [64 * k for k in range(1, 7)]
     for line in training:
         assert {"loss", "lr", "grad_norm", "density", "l1_gap", "flip_rate"} <= set(line)
-        assert "mfu" not in line
+        assert "mfu_dense" not in line
         assert line["density"] == (1.0 if method == "dense" else 0.5)
         assert ("flip_rate/transformer.h.0.mlp.c_fc" in line) == (line["step"] % 2 == 0)
     proof = "dense weights" if method == "dense" else "2:4 in all 2,048 groups, 50.0% exact zeros"
     assert f"2: {proof}" in outcome.output
     assert f"{validation[0]['loss']:.4f} → {validation[-1]['loss']:.4f}" in outcome.output
+
+
+def test_flip_rates_are_means_since_the_line_before(tiny):
+    """Of all layers since the last line, of each since the last line with layers."""
+    options = ("sparsity=ste", "steps=9", "optim.lr=0.01", "eval.batches=0")
+    each = metrics(tiny.train(*options, "log.layers_every=1").directory)
+    some = metrics(tiny.train(*options, "log.every=4", "log.layers_every=6").directory)
+    layer = "flip_rate/transformer.h.0.mlp.c_fc"
+    rates, of_layer = [x["flip_rate"] for x in each], [x[layer] for x in each]
+    assert len(set(rates)) > 5 and rates == [x["flip_rate_last"] for x in each]
+    spans = {1: (0, 1), 4: (1, 4), 6: (4, 6), 8: (6, 8), 9: (8, 9)}
+    assert [line["step"] for line in some] == list(spans)
+    for line in some:
+        first, end = spans[line["step"]]
+        assert line["flip_rate"] == pytest.approx(np.mean(rates[first:end]), rel=1e-12)
+        assert line["flip_rate_last"] == rates[end - 1]
+        assert (layer in line) == (line["step"] == 6)
+    assert some[2][layer] == pytest.approx(np.mean(of_layer[:6]), rel=1e-12)
+
+
+def test_flips_of_masks_that_last_have_a_line_each(tiny):
+    options = ("sparsity=tsrste", "sparsity.refresh=3", "sparsity.dense_tail=0.0", "steps=8")
+    lines = metrics(
+        tiny.train(*options, "optim.lr=0.01", "log.every=4", "eval.batches=0").directory
+    )
+    flips = [(x["step"], x["flip_interval"]) for x in lines if "flip_rate" in x]
+    assert flips == [(3, 3.0), (6, 3.0)]
+    assert all(x["flip_rate"] == x["flip_rate_last"] > 0 for x in lines if "flip_rate" in x)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +144,18 @@ def test_no_evaluation(tiny):
     assert outcome.code == 0
     assert all("split" not in line for line in metrics(outcome.directory))
     assert "finished" in tiny.train("eval.batches=0", "data.validation=0.0").output
+
+
+def test_one_evaluation_is_one_number(tiny):
+    outcome = tiny.train("eval.every=0", "steps=1", "schedule.warmup=0")
+    (loss,) = [line["loss"] for line in metrics(outcome.directory) if "split" in line]
+    assert outcome.output.count(f"{loss:.4f}") == 2 and "→" not in outcome.output
+    assert "note: one evaluation only" in outcome.output
+
+
+def test_training_that_was_never_sparse_is_said(tiny):
+    step = ("sparsity=step", "sparsity.clipping=[null, null]")
+    assert "no step trained sparse" in tiny.train(*step).output
 
 
 def test_one_step(tiny):

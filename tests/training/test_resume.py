@@ -41,7 +41,7 @@ def test_resume_is_bit_exact(tiny, stop_after, method, stops):
         (
             "precision=fp8_sim",
             "precision.recipe=reference",
-            "precision.dtype=bf16",
+            "precision.dtype=fp16",
             "batch.micro=2",
         ),
         ("sparsity=srste", "sparsity.decay_on=weight", "optim=sgd"),
@@ -108,6 +108,28 @@ def test_the_mask_of_the_last_comparison_is_state(tiny, stop_after, monkeypatch)
     monkeypatch.setattr(nn.Module, "load_state_dict", forget)
     again = tiny.train()
     assert metrics(plain.directory) != metrics(again.directory)
+
+
+def test_a_lost_record_is_told(tiny, stop_after):
+    stop_after(4)
+    file = tiny.train().directory / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:2]))
+    stop_after(5)
+    assert f"has 2 of the {len(lines)} lines that it had at step 4" in tiny.train().output
+    stop_after(-1)
+    assert "lines that it had" not in tiny.train().output, "told once"
+
+
+def test_a_named_checkpoint_brings_its_record(tiny, stop_after):
+    plain = tiny.train("runs_dir=" + str(tiny.root / "plain"))
+    stop_after(5)
+    first = tiny.train().directory
+    stop_after(-1)
+    source = first / "checkpoints" / "step_00000004"
+    again = tiny.train("name=other", f"resume='{source}'")
+    assert again.code == 0 and "lines that it had" not in again.output
+    assert_same_run(plain.directory, again.directory)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

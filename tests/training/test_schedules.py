@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsepretrain import config
 from sparsepretrain.config.schema import Decay, Triangle, Warmup
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
 
-COSINE = Decay(name="cosine", warmup=9, min_lr=0.1)
-LINEAR = Decay(name="linear", warmup=9, min_lr=0.1)
-ROOT = Warmup(name="inverse_sqrt", warmup=9)
-CONSTANT = Warmup(name="constant", warmup=9)
+COSINE = Decay(name="cosine", warmup=9, start=None, min_lr=0.1)
+LINEAR = Decay(name="linear", warmup=9, start=None, min_lr=0.1)
+ROOT = Warmup(name="inverse_sqrt", warmup=9, start=None)
+CONSTANT = Warmup(name="constant", warmup=9, start=None)
 
 
 @pytest.mark.parametrize("schedule", [COSINE, LINEAR, ROOT, CONSTANT], ids=lambda s: s.name)
 def test_warm_up_is_linear_and_ends_at_the_peak(schedule):
     rates = [learning_rate(schedule, 1.0, step, 109) for step in range(10)]
     assert rates == pytest.approx([(i + 1) / 10 for i in range(10)], abs=1e-15)
+
+
+def published_rate(it):
+    """nanoGPT of thu-ml/2by4-pretrain-acc-examples, train.py: get_lr."""
+    if it < 3000:
+        return 1.5e-4 * it / 3000
+    ratio = (it - 3000) / (300000 - 3000)
+    return 1e-5 + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (1.5e-4 - 1e-5)
+
+
+def test_the_papers_gpt2_has_the_rates_of_its_code():
+    run = config.load(["model=gpt2_124m"])[0]
+    for step in (0, 1, 2999, 3000, 3001, 150000, 299999):
+        rate = learning_rate(run.schedule, run.optim.lr, step, run.steps)
+        assert rate == pytest.approx(published_rate(step), rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("schedule", [COSINE, LINEAR, ROOT, CONSTANT], ids=lambda s: s.name)
+def test_warm_up_from_a_given_rate(schedule):
+    schedule = replace(schedule, start=0.5)
+    rates = [learning_rate(schedule, 2.0, step, 109) for step in range(10)]
+    assert rates == pytest.approx([1 + i / 9 for i in range(10)], abs=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +73,9 @@ def test_cosine_is_not_linear():
 )
 def test_always_positive_and_never_above_the_peak(name, warmup, steps, peak):
     if name in ("cosine", "linear"):
-        schedule = Decay(name=name, warmup=warmup, min_lr=peak / 10)
+        schedule = Decay(name=name, warmup=warmup, start=None, min_lr=peak / 10)
     else:
-        schedule = Warmup(name=name, warmup=warmup)
+        schedule = Warmup(name=name, warmup=warmup, start=None)
     rates = [learning_rate(schedule, peak, step, steps) for step in range(steps)]
     assert all(0 < rate <= peak * (1 + 1e-12) for rate in rates)
     after = rates[warmup:]

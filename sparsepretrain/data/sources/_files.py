@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -148,6 +148,21 @@ class FileSource(Source):
             where = VALIDATION if file in held_out else TRAIN
             split[where].append(Piece(file.path, 0, file.size, True))
         return split
+
+
+def refuse_shared(files: Iterable[tuple[str, str, tuple[int, int]]]) -> None:
+    """Refuse a file that two splits have.
+
+    Args:
+        files: key of the configuration, path, (device, inode).
+
+    Raises:
+        DataError: names both keys.
+    """
+    seen: dict[tuple[int, int], str] = {}
+    for key, path, identity in files:
+        if (other := seen.setdefault(identity, key)) != key:
+            raise DataError(f"{key}: {path} is also one of {other}")
 
 
 def _cut(piece: Piece) -> Iterator[Piece]:

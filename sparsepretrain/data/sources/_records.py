@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sparsepretrain.data.hub import load_rows
+from sparsepretrain.data.sources._files import refuse_shared
 from sparsepretrain.data.sources._source import (
     TEST,
     TRAIN,
@@ -104,13 +105,16 @@ class RecordSource(Source):
         """
 
     def state(self) -> list[Any]:
-        """Name, size and time of local files; nothing for the hub."""
+        """Name, size and time of local files; nothing for the hub.
+
+        Raises:
+            DataError: a file is missing or is one of two splits.
+        """
         if not self.options.local:
             return []
-        return [
-            [split, part, file.name, file.size, file.mtime_ns]
-            for split, part, file in self._files()
-        ]
+        files = list(self._files())
+        refuse_shared((f"data.{split}", file.path, file.identity) for split, _, file in files)
+        return [[split, part, file.name, file.size, file.mtime_ns] for split, part, file in files]
 
     def shards(self) -> list[Shard]:
         """A shard per local file, or ranges of the rows of a hub split."""
@@ -150,13 +154,16 @@ class RecordSource(Source):
         for number, row in rows:
             place = f"{where}{number}" if where.endswith(":") else f"{where} {number}"
             try:
-                record = self.record(row, part)
+                document = encode(self.record(row, part))
             except KeyError as error:
                 known = ", ".join(map(repr, row))
                 raise DataError(f"{place}: no column {error} (it has {known})") from error
-            except ValueError as error:
+            except UnicodeEncodeError as error:
+                half = ascii(error.object[error.start])
+                raise DataError(f"{place}: {half} is half a character: repair the text") from error
+            except (ValueError, OverflowError, RecursionError) as error:
                 raise DataError(f"{place}: {error}") from error
-            yield encode(record), True
+            yield document, True
 
     def missing(self) -> str:
         """The message when nothing is prepared."""
@@ -205,7 +212,7 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row]]:
                     continue
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise DataError(
                         f"{file}:{number}: not a JSON object per line ({error})"
                     ) from error

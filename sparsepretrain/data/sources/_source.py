@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from sparsepretrain.files import is_plain_name
 from sparsepretrain.registry import suggestion
 
 BYTES = "bytes"
@@ -56,7 +57,7 @@ class SourceOptions:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types, as (key, message)."""
-        if not self.name or "/" in self.name or self.name.startswith("."):
+        if not is_plain_name(self.name):
             yield "name", f"must be a plain directory name, got {self.name!r}"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
+from sparsepretrain.data.sources._files import refuse_shared
 from sparsepretrain.data.sources._source import (
     SPLITS,
     Document,
@@ -74,9 +75,10 @@ class ParallelFiles(Source):
         """Split, size and modification time of every file.
 
         Raises:
-            DataError: a file is missing.
+            DataError: a file is missing or is one of two splits.
         """
         found: list[object] = []
+        files = []
         for split, paths in self._files():
             for path in paths:
                 try:
@@ -84,6 +86,8 @@ class ParallelFiles(Source):
                 except OSError as error:
                     raise _unreadable(split, path, error) from error
                 found.append([split, os.path.basename(path), stat.st_size, stat.st_mtime_ns])
+                files.append((f"data.{split}", path, (stat.st_dev, stat.st_ino)))
+        refuse_shared(files)
         return found
 
     def shards(self) -> list[Shard]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from sparsepretrain.data.sources._files import FileSource, TextFile
+from sparsepretrain.data.sources._files import FileSource, TextFile, refuse_shared
 from sparsepretrain.data.sources._source import TEST, VALIDATION, SourceOptions, TextOptions
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
@@ -59,12 +59,10 @@ class TextFiles(FileSource):
             for split, patterns in splits.items()
             if isinstance(patterns, list)
         }
-        seen = {file.identity: "data.files" for file in self.find()}
-        for split, files in named.items():
-            for file in files:
-                if seen.setdefault(file.identity, f"data.{split}") != f"data.{split}":
-                    where = seen[file.identity]
-                    raise DataError(f"data.{split}: {file.path} is also one of {where}")
+        every = {"files": self.find(), **named}
+        refuse_shared(
+            (f"data.{k}", f.path, f.identity) for k, files in every.items() for f in files
+        )
         return named
 
     def held_out(self) -> dict[str, list[TextFile]]:

@@ -115,6 +115,12 @@ class STEP(STE):
         """
         return self._watched
 
+    def may_be_sparse(self, step: int) -> bool:
+        """Once AutoSwitch may have switched."""
+        low = self.options.clipping[0]
+        earliest = 0 if low is None else self.steps_of(low, "clipping")
+        return max(earliest, self.window[0]) <= step < self.window[1]
+
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """Masked decay, if asked for."""
         if self.options.decay:
