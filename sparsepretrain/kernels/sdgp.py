@@ -112,14 +112,17 @@ def _rescaled(
         # nothing kept means nothing to rescale: the factor is 1, not 0/0
         return torch.where(after == 0, 1.0, before / (after + epsilon))
 
-    # item by item what stays in the caches; in other layouts torch would add in another order
-    by_item = dim > 0 and axes and 0 not in axes and g.is_contiguous()
-    pieces = by_item and choose_backend("prune_gradient", backend, g) == "cpu"
-    size = max(1, PIECE // max(1, g[:1].numel())) if pieces else max(1, len(g))
-    kept = torch.empty_like(g)
-    for part, out in zip(g.split(size), kept.split(size), strict=True):
-        largest = _largest(part, n, m, dim, backend)
-        torch.mul(largest, factor(_l1(part, axes), _l1(largest, axes)), out=out)
+    def rescaled(part: Tensor) -> Tensor:
+        kept = _largest(part, n, m, dim, backend)
+        kept *= factor(_l1(part, axes), _l1(kept, axes))
+        return kept
+
+    # what stays in the caches, item by item; in other layouts torch would add in another order
+    by_item = dim > 0 and axes and 0 not in axes and g.is_contiguous() and g.numel()
+    if by_item and choose_backend("prune_gradient", backend, g) == "cpu":
+        kept = torch.cat([rescaled(part) for part in g.split(max(1, PIECE // g[0].numel()))])
+    else:
+        kept = rescaled(g)
     return kept.view(shape)
 
 

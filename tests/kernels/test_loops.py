@@ -101,6 +101,14 @@ def test_every_operation(dtype):
                 )
 
 
+@pytest.mark.parametrize("shape", [(16, 24), (16, 8, 3, 3)])
+def test_bimask_counts(shape):
+    orders = torch.rand(5, 16, generator=torch.Generator().manual_seed(0)).argsort(1)
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    for weight in (w, w.mul(2).round(), w.movedim(0, -1).contiguous().movedim(-1, 0)):
+        assert agree("bimask_ones", weight, orders) and agree("bimask_prune", weight, orders[0])
+
+
 @pytest.mark.parametrize("words", [1, 2])
 @pytest.mark.parametrize("key", [KEY, kernels.NoiseKey(2**32 - 1, 2**31), 7])
 def test_noise(key, words):

@@ -54,7 +54,7 @@ def bimask_ones(forward: Tensor, orders: Tensor) -> Tensor:
     """For each order of the rows how many ones the backward mask has, at most two of every four."""
     found = torch.zeros(len(orders), dtype=torch.int64)
     arrays = orders.contiguous().numpy(), found.numpy()
-    flags = forward.view(torch.uint8).numpy()
+    flags = forward.contiguous().view(torch.uint8).flatten(1).numpy()
     run(_ones, len(orders), arrays, flags)
     return found
 
