@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
-import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from sparsepretrain import __version__, registry
 from sparsepretrain.completion import COMPLETION, override_words, recipe_words, setting_words
-from sparsepretrain.errors import INTERRUPTED, ConfigError, SparsePretrainError, own_warnings
+from sparsepretrain.errors import (
+    INTERRUPTED,
+    CheckpointError,
+    ConfigError,
+    SparsePretrainError,
+    own_warnings,
+)
+from sparsepretrain.streams import replace_closed_streams, silence_stdout, stdout_is_closed
 
 if TYPE_CHECKING:
     from sparsepretrain.config.schema import Run
@@ -78,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # before torch loads OpenMP: threads that spin while they wait make a run on a busy machine up
     # to twenty times slower, and gain nothing on an idle one
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    _replace_closed_streams()
+    replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for ᵀ
@@ -99,9 +106,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        if not _stdout_is_closed():
+        if not stdout_is_closed():
             raise
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        silence_stdout()
+        _complain(f"error: disk full: cannot write {error.filename or 'the output'}")
+        return CheckpointError.exit_code
     except Exception as error:
         # argparse and OmegaConf can turn an interrupt into an error of their own
         context = error.__context__
@@ -117,27 +130,6 @@ def _complain(text: str) -> None:
     """One line on the standard error, which may be closed."""
     with contextlib.suppress(OSError, ValueError):
         print(f"sparsepretrain: {' '.join(text.split())}", file=sys.stderr)
-
-
-def _replace_closed_streams() -> None:
-    """Open what a daemon was started without, or files opened later would take its number."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:  # the lowest free number is this one
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-
-
-def _stdout_is_closed() -> bool:
-    """Whether the reader is gone (``| head``); if so, keep the interpreter's last flush quiet."""
-    output = select.poll()
-    output.register(sys.stdout, 0)  # a pipe without a reader reports an error unasked
-    if not output.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -238,9 +230,18 @@ def _count(text: str) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from sparsepretrain import config
+    from sparsepretrain.config.compose import read
+    from sparsepretrain.config.validate import load_request
 
-    return _start(args, *config.load(args.overrides, args.config_dir))
+    request = read(args.overrides, args.config_dir)
+    run, plain = load_request(request)
+    if args.cfg:
+        print("".join(f"# {note}\n" for note in request.notes), end="")
+    elif request.notes:
+        from sparsepretrain.tracking.console import Console
+
+        Console().info("\n".join(request.notes))
+    return _start(args, run, plain)
 
 
 def _finetune(args: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"beta": "l1", "beta_update": "step"},
     ],
     "tsrste": [{"decay": 0.02, "refresh": 5}, {"decay": 0.02, "refresh": 5, "mvue": "none"}],
-    "sdgp": [{}, {"variant": "magnitude"}, {"variant": "random"}],
+    "sdgp": [{"epsilon": 1e-4}, {"variant": "magnitude"}, {"variant": "random"}],
     "asp": [{"at": 0.4}],
     "bimask": [{"decay": 0.02, "every": 10, "candidates": 5}],
     "mdgf": [{}, {"shape": "exponential"}],

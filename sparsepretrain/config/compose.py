@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import sparsepretrain
 from sparsepretrain.config.bounded import check_yaml
+from sparsepretrain.config.freeze import flat
+from sparsepretrain.config.messages import one_line, syntax, yaml_problem
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.registry import choices, suggestion
@@ -26,6 +28,9 @@ from sparsepretrain.registry import choices, suggestion
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
+
+PAIRS = "model_method"
+"""Directory of what a paper gives for a model and a method together; ``train.yaml`` includes it."""
 
 PRIMARY = "train"
 """The YAML file at the root of the shipped configuration."""
@@ -49,6 +54,8 @@ class Request:
     """Group -> keys that take the place of the composed ones, before any value is set."""
     broken: set[str] = field(default_factory=set)
     """Groups whose choice was refused."""
+    notes: list[str] = field(default_factory=list)
+    """Values that neither the user nor a chosen file set, with where they come from."""
     options: dict[str, dict[str, Path]] = field(default_factory=dict)
     """See :func:`catalogue`."""
 
@@ -141,7 +148,7 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Req
         try:
             override = parser.parse_override(text)
         except (HydraException, RecursionError):
-            request.errors.append(_syntax(text))
+            request.errors.append(syntax(text))
             continue
         key = override.key_or_group
         if override.type == OverrideType.DEL:
@@ -202,11 +209,28 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
     # the file's label; a mapping here means a file without the _global_ package, see validate
     if not isinstance(plain.get("experiment"), dict):
         plain["experiment"] = choices.get("experiment")
+    request.notes = _of_the_pair(request, f"_{choices['model']}_{choices['sparsity']}.yaml", plain)
     order = [f.name for f in fields(Run)]
     known = {key: plain[key] for key in order if key in plain}
     return {**known, **{str(k): v for k, v in plain.items() if k not in known}}, {
         group: option for group, option in choices.items() if not group.startswith("hydra/")
     }
+
+
+def _of_the_pair(request: Request, name: str, plain: Any) -> list[str]:
+    """``key=value, source`` of what the file for this model and this method has decided."""
+    from omegaconf import OmegaConf
+
+    files = (directory / PAIRS / name for directory in request.path)
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return []
+    given, now = flat(OmegaConf.to_container(OmegaConf.load(file))), flat(plain)
+    return [
+        f"{key}={value}: from {PAIRS}/{name}, for this model and method"
+        for key, value in given.items()
+        if now.get(key) == value
+    ]
 
 
 def amend(plain: dict[str, Any], request: Request) -> dict[str, Any]:
@@ -254,7 +278,7 @@ def _composing(request: Request) -> Iterator[None]:
         ):
             yield
     except yaml.YAMLError as error:
-        raise ConfigError(_yaml_problem(error)) from error
+        raise ConfigError(yaml_problem(error)) from error
     except MissingConfigException as error:
         missing = str(error.missing_cfg_file)
         near = suggestion(missing.rpartition("/")[2], error.options or ())
@@ -269,7 +293,7 @@ def _composing(request: Request) -> Iterator[None]:
     except ConfigError:
         raise
     except (HydraException, OSError, ValueError) as error:
-        raise ConfigError(_unreadable(request) or _one_line(error)) from error
+        raise ConfigError(_unreadable(request) or one_line(error)) from error
 
 
 def _force(composed: DictConfig, values: list[tuple[str, Any]]) -> None:
@@ -360,19 +384,6 @@ def _quote(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${") + "'"
 
 
-def _syntax(text: str) -> str:
-    if "=" not in text:
-        return f"override {text!r} has no value; write {text or 'key'}=value"
-    key, _, _ = text.partition("=")
-    shown = text if len(text) <= 60 else text[:57] + "..."
-    if not re.fullmatch(r"[+~]*[A-Za-z_]\w*([./@][A-Za-z_]\w*)*", key):
-        return f"override {shown!r}: {key!r} is not a key; write a.b.c=value"
-    return (
-        f"override {shown!r} cannot be read: close every bracket and quote, and put a value with "
-        f"special characters in quotes: {key}='\"…\"'"
-    )
-
-
 def _absent(request: Request, error: OmegaConfBaseException) -> str:
     """What to say when a value is taken from a key that is not there."""
     text = str(error).splitlines()[0]
@@ -384,14 +395,6 @@ def _absent(request: Request, error: OmegaConfBaseException) -> str:
         return f"{error.full_key}: {text}"
     name = f"{reader}={own}" if own else reader
     return f"{source}={choice} does not go with {name}: {error.full_key} follows {wanted[1]}"
-
-
-def _yaml_problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    if mark is None:
-        return f"YAML error: {_one_line(error)}"
-    problem = getattr(error, "problem", None) or getattr(error, "context", None)
-    return f"{mark.name}:{mark.line + 1}: YAML error: {problem}"
 
 
 def _unreadable(request: Request) -> list[str]:
@@ -407,9 +410,9 @@ def _unreadable(request: Request) -> list[str]:
         except UnicodeDecodeError:
             problems.append(f"{file} is not UTF-8 text")
         except (OSError, ValueError) as error:
-            problems.append(f"{file} cannot be read: {_one_line(error)}")
+            problems.append(f"{file} cannot be read: {one_line(error)}")
         except yaml.YAMLError as error:
-            problems.append(_yaml_problem(error))
+            problems.append(yaml_problem(error))
     return problems
 
 
@@ -417,7 +420,3 @@ def _chosen_files(request: Request) -> list[Path]:
     """The user's files among those that were chosen."""
     named = [f"{group}/{option}.yaml" for group, option in request.choices.items()]
     return [d / name for name in named for d in request.path[1:] if (d / name).is_file()]
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

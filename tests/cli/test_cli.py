@@ -52,6 +52,13 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"sparsepretrain {__version__}\n"
 
 
+def test_what_a_model_and_a_method_bring_together_is_said(capsys):
+    words = ["train", "model=gpt2_350m", "sparsity=tsrste"]
+    assert cli.main([*words, "--cfg", "job"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("# sparsity.decay=0.0002") and "  decay: 0.0002" in rest
+
+
 def test_cfg_job_is_the_resolved_configuration(capsys):
     assert cli.main(["train", "seed=4", "--cfg", "job", "sparsity=ste"]) == 0
     plain = yaml.safe_load(capsys.readouterr().out)
@@ -112,6 +119,13 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     replace(monkeypatch, "training", train=train)
     with pytest.raises(RuntimeError, match="bug"):
         cli.main(["train"])
+
+
+def test_a_plugin_that_exits_is_an_error(monkeypatch, capsys):
+    replace(monkeypatch, "training", train=lambda run, plain: sys.exit(0))
+    assert cli.main(["train"]) == 1
+    line = capsys.readouterr().err
+    assert "test_cli.py, line" in line and "called sys.exit(0)" in line and line.count("\n") == 1
 
 
 def test_somebody_elses_broken_pipe_is_not_ours(monkeypatch, capfd):
@@ -206,12 +220,16 @@ def test_closed_output_is_not_an_error():
 
 def test_no_output_at_all():
     # a daemon: files that are opened must not take the numbers of the streams either
-    program = "import os; from sparsepretrain.cli import main; main(['methods']); print(os.dup(0))"
+    program = "import os, sparsepretrain.cli as c; c.main(['--version']); assert os.dup(0) > 2"
     done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, program])
     assert done.returncode == 0
-    command = 'exec "$0" -m sparsepretrain methods >&-'
-    done = subprocess.run(["sh", "-c", command, sys.executable], stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (0, b"")
+    for output, code, line in (
+        ("&-", 0, b""),
+        ("/dev/full", 4, b"sparsepretrain: error: disk full: cannot write the output\n"),
+    ):
+        command = f'exec "$0" -m sparsepretrain --version >{output}'
+        done = subprocess.run(["sh", "-c", command, sys.executable], stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (code, line)
 
 
 def test_an_ascii_terminal(tmp_path):

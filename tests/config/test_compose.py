@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparsepretrain.config import compose, load, validate
-from sparsepretrain.config.compose import ENVIRONMENT, catalogue, shipped
+from sparsepretrain.config.compose import ENVIRONMENT, build, catalogue, read, shipped
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 
 GLOBAL = "# @package _global_\n"
@@ -28,6 +28,39 @@ def messages(*overrides: str, dirs: tuple[Path, ...] = ()) -> list[str]:
         load(overrides, dirs)
     assert all("\n" not in m for m in caught.value.messages)
     return caught.value.messages
+
+
+@pytest.mark.parametrize(
+    ("words", "decay", "noted"),
+    [
+        ("model=gpt2_350m sparsity=tsrste", 2e-4, True),
+        ("sparsity=tsrste model=gpt2_1558m", 2e-4, True),
+        ("model=gpt2_350m sparsity=tsrste sparsity.decay=1e-3", 1e-3, False),
+        ("model=gpt2_350m experiment=half sparsity=tsrste", 2e-4, True),
+        ("model=gpt2_774m sparsity=tsrste", 6e-5, False),
+        ("model=gpt2_350m sparsity=srste", 2e-4, False),
+        ("model=bert_geglu sparsity=tsrste", 6e-6, True),
+        ("experiment=tsrste_bert sparsity.decay=0", 0, False),
+        ("experiment=tsrste_deit_base", 1e-3, False),
+    ],
+)
+def test_a_model_and_a_method_together_have_settings(words, decay, noted):
+    request = read(words.split())
+    plain, _ = build(request)
+    assert plain["sparsity"]["decay"] == decay
+    assert bool(request.notes) == noted
+    assert all("sparsity.decay=" in note and "_tsrste.yaml" in note for note in request.notes)
+
+
+def test_settings_of_a_pair_in_a_directory_of_the_user(tmp_path):
+    (tmp_path / "model_method").mkdir()
+    file = tmp_path / "model_method" / "_gpt2_nano_ste.yaml"
+    file.write_text("# @package _global_\nsparsity: {m: 8}\nsteps: 5\n")
+    request = read(["sparsity=ste", "steps=9"], [tmp_path])
+    plain, _ = build(request)
+    assert (plain["sparsity"]["m"], plain["steps"], len(request.notes)) == (8, 9, 1)
+    with pytest.raises(ConfigError, match="unknown key 'model_method'"):
+        load(["model_method=_gpt2_nano_ste"], [tmp_path])
 
 
 def test_published_gpt2_settings():

@@ -101,9 +101,10 @@ def test_every_key_has_a_comment(file):
 def test_parameters_of_the_default_model_fit_its_data():
     run = validate(compose())
     assert run.data.vocab_size <= run.model.vocab_size
-    assert yaml.safe_load((shipped() / "train.yaml").read_text())["defaults"][-4:] == [
+    assert yaml.safe_load((shipped() / "train.yaml").read_text())["defaults"][-5:] == [
         "_self_",
         {"model": "gpt2_nano"},
+        {"optional model_method": "_${model}_${sparsity}"},
         {"finetune": None},
         {"experiment": None},
     ]

@@ -80,6 +80,8 @@ def test_experiments_of_the_papers():
     assert run.sparsity.name == "bimask" and run.sparsity.targets == "all"
     assert run.optim.lr == pytest.approx(5e-4 * run.batch.size / 512)
     assert load("experiment=sdgp_resnet50", "sparsity=dense", "sparsity.targets=convs")
+    for name in ("cifar10", "resnet18", "resnet50", "regnetx_400mf"):
+        assert load(f"experiment=sdgp_{name}")[0].sparsity.epsilon == 1e-4, "the authors' value"
 
 
 @pytest.mark.parametrize("model", SIZES)

@@ -27,7 +27,7 @@ VARIANTS = [
     ("srste", {"decay": 0.1, "decay_ramp": 0.1}),
     ("tsrste", {"decay": 0.1, "decay_ramp": 0.1, "refresh": 2, "dense_tail": 0.0}),
     ("dense", {"flip_rule": "transposable", "refresh": 2}),
-    ("sdgp", {"epsilon": 0.0}),
+    ("sdgp", {"epsilon": 1e-4}),
     ("sdgp", {"variant": "random", "n": 2, "m": 8}),
     ("mdgf", {"until": 0.05}),
     ("mdgf", {"shape": "exponential"}),

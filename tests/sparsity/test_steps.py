@@ -62,7 +62,7 @@ def scaled_run(method, options, scale, *, fused, unscale, cls=torch.optim.AdamW)
 
 
 # the published ε in the rescaling factor of SDGP is absolute: it has a test of its own below
-SCALE_FREE = [case for case in CASES if case != ("sdgp", {})]
+SCALE_FREE = [case for case in CASES if case != ("sdgp", {"epsilon": 1e-4})]
 
 
 @pytest.mark.parametrize(("method", "options"), SCALE_FREE)
@@ -87,6 +87,30 @@ def test_only_the_published_epsilon_of_sdgp_depends_on_the_loss_scale():
         ]
         differences.append(float((grads[1] - grads[0]).abs().max() / grads[0].abs().max()))
     assert 0.01 < differences[0] < 0.3 and differences[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("scope", "shape", "same"),
+    [
+        ("group", (16,), True),
+        ("channel", (16, 8), True),
+        ("channel", (16,), False),  # a sample is a row: the sums go over those of a micro-batch
+        ("tensor", (16, 8), False),
+    ],
+)
+def test_what_of_sdgp_depends_on_the_cut_into_micro_batches(scope, shape, same):
+    model, _, _ = build("sdgp", {"scope": scope})
+    x, gy = draw(*shape, 16, seed=1), draw(*shape, 32, seed=2)
+
+    def input_gradient(parts):
+        pieces = []
+        for part, grad in zip(x.chunk(parts), gy.chunk(parts), strict=True):
+            part = part.clone().requires_grad_()
+            pieces += torch.autograd.grad(model.fc1(part), part, grad)
+        return torch.cat(pieces)
+
+    error = (input_gradient(4) - input_gradient(1)).norm() / input_gradient(1).norm()
+    assert (float(error) < 1e-12) == same and float(error) < 0.4
 
 
 @pytest.mark.parametrize("unscale", [False, True])

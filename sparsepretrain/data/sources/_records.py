@@ -162,7 +162,7 @@ class RecordSource(Source):
                 half = ascii(error.object[error.start])
                 raise DataError(f"{place}: {half} is half a character: repair the text") from error
             except (ValueError, OverflowError, RecursionError) as error:
-                raise DataError(f"{place}: {error}") from error
+                raise DataError(f"{place}: {str(error)[:200]}") from error
             yield document, True
 
     def missing(self) -> str:

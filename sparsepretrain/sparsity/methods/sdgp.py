@@ -24,10 +24,11 @@ class SDGPOptions(MethodOptions):
     variant: Literal["rescaled", "magnitude", "random"] = "rescaled"
     """Largest with the L1 norm restored (paper: maxnorm), largest (max), or any (rnd)."""
     scope: Literal["channel", "group", "tensor"] = "channel"
-    """What shares one factor of ``rescaled``; channel: per sample and out_feature."""
-    epsilon: float = 1.0e-4
-    """Added to the divisor of ``rescaled`` (authors' code): gradients whose sums are near it
-    shrink, so that results depend on the loss scale; 0 restores the norm exactly."""
+    """What shares one factor of ``rescaled``; channel: per sample and out_feature (per micro-batch
+    and out_feature where a sample is one row); tensor: per micro-batch."""
+    epsilon: float = 0.0
+    """Added to the divisor of ``rescaled``; the authors' 1e-4 shrinks gradients whose sums are near
+    it, so that results depend on the loss scale; 0 restores the norm exactly."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Range errors as (key, message)."""
