@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from sparsepretrain import registry
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.optim import build_optimizer
 from sparsepretrain.sparsity import MethodOptions, Sparsifier, sparsify
 from sparsepretrain.tasks import Task
 from sparsepretrain.training.precision import fp8_recipe
@@ -54,6 +56,13 @@ def sparsify_model(run: Run, task: Task, model: nn.Module) -> Sparsifier:
         raise ConfigError(
             [f"sparsity{m}{text}" for m, text in zip(marks, error.messages, strict=True)]
         ) from error
+
+
+def attach_optimizer(run: Run, model: nn.Module, sparsifier: Sparsifier) -> Optimizer:
+    """The optimiser of a run, with the method riding on it."""
+    optimizer = build_optimizer(model, run.optim, sparsifier.method.build_optimizer)
+    sparsifier.attach(optimizer)
+    return optimizer
 
 
 def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> list[str]:

@@ -158,6 +158,7 @@ def test_methods(capsys):
     out = capsys.readouterr().out
     for word in ("dense", "ste", "srste", "sste", "M∘W", "MVUE", "arXiv:2409.09099"):
         assert word in out
+    assert max(map(len, out.splitlines())) <= 100
 
 
 def test_methods_of_a_plugin(tmp_path, capsys):
