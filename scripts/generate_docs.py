@@ -95,7 +95,7 @@ def options(method: str, path: Path) -> str:
     for key, annotation in sorted(leaves(cls), key=lambda leaf: leaf[0].split(".")[0] in SHARED):
         # the latter are explained for the method at hand in its YAML file
         meaning = written[key].comment if key.partition(".")[0] in SHARED else own.get(key, "")
-        meaning = meaning or shared.get(key, "")
+        meaning = meaning or shared.get(key, "") or written[key].comment
         rows.append([f"`{key}`", type_words(annotation), f"`{written[key].value}`", prose(meaning)])
     return table(["key", "type", "default", "meaning"], rows)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sparsepretrain import __version__, registry
-from sparsepretrain.completion import COMPLETION, override_words
+from sparsepretrain.completion import COMPLETION, override_words, recipe_words, setting_words
 from sparsepretrain.errors import (
     INTERRUPTED,
     CheckpointError,
@@ -374,11 +374,15 @@ def _complete(words: list[str]) -> int:
         found = [flag for action in actions for flag in action.option_strings if flag[:2] == "--"]
         found += [c for a in actions if not a.option_strings for c in a.choices or ()]
         if before[0] == "bench":
-            found += [f"{f.name}=" for f in fields(Bench)]
-        if before[0] == "eval":
-            from sparsepretrain.evaluating import KEYS
+            from sparsepretrain.bench import SUITES
 
-            found += [f"{key}=" for key in KEYS]
+            found += [*setting_words(Bench, current), *(f"suite={name}" for name in SUITES)]
+        if before[0] == "eval":
+            from sparsepretrain.evaluating import Settings
+
+            found += setting_words(Settings, current)
+        if before[0] == "finetune":
+            found += recipe_words(current)
         if any(action.dest == "overrides" for action in actions) and current[:1] != "-":
             # the keys of the method that is tuned when none is chosen
             default = ["sparsity=tsrste"] if before[0] == "tune-decay" else []

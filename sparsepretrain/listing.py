@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from sparsepretrain.config.validate import load_plugins
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.row import COLUMNS
 
+WIDTH = 100
+"""Columns that the table of the methods keeps to."""
+
 
 def print_methods(overrides: Sequence[str], config_dirs: Sequence[Path]) -> None:
-    """Print every method: what each matrix product sees, and the paper.
+    """Print every method: what each matrix product sees, below it a summary and the paper.
 
     Args:
         overrides, config_dirs: ``plugins=[…]`` among them adds a user's methods.
@@ -22,18 +26,16 @@ def print_methods(overrides: Sequence[str], config_dirs: Sequence[Path]) -> None
     plain = config.compose(overrides, config_dirs)
     if problems := load_plugins(plain["plugins"]):
         raise ConfigError(problems)
-    rows = [["method", *COLUMNS.values(), "phases", "summary", "paper"]]
+    rows, below = [["method", *COLUMNS.values()]], [[""]]
     for name in registry.names("method"):
         method: Any = registry.get("method", name)
-        row = method.typical_row(name)
-        rows.append(
-            [name]
-            + [operand.text for operand in row]
-            + [method.phases, method.summary, method.paper]
-        )
-    _table(rows)
+        rows.append([name, *(operand.text for operand in method.typical_row(name))])
+        words = [method.phases, method.summary, method.paper]
+        below.append(textwrap.wrap("; ".join(w for w in words if w != "–"), WIDTH - 4))
+    for line, more in zip(_lines(rows), below, strict=True):
+        print(line, *(f"    {text}" for text in more if text), sep="\n")
     print(
-        "\nfprop Y = Xf(X)·A(W)ᵀ   dgrad dX = P(G)·B(W)   wgrad dW = U(G)ᵀ·Xw(X)   "
+        "\nfprop Y = Xf(X)·A(W)ᵀ   dgrad dX = P(G)·B(W)   wgrad dW = U(G)ᵀ·Xw(X)\n"
         "the optimiser receives J(dW, W)"
     )
 
@@ -48,12 +50,12 @@ def print_configs(config_dirs: Sequence[Path]) -> None:
             marked = f"{option} *" if defaults.get(group) == option else option
             origin = "configs" if directory == shipped() else str(directory)
             rows.append(["" if i else group, marked, f"{origin}/{group}/{option}.yaml"])
-    _table(rows)
+    print(*_lines(rows), sep="\n")
     print("\n* of a plain `sparsepretrain train`; model=… brings its own choices")
 
 
-def _table(rows: list[list[str]]) -> None:
+def _lines(rows: list[list[str]]) -> list[str]:
+    """Rows of equal length as columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join(cells).rstrip())
+    aligned = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join(cells).rstrip() for cells in aligned]

@@ -31,15 +31,17 @@ def prepared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _default_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``SPARSEPRETRAIN_TEST_BACKEND=triton``: whatever names no backend runs Triton's kernels.
+    """``SPARSEPRETRAIN_TEST_BACKEND``: what whatever names no backend runs on the CPU.
 
-    In the interpreter (``TRITON_INTERPRET=1``), so that the tests of the references, the golden
-    vectors among them, are tests of the kernels too: ``make test-triton``.
+    ``triton`` in the interpreter (``TRITON_INTERPRET=1``, ``make test-triton``) or ``reference``,
+    so that the tests of the loops, the golden vectors among them, are tests of those too.
     """
-    if os.environ.get("SPARSEPRETRAIN_TEST_BACKEND") == "triton":
+    backend = os.environ.get("SPARSEPRETRAIN_TEST_BACKEND")
+    if backend in ("triton", "reference"):
         from sparsepretrain.kernels import groups
 
-        monkeypatch.setattr(groups, "prefers_triton", lambda device: True)
+        monkeypatch.setattr(groups, "prefers_triton", lambda device: backend == "triton")
+        monkeypatch.setattr(groups, "prefers_cpu", lambda x: False)
 
 
 @pytest.fixture

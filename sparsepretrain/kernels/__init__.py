@@ -1,6 +1,6 @@
 """The shared operations of all methods: tensors in, tensors out, no modules, no state.
 
-Most take ``backend=None | "reference" | "triton"``; see :func:`choose_backend`.
+Most take ``backend=None | "reference" | "cpu" | "triton"``; see :func:`choose_backend`.
 Importing this package does not import torch; the first use of a function does.
 """
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         boundary_magnitudes,
         l1_scale,
         optimal_scale,
+        scale_sums,
         soft_threshold,
     )
     from sparsepretrain.kernels.transposable import transposable_mask
@@ -34,6 +35,7 @@ _HOME = {
     "nm_prune": "nm",
     "soft_threshold": "soft",
     "optimal_scale": "soft",
+    "scale_sums": "soft",
     "l1_scale": "soft",
     "boundary_magnitudes": "soft",
     "mvue": "mvue24",
@@ -77,6 +79,7 @@ __all__ = [
     "packed_flip_count",
     "prune_gradient",
     "quantize_fp8",
+    "scale_sums",
     "soft_threshold",
     "swiglu",
     "transposable_mask",

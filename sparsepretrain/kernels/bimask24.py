@@ -20,7 +20,7 @@ def bimask_masks(
     Args:
         w: (out_features, in_features), both multiples of 4.
         permutation: (out_features) int: row ``permutation[k]`` stands at place k.
-        backend: None, ``"reference"`` or ``"triton"``.
+        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         (forward, backward), bool, shape of ``w``.
@@ -61,8 +61,12 @@ def bimask_ones(w: Tensor, permutations: Tensor, *, backend: str | None = None) 
     orders = _order("bimask_ones", w, permutations, backend)
     pruned, forward = nm_prune(w, dim=1, backend=backend)
     if bool(((pruned == 0) & forward).any()):  # equal to what lies outside the mask
-        masks = (bimask_masks(w, order, backend=backend)[1] for order in orders)
-        return torch.stack([mask.sum() for mask in masks])
+        found = (bimask_masks(w, order, backend=backend)[1] for order in orders)
+        return torch.stack([backward.sum() for backward in found])
+    if choose_backend("bimask_ones", backend, forward) == "cpu":
+        from sparsepretrain.kernels.cpu import masks
+
+        return masks.bimask_ones(forward, orders)
     flags = forward.view(torch.uint8)
     fours = (flags.index_select(0, order).unflatten(0, (-1, 4)).unbind(1) for order in orders)
     return torch.stack([(a + b + c + d).clamp_(max=2).sum() for a, b, c, d in fours])

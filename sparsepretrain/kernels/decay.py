@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import apply_mask, choose_backend
+from sparsepretrain.kernels.groups import choose_backend
 
 
 @torch.no_grad()
@@ -24,7 +24,7 @@ def masked_decay_(
         weight: the dense master weight, same shape.
         mask: kept positions (bool or 0/1), same shape.
         decay: λ, a number or 0-d tensor (so that a loss scale can be folded in without a sync).
-        backend: None, ``"reference"`` or ``"triton"``.
+        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         ``grad``.
@@ -32,20 +32,24 @@ def masked_decay_(
     Raises:
         ValueError: shapes differ.
     """
-    triton = choose_backend("masked_decay_", backend, grad) == "triton"
+    chosen = choose_backend("masked_decay_", backend, grad)
     if not grad.shape == weight.shape == mask.shape:
         shapes = tuple(grad.shape), tuple(weight.shape), tuple(mask.shape)
         raise ValueError(f"masked_decay_: shapes of grad, weight and mask differ: {shapes}")
-    if triton:
+    if chosen == "triton":
         from sparsepretrain.kernels import decay_triton
 
         given = decay if isinstance(decay, Tensor) else None
         number = 0.0 if isinstance(decay, Tensor) else decay
         decay_triton.masked_decay_(grad, weight.detach(), mask.bool(), number, given)
         return grad
+    if chosen == "cpu":
+        from sparsepretrain.kernels.cpu import masks
+
+        masks.masked_decay_(grad, weight, mask, float(decay))
+        return grad
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    pull = apply_mask(wide, ~mask.bool())
-    pull.mul_(decay)
+    pull = wide.masked_fill(mask.bool(), 0) * decay
     if grad.dtype in (torch.float16, torch.bfloat16):
         return grad.copy_(grad.float() + pull)
     return grad.add_(pull)

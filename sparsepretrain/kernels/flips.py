@@ -26,10 +26,15 @@ def flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None)
     if previous.shape != current.shape:
         shapes = tuple(previous.shape), tuple(current.shape)
         raise ValueError(f"flip_count: shapes differ: {shapes[0]} and {shapes[1]}")
-    if choose_backend("flip_count", backend, current) == "triton":
+    chosen = choose_backend("flip_count", backend, current)
+    if chosen == "triton":
         from sparsepretrain.kernels import flips_triton
 
         return flips_triton.differing_bits(previous.bool(), current.bool())
+    if chosen == "cpu":
+        from sparsepretrain.kernels.cpu import masks
+
+        return masks.count_differing_bits(previous.bool(), current.bool())
     return (previous.bool() ^ current.bool()).sum()
 
 
@@ -39,19 +44,16 @@ def packed_flip_count(previous: Tensor, current: Tensor, *, backend: str | None 
     Returns:
         0-d int64 tensor.
     """
-    if choose_backend("packed_flip_count", backend, current) == "triton":
+    chosen = choose_backend("packed_flip_count", backend, current)
+    if chosen == "triton":
         from sparsepretrain.kernels import flips_triton
 
         return flips_triton.differing_bits(previous, current)
-    different = previous ^ current
-    if different.numel() % 8:
-        different = torch.nn.functional.pad(different, (0, -different.numel() % 8))
-    words = different.view(torch.int64)
-    # sums of neighbouring bits, then pairs, then nibbles; the multiplication adds up the bytes
-    pairs = words - (words >> 1).bitwise_and_(0x5555555555555555)
-    nibbles = (pairs >> 2).bitwise_and_(0x3333333333333333) + (pairs & 0x3333333333333333)
-    in_bytes = (nibbles >> 4).add_(nibbles).bitwise_and_(0x0F0F0F0F0F0F0F0F)
-    return (in_bytes.mul_(0x0101010101010101) >> 56).sum()
+    if chosen == "cpu":
+        from sparsepretrain.kernels.cpu import masks
+
+        return masks.count_differing_bits(previous, current)
+    return _bits(previous ^ current).sum()
 
 
 def pack_24(mask: Tensor, *, backend: str | None = None) -> Tensor:
@@ -63,16 +65,19 @@ def pack_24(mask: Tensor, *, backend: str | None = None) -> Tensor:
     Returns:
         uint8 tensor of ceil(numel / 8) bytes.
     """
-    if choose_backend("pack_24", backend, mask) == "triton":
+    chosen = choose_backend("pack_24", backend, mask)
+    if chosen == "triton":
         from sparsepretrain.kernels import flips_triton
 
         return flips_triton.pack_24(mask.bool())
+    if chosen == "cpu":
+        from sparsepretrain.kernels.cpu import masks
+
+        return masks.pack_24(mask.bool())
     bits = mask.bool().flatten()
-    if bits.numel() % 8 or bits.storage_offset() % 8:  # a copy: words must be aligned
-        bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).clone()
-    # eight 0/1 bytes as one little-endian word; the multiplication moves byte i to bit 56 + i
-    words = bits.contiguous().view(torch.uint8).view(torch.int64)
-    return ((words * 0x0102040810204080) >> 56).bitwise_and_(255).to(torch.uint8)
+    bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+    places = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return (bits.to(torch.uint8) << places).sum(1, dtype=torch.uint8)
 
 
 def unpack_24(code: Tensor, shape: Sequence[int], *, backend: str | None = None) -> Tensor:
@@ -88,6 +93,10 @@ def unpack_24(code: Tensor, shape: Sequence[int], *, backend: str | None = None)
         from sparsepretrain.kernels import flips_triton
 
         return flips_triton.unpack_24(code, list(shape))
-    shifts = torch.arange(8, dtype=torch.uint8, device=code.device)
-    bits = (code.unsqueeze(-1) >> shifts).bitwise_and_(1)
-    return bits.flatten()[:count].bool().reshape(tuple(shape))
+    return _bits(code).flatten()[:count].bool().reshape(tuple(shape))
+
+
+def _bits(code: Tensor) -> Tensor:
+    """The eight bits of each byte, the lowest first; uint8."""
+    places = torch.arange(8, dtype=torch.uint8, device=code.device)
+    return (code.unsqueeze(-1) >> places).bitwise_and_(1)

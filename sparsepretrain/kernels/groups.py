@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-import itertools
-import math
+import functools
 import os
-import threading
-from collections.abc import Callable
+import warnings
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from sparsepretrain.errors import SparsePretrainWarning
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8)
 """What the Triton kernels take; masks and packed codes among them."""
 _HAS_TRITON = find_spec("triton") is not None
 """Its wheels exist for Linux only; the references need torch alone."""
-MOST_KEPT = 2**24
-"""Bytes of buffers that a thread keeps at most."""
-_LINE = 64
-"""Bytes of a cache line."""
+CPU_DTYPES = (*TRITON_DTYPES, torch.float64)
+"""What the loops on the CPU take."""
+WITHOUT_LOOPS = ("unpack_24", "quantize_fp8", "dequantize_fp8", "geglu", "swiglu")
+"""Operations that torch does as fast on the CPU."""
 INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a floating dtype -> what its bits are viewed as."""
 
 
 def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
-    """The backend that runs the operation ``name`` on ``x``: ``reference`` or ``triton``.
+    """The backend that runs the operation ``name`` on ``x``: ``reference``, ``cpu`` or ``triton``.
 
     None means triton for CUDA tensors of a type that the kernels compute (fp32, fp16, bf16) where
-    Triton is installed, and the reference for everything else: the CPU and fp64. A backend that
-    was asked for by name is used or refused, never replaced.
+    Triton is installed, cpu for CPU tensors outside compiled graphs where Numba runs, and the
+    reference for everything else. A backend that was asked for by name is used or refused, never
+    replaced.
 
     Raises:
         ValueError: an unknown backend, or one that cannot run here.
     """
-    if backend not in (None, "reference", "triton"):
-        raise ValueError(f"{name}: unknown backend {backend!r}; use 'reference', 'triton' or None")
     if backend is None:
-        return "triton" if prefers_triton(x.device) and x.dtype in TRITON_DTYPES else "reference"
+        if prefers_triton(x.device) and x.dtype in TRITON_DTYPES:
+            return "triton"
+        return "cpu" if prefers_cpu(x) and name not in WITHOUT_LOOPS else "reference"
     if backend == "triton":
         if x.dtype not in TRITON_DTYPES:
             raise ValueError(f"{name}: backend='triton' has no {x.dtype} kernel; use 'reference'")
@@ -47,12 +47,57 @@ def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
                 f"{name}: backend='triton' needs a CUDA tensor, got one on {x.device} "
                 "(TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
             )
+    elif backend == "cpu":
+        if name in WITHOUT_LOOPS:
+            raise ValueError(f"{name}: there is no backend='cpu'; use 'reference'")
+        if reason := _no_loops_on(x) or _numba_fails():
+            raise ValueError(f"{name}: backend='cpu' {reason}; use 'reference'")
+    elif backend != "reference":
+        raise ValueError(
+            f"{name}: unknown backend {backend!r}; use 'reference', 'cpu', 'triton' or None"
+        )
     return backend
 
 
 def prefers_triton(device: torch.device) -> bool:
     """Whether Triton is the choice on ``device``: on a GPU, where it is installed."""
     return device.type == "cuda" and _HAS_TRITON
+
+
+def prefers_cpu(x: Tensor) -> bool:
+    """Whether the loops compiled by Numba are the choice for ``x``; says once where Numba fails."""
+    if _no_loops_on(x):
+        return False
+    if reason := _numba_fails():
+        _warn_once(f"kernels run their slower references on this CPU: Numba {reason}")
+    return reason is None
+
+
+def _no_loops_on(x: Tensor) -> str | None:
+    """Why there are no loops for ``x``; None: there are."""
+    if torch.compiler.is_compiling():  # the compiler fuses the reference
+        return "does not run in compiled graphs"
+    if x.device.type != "cpu":
+        return f"needs a CPU tensor, got one on {x.device}"
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    if wrapped or type(x) not in (Tensor, torch.nn.Parameter):  # DTensor: no memory to share
+        return f"needs a plain tensor, got {type(x).__name__}"
+    return None if x.dtype in CPU_DTYPES else f"has no {x.dtype} kernel"
+
+
+@functools.lru_cache(maxsize=1)
+def _numba_fails() -> str | None:
+    """Why Numba cannot compile here; None: it can. Imports it."""
+    try:
+        from numba import config
+    except Exception as error:  # also of a NumPy that it does not know
+        return f"cannot be imported ({error})"
+    return "is disabled (NUMBA_DISABLE_JIT)" if getattr(config, "DISABLE_JIT", 0) else None
+
+
+@functools.lru_cache(maxsize=1)
+def _warn_once(message: str) -> None:
+    warnings.warn(message, SparsePretrainWarning, stacklevel=4)
 
 
 def check_pattern(name: str, x: Tensor, n: int, m: int, dim: int) -> None:
@@ -77,13 +122,10 @@ def split_groups(x: Tensor, m: int, dim: int) -> list[Tensor]:
     """The m positions of every group as m contiguous tensors.
 
     Element k of the result holds position k of all groups, in the order of ``x`` with ``dim``
-    divided by m. Contiguous inputs to element-wise operations are several times faster on the CPU
-    than the stride-m views of the last axis.
+    divided by m.
     """
     dim %= x.dim()
     grouped = x.unflatten(dim, (x.shape[dim] // m, m)).movedim(dim + 1, 0)
-    if numpy := numpy_for(grouped):  # its transposing copy is five times faster
-        grouped = torch.from_numpy(numpy.ascontiguousarray(grouped.numpy()))
     return list(grouped.contiguous().unbind(0))
 
 
@@ -93,94 +135,19 @@ def join_groups(parts: list[Tensor], dim: int) -> Tensor:
     return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
 
 
-def apply_mask(x: Tensor, mask: Tensor) -> Tensor:
+def apply_mask(x: Tensor, mask: Tensor, *, backend: str | None = None) -> Tensor:
     """``x`` where ``mask`` is true, +0.0 elsewhere (NaN and infinities too).
-
-    Selecting by a bool mask is a loop over elements on the CPU; as bits it is ten times faster.
 
     Args:
         x: tensor of any floating dtype and strides.
         mask: bool, same shape.
+        backend: None, ``"reference"`` or ``"cpu"``.
 
     Returns:
         a new tensor.
     """
-    x = x.detach()
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return x.masked_fill(~mask, 0)
-    integer = INTEGER_OF_SIZE[x.itemsize]
-    return mask.to(integer).neg_().bitwise_and_(x.view(integer)).view(x.dtype)  # -1: all ones
+    if choose_backend("apply_mask", backend, x) == "cpu":
+        from sparsepretrain.kernels.cpu import masks
 
-
-def numpy_for(x: Tensor) -> Any | None:
-    """The module ``numpy`` if ``x`` is computed with it: eager mode on the CPU; else None.
-
-    There the ``*_numpy`` files take over from the reference and give the same bits: they write into
-    buffers that are kept, and a call of NumPy costs a third of torch's.
-    Without NumPy (torch alone is enough), in compiled graphs and on other devices the reference
-    runs.
-    """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return None
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
-    if wrapped or type(x) not in (Tensor, torch.nn.Parameter):  # DTensor: no memory to share
-        return None
-    try:
-        import numpy
-    except ImportError:
-        return None
-    return numpy
-
-
-def in_chunks(
-    prepare: Callable[[int], Callable[[int, int], None]],
-    count: int,
-    width: int,
-    chunk: int,
-) -> None:
-    """Call ``prepare(rows)(start, stop)`` on consecutive parts of ``range(count)``.
-
-    A long chain of element-wise NumPy operations runs part by part in the same few buffers. Small
-    parts stay in the inner caches, large ones call the interpreter less often. One thread: a second
-    one would share a core with OpenMP's, which spin for milliseconds after every product of
-    matrices, and made training steps slower.
-
-    Args:
-        prepare: makes :func:`buffers` for the most rows of a part; what it returns writes results
-            of its own part only.
-        count: number of rows.
-        width: elements per row.
-        chunk: most elements of a part, unless a single row has more.
-    """
-    import numpy
-
-    rows = max(1, min(count, chunk // max(width, 1)))
-    work = prepare(rows)
-    with numpy.errstate(all="ignore"):  # NaN and infinity take their course
-        for start in range(0, count, rows):
-            work(start, min(start + rows, count))
-
-
-def buffers(xp: Any, *wanted: tuple[tuple[int, ...], Any]) -> list[Any]:
-    """Uninitialised arrays for intermediate results, valid until the next call on this thread.
-
-    They lie in memory that the thread keeps: touching pages of freshly allocated memory costs more
-    than most of what is computed in them.
-
-    Args:
-        xp: numpy.
-        wanted: shape and dtype of each.
-    """
-    sizes = [math.prod(shape) * xp.dtype(dtype).itemsize for shape, dtype in wanted]
-    ends = list(itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes))
-    block = getattr(_kept, "block", None)
-    if block is None or len(block) < ends[-1]:
-        block = xp.empty(ends[-1], xp.uint8)
-        _kept.block = block if ends[-1] <= MOST_KEPT else None
-    return [
-        block[start : start + size].view(dtype).reshape(shape)
-        for (shape, dtype), size, start in zip(wanted, sizes, [0, *ends], strict=False)
-    ]
-
-
-_kept = threading.local()
+        return masks.apply_mask(x, mask)
+    return x.detach().masked_fill(~mask, 0)

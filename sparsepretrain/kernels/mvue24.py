@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend, numpy_for, widen
+from sparsepretrain.kernels.groups import choose_backend, widen
 from sparsepretrain.kernels.noise import NoiseKey, uniform_noise
 
 
@@ -42,7 +42,7 @@ def mvue(
             exact: the shape of ``x`` with ``dim`` moved last and divided by four.
         key: stream of the counter-based generator (group index along ``dim``, flattened index of
             the other axes), or an integer seed. Used when ``uniforms`` is None.
-        backend: None, ``"reference"`` or ``"triton"``.
+        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         tensor of the shape and dtype of ``x``; arithmetic is fp32 (fp64 for fp64).
@@ -50,14 +50,14 @@ def mvue(
     Raises:
         ValueError: unknown estimator, neither or both of uniforms and key, wrong uniforms shape.
     """
-    triton = choose_backend("mvue", backend, x) == "triton"
+    chosen = choose_backend("mvue", backend, x)
     if estimator not in ("approximate", "exact"):
         raise ValueError(f"mvue: estimator must be 'approximate' or 'exact', got {estimator!r}")
     if (uniforms is None) == (key is None):
         raise ValueError("mvue: give either uniforms or key")
     draws = 2 if estimator == "approximate" else 1
     _check_draws(x, dim, draws, uniforms)
-    if triton:
+    if chosen == "triton":
         from sparsepretrain.kernels import mvue24_triton
 
         return mvue24_triton.sample(x.detach(), dim, estimator == "exact", uniforms, key)
@@ -73,7 +73,18 @@ def mvue(
     given = None
     if uniforms is not None:
         given = uniforms.detach().reshape(features, groups, draws).to(wide.dtype).permute(2, 1, 0)
-    out = _estimate(four, estimator, given, key, torch.finfo(x.dtype).max)
+    stream = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key or 0)
+    saturation = torch.finfo(x.dtype).max
+    if chosen == "cpu":
+        from sparsepretrain.kernels.cpu import mvue as loops
+
+        out = loops.estimate(four.contiguous(), estimator, given, stream, saturation)
+    else:
+        if given is None:
+            noise = uniform_noise(stream, groups, features, draws, x.device, backend="reference")
+            given = torch.stack(noise)
+        method = _approximate if estimator == "approximate" else _exact
+        out = torch.stack(method(four.unbind(1), given, saturation), 1)
     pruned = out.view(groups * 4, features)[:length]
     return pruned.view(length, *rest).movedim(0, dim).to(x.dtype)
 
@@ -85,31 +96,6 @@ def _check_draws(x: Tensor, dim: int, draws: int, uniforms: Tensor | None) -> No
     if uniforms is not None and uniforms.shape != wanted:
         got = tuple(uniforms.shape)
         raise ValueError(f"mvue: uniforms must have shape {wanted}, got {got}")
-
-
-def _estimate(
-    four: Tensor,
-    estimator: str,
-    given: Tensor | None,
-    key: NoiseKey | int | None,
-    saturation: float,
-) -> Tensor:
-    """The estimate of ``four`` (groups, 4, features), contiguous; uniforms drawn if not given."""
-    stream = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key or 0)
-    if numpy := numpy_for(four):
-        from sparsepretrain.kernels import mvue24_numpy
-
-        out = torch.empty_like(four, memory_format=torch.contiguous_format)
-        source = stream if given is None else given.numpy()
-        mvue24_numpy.estimate(numpy, four.numpy(), out.numpy(), estimator, source, saturation)
-        return out
-    draws = 2 if estimator == "approximate" else 1
-    if given is None:
-        groups, _, features = four.shape
-        noise = uniform_noise(stream, groups, features, draws, four.device, backend="reference")
-        given = torch.stack(noise)
-    method = _approximate if estimator == "approximate" else _exact
-    return torch.stack(method(four.unbind(1), given, saturation), 1)
 
 
 def _normalise(x: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:

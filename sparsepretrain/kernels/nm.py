@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,13 +10,7 @@ from sparsepretrain.kernels.groups import (
     apply_mask,
     check_pattern,
     choose_backend,
-    join_groups,
-    numpy_for,
-    split_groups,
 )
-
-_PAIRWISE_LIMIT = 8
-LARGEST_M_OF_NUMPY = 127
 
 
 def nm_mask(
@@ -42,7 +33,7 @@ def nm_mask(
         n, m: the pattern, 1 ≤ n ≤ m.
         dim: axis of the groups; its size must be a multiple of ``m``.
         ties: ``"high"`` or ``"low"``.
-        backend: None, ``"reference"`` or ``"triton"``.
+        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         bool tensor of the shape of ``x``, true = kept.
@@ -50,23 +41,24 @@ def nm_mask(
     Raises:
         ValueError: impossible pattern, axis not a multiple of M, unknown option.
     """
-    triton = choose_backend("nm_mask", backend, x) == "triton"
+    chosen = choose_backend("nm_mask", backend, x)
     _check("nm_mask", x, n, m, dim, ties)
     if n == m:
         return torch.ones(x.shape, dtype=torch.bool, device=x.device)
-    if triton:
+    if chosen == "triton":
         from sparsepretrain.kernels import nm_triton
 
         return nm_triton.nm_mask(x.detach(), n, m, dim, ties == "low")
-    if m <= LARGEST_M_OF_NUMPY and (numpy := numpy_for(x)):
-        return _in_numpy(numpy, x, n, m, dim, ties)
-    keys = split_groups(_magnitude_bits(x), m, dim)
-    if ties == "low":
-        keys.reverse()
-    kept = _top_by_pairs(keys, n) if m <= _PAIRWISE_LIMIT else _top_by_sort(keys, n)
-    if ties == "low":
-        kept.reverse()
-    return join_groups(kept, dim)
+    if chosen == "cpu":
+        from sparsepretrain.kernels.cpu import nm
+
+        return nm.nm_mask(x, n, m, dim, ties == "low")
+    keys = _magnitude_bits(x).unflatten(dim, (-1, m)).movedim(dim % x.dim() + 1, -1)
+    keys = keys.flip(-1) if ties == "low" else keys
+    order = keys.argsort(dim=-1, stable=True)  # among equals the later position ranks higher
+    kept = torch.zeros_like(keys, dtype=torch.bool).scatter_(-1, order[..., m - n :], True)
+    kept = kept.flip(-1) if ties == "low" else kept
+    return kept.movedim(-1, dim % x.dim() + 1).reshape(x.shape)
 
 
 def nm_prune(
@@ -88,11 +80,8 @@ def nm_prune(
         from sparsepretrain.kernels import nm_triton
 
         return nm_triton.nm_prune(x.detach(), n, m, dim, ties == "low")
-    if n < m <= LARGEST_M_OF_NUMPY and (numpy := numpy_for(x)):
-        pruned = torch.empty(x.shape, dtype=x.dtype)
-        return pruned, _in_numpy(numpy, x, n, m, dim, ties, pruned)
     mask = nm_mask(x, n, m, dim=dim, ties=ties, backend=backend)
-    return apply_mask(x, mask), mask
+    return apply_mask(x, mask, backend=None if backend == "triton" else backend), mask
 
 
 def _check(name: str, x: Tensor, n: int, m: int, dim: int, ties: str) -> None:
@@ -101,40 +90,6 @@ def _check(name: str, x: Tensor, n: int, m: int, dim: int, ties: str) -> None:
         raise ValueError(f"{name}: ties must be 'high' or 'low', got {ties!r}")
 
 
-def _in_numpy(
-    numpy: Any, x: Tensor, n: int, m: int, dim: int, ties: str, pruned: Tensor | None = None
-) -> Tensor:
-    """The mask; also fills ``pruned``, which is contiguous."""
-    from sparsepretrain.kernels import nm_numpy
-
-    integer = INTEGER_OF_SIZE[x.itemsize]
-    bits = x.detach().contiguous().view(integer).numpy()
-    values = None if pruned is None else pruned.view(integer).numpy()
-    inner = math.prod(x.shape[dim % x.dim() + 1 :])
-    return torch.from_numpy(nm_numpy.largest(numpy, bits, n, m, inner, ties, values))
-
-
 def _magnitude_bits(x: Tensor) -> Tensor:
     """|x| as integers in the same order, NaN above infinity: floats of one sign sort like bits."""
     return x.detach().abs().view(INTEGER_OF_SIZE[x.itemsize])
-
-
-def _top_by_pairs(keys: list[Tensor], n: int) -> list[Tensor]:
-    """Compare all pairs; position i is kept when it beats at least M - N others."""
-    m = len(keys)
-    wins = [torch.zeros_like(key, dtype=torch.int8) for key in keys]
-    for i in range(m):
-        wins[i] += m - 1 - i  # as if it beat all later ones, corrected below
-        for j in range(i + 1, m):
-            # strict: on equality the later position wins
-            later = (keys[j] >= keys[i]).view(torch.int8)
-            wins[i] -= later
-            wins[j] += later
-    return [w >= m - n for w in wins]
-
-
-def _top_by_sort(keys: list[Tensor], n: int) -> list[Tensor]:
-    # stable ascending: among equals the later position ranks higher
-    order = torch.stack(keys).argsort(dim=0, stable=True)
-    kept = torch.zeros(order.shape, dtype=torch.bool, device=order.device)
-    return list(kept.scatter_(0, order[-n:], True).unbind(0))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend, numpy_for, prefers_triton
+from sparsepretrain.kernels.groups import choose_backend, prefers_triton
 
 M0, M1 = 0xD2511F53, 0xCD9E8D57
 W0, W1 = 0x9E3779B9, 0xBB67AE85
@@ -77,7 +77,7 @@ def uniform_like(x: Tensor, key: NoiseKey | int, dim: int, *, backend: str | Non
         x: only its shape and device matter.
         key: the stream; the counter is (flattened index of the other axes, index along ``dim``).
         dim: axis of the features.
-        backend: None, ``"reference"`` or ``"triton"``.
+        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
     """
     last = x.movedim(dim, -1)
     rows = last.numel() // max(last.shape[-1], 1)
@@ -101,28 +101,24 @@ def uniform_noise(
         groups, features: size of the grid; the counter is (offset + group, feature, 0, 0).
         words: how many of the two first words of each block are wanted, 1 or 2.
         device: where to compute.
-        backend: None, ``"reference"`` or ``"triton"``.
+        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         ``words`` fp32 tensors of shape (groups, features).
     """
     key = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
     device = torch.device(device or "cpu")
-    if (
-        choose_backend("uniform_noise", backend, torch.empty(0, dtype=torch.float32, device=device))
-        == "triton"
-    ):
+    chosen = choose_backend("uniform_noise", backend, torch.empty(0, device=device))
+    if chosen == "triton":
         from sparsepretrain.kernels import noise_triton
 
         parts = noise_triton.key_parts(key, device)
         return list(noise_triton.uniform_noise(*parts, groups, features, words, device).unbind())
-    token = torch.arange(groups, device=device)
-    if numpy := numpy_for(token):
-        from sparsepretrain.kernels import noise_numpy
+    if chosen == "cpu":
+        from sparsepretrain.kernels.cpu import noise as loops
 
-        arrays = noise_numpy.uniforms(numpy, key, groups, features, words)
-        return [torch.from_numpy(array) for array in arrays]
-    token = (token + key.offset).bitwise_and_(LOW)[:, None]
+        return loops.uniform_noise(key, groups, features, words)
+    token = (torch.arange(groups, device=device) + key.offset).bitwise_and_(LOW)[:, None]
     feature = torch.arange(features, device=device)[None]
     zero = torch.zeros_like(feature[:, :1])
     block = philox((token, feature, zero, zero), (key.k0, key.k1))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import apply_mask, check_pattern, choose_backend, numpy_for
-from sparsepretrain.kernels.nm import LARGEST_M_OF_NUMPY, nm_mask, nm_prune
+from sparsepretrain.kernels.groups import apply_mask, check_pattern, choose_backend
+from sparsepretrain.kernels.nm import nm_mask, nm_prune
 from sparsepretrain.kernels.noise import NoiseKey, uniform_like
 
 EPSILON = 1e-4
 """Added to the pruned L1 norm by the authors (sdgp.py, prune_wrapper)."""
+PIECE = 2**18
+"""Elements that are rescaled at once on the CPU."""
 
 
 @torch.no_grad()
@@ -45,7 +47,7 @@ def prune_gradient(
         uniforms: draws of ``random`` in [0, 1), shape of ``g``; else drawn under ``key`` with
             counter (flattened index of the other axes, index along ``dim``).
         key: stream of the counter-based generator, or an integer seed.
-        backend: None, ``"reference"`` or ``"triton"``.
+        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         tensor of the shape and dtype of ``g``; arithmetic is fp32 (fp64 for fp64).
@@ -110,15 +112,17 @@ def _rescaled(
         # nothing kept means nothing to rescale: the factor is 1, not 0/0
         return torch.where(after == 0, 1.0, before / (after + epsilon))
 
-    # in other layouts torch adds in another order
-    by_item = dim > 0 and axes and 0 not in axes and g.is_contiguous()
-    if by_item and n < m <= LARGEST_M_OF_NUMPY and (numpy := numpy_for(g)):
-        from sparsepretrain.kernels import sdgp_numpy
+    def rescaled(part: Tensor) -> Tensor:
+        kept = _largest(part, n, m, dim, backend)
+        kept *= factor(_l1(part, axes), _l1(kept, axes))
+        return kept
 
-        kept = sdgp_numpy.rescaled(numpy, g.detach(), n, m, dim, axes, factor)
+    # what stays in the caches, item by item; in other layouts torch would add in another order
+    by_item = dim > 0 and axes and 0 not in axes and g.is_contiguous() and g.numel()
+    if by_item and choose_backend("prune_gradient", backend, g) == "cpu":
+        kept = torch.cat([rescaled(part) for part in g.split(max(1, PIECE // g[0].numel()))])
     else:
-        kept = _largest(g, n, m, dim, backend)
-        kept *= factor(_l1(g, axes), _l1(kept, axes))
+        kept = rescaled(g)
     return kept.view(shape)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,6 @@ from sparsepretrain.kernels.groups import (
     check_pattern,
     choose_backend,
     join_groups,
-    numpy_for,
     split_groups,
     widen,
 )
@@ -42,7 +39,7 @@ def soft_threshold(
         dim: axis of the groups; its size must be a multiple of ``m``.
         scale: β, a 0-d fp32 tensor that S(x) is multiplied by; None: 1.
         dtype: of the result, rounded once at the end; None: that of ``x``.
-        backend: None, ``"reference"`` or ``"triton"``.
+        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         β·S(x), a tensor of the shape of ``x``; arithmetic is fp32 (fp64 for fp64).
@@ -50,7 +47,7 @@ def soft_threshold(
     Raises:
         ValueError: impossible pattern, axis not a multiple of M, gamma outside [0, 1].
     """
-    triton = choose_backend("soft_threshold", backend, x) == "triton"
+    chosen = choose_backend("soft_threshold", backend, x)
     check_pattern("soft_threshold", x, n, m, dim)
     if not 0.0 <= gamma <= 1.0:
         raise ValueError(f"soft_threshold: gamma must lie in [0, 1], got {gamma}")
@@ -58,22 +55,20 @@ def soft_threshold(
     dtype = dtype or x.dtype
     if n == m:
         return (x.clone() if scale is None else widen(x) * scale).to(dtype)
-    if triton:
+    if chosen == "triton":
         from sparsepretrain.kernels import soft_triton
 
         return soft_triton.soft_threshold(x, n, m, gamma, dim, scale, dtype)
+    if chosen == "cpu":
+        from sparsepretrain.kernels.cpu import soft
+
+        return soft.soft_threshold(x, n, m, gamma, dim, scale).to(dtype)
     result = _shrink(x, n, m, gamma, dim)
     return (result if scale is None else result.mul_(scale)).to(dtype)
 
 
 def _shrink(x: Tensor, n: int, m: int, gamma: float, dim: int) -> Tensor:
     """S(x) in fp32, or fp64 for fp64."""
-    if numpy := numpy_for(x):
-        from sparsepretrain.kernels import soft_numpy
-
-        inner = math.prod(x.shape[dim % x.dim() + 1 :])
-        wide = widen(x).contiguous().numpy()
-        return torch.from_numpy(soft_numpy.shrink(numpy, wide, n, m, inner, gamma))
     values = split_groups(widen(x), m, dim)
     magnitudes = [v.abs() for v in values]
     dropped, kept = _boundary(magnitudes, n)
@@ -114,13 +109,18 @@ def optimal_scale(w: Tensor, s: Tensor) -> Tensor:
     """β = argmin_b ‖w - b·s‖² = ⟨w, s⟩ / ⟨s, s⟩, or 1 when s = 0 (S-STE section 4.2).
 
     Args:
-        w, s: tensors of one shape. Sums are accumulated in fp64.
+        w, s: tensors of one shape.
 
     Returns:
         0-d fp32 tensor on the device of ``w``.
     """
+    return _ratio(*scale_sums(w, s))
+
+
+def scale_sums(w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """(⟨w, s⟩, ⟨s, s⟩), whose ratio is :func:`optimal_scale`: 0-d fp64, so that shards can add."""
     w, s = w.detach().double(), s.detach().double()
-    return _ratio((w * s).sum(), (s * s).sum())
+    return (w * s).sum(), (s * s).sum()
 
 
 def l1_scale(w: Tensor, s: Tensor) -> Tensor:

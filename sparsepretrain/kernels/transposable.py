@@ -8,7 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend, numpy_for
+from sparsepretrain.kernels.groups import choose_backend
 
 ROW_PAIRS = list(itertools.combinations(range(4), 2))
 """The six ways to keep two of four, as column pairs."""
@@ -29,7 +29,7 @@ def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
 
     Args:
         w: (out_features, in_features), both multiples of 4; any floating dtype and strides.
-        backend: None, ``"reference"`` or ``"triton"``.
+        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         bool mask of the shape of ``w``.
@@ -37,19 +37,18 @@ def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
     Raises:
         ValueError: not two-dimensional, or a size that is not a multiple of 4.
     """
-    triton = choose_backend("transposable_mask", backend, w) == "triton"
+    chosen = choose_backend("transposable_mask", backend, w)
     if w.dim() != 2 or w.shape[0] % 4 or w.shape[1] % 4:
         size = tuple(w.shape)
         raise ValueError(f"transposable_mask: both sizes must be multiples of 4, got {size}")
-    if triton:
+    if chosen == "triton":
         from sparsepretrain.kernels import transposable_triton
 
         return transposable_triton.transposable_mask(w.detach())
-    if numpy := numpy_for(w):
-        from sparsepretrain.kernels import transposable_numpy
+    if chosen == "cpu":
+        from sparsepretrain.kernels.cpu import transposable
 
-        found = transposable_numpy.search(numpy, w.detach().float().numpy(), ROW_PAIRS)
-        return torch.from_numpy(found)
+        return transposable.transposable_mask(w)
     rows, columns = w.shape[0] // 4, w.shape[1] // 4
     magnitude = w.detach().float().abs().nan_to_num(nan=torch.inf)
     blocks = magnitude.reshape(rows, 4, columns, 4).permute(0, 2, 1, 3).reshape(-1, 4, 4)

@@ -189,7 +189,7 @@ class StepAdamW(Optimizer):
             denominator = self._frozen_denominator(state, group["eps"], beta2)
         else:
             correction = math.sqrt(1 - beta2**self.steps)
-            denominator = (v.sqrt() / correction).add_(group["eps"])
+            denominator = v.sqrt().div_(correction).add_(group["eps"])
         p.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**self.steps))
         return delta
 

@@ -54,6 +54,7 @@ class Coverage:
         return ", ".join(self.layers[0].row.sparse) or "none"
 
     def __str__(self) -> str:
+        """Layers that differ in one index only share a row."""
         head = ["layer", "out × in", "fprop", "dgrad", "wgrad"]
         rows = [
             [
@@ -65,6 +66,7 @@ class Coverage:
             ]
             for r in self.layers
         ]
+        rows = collapsed(rows)
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
         lines = [
             "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
@@ -116,3 +118,33 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         dense_linears=dense,
         precision=None if state.execution is EMULATE else str(state.execution),
     )
+
+
+def collapsed(rows: list[list[str]]) -> list[list[str]]:
+    """Rows that are equal but for one index in the dotted name, as one: ``h.0–11.mlp.c_fc  ×12``.
+
+    Of several indices that differ it is the last one that runs.
+    """
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for name, *cells in rows:
+        parts = name.split(".")
+        pattern = ".".join("#" if part.isdigit() else part for part in parts)
+        alike.setdefault((pattern, *cells), []).append(parts)
+    result: dict[tuple[str, ...], list[int]] = {}
+    for (_, *cells), names in alike.items():
+        places = [i for i, values in enumerate(zip(*names, strict=True)) if len({*values}) > 1]
+        for parts in names:
+            index = []
+            if places:
+                index, parts[places[-1]] = [int(parts[places[-1]])], "#"
+            result.setdefault((".".join(parts), *cells), []).extend(index)
+    return [[_with_range(name, found), *cells] for (name, *cells), found in result.items()]
+
+
+def _with_range(name: str, found: list[int]) -> str:
+    """``name`` with its ``#`` replaced by the indices, and their number."""
+    if len(found) < 2:
+        return name.replace("#", "".join(map(str, found)))
+    whole = found == [*range(found[0], found[-1] + 1)]
+    span = f"{found[0]}–{found[-1]}" if whole else ",".join(map(str, found))
+    return f"{name.replace('#', span)}  ×{len(found)}"

@@ -194,7 +194,8 @@ def switch(line: dict[str, Any]) -> str:
 
 def count(number: float) -> str:
     """A count in at most five characters: ``950``, ``12.3k``, ``4.56M``."""
-    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for power, suffix in zip(range(21, 0, -3), "ZEPTGMk", strict=True):
+        size = 10.0**power
         if number >= 0.9995 * size:
             value = number / size
             return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}{suffix}"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from sparsepretrain import registry
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.optim import build_optimizer
 from sparsepretrain.sparsity import MethodOptions, Sparsifier, sparsify_with
 from sparsepretrain.tasks import Task
-from sparsepretrain.training.precision import fp8_recipe
+from sparsepretrain.training.precision import compute_dtype, fp8_recipe
 
 
 def build_model(run: Run, task: Task, device: torch.device) -> nn.Module:
@@ -39,6 +41,14 @@ def sparsify_model(run: Run, task: Task, model: nn.Module) -> Sparsifier:
         )
     except ConfigError as error:
         raise error.under("sparsity") from error
+
+
+def attach_optimizer(run: Run, model: nn.Module, sparsifier: Sparsifier) -> Optimizer:
+    """The optimiser of a run, with the method riding on it, and operands stored for it."""
+    optimizer = build_optimizer(model, run.optim, sparsifier.method.build_optimizer)
+    sparsifier.attach(optimizer)
+    sparsifier.store_operands(compute_dtype(run.precision))
+    return optimizer
 
 
 def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> list[str]:

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsepretrain.config import freeze
-from sparsepretrain.config.schema import AdamW, Run, SimulatedFP8
+from sparsepretrain.config.schema import Run, SimulatedFP8
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console, clock, count
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training import preflight
 from sparsepretrain.training.build import build_model, pick_device, sparsify_model
 from sparsepretrain.training.hardware import peak_flops
+from sparsepretrain.training.memory import bytes_per_entry
 from sparsepretrain.training.precision import compute_dtype, describe
 
 GIB = 2**30
@@ -35,12 +36,11 @@ def dry_run(run: Run, plain: dict[str, Any], console: Console | None = None) -> 
     coverage = sparsify_model(run, task, model).coverage()
     console.info(str(coverage))
     items_per_step = items * run.batch.size // run.batch.micro
-    states = 8 if isinstance(run.optim, AdamW) else 4
     parameters = sum(p.numel() for p in model.parameters())
-    operands = compute_dtype(run.precision).itemsize
-    if isinstance(run.precision, SimulatedFP8):  # A, and B where its format is another
-        operands = 8 if run.precision.recipe == "reference" else 4
-    fixed = parameters * (4 + 4 + states) + coverage.sparse_parameters * (operands + 1.125)
+    each, other = bytes_per_entry(run)
+    averages = 4 * parameters * (run.ema is not None)
+    others = (parameters - coverage.sparse_parameters) * sum(other) + averages
+    sparse = coverage.sparse_parameters * sum(each)
     rows = [
         ("run directory", str(freeze.run_directory(plain))),
         ("parameters", f"{parameters:,} ({parameters / 1e6:.1f}M)"),
@@ -55,16 +55,18 @@ def dry_run(run: Run, plain: dict[str, Any], console: Console | None = None) -> 
         ),
         (
             "memory estimate",
-            f"{fixed / GIB:.2f} GiB parameters, gradients, optimiser, projections; "
-            f"{saved / GIB:.2f} GiB activations per micro-batch ({run.batch.micro})",
+            f"{(others + sparse) / GIB:.2f} GiB: {sparse / GIB:.2f} sparse weights, "
+            f"{others / GIB:.2f} others, with gradients, moments{' and averages' * bool(averages)}"
+            f"\n{saved / GIB:.2f} GiB activations per micro-batch ({run.batch.micro})",
         ),
+        ("bytes per entry", f"{each}; others: {sum(other):.3g}"),
         (
             "steps",
             f"{run.steps:,} of {run.batch.size} samples in {run.batch.size // run.batch.micro} "
             f"micro-batches; {count(items_per_step * run.steps)} {task.unit} in all",
         ),
         ("precision, device", f"{describe(run.precision)}, {device}"),
-        ("time", duration(run, device, flops / items * items_per_step * run.steps)),
+        ("compute", duration(run, device, flops / items * items_per_step * run.steps)),
     ]
     console.table(f"{run.name} (dry run)", rows)
 
@@ -115,10 +117,12 @@ def _measure(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int]
 
 def duration(run: Run, device: torch.device, total: float) -> str:
     """What ``total`` FLOPs take, in words."""
+    text = count(total)
+    work = f"{text.rstrip('kMGTPEZ')} {text.lstrip('0123456789.')}FLOPs in all, counted dense"
     if isinstance(run.precision, SimulatedFP8):
-        return f"{total:.3g} FLOPs in all; simulated fp8 has no peak to compare with"
+        return f"{work}; simulated fp8 has no peak to compare with"
     peak = peak_flops(device, run.precision.name)
     if peak is None:
-        return f"{total:.3g} FLOPs in all; no peak is known for this device"
+        return f"{work}; no time, since no peak is known for this device"
     seconds = total / peak / 0.4
-    return f"{total:.3g} FLOPs in all; {clock(math.ceil(seconds))} at 40% MFU"
+    return f"{work}; {clock(math.ceil(seconds))} at 40% MFU"

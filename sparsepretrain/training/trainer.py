@@ -18,7 +18,6 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainError
 from sparsepretrain.files import write_atomic
 from sparsepretrain.kernels import pack_24
-from sparsepretrain.optim import build_optimizer
 from sparsepretrain.sparsity.proof import Proof, prove
 from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console
@@ -27,12 +26,17 @@ from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training import checkpoint, initial, preflight, rng
 from sparsepretrain.training.batches import TrainingBatches
-from sparsepretrain.training.build import build_model, pick_device, sparsify_model
+from sparsepretrain.training.build import (
+    attach_optimizer,
+    build_model,
+    pick_device,
+    sparsify_model,
+)
 from sparsepretrain.training.ema import EMA
 from sparsepretrain.training.hardware import environment, peak_flops
 from sparsepretrain.training.loop import Training, run_steps
 from sparsepretrain.training.plan import flops_per_item
-from sparsepretrain.training.precision import compute_dtype, describe, grad_scaler
+from sparsepretrain.training.precision import describe, grad_scaler
 from sparsepretrain.training.resume import choose_checkpoint, is_finished, named_checkpoint
 from sparsepretrain.training.signals import StopSignals
 
@@ -176,9 +180,7 @@ def build_training(
     buffers = initial.load(run, task, model, console) if initialise else {}
     sparsifier = sparsify_model(run, task, model)
     initial.restore(sparsifier, buffers)
-    optimizer = build_optimizer(model, run.optim, sparsifier.method.build_optimizer)
-    sparsifier.attach(optimizer)
-    sparsifier.store_operands(compute_dtype(run.precision))
+    optimizer = attach_optimizer(run, model, sparsifier)
     peak = peak_flops(device, run.precision.name)
     return Training(
         run=run,

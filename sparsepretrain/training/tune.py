@@ -138,7 +138,7 @@ def show_plan(search: Search, out: Path, console: Console | None = None) -> None
         ),
         ("steps", f"{search.steps:,} each of {run.steps:,}; at most {most * search.steps:,}"),
         (task.unit, f"at most {count(most * search.steps * items)}"),
-        ("time", f"at most {duration(run, device, most * search.steps * flops)}"),
+        ("compute", f"at most {duration(run, device, most * search.steps * flops)}"),
         ("results", str(out)),
     ]
     console.table("", facts)

@@ -44,7 +44,22 @@ def test_flags_and_arguments(capsys):
     assert complete(capsys, "train", "--c") == ["--config-dir", "--cfg"]
     assert complete(capsys, "completion", "") == ["--help", "bash", "zsh", "fish"]
     assert complete(capsys, "bench", "q") == ["quick="]
+    assert complete(capsys, "bench", "suite=o") == ["suite=offline"]
+    assert complete(capsys, "eval", "run", "weights=") == ["weights=sparse", "weights=dense"]
     assert complete(capsys, "report", "r") == []
+
+
+def test_values(capsys):
+    assert complete(capsys, "train", "guard=") == ["guard=stop", "guard=skip"]
+    assert complete(capsys, "train", "compile=t") == ["compile=true"]
+    found = complete(capsys, "train", "sparsity=tsrste", "sparsity.mvue=")
+    assert found == ["sparsity.mvue=gradient", "sparsity.mvue=none"]
+    assert complete(capsys, "train", "precision=fp8_sim", "precision.recipe=r") == [
+        "precision.recipe=reference"
+    ]
+    assert complete(capsys, "train", "steps=") == complete(capsys, "train", "no.such=") == []
+    tasks = complete(capsys, "finetune", "runs/x", "task=")
+    assert {"task=squad", "task=wikitext2", "task=glue/sst2", "task=causal_lm"} <= {*tasks}
 
 
 def test_options_of_the_users_own(tmp_path, capsys):

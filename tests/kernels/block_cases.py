@@ -3,7 +3,8 @@
 The same cases run against every backend: a property calls ``kernel("nm_mask")(x.to(DEVICE), …)``
 and compares bits with a plain-Python oracle (block_oracles.py). Environment:
 
-    SPARSEPRETRAIN_TEST_BACKEND   passed to every kernel: reference (default) or triton
+    SPARSEPRETRAIN_TEST_BACKEND   passed to every kernel: cpu (default; every result is compared
+                                  with the reference, too), reference or triton
     SPARSEPRETRAIN_TEST_DEVICE    where its tensors are: cpu (default) or cuda
     SPARSEPRETRAIN_TEST_BLOCKS    blocks per call (4096)
     SPARSEPRETRAIN_TEST_CALLS     calls per property and dtype (3)
@@ -22,14 +23,15 @@ from hypothesis import strategies as st
 from same_bits import LAYOUTS, assert_same
 
 from sparsepretrain import kernels
+from sparsepretrain.kernels.groups import WITHOUT_LOOPS
 
-BACKEND = os.environ.get("SPARSEPRETRAIN_TEST_BACKEND", "reference")
+BACKEND = os.environ.get("SPARSEPRETRAIN_TEST_BACKEND", "cpu")
 BLOCKS = int(os.environ.get("SPARSEPRETRAIN_TEST_BLOCKS", "4096"))
 CALLS = int(os.environ.get("SPARSEPRETRAIN_TEST_CALLS", "3"))
 
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-if BACKEND == "reference":
+if BACKEND != "triton":
     DTYPES.insert(0, torch.float64)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
@@ -40,8 +42,24 @@ PATTERNS = [(2, 4), (1, 4), (3, 4), (2, 8), (4, 8), (1, 16), (16, 32), (5, 7), (
 def kernel(name):
     """The public function ``name``, bound to the backend under test."""
     function = getattr(kernels, name)
-    takes = "backend" in inspect.signature(function).parameters
-    return functools.partial(function, backend=BACKEND) if takes else function
+    if "backend" not in inspect.signature(function).parameters:
+        return function
+    if BACKEND != "cpu":
+        return functools.partial(function, backend=BACKEND)
+    return function if name in WITHOUT_LOOPS else functools.partial(_both, function)
+
+
+def _both(function, *args, **options):
+    """The result on the CPU, which has the bits of the reference."""
+    copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    got, want = (
+        function(*values, **options, backend=backend)
+        for values, backend in ((args, "cpu"), (copies, "reference"))
+    )
+    pairs = zip(got, want, strict=True) if isinstance(got, tuple | list) else [(got, want)]
+    for ours, theirs in pairs:
+        assert_same(ours, theirs)
+    return got
 
 
 def many_blocks(**strategies):
@@ -137,7 +155,7 @@ def blocks_of(x, dim, m):
 
 def assert_equals_reference(name, got, *args, **options):
     """Another backend gives the bits of the reference on the CPU; nothing to say of itself."""
-    if BACKEND == "reference":
+    if BACKEND != "triton":
         return
     args = [a.cpu() if isinstance(a, torch.Tensor) else a for a in args]
     options = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}

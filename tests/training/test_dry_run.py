@@ -11,6 +11,8 @@ import torch
 from sparsepretrain import config
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.tracking.console import Console
+from sparsepretrain.training.loop import evaluate
+from sparsepretrain.training.memory import bytes_per_entry
 from sparsepretrain.training.plan import dry_run
 
 
@@ -23,16 +25,18 @@ def show(*overrides):
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "here" / "cache"))
     yield
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "here").iterdir())
 
 
 def test_the_published_run():
     text = show("model=gpt2_124m", "sparsity=sste", "sparsity.gamma=0.2")
     assert "sste 2:4: 24 layers, 56,623,104 of 124,373,760 parameters" in text
-    assert len(re.findall(r"^transformer\.h\.\d+\.mlp\.c_\w+ ", text, re.M)) == 24
+    rows = re.findall(r"^transformer\.h\.0–11\.mlp\.(c_\w+)  ×12 ", text, re.M)
+    assert rows == ["c_fc", "c_proj"]
     assert "β·S(W) 2:4" in text and "MVUE(G) 2:4" in text
     assert "124,373,760 (124.4M)" in text
     assert "300,000 of 512 samples in 64 micro-batches; 157G tokens" in text
@@ -72,8 +76,73 @@ def test_nothing_is_allocated(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "to", lambda t, *a, **k: made.append(t) or original(t, *a, **k)
     )
-    show()
-    assert all(t.device.type == "meta" for t in made)
+    show("model=gpt2_124m")
+    assert all(t.device.type == "meta" or t.numel() <= 512**2 for t in made)
+
+
+def test_equal_layers_share_a_row():
+    from sparsepretrain.sparsity.coverage import collapsed
+
+    names = ["s.0.b.0.fc", "s.0.b.1.fc", "s.1.b.0.fc", "s.1.b.2.fc", "head", "x.7.fc"]
+    assert [row for row, _ in collapsed([[name, "4 × 4"] for name in names])] == [
+        "s.0.b.0–1.fc  ×2",
+        "s.1.b.0,2.fc  ×2",
+        "head",
+        "x.7.fc",
+    ]
+    assert collapsed([["h.0.fc", "4 × 4"], ["h.1.fc", "8 × 4"]])[1] == ["h.1.fc", "8 × 4"]
+
+
+@pytest.mark.parametrize("method", ["dense", "slope", "bimask", "sste", "tsrste", "step"])
+def test_memory_is_what_training_keeps(tiny, method):
+    """Against every tensor that a run of this method brings into being."""
+    import gc
+
+    from sparsepretrain.training.loop import train_step
+
+    def alive():
+        found = (t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter))
+        return {t.untyped_storage()._cdata: t for t in found if t.device.type == "cpu"}
+
+    words = (f"sparsity={method}", "precision=bf16", "optim.weight_decay=0", "steps=40")
+    phases = {"step": ["sparsity.clipping=[0.0,0.0]"], "tsrste": ["sparsity.refresh=1"]}
+    words = (*words, *phases.get(method, []))
+    gc.collect()
+    before = alive()
+    t = tiny.build(*words)
+    for _ in range(2):
+        train_step(t)
+    evaluate(t, "validation", 1, final=False)
+    t.optimizer.zero_grad()
+    gc.collect()
+    weights = {id(layer.weight) for layer in t.sparsifier.layers.values()}
+    entries = sum(layer.weight.numel() for layer in t.sparsifier.layers.values())
+    moments = {
+        s.untyped_storage()._cdata for state in t.optimizer.state.values()
+        for s in state.values() if isinstance(s, torch.Tensor)
+    }  # fmt: skip
+    others = {p.untyped_storage()._cdata for p in t.model.parameters() if id(p) not in weights}
+    kept = sum(
+        storage.untyped_storage().nbytes()
+        for key, storage in alive().items()
+        if key not in before and key not in moments and key not in others
+    )
+    each, other = bytes_per_entry(t.run)
+    assert kept / entries == pytest.approx(each.master + each.operands + each.state, rel=0.05)
+    assert (*each[:2], *other[:2]) == (4, 4, 4, 4) and other[3:] == (0, 0)
+    # STEP keeps the frozen second moments beside the running ones
+    assert each.moments == pytest.approx(12 if method == "step" else 8, rel=0.01)
+    assert other.moments == pytest.approx(8, rel=0.01)
+
+
+def test_memory_differs_by_method():
+    totals, entries = {}, set()
+    for method in ("dense", "bimask", "slope"):
+        text = show(f"sparsity={method}", "model=gpt2_124m")
+        totals[method] = float(re.search(r"estimate +│ ([\d.]+) GiB: ", text)[1])
+        entries.add(re.search(r"bytes per entry +│ ([^│]+)", text)[1])
+    assert totals["slope"] > totals["dense"] + 0.5 and totals["dense"] > 124_373_760 * 16 / 2**30
+    assert len(entries) == 3
 
 
 def test_memory_follows_the_micro_batch():

@@ -1,0 +1,1 @@
+"""The operations as loops over a tensor in memory, compiled by Numba: ``backend="cpu"``."""

@@ -1,0 +1,126 @@
+"""Masks as bytes and bits, and masked decay, in loops."""
+
+from __future__ import annotations
+
+import numpy
+import torch
+from torch import Tensor
+
+from sparsepretrain.kernels.cpu.launch import Array, compiled, run
+from sparsepretrain.kernels.groups import INTEGER_OF_SIZE
+
+
+def apply_mask(x: Tensor, mask: Tensor) -> Tensor:
+    """``x`` where the mask is true, +0.0 elsewhere, as integers."""
+    integer = INTEGER_OF_SIZE[x.itemsize]
+    x = x.detach().contiguous()
+    pruned = torch.empty_like(x)
+    arrays = [_flat(t) for t in (x.view(integer), mask, pruned.view(integer))]
+    run(_select, x.numel(), tuple(arrays))
+    return pruned
+
+
+def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float) -> None:
+    """Grad += decay·(1 - mask)·weight."""
+    wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    if wide.data_ptr() == grad.data_ptr():
+        wide = wide.clone()
+    total = grad.detach().to(torch.promote_types(grad.dtype, wide.dtype)).contiguous()
+    pull = _flat(wide)
+    arrays = _flat(total), pull, _flat(mask.bool())
+    run(_decay, grad.numel(), arrays, pull.dtype.type(decay))
+    if total.data_ptr() != grad.data_ptr():
+        grad.copy_(total)
+
+
+def count_differing_bits(previous: Tensor, current: Tensor) -> Tensor:
+    """0-d int64: in how many bits two uint8 or bool tensors differ."""
+    found = torch.zeros((), dtype=torch.int64)
+    a, b = _words(previous), _words(current)
+    if len(a):
+        _differing_bits(a, b, found.view(1).numpy())
+    return found
+
+
+def pack_24(mask: Tensor) -> Tensor:
+    """Bit k % 8 of byte k // 8 is element k."""
+    words = _words(mask)
+    code = torch.empty(len(words), dtype=torch.uint8)
+    run(_pack, len(words), (words, code.numpy()))
+    return code
+
+
+def bimask_ones(forward: Tensor, orders: Tensor) -> Tensor:
+    """For each order of the rows how many ones the backward mask has, at most two of every four."""
+    found = torch.zeros(len(orders), dtype=torch.int64)
+    arrays = orders.contiguous().numpy(), found.numpy()
+    flags = forward.contiguous().view(torch.uint8).flatten(1).numpy()
+    run(_ones, len(orders), arrays, flags)
+    return found
+
+
+def _flat(x: Tensor) -> Array:
+    return x.detach().contiguous().view(-1).numpy()
+
+
+def _words(x: Tensor) -> Array:
+    """The bytes of a uint8 or bool tensor as uint64, the last one filled with zeros."""
+    flat = x.contiguous().view(torch.uint8).view(-1)
+    if flat.numel() % 8 or flat.data_ptr() % 8:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).clone()
+    return flat.numpy().view(numpy.uint64)
+
+
+_PLACES, _UP = numpy.uint64(0x0102040810204080), numpy.uint64(56)
+_PAIRS, _FOURS = numpy.uint64(0x5555555555555555), numpy.uint64(0x3333333333333333)
+_EIGHTS, _BYTES = numpy.uint64(0x0F0F0F0F0F0F0F0F), numpy.uint64(0x0101010101010101)
+_1, _2, _4 = numpy.uint64(1), numpy.uint64(2), numpy.uint64(4)
+
+
+@compiled
+def _select(x, mask, pruned):
+    zero = x.dtype.type(0)
+    for k in range(len(x)):
+        pruned[k] = x[k] if mask[k] else zero
+
+
+@compiled
+def _decay(grad, weight, mask, decay):
+    zero = weight.dtype.type(0)
+    for k in range(len(grad)):
+        w = weight[k]
+        grad[k] = grad[k] + (zero if mask[k] else w) * decay
+
+
+@compiled
+def _differing_bits(a, b, found):
+    """Sums of neighbouring bits, then pairs, then nibbles; the multiplication adds up the bytes."""
+    total = numpy.uint64(0)
+    for k in range(len(a)):
+        word = a[k] ^ b[k]
+        word -= (word >> _1) & _PAIRS
+        word = ((word >> _2) & _FOURS) + (word & _FOURS)
+        word = ((word >> _4) + word) & _EIGHTS
+        total += (word * _BYTES) >> _UP
+    found[0] = total
+
+
+@compiled
+def _pack(words, code):
+    """The multiplication moves byte i, 0 or 1, to bit 56 + i."""
+    for k in range(len(words)):
+        code[k] = (words[k] * _PLACES) >> _UP
+
+
+@compiled
+def _ones(orders, found, flags):
+    two = numpy.uint8(2)
+    columns = flags.shape[1]
+    for c in range(len(orders)):
+        total = 0
+        for k in range(0, orders.shape[1], 4):
+            i0, i1, i2, i3 = orders[c, k], orders[c, k + 1], orders[c, k + 2], orders[c, k + 3]
+            for j in range(columns):
+                ones = flags[i0, j] + flags[i1, j] + flags[i2, j] + flags[i3, j]
+                total += min(ones, two)
+        found[c] = total

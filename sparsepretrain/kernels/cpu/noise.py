@@ -1,0 +1,64 @@
+"""Philox4x32-10 in loops; see :mod:`sparsepretrain.kernels.noise`."""
+
+from __future__ import annotations
+
+import numpy
+import torch
+from torch import Tensor
+
+from sparsepretrain.kernels.cpu.launch import Array, compiled, inlined, run
+from sparsepretrain.kernels.noise import LOW, M0, M1, ROUNDS, W0, W1, NoiseKey
+
+_M0, _M1, _W0, _W1 = (numpy.uint64(number) for number in (M0, M1, W0, W1))
+_LOW, _HALF, _SPARE = numpy.uint64(LOW), numpy.uint64(32), numpy.uint64(8)
+_UNIT = numpy.float32(2.0**-24)
+
+
+def uniform_noise(key: NoiseKey, groups: int, features: int, words: int) -> list[Tensor]:
+    """``words`` fp32 tensors (groups, features)."""
+    out = torch.empty(groups, words, features)
+    tokens, k0, k1 = counters(key, groups)
+    run(_uniforms, groups, (out.numpy(), tokens), k0, k1)
+    return list(out.unbind(1))
+
+
+def counters(key: NoiseKey, groups: int) -> tuple[Array, numpy.uint64, numpy.uint64]:
+    """(first word of the counter for each group, k0, k1)."""
+    tokens = numpy.arange(groups, dtype=numpy.uint64) + numpy.uint64(int(key.offset) & LOW)
+    return tokens & _LOW, numpy.uint64(int(key.k0)), numpy.uint64(int(key.k1))
+
+
+@inlined
+def _philox(c0, c1, k0, k1):
+    """The first two words of the block of counter (c0, c1, 0, 0)."""
+    c2 = c3 = c0 ^ c0
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1 = (p1 >> _HALF) ^ c1 ^ k0, p1 & _LOW
+        c2, c3 = (p0 >> _HALF) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    return c0, c1
+
+
+@inlined
+def _to_unit(word):
+    """The upper 24 of 32 bits as a number in [0, 1)."""
+    return numpy.float32(word >> _SPARE) * _UNIT
+
+
+@inlined
+def fill(u, token, k0, k1):
+    """One or two uniforms for each feature of a token: u (words, features)."""
+    if len(u) == 1:
+        for f in range(u.shape[1]):
+            u[0, f] = _to_unit(_philox(token, numpy.uint64(f), k0, k1)[0])
+    else:
+        for f in range(u.shape[1]):
+            first, second = _philox(token, numpy.uint64(f), k0, k1)
+            u[0, f], u[1, f] = _to_unit(first), _to_unit(second)
+
+
+@compiled
+def _uniforms(out, tokens, k0, k1):
+    for g in range(len(out)):
+        fill(out[g], tokens[g], k0, k1)

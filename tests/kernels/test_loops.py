@@ -1,0 +1,239 @@
+"""The loops on the CPU: the reference's bits, from any thread and process, wherever Numba runs."""
+
+import functools
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from sparsepretrain import kernels
+from sparsepretrain.errors import SparsePretrainWarning
+from sparsepretrain.kernels import groups
+
+nan, inf = float("nan"), float("inf")
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+KEY = kernels.NoiseKey(5, 6, 2**32 - 3)
+
+
+def same(a, b):
+    """Equal bits, the sign of zero among them; any NaN equals any other."""
+    a, b = a.double(), b.double()
+    equal = (a == b) & (a.signbit() == b.signbit())
+    return a.shape == b.shape and bool((equal | (a.isnan() & b.isnan())).all())
+
+
+def parts(result):
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+def agree(name, *args, **options):
+    """Whether the loops give the bits of the reference."""
+    function = functools.partial(getattr(kernels, name), **options)
+    copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    ours, theirs = function(*args, backend="cpu"), function(*copies, backend="reference")
+    return all(same(a, b) for a, b in zip(parts(ours), parts(theirs), strict=True))
+
+
+def inputs(dtype, m=4):
+    """Tensors whose axes are multiples of m, named; every special value among them."""
+    g = torch.Generator().manual_seed(m)
+    info = torch.finfo(dtype)
+    ordinary = [0.0, -0.0, info.smallest_normal / 4, -info.tiny, 1.0, -1.0, 2.5, info.max]
+    special = torch.tensor([*ordinary, nan, -nan, inf, -inf, info.max / 3], dtype=dtype)
+    size = m * max(1, 16 // m)
+    x = torch.randn(size, 3, 2 * size, generator=g).to(dtype)
+    wide = torch.randn(2 * size, 5 * size, generator=g)
+    wide *= 10.0 ** (torch.rand(wide.shape, generator=g) * 8 - 4)
+    holes = torch.randn(2 * size, 3 * size, generator=g)
+    holes[torch.rand(holes.shape, generator=g) < 0.5] = 0
+    return {
+        "plain": x,
+        "transposed": x.transpose(0, 2),
+        "strided": x[..., ::2],
+        "expanded": x[:, :1].expand(size, 3, 2 * size),
+        "ties": x.mul(2).round(),
+        "wide": wide.to(dtype),
+        "holes": holes.to(dtype),
+        "special": special[torch.randint(0, len(special), (4 * size, 3 * size), generator=g)],
+        "empty": torch.zeros(0, size, dtype=dtype),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (3, 4), (5, 7), (2, 8), (16, 32), (2, 129)])
+def test_every_pattern(dtype, n, m):
+    for name, x in inputs(dtype, m).items():
+        for dim in (0, -1):
+            for ties in ("high", "low"):
+                assert agree("nm_prune", x, n, m, dim=dim, ties=ties), (name, dim, ties)
+            for gamma in (0.0, 0.3, 1.0) if m < 100 else ():
+                assert agree("soft_threshold", x, n, m, gamma=gamma, dim=dim), (name, dim, gamma)
+            assert agree("prune_gradient", x, n, m, dim=dim, variant="rescaled"), (name, dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_operation(dtype):
+    for name, x in inputs(dtype).items():
+        mask, matrix = x > 0.5, x.flatten(1)
+        for dim in (0, -1):
+            for estimator in ("approximate", "exact"):
+                assert agree("mvue", x, dim=dim, estimator=estimator, key=KEY), (name, estimator)
+            assert agree("prune_gradient", x, dim=dim, variant="random", key=KEY), name
+            scaled = {"scale": torch.tensor(1.7), "dtype": torch.float32}
+            assert agree("soft_threshold", x, dim=dim, **scaled), name
+        assert agree("mvue", matrix.t()[:-1], dim=0, key=KEY), "fills no group"
+        assert agree("transposable_mask", matrix), name
+        assert agree("apply_mask", x, mask), name
+        assert agree("pack_24", mask) and agree("flip_count", mask, x > 1), name
+        code = kernels.pack_24(mask)
+        assert agree("packed_flip_count", code, kernels.pack_24(x > 1)), name
+        assert agree("bimask_prune", matrix, torch.arange(len(matrix)).flip(0)), name
+        for weight in (x, x.float(), x.double()):
+            grad = x.clone(memory_format=torch.contiguous_format)
+            for decay in (0.3, -0.3, torch.tensor(0.3)):
+                assert agree("masked_decay_", grad, weight, mask, decay), (name, weight.dtype)
+                assert agree(
+                    "masked_decay_",
+                    grad.t() if x.dim() == 2 else grad,
+                    *(t.t() if x.dim() == 2 else t for t in (weight, mask)),
+                    decay,
+                )
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (16, 8, 3, 3)])
+def test_bimask_counts(shape):
+    orders = torch.rand(5, 16, generator=torch.Generator().manual_seed(0)).argsort(1)
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    for weight in (w, w.mul(2).round(), w.movedim(0, -1).contiguous().movedim(-1, 0)):
+        assert agree("bimask_ones", weight, orders) and agree("bimask_prune", weight, orders[0])
+
+
+@pytest.mark.parametrize("words", [1, 2])
+@pytest.mark.parametrize("key", [KEY, kernels.NoiseKey(2**32 - 1, 2**31), 7])
+def test_noise(key, words):
+    assert agree("uniform_noise", key, 70, 300, words)
+
+
+def everything(scale=1.0):
+    w = torch.randn(512, 768, generator=torch.Generator().manual_seed(0)) * scale
+    return [
+        kernels.nm_mask(w, backend="cpu"),
+        kernels.nm_mask(w, 2, 8, dim=0, backend="cpu"),
+        kernels.soft_threshold(w, backend="cpu"),
+        kernels.transposable_mask(w, backend="cpu"),
+        kernels.mvue(w, dim=0, key=3, backend="cpu"),
+        kernels.uniform_noise(4, 100, 1000, 1, backend="cpu")[0],
+    ]
+
+
+@pytest.fixture
+def three_threads(monkeypatch):
+    """Also where the operations are small."""
+    from sparsepretrain.kernels.cpu import launch
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(launch, "PER_THREAD", 1)
+
+
+def test_threads_change_nothing(three_threads):
+    expected = everything()
+    torch.get_num_threads = lambda: 1  # restored by the fixture
+    alone = everything()
+    assert all(torch.equal(a, b) for a, b in zip(expected, alone, strict=True))
+
+
+def test_from_many_python_threads_at_once(three_threads):
+    scales = [2.0**-k for k in range(8)]
+    expected = [everything(s) for s in scales]
+    with ThreadPoolExecutor(4) as pool:
+        for found, wanted in zip(pool.map(everything, scales), expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+class Batches(torch.utils.data.Dataset):
+    """What a data worker computes."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return kernels.soft_threshold(torch.full((256, 256), float(index)), backend="cpu").sum()
+
+
+def checksum():
+    return [float(t.double().sum()) for t in everything()]
+
+
+def test_in_forked_children_and_data_workers(three_threads):
+    expected = checksum()  # the parent has threads of its own by now
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert [job.get(timeout=60) for job in [pool.apply_async(checksum)] * 2] == [expected] * 2
+    loader = torch.utils.data.DataLoader(Batches(), num_workers=2, timeout=60)
+    assert torch.cat(list(loader)).tolist() == [0.0] * 4
+    assert checksum() == expected
+
+
+def test_an_error_in_a_part_is_raised(three_threads):
+    from sparsepretrain.kernels.cpu import launch
+
+    def fails(part):
+        raise RuntimeError("a part failed")
+
+    with pytest.raises(RuntimeError, match="a part failed"):
+        launch.run(fails, 8, (torch.zeros(8).numpy(),))
+
+
+def test_compiled_code_is_kept_where_that_is_possible(tmp_path, monkeypatch):
+    import numba
+
+    from sparsepretrain.kernels.cpu import launch
+
+    def double(x):
+        for k in range(len(x)):
+            x[k] *= 2
+
+    def compiled(x):
+        kernel = launch.compiled(double)
+        kernel(x)
+        return kernel.stats
+
+    monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "UserProvidedCacheLocator")
+    x = torch.ones(3).numpy()
+    assert not compiled(x).cache_path, "no folder can be written: that is no error"
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert compiled(x).cache_misses and compiled(x).cache_hits
+    (file,) = tmp_path.rglob("*.nbc")
+    file.write_bytes(b"torn")
+    assert compiled(x).cache_misses, "what cannot be read is compiled again"
+    assert compiled(x).cache_hits
+    monkeypatch.setattr(launch, "_SOURCES", b"edited")
+    assert compiled(x).cache_misses, "so is what an edit may have changed"
+    monkeypatch.setattr(launch, "write_atomic", None)  # a full disk
+    assert compiled(x.astype("float64")).cache_misses
+    assert x.tolist() == [64.0] * 3
+
+
+def test_refusals(monkeypatch):
+    x = torch.ones(8)
+    with pytest.raises(ValueError, match="needs a CPU tensor, got one on meta; use 'reference'"):
+        kernels.nm_mask(x.to("meta"), backend="cpu")
+    with pytest.raises(ValueError, match="geglu: there is no backend='cpu'; use 'reference'"):
+        kernels.geglu(x, backend="cpu")
+    with pytest.raises(ValueError, match=r"has no torch\.int32 kernel"):
+        kernels.nm_mask(x.int(), backend="cpu")
+    import numba
+
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    groups._numba_fails.cache_clear()
+    with pytest.raises(ValueError, match=r"is disabled \(NUMBA_DISABLE_JIT\); use"):
+        kernels.nm_mask(x, backend="cpu")
+    groups._numba_fails.cache_clear()
+    monkeypatch.setattr(groups, "_numba_fails", lambda: "cannot be imported (gone)")
+    with pytest.raises(ValueError, match=r"cannot be imported \(gone\); use"):
+        kernels.nm_mask(x, backend="cpu")
+    groups._warn_once.cache_clear()
+    with pytest.warns(SparsePretrainWarning, match="Numba cannot be imported") as said:
+        for _ in range(2):
+            assert kernels.nm_mask(x).sum() == 4
+    assert len(said) == 1, "once"
