@@ -17,14 +17,8 @@ from sparsepretrain.kernels.noise import NoiseKey
 def estimate(
     four: Tensor, estimator: str, given: Tensor | None, key: NoiseKey, saturation: float
 ) -> Tensor:
-    """The estimate of ``four`` (groups, 4, features), contiguous fp32 or fp64.
-
-    Args:
-        four: the input.
-        estimator: ``approximate`` or ``exact``.
-        given: uniforms of its dtype, (2 or 1, groups, features), instead of those of ``key``.
-        key: the stream.
-        saturation: largest magnitude of a result.
+    """The estimate of ``four`` (groups, 4, features), contiguous fp32 or fp64, under ``key``, or
+    with ``given`` uniforms of its dtype (2 or 1, groups, features); no larger than ``saturation``.
     """
     groups, _, features = four.shape
     out = torch.empty_like(four)
