@@ -11,6 +11,7 @@ from sparsepretrain import config, registry
 from sparsepretrain.config.compose import build, catalogue, read, shipped
 from sparsepretrain.config.validate import load_plugins
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.row import COLUMNS
 
 WIDTH = 100
@@ -29,6 +30,10 @@ def print_methods(overrides: Sequence[str], config_dirs: Sequence[Path]) -> None
     rows, below = [["method", *COLUMNS.values()]], [[""]]
     for name in registry.names("method"):
         method: Any = registry.get("method", name)
+        if not issubclass(method, Method):  # a plugin's, which only training refuses
+            rows.append([name, *"?" * len(COLUMNS)])
+            below.append([])
+            continue
         rows.append([name, *(operand.text for operand in method.typical_row(name))])
         words = [method.phases, method.summary, method.paper]
         below.append(textwrap.wrap("; ".join(w for w in words if w != "–"), WIDTH - 4))

@@ -141,7 +141,7 @@ def test_memory_differs_by_method():
         text = show(f"sparsity={method}", "model=gpt2_124m")
         totals[method] = float(re.search(r"estimate +│ ([\d.]+) GiB: ", text)[1])
         entries.add(re.search(r"bytes per entry +│ ([^│]+)", text)[1])
-    assert totals["slope"] > totals["dense"] + 0.5 and totals["dense"] > 124_373_760 * 16 / 2**30
+    assert totals["slope"] > totals["dense"] + 0.15 and totals["dense"] > 124_373_760 * 16 / 2**30
     assert len(entries) == 3
 
 

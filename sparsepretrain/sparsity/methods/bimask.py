@@ -49,7 +49,7 @@ class BiMask(Method):
     @property
     def sparse_row(self) -> Row:
         """Mb is 2:4 among permuted rows only, so B has no pattern along out_features as stored."""
-        backward = Operand("Mb∘W (2:4 of permuted rows)")
+        backward = Operand("Mb∘W (rows permuted)")
         return Row(self.nm("Mf∘W"), backward, J=Operand("dW + λ(1-Mf)∘W"))
 
     @property
