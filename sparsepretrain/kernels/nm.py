@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import (
-    INTEGER_OF_SIZE,
-    apply_mask,
-    check_pattern,
-    choose_backend,
-)
+from sparsepretrain.kernels.groups import INTEGER_OF_SIZE, apply_mask, check_pattern, choose_backend
 
 
 def nm_mask(
