@@ -60,6 +60,8 @@ class ModelState:
         """Dtype of stored operands; None: every forward projects."""
         self.expects_attach = True
         """Whether an optimiser that updates sparse weights without the hooks is a mistake."""
+        self.told = False
+        """Whether it was looked at how much of the masked decay low precision loses."""
         self._counting = True  # forwards count micro-batches; no: the loop states them
         self._fresh = True  # the next forward is the first one after a step
         self._open = True  # the next layer that runs begins a micro-batch

@@ -28,7 +28,7 @@ class Act24Options(MethodOptions):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from MethodOptions.problems(self)
-        if self.m != 4 and self.wgrad == "tokens":
+        if self.m > 0 and self.m != 4 and self.wgrad == "tokens":
             yield "m", f"must be 4 with wgrad=tokens (groups of four tokens), got {self.m}"
 
 
