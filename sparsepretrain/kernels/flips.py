@@ -26,16 +26,7 @@ def flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None)
     if previous.shape != current.shape:
         shapes = tuple(previous.shape), tuple(current.shape)
         raise ValueError(f"flip_count: shapes differ: {shapes[0]} and {shapes[1]}")
-    chosen = choose_backend("flip_count", backend, current)
-    if chosen == "triton":
-        from sparsepretrain.kernels import flips_triton
-
-        return flips_triton.differing_bits(previous.bool(), current.bool())
-    if chosen == "cpu":
-        from sparsepretrain.kernels.cpu import masks
-
-        return masks.count_differing_bits(previous.bool(), current.bool())
-    return (previous.bool() ^ current.bool()).sum()
+    return _differing_bits("flip_count", previous.bool(), current.bool(), backend)
 
 
 def packed_flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None) -> Tensor:
@@ -44,7 +35,11 @@ def packed_flip_count(previous: Tensor, current: Tensor, *, backend: str | None 
     Returns:
         0-d int64 tensor.
     """
-    chosen = choose_backend("packed_flip_count", backend, current)
+    return _differing_bits("packed_flip_count", previous, current, backend)
+
+
+def _differing_bits(name: str, previous: Tensor, current: Tensor, backend: str | None) -> Tensor:
+    chosen = choose_backend(name, backend, current)
     if chosen == "triton":
         from sparsepretrain.kernels import flips_triton
 
@@ -53,7 +48,8 @@ def packed_flip_count(previous: Tensor, current: Tensor, *, backend: str | None 
         from sparsepretrain.kernels.cpu import masks
 
         return masks.count_differing_bits(previous, current)
-    return _bits(previous ^ current).sum()
+    differing = previous ^ current
+    return (differing if differing.dtype == torch.bool else _bits(differing)).sum()
 
 
 def pack_24(mask: Tensor, *, backend: str | None = None) -> Tensor:

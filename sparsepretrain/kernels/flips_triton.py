@@ -23,9 +23,7 @@ def differing_bits(previous: Tensor, current: Tensor) -> Tensor:
     return total
 
 
-@differing_bits.register_fake
-def _(previous: Tensor, current: Tensor) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device=current.device)
+differing_bits.register_fake(lambda previous, current: current.new_empty((), dtype=torch.int64))
 
 
 @triton.jit
@@ -52,9 +50,7 @@ def pack_24(mask: Tensor) -> Tensor:
     return code
 
 
-@pack_24.register_fake
-def _(mask: Tensor) -> Tensor:
-    return torch.empty(-(-mask.numel() // 8), dtype=torch.uint8, device=mask.device)
+pack_24.register_fake(lambda mask: mask.new_empty(-(-mask.numel() // 8), dtype=torch.uint8))
 
 
 @triton.jit
@@ -75,9 +71,7 @@ def unpack_24(code: Tensor, shape: list[int]) -> Tensor:
     return mask
 
 
-@unpack_24.register_fake
-def _(code: Tensor, shape: list[int]) -> Tensor:
-    return torch.empty(shape, dtype=torch.bool, device=code.device)
+unpack_24.register_fake(lambda code, shape: code.new_empty(shape, dtype=torch.bool))
 
 
 @triton.jit

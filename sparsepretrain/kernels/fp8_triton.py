@@ -23,7 +23,7 @@ _FIELDS = {"e4m3": (3, -6), "e5m2": (2, -14)}
 def quantize_fp8(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """See :func:`sparsepretrain.kernels.quantize_fp8`."""
     dtype = FORMATS[format]
-    dense = x if _is_dense(x) else x.contiguous()
+    dense = _dense(x)
     q = torch.empty_like(dense, dtype=dtype)
     scale = torch.ones((), dtype=torch.float32, device=x.device)
     amax = torch.zeros((), dtype=torch.int32, device=x.device)
@@ -31,25 +31,20 @@ def quantize_fp8(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     out = q.as_strided((q.numel(),), (1,))
     over_elements(_largest, (flat, amax), flat.numel())
     mantissa, exponent = _FIELDS[format]
-    constants: dict[str, Any] = {
-        "MOST": torch.finfo(dtype).max,
-        "MANTISSA": mantissa,
-        "EXPONENT": exponent,
-    }
-    over_elements(_quantize, (flat, amax, out, scale), flat.numel(), **constants)
+    options: Any = {"MOST": torch.finfo(dtype).max, "MANTISSA": mantissa, "EXPONENT": exponent}
+    over_elements(_quantize, (flat, amax, out, scale), flat.numel(), **options)
     return q, scale
 
 
 @quantize_fp8.register_fake
 def _(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    dense = x if _is_dense(x) else x.contiguous()
-    q = torch.empty_like(dense, dtype=FORMATS[format])
+    q = torch.empty_like(_dense(x), dtype=FORMATS[format])
     return q, torch.empty((), dtype=torch.float32, device=x.device)
 
 
-def _is_dense(x: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps, in any order of axes."""
-    return x.permute(memory_order(x)).is_contiguous()
+def _dense(x: Tensor) -> Tensor:
+    """``x`` if its elements fill their memory without gaps, in any order of axes; or a copy."""
+    return x if x.permute(memory_order(x)).is_contiguous() else x.contiguous()
 
 
 @triton.jit
@@ -97,17 +92,14 @@ def _round(value, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr):
 @torch.library.custom_op("sparsepretrain::dequantize_fp8", mutates_args=())
 def dequantize_fp8(q: Tensor, scale: Tensor) -> Tensor:
     """See :func:`sparsepretrain.kernels.dequantize_fp8`."""
-    dense = q if _is_dense(q) else q.contiguous()
+    dense = _dense(q)
     out = torch.empty_like(dense, dtype=torch.float32)
     flat, result = (t.as_strided((t.numel(),), (1,)) for t in (dense, out))
     over_elements(_dequantize, (flat, scale, result), flat.numel())
     return out
 
 
-@dequantize_fp8.register_fake
-def _(q: Tensor, scale: Tensor) -> Tensor:
-    dense = q if _is_dense(q) else q.contiguous()
-    return torch.empty_like(dense, dtype=torch.float32)
+dequantize_fp8.register_fake(lambda q, scale: torch.empty_like(_dense(q), dtype=torch.float32))
 
 
 @triton.jit

@@ -19,7 +19,7 @@ _HAS_TRITON = find_spec("triton") is not None
 CPU_DTYPES = (*TRITON_DTYPES, torch.float64)
 """What the loops on the CPU take."""
 WITHOUT_LOOPS = ("unpack_24", "quantize_fp8", "dequantize_fp8", "geglu", "swiglu")
-"""Operations that torch does as fast on the CPU."""
+"""Operations that have no loops: torch runs their reference on the CPU."""
 INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a floating dtype -> what its bits are viewed as."""
 

@@ -113,15 +113,16 @@ def _finish(
     x: Sequence[Tensor],
     b: list[Tensor],
     selected: list[Tensor],
-    value: list[Tensor],
+    value: Sequence[Tensor],
+    scale: Tensor,
     second: Tensor,
     saturation: float,
 ) -> list[Tensor]:
-    """sign(x)·value where selected; groups with at most two non-zeros stay as they are."""
+    """sign(x)·scale·max(value, b) where selected; at most two non-zeros stay as they are."""
     # multiplied by 0 or 1, not a selection: a NaN must stay visible
     out = [
-        torch.copysign(v.clamp(max=saturation), xi) * keep
-        for xi, keep, v in zip(x, selected, value, strict=True)
+        torch.copysign((torch.maximum(v, bi) * scale).clamp(max=saturation), xi) * keep  # p ≤ 1
+        for xi, bi, keep, v in zip(x, b, selected, value, strict=True)
     ]
     # below the floor r·S may round up to S; such entries (10⁻²⁹ of the largest) are dropped
     floor = float(torch.finfo(second.dtype).tiny) * 2**30
@@ -161,11 +162,8 @@ def _approximate(x: Sequence[Tensor], r: Tensor, saturation: float) -> list[Tens
     selected = [hit + other for hit, other in zip(selected, again, strict=True)]
     # p_i = b_i/S·(1 + Q_i), Q_i = Σ_{j≠i} b_j/(S - b_j); hence |x_i|/p_i = S/(1 + Q_i)
     odds = [v / others for v, others in zip(b, _others(b), strict=True)]
-    value = [
-        torch.maximum(total / (q + 1), v) * scale  # p ≤ 1
-        for q, v in zip(_others(odds), b, strict=True)
-    ]
-    return _finish(x, b, selected, value, smallest, saturation)
+    value = [total / (q + 1) for q in _others(odds)]
+    return _finish(x, b, selected, value, scale, smallest, saturation)
 
 
 def _exact(x: Sequence[Tensor], r: Tensor, saturation: float) -> list[Tensor]:
@@ -182,5 +180,4 @@ def _exact(x: Sequence[Tensor], r: Tensor, saturation: float) -> list[Tensor]:
     first = _one_hot(r[0], p[0], c1, c2)
     second = _one_hot(r[0], p[0] - 1, c1 - 1, c2 - 1)  # u + 1 could round up to 2
     selected = [torch.maximum(hit, other) for hit, other in zip(first, second, strict=True)]
-    value = [torch.maximum(share, v) * scale for v in b]
-    return _finish(x, b, selected, value, smallest, saturation)
+    return _finish(x, b, selected, [share] * 4, scale, smallest, saturation)

@@ -58,56 +58,28 @@ def mvue(
     if uniforms is not None:  # (rows, groups, draws)
         given = uniforms.reshape(uniforms.shape[:-2].numel(), *uniforms.shape[-2:])
         given = given.float().contiguous()
-    _launch(x, out, dim, exact, given, tensors, numbers, 0)
+    key, most = key_arguments(tensors, numbers), torch.finfo(x.dtype).max
+    options = {"EXACT": exact, "GIVEN": given is not None}
+
+    def launch(x: Tensor, out: Tensor, dim: int, first: int) -> None:
+        """Sample the whole groups of ``x``, of which the first has the number ``first``."""
+        noise = x if given is None else given  # any pointer, where none is read
+        numbers = first, -(-x.shape[dim] // 4) + first, most
+        over_groups(_sample, 4, dim, x, out, noise, *key, *numbers, numbered=True, **options)
+
+    launch(x, out, dim, 0)
     length = x.shape[dim]
     tail = length % 4
     if tail:  # at most three positions per row: padded in a copy of their own
         last = x.narrow(dim, length - tail, tail).movedim(dim, -1)
         padded = torch.nn.functional.pad(last, (0, 4 - tail))
         pruned = empty_rows(padded, -1, x.dtype)
-        _launch(padded, pruned, -1, exact, given, tensors, numbers, length // 4)
+        launch(padded, pruned, -1, length // 4)
         out.narrow(dim, length - tail, tail).copy_(pruned[..., :tail].movedim(-1, dim))
     return out
 
 
-@mvue.register_fake
-def _(
-    x: Tensor,
-    dim: int,
-    exact: bool,
-    uniforms: Tensor | None,
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[int],
-) -> Tensor:
-    return empty_rows(x, dim, x.dtype)
-
-
-def _launch(
-    x: Tensor,
-    out: Tensor,
-    dim: int,
-    exact: bool,
-    given: Tensor | None,
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[int],
-    first_group: int,
-) -> None:
-    """Sample the whole groups of ``x``; the first of them is group ``first_group`` of its row."""
-    over_groups(
-        _sample,
-        4,
-        dim,
-        x,
-        out,
-        x if given is None else given,  # any pointer, where none is read
-        *key_arguments(tensors, numbers),
-        first_group,
-        -(-x.shape[dim] // 4) + first_group,
-        torch.finfo(x.dtype).max,
-        numbered=True,
-        EXACT=exact,
-        GIVEN=given is not None,
-    )
+mvue.register_fake(lambda x, dim, *_: empty_rows(x, dim, x.dtype))
 
 
 @triton.jit(do_not_specialize=(*KEY_ARGUMENTS, "first_group"))

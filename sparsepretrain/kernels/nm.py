@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import (
-    INTEGER_OF_SIZE,
-    apply_mask,
-    check_pattern,
-    choose_backend,
-)
+from sparsepretrain.kernels.groups import INTEGER_OF_SIZE, apply_mask, check_pattern, choose_backend
 
 
 def nm_mask(
@@ -92,4 +87,5 @@ def _check(name: str, x: Tensor, n: int, m: int, dim: int, ties: str) -> None:
 
 def _magnitude_bits(x: Tensor) -> Tensor:
     """|x| as integers in the same order, NaN above infinity: floats of one sign sort like bits."""
-    return x.detach().abs().view(INTEGER_OF_SIZE[x.itemsize])
+    bits = x.detach().view(INTEGER_OF_SIZE[x.itemsize])
+    return bits & torch.iinfo(bits.dtype).max  # not abs(), which may change a NaN's bits

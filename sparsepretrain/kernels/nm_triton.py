@@ -28,9 +28,7 @@ def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
     return mask
 
 
-@nm_mask.register_fake
-def _(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
-    return empty_rows(x, dim, torch.bool)
+nm_mask.register_fake(lambda x, n, m, dim, low: empty_rows(x, dim, torch.bool))
 
 
 @torch.library.custom_op("sparsepretrain::nm_prune", mutates_args=())
@@ -41,9 +39,9 @@ def nm_prune(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Te
     return pruned, mask
 
 
-@nm_prune.register_fake
-def _(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Tensor]:
-    return empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool)
+nm_prune.register_fake(
+    lambda x, n, m, dim, low: (empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool))
+)
 
 
 def _launch(

@@ -34,15 +34,11 @@ class NoiseKey(NamedTuple):
         return cls(seed & LOW, seed >> 32)
 
 
-def round_keys(k0: Any, k1: Any) -> list[tuple[Any, Any]]:
-    """The keys of the ten rounds."""
-    return [((k0 + r * W0) & LOW, (k1 + r * W1) & LOW) for r in range(ROUNDS)]
-
-
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
     """One Philox4x32-10 block; the parts are integers or int64 tensors holding 32-bit values."""
     c0, c1, c2, c3 = counter
-    for k0, k1 in round_keys(*key):
+    for r in range(ROUNDS):
+        k0, k1 = (key[0] + r * W0) & LOW, (key[1] + r * W1) & LOW
         p0, p1 = c0 * M0, c2 * M1
         c0, c1 = ((p1 >> 32) & LOW) ^ c1 ^ k0, p1 & LOW
         c2, c3 = ((p0 >> 32) & LOW) ^ c3 ^ k1, p0 & LOW

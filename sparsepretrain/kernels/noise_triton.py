@@ -52,16 +52,11 @@ def uniform_noise(
     return out
 
 
-@uniform_noise.register_fake
-def _(
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[int],
-    groups: int,
-    features: int,
-    words: int,
-    device: torch.device,
-) -> Tensor:
-    return torch.empty(words, groups, features, device=device)
+uniform_noise.register_fake(
+    lambda tensors, numbers, groups, features, words, device: torch.empty(
+        words, groups, features, device=device
+    )
+)
 
 
 @torch.library.custom_op("sparsepretrain::noise_key", mutates_args=())
@@ -74,9 +69,7 @@ def noise_key(step: Tensor, seed: int, layer: int, product: int) -> Tensor:
     return out
 
 
-@noise_key.register_fake
-def _(step: Tensor, seed: int, layer: int, product: int) -> Tensor:
-    return torch.empty(2, dtype=torch.int64, device=step.device)
+noise_key.register_fake(lambda step, *_: torch.empty(2, dtype=torch.int64, device=step.device))
 
 
 @triton.jit

@@ -112,15 +112,17 @@ def _rescaled(
         # nothing kept means nothing to rescale: the factor is 1, not 0/0
         return torch.where(after == 0, 1.0, before / (after + epsilon))
 
-    def rescaled(part: Tensor) -> Tensor:
+    def rescaled(part: Tensor, out: Tensor | None = None) -> Tensor:
         kept = _largest(part, n, m, dim, backend)
-        kept *= factor(_l1(part, axes), _l1(kept, axes))
-        return kept
+        ratio = factor(_l1(part, axes), _l1(kept, axes))
+        return kept.mul_(ratio) if out is None else torch.mul(kept, ratio, out=out)
 
     # what stays in the caches, item by item; in other layouts torch would add in another order
     by_item = dim > 0 and axes and 0 not in axes and g.is_contiguous() and g.numel()
     if by_item and choose_backend("prune_gradient", backend, g) == "cpu":
-        kept = torch.cat([rescaled(part) for part in g.split(max(1, PIECE // g[0].numel()))])
+        items, kept = max(1, PIECE // g[0].numel()), torch.empty_like(g)
+        for part, out in zip(g.split(items), kept.split(items), strict=True):
+            rescaled(part, out)
     else:
         kept = rescaled(g)
     return kept.view(shape)

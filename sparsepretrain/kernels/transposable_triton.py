@@ -60,9 +60,7 @@ def transposable_mask(w: Tensor) -> Tensor:
     return mask
 
 
-@transposable_mask.register_fake
-def _(w: Tensor) -> Tensor:
-    return torch.empty_like(w, dtype=torch.bool)
+transposable_mask.register_fake(lambda w: torch.empty_like(w, dtype=torch.bool))
 
 
 @triton.jit

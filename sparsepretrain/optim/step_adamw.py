@@ -23,7 +23,7 @@ class StepAdamW(Optimizer):
     Dense phase: ordinary AdamW. At the end of each step the change of the second moment over all
     sparse coordinates, Z, enters a window; when its mean falls below eps (or clipping says so) the
     second moments of the sparse parameters are frozen as v* and the sparse phase begins. From
-    then on their update divides by √v* + eps^¾; other parameters stay with AdamW.
+    then on their update divides by √v* + eps^¾ and v is not updated; others stay with AdamW.
 
     The sparse parameters are given by :meth:`mark_sparse` (``Sparsifier.attach`` calls it).
 
@@ -138,7 +138,7 @@ class StepAdamW(Optimizer):
                     continue
                 sparse = id(p) in self._sparse
                 delta = self._update(p, group, sparse)
-                if sparse and not self.sparse_phase:
+                if sparse and delta is not None and not self.sparse_phase:
                     total, items = self._measure(delta)
                     change.append(total)
                     count = count + items
@@ -168,8 +168,8 @@ class StepAdamW(Optimizer):
         self.last_change = own["last_change"]
         self._changes = deque(own["changes"], maxlen=self._changes.maxlen)
 
-    def _update(self, p: Tensor, group: dict[str, Any], sparse: bool) -> Tensor:
-        """One parameter; returns v_t - v_{t-1}."""
+    def _update(self, p: Tensor, group: dict[str, Any], sparse: bool) -> Tensor | None:
+        """One parameter; returns v_t - v_{t-1}, or None where v is frozen."""
         beta1, beta2 = group["betas"]
         grad = p.grad
         assert grad is not None
@@ -181,11 +181,13 @@ class StepAdamW(Optimizer):
                 state["max_exp_avg_sq"] = torch.zeros_like(p)
         p.mul_(1 - group["lr"] * group["weight_decay"])
         state["exp_avg"].lerp_(grad, 1 - beta1)
-        delta = grad.square().sub_(state["exp_avg_sq"]).mul_(1 - beta2)
-        v = state["exp_avg_sq"].add_(delta)
-        if self.amsgrad:
-            v = torch.maximum(state["max_exp_avg_sq"], v, out=state["max_exp_avg_sq"])
-        if sparse and self.sparse_phase:
+        delta, freeze = None, sparse and self.sparse_phase
+        if not (freeze and "frozen" in state):
+            delta = grad.square().sub_(state["exp_avg_sq"]).mul_(1 - beta2)
+            v = state["exp_avg_sq"].add_(delta)
+            if self.amsgrad:
+                v = torch.maximum(state["max_exp_avg_sq"], v, out=state["max_exp_avg_sq"])
+        if freeze:
             denominator = self._frozen_denominator(state, group["eps"], beta2)
         else:
             correction = math.sqrt(1 - beta2**self.steps)

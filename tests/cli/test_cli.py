@@ -252,7 +252,7 @@ LOADED = "import sys; from sparsepretrain.cli import main; main(sys.argv[1:]); p
     ("argv", "absent", "seconds"),
     [
         (["--help"], {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich"}, 0.3),
-        (["train", "--cfg", "job"], {"torch", "numba", "transformers", "rich"}, 0.6),
+        (["train", "--cfg", "job"], {"torch", "numba", "transformers", "datasets", "rich"}, 0.6),
         (["methods"], {"torch", "transformers"}, 0.6),
         (["__complete", "train", "sparsity."], {"torch", "rich"}, 0.6),
     ],

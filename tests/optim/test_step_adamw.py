@@ -78,6 +78,8 @@ def test_golden(case, reload):
     np.testing.assert_allclose(end["exp_avg"], GOLDEN[f"{case}_m_end"], rtol=1e-3, atol=1e-6)
     if optimizer.sparse_phase:
         np.testing.assert_allclose(end["frozen"], GOLDEN[f"{case}_vstar"], rtol=1e-3)
+        watched = end["max_exp_avg_sq" if optimizer.amsgrad else "exp_avg_sq"]
+        assert torch.equal(watched, end["frozen"]), "nothing moves what is no longer used"
 
 
 def test_equals_adamw_before_the_switch():

@@ -46,19 +46,20 @@ def _normalise(x, tiny):
 
 
 @inlined
-def _finish(x, b, selected, value, second, floor, saturation, zero):
-    """sign(x)·value where selected; groups with at most two non-zeros stay as they are."""
+def _finish(x, b, selected, value, scale, second, floor, saturation, zero):
+    """sign(x)·scale·max(value, b) where selected; at most two non-zeros stay as they are."""
     few = (x[0] != 0) * 1 + (x[1] != 0) + (x[2] != 0) + (x[3] != 0) <= 2
     return (
-        _entry(x[0], b[0], selected[0], value[0], few, second, floor, saturation, zero),
-        _entry(x[1], b[1], selected[1], value[1], few, second, floor, saturation, zero),
-        _entry(x[2], b[2], selected[2], value[2], few, second, floor, saturation, zero),
-        _entry(x[3], b[3], selected[3], value[3], few, second, floor, saturation, zero),
+        _entry(x[0], b[0], selected[0], value[0], scale, few, second, floor, saturation, zero),
+        _entry(x[1], b[1], selected[1], value[1], scale, few, second, floor, saturation, zero),
+        _entry(x[2], b[2], selected[2], value[2], scale, few, second, floor, saturation, zero),
+        _entry(x[3], b[3], selected[3], value[3], scale, few, second, floor, saturation, zero),
     )
 
 
 @inlined
-def _entry(xi, bi, keep, v, few, second, floor, saturation, zero):
+def _entry(xi, bi, keep, v, scale, few, second, floor, saturation, zero):
+    v = numpy.maximum(v, bi) * scale  # p ≤ 1
     # multiplied by 0 or 1, not a selection: a NaN must stay visible
     out = numpy.copysign(saturation if v > saturation else v, xi) * keep
     stays = xi if few | (not bi < floor) else zero
@@ -106,13 +107,9 @@ def _approximate(four, out, tokens, given, k0, k1, tiny, floor, saturation):
             # p_i = b_i/S·(1 + Q_i), Q_i = Σ_{j≠i} b_j/(S - b_j); hence |x_i|/p_i = S/(1 + Q_i)
             o = _others(b)
             q = _others((b[0] / o[0], b[1] / o[1], b[2] / o[2], b[3] / o[3]))
-            value = (
-                numpy.maximum(total / (q[0] + one), b[0]) * scale,
-                numpy.maximum(total / (q[1] + one), b[1]) * scale,
-                numpy.maximum(total / (q[2] + one), b[2]) * scale,
-                numpy.maximum(total / (q[3] + one), b[3]) * scale,
-            )
-            y = _finish(x, b, selected, value, smallest, floor, saturation, zero)
+            q = q[0] + one, q[1] + one, q[2] + one, q[3] + one
+            value = total / q[0], total / q[1], total / q[2], total / q[3]
+            y = _finish(x, b, selected, value, scale, smallest, floor, saturation, zero)
             out[g, 0, f], out[g, 1, f], out[g, 2, f], out[g, 3, f] = y
 
 
@@ -141,11 +138,6 @@ def _exact(four, out, tokens, given, k0, k1, tiny, floor, saturation):
             h = _one_hot(r[0, f], p0, c1, c2, zero, one)
             a = _one_hot(r[0, f], p0 - one, c1 - one, c2 - one, zero, one)
             selected = max(h[0], a[0]), max(h[1], a[1]), max(h[2], a[2]), max(h[3], a[3])
-            value = (
-                numpy.maximum(share, b[0]) * scale,
-                numpy.maximum(share, b[1]) * scale,
-                numpy.maximum(share, b[2]) * scale,
-                numpy.maximum(share, b[3]) * scale,
-            )
-            y = _finish(x, b, selected, value, smallest, floor, saturation, zero)
+            value = share, share, share, share
+            y = _finish(x, b, selected, value, scale, smallest, floor, saturation, zero)
             out[g, 0, f], out[g, 1, f], out[g, 2, f], out[g, 3, f] = y
