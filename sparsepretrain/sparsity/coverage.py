@@ -15,20 +15,14 @@ class CoveredLayer:
     """One sparse layer."""
 
     name: str
-    kind: str
-    """Class that was replaced."""
-    in_features: int
-    """Of a convolution: in_channels / groups."""
-    out_features: int
-    """Of a convolution: out_channels."""
-    kernel: tuple[int, ...]
-    """Kernel size of a convolution; () for linear layers."""
-    row: Row
-    """What its products see once they are sparse."""
+    kind: str  # class that was replaced
+    in_features: int  # of a convolution: in_channels / groups
+    out_features: int  # of a convolution: out_channels
+    kernel: tuple[int, ...]  # kernel size of a convolution; () for linear layers
+    row: Row  # what its products see once they are sparse
     fprop: str
     dgrad: str
-    wgrad: str
-    """Their operands in words."""
+    wgrad: str  # their operands in words
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,16 +31,13 @@ class Coverage:
 
     method: str
     pattern: str
-    title: str
-    """Method and pattern; the method alone where no product has an N:M operand."""
+    title: str  # method and pattern; the method alone where no product has an N:M operand
     layers: list[CoveredLayer] = field(default_factory=list)
-    sparse_parameters: int = 0
-    """Entries of the sparse weights."""
+    sparse_parameters: int = 0  # entries of the sparse weights
     total_parameters: int = 0
     dense_linears: list[str] = field(default_factory=list)
     """Linear layers and convolutions that stay dense."""
-    precision: str | None = None
-    """Formats of simulated fp8; None: the products follow autocast."""
+    precision: str | None = None  # formats of simulated fp8; None: the products follow autocast
 
     @property
     def sparse_products(self) -> str:

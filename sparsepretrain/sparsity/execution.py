@@ -20,21 +20,17 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import dequantize_fp8, quantize_fp8
 from sparsepretrain.sparsity.method import Projection
 
-Kept = tuple[Tensor | None, ...]
-"""What a backward keeps of X."""
-Estimate = Callable[[Tensor], Tensor]
-"""U: makes the output gradient of wgrad from G."""
+Kept = tuple[Tensor | None, ...]  # what a backward keeps of X
+Estimate = Callable[[Tensor], Tensor]  # U: makes the output gradient of wgrad from G
 
 
 class Operands(NamedTuple):
     """A and B as the products want them: pruned first, then quantised or cast."""
 
-    forward: Tensor
-    """(out_features, in_features), or a convolution's weight."""
+    forward: Tensor  # (out_features, in_features), or a convolution's weight
     backward: Tensor | None
     """The same for dgrad; None: ``forward`` (one tensor given twice breaks compiled graphs)."""
-    wgrad_scale: Tensor | None
-    """0-d factor of dW; None: 1."""
+    wgrad_scale: Tensor | None  # 0-d factor of dW; None: 1
 
 
 class Like(NamedTuple):
@@ -47,8 +43,7 @@ class Like(NamedTuple):
 class Linear(NamedTuple):
     """Y = X·Wᵀ + b for X (…, in_features) and operands W (out_features, in_features)."""
 
-    dim: int
-    """Axis of the stored weight that holds in_features: dW is laid out like the weight."""
+    dim: int  # axis of the stored weight that holds in_features: dW is laid out like the weight
 
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Y, shape (…, out_features)."""
@@ -113,8 +108,7 @@ class Convolution(NamedTuple):
         return tokens.transpose(1, 2).reshape(shape)
 
 
-Geometry = Linear | Convolution
-"""How a kind of layer multiplies dense tensors."""
+Geometry = Linear | Convolution  # how a kind of layer multiplies dense tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,5 +260,4 @@ def _into(out: Operands | None, made: Operands) -> Operands:
     return Operands(forward, backward, made.wgrad_scale)  # type: ignore[arg-type]
 
 
-EMULATE = Execution()
-"""The execution of evaluation, whatever training uses."""
+EMULATE = Execution()  # the execution of evaluation, whatever training uses

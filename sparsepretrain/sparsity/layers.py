@@ -184,8 +184,7 @@ def _has_own_forward(cls: type[nn.Module], base: type[nn.Module]) -> bool:
 class _Living(WeakSet[SparseLayer]):
     """All sparse layers of the process, copies included."""
 
-    made = 0
-    """How many there ever were."""
+    made = 0  # how many there ever were
 
     def add(self, layer: SparseLayer) -> None:
         super().add(layer)

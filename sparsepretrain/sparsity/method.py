@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from sparsepretrain.kernels import NoiseKey
     from sparsepretrain.sparsity.state import LayerState as Layer
 
-FPROP, DGRAD, WGRAD = 0, 1, 2
-"""Numbers of the products in noise keys."""
+FPROP, DGRAD, WGRAD = 0, 1, 2  # numbers of the products in noise keys
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,15 +66,12 @@ class MethodOptions:
 class Projection(NamedTuple):
     """What the weight of one layer looks like for one optimiser step."""
 
-    forward: Tensor | None
-    """A(W), shape of W; None: the weight itself."""
+    forward: Tensor | None  # A(W), shape of W; None: the weight itself
     mask: Tensor | None
     """Bool, shape of W: the positions in use; what masked decay spares and flip rate compares.
     None: what :meth:`Method.mask` chooses, computed when it is asked for."""
-    backward: Tensor | None = None
-    """B(W), shape of W; None: the same as ``forward``."""
-    wgrad_scale: Tensor | None = None
-    """0-d factor of dW; None: 1."""
+    backward: Tensor | None = None  # B(W), shape of W; None: the same as `forward`
+    wgrad_scale: Tensor | None = None  # 0-d factor of dW; None: 1
 
 
 class Method:
@@ -88,8 +84,7 @@ class Method:
     Options: ClassVar[type] = MethodOptions
     summary: ClassVar[str] = ""
     paper: ClassVar[str] = ""
-    phases: ClassVar[str] = "always"
-    """When the operands are those of :attr:`sparse_row`, in a few words."""
+    phases: ClassVar[str] = "always"  # when the operands are those of `sparse_row`, in a few words
 
     flip_rule: ClassVar[str | None] = "magnitude"
     """``flip_rule`` of a dense run whose flips are comparable; None: no dense run has this rule."""
@@ -103,27 +98,22 @@ class Method:
     """Option, a fraction of the run, from which on the last phase holds (:attr:`settled`)."""
     mixes_outputs: ClassVar[bool] = False
     """Whether one group may hold any output channels; a grouped convolution keeps them apart."""
-    linear_only: bool = False
-    """Whether convolutions are refused."""
+    linear_only: bool = False  # whether convolutions are refused
     scalars: ClassVar[dict[str, int]] = {}
     """Integers that are one per model, with their initial values; part of the state dict."""
 
-    phase: Phase = Phase()
-    """Of the next step."""
-    row: Row = Row()
-    """What training products see in the present phase."""
+    phase: Phase = Phase()  # of the next step
+    row: Row = Row()  # what training products see in the present phase
     changes: tuple[bool, ...] = (False,) * 4
     """Whether sparse products see another X in fprop and wgrad, another G in dgrad and wgrad."""
-    refresh: int = 1
-    """Steps between two comparisons of masks, counted from the first sparse step."""
+    refresh: int = 1  # steps between two comparisons of masks, counted from the first sparse step
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         self.options = options
         self.total_steps = total_steps
         self.step = 0
         """Completed optimiser steps, kept up to date by the sparsifier; not for :meth:`project`."""
-        self.state = dict(self.scalars)
-        """The integers of :attr:`scalars`; :meth:`after_step` may change them."""
+        self.state = dict(self.scalars)  # the integers of `scalars`; `after_step` may change them
         self.window = self.window_steps(options.window)
         if self.window[0] >= self.window[1]:
             first, stop = self.window

@@ -14,13 +14,10 @@ class Proof:
     """Counts over all sparse layers; :attr:`holds` says whether every group is N:M."""
 
     pattern: str
-    sparse: bool
-    """False: a dense method or phase, nothing to prove."""
-    why_dense: str = ""
-    """The dense phase, if it is one."""
+    sparse: bool  # False: a dense method or phase, nothing to prove
+    why_dense: str = ""  # the dense phase, if it is one
     groups: int = 0
-    zeros: int = 0
-    """Exact zeros."""
+    zeros: int = 0  # exact zeros
     entries: int = 0
     violations: tuple[str, ...] = ()
     """Layers with a group of more than N non-zeros, or with a zero that is -0.0."""

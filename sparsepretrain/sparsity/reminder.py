@@ -22,18 +22,15 @@ from sparsepretrain.sparsity.layers import SparseLayer, living
 from sparsepretrain.sparsity.state import ModelState
 
 _riders: WeakKeyDictionary[ModelState, tuple[ref[Optimizer], tuple[Any, ...]]] = WeakKeyDictionary()
-_changes = 0
-"""Counts attaching and detaching."""
+_changes = 0  # counts attaching and detaching
 _checked: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
 """Optimiser -> what had been changed, made and added when nothing was wrong with it, or said."""
 _suspects: WeakKeyDictionary[Optimizer, dict[ModelState, tuple[SparseLayer, int]]] = (
     WeakKeyDictionary()
-)
-"""During a step: models whose weights it holds without their hooks, and their steps so far."""
+)  # during a step: models whose weights it holds without their hooks, and their steps so far
 _released: WeakSet[Optimizer] = WeakSet()
 """Optimisers that carried the hooks of a model when it was densified."""
-_listening: list[Any] = []
-"""The handles of the global hooks, once there are some."""
+_listening: list[Any] = []  # the handles of the global hooks, once there are some
 
 
 def watch() -> None:

@@ -15,8 +15,7 @@ from typing import Literal, NamedTuple
 class Operand(NamedTuple):
     """What one product sees in one place."""
 
-    text: str
-    """For people."""
+    text: str  # for people
     pattern: tuple[int, int] | None = None
     """(N, M) exactly when the operand is N:M along the axis that its product reduces over."""
     axis: Literal["in", "out", "tokens"] | None = None
@@ -40,27 +39,19 @@ COLUMNS = {
     "P": "P(G)",
     "U": "U(G)",
     "J": "J(dW, W)",
-}
-"""Field of a row -> head of its column."""
+}  # field of a row -> head of its column
 
 
 class Row(NamedTuple):
     """One row of the table; the default is a dense layer."""
 
-    A: Operand = W
-    """Forward weight."""
-    B: Operand = Operand("A")
-    """Backward weight; with the text ``A`` the forward weight serves both."""
-    Xf: Operand = X
-    """Input of fprop."""
-    Xw: Operand = X
-    """Input of wgrad."""
-    P: Operand = G
-    """Output gradient of dgrad."""
-    U: Operand = G
-    """Output gradient of wgrad."""
-    J: Operand = Operand("dW")
-    """What the optimiser receives."""
+    A: Operand = W  # forward weight
+    B: Operand = Operand("A")  # backward weight; with the text `A` the forward weight serves both
+    Xf: Operand = X  # input of fprop
+    Xw: Operand = X  # input of wgrad
+    P: Operand = G  # output gradient of dgrad
+    U: Operand = G  # output gradient of wgrad
+    J: Operand = Operand("dW")  # what the optimiser receives
 
     @property
     def products(self) -> dict[str, tuple[Operand, ...]]:
@@ -90,7 +81,5 @@ class Phase(NamedTuple):
 
     training: bool = True
     """Whether training products see the row's operands; else W, X and G as they are."""
-    evaluation: bool = True
-    """Whether evaluation, ``densify`` and proofs use A(W)."""
-    why: str = ""
-    """Of dense training: until or since when, and the option that decides it."""
+    evaluation: bool = True  # whether evaluation, `densify` and proofs use A(W)
+    why: str = ""  # of dense training: until or since when, and the option that decides it

@@ -41,19 +41,14 @@ class ModelState:
     ) -> None:
         self.root = root
         self.buffer = _free_name(root)
-        self.example = ""
-        """Name of a sparse layer, one whose weight is trained if there is any."""
+        self.example = ""  # name of a sparse layer, one whose weight is trained if there is any
         self.method = method
         self.execution = execution
         self.seed = seed
-        self.step = 0
-        """Completed optimiser steps."""
-        self.micro = 0
-        """Index of the current micro-batch in the global batch."""
-        self.compared_at = 0
-        """Completed steps at the last comparison of masks."""
-        self.interval = 0
-        """Steps between the last two comparisons in this process; 0: none yet."""
+        self.step = 0  # completed optimiser steps
+        self.micro = 0  # index of the current micro-batch in the global batch
+        self.compared_at = 0  # completed steps at the last comparison of masks
+        self.interval = 0  # steps between the last two comparisons in this process; 0: none yet
         self.capacity = 0
         """Most tokens of a micro-batch where they differ in size; 0: all have equally many."""
         self.store: torch.dtype | None = None
@@ -231,14 +226,10 @@ class LayerState(nn.Module):
     """What is sparse about one layer: the method's tensors, the last mask, its draws."""
 
     previous_mask: Tensor
-    held: Tensor | None
-    """The mask before an update, for methods that change weights after it."""
-    _stored: dict[bool, Operands | None]
-    """Operands of training (True) and of evaluation (False)."""
-    _spare: dict[bool, Operands]
-    """Their memory, for the next ones."""
-    _mask: Tensor | None
-    """Taken with the operands of training."""
+    held: Tensor | None  # the mask before an update, for methods that change weights after it
+    _stored: dict[bool, Operands | None]  # operands of training (True) and of evaluation (False)
+    _spare: dict[bool, Operands]  # their memory, for the next ones
+    _mask: Tensor | None  # taken with the operands of training
 
     if TYPE_CHECKING:  # the method's tensors
 
@@ -246,14 +237,11 @@ class LayerState(nn.Module):
 
     def __init__(self, model: ModelState, name: str, index: int, weight: Tensor, dim: int) -> None:
         super().__init__()
-        self.model = model
-        """What all sparse layers share."""
+        self.model = model  # what all sparse layers share
         self.layer_name = name
-        self.index = index
-        """Position among the sparse layers: part of the noise key."""
+        self.index = index  # position among the sparse layers: part of the noise key
         self.dim = dim
-        self.flips: Tensor | None = None
-        """0-d int64: flips at the last comparison."""
+        self.flips: Tensor | None = None  # 0-d int64: flips at the last comparison
         self.forget()
         rows = weight.new_zeros(weight.shape, dtype=torch.bool)
         self.register_buffer(PREVIOUS_MASK, _pack(rows))

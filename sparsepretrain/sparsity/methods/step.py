@@ -56,8 +56,7 @@ class STEP(STE):
     paper = "arXiv:2302.01172 (ICML 2023)"
     phases = "dense until AutoSwitch; evaluation always"
     finetunes_as = "ste"
-    scalars: ClassVar[dict[str, int]] = {"trains_dense": 1}
-    """1 until AutoSwitch has switched."""
+    scalars: ClassVar[dict[str, int]] = {"trains_dense": 1}  # 1 until AutoSwitch has switched
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
