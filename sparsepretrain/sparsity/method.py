@@ -7,7 +7,7 @@ must not import torch at the top level, so that configurations are checked witho
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -24,6 +24,22 @@ if TYPE_CHECKING:
 
 FPROP, DGRAD, WGRAD = 0, 1, 2  # numbers of the products in noise keys
 
+Problems = Iterator[tuple[str, str]]  # (key, message)
+_WITHIN: dict[str, Callable[[float], bool]] = {
+    "≥ 0": lambda value: value >= 0,
+    "≥ 1": lambda value: value >= 1,
+    "[0, 1]": lambda value: 0 <= value <= 1,
+    "[0, 1)": lambda value: 0 <= value < 1,
+}
+
+
+def out_of_range(options: Any, limits: dict[str, str]) -> Problems:
+    """Values outside ``limits``: key -> ``"≥ 0"``, ``"≥ 1"``, ``"[0, 1]"`` or ``"[0, 1)"``."""
+    for key, limit in limits.items():
+        value = getattr(options, key)
+        if value is not None and not _WITHIN[limit](value):
+            yield key, f"must {'be' if limit[0] == '≥' else 'lie in'} {limit}, got {value}"
+
 
 @dataclass(slots=True, kw_only=True)
 class Window:
@@ -34,7 +50,7 @@ class Window:
     stop: float = 1.0
     """First dense step after it; 1: sparse to the end, and afterwards."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         """Range errors as (key, message)."""
         if not 0 <= self.start < self.stop <= 1:
             yield "start", f"and stop need 0 ≤ start < stop ≤ 1, got {self.start} and {self.stop}"
@@ -53,7 +69,10 @@ class MethodOptions:
     """Layers: an alias of the recipe (ffn, ffn_out, attention, all) or globs of module names."""
     window: Window = field(default_factory=Window)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    limits: ClassVar[dict[str, str]] = {}
+    """Key -> range of its values, as :func:`out_of_range` takes it."""
+
+    def problems(self) -> Problems:
         """Range errors as (key, message)."""
         if self.m < 1:
             yield "m", f"must be ≥ 1, got {self.m}"
@@ -61,6 +80,13 @@ class MethodOptions:
             yield "n", f"must satisfy 1 ≤ n ≤ m (m = {self.m}), got {self.n}"
         if not self.targets:
             yield "targets", "must name at least one layer pattern"
+        yield from out_of_range(self, self.limits)
+
+    def two_of_four(self, what: str) -> Problems:
+        """A possible pattern must be 2:4, because ``what`` exists for no other."""
+        if 1 <= self.n <= self.m and (self.n, self.m) != (2, 4):
+            key = "m" if self.m != 4 else "n"
+            yield key, f"does not fit {what}: 2:4 only, got {self.n}:{self.m}"
 
 
 class Projection(NamedTuple):
@@ -111,6 +137,7 @@ class Method:
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         self.options = options
         self.total_steps = total_steps
+        self.refresh = getattr(options, "refresh", self.refresh)
         self.step = 0
         """Completed optimiser steps, kept up to date by the sparsifier; not for :meth:`project`."""
         self.state = dict(self.scalars)  # the integers of `scalars`; `after_step` may change them

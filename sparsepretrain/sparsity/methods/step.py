@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -10,8 +9,7 @@ from sparsepretrain import kernels
 from sparsepretrain.config.schema import AdamW
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.method import Method, MethodOptions
+from sparsepretrain.sparsity.method import Method, MethodOptions, Problems
 from sparsepretrain.sparsity.methods.ste import STE
 from sparsepretrain.sparsity.row import Operand, Phase, Row
 
@@ -36,15 +34,13 @@ class STEPOptions(MethodOptions):
     """Divide the frozen second moment by 1 - beta2^t0; the authors' code does not."""
     denominator: Literal["sqrt_v_plus_eps34", "sqrt_of_v_plus_eps"] = "sqrt_v_plus_eps34"
     """√v* + ε^¾ (authors' code) or √(v* + ε) (paper)."""
+    limits: ClassVar[dict[str, str]] = {"window_length": "≥ 1", "decay": "≥ 0"}
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         yield from MethodOptions.problems(self)
         bounds = [b for b in self.clipping if b is not None]
         if any(not 0 <= b <= 1 for b in bounds) or bounds != sorted(bounds):
             yield "clipping", f"needs 0 ≤ earliest ≤ latest ≤ 1, got {list(self.clipping)}"
-        if self.window_length is not None:
-            yield from checks.at_least(1, self, "window_length")
-        yield from checks.at_least(0, self, "decay")
 
 
 @register("method", "step")
