@@ -118,6 +118,11 @@ class Execution:
     Exact arithmetic with dense products of zero-filled operands, in the dtype of X.
     """
 
+    @property
+    def label(self) -> str:
+        """In two words; empty where the products follow autocast."""
+        return ""
+
     def prepare(self, projection: Projection, dtype: torch.dtype, out: Operands | None) -> Operands:
         """The operands of a projection; once per optimiser step where they are stored.
 
@@ -170,14 +175,18 @@ class SimulatedFP8(Execution):
     """P(G) and U(G)."""
 
     @property
+    def label(self) -> str:
+        """Name and recipe."""
+        return f"{self.name} {self.recipe}"
+
+    @property
     def backward(self) -> str:
         """The other operand of dgrad (B) and of wgrad (X)."""
         return "e4m3" if self.recipe == "hybrid" else "e5m2"
 
     def __str__(self) -> str:
         other = f"{self.gradient}×{self.backward}"
-        products = f"fprop {self.forward}×{self.forward}, dgrad and wgrad {other}"
-        return f"{self.name} {self.recipe}: {products}"
+        return f"{self.label}: fprop {self.forward}×{self.forward}, dgrad and wgrad {other}"
 
     def prepare(self, projection: Projection, dtype: torch.dtype, out: Operands | None) -> Operands:
         """Round; B has a tensor of its own where its format is another one."""

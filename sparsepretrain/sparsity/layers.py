@@ -77,26 +77,18 @@ class SparseLayer(nn.Module):
     def extra_repr(self) -> str:
         """The original representation and the method."""
         model = self.sparsity.model
-        words = [super().extra_repr(), model.method.title]
-        words += [] if model.execution is EMULATE else [str(model.execution).partition(":")[0]]
-        return ", ".join(word for word in words if word)
+        words = (super().extra_repr(), model.method.title, model.execution.label)
+        return ", ".join(filter(None, words))
 
 
 class SparseConvolution(SparseLayer):
     """Mixin before nn.Conv2d: groups of M run along the input channels of each kernel position."""
 
-    stride: Any
-    padding: Any
-    padding_mode: Any
-    dilation: Any
-    groups: Any
-    _reversed_padding_repeated_twice: Any
-
     def forward(self, x: Tensor) -> Tensor:
         """Y = X ∗ A(W) + b for X of shape (N, in_channels, H, W), or without N."""
         return super().forward(x) if x.dim() != 3 else super().forward(x[None])[0]
 
-    def _products(self, x: Tensor) -> tuple[Tensor, Geometry]:
+    def _products(self: Any, x: Tensor) -> tuple[Tensor, Geometry]:
         padding = self.padding
         if self.padding_mode != "zeros":
             x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
@@ -129,10 +121,7 @@ class SparseConv2d(SparseConvolution, nn.Conv2d):
     replaces = nn.Conv2d
 
 
-_made: dict[type[nn.Module], type[SparseLayer]] = {
-    nn.Linear: SparseLinear,
-    nn.Conv2d: SparseConv2d,
-}
+_made: dict[type, type[SparseLayer]] = {nn.Linear: SparseLinear, nn.Conv2d: SparseConv2d}
 
 
 def sparse_class(cls: type[nn.Module]) -> type[SparseLayer] | None:

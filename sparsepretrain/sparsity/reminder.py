@@ -71,10 +71,6 @@ def release(state: ModelState) -> None:
         _released.add(optimizer)
 
 
-def _index(layer: SparseLayer) -> int:
-    return layer.sparsity.index
-
-
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     now = (_changes, living.made, len(optimizer.param_groups))
     if _checked.get(optimizer) == now:
@@ -87,7 +83,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             dense = False
             state = layer.sparsity.model
             if state.expects_attach and riding(state) is not optimizer:
-                first = min(layer, found.get(state, (layer, 0))[0], key=_index)
+                earlier = found.get(state, (layer, 0))[0]
+                first = min(layer, earlier, key=lambda layer: layer.sparsity.index)
                 found[state] = first, state.step
     if optimizer in _released:
         _released.discard(optimizer)

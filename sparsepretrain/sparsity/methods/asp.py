@@ -11,9 +11,7 @@ from sparsepretrain.sparsity.method import Method, MethodOptions, Projection
 from sparsepretrain.sparsity.row import Operand, Phase, Row
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.sparsity.state import LayerState as Layer
+    from sparsepretrain.sparsity.method import Layer, Tensor
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,9 +13,7 @@ from sparsepretrain.sparsity.methods.ste import STE
 from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.sparsity.state import LayerState as Layer
+    from sparsepretrain.sparsity.method import Layer, Tensor
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,9 +11,7 @@ from sparsepretrain.sparsity.method import Method, MethodOptions, Problems
 from sparsepretrain.sparsity.row import Row
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.kernels import NoiseKey
+    from sparsepretrain.sparsity.method import NoiseKey, Tensor
 
 
 @dataclass(slots=True, kw_only=True)

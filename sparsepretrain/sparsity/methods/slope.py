@@ -19,9 +19,7 @@ from sparsepretrain.sparsity.methods.asp import StoredMask
 from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.sparsity.state import LayerState as Layer
+    from sparsepretrain.sparsity.method import Layer, Tensor
 
 
 @dataclass(slots=True, kw_only=True)

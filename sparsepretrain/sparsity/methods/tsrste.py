@@ -14,10 +14,7 @@ from sparsepretrain.sparsity.methods.srste import RampedDecay, RampedDecayOption
 from sparsepretrain.sparsity.row import Operand, Phase, Row
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.kernels import NoiseKey
-    from sparsepretrain.sparsity.state import LayerState as Layer
+    from sparsepretrain.sparsity.method import Layer, NoiseKey, Tensor
 
 
 def transposable(weight: Tensor) -> Tensor:
