@@ -124,12 +124,9 @@ class Execution:
         return ""
 
     def prepare(self, projection: Projection, dtype: torch.dtype, out: Operands | None) -> Operands:
-        """The operands of a projection; once per optimiser step where they are stored.
+        """The operands of a projection with a forward weight, once per step where they are stored.
 
-        Args:
-            projection: with a forward weight, as rows (see :attr:`Operands.forward`).
-            dtype: of the products.
-            out: earlier ones of the same layer, whose memory is used again.
+        ``out``: earlier ones of the same layer, whose memory is used again.
         """
         forward, _, backward, scale = projection
         assert forward is not None
@@ -224,12 +221,8 @@ class SimulatedFP8(Execution):
 def execution_of(precision: Any, backend: str = "emulate") -> Execution:
     """The execution that ``sparsify(precision=…, backend=…)`` asks for.
 
-    Args:
-        precision: None, ``"fp8_sim"`` or a dict with its name and recipe.
-        backend: ``"emulate"``.
-
     Raises:
-        ConfigError: anything else, naming the argument.
+        ConfigError: what does not exist, naming the argument.
     """
     if backend in ("reference", "triton", "cpu"):
         raise ConfigError(

@@ -22,24 +22,10 @@ class Operand(NamedTuple):
     """That axis: in (fprop), out (dgrad) or tokens (wgrad). None without a pattern."""
 
     def __str__(self) -> str:
-        return (
-            self.text if self.pattern is None else f"{self.text} {':'.join(map(str, self.pattern))}"
-        )
+        return f"{self.text} {':'.join(map(str, self.pattern))}" if self.pattern else self.text
 
 
-W, X, G = Operand("W"), Operand("X"), Operand("G")
-"""The weight, the input and the output gradient as they are."""
-
-
-COLUMNS = {
-    "A": "A(W)",
-    "B": "B(W)",
-    "Xf": "Xf(X)",
-    "Xw": "Xw(X)",
-    "P": "P(G)",
-    "U": "U(G)",
-    "J": "J(dW, W)",
-}  # field of a row -> head of its column
+W, X, G = Operand("W"), Operand("X"), Operand("G")  # as they are
 
 
 class Row(NamedTuple):
@@ -69,11 +55,11 @@ class Row(NamedTuple):
     @property
     def sparse(self) -> list[str]:
         """The products with an N:M operand, which sparse hardware could run."""
-        return [
-            name
-            for name, operands in self.products.items()
-            if any(operand.pattern is not None for operand in operands)
-        ]
+        return [k for k, operands in self.products.items() if any(o.pattern for o in operands)]
+
+
+_HEADS = ("A(W)", "B(W)", "Xf(X)", "Xw(X)", "P(G)", "U(G)", "J(dW, W)")
+COLUMNS = dict(zip(Row._fields, _HEADS, strict=True))  # field of a row -> head of its column
 
 
 class Phase(NamedTuple):

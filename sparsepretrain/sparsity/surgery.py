@@ -100,15 +100,12 @@ def sparsify_with(
     backend: str = "emulate",
     precision: str | dict[str, str] | None = None,
 ) -> Sparsifier:
-    """:func:`sparsify` with options that were checked already.
+    """:func:`sparsify` with options that were checked already, and the same errors.
 
     Args:
         model, exclude, seed, total_steps, backend, precision: see :func:`sparsify`.
         options: of the method that they name.
         targets: globs; takes the place of ``options.targets``, which may hold aliases.
-
-    Raises:
-        ConfigError: see :func:`sparsify`.
     """
     execution = execution_of(precision, backend)
     cls: Any = registry.get("method", options.name)
@@ -149,14 +146,10 @@ _FUSED = "_sparsity_activation_relu_or_gelu"
 
 
 def _let_layers_run(model: nn.Module) -> None:
-    """Keep PyTorch from evaluating an encoder layer by a kernel that reads the stored weights.
-
-    What :func:`densify` undoes. The attribute is PyTorch's own condition for that kernel.
-    """
+    # PyTorch's own condition for the kernel of encoder layers, which reads the stored weights
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and any(
-            isinstance(child, SparseLayer) for child in module.modules()
-        ):
+        encoder = isinstance(module, nn.TransformerEncoderLayer)
+        if encoder and any(isinstance(child, SparseLayer) for child in module.modules()):
             if not hasattr(module, _FUSED):  # sparse layers of an earlier call
                 setattr(module, _FUSED, module.activation_relu_or_gelu)
             module.activation_relu_or_gelu = 0
@@ -168,11 +161,8 @@ def densify(model: nn.Module) -> nn.Module:
     Dropped weights become exact zeros (+0.0) and scales are folded in, so outputs stay equal.
     Weights are not quantised: evaluation after training in simulated fp8 runs without fp8.
 
-    Args:
-        model: anything; layers that are not sparse stay as they are.
-
     Returns:
-        ``model``.
+        ``model``; its layers that are not sparse stay as they are.
 
     Raises:
         ConfigError: ``model`` is not a module.
@@ -218,7 +208,6 @@ def _make_dense(layer: SparseLayer) -> list[str]:
 def _check_arguments(
     model: Any, method: Any, targets: Any, exclude: Any, seed: Any, total_steps: Any
 ) -> None:
-    """Types of what does not pass through an options class."""
     problems = []
     if not isinstance(model, nn.Module):
         problems.append(f"model must be a torch.nn.Module, got {_show(model)}")
@@ -240,7 +229,6 @@ def _is_integer(value: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    """A wrong argument in one line."""
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else type(value).__name__
 
@@ -261,21 +249,21 @@ def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> di
         if not name or not hits:
             continue
         if any(_matches(alias, pattern) for alias in aliases for pattern in exclude):
-            matched |= hits
-            continue
-        if isinstance(module, SparseLayer):
+            pass
+        elif isinstance(module, SparseLayer):
             problems.append(f"layer {name!r} is sparse already: call densify(model) first")
-            matched |= hits
         elif sparse_class(type(module)) is not None:
             chosen[name] = module
-            matched |= hits
         elif layer_family(type(module)) is not None:
             kind = type(module).__name__
             problems.append(f"layer {name!r} ({kind}) has a forward of its own: exclude it")
-            matched |= hits
+        else:
+            continue
+        matched |= hits
     for pattern in patterns:
         if pattern not in matched:
-            near = registry.suggestion(pattern, _layer_names(model))
+            known = [k for k, v in model.named_modules() if sparse_class(type(v)) is not None]
+            near = registry.suggestion(pattern, known[:8])
             text = f": no linear layer or convolution matches {pattern!r}{near}"
             problems.append(("targets", text))
     owners = defaultdict(list)
@@ -296,11 +284,6 @@ def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> di
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(f".{name}", pattern)
-
-
-def _layer_names(model: nn.Module) -> list[str]:
-    names = [k for k, v in model.named_modules() if sparse_class(type(v)) is not None]
-    return names[:8]
 
 
 def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
