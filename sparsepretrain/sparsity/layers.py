@@ -45,13 +45,10 @@ class SparseLayer(nn.Module):
             given, how = self._products(x.to(dtype) if autocast else x)
             sees = state if training and model.method.phase.training else None
             execution = model.execution if training else EMULATE
-            clock = model.now()
-            # simulated fp8 multiplies in fp32
-            in_fp32 = autocast and execution is not EMULATE
+            rest = (*operands, model.now(), sees, how, execution)
+            in_fp32 = autocast and execution is not EMULATE  # products of simulated fp8
             with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
-                y = SparseProducts.apply(
-                    given, weight, self.bias, *operands, clock, sees, how, execution
-                )
+                y = SparseProducts.apply(given, weight, self.bias, *rest)
         residual = model.method.residual(x, state)
         return y if residual is None else y + residual
 

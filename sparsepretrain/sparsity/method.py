@@ -143,9 +143,8 @@ class Method:
         self.state = dict(self.scalars)  # the integers of `scalars`; `after_step` may change them
         self.window = self.window_steps(options.window)
         if self.window[0] >= self.window[1]:
-            first, stop = self.window
-            reason = f": no step is sparse (from {first} to {stop} of {total_steps})"
-            raise ConfigError([("window", reason)])
+            span = "from {} to {} of {}".format(*self.window, total_steps)
+            raise ConfigError([("window", f": no step is sparse ({span})")])
         part = getattr(options, self.settles) if self.settles else 0
         self.settled = max(self.steps_of(part, str(self.settles)) if part else 0, self.window[0])
         """First step of the last phase."""
@@ -159,28 +158,18 @@ class Method:
     def keeps_function(cls, options: Any, theirs: dict[str, Any]) -> bool:
         """Whether stored weights mean the same to a new run as to the finished one they are of.
 
-        If not, a new run starts from the weights that the other one evaluates with.
-
-        Args:
-            options: of the new run.
-            theirs: plain values of the run that the weights come from.
+        If not, a new run with ``options`` starts from the weights that the other one, of the plain
+        values ``theirs``, evaluates with.
         """
-        whole = {"start": 0.0, "stop": 1.0}
         if cls.settles is not None and getattr(options, cls.settles) > 0:
             return False
-        windows = [{"start": options.window.start, "stop": options.window.stop}, theirs["window"]]
+        if options.window != Window() or theirs["window"] != {"start": 0.0, "stop": 1.0}:
+            return False
         keys = ("name", "n", "m", "targets", *cls.function_options)
-        missing = object()
-        return windows == [whole, whole] and all(
-            getattr(options, key) == theirs.get(key, missing) for key in keys
-        )
+        return all(key in theirs and getattr(options, key) == theirs[key] for key in keys)
 
     def steps_of(self, fraction: float, key: str) -> int:
-        """⌊fraction·total_steps + ½⌋.
-
-        Raises:
-            ConfigError: the length of the run is not known; names ``key``.
-        """
+        """⌊fraction·total_steps + ½⌋; a ConfigError names ``key`` if the length is not known."""
         if self.total_steps is None:
             raise ConfigError([(key, " is a fraction of the run: sparsify needs total_steps")])
         return math.floor(fraction * self.total_steps + 0.5)
@@ -213,10 +202,7 @@ class Method:
         return (self.step - self.window[0]) % self.refresh == 0
 
     def may_be_sparse(self, step: int) -> bool:
-        """Whether training can be sparse after ``step`` completed steps, as the options say.
-
-        What :attr:`scalars` decide is not known beforehand: it may.
-        """
+        """Whether training can be sparse after ``step`` steps; what :attr:`scalars` decide may."""
         self.set_step(step)
         undecided = bool(self.scalars) and self.window[0] <= step < self.window[1]
         return bool((self.sparse_row if undecided else self.row).sparse)
@@ -256,25 +242,17 @@ class Method:
         return {}
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
-        """Persistent tensors of one layer, made once from its initial weight.
+        """Persistent tensors of one layer, made once from its dense weight (fp32 or wider).
 
         What is called ``beta`` here is ``layer.beta`` from then on. A ``torch.nn.Parameter`` among
         them is trained: build the optimiser after ``sparsify``.
-
-        Args:
-            weight: the dense weight as stored, fp32 or wider.
-            layer: whose they will be; has no tensors yet.
         """
         return {}
 
     def update_(self, weight: Tensor, layer: Layer) -> None:
-        """Bring the layer's tensors up to date, in place, inside the window.
+        """Bring the layer's tensors up to date with the master weight, in place, in the window.
 
         Runs before the first forward and after every optimiser step.
-
-        Args:
-            weight: the master weight after the update, as stored.
-            layer: whose it is.
         """
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
@@ -282,21 +260,15 @@ class Method:
         return kernels.nm_mask(weight, *self.pattern, dim=dim)
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
-        """A(W), B(W) and the mask; called once per optimiser step, per forward, or in a graph.
+        """A(W), B(W) and the mask of a master weight, as stored, fp32 or wider.
 
-        A function of its arguments: what changes over time is in the layer (:meth:`update_`).
-
-        Args:
-            weight: the master weight as stored, fp32 (or wider).
-            layer: whose it is.
+        Called once per optimiser step, per forward, or in a graph. A function of its arguments:
+        what changes over time is in the layer (:meth:`update_`).
         """
         return Projection(None, None)
 
     def fprop_input(self, x: Tensor) -> Tensor:
-        """Xf(X): the input that fprop sees; (…, in_features). Called where the row has an Xf.
-
-        Training only: evaluation, like a densified model, sees X.
-        """
+        """Xf(X): the input that fprop sees in training; (…, in_features). Called for a row's Xf."""
         return x
 
     def wgrad_input(self, x: Tensor) -> Tensor:
@@ -304,17 +276,11 @@ class Method:
         return x
 
     def dgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
-        """P(G): the output gradient that dgrad sees; (…, out_features). Called for a row's P.
-
-        Of a convolution: (samples, positions, out_channels).
-        """
+        """P(G): what dgrad sees; (…, out_features or out_channels). Called for a row's P."""
         return grad
 
     def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
-        """U(G): the output gradient that wgrad sees; (tokens, out_features), fp32 or as given.
-
-        Called where the row has a U.
-        """
+        """U(G): what wgrad sees; (tokens, out_features), fp32 or as given. Called for a row's U."""
         return grad
 
     def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
@@ -328,21 +294,14 @@ class Method:
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """J: change the accumulated, unscaled, clipped gradient in place before the update.
 
-        Args:
-            grad, weight, mask: of one layer, as stored.
-            scale: loss scale still contained in ``grad`` (1, or a 0-d tensor for fused optimisers).
+        ``scale``: still contained in ``grad`` (1, or a 0-d tensor for fused optimisers).
         """
 
     def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:
         """Change the weight in place after the optimiser's own update (rarely needed)."""
 
     def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer | None:
-        """The optimiser that this method brings along; None: the configured one.
-
-        Args:
-            groups: parameter groups.
-            options: of the group ``optim``.
-        """
+        """The optimiser that this method brings along; ``options`` are those of ``optim``."""
         return None
 
     def attached(self, optimizer: Optimizer, weights: list[Tensor]) -> None:

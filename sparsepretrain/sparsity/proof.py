@@ -43,7 +43,6 @@ def prove(sparsifier: Sparsifier) -> Proof:
     phase = sparsifier.method.phase
     why = "" if phase.evaluation else phase.why
     proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
-    violations = []
     for name, layer in sparsifier.layers.items():
         weight = layer.sparsity.project(layer.weight).forward
         if weight is None:
@@ -53,9 +52,8 @@ def prove(sparsifier: Sparsifier) -> Proof:
         nonzeros = (weight != 0).unflatten(dim, (-1, m)).sum(dim + 1)
         zero = weight == 0
         if bool((nonzeros > n).any()) or bool((zero & weight.signbit()).any()):
-            violations.append(name)
+            proof.violations += (name,)
         proof.groups += nonzeros.numel()
         proof.zeros += int(zero.sum())
         proof.entries += weight.numel()
-    proof.violations = tuple(violations)
     return proof

@@ -25,7 +25,8 @@ _riders: WeakKeyDictionary[ModelState, tuple[ref[Optimizer], tuple[Any, ...]]] =
 _changes = 0  # counts attaching and detaching
 _checked: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
 """Optimiser -> what had been changed, made and added when nothing was wrong with it, or said."""
-_suspects: WeakKeyDictionary[Optimizer, dict[ModelState, tuple[SparseLayer, int]]] = (
+_Found = dict[ModelState, tuple[SparseLayer, int]]
+_suspects: WeakKeyDictionary[Optimizer, _Found] = (
     WeakKeyDictionary()
 )  # during a step: models whose weights it holds without their hooks, and their steps so far
 _released: WeakSet[Optimizer] = WeakSet()
@@ -76,7 +77,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _checked.get(optimizer) == now:
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found: dict[ModelState, tuple[SparseLayer, int]] = {}
+    found: _Found = {}
     dense = True
     for layer in living:
         if isinstance(layer, SparseLayer) and id(layer.weight) in held:

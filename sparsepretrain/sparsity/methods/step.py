@@ -94,11 +94,6 @@ class STEP(STE):
         )
 
     def attached(self, optimizer: Optimizer, weights: list[Tensor]) -> None:
-        """Tell the optimiser which second moments to watch.
-
-        Raises:
-            ConfigError: it is not a StepAdamW.
-        """
         from sparsepretrain.optim import StepAdamW
 
         if not isinstance(optimizer, StepAdamW):
@@ -107,20 +102,19 @@ class STEP(STE):
         optimizer.mark_sparse(weights)
         self.state["trains_dense"] = int(not optimizer.sparse_phase)
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Any) -> None:
         """The first sparse forward is the one after the step that switched."""
         self._watched = {}
-        change = optimizer.window_mean  # type: ignore[attr-defined]
+        change = optimizer.window_mean
         if self.state["trains_dense"] and change is not None:
-            threshold = optimizer.threshold  # type: ignore[attr-defined]
+            threshold = optimizer.threshold
             self._watched = {"autoswitch_z": change, "autoswitch_threshold": threshold}
-        self.state["trains_dense"] = int(not optimizer.sparse_phase)  # type: ignore[attr-defined]
+        self.state["trains_dense"] = int(not optimizer.sparse_phase)
 
     def metrics(self) -> dict[str, float]:
-        """What AutoSwitch saw at a dense step: the mean change Z̄ of its window, and ε.
+        """What AutoSwitch saw at a dense step: Z̄, the mean change in its window, and ε.
 
-        It switches when Z̄ < ε, unless ``clipping`` decides. The step that switches is the last
-        one with these values.
+        It switches when Z̄ < ε, unless ``clipping`` decides.
         """
         return self._watched
 
