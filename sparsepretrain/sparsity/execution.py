@@ -74,8 +74,9 @@ class Linear(NamedTuple):
 class Convolution(NamedTuple):
     """Y = X ∗ W + b for X (N, C, H, W) and W (out_channels, in_channels / groups, kh, kw).
 
-    The tokens are the output positions, in the order (N, H, W): wgrad reduces over them. Dgrad
-    reduces over output channels, fprop over input channels, both at every kernel position.
+    The tokens are the output positions, in the order (N, H, W): wgrad reduces over them, and they
+    are (N, H'·W', out_channels) as :meth:`tokens`. Dgrad reduces over output channels, fprop over
+    input channels, both at every kernel position.
     """
 
     stride: tuple[int, ...]
@@ -84,27 +85,21 @@ class Convolution(NamedTuple):
     groups: int
 
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Y, shape (N, out_channels, H', W')."""
         return F.conv2d(x, weight, bias, *self)
 
     def dgrad(self, grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of the input, of ``shape``."""
         return conv2d_input(shape, weight, grad, *self)
 
     def wgrad(self, grad: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of the weight, of ``shape``."""
         return conv2d_weight(x, shape, grad, *self)
 
     def bgrad(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum of G over the positions, accumulated in ``dtype``."""
         return grad.sum((0, 2, 3), dtype=dtype)
 
     def tokens(self, grad: Tensor) -> Tensor:
-        """G as (N, H'·W', out_channels)."""
         return grad.flatten(2).transpose(1, 2)
 
     def from_tokens(self, tokens: Tensor, shape: torch.Size) -> Tensor:
-        """Inverse of :meth:`tokens` for G of ``shape``."""
         return tokens.transpose(1, 2).reshape(shape)
 
 
@@ -173,7 +168,6 @@ class SimulatedFP8(Execution):
 
     @property
     def label(self) -> str:
-        """Name and recipe."""
         return f"{self.name} {self.recipe}"
 
     @property

@@ -33,12 +33,19 @@ _WITHIN: dict[str, Callable[[float], bool]] = {
 }
 
 
-def out_of_range(options: Any, limits: dict[str, str]) -> Problems:
-    """Values outside ``limits``: key -> ``"≥ 0"``, ``"≥ 1"``, ``"[0, 1]"`` or ``"[0, 1)"``."""
-    for key, limit in limits.items():
-        value = getattr(options, key)
-        if value is not None and not _WITHIN[limit](value):
-            yield key, f"must {'be' if limit[0] == '≥' else 'lie in'} {limit}, got {value}"
+class Limited:
+    """Options whose numbers lie in ranges; those of a subclass take the place of its base's."""
+
+    __slots__ = ()
+    limits: ClassVar[dict[str, str]] = {}
+    """Key -> ``"≥ 0"``, ``"≥ 1"``, ``"[0, 1]"`` or ``"[0, 1)"``."""
+
+    def problems(self) -> Problems:
+        """Range errors as (key, message)."""
+        for key, limit in self.limits.items():
+            value = getattr(self, key)
+            if value is not None and not _WITHIN[limit](value):
+                yield key, f"must {'be' if limit[0] == '≥' else 'lie in'} {limit}, got {value}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +64,7 @@ class Window:
 
 
 @dataclass(slots=True, kw_only=True)
-class MethodOptions:
+class MethodOptions(Limited):
     """Options that every method has; a method's ``Options`` adds its own."""
 
     name: str
@@ -69,9 +76,6 @@ class MethodOptions:
     """Layers: an alias of the recipe (ffn, ffn_out, attention, all) or globs of module names."""
     window: Window = field(default_factory=Window)
 
-    limits: ClassVar[dict[str, str]] = {}
-    """Key -> range of its values, as :func:`out_of_range` takes it."""
-
     def problems(self) -> Problems:
         """Range errors as (key, message)."""
         if self.m < 1:
@@ -80,7 +84,7 @@ class MethodOptions:
             yield "n", f"must satisfy 1 ≤ n ≤ m (m = {self.m}), got {self.n}"
         if not self.targets:
             yield "targets", "must name at least one layer pattern"
-        yield from out_of_range(self, self.limits)
+        yield from Limited.problems(self)
 
     def two_of_four(self, what: str) -> Problems:
         """A possible pattern must be 2:4, because ``what`` exists for no other."""

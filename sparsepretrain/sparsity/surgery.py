@@ -148,8 +148,8 @@ _FUSED = "_sparsity_activation_relu_or_gelu"
 def _let_layers_run(model: nn.Module) -> None:
     # PyTorch's own condition for the kernel of encoder layers, which reads the stored weights
     for module in model.modules():
-        encoder = isinstance(module, nn.TransformerEncoderLayer)
-        if encoder and any(isinstance(child, SparseLayer) for child in module.modules()):
+        sparse = any(isinstance(child, SparseLayer) for child in module.modules())
+        if sparse and isinstance(module, nn.TransformerEncoderLayer):
             if not hasattr(module, _FUSED):  # sparse layers of an earlier call
                 setattr(module, _FUSED, module.activation_relu_or_gelu)
             module.activation_relu_or_gelu = 0

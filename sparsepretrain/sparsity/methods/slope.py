@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import (
-    FPROP,
-    WGRAD,
-    MethodOptions,
-    Problems,
-    Projection,
-    out_of_range,
-)
+from sparsepretrain.sparsity.method import FPROP, WGRAD, Limited, MethodOptions, Projection
 from sparsepretrain.sparsity.methods.asp import StoredMask
 from sparsepretrain.sparsity.row import Operand, Row
 
@@ -23,16 +16,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class Adapters:
+class Adapters(Limited):
     """Low-rank adapters: Y = X·(M∘W)ᵀ + (X·Rᵀ)·Lᵀ in the last part of the run."""
 
     rank: int = 0
     """Columns of L and rows of R; 0: no adapters."""
     start: float = 0.99
     """First step with them, as a fraction of the run (the paper: the last 1 %)."""
-
-    def problems(self) -> Problems:
-        return out_of_range(self, {"rank": "≥ 0", "start": "[0, 1)"})
+    limits: ClassVar[dict[str, str]] = {"rank": "≥ 0", "start": "[0, 1)"}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -78,20 +78,12 @@ class STEP(STE):
             raise ConfigError(
                 f"sparsity=step needs optim=adamw (it freezes its moments), got {options.name}"
             )
-        own = self.options
-        low, high = (None if f is None else self.steps_of(f, "clipping") for f in own.clipping)
-        return StepAdamW(
-            groups,
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            option=own.option,
-            clipping=(low, high),
-            window=own.window_length,
-            frozen_bias_correction=own.frozen_bias_correction,
-            denominator=own.denominator,
-        )
+        keys = ("lr", "betas", "eps", "weight_decay")
+        own_keys = ("option", "frozen_bias_correction", "denominator")
+        given: dict[str, Any] = {key: getattr(options, key) for key in keys}
+        given |= {key: getattr(self.options, key) for key in own_keys}
+        clipping, window = (self._bound(0), self._bound(1)), self.options.window_length
+        return StepAdamW(groups, **given, clipping=clipping, window=window)
 
     def attached(self, optimizer: Optimizer, weights: list[Tensor]) -> None:
         from sparsepretrain.optim import StepAdamW
@@ -118,10 +110,12 @@ class STEP(STE):
         """
         return self._watched
 
+    def _bound(self, place: int) -> int | None:
+        fraction = self.options.clipping[place]
+        return None if fraction is None else self.steps_of(fraction, "clipping")
+
     def may_be_sparse(self, step: int) -> bool:
-        low = self.options.clipping[0]
-        earliest = 0 if low is None else self.steps_of(low, "clipping")
-        return max(earliest, self.window[0]) <= step < self.window[1]
+        return max(self._bound(0) or 0, self.window[0]) <= step < self.window[1]
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         if self.options.decay:
