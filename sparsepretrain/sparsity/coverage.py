@@ -47,12 +47,10 @@ class Coverage:
     def __str__(self) -> str:
         """Layers that differ in one index only share a row."""
         head = ["layer", "out × in", "fprop", "dgrad", "wgrad"]
-        rows = collapsed(
-            [
-                [r.name, " × ".join(map(str, (r.out_features, r.in_features, *r.kernel))), *r[5:]]
-                for r in self.layers
-            ]
-        )
+        sizes = [(r.out_features, r.in_features, *r.kernel) for r in self.layers]
+        shapes = [" × ".join(map(str, size)) for size in sizes]
+        found = zip(self.layers, shapes, strict=True)
+        rows = collapsed([[r.name, shape, r.fprop, r.dgrad, r.wgrad] for r, shape in found])
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
         lines = [
             "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()

@@ -181,9 +181,7 @@ class Sparsifier:
         self._require_sparse()
         # one wait for the device; sums of integers below 2⁵³ are exact in fp64
         table = torch.stack([self._measure(layer) for layer in self.layers.values()]).tolist()
-        entries, groups, nonzeros, gap, *flips = (
-            sum(column) for column in zip(*table, strict=True)
-        )
+        entries, groups, nonzeros, gap, *flips = map(sum, zip(*table, strict=True))
         result = {
             "density": nonzeros / entries,
             "l1_gap": gap / groups,
@@ -256,10 +254,9 @@ class Sparsifier:
 
     @property
     def _densified(self) -> bool:
-        return any(
-            not isinstance(layer, SparseLayer) or layer.sparsity.model is not self._state
-            for layer in self.layers.values()
-        )
+        sparse = [layer for layer in self.layers.values() if isinstance(layer, SparseLayer)]
+        own = [layer for layer in sparse if layer.sparsity.model is self._state]
+        return len(own) < len(self.layers)
 
     def _require_sparse(self) -> None:
         if self._densified:

@@ -53,11 +53,8 @@ class SDGP(Method):
         return self.options.m, self.options.m
 
     def dgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
+        variant, scope, epsilon = self.options.variant, self.options.scope, self.options.epsilon
+        draws = key if variant == "random" else None
         return kernels.prune_gradient(
-            grad,
-            *self.pattern,
-            variant=self.options.variant,
-            scope=self.options.scope,
-            epsilon=self.options.epsilon,
-            key=key if self.options.variant == "random" else None,
+            grad, *self.pattern, variant=variant, scope=scope, epsilon=epsilon, key=draws
         )

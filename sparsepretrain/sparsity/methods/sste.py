@@ -84,9 +84,8 @@ class SSTE(Method):
         forward = self._soft(weight, layer.dim, beta)
         backward = None
         if self.options.mvue == "weight":
-            backward = kernels.mvue(
-                forward, dim=1 - layer.dim, estimator=self.options.estimator, key=layer.key(DGRAD)
-            )
+            estimator, key = self.options.estimator, layer.key(DGRAD)
+            backward = kernels.mvue(forward, dim=1 - layer.dim, estimator=estimator, key=key)
         scale = beta if self.options.ste_scale == "beta" else None
         return Projection(forward, forward != 0, backward, scale)
 

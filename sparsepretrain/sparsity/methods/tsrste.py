@@ -42,11 +42,7 @@ class TSRSTEOptions(RampedDecayOptions):
     """The published sampler, or the one of least variance."""
     dense_tail: float = 0.16666667
     """Last part of the run that trains dense, as a fraction (250,000 of 300,000 steps sparse)."""
-    limits: ClassVar[dict[str, str]] = {
-        **RampedDecayOptions.limits,
-        "refresh": "≥ 1",
-        "dense_tail": "[0, 1)",
-    }
+    limits: ClassVar = RampedDecayOptions.limits | {"refresh": "≥ 1", "dense_tail": "[0, 1)"}
 
     def problems(self) -> Problems:
         yield from RampedDecayOptions.problems(self)
