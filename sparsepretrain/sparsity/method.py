@@ -116,21 +116,18 @@ class Method:
     paper: ClassVar[str] = ""
     phases: ClassVar[str] = "always"  # when the operands are those of `sparse_row`, in a few words
 
-    flip_rule: ClassVar[str | None] = "magnitude"
+    flip_rule: ClassVar[str | None] = (
+        "magnitude"  # that of comparable dense runs; None: no such run
+    )
     """``flip_rule`` of a dense run whose flips are comparable; None: no dense run has this rule."""
     function_options: ClassVar[tuple[str, ...]] = ()
     """Options that decide, beside pattern, targets and window, what stored weights stand for."""
-    finetunes_as: ClassVar[str | None] = None
-    """Method that fine-tuning goes on with, that of the last phase; None: this one."""
-    finetune_options: ClassVar[dict[str, Any]] = {}
-    """Options that fine-tuning changes when it goes on with this method."""
-    settles: ClassVar[str | None] = None
-    """Option, a fraction of the run, from which on the last phase holds (:attr:`settled`)."""
-    mixes_outputs: ClassVar[bool] = False
-    """Whether one group may hold any output channels; a grouped convolution keeps them apart."""
+    finetunes_as: ClassVar[str | None] = None  # method to fine-tune with; None: this one
+    finetune_options: ClassVar[dict[str, Any]] = {}  # what fine-tuning with this method changes
+    settles: ClassVar[str | None] = None  # option: fraction of the run where the last phase begins
+    mixes_outputs: ClassVar[bool] = False  # one group may hold channels of all groups of a layer
     linear_only: bool = False  # whether convolutions are refused
-    scalars: ClassVar[dict[str, int]] = {}
-    """Integers that are one per model, with their initial values; part of the state dict."""
+    scalars: ClassVar[dict[str, int]] = {}  # integers of the model, with initial values; saved
 
     phase: Phase = Phase()  # of the next step
     row: Row = Row()  # what training products see in the present phase
