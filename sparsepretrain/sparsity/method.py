@@ -115,10 +115,7 @@ class Method:
     summary: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     phases: ClassVar[str] = "always"  # when the operands are those of `sparse_row`, in a few words
-
-    flip_rule: ClassVar[str | None] = (
-        "magnitude"  # that of comparable dense runs; None: no such run
-    )
+    flip_rule: ClassVar[str | None] = "magnitude"
     """``flip_rule`` of a dense run whose flips are comparable; None: no dense run has this rule."""
     function_options: ClassVar[tuple[str, ...]] = ()
     """Options that decide, beside pattern, targets and window, what stored weights stand for."""
@@ -139,8 +136,7 @@ class Method:
         self.options = options
         self.total_steps = total_steps
         self.refresh = getattr(options, "refresh", self.refresh)
-        self.step = 0
-        """Completed optimiser steps, kept up to date by the sparsifier; not for :meth:`project`."""
+        self.step = 0  # completed optimiser steps; not for `project`
         self.state = dict(self.scalars)  # the integers of `scalars`; `after_step` may change them
         self.window = self.window_steps(options.window)
         if self.window[0] >= self.window[1]:

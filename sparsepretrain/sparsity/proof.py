@@ -19,8 +19,7 @@ class Proof:
     groups: int = 0
     zeros: int = 0  # exact zeros
     entries: int = 0
-    violations: tuple[str, ...] = ()
-    """Layers with a group of more than N non-zeros, or with a zero that is -0.0."""
+    violations: tuple[str, ...] = ()  # layers with a group of more than N, or with a -0.0
 
     @property
     def holds(self) -> bool:

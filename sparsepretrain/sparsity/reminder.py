@@ -29,8 +29,7 @@ _Found = dict[ModelState, tuple[SparseLayer, int]]
 _suspects: WeakKeyDictionary[Optimizer, _Found] = (
     WeakKeyDictionary()
 )  # during a step: models whose weights it holds without their hooks, and their steps so far
-_released: WeakSet[Optimizer] = WeakSet()
-"""Optimisers that carried the hooks of a model when it was densified."""
+_released: WeakSet[Optimizer] = WeakSet()  # carried the hooks of a model that was densified
 _listening: list[Any] = []  # the handles of the global hooks, once there are some
 
 

@@ -16,8 +16,7 @@ class Operand(NamedTuple):
     """What one product sees in one place."""
 
     text: str  # for people
-    pattern: tuple[int, int] | None = None
-    """(N, M) exactly when the operand is N:M along the axis that its product reduces over."""
+    pattern: tuple[int, int] | None = None  # (N, M) if N:M along the axis its product reduces over
     axis: Literal["in", "out", "tokens"] | None = None
     """That axis: in (fprop), out (dgrad) or tokens (wgrad). None without a pattern."""
 
@@ -65,7 +64,6 @@ COLUMNS = dict(zip(Row._fields, _HEADS, strict=True))  # field of a row -> head 
 class Phase(NamedTuple):
     """What the next step does; one value per step for the whole model."""
 
-    training: bool = True
-    """Whether training products see the row's operands; else W, X and G as they are."""
+    training: bool = True  # training products see the row's operands; else W, X and G
     evaluation: bool = True  # whether evaluation, `densify` and proofs use A(W)
     why: str = ""  # of dense training: until or since when, and the option that decides it

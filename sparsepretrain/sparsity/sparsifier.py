@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainWarning
 from sparsepretrain.kernels import boundary_magnitudes
 from sparsepretrain.sparsity import reminder
 from sparsepretrain.sparsity.coverage import Coverage, cover
@@ -276,7 +277,13 @@ class Sparsifier:
             if grad is None:
                 continue
             mask = layer.sparsity.mask_in_use(weight)
+            decay = getattr(method, "decay", getattr(method.options, "decay", 0.0))
+            rounds = decay > 0 and weight.dtype.itemsize < 4 and not self._state.told
+            before = grad.clone() if rounds else None
             method.adjust_gradient_(grad, weight, mask, 1.0 if scale is None else scale)
+            if before is not None:
+                self._state.told = True
+                _tell_lost_decay(layer, (grad == before) & ~mask & (weight != 0), ~mask)
             # of the weight before the update: what ``adjust_weight_`` sees after it
             layer.sparsity.held = mask if on_weight else None
 
@@ -323,3 +330,16 @@ class Sparsifier:
         numbers = [used.count_nonzero().double(), (kept - dropped).sum(dtype=torch.float64)]
         numbers += [] if state.flips is None else [state.flips.double()]
         return torch.cat([sizes, torch.stack(numbers)])
+
+
+def _tell_lost_decay(layer: SparseLayer, lost: Tensor, masked: Tensor) -> None:
+    """Warn where low precision swallows most of the masked decay; looked at once, at its start."""
+    share = float(lost.sum() / masked.sum().clamp(min=1))
+    if share > 0.5:
+        warnings.warn(
+            f"masked decay changes only {1 - share:.0%} of the masked gradients of layer "
+            f"{layer.sparsity.layer_name!r}: {share:.0%} is lost to rounding in "
+            f"{str(layer.weight.dtype).removeprefix('torch.')}; keep fp32 parameters and autocast",
+            SparsePretrainWarning,
+            stacklevel=6,
+        )

@@ -19,8 +19,7 @@ from sparsepretrain.kernels.groups import widen
 from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands
 from sparsepretrain.sparsity.method import Method, Projection
 
-PREVIOUS_MASK = "previous_mask"
-"""Buffer with the packed mask of the last comparison, (rows of the stored weight, bytes)."""
+PREVIOUS_MASK = "previous_mask"  # buffer: packed mask of the last comparison, (rows, bytes)
 
 
 class ModelState:
@@ -48,6 +47,7 @@ class ModelState:
         self.capacity = 0  # most tokens of a micro-batch if they differ; 0: all have equally many
         self.store: torch.dtype | None = None  # of stored operands; None: every forward projects
         self.expects_attach = True  # to update sparse weights without the hooks is a mistake
+        self.told = False  # whether the masked decay that low precision loses was looked at
         self._counting = True  # forwards count micro-batches; no: the loop states them
         self._fresh = True  # the next forward is the first one after a step
         self._open = True  # the next layer that runs begins a micro-batch

@@ -20,6 +20,8 @@ METHODS = [m for m in registry.names("method") if not m.startswith("mine")]
 
 FRACTION, PROPER = ("-0.1", "1.5"), ("-0.1", "1.0")
 OUT_OF_RANGE = {
+    "adapters.rank": ("-1",),
+    "adapters.start": ("-0.1", "1.0"),
     "n": ("0", "5", "-1"),
     "m": ("0", "-4"),
     "targets": ("[]", "''"),

@@ -133,6 +133,33 @@ def test_random_masks_differ_by_layer_and_seed():
     assert not torch.equal(first[0], other[0])
 
 
+@pytest.mark.parametrize(
+    ("n", "m", "density"), [(2, 4, 0.40625), (1, 2, 0.375), (2, 8, 0.1916), (1, 4, 0.1709)]
+)
+def test_density_of_the_doubly_pruned_weight(n, m, density):
+    """For a fresh magnitude mask of random weights; the forward weight has n/m."""
+    model = nn.Sequential(nn.Linear(512, 512))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        nn.init.normal_(model[0].weight)
+    sp.sparsify(model, "slope", targets="*", n=n, m=m)
+    backward = model[0].sparsity.project(model[0].weight).backward
+    assert backward.count_nonzero() / backward.numel() == pytest.approx(density, abs=0.003)
+
+
+@pytest.mark.parametrize(("decay", "lost"), [(6e-6, True), (0.5, False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_decay_that_low_precision_swallows_is_told_once(decay, lost, dtype, recwarn):
+    model, optimizer, _ = build("srste", {"decay": decay}, dtype=dtype, cls=torch.optim.SGD)
+    for _ in range(2):
+        model(draw(64, 16, dtype=dtype)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    said = [str(w.message) for w in recwarn if "lost to rounding" in str(w.message)]
+    assert len(said) == (lost and dtype == torch.bfloat16)
+    assert all("layer 'fc1'" in words and "bfloat16" in words for words in said)
+
+
 @pytest.mark.parametrize("method", ["srste", "tsrste"])
 @pytest.mark.parametrize("start", [0.0, 0.1])
 def test_the_decay_ramp(method, start):

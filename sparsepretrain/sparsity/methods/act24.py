@@ -27,7 +27,7 @@ class Act24Options(MethodOptions):
 
     def problems(self) -> Problems:
         yield from MethodOptions.problems(self)
-        if self.m != 4 and self.wgrad == "tokens":
+        if self.m > 0 and self.m != 4 and self.wgrad == "tokens":
             yield "m", f"must be 4 with wgrad=tokens (groups of four tokens), got {self.m}"
 
 
