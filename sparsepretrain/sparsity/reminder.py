@@ -26,9 +26,8 @@ _changes = 0  # counts attaching and detaching
 _checked: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
 """Optimiser -> what had been changed, made and added when nothing was wrong with it, or said."""
 _Found = dict[ModelState, tuple[SparseLayer, int]]
-_suspects: WeakKeyDictionary[Optimizer, _Found] = (
-    WeakKeyDictionary()
-)  # during a step: models whose weights it holds without their hooks, and their steps so far
+# during a step: models whose weights it holds without their hooks, and their steps so far
+_suspects: WeakKeyDictionary[Optimizer, _Found] = WeakKeyDictionary()
 _released: WeakSet[Optimizer] = WeakSet()  # carried the hooks of a model that was densified
 _listening: list[Any] = []  # the handles of the global hooks, once there are some
 
