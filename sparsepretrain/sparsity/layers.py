@@ -143,11 +143,7 @@ def layer_family(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def refuse_sharded(layers: Mapping[str, nn.Module]) -> None:
-    """Masks are chosen on whole weights, so layers must not be sharded.
-
-    Raises:
-        ConfigError: a weight is a DTensor (FSDP2, tensor parallelism).
-    """
+    """Masks need whole weights: a ConfigError names a DTensor (FSDP2, tensor parallelism)."""
     distributed = sys.modules.get("torch.distributed.tensor")  # half a second to import
     if distributed is None:
         return

@@ -247,9 +247,9 @@ class Method:
         return {}
 
     def update_(self, weight: Tensor, layer: Layer) -> None:
-        """Bring the layer's tensors up to date with the master weight, in place, in the window.
+        """Bring the layer's tensors up to date, before the first forward and after every step.
 
-        Runs before the first forward and after every optimiser step.
+        In place, inside the window; ``weight`` is the master weight after the update, as stored.
         """
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:

@@ -109,8 +109,7 @@ def by_groups_of_tokens(tokens: Tensor, function: Callable[[Tensor], Tensor]) ->
     """``function`` of (…, tokens of a sample, features) as rows, in groups of four tokens.
 
     A sample of another length is filled with zero tokens (197 become 200), so that cutting the
-    batch elsewhere changes no group. An execution whose product reduces over tokens with a
-    compressed operand has to fill X alike.
+    batch elsewhere changes no group.
     """
     length, features = tokens.shape[-2:] if tokens.dim() > 2 else (0, tokens.shape[-1])
     filled = F.pad(tokens, (0, 0, 0, -length % 4)) if length % 4 else tokens

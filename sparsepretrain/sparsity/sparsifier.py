@@ -127,26 +127,22 @@ class Sparsifier:
         For loops that own their weights: whoever edits one between steps (averages, merges, loads)
         calls :meth:`refresh` afterwards. Operands of training are made after each step, in the same
         memory, those of evaluation when needed. Copies of the model project in every forward again.
-
-        Args:
-            dtype: of the products, that of autocast; None: that of the weights.
+        ``dtype``: of the products, that of autocast; None: that of the weights.
         """
         self._require_sparse()
         self._state.store = dtype or next(iter(self.layers.values())).weight.dtype
         self.refresh()
 
     def micro_batch(self, index: int, rank: int = 0, world: int = 1, *, capacity: int = 0) -> None:
-        """State which part of the global batch the next forward sees.
+        """State which part of the global batch the next forward sees: ``index·world + rank``.
 
         Without this call the training forwards since the last step are counted, on the rank that
         torch.distributed reports.
 
         Args:
             index: micro-batch of this rank within the optimiser step, from 0.
-            rank, world: of the data-parallel group; ranks interleave: global index
-                ``index·world + rank``.
-            capacity: most tokens, padding included, that a layer sees in one micro-batch, where
-                micro-batches differ in size; 0: all have equally many.
+            rank, world: of the data-parallel group.
+            capacity: most tokens of a layer in a micro-batch, padded; 0: all have equally many.
         """
         self._state.state_micro_batch(index * world + rank, capacity)
 
@@ -157,10 +153,9 @@ class Sparsifier:
             layer.sparsity.restore(layer.weight)
 
     def masks(self) -> dict[str, Tensor]:
-        """Name -> bool mask in use, shape of the stored weight.
+        """Name -> bool mask in use (``sste``: non-zeros of S(W)), shape of the stored weight.
 
-        For ``sste`` the non-zeros of S(W); for dense methods and phases the mask that the method's
-        rule would choose.
+        For dense methods and phases the mask that the method's rule would choose.
         """
         self._require_sparse()
         return {k: v.sparsity.mask_in_use(v.weight).clone() for k, v in self.layers.items()}

@@ -286,10 +286,7 @@ class LayerState(nn.Module):
         return phase.training if training else phase.evaluation
 
     def operands(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
-        """A and B in ``dtype``; None: the layer does what the class it replaces does.
-
-        A pure function of the weight, unless the loop asked to store them.
-        """
+        """A and B in ``dtype``; None: the layer does what the class it replaces does."""
         phase = self.method.phase
         if self.model.execution is EMULATE and phase.training == phase.evaluation:
             training = True  # the operands of evaluation are the same

@@ -102,10 +102,7 @@ def sparsify_with(
 ) -> Sparsifier:
     """:func:`sparsify` with options that were checked already, and the same errors.
 
-    Args:
-        model, exclude, seed, total_steps, backend, precision: see :func:`sparsify`.
-        options: of the method that they name.
-        targets: globs; takes the place of ``options.targets``, which may hold aliases.
+    ``targets`` are globs and take the place of ``options.targets``, which may hold aliases.
     """
     execution = execution_of(precision, backend)
     cls: Any = registry.get("method", options.name)
@@ -124,10 +121,7 @@ def sparsify_with(
 
 
 def sparsifier_of(model: nn.Module) -> Sparsifier:
-    """A handle for a model that is sparse: a copy, or one whose first handle is out of reach.
-
-    Args:
-        model: what was given to :func:`sparsify`, or what contains it.
+    """A handle for what was given to :func:`sparsify`, a copy of it, or what contains it.
 
     Raises:
         ConfigError: it is not sparse, or :func:`sparsify` was called for several parts of it.

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def transposable(weight: Tensor) -> Tensor:
     """The best transposable mask (arXiv:2404.01847 section 5.1), per kernel position.
 
-    Args:
-        weight: features along the first two axes, in any order: the mask serves both.
+    It serves both of the first two axes, along which the features are, in any order.
     """
     matrices = weight.movedim((0, 1), (-2, -1))
     mask = kernels.transposable_mask(matrices.flatten(0, -2))
