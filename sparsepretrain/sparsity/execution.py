@@ -125,8 +125,8 @@ class Execution:
         """
         forward, _, backward, scale = projection
         assert forward is not None
-        made = forward.to(dtype), None if backward is None else backward.to(dtype)
-        return _into(out, Operands(*made, scale))
+        backward = None if backward is None else backward.to(dtype)
+        return _into(out, Operands(forward.to(dtype), backward, scale))
 
     def fprop(
         self, how: Geometry, xs: tuple[Tensor, Tensor], operands: Operands, bias: Tensor | None

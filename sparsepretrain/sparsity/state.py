@@ -138,13 +138,10 @@ class ModelState:
         self._counting = self._fresh = self._open = True
         self.write()
 
-    def layers(self) -> list[LayerState]:
-        """Of the model's sparse layers, in its order."""
-        modules = self.root.modules()
-        return [m for m in modules if isinstance(m, LayerState) and m.model is self]
-
-    def remove(self) -> None:
-        """Take the buffer and the hooks from the root: no layer is sparse any more."""
+    def release(self) -> None:
+        """Take the buffer and the hooks from the root if no layer is sparse any more."""
+        if any(isinstance(m, LayerState) and m.model is self for m in self.root.modules()):
+            return
         del self.root._buffers[self.buffer]
         for hook in self._hooks:
             hook.remove()

@@ -173,8 +173,7 @@ def densify(model: nn.Module) -> nn.Module:
             folded += _make_dense(module)
     for state in states:
         reminder.release(state)
-        if not state.layers():
-            state.remove()
+        state.release()
     if folded:
         warnings.warn(
             f"low-rank adapters were folded into {len(folded)} layers ({folded[0]}, …): their "
@@ -306,18 +305,13 @@ def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
             problem = f"{own} mixes output channels of all groups; choose another method"
             odd["", problem].append(name)
     for (key, problem), names in odd.items():
-        them = "them" if len(names) > 1 else "it"
-        text = f"{_list(names)}: {problem} or exclude {them} from targets"
+        shown = ", ".join(map(repr, names[:3]))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        s, them = ("s", "them") if len(names) > 1 else ("", "it")
+        text = f"layer{s} {shown}{more}: {problem} or exclude {them} from targets"
         problems.append((key, f" = {m}: {text}") if key else text)
     if problems:
         raise ConfigError(problems)
-
-
-def _list(names: list[str]) -> str:
-    """``layer 'a'``, or the first three of several and how many more."""
-    shown = ", ".join(map(repr, names[:3]))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"layer{'s' if len(names) > 1 else ''} {shown}{more}"
 
 
 def _swap(layer: nn.Module, name: str, index: int, model: ModelState) -> None:
