@@ -40,8 +40,6 @@ def list_methods() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Sparsifier":
-        return import_module(f"{__name__}.sparsifier").Sparsifier
-    if name in ("densify", "sparsifier_of", "sparsify", "sparsify_with"):
+    if name in ("Sparsifier", "densify", "sparsifier_of", "sparsify", "sparsify_with"):
         return getattr(import_module(f"{__name__}.surgery"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

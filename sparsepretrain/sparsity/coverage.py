@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sparsepretrain.sparsity.execution import EMULATE
 from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
@@ -10,25 +11,17 @@ from sparsepretrain.sparsity.row import Row
 from sparsepretrain.sparsity.state import ModelState
 
 
-@dataclass(slots=True, kw_only=True)
-class CoveredLayer:
+class CoveredLayer(NamedTuple):
     """One sparse layer."""
 
     name: str
-    kind: str
-    """Class that was replaced."""
-    in_features: int
-    """Of a convolution: in_channels / groups."""
-    out_features: int
-    """Of a convolution: out_channels."""
-    kernel: tuple[int, ...]
-    """Kernel size of a convolution; () for linear layers."""
-    row: Row
-    """What its products see once they are sparse."""
-    fprop: str
+    kind: str  # class that was replaced
+    in_features: int  # of a convolution: in_channels / groups
+    out_features: int  # of a convolution: out_channels
+    kernel: tuple[int, ...]  # kernel size of a convolution; () for linear layers
+    fprop: str  # operands in words, once they are sparse
     dgrad: str
     wgrad: str
-    """Their operands in words."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,37 +30,28 @@ class Coverage:
 
     method: str
     pattern: str
-    title: str
-    """Method and pattern; the method alone where no product has an N:M operand."""
+    row: Row  # what the products see once they are sparse
+    title: str  # method and pattern; the method alone where no product has an N:M operand
     layers: list[CoveredLayer] = field(default_factory=list)
-    sparse_parameters: int = 0
-    """Entries of the sparse weights."""
+    sparse_parameters: int = 0  # entries of the sparse weights
     total_parameters: int = 0
     dense_linears: list[str] = field(default_factory=list)
     """Linear layers and convolutions that stay dense."""
-    precision: str | None = None
-    """Formats of simulated fp8; None: the products follow autocast."""
+    precision: str | None = None  # formats of simulated fp8; None: the products follow autocast
 
     @property
     def sparse_products(self) -> str:
         """Products that sparse hardware could run, such as ``fprop, wgrad``."""
-        return ", ".join(self.layers[0].row.sparse) or "none"
+        return ", ".join(self.row.sparse) or "none"
 
     def __str__(self) -> str:
         """Layers that differ in one index only share a row."""
         head = ["layer", "out × in", "fprop", "dgrad", "wgrad"]
-        rows = [
-            [
-                r.name,
-                " × ".join(map(str, (r.out_features, r.in_features, *r.kernel))),
-                r.fprop,
-                r.dgrad,
-                r.wgrad,
-            ]
-            for r in self.layers
-        ]
-        rows = collapsed(rows)
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        sizes = [(r.out_features, r.in_features, *r.kernel) for r in self.layers]
+        shapes = [" × ".join(map(str, size)) for size in sizes]
+        found = zip(self.layers, shapes, strict=True)
+        rows = collapsed([[r.name, shape, r.fprop, r.dgrad, r.wgrad] for r, shape in found])
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
         lines = [
             "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
             for row in [head, *rows]
@@ -87,22 +71,12 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
     """Build the report."""
     method, row = state.method, state.method.sparse_row
     n, m = method.options.n, method.options.m  # the one it ends with
-    operands = {k: ", ".join(map(str, v)) for k, v in row.products.items()}
     rows = []
     for name, layer in layers.items():
-        axis = layer.sparsity.dim
-        in_features, out_features = layer.weight.shape[axis], layer.weight.shape[1 - axis]
-        rows.append(
-            CoveredLayer(
-                name=name,
-                kind=layer.replaces.__name__,
-                in_features=in_features,
-                out_features=out_features,
-                kernel=tuple(layer.weight.shape[2:]),
-                row=row,
-                **operands,
-            )
-        )
+        axis, shape = layer.sparsity.dim, layer.weight.shape
+        sizes = shape[axis], shape[1 - axis], tuple(shape[2:])
+        words = [", ".join(map(str, operands)) for operands in row.products.values()]
+        rows.append(CoveredLayer(name, layer.replaces.__name__, *sizes, *words))
     dense = [
         name
         for name, module in state.root.named_modules()
@@ -111,6 +85,7 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
     return Coverage(
         method=method.options.name,
         pattern=f"{n}:{m}",
+        row=row,
         title=method.title,
         layers=rows,
         sparse_parameters=sum(layer.weight.numel() for layer in layers.values()),

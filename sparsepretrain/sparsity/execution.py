@@ -20,21 +20,17 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import dequantize_fp8, quantize_fp8
 from sparsepretrain.sparsity.method import Projection
 
-Kept = tuple[Tensor | None, ...]
-"""What a backward keeps of X."""
-Estimate = Callable[[Tensor], Tensor]
-"""U: makes the output gradient of wgrad from G."""
+Kept = tuple[Tensor | None, ...]  # what a backward keeps of X
+Estimate = Callable[[Tensor], Tensor]  # U: makes the output gradient of wgrad from G
 
 
 class Operands(NamedTuple):
     """A and B as the products want them: pruned first, then quantised or cast."""
 
-    forward: Tensor
-    """(out_features, in_features), or a convolution's weight."""
+    forward: Tensor  # (out_features, in_features), or a convolution's weight
     backward: Tensor | None
     """The same for dgrad; None: ``forward`` (one tensor given twice breaks compiled graphs)."""
-    wgrad_scale: Tensor | None
-    """0-d factor of dW; None: 1."""
+    wgrad_scale: Tensor | None  # 0-d factor of dW; None: 1
 
 
 class Like(NamedTuple):
@@ -47,8 +43,7 @@ class Like(NamedTuple):
 class Linear(NamedTuple):
     """Y = X·Wᵀ + b for X (…, in_features) and operands W (out_features, in_features)."""
 
-    dim: int
-    """Axis of the stored weight that holds in_features: dW is laid out like the weight."""
+    dim: int  # axis of the stored weight that holds in_features: dW is laid out like the weight
 
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Y, shape (…, out_features)."""
@@ -79,8 +74,9 @@ class Linear(NamedTuple):
 class Convolution(NamedTuple):
     """Y = X ∗ W + b for X (N, C, H, W) and W (out_channels, in_channels / groups, kh, kw).
 
-    The tokens are the output positions, in the order (N, H, W): wgrad reduces over them. Dgrad
-    reduces over output channels, fprop over input channels, both at every kernel position.
+    The tokens are the output positions, in the order (N, H, W): wgrad reduces over them, and they
+    are (N, H'·W', out_channels) as :meth:`tokens`. Dgrad reduces over output channels, fprop over
+    input channels, both at every kernel position.
     """
 
     stride: tuple[int, ...]
@@ -89,32 +85,25 @@ class Convolution(NamedTuple):
     groups: int
 
     def fprop(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Y, shape (N, out_channels, H', W')."""
         return F.conv2d(x, weight, bias, *self)
 
     def dgrad(self, grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of the input, of ``shape``."""
         return conv2d_input(shape, weight, grad, *self)
 
     def wgrad(self, grad: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of the weight, of ``shape``."""
         return conv2d_weight(x, shape, grad, *self)
 
     def bgrad(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum of G over the positions, accumulated in ``dtype``."""
         return grad.sum((0, 2, 3), dtype=dtype)
 
     def tokens(self, grad: Tensor) -> Tensor:
-        """G as (N, H'·W', out_channels)."""
         return grad.flatten(2).transpose(1, 2)
 
     def from_tokens(self, tokens: Tensor, shape: torch.Size) -> Tensor:
-        """Inverse of :meth:`tokens` for G of ``shape``."""
         return tokens.transpose(1, 2).reshape(shape)
 
 
-Geometry = Linear | Convolution
-"""How a kind of layer multiplies dense tensors."""
+Geometry = Linear | Convolution  # how a kind of layer multiplies dense tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,18 +113,20 @@ class Execution:
     Exact arithmetic with dense products of zero-filled operands, in the dtype of X.
     """
 
-    def prepare(self, projection: Projection, dtype: torch.dtype, out: Operands | None) -> Operands:
-        """The operands of a projection; once per optimiser step where they are stored.
+    @property
+    def label(self) -> str:
+        """In two words; empty where the products follow autocast."""
+        return ""
 
-        Args:
-            projection: with a forward weight, as rows (see :attr:`Operands.forward`).
-            dtype: of the products.
-            out: earlier ones of the same layer, whose memory is used again.
+    def prepare(self, projection: Projection, dtype: torch.dtype, out: Operands | None) -> Operands:
+        """The operands of a projection with a forward weight, once per step where they are stored.
+
+        ``out``: earlier ones of the same layer, whose memory is used again.
         """
         forward, _, backward, scale = projection
         assert forward is not None
-        made = forward.to(dtype), None if backward is None else backward.to(dtype)
-        return _into(out, Operands(*made, scale))
+        backward = None if backward is None else backward.to(dtype)
+        return _into(out, Operands(forward.to(dtype), backward, scale))
 
     def fprop(
         self, how: Geometry, xs: tuple[Tensor, Tensor], operands: Operands, bias: Tensor | None
@@ -176,14 +167,17 @@ class SimulatedFP8(Execution):
     """P(G) and U(G)."""
 
     @property
+    def label(self) -> str:
+        return f"{self.name} {self.recipe}"
+
+    @property
     def backward(self) -> str:
         """The other operand of dgrad (B) and of wgrad (X)."""
         return "e4m3" if self.recipe == "hybrid" else "e5m2"
 
     def __str__(self) -> str:
         other = f"{self.gradient}×{self.backward}"
-        products = f"fprop {self.forward}×{self.forward}, dgrad and wgrad {other}"
-        return f"{self.name} {self.recipe}: {products}"
+        return f"{self.label}: fprop {self.forward}×{self.forward}, dgrad and wgrad {other}"
 
     def prepare(self, projection: Projection, dtype: torch.dtype, out: Operands | None) -> Operands:
         """Round; B has a tensor of its own where its format is another one."""
@@ -221,12 +215,8 @@ class SimulatedFP8(Execution):
 def execution_of(precision: Any, backend: str = "emulate") -> Execution:
     """The execution that ``sparsify(precision=…, backend=…)`` asks for.
 
-    Args:
-        precision: None, ``"fp8_sim"`` or a dict with its name and recipe.
-        backend: ``"emulate"``.
-
     Raises:
-        ConfigError: anything else, naming the argument.
+        ConfigError: what does not exist, naming the argument.
     """
     if backend in ("reference", "triton", "cpu"):
         raise ConfigError(
@@ -266,5 +256,4 @@ def _into(out: Operands | None, made: Operands) -> Operands:
     return Operands(forward, backward, made.wgrad_scale)  # type: ignore[arg-type]
 
 
-EMULATE = Execution()
-"""The execution of evaluation, whatever training uses."""
+EMULATE = Execution()  # the execution of evaluation, whatever training uses

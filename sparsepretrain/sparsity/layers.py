@@ -45,13 +45,10 @@ class SparseLayer(nn.Module):
             given, how = self._products(x.to(dtype) if autocast else x)
             sees = state if training and model.method.phase.training else None
             execution = model.execution if training else EMULATE
-            clock = model.now()
-            # simulated fp8 multiplies in fp32
-            in_fp32 = autocast and execution is not EMULATE
+            rest = (*operands, model.now(), sees, how, execution)
+            in_fp32 = autocast and execution is not EMULATE  # products of simulated fp8
             with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
-                y = SparseProducts.apply(
-                    given, weight, self.bias, *operands, clock, sees, how, execution
-                )
+                y = SparseProducts.apply(given, weight, self.bias, *rest)
         residual = model.method.residual(x, state)
         return y if residual is None else y + residual
 
@@ -77,26 +74,18 @@ class SparseLayer(nn.Module):
     def extra_repr(self) -> str:
         """The original representation and the method."""
         model = self.sparsity.model
-        words = [super().extra_repr(), model.method.title]
-        words += [] if model.execution is EMULATE else [str(model.execution).partition(":")[0]]
-        return ", ".join(word for word in words if word)
+        words = (super().extra_repr(), model.method.title, model.execution.label)
+        return ", ".join(filter(None, words))
 
 
 class SparseConvolution(SparseLayer):
     """Mixin before nn.Conv2d: groups of M run along the input channels of each kernel position."""
 
-    stride: Any
-    padding: Any
-    padding_mode: Any
-    dilation: Any
-    groups: Any
-    _reversed_padding_repeated_twice: Any
-
     def forward(self, x: Tensor) -> Tensor:
         """Y = X ∗ A(W) + b for X of shape (N, in_channels, H, W), or without N."""
         return super().forward(x) if x.dim() != 3 else super().forward(x[None])[0]
 
-    def _products(self, x: Tensor) -> tuple[Tensor, Geometry]:
+    def _products(self: Any, x: Tensor) -> tuple[Tensor, Geometry]:
         padding = self.padding
         if self.padding_mode != "zeros":
             x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
@@ -129,10 +118,7 @@ class SparseConv2d(SparseConvolution, nn.Conv2d):
     replaces = nn.Conv2d
 
 
-_made: dict[type[nn.Module], type[SparseLayer]] = {
-    nn.Linear: SparseLinear,
-    nn.Conv2d: SparseConv2d,
-}
+_made: dict[type, type[SparseLayer]] = {nn.Linear: SparseLinear, nn.Conv2d: SparseConv2d}
 
 
 def sparse_class(cls: type[nn.Module]) -> type[SparseLayer] | None:
@@ -157,11 +143,7 @@ def layer_family(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def refuse_sharded(layers: Mapping[str, nn.Module]) -> None:
-    """Masks are chosen on whole weights, so layers must not be sharded.
-
-    Raises:
-        ConfigError: a weight is a DTensor (FSDP2, tensor parallelism).
-    """
+    """Masks need whole weights: a ConfigError names a DTensor (FSDP2, tensor parallelism)."""
     distributed = sys.modules.get("torch.distributed.tensor")  # half a second to import
     if distributed is None:
         return
@@ -184,8 +166,7 @@ def _has_own_forward(cls: type[nn.Module], base: type[nn.Module]) -> bool:
 class _Living(WeakSet[SparseLayer]):
     """All sparse layers of the process, copies included."""
 
-    made = 0
-    """How many there ever were."""
+    made = 0  # how many there ever were
 
     def add(self, layer: SparseLayer) -> None:
         super().add(layer)

@@ -7,7 +7,7 @@ must not import torch at the top level, so that configurations are checked witho
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -22,8 +22,30 @@ if TYPE_CHECKING:
     from sparsepretrain.kernels import NoiseKey
     from sparsepretrain.sparsity.state import LayerState as Layer
 
-FPROP, DGRAD, WGRAD = 0, 1, 2
-"""Numbers of the products in noise keys."""
+FPROP, DGRAD, WGRAD = 0, 1, 2  # numbers of the products in noise keys
+
+Problems = Iterator[tuple[str, str]]  # (key, message)
+_WITHIN: dict[str, Callable[[float], bool]] = {
+    "≥ 0": lambda value: value >= 0,
+    "≥ 1": lambda value: value >= 1,
+    "[0, 1]": lambda value: 0 <= value <= 1,
+    "[0, 1)": lambda value: 0 <= value < 1,
+}
+
+
+class Limited:
+    """Options whose numbers lie in ranges; those of a subclass take the place of its base's."""
+
+    __slots__ = ()
+    limits: ClassVar[dict[str, str]] = {}
+    """Key -> ``"≥ 0"``, ``"≥ 1"``, ``"[0, 1]"`` or ``"[0, 1)"``."""
+
+    def problems(self) -> Problems:
+        """Range errors as (key, message)."""
+        for key, limit in self.limits.items():
+            value = getattr(self, key)
+            if value is not None and not _WITHIN[limit](value):
+                yield key, f"must {'be' if limit[0] == '≥' else 'lie in'} {limit}, got {value}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,14 +57,14 @@ class Window:
     stop: float = 1.0
     """First dense step after it; 1: sparse to the end, and afterwards."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         """Range errors as (key, message)."""
         if not 0 <= self.start < self.stop <= 1:
             yield "start", f"and stop need 0 ≤ start < stop ≤ 1, got {self.start} and {self.stop}"
 
 
 @dataclass(slots=True, kw_only=True)
-class MethodOptions:
+class MethodOptions(Limited):
     """Options that every method has; a method's ``Options`` adds its own."""
 
     name: str
@@ -54,7 +76,7 @@ class MethodOptions:
     """Layers: an alias of the recipe (ffn, ffn_out, attention, all) or globs of module names."""
     window: Window = field(default_factory=Window)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         """Range errors as (key, message)."""
         if self.m < 1:
             yield "m", f"must be ≥ 1, got {self.m}"
@@ -62,20 +84,24 @@ class MethodOptions:
             yield "n", f"must satisfy 1 ≤ n ≤ m (m = {self.m}), got {self.n}"
         if not self.targets:
             yield "targets", "must name at least one layer pattern"
+        yield from Limited.problems(self)
+
+    def two_of_four(self, what: str) -> Problems:
+        """A possible pattern must be 2:4, because ``what`` exists for no other."""
+        if 1 <= self.n <= self.m and (self.n, self.m) != (2, 4):
+            key = "m" if self.m != 4 else "n"
+            yield key, f"does not fit {what}: 2:4 only, got {self.n}:{self.m}"
 
 
 class Projection(NamedTuple):
     """What the weight of one layer looks like for one optimiser step."""
 
-    forward: Tensor | None
-    """A(W), shape of W; None: the weight itself."""
+    forward: Tensor | None  # A(W), shape of W; None: the weight itself
     mask: Tensor | None
     """Bool, shape of W: the positions in use; what masked decay spares and flip rate compares.
     None: what :meth:`Method.mask` chooses, computed when it is asked for."""
-    backward: Tensor | None = None
-    """B(W), shape of W; None: the same as ``forward``."""
-    wgrad_scale: Tensor | None = None
-    """0-d factor of dW; None: 1."""
+    backward: Tensor | None = None  # B(W), shape of W; None: the same as `forward`
+    wgrad_scale: Tensor | None = None  # 0-d factor of dW; None: 1
 
 
 class Method:
@@ -88,47 +114,34 @@ class Method:
     Options: ClassVar[type] = MethodOptions
     summary: ClassVar[str] = ""
     paper: ClassVar[str] = ""
-    phases: ClassVar[str] = "always"
-    """When the operands are those of :attr:`sparse_row`, in a few words."""
-
+    phases: ClassVar[str] = "always"  # when the operands are those of `sparse_row`, in a few words
     flip_rule: ClassVar[str | None] = "magnitude"
     """``flip_rule`` of a dense run whose flips are comparable; None: no dense run has this rule."""
     function_options: ClassVar[tuple[str, ...]] = ()
     """Options that decide, beside pattern, targets and window, what stored weights stand for."""
-    finetunes_as: ClassVar[str | None] = None
-    """Method that fine-tuning goes on with, that of the last phase; None: this one."""
-    finetune_options: ClassVar[dict[str, Any]] = {}
-    """Options that fine-tuning changes when it goes on with this method."""
-    settles: ClassVar[str | None] = None
-    """Option, a fraction of the run, from which on the last phase holds (:attr:`settled`)."""
-    mixes_outputs: ClassVar[bool] = False
-    """Whether one group may hold any output channels; a grouped convolution keeps them apart."""
-    linear_only: bool = False
-    """Whether convolutions are refused."""
-    scalars: ClassVar[dict[str, int]] = {}
-    """Integers that are one per model, with their initial values; part of the state dict."""
+    finetunes_as: ClassVar[str | None] = None  # method to fine-tune with; None: this one
+    finetune_options: ClassVar[dict[str, Any]] = {}  # what fine-tuning with this method changes
+    settles: ClassVar[str | None] = None  # option: fraction of the run where the last phase begins
+    mixes_outputs: ClassVar[bool] = False  # one group may hold channels of all groups of a layer
+    linear_only: bool = False  # whether convolutions are refused
+    scalars: ClassVar[dict[str, int]] = {}  # integers of the model, with initial values; saved
 
-    phase: Phase = Phase()
-    """Of the next step."""
-    row: Row = Row()
-    """What training products see in the present phase."""
+    phase: Phase = Phase()  # of the next step
+    row: Row = Row()  # what training products see in the present phase
     changes: tuple[bool, ...] = (False,) * 4
     """Whether sparse products see another X in fprop and wgrad, another G in dgrad and wgrad."""
-    refresh: int = 1
-    """Steps between two comparisons of masks, counted from the first sparse step."""
+    refresh: int = 1  # steps between two comparisons of masks, counted from the first sparse step
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         self.options = options
         self.total_steps = total_steps
-        self.step = 0
-        """Completed optimiser steps, kept up to date by the sparsifier; not for :meth:`project`."""
-        self.state = dict(self.scalars)
-        """The integers of :attr:`scalars`; :meth:`after_step` may change them."""
+        self.refresh = getattr(options, "refresh", self.refresh)
+        self.step = 0  # completed optimiser steps; not for `project`
+        self.state = dict(self.scalars)  # the integers of `scalars`; `after_step` may change them
         self.window = self.window_steps(options.window)
         if self.window[0] >= self.window[1]:
-            first, stop = self.window
-            reason = f": no step is sparse (from {first} to {stop} of {total_steps})"
-            raise ConfigError([("window", reason)])
+            span = "from {} to {} of {}".format(*self.window, total_steps)
+            raise ConfigError([("window", f": no step is sparse ({span})")])
         part = getattr(options, self.settles) if self.settles else 0
         self.settled = max(self.steps_of(part, str(self.settles)) if part else 0, self.window[0])
         """First step of the last phase."""
@@ -142,28 +155,18 @@ class Method:
     def keeps_function(cls, options: Any, theirs: dict[str, Any]) -> bool:
         """Whether stored weights mean the same to a new run as to the finished one they are of.
 
-        If not, a new run starts from the weights that the other one evaluates with.
-
-        Args:
-            options: of the new run.
-            theirs: plain values of the run that the weights come from.
+        If not, a new run with ``options`` starts from the weights that the other one, of the plain
+        values ``theirs``, evaluates with.
         """
-        whole = {"start": 0.0, "stop": 1.0}
         if cls.settles is not None and getattr(options, cls.settles) > 0:
             return False
-        windows = [{"start": options.window.start, "stop": options.window.stop}, theirs["window"]]
+        if options.window != Window() or theirs["window"] != {"start": 0.0, "stop": 1.0}:
+            return False
         keys = ("name", "n", "m", "targets", *cls.function_options)
-        missing = object()
-        return windows == [whole, whole] and all(
-            getattr(options, key) == theirs.get(key, missing) for key in keys
-        )
+        return all(key in theirs and getattr(options, key) == theirs[key] for key in keys)
 
     def steps_of(self, fraction: float, key: str) -> int:
-        """⌊fraction·total_steps + ½⌋.
-
-        Raises:
-            ConfigError: the length of the run is not known; names ``key``.
-        """
+        """⌊fraction·total_steps + ½⌋; a ConfigError names ``key`` if the length is not known."""
         if self.total_steps is None:
             raise ConfigError([(key, " is a fraction of the run: sparsify needs total_steps")])
         return math.floor(fraction * self.total_steps + 0.5)
@@ -196,10 +199,7 @@ class Method:
         return (self.step - self.window[0]) % self.refresh == 0
 
     def may_be_sparse(self, step: int) -> bool:
-        """Whether training can be sparse after ``step`` completed steps, as the options say.
-
-        What :attr:`scalars` decide is not known beforehand: it may.
-        """
+        """Whether training can be sparse after ``step`` steps; what :attr:`scalars` decide may."""
         self.set_step(step)
         undecided = bool(self.scalars) and self.window[0] <= step < self.window[1]
         return bool((self.sparse_row if undecided else self.row).sparse)
@@ -239,25 +239,17 @@ class Method:
         return {}
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
-        """Persistent tensors of one layer, made once from its initial weight.
+        """Persistent tensors of one layer, made once from its dense weight (fp32 or wider).
 
         What is called ``beta`` here is ``layer.beta`` from then on. A ``torch.nn.Parameter`` among
         them is trained: build the optimiser after ``sparsify``.
-
-        Args:
-            weight: the dense weight as stored, fp32 or wider.
-            layer: whose they will be; has no tensors yet.
         """
         return {}
 
     def update_(self, weight: Tensor, layer: Layer) -> None:
-        """Bring the layer's tensors up to date, in place, inside the window.
+        """Bring the layer's tensors up to date, before the first forward and after every step.
 
-        Runs before the first forward and after every optimiser step.
-
-        Args:
-            weight: the master weight after the update, as stored.
-            layer: whose it is.
+        In place, inside the window; ``weight`` is the master weight after the update, as stored.
         """
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
@@ -265,21 +257,15 @@ class Method:
         return kernels.nm_mask(weight, *self.pattern, dim=dim)
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
-        """A(W), B(W) and the mask; called once per optimiser step, per forward, or in a graph.
+        """A(W), B(W) and the mask of a master weight, as stored, fp32 or wider.
 
-        A function of its arguments: what changes over time is in the layer (:meth:`update_`).
-
-        Args:
-            weight: the master weight as stored, fp32 (or wider).
-            layer: whose it is.
+        Called once per optimiser step, per forward, or in a graph. A function of its arguments:
+        what changes over time is in the layer (:meth:`update_`).
         """
         return Projection(None, None)
 
     def fprop_input(self, x: Tensor) -> Tensor:
-        """Xf(X): the input that fprop sees; (…, in_features). Called where the row has an Xf.
-
-        Training only: evaluation, like a densified model, sees X.
-        """
+        """Xf(X): the input that fprop sees in training; (…, in_features). Called for a row's Xf."""
         return x
 
     def wgrad_input(self, x: Tensor) -> Tensor:
@@ -287,17 +273,11 @@ class Method:
         return x
 
     def dgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
-        """P(G): the output gradient that dgrad sees; (…, out_features). Called for a row's P.
-
-        Of a convolution: (samples, positions, out_channels).
-        """
+        """P(G): what dgrad sees; (…, out_features or out_channels). Called for a row's P."""
         return grad
 
     def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
-        """U(G): the output gradient that wgrad sees; (tokens, out_features), fp32 or as given.
-
-        Called where the row has a U.
-        """
+        """U(G): what wgrad sees; (tokens, out_features), fp32 or as given. Called for a row's U."""
         return grad
 
     def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
@@ -311,21 +291,14 @@ class Method:
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """J: change the accumulated, unscaled, clipped gradient in place before the update.
 
-        Args:
-            grad, weight, mask: of one layer, as stored.
-            scale: loss scale still contained in ``grad`` (1, or a 0-d tensor for fused optimisers).
+        ``scale``: still contained in ``grad`` (1, or a 0-d tensor for fused optimisers).
         """
 
     def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:
         """Change the weight in place after the optimiser's own update (rarely needed)."""
 
     def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer | None:
-        """The optimiser that this method brings along; None: the configured one.
-
-        Args:
-            groups: parameter groups.
-            options: of the group ``optim``.
-        """
+        """The optimiser that this method brings along; ``options`` are those of ``optim``."""
         return None
 
     def attached(self, optimizer: Optimizer, weights: list[Tensor]) -> None:

@@ -34,18 +34,10 @@ class SparseProducts(torch.autograd.Function):
         how: Geometry,
         execution: Execution,
     ) -> Tensor:
-        """Y in the dtype of ``x``.
+        """Y in the dtype of ``x``; ``weight``, as stored, receives dW, its values are not used.
 
-        Args:
-            ctx: of autograd.
-            x: as the products want it.
-            weight: the stored weight, which receives dW; its values are not used.
-            bias: or None.
-            forward_weight, backward_weight, wgrad_scale: :class:`Operands`.
-            clock: reading that the draws in the backward belong to.
-            state: of the layer, for Xf, Xw, P and U; None: X and G as they are.
-            how: geometry of this kind of layer.
-            execution: does the products.
+        ``clock`` is the reading that the draws in the backward belong to, ``state`` gives Xf, Xw, P
+        and U of the layer; None: X and G as they are.
         """
         # attributes, not only saved tensors: recomputation by activation checkpointing keeps them
         ctx.clock, ctx.state, ctx.how, ctx.execution = clock, state, how, execution
@@ -54,9 +46,8 @@ class SparseProducts(torch.autograd.Function):
         xs = (x, x) if state is None else _inputs(state, x)
         operands = Operands(forward_weight, backward_weight, wgrad_scale)
         y, kept = execution.fprop(how, xs, operands, bias)
-        if backward_weight is None:
-            backward_weight = forward_weight
-        ctx.save_for_backward(backward_weight, wgrad_scale, *kept)
+        dgrad_weight = forward_weight if backward_weight is None else backward_weight
+        ctx.save_for_backward(dgrad_weight, wgrad_scale, *kept)
         return y
 
     @staticmethod
@@ -118,8 +109,7 @@ def by_groups_of_tokens(tokens: Tensor, function: Callable[[Tensor], Tensor]) ->
     """``function`` of (…, tokens of a sample, features) as rows, in groups of four tokens.
 
     A sample of another length is filled with zero tokens (197 become 200), so that cutting the
-    batch elsewhere changes no group. An execution whose product reduces over tokens with a
-    compressed operand has to fill X alike.
+    batch elsewhere changes no group.
     """
     length, features = tokens.shape[-2:] if tokens.dim() > 2 else (0, tokens.shape[-1])
     filled = F.pad(tokens, (0, 0, 0, -length % 4)) if length % 4 else tokens

@@ -14,16 +14,12 @@ class Proof:
     """Counts over all sparse layers; :attr:`holds` says whether every group is N:M."""
 
     pattern: str
-    sparse: bool
-    """False: a dense method or phase, nothing to prove."""
-    why_dense: str = ""
-    """The dense phase, if it is one."""
+    sparse: bool  # False: a dense method or phase, nothing to prove
+    why_dense: str = ""  # the dense phase, if it is one
     groups: int = 0
-    zeros: int = 0
-    """Exact zeros."""
+    zeros: int = 0  # exact zeros
     entries: int = 0
-    violations: tuple[str, ...] = ()
-    """Layers with a group of more than N non-zeros, or with a zero that is -0.0."""
+    violations: tuple[str, ...] = ()  # layers with a group of more than N, or with a -0.0
 
     @property
     def holds(self) -> bool:
@@ -46,7 +42,6 @@ def prove(sparsifier: Sparsifier) -> Proof:
     phase = sparsifier.method.phase
     why = "" if phase.evaluation else phase.why
     proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
-    violations = []
     for name, layer in sparsifier.layers.items():
         weight = layer.sparsity.project(layer.weight).forward
         if weight is None:
@@ -56,9 +51,8 @@ def prove(sparsifier: Sparsifier) -> Proof:
         nonzeros = (weight != 0).unflatten(dim, (-1, m)).sum(dim + 1)
         zero = weight == 0
         if bool((nonzeros > n).any()) or bool((zero & weight.signbit()).any()):
-            violations.append(name)
+            proof.violations += (name,)
         proof.groups += nonzeros.numel()
         proof.zeros += int(zero.sum())
         proof.entries += weight.numel()
-    proof.violations = tuple(violations)
     return proof

@@ -22,18 +22,14 @@ from sparsepretrain.sparsity.layers import SparseLayer, living
 from sparsepretrain.sparsity.state import ModelState
 
 _riders: WeakKeyDictionary[ModelState, tuple[ref[Optimizer], tuple[Any, ...]]] = WeakKeyDictionary()
-_changes = 0
-"""Counts attaching and detaching."""
+_changes = 0  # counts attaching and detaching
 _checked: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
 """Optimiser -> what had been changed, made and added when nothing was wrong with it, or said."""
-_suspects: WeakKeyDictionary[Optimizer, dict[ModelState, tuple[SparseLayer, int]]] = (
-    WeakKeyDictionary()
-)
-"""During a step: models whose weights it holds without their hooks, and their steps so far."""
-_released: WeakSet[Optimizer] = WeakSet()
-"""Optimisers that carried the hooks of a model when it was densified."""
-_listening: list[Any] = []
-"""The handles of the global hooks, once there are some."""
+_Found = dict[ModelState, tuple[SparseLayer, int]]
+# during a step: models whose weights it holds without their hooks, and their steps so far
+_suspects: WeakKeyDictionary[Optimizer, _Found] = WeakKeyDictionary()
+_released: WeakSet[Optimizer] = WeakSet()  # carried the hooks of a model that was densified
+_listening: list[Any] = []  # the handles of the global hooks, once there are some
 
 
 def watch() -> None:
@@ -74,23 +70,20 @@ def release(state: ModelState) -> None:
         _released.add(optimizer)
 
 
-def _index(layer: SparseLayer) -> int:
-    return layer.sparsity.index
-
-
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     now = (_changes, living.made, len(optimizer.param_groups))
     if _checked.get(optimizer) == now:
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found: dict[ModelState, tuple[SparseLayer, int]] = {}
+    found: _Found = {}
     dense = True
     for layer in living:
         if isinstance(layer, SparseLayer) and id(layer.weight) in held:
             dense = False
             state = layer.sparsity.model
             if state.expects_attach and riding(state) is not optimizer:
-                first = min(layer, found.get(state, (layer, 0))[0], key=_index)
+                earlier = found.get(state, (layer, 0))[0]
+                first = min(layer, earlier, key=lambda layer: layer.sparsity.index)
                 found[state] = first, state.step
     if optimizer in _released:
         _released.discard(optimizer)

@@ -15,52 +15,28 @@ from typing import Literal, NamedTuple
 class Operand(NamedTuple):
     """What one product sees in one place."""
 
-    text: str
-    """For people."""
-    pattern: tuple[int, int] | None = None
-    """(N, M) exactly when the operand is N:M along the axis that its product reduces over."""
+    text: str  # for people
+    pattern: tuple[int, int] | None = None  # (N, M) if N:M along the axis its product reduces over
     axis: Literal["in", "out", "tokens"] | None = None
     """That axis: in (fprop), out (dgrad) or tokens (wgrad). None without a pattern."""
 
     def __str__(self) -> str:
-        return (
-            self.text if self.pattern is None else f"{self.text} {':'.join(map(str, self.pattern))}"
-        )
+        return f"{self.text} {':'.join(map(str, self.pattern))}" if self.pattern else self.text
 
 
-W, X, G = Operand("W"), Operand("X"), Operand("G")
-"""The weight, the input and the output gradient as they are."""
-
-
-COLUMNS = {
-    "A": "A(W)",
-    "B": "B(W)",
-    "Xf": "Xf(X)",
-    "Xw": "Xw(X)",
-    "P": "P(G)",
-    "U": "U(G)",
-    "J": "J(dW, W)",
-}
-"""Field of a row -> head of its column."""
+W, X, G = Operand("W"), Operand("X"), Operand("G")  # as they are
 
 
 class Row(NamedTuple):
     """One row of the table; the default is a dense layer."""
 
-    A: Operand = W
-    """Forward weight."""
-    B: Operand = Operand("A")
-    """Backward weight; with the text ``A`` the forward weight serves both."""
-    Xf: Operand = X
-    """Input of fprop."""
-    Xw: Operand = X
-    """Input of wgrad."""
-    P: Operand = G
-    """Output gradient of dgrad."""
-    U: Operand = G
-    """Output gradient of wgrad."""
-    J: Operand = Operand("dW")
-    """What the optimiser receives."""
+    A: Operand = W  # forward weight
+    B: Operand = Operand("A")  # backward weight; with the text `A` the forward weight serves both
+    Xf: Operand = X  # input of fprop
+    Xw: Operand = X  # input of wgrad
+    P: Operand = G  # output gradient of dgrad
+    U: Operand = G  # output gradient of wgrad
+    J: Operand = Operand("dW")  # what the optimiser receives
 
     @property
     def products(self) -> dict[str, tuple[Operand, ...]]:
@@ -78,19 +54,16 @@ class Row(NamedTuple):
     @property
     def sparse(self) -> list[str]:
         """The products with an N:M operand, which sparse hardware could run."""
-        return [
-            name
-            for name, operands in self.products.items()
-            if any(operand.pattern is not None for operand in operands)
-        ]
+        return [k for k, operands in self.products.items() if any(o.pattern for o in operands)]
+
+
+_HEADS = ("A(W)", "B(W)", "Xf(X)", "Xw(X)", "P(G)", "U(G)", "J(dW, W)")
+COLUMNS = dict(zip(Row._fields, _HEADS, strict=True))  # field of a row -> head of its column
 
 
 class Phase(NamedTuple):
     """What the next step does; one value per step for the whole model."""
 
-    training: bool = True
-    """Whether training products see the row's operands; else W, X and G as they are."""
-    evaluation: bool = True
-    """Whether evaluation, ``densify`` and proofs use A(W)."""
-    why: str = ""
-    """Of dense training: until or since when, and the option that decides it."""
+    training: bool = True  # training products see the row's operands; else W, X and G
+    evaluation: bool = True  # whether evaluation, `densify` and proofs use A(W)
+    why: str = ""  # of dense training: until or since when, and the option that decides it

@@ -24,27 +24,21 @@ class Sparsifier:
     """What :func:`sparsepretrain.sparsify` and :func:`sparsepretrain.sparsifier_of` return.
 
     It holds no numbers of its own: they are in the model's state dict, and every handle to a model
-    reads and changes the same.
-
-    Attributes:
-        layers: name -> sparse layer, in the model's order.
+    reads and changes the same. ``layers``: name -> sparse layer, in the model's order.
     """
 
     def __init__(self, state: ModelState) -> None:
         self._state = state
-        owned = {
+        self.layers: dict[str, SparseLayer] = {
             layer.sparsity.layer_name: layer
             for layer in state.root.modules()
             if isinstance(layer, SparseLayer) and layer.sparsity.model is state
         }
-        self.layers: dict[str, SparseLayer] = owned
 
     def __repr__(self) -> str:
-        words = [self.method.title, f"{len(self.layers)} layers"]
-        text = str(self.execution)
-        words += [text.partition(":")[0]] if ":" in text else []
-        words += [f"step {self.completed_steps}", *["densified"] * self._densified]
-        return f"Sparsifier({', '.join(words)})"
+        words = [self.method.title, f"{len(self.layers)} layers", self.execution.label]
+        words += [f"step {self.completed_steps}", "densified" * self._densified]
+        return f"Sparsifier({', '.join(filter(None, words))})"
 
     @property
     def method(self) -> Method:
@@ -80,8 +74,7 @@ class Sparsifier:
     @property
     def sparse(self) -> bool:
         """Whether the next step trains with N:M operands."""
-        method = self.method
-        return method.phase.training and bool(method.row.sparse)
+        return bool(self.method.row.sparse)  # the row of a dense phase is dense
 
     def attach(self, optimizer: Any) -> None:
         """Ride on ``optimizer``: J before its step; counters, projections and flips after it.
@@ -98,11 +91,10 @@ class Sparsifier:
             raise ConfigError("the sparsifier is attached already: call detach() first")
         refuse_sharded(self.layers)
         while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
-            inner = getattr(optimizer, "optimizer", None)
-            if inner is None or inner is optimizer:
-                kind = type(optimizer).__name__
+            kind, outer = type(optimizer).__name__, optimizer
+            optimizer = getattr(outer, "optimizer", None)
+            if optimizer is None or optimizer is outer:
                 raise ConfigError(f"attach needs a torch optimiser, got {kind}")
-            optimizer = inner
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}
         weights = {k: v.weight for k, v in self.layers.items()}
         own = {
@@ -110,21 +102,17 @@ class Sparsifier:
             for name, layer in self.layers.items()
             for key, parameter in layer.sparsity.named_parameters()
         }
-        trained = {k: p for k, p in (weights | own).items() if p.requires_grad}
-        missing = [k for k, parameter in trained.items() if id(parameter) not in held]
+        trained = weights | own
+        missing = [k for k, p in trained.items() if p.requires_grad and id(p) not in held]
         if missing:
             late = ": build the optimiser after sparsify" if set(missing) <= set(own) else ""
-            raise ConfigError(
-                f"sparse weights missing in the optimiser: {', '.join(missing)}{late}"
-            )
+            text = f"sparse weights missing in the optimiser: {', '.join(missing)}"
+            raise ConfigError(text + late)
         self.method.attached(optimizer, list(weights.values()))
         self._state.write()
-        reminder.ride(
-            self._state,
-            optimizer,
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        )
+        before = optimizer.register_step_pre_hook(self._before_step)
+        after = optimizer.register_step_post_hook(self._after_step)
+        reminder.ride(self._state, optimizer, before, after)
         if self.completed_steps == 0:
             for layer in self.layers.values():
                 layer.sparsity.take_baseline(layer.weight)
@@ -136,30 +124,25 @@ class Sparsifier:
     def store_operands(self, dtype: torch.dtype | None = None) -> None:
         """Project once per optimiser step instead of in every forward.
 
-        For loops that own their weights: whoever edits a weight between steps (averages, merges,
-        loads) calls :meth:`refresh` afterwards. Training operands are made after each step and
-        keep their memory; those of evaluation are made when they are first needed. Copies of the
-        model project in every forward again.
-
-        Args:
-            dtype: of the products, that of autocast; None: that of the weights.
+        For loops that own their weights: whoever edits one between steps (averages, merges, loads)
+        calls :meth:`refresh` afterwards. Operands of training are made after each step, in the same
+        memory, those of evaluation when needed. Copies of the model project in every forward again.
+        ``dtype``: of the products, that of autocast; None: that of the weights.
         """
         self._require_sparse()
         self._state.store = dtype or next(iter(self.layers.values())).weight.dtype
         self.refresh()
 
     def micro_batch(self, index: int, rank: int = 0, world: int = 1, *, capacity: int = 0) -> None:
-        """State which part of the global batch the next forward sees.
+        """State which part of the global batch the next forward sees: ``index·world + rank``.
 
         Without this call the training forwards since the last step are counted, on the rank that
         torch.distributed reports.
 
         Args:
             index: micro-batch of this rank within the optimiser step, from 0.
-            rank, world: of the data-parallel group; ranks interleave: global index
-                ``index·world + rank``.
-            capacity: most tokens, padding included, that a layer sees in one micro-batch, where
-                micro-batches differ in size; 0: all have equally many.
+            rank, world: of the data-parallel group.
+            capacity: most tokens of a layer in a micro-batch, padded; 0: all have equally many.
         """
         self._state.state_micro_batch(index * world + rank, capacity)
 
@@ -170,10 +153,9 @@ class Sparsifier:
             layer.sparsity.restore(layer.weight)
 
     def masks(self) -> dict[str, Tensor]:
-        """Name -> bool mask in use, shape of the stored weight.
+        """Name -> bool mask in use (``sste``: non-zeros of S(W)), shape of the stored weight.
 
-        For ``sste`` the non-zeros of S(W); for dense methods and phases the mask that the method's
-        rule would choose.
+        For dense methods and phases the mask that the method's rule would choose.
         """
         self._require_sparse()
         return {k: v.sparsity.mask_in_use(v.weight).clone() for k, v in self.layers.items()}
@@ -193,30 +175,24 @@ class Sparsifier:
             per_layer: also ``flip_rate/<layer>`` and ``l1_gap/<layer>``.
         """
         self._require_sparse()
-        parts = [self._measure(layer) for layer in self.layers.values()]
         # one wait for the device; sums of integers below 2⁵³ are exact in fp64
-        table = torch.stack([torch.stack(part) for part in parts]).tolist()
-        sizes = [
-            (layer.weight.numel(), row[0])
-            for layer, row in zip(self.layers.values(), table, strict=True)
-        ]
-        entries, groups = (sum(column) for column in zip(*sizes, strict=True))
+        table = torch.stack([self._measure(layer) for layer in self.layers.values()]).tolist()
+        entries, groups, nonzeros, gap, *flips = map(sum, zip(*table, strict=True))
         result = {
-            "density": sum(row[1] for row in table) / entries,
-            "l1_gap": sum(row[2] for row in table) / groups,
+            "density": nonzeros / entries,
+            "l1_gap": gap / groups,
             "sparse": float(self.sparse),
             **self.method.metrics(),
         }
-        compared = len(table[0]) > 3
-        if compared:
-            result["flip_rate"] = sum(row[3] for row in table) / entries
+        if flips:
+            result["flip_rate"] = flips[0] / entries
             if self._state.interval > 1:
                 result["flip_interval"] = float(self._state.interval)
         if per_layer:
-            for name, (size, count), row in zip(self.layers, sizes, table, strict=True):
-                result[f"l1_gap/{name}"] = row[2] / count
-                if compared:
-                    result[f"flip_rate/{name}"] = row[3] / size
+            for name, row in zip(self.layers, table, strict=True):
+                result[f"l1_gap/{name}"] = row[3] / row[1]
+                if flips:
+                    result[f"flip_rate/{name}"] = row[4] / row[0]
         return result
 
     def coverage(self) -> Coverage:
@@ -226,15 +202,14 @@ class Sparsifier:
 
     def state_dict(self) -> dict[str, Any]:
         """The counters and the method's scalars, which the model's state dict holds too."""
-        method = self.method
-        options = method.options
+        options = self.method.options
         return {
             "method": options.name,
             "pattern": [options.n, options.m],
             "layers": list(self.layers),
             "completed_steps": self.completed_steps,
             "compared_at": self._state.compared_at,
-            **method.state,
+            **self.method.state,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -246,9 +221,8 @@ class Sparsifier:
         mine = self.state_dict()
         for key in ("method", "pattern", "layers"):
             if state.get(key) != mine[key]:
-                raise CheckpointError(
-                    f"sparsifier state: {key} is {state.get(key)}, this model has {mine[key]}"
-                )
+                text = f"{key} is {state.get(key)}, this model has {mine[key]}"
+                raise CheckpointError(f"sparsifier state: {text}")
         own = self._state
         own.compared_at, own.interval = int(state["compared_at"]), 0
         own.method.state = {key: int(state[key]) for key in own.method.scalars}
@@ -257,9 +231,7 @@ class Sparsifier:
             layer.sparsity.flips = None
         self.refresh()
 
-    def _before_step(
-        self, optimizer: Optimizer, args: Any, kwargs: Any
-    ) -> tuple[Any, dict[str, Any]] | None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """J. With a closure the gradients exist only after it has run, so it is wrapped."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -274,14 +246,13 @@ class Sparsifier:
 
         if len(args) > 1:
             return (args[0], with_adjustment, *args[2:]), kwargs
-        return args, {**kwargs, "closure": with_adjustment}
+        return args, kwargs | {"closure": with_adjustment}
 
     @property
     def _densified(self) -> bool:
-        return any(
-            not isinstance(layer, SparseLayer) or layer.sparsity.model is not self._state
-            for layer in self.layers.values()
-        )
+        sparse = [layer for layer in self.layers.values() if isinstance(layer, SparseLayer)]
+        own = [layer for layer in sparse if layer.sparsity.model is self._state]
+        return len(own) < len(self.layers)
 
     def _require_sparse(self) -> None:
         if self._densified:
@@ -289,9 +260,9 @@ class Sparsifier:
 
     @torch.no_grad()
     def _adjust_gradients(self, optimizer: Optimizer) -> None:
-        method, base = self.method, Method
-        on_gradient = type(method).adjust_gradient_ is not base.adjust_gradient_
-        on_weight = type(method).adjust_weight_ is not base.adjust_weight_
+        method, cls = self.method, type(self.method)
+        on_gradient = cls.adjust_gradient_ is not Method.adjust_gradient_
+        on_weight = cls.adjust_weight_ is not Method.adjust_weight_
         if not method.phase.training or not (on_gradient or on_weight):
             return
         # fused optimisers unscale inside their kernel: the decay has to carry the scale until then
@@ -329,10 +300,7 @@ class Sparsifier:
             if inside:
                 own.update(weight)
             own.restore(weight)
-            if compares:
-                own.compare(weight)
-            else:
-                own.flips = None
+            own.flips = own.compare(weight) if compares else None
         if compares:
             state.interval = state.step - state.compared_at
             state.compared_at = state.step
@@ -344,22 +312,19 @@ class Sparsifier:
         for layer in self.layers.values():
             mask, layer.sparsity.held = layer.sparsity.held, None
             if mask is not None:
-                self._state.method.adjust_weight_(
-                    layer.weight, mask, float(rates[id(layer.weight)])
-                )
+                rate = float(rates[id(layer.weight)])
+                self._state.method.adjust_weight_(layer.weight, mask, rate)
 
-    def _measure(self, layer: SparseLayer) -> list[Tensor]:
-        """Groups, non-zeros, summed gap and flips, where masks were compared; 0-d fp64."""
+    def _measure(self, layer: SparseLayer) -> Tensor:
+        """Entries, groups, non-zeros, summed gap and flips, where masks were compared; fp64."""
         state, weight = layer.sparsity, layer.weight.detach()
         forward = state.project(weight).forward if self.method.phase.training else None
         used = weight if forward is None else forward
         dropped, kept = boundary_magnitudes(weight, *self.method.pattern, dim=state.dim)
-        numbers = [
-            weight.new_tensor(dropped.numel(), dtype=torch.float64),
-            used.count_nonzero().double(),
-            (kept - dropped).sum(dtype=torch.float64),
-        ]
-        return numbers if state.flips is None else [*numbers, state.flips.double()]
+        sizes = weight.new_tensor([weight.numel(), dropped.numel()], dtype=torch.float64)
+        numbers = [used.count_nonzero().double(), (kept - dropped).sum(dtype=torch.float64)]
+        numbers += [] if state.flips is None else [state.flips.double()]
+        return torch.cat([sizes, torch.stack(numbers)])
 
 
 def _tell_lost_decay(layer: SparseLayer, lost: Tensor, masked: Tensor) -> None:

@@ -19,21 +19,16 @@ from sparsepretrain.kernels.groups import widen
 from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands
 from sparsepretrain.sparsity.method import Method, Projection
 
-PREVIOUS_MASK = "previous_mask"
-"""Buffer with the packed mask of the last comparison, (rows of the stored weight, bytes)."""
-
-STEP, COMPARED_AT, SCALARS = 0, 1, 2
-"""Places in :attr:`ModelState.counters`: the method's scalars and a checksum come last."""
+PREVIOUS_MASK = "previous_mask"  # buffer: packed mask of the last comparison, (rows, bytes)
 
 
 class ModelState:
     """Counters, phase and scalars: what is one per model.
 
     The numbers are kept twice: as integers, which eager layers read without waiting for a device,
-    and as a buffer of the sparsified module, which state dicts hold. Whoever writes to the buffer
-    (a loaded checkpoint, an average that copies buffers) is followed. It is a buffer, not a child
-    module, since the root may be an nn.Sequential, which would run a child. The micro-batch is in
-    no buffer: ranks differ in it, and DistributedDataParallel broadcasts buffers.
+    and as a buffer of the root, which state dicts hold; whoever writes to it (a loaded checkpoint,
+    an average) is followed. A child module would be run where the root is an nn.Sequential. The
+    micro-batch is in no buffer: ranks differ in it, and DistributedDataParallel broadcasts buffers.
     """
 
     def __init__(
@@ -41,40 +36,30 @@ class ModelState:
     ) -> None:
         self.root = root
         self.buffer = _free_name(root)
-        self.example = ""
-        """Name of a sparse layer, one whose weight is trained if there is any."""
+        self.example = ""  # name of a sparse layer, one whose weight is trained if there is any
         self.method = method
         self.execution = execution
         self.seed = seed
-        self.step = 0
-        """Completed optimiser steps."""
-        self.micro = 0
-        """Index of the current micro-batch in the global batch."""
-        self.compared_at = 0
-        """Completed steps at the last comparison of masks."""
-        self.interval = 0
-        """Steps between the last two comparisons in this process; 0: none yet."""
-        self.capacity = 0
-        """Most tokens of a micro-batch where they differ in size; 0: all have equally many."""
-        self.store: torch.dtype | None = None
-        """Dtype of stored operands; None: every forward projects."""
-        self.expects_attach = True
-        """Whether an optimiser that updates sparse weights without the hooks is a mistake."""
-        self.told = False
-        """Whether it was looked at how much of the masked decay low precision loses."""
+        self.step = 0  # completed optimiser steps
+        self.micro = 0  # index of the current micro-batch in the global batch
+        self.compared_at = 0  # completed steps at the last comparison of masks
+        self.interval = 0  # steps between the last two comparisons in this process; 0: none yet
+        self.capacity = 0  # most tokens of a micro-batch if they differ; 0: all have equally many
+        self.store: torch.dtype | None = None  # of stored operands; None: every forward projects
+        self.expects_attach = True  # to update sparse weights without the hooks is a mistake
+        self.told = False  # whether the masked decay that low precision loses was looked at
         self._counting = True  # forwards count micro-batches; no: the loop states them
         self._fresh = True  # the next forward is the first one after a step
         self._open = True  # the next layer that runs begins a micro-batch
         self._had_gradient = False
-        size = SCALARS + len(method.scalars) + 1
-        counters = torch.zeros(size, dtype=torch.int64, device=device)
-        root.register_buffer(self.buffer, counters)
+        size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, checksum
+        root.register_buffer(self.buffer, torch.zeros(size, dtype=torch.int64, device=device))
         self._hooks = [
             root.register_forward_pre_hook(self.before_forward),
             root.register_load_state_dict_pre_hook(self.before_load),
         ]
+        # (completed steps, micro-batch) for compiled and captured graphs
         self.clock = torch.zeros(2, dtype=torch.int64, device=device)
-        """(completed steps, micro-batch) for compiled and captured graphs."""
         self._seen: Any = None
         method.set_step(0)
         self.write()
@@ -133,10 +118,7 @@ class ModelState:
             self.clock[1].fill_(self.micro)
 
     def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Pre-hook of the root's ``load_state_dict``.
-
-        Version 0.1 kept the counters in the handle, whose ``load_state_dict`` sets them.
-        """
+        """Version 0.1 kept the counters in the handle, whose ``load_state_dict`` sets them."""
         state_dict.setdefault(prefix + self.buffer, self.counters)
 
     def set_micro(self, micro: int) -> None:
@@ -156,13 +138,10 @@ class ModelState:
         self._counting = self._fresh = self._open = True
         self.write()
 
-    def layers(self) -> list[LayerState]:
-        """Of the model's sparse layers, in its order."""
-        modules = self.root.modules()
-        return [m for m in modules if isinstance(m, LayerState) and m.model is self]
-
-    def remove(self) -> None:
-        """Take the buffer and the hooks from the root: no layer is sparse any more."""
+    def release(self) -> None:
+        """Take the buffer and the hooks from the root if no layer is sparse any more."""
+        if any(isinstance(m, LayerState) and m.model is self for m in self.root.modules()):
+            return
         del self.root._buffers[self.buffer]
         for hook in self._hooks:
             hook.remove()
@@ -175,10 +154,7 @@ class ModelState:
                 self._count(None)
 
     def layer_runs(self, weight: Tensor) -> None:
-        """A sparse layer runs in training; the first one after a backward counts.
-
-        That covers loops which call parts of the sparsified module.
-        """
+        """The first layer after a backward counts: some loops call parts of the root."""
         if self._open and self._counting and torch._C._current_graph_task_id() == -1:
             self._count(weight)
 
@@ -199,20 +175,15 @@ class ModelState:
         has_gradient = weight.is_leaf and weight.grad is not None
         first = self._fresh or (self._had_gradient and not has_gradient)
         self._had_gradient = has_gradient
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, world = 0, 1
-        if distributed:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.sync()
         self.set_micro(rank if first else self.micro + world)
         self._fresh = self._open = False
 
     def now(self) -> Any:
-        """(step, micro-batch) that a forward hands to its backward.
-
-        A tensor in compiled graphs, and on a GPU, where a captured one is replayed: both must read
-        what holds then.
-        """
+        """(step, micro-batch) for the backward; a tensor where a graph reads it when it is run."""
         if torch.compiler.is_compiling() or self.clock.is_cuda:
             return self.clock.clone()
         return self.step, self.micro
@@ -225,22 +196,18 @@ def _free_name(root: nn.Module) -> str:
 
 
 def _checksum(values: list[int]) -> int:
-    code = [zlib.crc32(repr(numbers).encode()) for numbers in (values, [0] * len(values))]
-    return code[0] ^ code[1]  # zeros, which a dense state dict may bring, are right
+    own, zeros = (zlib.crc32(repr(v).encode()) for v in (values, [0] * len(values)))
+    return own ^ zeros  # zeros, which a dense state dict may bring, are right
 
 
 class LayerState(nn.Module):
     """What is sparse about one layer: the method's tensors, the last mask, its draws."""
 
     previous_mask: Tensor
-    held: Tensor | None
-    """The mask before an update, for methods that change weights after it."""
-    _stored: dict[bool, Operands | None]
-    """Operands of training (True) and of evaluation (False)."""
-    _spare: dict[bool, Operands]
-    """Their memory, for the next ones."""
-    _mask: Tensor | None
-    """Taken with the operands of training."""
+    held: Tensor | None  # the mask before an update, for methods that change weights after it
+    _stored: dict[bool, Operands | None]  # operands of training (True) and of evaluation (False)
+    _spare: dict[bool, Operands]  # their memory, for the next ones
+    _mask: Tensor | None  # taken with the operands of training
 
     if TYPE_CHECKING:  # the method's tensors
 
@@ -248,14 +215,11 @@ class LayerState(nn.Module):
 
     def __init__(self, model: ModelState, name: str, index: int, weight: Tensor, dim: int) -> None:
         super().__init__()
-        self.model = model
-        """What all sparse layers share."""
+        self.model = model  # what all sparse layers share
         self.layer_name = name
-        self.index = index
-        """Position among the sparse layers: part of the noise key."""
+        self.index = index  # position among the sparse layers: part of the noise key
         self.dim = dim
-        self.flips: Tensor | None = None
-        """0-d int64: flips at the last comparison."""
+        self.flips: Tensor | None = None  # 0-d int64: flips at the last comparison
         self.forget()
         rows = weight.new_zeros(weight.shape, dtype=torch.bool)
         self.register_buffer(PREVIOUS_MASK, _pack(rows))
@@ -292,8 +256,7 @@ class LayerState(nn.Module):
     @property
     def step(self) -> Any:
         """Completed optimiser steps: an integer, or a 0-d int64 tensor in compiled graphs."""
-        model = self.model
-        return model.clock[0] if torch.compiler.is_compiling() else model.step
+        return self.model.clock[0] if torch.compiler.is_compiling() else self.model.step
 
     def key(self, product: int) -> NoiseKey:
         """Noise stream of a product at this step."""
@@ -302,12 +265,10 @@ class LayerState(nn.Module):
     def key_at(self, clock: Any, product: int, counters: int, per: int = 1) -> NoiseKey:
         """Noise stream of the draws of a micro-batch: ``counters`` of them, one for ``per`` tokens.
 
-        Counters run over the global batch. Where micro-batches differ in size each has room for
-        the largest, so that no two of them share draws.
+        Each has room for the largest of the global batch, so that no two of them share draws.
         """
-        model = self.model
-        first = clock[1] * max(counters, -(-model.capacity // per))
-        return noise_key(model.seed, clock[0], self.index, product, first)
+        first = clock[1] * max(counters, -(-self.model.capacity // per))
+        return noise_key(self.model.seed, clock[0], self.index, product, first)
 
     @torch.no_grad()
     def project(self, weight: Tensor) -> Projection:
@@ -322,24 +283,20 @@ class LayerState(nn.Module):
         return phase.training if training else phase.evaluation
 
     def operands(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
-        """A and B in ``dtype``; None: the layer does what the class it replaces does.
-
-        A pure function of the weight, unless the loop asked to store them.
-        """
-        phase, model = self.method.phase, self.model
-        if model.execution is EMULATE and phase.training == phase.evaluation:
+        """A and B in ``dtype``; None: the layer does what the class it replaces does."""
+        phase = self.method.phase
+        if self.model.execution is EMULATE and phase.training == phase.evaluation:
             training = True  # the operands of evaluation are the same
-        if model.store != dtype:
+        if self.model.store != dtype:
             return self._prepare(weight, dtype, training, self._projected(weight, training))
         if training in self._stored:
             return self._stored[training]
         return self._keep(weight, training)
 
+    @torch.no_grad()
     def _projected(self, weight: Tensor, training: bool) -> Projection:
-        with torch.no_grad():
-            if self.sees(training):
-                return self.method.project(_wide(weight), self)
-            return Projection(None, None)
+        sees = self.sees(training)
+        return self.method.project(_wide(weight), self) if sees else Projection(None, None)
 
     @torch.no_grad()
     def _prepare(
@@ -347,10 +304,10 @@ class LayerState(nn.Module):
     ) -> Operands | None:
         forward, mask, backward, scale = projection
         execution = self.model.execution if training else EMULATE
-        changed = self.sees(training) and any(self.method.changes)
-        if forward is None and execution is EMULATE and not changed:
-            return None
         if forward is None:
+            changed = self.sees(training) and any(self.method.changes)
+            if execution is EMULATE and not changed:
+                return None
             forward = weight.detach()
         if self.dim == 0:  # Conv1D stores (in_features, out_features)
             forward, backward = forward.t(), None if backward is None else backward.t()
@@ -368,11 +325,8 @@ class LayerState(nn.Module):
         if training:
             self._mask = projection.mask
         # a weight that is only cast is not kept: the cast of an edited one is always right
-        if (
-            operands is None
-            or projection.forward is not None
-            or self.model.execution is not EMULATE
-        ):
+        only_cast = projection.forward is None and self.model.execution is EMULATE
+        if operands is None or not only_cast:
             self._stored[training] = operands
         return operands
 
@@ -410,11 +364,12 @@ class LayerState(nn.Module):
         self.previous_mask.copy_(_pack(self.mask_in_use(weight)))
         self.flips = None
 
-    def compare(self, weight: Tensor) -> None:
-        """Count the flips since the last comparison and remember the new mask."""
+    def compare(self, weight: Tensor) -> Tensor:
+        """Flips since the last comparison, 0-d int64; the new mask is remembered."""
         new = _pack(self.mask_in_use(weight))
-        self.flips = packed_flip_count(self.previous_mask.flatten(), new.flatten())
+        flips = packed_flip_count(self.previous_mask.flatten(), new.flatten())
         self.previous_mask.copy_(new)
+        return flips
 
     def rename_old_tensors(self, state_dict: dict[str, Any], prefix: str, weight: Tensor) -> None:
         """Tensors of version 0.1 as they are called now; ``prefix`` is that of the layer."""

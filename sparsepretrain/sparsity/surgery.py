@@ -100,15 +100,9 @@ def sparsify_with(
     backend: str = "emulate",
     precision: str | dict[str, str] | None = None,
 ) -> Sparsifier:
-    """:func:`sparsify` with options that were checked already.
+    """:func:`sparsify` with options that were checked already, and the same errors.
 
-    Args:
-        model, exclude, seed, total_steps, backend, precision: see :func:`sparsify`.
-        options: of the method that they name.
-        targets: globs; takes the place of ``options.targets``, which may hold aliases.
-
-    Raises:
-        ConfigError: see :func:`sparsify`.
+    ``targets`` are globs and take the place of ``options.targets``, which may hold aliases.
     """
     execution = execution_of(precision, backend)
     cls: Any = registry.get("method", options.name)
@@ -127,10 +121,7 @@ def sparsify_with(
 
 
 def sparsifier_of(model: nn.Module) -> Sparsifier:
-    """A handle for a model that is sparse: a copy, or one whose first handle is out of reach.
-
-    Args:
-        model: what was given to :func:`sparsify`, or what contains it.
+    """A handle for what was given to :func:`sparsify`, a copy of it, or what contains it.
 
     Raises:
         ConfigError: it is not sparse, or :func:`sparsify` was called for several parts of it.
@@ -149,14 +140,10 @@ _FUSED = "_sparsity_activation_relu_or_gelu"
 
 
 def _let_layers_run(model: nn.Module) -> None:
-    """Keep PyTorch from evaluating an encoder layer by a kernel that reads the stored weights.
-
-    What :func:`densify` undoes. The attribute is PyTorch's own condition for that kernel.
-    """
+    # PyTorch's own condition for the kernel of encoder layers, which reads the stored weights
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and any(
-            isinstance(child, SparseLayer) for child in module.modules()
-        ):
+        sparse = any(isinstance(child, SparseLayer) for child in module.modules())
+        if sparse and isinstance(module, nn.TransformerEncoderLayer):
             if not hasattr(module, _FUSED):  # sparse layers of an earlier call
                 setattr(module, _FUSED, module.activation_relu_or_gelu)
             module.activation_relu_or_gelu = 0
@@ -168,11 +155,8 @@ def densify(model: nn.Module) -> nn.Module:
     Dropped weights become exact zeros (+0.0) and scales are folded in, so outputs stay equal.
     Weights are not quantised: evaluation after training in simulated fp8 runs without fp8.
 
-    Args:
-        model: anything; layers that are not sparse stay as they are.
-
     Returns:
-        ``model``.
+        ``model``; its layers that are not sparse stay as they are.
 
     Raises:
         ConfigError: ``model`` is not a module.
@@ -189,8 +173,7 @@ def densify(model: nn.Module) -> nn.Module:
             folded += _make_dense(module)
     for state in states:
         reminder.release(state)
-        if not state.layers():
-            state.remove()
+        state.release()
     if folded:
         warnings.warn(
             f"low-rank adapters were folded into {len(folded)} layers ({folded[0]}, …): their "
@@ -218,7 +201,6 @@ def _make_dense(layer: SparseLayer) -> list[str]:
 def _check_arguments(
     model: Any, method: Any, targets: Any, exclude: Any, seed: Any, total_steps: Any
 ) -> None:
-    """Types of what does not pass through an options class."""
     problems = []
     if not isinstance(model, nn.Module):
         problems.append(f"model must be a torch.nn.Module, got {_show(model)}")
@@ -240,7 +222,6 @@ def _is_integer(value: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    """A wrong argument in one line."""
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else type(value).__name__
 
@@ -261,21 +242,21 @@ def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> di
         if not name or not hits:
             continue
         if any(_matches(alias, pattern) for alias in aliases for pattern in exclude):
-            matched |= hits
-            continue
-        if isinstance(module, SparseLayer):
+            pass
+        elif isinstance(module, SparseLayer):
             problems.append(f"layer {name!r} is sparse already: call densify(model) first")
-            matched |= hits
         elif sparse_class(type(module)) is not None:
             chosen[name] = module
-            matched |= hits
         elif layer_family(type(module)) is not None:
             kind = type(module).__name__
             problems.append(f"layer {name!r} ({kind}) has a forward of its own: exclude it")
-            matched |= hits
+        else:
+            continue
+        matched |= hits
     for pattern in patterns:
         if pattern not in matched:
-            near = registry.suggestion(pattern, _layer_names(model))
+            known = [k for k, v in model.named_modules() if sparse_class(type(v)) is not None]
+            near = registry.suggestion(pattern, known[:8])
             text = f": no linear layer or convolution matches {pattern!r}{near}"
             problems.append(("targets", text))
     owners = defaultdict(list)
@@ -296,11 +277,6 @@ def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> di
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(f".{name}", pattern)
-
-
-def _layer_names(model: nn.Module) -> list[str]:
-    names = [k for k, v in model.named_modules() if sparse_class(type(v)) is not None]
-    return names[:8]
 
 
 def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
@@ -329,18 +305,13 @@ def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
             problem = f"{own} mixes output channels of all groups; choose another method"
             odd["", problem].append(name)
     for (key, problem), names in odd.items():
-        them = "them" if len(names) > 1 else "it"
-        text = f"{_list(names)}: {problem} or exclude {them} from targets"
+        shown = ", ".join(map(repr, names[:3]))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        s, them = ("s", "them") if len(names) > 1 else ("", "it")
+        text = f"layer{s} {shown}{more}: {problem} or exclude {them} from targets"
         problems.append((key, f" = {m}: {text}") if key else text)
     if problems:
         raise ConfigError(problems)
-
-
-def _list(names: list[str]) -> str:
-    """``layer 'a'``, or the first three of several and how many more."""
-    shown = ", ".join(map(repr, names[:3]))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"layer{'s' if len(names) > 1 else ''} {shown}{more}"
 
 
 def _swap(layer: nn.Module, name: str, index: int, model: ModelState) -> None:

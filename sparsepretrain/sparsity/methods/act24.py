@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import Method, MethodOptions
+from sparsepretrain.sparsity.method import Method, MethodOptions, Problems
 from sparsepretrain.sparsity.row import Operand, Row, X
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ class Act24Options(MethodOptions):
     wgrad: Literal["tokens", "none"] = "tokens"
     """Axis along which the input of wgrad is pruned: groups of tokens."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         yield from MethodOptions.problems(self)
         if self.m > 0 and self.m != 4 and self.wgrad == "tokens":
             yield "m", f"must be 4 with wgrad=tokens (groups of four tokens), got {self.m}"

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import checks
 from sparsepretrain.sparsity.method import Method, MethodOptions, Projection
 from sparsepretrain.sparsity.row import Operand, Phase, Row
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.sparsity.state import LayerState as Layer
+    from sparsepretrain.sparsity.method import Layer, Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,14 +20,24 @@ class ASPOptions(MethodOptions):
 
     at: float = 0.5
     """When the zeros are written, as a fraction of the run; 0: before the first forward."""
+    limits: ClassVar[dict[str, str]] = {"at": "[0, 1)"}
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from MethodOptions.problems(self)
-        yield from checks.proper_fraction(self, "at")
+
+class StoredMask(Method):
+    """A = M∘W with a mask that the layer keeps; what it drops receives no gradient."""
+
+    def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
+        return {"mask": weight.new_zeros(weight.shape).bool()}
+
+    def project(self, weight: Tensor, layer: Layer) -> Projection:
+        return Projection(kernels.apply_mask(weight, layer.mask), layer.mask)
+
+    def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
+        grad.masked_fill_(~mask, 0)
 
 
 @register("method", "asp")
-class ASP(Method):
+class ASP(StoredMask):
     """Dense until ``at``, then one mask; pruned weights receive no gradient.
 
     ASP writes the zeros into the weight. Here they are projected, which is the same function and
@@ -55,15 +61,6 @@ class ASP(Method):
             return Phase(False, False, f"until step {self.settled} (at)")
         return phase
 
-    def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
-        return {"mask": weight.new_zeros(weight.shape).bool()}
-
     def update_(self, weight: Tensor, layer: Layer) -> None:
         if self.step == self.settled:
             layer.mask.copy_(self.mask(weight, layer.dim))
-
-    def project(self, weight: Tensor, layer: Layer) -> Projection:
-        return Projection(kernels.apply_mask(weight, layer.mask), layer.mask)
-
-    def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
-        grad.masked_fill_(~mask, 0)

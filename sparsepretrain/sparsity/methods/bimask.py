@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.method import DGRAD, Method, MethodOptions, Projection
+from sparsepretrain.sparsity.method import DGRAD, Method, MethodOptions, Problems, Projection
 from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.sparsity.state import LayerState as Layer
+    from sparsepretrain.sparsity.method import Layer, Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,12 +24,11 @@ class BiMaskOptions(MethodOptions):
     """Optimiser steps between two searches for a row permutation."""
     candidates: int = 100
     """Random permutations per search; the current one is always a candidate too."""
+    limits: ClassVar[dict[str, str]] = {"decay": "≥ 0", "every": "≥ 1", "candidates": "≥ 1"}
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         yield from MethodOptions.problems(self)
-        yield from checks.two_of_four(self, "Bi-Mask")
-        yield from checks.at_least(0, self, "decay")
-        yield from checks.at_least(1, self, "every", "candidates")
+        yield from self.two_of_four("Bi-Mask")
 
 
 @register("method", "bimask")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.method import Method, MethodOptions
+from sparsepretrain.sparsity.method import Method, MethodOptions, Problems
 from sparsepretrain.sparsity.methods.tsrste import transposable
 from sparsepretrain.sparsity.row import Phase
 
@@ -24,12 +22,12 @@ class DenseOptions(MethodOptions):
     """Masks compared: N:M by magnitude, or the transposable ones of T-SR-STE (2:4 only)."""
     refresh: int = 1
     """Optimiser steps between two comparisons; T-SR-STE's is 40."""
+    limits: ClassVar[dict[str, str]] = {"refresh": "≥ 1"}
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         yield from MethodOptions.problems(self)
         if self.flip_rule == "transposable":
-            yield from checks.two_of_four(self, "transposable masks")
-        yield from checks.at_least(1, self, "refresh")
+            yield from self.two_of_four("transposable masks")
 
 
 @register("method", "dense")
@@ -44,10 +42,6 @@ class Dense(Method):
     summary = "ordinary layers; logs the flips of the masks it would have"
     paper = "–"
     phases = "never"
-
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
-        super().__init__(options, total_steps)
-        self.refresh = options.refresh
 
     @property
     def multiples(self) -> tuple[int, int]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import checks
 from sparsepretrain.sparsity.method import MethodOptions, Projection
 from sparsepretrain.sparsity.methods.ste import STE
 from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.sparsity.state import LayerState as Layer
+    from sparsepretrain.sparsity.method import Layer, Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,11 +26,7 @@ class MDGFOptions(MethodOptions):
     """Of ``exponential``: what is left just before the end is e^-rate."""
     until: float = 0.5
     """Fraction of the run at which d becomes 0 and the weights N:M."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from MethodOptions.problems(self)
-        yield from checks.at_least(0, self, "rate")
-        yield from checks.fraction(self, "until")
+    limits: ClassVar[dict[str, str]] = {"rate": "≥ 0", "until": "[0, 1]"}
 
 
 @register("method", "mdgf")
@@ -52,10 +45,7 @@ class MDGF(STE):
     phases = "(M + d(1-M))∘W until d is 0"
     finetunes_as = "ste"
     settles = "until"
-
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
-        super().__init__(options, total_steps)
-        self.binary = False
+    binary = False
 
     def set_step(self, step: int) -> None:
         self.binary = step >= self.settled

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import checks
 from sparsepretrain.sparsity.method import MethodOptions
 from sparsepretrain.sparsity.methods.ste import STE
 from sparsepretrain.sparsity.row import Operand, Row
@@ -20,10 +18,7 @@ class SDGFOptions(MethodOptions):
     until: float = 0.5
     """Fraction of the run at which the last stage, n:m, begins; the others share the time before
     it equally."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from MethodOptions.problems(self)
-        yield from checks.fraction(self, "until")
+    limits: ClassVar[dict[str, str]] = {"until": "[0, 1]"}
 
 
 def stages(n: int, m: int) -> list[int]:
@@ -69,7 +64,6 @@ class SDGF(STE):
 
     @property
     def sparse_row(self) -> Row:
-        """Of the last stage."""
         return Row(A=self.nm("M∘W, M by stages"))
 
     @property

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.method import Method, MethodOptions
+from sparsepretrain.sparsity.method import Method, MethodOptions, Problems
 from sparsepretrain.sparsity.row import Row
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.kernels import NoiseKey
+    from sparsepretrain.sparsity.method import NoiseKey, Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,10 +26,10 @@ class SDGPOptions(MethodOptions):
     epsilon: float = 0.0
     """Added to the divisor of ``rescaled``; the authors' 1e-4 shrinks gradients whose sums are near
     it, so that results depend on the loss scale; 0 restores the norm exactly."""
+    limits: ClassVar[dict[str, str]] = {"epsilon": "≥ 0"}
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         yield from MethodOptions.problems(self)
-        yield from checks.at_least(0, self, "epsilon")
         if self.m > 32:
             yield "m", f"must be ≤ 32, got {self.m}"
 
@@ -57,12 +53,8 @@ class SDGP(Method):
         return self.options.m, self.options.m
 
     def dgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
-        """P(G) along out_features, per token."""
+        variant, scope, epsilon = self.options.variant, self.options.scope, self.options.epsilon
+        draws = key if variant == "random" else None
         return kernels.prune_gradient(
-            grad,
-            *self.pattern,
-            variant=self.options.variant,
-            scope=self.options.scope,
-            epsilon=self.options.epsilon,
-            key=key if self.options.variant == "random" else None,
+            grad, *self.pattern, variant=variant, scope=scope, epsilon=epsilon, key=draws
         )

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.method import FPROP, WGRAD, Method, MethodOptions, Projection
+from sparsepretrain.sparsity.method import FPROP, WGRAD, Limited, MethodOptions, Projection
+from sparsepretrain.sparsity.methods.asp import StoredMask
 from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.sparsity.state import LayerState as Layer
+    from sparsepretrain.sparsity.method import Layer, Tensor
 
 
 @dataclass(slots=True, kw_only=True)
-class Adapters:
+class Adapters(Limited):
     """Low-rank adapters: Y = X·(M∘W)ᵀ + (X·Rᵀ)·Lᵀ in the last part of the run."""
 
     rank: int = 0
     """Columns of L and rows of R; 0: no adapters."""
     start: float = 0.99
     """First step with them, as a fraction of the run (the paper: the last 1 %)."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from checks.at_least(0, self, "rank")
-        yield from checks.proper_fraction(self, "start")
+    limits: ClassVar[dict[str, str]] = {"rank": "≥ 0", "start": "[0, 1)"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +36,7 @@ class SLoPeOptions(MethodOptions):
 
 
 @register("method", "slope")
-class SLoPe(Method):
+class SLoPe(StoredMask):
     """A = M∘W with a mask that never changes; B is A, pruned once more along out_features.
 
     Mozaffari et al., ICLR 2025, arXiv:2405.16325: both weights are N:M along the axis that their
@@ -84,7 +78,7 @@ class SLoPe(Method):
         super().set_step(step)
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
-        state = {"mask": weight.new_zeros(weight.shape).bool()}
+        state = super().initial_state(weight, layer)
         if not self.options.adapters.rank:
             return state
         from torch.nn import Parameter
@@ -122,6 +116,3 @@ class SLoPe(Method):
             return None
         product: Tensor = layer.left @ layer.right
         return product if layer.dim == 1 else product.t()
-
-    def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
-        grad.masked_fill_(~mask, 0)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import checks
 from sparsepretrain.sparsity.method import Method, MethodOptions
 from sparsepretrain.sparsity.methods.ste import STE
 from sparsepretrain.sparsity.row import Operand, Row
@@ -25,15 +23,11 @@ class RampedDecayOptions(MethodOptions):
     """λ of the masked decay (authors' default)."""
     decay_ramp: float = 0.0
     """λ rises linearly from 0 over this fraction of the run; 0: constant."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from MethodOptions.problems(self)
-        yield from checks.at_least(0, self, "decay")
-        yield from checks.fraction(self, "decay_ramp")
+    limits: ClassVar[dict[str, str]] = {"decay": "≥ 0", "decay_ramp": "[0, 1]"}
 
 
 class RampedDecay(Method):
-    """Gives :attr:`decay`, the λ of the current step.
+    """Masked decay on gradients; :attr:`decay` is the λ of the current step.
 
     The linear ramp is the annealed decay of AST (Huang et al., AAAI 2025, arXiv:2407.20584),
     which the published SR-STE and T-SR-STE do not have.
@@ -51,13 +45,15 @@ class RampedDecay(Method):
         done = self.step - self.window[0]
         return decay * done / self._ramp_steps if done < self._ramp_steps else decay
 
+    def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
+        """J = dW + λ(1-M)∘W (arXiv:2102.04010 eq. 7; arXiv:2404.01847 section 4)."""
+        kernels.masked_decay_(grad, weight, mask, self.decay * scale)
+
 
 @dataclass(slots=True, kw_only=True)
 class SRSTEOptions(RampedDecayOptions):
     """Options of SR-STE."""
 
-    decay: float = 2.0e-4
-    """λ of the masked decay (authors' default)."""
     decay_on: Literal["gradient", "weight"] = "gradient"
     """gradient: dW + λ(1-M)∘W before the optimiser; weight: W -= lr·λ(1-M)∘W after it."""
 
@@ -75,9 +71,8 @@ class SRSTE(RampedDecay, STE):
         return super().sparse_row._replace(J=Operand("dW + λ(1-M)∘W"))
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
-        """Masked decay on gradients (arXiv:2102.04010 eq. 7; arXiv:2404.01847 section 4)."""
         if self.options.decay_on == "gradient":
-            kernels.masked_decay_(grad, weight, mask, self.decay * scale)
+            super().adjust_gradient_(grad, weight, mask, scale)
 
     def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:
         """Masked decay on weights, outside the moments as AdamW treats weight decay."""

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.method import DGRAD, Method, MethodOptions, Projection
+from sparsepretrain.sparsity.method import DGRAD, Method, MethodOptions, Problems, Projection
 from sparsepretrain.sparsity.row import Operand, Row
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.kernels import NoiseKey
-    from sparsepretrain.sparsity.state import LayerState as Layer
+    from sparsepretrain.sparsity.method import Layer, NoiseKey, Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,10 +30,10 @@ class SSTEOptions(MethodOptions):
     """The published sampler, or the one of least variance."""
     ste_scale: Literal["identity", "beta"] = "identity"
     """Factor of dW: 1 (authors' code) or β, the derivative of β·S."""
+    limits: ClassVar[dict[str, str]] = {"gamma": "[0, 1]"}
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         yield from MethodOptions.problems(self)
-        yield from checks.fraction(self, "gamma")
         if self.mvue == "weight" and (self.n, self.m) != (2, 4):
             yield "mvue", f"weight exists for 2:4 only, got {self.n}:{self.m}"
 
@@ -89,9 +84,8 @@ class SSTE(Method):
         forward = self._soft(weight, layer.dim, beta)
         backward = None
         if self.options.mvue == "weight":
-            backward = kernels.mvue(
-                forward, dim=1 - layer.dim, estimator=self.options.estimator, key=layer.key(DGRAD)
-            )
+            estimator, key = self.options.estimator, layer.key(DGRAD)
+            backward = kernels.mvue(forward, dim=1 - layer.dim, estimator=estimator, key=key)
         scale = beta if self.options.ste_scale == "beta" else None
         return Projection(forward, forward != 0, backward, scale)
 

@@ -10,9 +10,7 @@ from sparsepretrain.sparsity.method import Method, Projection
 from sparsepretrain.sparsity.row import Row
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.sparsity.state import LayerState as Layer
+    from sparsepretrain.sparsity.method import Layer, Tensor
 
 
 @register("method", "ste")

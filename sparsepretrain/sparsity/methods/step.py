@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -10,8 +9,7 @@ from sparsepretrain import kernels
 from sparsepretrain.config.schema import AdamW
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.method import Method, MethodOptions
+from sparsepretrain.sparsity.method import Method, MethodOptions, Problems
 from sparsepretrain.sparsity.methods.ste import STE
 from sparsepretrain.sparsity.row import Operand, Phase, Row
 
@@ -36,15 +34,13 @@ class STEPOptions(MethodOptions):
     """Divide the frozen second moment by 1 - beta2^t0; the authors' code does not."""
     denominator: Literal["sqrt_v_plus_eps34", "sqrt_of_v_plus_eps"] = "sqrt_v_plus_eps34"
     """√v* + ε^¾ (authors' code) or √(v* + ε) (paper)."""
+    limits: ClassVar[dict[str, str]] = {"window_length": "≥ 1", "decay": "≥ 0"}
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         yield from MethodOptions.problems(self)
         bounds = [b for b in self.clipping if b is not None]
         if any(not 0 <= b <= 1 for b in bounds) or bounds != sorted(bounds):
             yield "clipping", f"needs 0 ≤ earliest ≤ latest ≤ 1, got {list(self.clipping)}"
-        if self.window_length is not None:
-            yield from checks.at_least(1, self, "window_length")
-        yield from checks.at_least(0, self, "decay")
 
 
 @register("method", "step")
@@ -56,8 +52,7 @@ class STEP(STE):
     paper = "arXiv:2302.01172 (ICML 2023)"
     phases = "dense until AutoSwitch; evaluation always"
     finetunes_as = "ste"
-    scalars: ClassVar[dict[str, int]] = {"trains_dense": 1}
-    """1 until AutoSwitch has switched."""
+    scalars: ClassVar[dict[str, int]] = {"trains_dense": 1}  # 1 until AutoSwitch has switched
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
@@ -83,27 +78,14 @@ class STEP(STE):
             raise ConfigError(
                 f"sparsity=step needs optim=adamw (it freezes its moments), got {options.name}"
             )
-        own = self.options
-        low, high = (None if f is None else self.steps_of(f, "clipping") for f in own.clipping)
-        return StepAdamW(
-            groups,
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            option=own.option,
-            clipping=(low, high),
-            window=own.window_length,
-            frozen_bias_correction=own.frozen_bias_correction,
-            denominator=own.denominator,
-        )
+        keys = ("lr", "betas", "eps", "weight_decay")
+        own_keys = ("option", "frozen_bias_correction", "denominator")
+        given: dict[str, Any] = {key: getattr(options, key) for key in keys}
+        given |= {key: getattr(self.options, key) for key in own_keys}
+        clipping, window = (self._bound(0), self._bound(1)), self.options.window_length
+        return StepAdamW(groups, **given, clipping=clipping, window=window)
 
     def attached(self, optimizer: Optimizer, weights: list[Tensor]) -> None:
-        """Tell the optimiser which second moments to watch.
-
-        Raises:
-            ConfigError: it is not a StepAdamW.
-        """
         from sparsepretrain.optim import StepAdamW
 
         if not isinstance(optimizer, StepAdamW):
@@ -112,27 +94,28 @@ class STEP(STE):
         optimizer.mark_sparse(weights)
         self.state["trains_dense"] = int(not optimizer.sparse_phase)
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Any) -> None:
         """The first sparse forward is the one after the step that switched."""
         self._watched = {}
-        change = optimizer.window_mean  # type: ignore[attr-defined]
+        change = optimizer.window_mean
         if self.state["trains_dense"] and change is not None:
-            threshold = optimizer.threshold  # type: ignore[attr-defined]
+            threshold = optimizer.threshold
             self._watched = {"autoswitch_z": change, "autoswitch_threshold": threshold}
-        self.state["trains_dense"] = int(not optimizer.sparse_phase)  # type: ignore[attr-defined]
+        self.state["trains_dense"] = int(not optimizer.sparse_phase)
 
     def metrics(self) -> dict[str, float]:
-        """What AutoSwitch saw at a dense step: the mean change Z̄ of its window, and ε.
+        """What AutoSwitch saw at a dense step: Z̄, the mean change in its window, and ε.
 
-        It switches when Z̄ < ε, unless ``clipping`` decides. The step that switches is the last
-        one with these values.
+        It switches when Z̄ < ε, unless ``clipping`` decides.
         """
         return self._watched
 
+    def _bound(self, place: int) -> int | None:
+        fraction = self.options.clipping[place]
+        return None if fraction is None else self.steps_of(fraction, "clipping")
+
     def may_be_sparse(self, step: int) -> bool:
-        low = self.options.clipping[0]
-        earliest = 0 if low is None else self.steps_of(low, "clipping")
-        return max(earliest, self.window[0]) <= step < self.window[1]
+        return max(self._bound(0) or 0, self.window[0]) <= step < self.window[1]
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         if self.options.decay:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import checks
-from sparsepretrain.sparsity.method import Method, Projection, Window
+from sparsepretrain.sparsity.method import Method, Problems, Window
+from sparsepretrain.sparsity.methods.asp import StoredMask
 from sparsepretrain.sparsity.methods.srste import RampedDecay, RampedDecayOptions
 from sparsepretrain.sparsity.row import Operand, Phase, Row
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sparsepretrain.kernels import NoiseKey
-    from sparsepretrain.sparsity.state import LayerState as Layer
+    from sparsepretrain.sparsity.method import Layer, NoiseKey, Tensor
 
 
 def transposable(weight: Tensor) -> Tensor:
     """The best transposable mask (arXiv:2404.01847 section 5.1), per kernel position.
 
-    Args:
-        weight: features along the first two axes, in any order: the mask serves both.
+    It serves both of the first two axes, along which the features are, in any order.
     """
     matrices = weight.movedim((0, 1), (-2, -1))
     mask = kernels.transposable_mask(matrices.flatten(0, -2))
@@ -46,18 +41,17 @@ class TSRSTEOptions(RampedDecayOptions):
     """The published sampler, or the one of least variance."""
     dense_tail: float = 0.16666667
     """Last part of the run that trains dense, as a fraction (250,000 of 300,000 steps sparse)."""
+    limits: ClassVar = RampedDecayOptions.limits | {"refresh": "≥ 1", "dense_tail": "[0, 1)"}
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         yield from RampedDecayOptions.problems(self)
-        yield from checks.two_of_four(self, "transposable masks")
-        yield from checks.at_least(1, self, "refresh")
-        yield from checks.proper_fraction(self, "dense_tail")
+        yield from self.two_of_four("transposable masks")
         if 0 <= self.dense_tail < 1 and self.window.start >= 1 - self.dense_tail:
             yield "dense_tail", f"leaves no sparse step after window.start ({self.window.start})"
 
 
 @register("method", "tsrste")
-class TSRSTE(RampedDecay):
+class TSRSTE(RampedDecay, StoredMask):
     """One mask for W and Wᵀ, refreshed every few steps, so that all three products are sparse."""
 
     Options = TSRSTEOptions
@@ -69,10 +63,6 @@ class TSRSTE(RampedDecay):
     finetunes_as = "dense"
     finetune_options: ClassVar[dict[str, Any]] = {"mvue": "none"}
     """As in S-STE, Table 6, and the authors' code."""
-
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
-        super().__init__(options, total_steps)
-        self.refresh = options.refresh
 
     @property
     def sparse_row(self) -> Row:
@@ -97,11 +87,7 @@ class TSRSTE(RampedDecay):
             return Phase(False, False, f"since step {self._tail} (dense_tail)")
         return Method.phase_of(self, step)
 
-    def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
-        return {"mask": weight.new_zeros(weight.shape).bool()}
-
     def mask(self, weight: Tensor, dim: int) -> Tensor:
-        """The best transposable mask (arXiv:2404.01847 section 5.1)."""
         return transposable(weight)
 
     def update_(self, weight: Tensor, layer: Layer) -> None:
@@ -109,14 +95,6 @@ class TSRSTE(RampedDecay):
         if self.compares:
             layer.mask.copy_(self.mask(weight, layer.dim))
 
-    def project(self, weight: Tensor, layer: Layer) -> Projection:
-        """A = B = Mt∘W with the current weights under the mask of the last refresh."""
-        return Projection(kernels.apply_mask(weight, layer.mask), layer.mask)
-
     def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
         """U(G) = MVUE along tokens (arXiv:2203.10991)."""
         return kernels.mvue(grad, dim=0, estimator=self.options.estimator, key=key)
-
-    def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
-        """Masked decay on gradients (arXiv:2404.01847 section 4.2)."""
-        kernels.masked_decay_(grad, weight, mask, self.decay * scale)
