@@ -252,7 +252,8 @@ def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:
 def _leave_out_the_start(axes: Axes, tops: list[float]) -> None:
     """Cut the loss axis above ``tops``, the highest of each run after its first tenth."""
     bottom, top = axes.get_ylim()
-    if tops and max(tops) < top:
+    cut = max(tops) + 0.05 * (max(tops) - bottom) if tops else top
+    if cut < top:
         # the first steps fall by several nats and would press all differences together
-        axes.set_ylim(bottom, max(tops) + 0.05 * (max(tops) - bottom))
+        axes.set_ylim(bottom, cut)
         axes.set_xlabel("step (the first 10 % may leave the axis)")

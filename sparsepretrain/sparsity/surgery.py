@@ -107,6 +107,9 @@ def sparsify_with(
     execution = execution_of(precision, backend)
     cls: Any = registry.get("method", options.name)
     method: Method = cls(options, total_steps)
+    if total_steps is not None and method.window[0] >= total_steps:
+        reason = f": sparse from step {method.window[0]} on, but there are {total_steps} steps"
+        raise ConfigError([("window.start", reason)])
     dropped = [*exclude, *(p.removeprefix("!") for p in targets if p.startswith("!"))]
     layers = _select(model, [p for p in targets if not p.startswith("!")], dropped)
     _check_shapes(layers, method)

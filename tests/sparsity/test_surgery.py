@@ -95,6 +95,7 @@ REFUSALS = {
     "option": (Net, "sste", {"gama": 0.1}, "gama.*did you mean.*gamma"),
     "foreign option": (Net, "ste", {"decay": 0.1}, "decay"),
     "total": (Net, "ste", {"window": {"start": 0.1}, "total_steps": None}, "needs total_steps"),
+    "late window": (Net, "ste", {"window": {"start": 0.999}}, "window.start: sparse from step 40"),
     "total zero": (Net, "ste", {"total_steps": 0}, "total_steps must be an integer ≥ 1"),
     "total type": (Net, "ste", {"total_steps": "9"}, "total_steps must be an integer .* got '9'"),
     "total float": (Net, "ste", {"total_steps": 9.0}, "total_steps must be an integer .* got 9.0"),
