@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from sparsepretrain.bench.plain import PlainGPT2
 from sparsepretrain.bench.progress import Phase
 from sparsepretrain.bench.timing import Case, amortised, interleaved, ratio
 from sparsepretrain.config import compose, validate
+from sparsepretrain.sparsity.row import G
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.loop import Training, train_step
 from sparsepretrain.training.trainer import build_training
@@ -45,8 +47,6 @@ class Variant:
     limit: float | None = MASKED_LIMIT
     rare: tuple[str, int] | None = None
     """Key of the steps between two searches, and how many they are by default."""
-    memory: bool = False
-    """Its peak is measured, in processes of their own."""
 
     def searching(self, every: int) -> list[str]:
         """The overrides with a search every so many steps."""
@@ -54,31 +54,27 @@ class Variant:
         return [*self.overrides, f"{self.rare[0]}={every}"]
 
 
-REFRESH = ("sparsity.refresh", 40)
-VARIANTS = {
-    "ste": Variant(["sparsity=ste"], memory=True),
-    "srste": Variant(["sparsity=srste"], memory=True),
-    "sste, mvue=none": Variant(["sparsity=sste", "sparsity.mvue=none"], memory=True),
-    "sste": Variant(["sparsity=sste"], SAMPLED_LIMIT, memory=True),
-    "tsrste, mvue=none": Variant(["sparsity=tsrste", "sparsity.mvue=none"], rare=REFRESH),
-    "tsrste": Variant(["sparsity=tsrste"], SAMPLED_LIMIT, rare=REFRESH),
-    "step, dense phase": Variant(["sparsity=step", "sparsity.clipping=[1,1]"]),
-    "step, sparse phase": Variant(["sparsity=step", "sparsity.clipping=[0,0]"]),
-    "sdgp": Variant(["sparsity=sdgp"]),
-    "asp": Variant(["sparsity=asp", "sparsity.at=0"]),
-    "bimask": Variant(["sparsity=bimask"], rare=("sparsity.every", 100)),
-}
-"""The built-in methods; others join with their defaults: see :func:`variants`."""
+MEASURED = ("dense", "ste", "srste", "sste, mvue=none", "sste")
+"""Variants whose peak memory is measured, in processes of their own."""
 NEVER = 10**6
 """Steps between two searches in a run that does none after its first step."""
 
 
 def variants() -> dict[str, Variant]:
-    """:data:`VARIANTS` after ``dense``, and every other registered method as it comes."""
-    known = {v.overrides[0] for v in VARIANTS.values()}
-    found = {name: [f"sparsity={name}"] for name in registry.names("method")}
-    dense = {"dense": Variant(found.pop("dense"), None)}
-    return dense | VARIANTS | {k: Variant(v) for k, v in found.items() if v[0] not in known}
+    """What every registered method says is worth timing, ``dense`` first."""
+    result = {"dense": Variant(["sparsity=dense"], None)}
+    for name in registry.names("method"):
+        method: Any = registry.get("method", name)
+        for label, options in method.timed.items() if name != "dense" else ():
+            checked = method.Options(name=name, **options)
+            sampled = method(checked, 1000).sparse_row.U != G
+            every = method.searches
+            result[f"{name}, {label}" if label else name] = Variant(
+                [f"sparsity={name}", *(f"sparsity.{k}={v}" for k, v in options.items())],
+                SAMPLED_LIMIT if sampled else MASKED_LIMIT,
+                None if every is None else (f"sparsity.{every}", getattr(checked, every)),
+            )
+    return result
 
 
 def cases(quick: bool) -> list[Case]:
@@ -172,7 +168,7 @@ def _plain_step(t: Training) -> Callable[[], object]:
 
 def _memory(repeats: int) -> list[Case]:
     """Peak resident memory above what the process had before it built the model."""
-    measured = {n: v for n, v in variants().items() if v.memory or n == "dense"}
+    measured = {n: v for n, v in variants().items() if n in MEASURED}
     show = Phase("peak memory", len(measured) * repeats, "processes")
     peaks = {}
     for index, (name, variant) in enumerate(measured.items()):

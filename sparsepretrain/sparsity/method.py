@@ -122,6 +122,8 @@ class Method:
     finetunes_as: ClassVar[str | None] = None  # method to fine-tune with; None: this one
     finetune_options: ClassVar[dict[str, Any]] = {}  # what fine-tuning with this method changes
     settles: ClassVar[str | None] = None  # option: fraction of the run where the last phase begins
+    timed: ClassVar[dict[str, dict[str, Any]]] = {"": {}}  # variants worth timing: label -> options
+    searches: ClassVar[str | None] = None  # option: steps between two searches, rare and long
     mixes_outputs: ClassVar[bool] = False  # one group may hold channels of all groups of a layer
     linear_only: bool = False  # whether convolutions are refused
     scalars: ClassVar[dict[str, int]] = {}  # integers of the model, with initial values; saved

@@ -49,6 +49,7 @@ class ASP(StoredMask):
     paper = "arXiv:2104.08378"
     phases = "dense, then one fixed mask"
     settles = "at"
+    timed: ClassVar[dict[str, dict[str, Any]]] = {"": {"at": 0.0}}
     finetune_options: ClassVar[dict[str, Any]] = {"at": 0.0}
 
     @property

@@ -39,6 +39,7 @@ class BiMask(Method):
     summary = "forward and backward masks, rows permuted for the backward one"
     paper = "arXiv:2302.06058 (ICML 2023)"
     phases = "permutation every 100 steps"
+    searches = "every"
     mixes_outputs = True
 
     @property

@@ -48,6 +48,7 @@ class SSTE(Method):
     flip_rule = None
     function_options = ("gamma", "beta")
     finetune_options: ClassVar[dict[str, Any]] = {"mvue": "none"}
+    timed: ClassVar[dict[str, dict[str, Any]]] = {"mvue=none": {"mvue": "none"}, "": {}}
     """As in S-STE, Table 6, and the authors' code."""
 
     @property

@@ -51,6 +51,10 @@ class STEP(STE):
     summary = "dense until AutoSwitch, then STE with a frozen second moment"
     paper = "arXiv:2302.01172 (ICML 2023)"
     phases = "dense until AutoSwitch; evaluation always"
+    timed: ClassVar[dict[str, dict[str, Any]]] = {
+        "dense phase": {"clipping": [1.0, 1.0]},
+        "sparse phase": {"clipping": [0.0, 0.0]},
+    }
     finetunes_as = "ste"
     scalars: ClassVar[dict[str, int]] = {"trains_dense": 1}  # 1 until AutoSwitch has switched
 

@@ -62,6 +62,8 @@ class TSRSTE(RampedDecay, StoredMask):
     function_options = ("dense_tail",)
     finetunes_as = "dense"
     finetune_options: ClassVar[dict[str, Any]] = {"mvue": "none"}
+    timed: ClassVar[dict[str, dict[str, Any]]] = {"mvue=none": {"mvue": "none"}, "": {}}
+    searches = "refresh"
     """As in S-STE, Table 6, and the authors' code."""
 
     @property
