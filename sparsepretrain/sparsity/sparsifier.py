@@ -292,19 +292,17 @@ class Sparsifier:
             self._adjust_weights(optimizer)
         state.set_step(state.step + 1)
         method.after_step(optimizer)
-        state.write()
         start, stop = method.window
         inside, compares = start <= state.step < stop, method.compares
+        if compares:
+            state.interval, state.compared_at = state.step - state.compared_at, state.step
+        state.write()
         for layer in self.layers.values():
             own, weight = layer.sparsity, layer.weight
             if inside:
                 own.update(weight)
             own.restore(weight)
             own.flips = own.compare(weight) if compares else None
-        if compares:
-            state.interval = state.step - state.compared_at
-            state.compared_at = state.step
-            state.write()
 
     def _adjust_weights(self, optimizer: Optimizer) -> None:
         # looked up anew: the optimiser's load_state_dict replaces the group dictionaries
