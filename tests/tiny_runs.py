@@ -85,7 +85,7 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 
 def final_state(directory: Path) -> dict[str, Any]:
     """The state in the newest checkpoint."""
-    from sparsepretrain.training import checkpoint
+    from sparsepretrain.runs import checkpoint
 
     newest = sorted((directory / "checkpoints").glob("step_*"))[-1]
     state = checkpoint.load(newest)[0]

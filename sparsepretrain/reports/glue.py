@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import DataError
-from sparsepretrain.tracking.record import read
+from sparsepretrain.runs.record import read
 
 PREFIX = "glue_"
 """Of the names of GLUE's data sets."""

@@ -15,7 +15,7 @@ import numpy as np
 from sparsepretrain import registry
 from sparsepretrain.config.freeze import from_yaml
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-from sparsepretrain.tracking.record import FILE, read
+from sparsepretrain.runs.record import FILE, read
 
 SMOOTH = 40
 """A curve is averaged over 1/40 of its points: short enough to keep its shape."""

@@ -107,7 +107,7 @@ class Console:
         A switch between dense and sparse training has a line of its own.
 
         Args:
-            line: as :class:`~sparsepretrain.tracking.record.Record` writes it.
+            line: as :class:`~sparsepretrain.runs.record.Record` writes it.
             total: optimiser steps of the run.
         """
         step = line["step"]

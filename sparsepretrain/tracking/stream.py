@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from sparsepretrain.config.schema import Tracker
+from sparsepretrain.runs.record import Record
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.tracking.mirror import Lane, Mirror
-from sparsepretrain.tracking.record import Record
 from sparsepretrain.tracking.tensorboard import TensorBoard
 from sparsepretrain.tracking.wandb import WeightsAndBiases
 

@@ -6,15 +6,11 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparsepretrain.config.schema import MOST_STEPS, Run
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.tracking.console import Console
-
-if TYPE_CHECKING:
-    from sparsepretrain.training.decay import Search
-    from sparsepretrain.training.tune import Outcome
 
 
 def settle(run: Run, plain: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
@@ -36,7 +32,7 @@ def settle(run: Run, plain: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
     return dataclasses.replace(run, steps=steps), {**plain, "steps": steps}
 
 
-def _loading(what: str) -> None:
+def loading(what: str) -> None:
     """Say what the next seconds are spent on: importing torch and the model's library."""
     if "torch" not in sys.modules:
         Console().info(f"{what}: loading PyTorch and the model")
@@ -49,13 +45,13 @@ def train(run: Run, plain: dict[str, Any]) -> int:
         ConfigError, DataError, CheckpointError, DivergedError: with one line for the user.
     """
     from sparsepretrain.config.freeze import run_directory
-    from sparsepretrain.training.resume import is_finished
+    from sparsepretrain.runs.resume import is_finished
 
     directory = run_directory(plain)
     if run.resume == "auto" and is_finished(directory, run, run.steps):  # known without torch
         Console().info(f"{directory} is finished ({run.steps} steps): nothing to do")
         return 0
-    _loading(run.name)
+    loading(run.name)
     from sparsepretrain.training.trainer import train as start
 
     return start(run, plain)
@@ -67,7 +63,7 @@ def dry_run(run: Run, plain: dict[str, Any]) -> None:
     Raises:
         ConfigError: targets match nothing, a width does not fit the pattern.
     """
-    _loading(run.name)
+    loading(run.name)
     from sparsepretrain.training.plan import dry_run as show
 
     show(run, plain)
@@ -88,31 +84,9 @@ def evaluate(
     Raises:
         ConfigError, DataError, CheckpointError: with one line for the user.
     """
-    _loading(checkpoint)
+    loading(checkpoint)
     from sparsepretrain.training.evaluation import evaluate_checkpoint as start
 
     return start(
         checkpoint, overrides, config_dirs, split=split, average=average, dense=dense, out=out
     )
-
-
-def tune_decay(
-    search: Search, out: Path, overrides: Sequence[str], config_dirs: Sequence[Path]
-) -> Outcome:
-    """Search the decay factor of masked decay on the first steps of a run; writes to ``out``.
-
-    Raises:
-        Stopped, DivergedError, ConfigError: with one line for the user.
-    """
-    _loading(search.run.name)
-    from sparsepretrain.training.tune import tune_decay as start
-
-    return start(search, out, overrides, config_dirs)
-
-
-def plan_tuning(search: Search, out: Path) -> None:
-    """Print what :func:`tune_decay` would run; trains nothing."""
-    _loading(search.run.name)
-    from sparsepretrain.training.tune import show_plan
-
-    show_plan(search, out)

@@ -22,15 +22,16 @@ from sparsepretrain.data import load as load_data
 from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.sources._source import BYTES, TRAINED
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError, SparsePretrainError
+from sparsepretrain.runs import weights
+from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import densify
 from sparsepretrain.sparsity.proof import Proof, prove
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training import loop, weights
+from sparsepretrain.training import loop
 from sparsepretrain.training.ema import put
 from sparsepretrain.training.hardware import environment
 from sparsepretrain.training.loop import Training
 from sparsepretrain.training.trainer import build_training
-from sparsepretrain.training.weights import Source
 
 RESULTS = "eval.jsonl"
 """In the run directory: one line per evaluation."""

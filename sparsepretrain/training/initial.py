@@ -9,10 +9,10 @@ from sparsepretrain import registry
 from sparsepretrain.config import validate
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.runs import weights
 from sparsepretrain.sparsity import Method, Sparsifier, densify
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training import weights
 from sparsepretrain.training.build import build_model, sparsify_model
 
 HEADS = ("score", "classifier", "pre_classifier", "qa_outputs")

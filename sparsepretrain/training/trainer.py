@@ -18,13 +18,15 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainError
 from sparsepretrain.files import write_atomic
 from sparsepretrain.kernels import pack_24
+from sparsepretrain.runs import checkpoint
+from sparsepretrain.runs.record import FILE, read
+from sparsepretrain.runs.resume import choose_checkpoint, is_finished, named_checkpoint
 from sparsepretrain.sparsity.proof import Proof, prove
 from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.tracking.record import FILE, read
 from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
-from sparsepretrain.training import checkpoint, initial, preflight, rng
+from sparsepretrain.training import initial, preflight, rng
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.build import (
     attach_optimizer,
@@ -37,7 +39,6 @@ from sparsepretrain.training.hardware import environment, peak_flops
 from sparsepretrain.training.loop import Training, run_steps
 from sparsepretrain.training.plan import flops_per_item
 from sparsepretrain.training.precision import describe, grad_scaler
-from sparsepretrain.training.resume import choose_checkpoint, is_finished, named_checkpoint
 from sparsepretrain.training.signals import StopSignals
 
 

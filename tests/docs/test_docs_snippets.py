@@ -4,12 +4,16 @@ import glob
 import os
 import re
 import subprocess
+import sys
 
 import pytest
 from doc_pages import DOCUMENTS, ROOT, blocks
 
-from sparsepretrain import cli, config, evaluating, finetuning, preparing
+from sparsepretrain import cli, config
+from sparsepretrain.cli import eval as evaluating
+from sparsepretrain.cli import prepare as preparing
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.training import finetuning
 
 SHELL = [b for f in DOCUMENTS for b in blocks(f, "sh")]
 PYTHON = [b for f in DOCUMENTS for b in blocks(f, "python")]
@@ -44,9 +48,10 @@ def test_library_snippet(block, capsys):
 @pytest.mark.parametrize("block", SHELL, ids=lambda b: b.name)
 def test_commands(block, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    # seconds each; tested elsewhere
     monkeypatch.setattr(
-        cli, "_illustrate", lambda directory: None
-    )  # seconds each; tested elsewhere
+        sys.modules["sparsepretrain.cli.main"], "_illustrate", lambda directory: None
+    )
     told = commands(block.body, tmp_path)
     assert told, "a block without a command"
     for program, *argv in told:

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparsepretrain import finetuning
 from sparsepretrain.config import freeze
 from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import finetuning
 
 QUICK = (
     "tracker.mode=disabled",

@@ -14,7 +14,8 @@ from tiny_runs import Tiny, assert_equal_bits, final_state, metrics
 
 from sparsepretrain.cli import main
 from sparsepretrain.errors import CheckpointError, ConfigError
-from sparsepretrain.training import initial, weights
+from sparsepretrain.runs import weights
+from sparsepretrain.training import initial
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import torch
 from tiny_runs import assert_same_run, metrics
 
 import sparsepretrain as sp
-from sparsepretrain import config, finetuning, registry, training
+from sparsepretrain import config, registry, training
 from sparsepretrain.config import freeze
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training import trainer
+from sparsepretrain.training import finetuning, trainer
 from sparsepretrain.training.evaluation import evaluate_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:low-rank adapters were folded")

@@ -11,10 +11,10 @@ import yaml
 
 from sparsepretrain.config.schema import Tracker
 from sparsepretrain.config.strict import build
+from sparsepretrain.runs.record import read
 from sparsepretrain.tracking import stream as stream_module
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.tracking.mirror import Lane
-from sparsepretrain.tracking.record import read
 from sparsepretrain.tracking.stream import Stream
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "tracker"

@@ -11,8 +11,9 @@ import torch
 from tiny_runs import Tiny, final_state, metrics
 
 from sparsepretrain.cli import main
+from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training import checkpoint, loop, weights
+from sparsepretrain.training import loop
 from sparsepretrain.training.evaluation import evaluate_checkpoint, mean
 
 

@@ -11,7 +11,7 @@ from tiny_runs import METHODS, metrics
 
 from sparsepretrain.config import freeze
 from sparsepretrain.kernels import unpack_24
-from sparsepretrain.training import checkpoint
+from sparsepretrain.runs import checkpoint
 
 
 def test_masks(tiny):

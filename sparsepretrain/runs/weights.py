@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import CheckpointError, ConfigError
-from sparsepretrain.training import checkpoint
+from sparsepretrain.runs import checkpoint
 
 HF_CONFIG = "config.json"
 HF_FILES = ("model.safetensors", "pytorch_model.bin")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sparsepretrain import config
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.training import decay
+from sparsepretrain.studies import decay
 from sparsepretrain.training.schedules import warmup_steps
 
 DESCRIPTION = f"""\
@@ -74,12 +74,12 @@ def run(args: argparse.Namespace) -> int:
     grid = decay.log_grid(low, high, args.points)
     search = decay.Search(checked, plain, grid, args.interval, steps)
     out = args.out or search.out
-    from sparsepretrain import reports, training
+    from sparsepretrain import reports, studies
 
     if args.dry_run:
-        training.plan_tuning(search, out)
+        studies.plan_tuning(search, out)
         return 0
-    outcome = training.tune_decay(search, out, overrides, args.config_dir)
+    outcome = studies.tune_decay(search, out, overrides, args.config_dir)
     from sparsepretrain.tracking.console import Console
 
     console = Console()

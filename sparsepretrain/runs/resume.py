@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError
-from sparsepretrain.tracking.console import Console
-from sparsepretrain.tracking.record import read
-from sparsepretrain.training import checkpoint
+from sparsepretrain.runs.record import read
+from sparsepretrain.runs import checkpoint
+
+if TYPE_CHECKING:
+    from sparsepretrain.tracking.console import Console
 
 FIXED = ("model.", "task.", "data.", "sparsity.", "optim.name", "seed", "batch.size")
 """Keys that a checkpoint cannot be continued across; other differences are logged."""

@@ -10,7 +10,7 @@ import pytest
 from tiny_runs import Tiny
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.training.decay import (
+from sparsepretrain.studies.decay import (
     BISECTIONS,
     DEFAULT,
     INTERVAL,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError
-from sparsepretrain.tracking.record import FILE, Record, read
+from sparsepretrain.runs.record import FILE, Record, read
 
 
 def write(directory: Path, steps: range | list[int], resume_step: int | None = None) -> Record:

@@ -14,7 +14,7 @@ import torch
 from tiny_runs import assert_same_run, final_state, metrics
 
 from sparsepretrain.errors import CheckpointError, ConfigError
-from sparsepretrain.training import checkpoint
+from sparsepretrain.runs import checkpoint
 
 STATE = {"step": 1, "weights": torch.arange(100.0)}
 

@@ -17,11 +17,11 @@ from sparsepretrain import config, kernels
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import ConfigError, DivergedError
 from sparsepretrain.reports import decay_report
+from sparsepretrain.studies.decay import Search
+from sparsepretrain.studies.tune import RESULT, Outcome, Stopped, show_plan, tune_decay
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import loop
-from sparsepretrain.training.decay import Search
 from sparsepretrain.training.trainer import build_training, train
-from sparsepretrain.training.tune import RESULT, Outcome, Stopped, show_plan, tune_decay
 
 # a high learning rate, so that masks flip in a few steps of a tiny model
 RUN = ("schedule.warmup=8", "steps=16", "optim.lr=1e-2", "checkpoint.every=0")

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sparsepretrain import __version__, registry
-from sparsepretrain.completion import COMPLETION, override_words, recipe_words, setting_words
+from sparsepretrain.cli._streams import replace_closed_streams, silence_stdout, stdout_is_closed
+from sparsepretrain.cli.completion import COMPLETION, override_words, recipe_words, setting_words
 from sparsepretrain.errors import (
     INTERRUPTED,
     CheckpointError,
@@ -21,7 +22,6 @@ from sparsepretrain.errors import (
     SparsePretrainError,
     own_warnings,
 )
-from sparsepretrain.streams import replace_closed_streams, silence_stdout, stdout_is_closed
 
 if TYPE_CHECKING:
     from sparsepretrain.config.schema import Run
@@ -175,7 +175,7 @@ def _parser(verb: str) -> Parser:
     """The arguments of one verb."""
     parser = Parser(prog=f"sparsepretrain {verb}", description=VERBS[verb][1], allow_abbrev=False)
     if verb == "eval":
-        from sparsepretrain import evaluating
+        from sparsepretrain.cli import eval as evaluating
 
         evaluating.add_arguments(parser)
     if verb == "finetune":
@@ -207,7 +207,7 @@ def _parser(verb: str) -> Parser:
             help="print coverage, parameters, FLOPs, memory and time, and stop",
         )
     elif verb == "tune-decay":
-        from sparsepretrain import tuning
+        from sparsepretrain.cli import tune_decay as tuning
 
         tuning.add_flags(parser)
     elif verb == "prepare":
@@ -245,8 +245,8 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _finetune(args: argparse.Namespace) -> int:
-    from sparsepretrain import finetuning
     from sparsepretrain.tracking.console import Console
+    from sparsepretrain.training import finetuning
 
     if "=" in args.checkpoint:
         raise UsageError(f"the checkpoint comes first, got {args.checkpoint!r}")
@@ -290,32 +290,32 @@ def _illustrate(directory: Path) -> None:
 
 
 def _tune_decay(args: argparse.Namespace) -> int:
-    from sparsepretrain import tuning
+    from sparsepretrain.cli import tune_decay as tuning
 
     return tuning.run(args)
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from sparsepretrain import evaluating
+    from sparsepretrain.cli import eval as evaluating
 
     return evaluating.run(args)
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from sparsepretrain import preparing
+    from sparsepretrain.cli import prepare as preparing
 
     return preparing.run(args)
 
 
 def _methods(args: argparse.Namespace) -> int:
-    from sparsepretrain.listing import print_methods
+    from sparsepretrain.cli._listing import print_methods
 
     print_methods(args.overrides, args.config_dir)
     return 0
 
 
 def _configs(args: argparse.Namespace) -> int:
-    from sparsepretrain.listing import print_configs
+    from sparsepretrain.cli._listing import print_configs
 
     print_configs(args.config_dir)
     return 0
@@ -378,7 +378,7 @@ def _complete(words: list[str]) -> int:
 
             found += [*setting_words(Bench, current), *(f"suite={name}" for name in SUITES)]
         if before[0] == "eval":
-            from sparsepretrain.evaluating import Settings
+            from sparsepretrain.cli.eval import Settings
 
             found += setting_words(Settings, current)
         if before[0] == "finetune":

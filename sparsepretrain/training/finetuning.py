@@ -12,8 +12,8 @@ from sparsepretrain.config.compose import Request, build, catalogue, read
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.validate import load_request
 from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.runs import weights
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training import weights
 
 BYTES = "bytes"
 
@@ -27,7 +27,7 @@ def load(
     model, its tokenizer, method and precision. What is typed wins.
 
     Args:
-        checkpoint: see :func:`sparsepretrain.training.weights.find`.
+        checkpoint: see :func:`sparsepretrain.runs.weights.find`.
         overrides: ``task=…`` among them.
         config_dirs: see :func:`sparsepretrain.config.compose.compose`.
         console: told which damaged checkpoints are passed over.

@@ -9,7 +9,7 @@ import torch
 from tiny_runs import assert_equal_bits, final_state
 
 from sparsepretrain.errors import CheckpointError
-from sparsepretrain.training import weights
+from sparsepretrain.runs import weights
 
 
 @pytest.fixture

@@ -15,14 +15,14 @@ import torch
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import ConfigError, DivergedError, SparsePretrainError
 from sparsepretrain.files import write_atomic
+from sparsepretrain.runs.record import read
+from sparsepretrain.runs.resume import is_finished
+from sparsepretrain.studies import decay as rules
+from sparsepretrain.studies.decay import Search, Segment
 from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console, count
-from sparsepretrain.tracking.record import read
-from sparsepretrain.training import decay as rules
 from sparsepretrain.training.build import build_model, pick_device, sparsify_model
-from sparsepretrain.training.decay import Search, Segment
 from sparsepretrain.training.plan import duration, step_cost
-from sparsepretrain.training.resume import is_finished
 from sparsepretrain.training.trainer import train
 
 RESULT = "tune.json"
