@@ -57,7 +57,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Module (without ``_triton``) and name of the kernel."""
+        """Module and name of the kernel."""
         return kernel_name(self.kernel)
 
     @property
@@ -111,8 +111,8 @@ class Facts:
 
 
 def kernel_name(kernel: Any) -> str:
-    """``soft._soft_24`` for the kernel ``_soft_24`` of ``soft_triton``."""
-    module = kernel.__module__.rpartition(".")[2].removesuffix("_triton")
+    """``soft._soft_24`` for the kernel ``_soft_24`` of ``kernels/triton/soft.py``."""
+    module = kernel.__module__.rpartition(".")[2]
     return f"{module}.{kernel.__name__}"
 
 

@@ -21,7 +21,6 @@ import triton
 from triton.errors import TritonError
 from triton.runtime.jit import JITFunction
 
-from sparsepretrain import kernels
 from sparsepretrain.bench.assembly import (
     Facts,
     Launch,
@@ -32,6 +31,7 @@ from sparsepretrain.bench.assembly import (
 )
 from sparsepretrain.bench.kernel_case import KernelCase, Limit
 from sparsepretrain.bench.kernel_cases import kernel_cases
+from sparsepretrain.kernels import triton as kernels
 
 LIMITS_FOR = "3.9."
 """Triton that the limits were set with."""
@@ -170,9 +170,9 @@ def _problems(row: Row, facts: Facts, limit: Limit | None) -> list[str]:
 
 
 def entry_kernels() -> set[str]:
-    """Kernels that are launched: those of ``kernels/*_triton.py`` that no other one calls."""
-    names = [m.name for m in pkgutil.iter_modules(kernels.__path__) if m.name.endswith("_triton")]
-    modules = [importlib.import_module(f"{kernels.__name__}.{n}") for n in [*names, "launch"]]
+    """Kernels that are launched: those of ``kernels/triton/`` that no other one calls."""
+    names = [module.name for module in pkgutil.iter_modules(kernels.__path__)]
+    modules = [importlib.import_module(f"{kernels.__name__}.{name}") for name in names]
     found: dict[str, Any] = {}
     called: set[str] = set()
     for module in modules:

@@ -31,14 +31,14 @@ def noise() -> Iterator[KernelCase]:
     def uniforms(backend: str | None, shape: Shape, device: torch.device) -> Any:
         if backend == "reference":
             return torch.stack(kernels.uniform_noise(KEY, *shape, 2)).to(device)
-        from sparsepretrain.kernels import noise_triton
+        from sparsepretrain.kernels.triton import noise as noise_triton
 
         return noise_triton.uniform_noise(*noise_triton.key_parts(KEY, device), *shape, 2, device)
 
     def key(backend: str | None, step: Tensor) -> Any:
         if backend == "reference":
             return torch.stack(list(kernels.noise_key(5, step.cpu(), 3, 2))[:2]).to(step.device)
-        from sparsepretrain.kernels import noise_triton
+        from sparsepretrain.kernels.triton import noise as noise_triton
 
         return noise_triton.noise_key(step, 5, 3, 2)
 

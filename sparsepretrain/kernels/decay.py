@@ -37,7 +37,7 @@ def masked_decay_(
         shapes = tuple(grad.shape), tuple(weight.shape), tuple(mask.shape)
         raise ValueError(f"masked_decay_: shapes of grad, weight and mask differ: {shapes}")
     if chosen == "triton":
-        from sparsepretrain.kernels import decay_triton
+        from sparsepretrain.kernels.triton import decay as decay_triton
 
         given = decay if isinstance(decay, Tensor) else None
         number = 0.0 if isinstance(decay, Tensor) else decay

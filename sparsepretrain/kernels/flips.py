@@ -41,7 +41,7 @@ def packed_flip_count(previous: Tensor, current: Tensor, *, backend: str | None 
 def _differing_bits(name: str, previous: Tensor, current: Tensor, backend: str | None) -> Tensor:
     chosen = choose_backend(name, backend, current)
     if chosen == "triton":
-        from sparsepretrain.kernels import flips_triton
+        from sparsepretrain.kernels.triton import flips as flips_triton
 
         return flips_triton.differing_bits(previous, current)
     if chosen == "cpu":
@@ -63,7 +63,7 @@ def pack_24(mask: Tensor, *, backend: str | None = None) -> Tensor:
     """
     chosen = choose_backend("pack_24", backend, mask)
     if chosen == "triton":
-        from sparsepretrain.kernels import flips_triton
+        from sparsepretrain.kernels.triton import flips as flips_triton
 
         return flips_triton.pack_24(mask.bool())
     if chosen == "cpu":
@@ -86,7 +86,7 @@ def unpack_24(code: Tensor, shape: Sequence[int], *, backend: str | None = None)
     if code.numel() != -(-count // 8):
         raise ValueError(f"unpack_24: {code.numel()} bytes cannot hold a mask of {tuple(shape)}")
     if choose_backend("unpack_24", backend, code) == "triton":
-        from sparsepretrain.kernels import flips_triton
+        from sparsepretrain.kernels.triton import flips as flips_triton
 
         return flips_triton.unpack_24(code, list(shape))
     return _bits(code).flatten()[:count].bool().reshape(tuple(shape))

@@ -31,7 +31,7 @@ def quantize_fp8(x: Tensor, format: str, *, backend: str | None = None) -> tuple
     if format not in FORMATS:
         raise ValueError(f"quantize_fp8: format must be 'e4m3' or 'e5m2', got {format!r}")
     if _backend("quantize_fp8", backend, x, FORMATS[format]) == "triton":
-        from sparsepretrain.kernels import fp8_triton
+        from sparsepretrain.kernels.triton import fp8 as fp8_triton
 
         return fp8_triton.quantize_fp8(x.detach(), format)
     dtype = FORMATS[format]
@@ -48,7 +48,7 @@ def quantize_fp8(x: Tensor, format: str, *, backend: str | None = None) -> tuple
 def dequantize_fp8(q: Tensor, scale: Tensor, *, backend: str | None = None) -> Tensor:
     """Return q / scale in fp32, shape of ``q``; inverts :func:`quantize_fp8` up to rounding."""
     if _backend("dequantize_fp8", backend, scale, q.dtype) == "triton":
-        from sparsepretrain.kernels import fp8_triton
+        from sparsepretrain.kernels.triton import fp8 as fp8_triton
 
         return fp8_triton.dequantize_fp8(q, scale)
     return q.float() / scale

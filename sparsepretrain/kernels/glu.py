@@ -22,7 +22,7 @@ def geglu(x: Tensor, *, backend: str | None = None) -> Tensor:
         ValueError: the last axis is odd.
     """
     if _triton("geglu", x, backend):
-        from sparsepretrain.kernels import glu_triton
+        from sparsepretrain.kernels.triton import glu as glu_triton
 
         return glu_triton.gated(x, True)
     value, gate = x.chunk(2, dim=-1)
@@ -32,7 +32,7 @@ def geglu(x: Tensor, *, backend: str | None = None) -> Tensor:
 def swiglu(x: Tensor, *, backend: str | None = None) -> Tensor:
     """SwiGLU: value · silu(gate) of x = (…, value ‖ gate); as :func:`geglu` otherwise."""
     if _triton("swiglu", x, backend):
-        from sparsepretrain.kernels import glu_triton
+        from sparsepretrain.kernels.triton import glu as glu_triton
 
         return glu_triton.gated(x, False)
     value, gate = x.chunk(2, dim=-1)

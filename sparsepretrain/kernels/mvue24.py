@@ -58,7 +58,7 @@ def mvue(
     draws = 2 if estimator == "approximate" else 1
     _check_draws(x, dim, draws, uniforms)
     if chosen == "triton":
-        from sparsepretrain.kernels import mvue24_triton
+        from sparsepretrain.kernels.triton import mvue24 as mvue24_triton
 
         return mvue24_triton.sample(x.detach(), dim, estimator == "exact", uniforms, key)
     x = x.detach()

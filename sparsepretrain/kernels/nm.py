@@ -41,7 +41,7 @@ def nm_mask(
     if n == m:
         return torch.ones(x.shape, dtype=torch.bool, device=x.device)
     if chosen == "triton":
-        from sparsepretrain.kernels import nm_triton
+        from sparsepretrain.kernels.triton import nm as nm_triton
 
         return nm_triton.nm_mask(x.detach(), n, m, dim, ties == "low")
     if chosen == "cpu":
@@ -72,7 +72,7 @@ def nm_prune(
     triton = choose_backend("nm_prune", backend, x) == "triton"
     _check("nm_prune", x, n, m, dim, ties)
     if triton and n < m:
-        from sparsepretrain.kernels import nm_triton
+        from sparsepretrain.kernels.triton import nm as nm_triton
 
         return nm_triton.nm_prune(x.detach(), n, m, dim, ties == "low")
     mask = nm_mask(x, n, m, dim=dim, ties=ties, backend=backend)

@@ -57,7 +57,7 @@ def noise_key(seed: int, step: Any, layer: int, product: int, offset: Any = 0) -
     """
     on_device = isinstance(step, Tensor) and step.is_cuda and prefers_triton(step.device)
     if on_device and not torch.compiler.is_compiling():
-        from sparsepretrain.kernels import noise_triton
+        from sparsepretrain.kernels.triton import noise as noise_triton
 
         k0, k1 = noise_triton.noise_key(step, seed, layer, product).unbind()
         return NoiseKey(k0, k1, offset)
@@ -106,7 +106,7 @@ def uniform_noise(
     device = torch.device(device or "cpu")
     chosen = choose_backend("uniform_noise", backend, torch.empty(0, device=device))
     if chosen == "triton":
-        from sparsepretrain.kernels import noise_triton
+        from sparsepretrain.kernels.triton import noise as noise_triton
 
         parts = noise_triton.key_parts(key, device)
         return list(noise_triton.uniform_noise(*parts, groups, features, words, device).unbind())

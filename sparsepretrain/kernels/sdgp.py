@@ -60,7 +60,7 @@ def prune_gradient(
     if variant == "random":
         _check_draws(g, uniforms, key)
         if triton and key is not None:
-            from sparsepretrain.kernels import sdgp_triton
+            from sparsepretrain.kernels.triton import sdgp as sdgp_triton
 
             return sdgp_triton.prune(g, n, m, dim, key, m / n if rescale else 1.0)
         draws = uniform_like(g, key or 0, dim, backend=backend) if uniforms is None else uniforms
@@ -77,7 +77,7 @@ def prune_gradient(
 
 def _largest(g: Tensor, n: int, m: int, dim: int, backend: str | None) -> Tensor:
     if choose_backend("prune_gradient", backend, g) == "triton":
-        from sparsepretrain.kernels import sdgp_triton
+        from sparsepretrain.kernels.triton import sdgp as sdgp_triton
 
         return sdgp_triton.prune(g, n, m, dim)
     return nm_prune(g, n, m, dim=dim, ties="low", backend=backend)[0]

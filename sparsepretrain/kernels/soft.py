@@ -56,7 +56,7 @@ def soft_threshold(
     if n == m:
         return (x.clone() if scale is None else widen(x) * scale).to(dtype)
     if chosen == "triton":
-        from sparsepretrain.kernels import soft_triton
+        from sparsepretrain.kernels.triton import soft as soft_triton
 
         return soft_triton.soft_threshold(x, n, m, gamma, dim, scale, dtype)
     if chosen == "cpu":

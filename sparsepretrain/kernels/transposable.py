@@ -42,7 +42,7 @@ def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
         size = tuple(w.shape)
         raise ValueError(f"transposable_mask: both sizes must be multiples of 4, got {size}")
     if chosen == "triton":
-        from sparsepretrain.kernels import transposable_triton
+        from sparsepretrain.kernels.triton import transposable as transposable_triton
 
         return transposable_triton.transposable_mask(w.detach())
     if chosen == "cpu":

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from same_bits import DEVICE, assert_same
 
-from sparsepretrain.kernels import NoiseKey, noise_key, noise_triton, uniform_noise
+from sparsepretrain.kernels import NoiseKey, noise_key, uniform_noise
+from sparsepretrain.kernels.triton import noise
 
 ONES = 0xFFFFFFFF
 # Random123, kat_vectors: philox4x32 10
@@ -26,7 +27,7 @@ KEYS = [(3, 5, 0), (0xDEADBEEF, 0xFFFFFFFF, 2**32 - 2), (0x80000000, 1, 2**33 + 
 def block(words, out):
     c0, c1, c2 = tl.load(words), tl.load(words + 1), tl.load(words + 2)
     c3, k0, k1 = tl.load(words + 3), tl.load(words + 4), tl.load(words + 5)
-    r0, r1, r2, r3 = noise_triton.philox(
+    r0, r1, r2, r3 = noise.philox(
         c0.to(tl.uint32), c1.to(tl.uint32), c2.to(tl.uint32), c3.to(tl.uint32),
         k0.to(tl.uint32), k1.to(tl.uint32),
     )  # fmt: skip
@@ -73,7 +74,7 @@ def test_keys(seed, step):
     for layer, product in ((0, 0), (1, 2), (4000, 1)):
         expected = noise_key(seed, step, layer, product)
         counter = torch.tensor(step, device=DEVICE)
-        derived = noise_triton.noise_key(counter, seed, layer, product)
+        derived = noise.noise_key(counter, seed, layer, product)
         assert derived.tolist() == [expected.k0, expected.k1]
         public = noise_key(seed, counter, layer, product, 5)
         assert tuple(map(int, public)) == (expected.k0, expected.k1, 5)
@@ -81,6 +82,6 @@ def test_keys(seed, step):
 
 def test_a_derived_key_draws():
     step = torch.tensor(12, device=DEVICE)
-    k0, k1 = noise_triton.noise_key(step, 5, 3, 2).unbind()
+    k0, k1 = noise.noise_key(step, 5, 3, 2).unbind()
     got = uniform_noise(NoiseKey(k0, k1, 8), 5, 6, 1, DEVICE, backend="triton")[0]
     assert_same(got.cpu(), uniform_noise(noise_key(5, 12, 3, 2, 8), 5, 6, 1)[0])

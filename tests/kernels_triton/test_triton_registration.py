@@ -6,13 +6,13 @@ from parity import nasty
 from same_bits import DEVICE, assert_same
 
 from sparsepretrain import kernels
-from sparsepretrain.kernels import (
-    decay_triton,
-    flips_triton,
-    fp8_triton,
-    nm_triton,
-    soft_triton,
-    transposable_triton,
+from sparsepretrain.kernels.triton import (
+    decay,
+    flips,
+    fp8,
+    nm,
+    soft,
+    transposable,
 )
 
 X = nasty((8, 16), 0, special=False)
@@ -20,17 +20,17 @@ MASK = X > 0
 Q = X.to(torch.float8_e4m3fn)
 ONE = torch.ones((), device=DEVICE)
 OPERATIONS = {
-    "nm_mask": (nm_triton.nm_mask, (X, 2, 4, 1, False)),
-    "nm_prune": (nm_triton.nm_prune, (X, 2, 4, 0, False)),
-    "nm_mask 1:8": (nm_triton.nm_mask, (X, 1, 8, 1, True)),
-    "soft_threshold": (soft_triton.soft_threshold, (X, 2, 4, 0.3, 1, ONE, torch.bfloat16)),
-    "transposable_mask": (transposable_triton.transposable_mask, (X,)),
-    "masked_decay_": (decay_triton.masked_decay_, (X.clone(), X, MASK, 0.1, None)),
-    "differing_bits": (flips_triton.differing_bits, (MASK, ~MASK)),
-    "pack_24": (flips_triton.pack_24, (MASK,)),
-    "unpack_24": (flips_triton.unpack_24, (torch.arange(8, dtype=torch.uint8), [8, 8])),
-    "quantize_fp8": (fp8_triton.quantize_fp8, (X, "e4m3")),
-    "dequantize_fp8": (fp8_triton.dequantize_fp8, (Q, ONE)),
+    "nm_mask": (nm.nm_mask, (X, 2, 4, 1, False)),
+    "nm_prune": (nm.nm_prune, (X, 2, 4, 0, False)),
+    "nm_mask 1:8": (nm.nm_mask, (X, 1, 8, 1, True)),
+    "soft_threshold": (soft.soft_threshold, (X, 2, 4, 0.3, 1, ONE, torch.bfloat16)),
+    "transposable_mask": (transposable.transposable_mask, (X,)),
+    "masked_decay_": (decay.masked_decay_, (X.clone(), X, MASK, 0.1, None)),
+    "differing_bits": (flips.differing_bits, (MASK, ~MASK)),
+    "pack_24": (flips.pack_24, (MASK,)),
+    "unpack_24": (flips.unpack_24, (torch.arange(8, dtype=torch.uint8), [8, 8])),
+    "quantize_fp8": (fp8.quantize_fp8, (X, "e4m3")),
+    "dequantize_fp8": (fp8.dequantize_fp8, (Q, ONE)),
 }
 
 

@@ -6,7 +6,8 @@ from parity import nasty
 from same_bits import DEVICE, assert_same
 
 from sparsepretrain import kernels
-from sparsepretrain.kernels import NoiseKey, glu_triton, mvue24_triton, noise_triton, sdgp_triton
+from sparsepretrain.kernels import NoiseKey
+from sparsepretrain.kernels.triton import glu, mvue24, noise, sdgp
 
 X = nasty((8, 12), 0, special=False)
 STEP = torch.tensor(3, device=DEVICE)
@@ -14,17 +15,17 @@ NUMBERS = ([None, None, None], [1, 2, 3])
 MIXED = ([STEP, None, STEP], [0, 2, 0])
 UNIFORMS = torch.rand(12, 2, 2, device=DEVICE)
 OPERATIONS = {
-    "uniform_noise": (noise_triton.uniform_noise, (*MIXED, 3, 5, 2, torch.device(DEVICE))),
-    "noise_key": (noise_triton.noise_key, (STEP, 2**62 + 1, 4, 2)),
-    "mvue": (mvue24_triton.mvue, (X, 0, False, None, *NUMBERS)),
-    "mvue exact": (mvue24_triton.mvue, (X, 1, True, None, *MIXED)),
-    "mvue padded": (mvue24_triton.mvue, (X[:7], 0, True, None, *MIXED)),
-    "mvue uniforms": (mvue24_triton.mvue, (X, 0, False, UNIFORMS, *NUMBERS)),
-    "prune_gradient": (sdgp_triton.prune_gradient, (X, 2, 4, 1, False, *NUMBERS, 1.0)),
-    "prune_gradient 1:6": (sdgp_triton.prune_gradient, (X, 1, 6, 1, True, *MIXED, 6.0)),
-    "gated": (glu_triton.gated, (X, True)),
-    "gated transposed": (glu_triton.gated, (X.t().contiguous().t(), False)),
-    "gated_backward": (glu_triton.gated_backward, (X[:, :6], X, True)),
+    "uniform_noise": (noise.uniform_noise, (*MIXED, 3, 5, 2, torch.device(DEVICE))),
+    "noise_key": (noise.noise_key, (STEP, 2**62 + 1, 4, 2)),
+    "mvue": (mvue24.mvue, (X, 0, False, None, *NUMBERS)),
+    "mvue exact": (mvue24.mvue, (X, 1, True, None, *MIXED)),
+    "mvue padded": (mvue24.mvue, (X[:7], 0, True, None, *MIXED)),
+    "mvue uniforms": (mvue24.mvue, (X, 0, False, UNIFORMS, *NUMBERS)),
+    "prune_gradient": (sdgp.prune_gradient, (X, 2, 4, 1, False, *NUMBERS, 1.0)),
+    "prune_gradient 1:6": (sdgp.prune_gradient, (X, 1, 6, 1, True, *MIXED, 6.0)),
+    "gated": (glu.gated, (X, True)),
+    "gated transposed": (glu.gated, (X.t().contiguous().t(), False)),
+    "gated_backward": (glu.gated_backward, (X[:, :6], X, True)),
 }
 
 
@@ -37,7 +38,7 @@ def test_schema_and_fake(name):
 @pytest.mark.parametrize("gelu", [True, False])
 def test_autograd_registration(gelu):
     x = X.clone().requires_grad_()
-    torch.library.opcheck(glu_triton.gated, (x, gelu))
+    torch.library.opcheck(glu.gated, (x, gelu))
 
 
 def test_strides_of_results_are_promised_ones():
@@ -45,9 +46,9 @@ def test_strides_of_results_are_promised_ones():
     for order in ((0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)):
         view = deep.permute(order).contiguous().permute([order.index(i) for i in range(4)])
         for op, rest in (
-            (mvue24_triton.mvue, (1, False, None, *NUMBERS)),
-            (sdgp_triton.prune_gradient, (2, 4, 1, True, *NUMBERS, 1.0)),
-            (glu_triton.gated, (True,)),
+            (mvue24.mvue, (1, False, None, *NUMBERS)),
+            (sdgp.prune_gradient, (2, 4, 1, True, *NUMBERS, 1.0)),
+            (glu.gated, (True,)),
         ):
             torch.library.opcheck(op, (view, *rest), test_utils=("test_faketensor",))
 

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.launch import (
+from sparsepretrain.kernels.noise import NoiseKey
+from sparsepretrain.kernels.triton.launch import (
     any_groups,
     empty_rows,
     load_fours,
@@ -20,9 +21,8 @@ from sparsepretrain.kernels.launch import (
     tile_of,
     widen,
 )
-from sparsepretrain.kernels.nm_triton import kept_by_rank, magnitude_bits, top_two
-from sparsepretrain.kernels.noise import NoiseKey
-from sparsepretrain.kernels.noise_triton import KEY_ARGUMENTS, draw_bits, key_arguments, key_parts
+from sparsepretrain.kernels.triton.nm import kept_by_rank, magnitude_bits, top_two
+from sparsepretrain.kernels.triton.noise import KEY_ARGUMENTS, draw_bits, key_arguments, key_parts
 
 
 def prune(

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.launch import (
+from sparsepretrain.kernels.triton.launch import (
     any_groups,
     empty_rows,
     load_fours,
@@ -18,7 +18,7 @@ from sparsepretrain.kernels.launch import (
     tile_of,
     widen,
 )
-from sparsepretrain.kernels.nm_triton import kept_by_rank, magnitude_bits
+from sparsepretrain.kernels.triton.nm import kept_by_rank, magnitude_bits
 
 _ALL: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.launch import TILE as ELEMENTS
-from sparsepretrain.kernels.launch import memory_order, over_elements, part_of
+from sparsepretrain.kernels.triton.launch import TILE as ELEMENTS
+from sparsepretrain.kernels.triton.launch import memory_order, over_elements, part_of
 
 
 @torch.library.custom_op("sparsepretrain::differing_bits", mutates_args=())

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.launch import (
+from sparsepretrain.kernels.noise import NoiseKey
+from sparsepretrain.kernels.triton.launch import (
     empty_rows,
     load_fours,
     narrow,
@@ -22,8 +23,7 @@ from sparsepretrain.kernels.launch import (
     store_fours,
     tile_of,
 )
-from sparsepretrain.kernels.noise import NoiseKey
-from sparsepretrain.kernels.noise_triton import (
+from sparsepretrain.kernels.triton.noise import (
     KEY_ARGUMENTS,
     draw_bits,
     key_arguments,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.launch import memory_order, narrow, over_elements, part_of, widen
+from sparsepretrain.kernels.triton.launch import memory_order, narrow, over_elements, part_of, widen
 
 
 @torch.library.custom_op("sparsepretrain::masked_decay_", mutates_args=("grad",))

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.launch import INTERPRETED, load_fours, store_fours
 from sparsepretrain.kernels.transposable import PATTERNS, ROW_PAIRS
+from sparsepretrain.kernels.triton.launch import INTERPRETED, load_fours, store_fours
 
 _CHOICES: tl.constexpr = tl.constexpr(tuple(PATTERNS))
 _COUNT: tl.constexpr = tl.constexpr(len(PATTERNS))

@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.launch import narrow, over_groups, row_starts, rows_of, tile_of, widen
+from sparsepretrain.kernels.triton.launch import (
+    narrow,
+    over_groups,
+    row_starts,
+    rows_of,
+    tile_of,
+    widen,
+)
 
 _SLOPE: tl.constexpr = tl.constexpr(2 * (2 / torch.pi) ** 0.5)
 _CUBE: tl.constexpr = tl.constexpr(0.044715)

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.launch import over_groups, row_starts, tile_of
 from sparsepretrain.kernels.noise import NoiseKey
+from sparsepretrain.kernels.triton.launch import over_groups, row_starts, tile_of
 
 KEY_ARGUMENTS = ("k0", "k1", "offset")
 """Kernel arguments that differ from step to step and must not compile a variant per value."""

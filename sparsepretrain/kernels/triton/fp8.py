@@ -10,7 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.fp8 import FORMATS
-from sparsepretrain.kernels.launch import INTERPRETED, memory_order, over_elements, part_of, widen
+from sparsepretrain.kernels.triton.launch import (
+    INTERPRETED,
+    memory_order,
+    over_elements,
+    part_of,
+    widen,
+)
 
 _ALL: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.launch import (
+from sparsepretrain.kernels.triton.launch import (
     any_groups,
     empty_rows,
     load_fours,
