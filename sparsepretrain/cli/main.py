@@ -25,6 +25,7 @@ from sparsepretrain.errors import (
 
 if TYPE_CHECKING:
     from sparsepretrain.config.schema import Run
+    from sparsepretrain.runs.directory import RunDirectory
 
 USAGE_ERROR = 2
 
@@ -256,7 +257,8 @@ def _finetune(args: argparse.Namespace) -> int:
 
 def _start(args: argparse.Namespace, run: Run, plain: dict[str, Any]) -> int:
     """Print, plan or train a run."""
-    from sparsepretrain.config.freeze import run_directory, to_yaml
+    from sparsepretrain.config.freeze import to_yaml
+    from sparsepretrain.runs.directory import RunDirectory
 
     if args.cfg:
         print(to_yaml(plain), end="")
@@ -269,24 +271,24 @@ def _start(args: argparse.Namespace, run: Run, plain: dict[str, Any]) -> int:
         return 0
     code = training.train(run, plain)
     if code == 0:
-        _illustrate(run_directory(plain))
+        _illustrate(RunDirectory.of(plain))
     return code
 
 
-def _illustrate(directory: Path) -> None:
+def _illustrate(directory: RunDirectory) -> None:
     """Plots and report of a finished run; a failure here does not undo the training."""
-    record, page = directory / "metrics.jsonl", directory / "report.md"
+    record, page = directory.record_file, directory.report_file
     if page.exists() and record.exists() and page.stat().st_mtime >= record.stat().st_mtime:
         return  # the run was finished before
     from sparsepretrain import reports
     from sparsepretrain.tracking.console import Console
 
     try:
-        written = reports.report([directory])
+        written = reports.report([directory.path])
     except Exception as error:
         Console().warn(f"no report: {error}; try `sparsepretrain report {directory}`")
         return
-    Console().info(f"plots: {directory / 'plots'}\nreport: {written[-1]}")
+    Console().info(f"plots: {directory.plots}\nreport: {written[-1]}")
 
 
 def _tune_decay(args: argparse.Namespace) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from sparsepretrain.config import freeze
 from sparsepretrain.errors import DataError
-from sparsepretrain.runs.record import read
+from sparsepretrain.runs.directory import RunDirectory
 
 PREFIX = "glue_"
 """Of the names of GLUE's data sets."""
@@ -26,13 +25,13 @@ def glue_scores(directories: Iterable[Path]) -> dict[str, float]:
         DataError: a run of GLUE has no evaluation.
     """
     found: dict[str, list[float]] = {}
-    for directory in directories:
-        if not (directory / "config.yaml").is_file():
+    for directory in map(RunDirectory, directories):
+        if not directory.config_file.is_file():
             continue
-        name = str(freeze.from_yaml(directory / "config.yaml").get("data", {}).get("name"))
+        name = str(directory.config().get("data", {}).get("name"))
         if not name.startswith(PREFIX):
             continue
-        scores = [line["score"] for line in read(directory) if line.get("score") is not None]
+        scores = [line["score"] for line in directory.record() if line.get("score") is not None]
         if not scores:
             raise DataError(f"{directory} has no evaluation: finish the run first")
         found.setdefault(name.removeprefix(PREFIX), []).append(scores[-1])

@@ -29,12 +29,12 @@ from sparsepretrain.reports.glue import glue_average, glue_scores
 from sparsepretrain.reports.runs import (
     RunData,
     differences,
-    find,
     load,
     smooth,
     uneven_validation,
 )
 from sparsepretrain.reports.runs import labels as default_labels
+from sparsepretrain.runs.directory import find_runs
 from sparsepretrain.tracking.console import clock, count
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def report(
         ConfigError: no run, no records, a wrong number of labels, or an unwritable ``out``.
         DataError: a damaged record.
     """
-    data = [load(path) for path in find(runs)]
+    data = [load(run.path) for run in find_runs(runs)]
     if not data:
         raise ConfigError("no run given: name one or more run directories")
     if labels is not None and len(labels) != len(data):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from sparsepretrain import registry
-from sparsepretrain.config.freeze import from_yaml
-from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-from sparsepretrain.runs.record import FILE, read
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.runs.directory import RunDirectory
 
 SMOOTH = 40
 """A curve is averaged over 1/40 of its points: short enough to keep its shape."""
@@ -126,34 +123,6 @@ class RunData:
         return int(np.median(intervals)) if known else 1
 
 
-def find(paths: Sequence[Path]) -> list[Path]:
-    """The run directories that are, or lie below, ``paths``; each once, in order.
-
-    A glob of the shell names other things beside runs: these are left out, with a warning.
-
-    Raises:
-        ConfigError: none of the paths holds a run, all problems at once.
-    """
-    found: dict[Path, None] = {}
-    problems = []
-    for path in map(Path, paths):
-        below = [path] if (path / FILE).is_file() else sorted(f.parent for f in path.rglob(FILE))
-        if not path.is_dir():
-            problems.append(f"{path} is not a directory: give the directory of a run")
-        elif not below:
-            problems.append(f"{path} has no {FILE}, nor has a directory below it")
-        elif len(paths) > 1:
-            for empty in [run for run in below if not (run / FILE).stat().st_size]:
-                problems.append(f"{empty / FILE} has no records yet")
-                below.remove(empty)
-        found.update(dict.fromkeys(below))
-    if problems and not found:
-        raise ConfigError(problems)
-    for problem in problems:
-        warnings.warn(f"left out: {problem}", SparsePretrainWarning, stacklevel=2)
-    return list(found)
-
-
 def load(path: Path) -> RunData:
     """Read one run directory.
 
@@ -161,19 +130,14 @@ def load(path: Path) -> RunData:
         ConfigError: no records, or a config.yaml or environment.json that cannot be read.
         DataError: a damaged record.
     """
-    records = read(path)
+    run = RunDirectory(path)
+    records = run.record()
     if not records:
-        raise ConfigError(f"{path / FILE} has no records yet: let the run log its first step")
-    config_file, environment_file = path / "config.yaml", path / "environment.json"
-    config, text, environment = {}, "", {}
-    if config_file.is_file():
-        config, text = from_yaml(config_file), config_file.read_text(encoding="utf-8")
-    if environment_file.is_file():
-        try:
-            environment = json.loads(environment_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{environment_file} cannot be read: {error}") from error
-    return RunData(path, records, config, text, environment)
+        raise ConfigError(f"{run.record_file} has no records yet: let the run log its first step")
+    config, text = {}, ""
+    if run.config_file.is_file():
+        config, text = run.config(), run.config_file.read_text(encoding="utf-8")
+    return RunData(path, records, config, text, run.environment())
 
 
 def smooth(values: np.ndarray) -> tuple[np.ndarray, int]:

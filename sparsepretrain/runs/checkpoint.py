@@ -39,7 +39,7 @@ def save(directory: Path, step: int, state: dict[str, Any], *, config: str, keep
     Raises:
         CheckpointError: it could not be written; earlier checkpoints are untouched.
     """
-    final = directory / f"step_{step:08d}"
+    final = directory / step_name(step)
     stage = directory / f".{final.name}.{os.getpid()}"
     if verify(final) is None:
         return final
@@ -67,6 +67,17 @@ def save(directory: Path, step: int, state: dict[str, Any], *, config: str, keep
         raise CheckpointError(f"cannot write checkpoint {final}: {_reason(error)}") from error
     _prune(directory, final, keep_last)
     return final
+
+
+def step_name(step: int) -> str:
+    """Name of what belongs to ``step``; in the order of names it is in the order of steps."""
+    return f"step_{step:08d}"
+
+
+def saved(directory: Path) -> dict[int, Path]:
+    """Step -> directory of each checkpoint in ``directory``, whole or not, in order."""
+    paths = {p.name.removeprefix("step_"): p for p in sorted(directory.glob("step_*"))}
+    return {int(number): path for number, path in paths.items() if number.isdigit()}
 
 
 def newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | None:

@@ -21,14 +21,12 @@ from typing import Any
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError
 from sparsepretrain.files import write_atomic
 
-FILE = "metrics.jsonl"
-
 
 class Record:
-    """Appends to ``run_dir/metrics.jsonl``; every line is with the operating system on return.
+    """Appends to a record; every line is with the operating system on return.
 
     Args:
-        run_dir: the run directory; created when missing.
+        file: of the run; its directory is created when missing.
         resume_step: the last completed step of the checkpoint that the run continues from. Lines
             of later steps are cut off, a torn last line is dropped. None: an empty record.
 
@@ -37,8 +35,8 @@ class Record:
         DataError: a line of the record that is continued is not JSON.
     """
 
-    def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
-        self.path = Path(run_dir) / FILE
+    def __init__(self, file: Path, *, resume_step: int | None) -> None:
+        self.path = file
         kept: list[dict[str, Any]] = []
         if resume_step is not None and self.path.exists():
             kept = [line for line in _parse(self.path) if line["step"] <= resume_step]
@@ -98,17 +96,16 @@ class Record:
         self._file.close()
 
 
-def read(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of ``run_dir/metrics.jsonl`` in order; a torn last line is left out.
+def read(file: Path) -> list[dict[str, Any]]:
+    """The lines of a record in order; a torn last line is left out.
 
     Raises:
         ConfigError: there is no such file.
         DataError: a line before the last is not a JSON record.
     """
-    path = Path(run_dir) / FILE
-    if not path.is_file():
-        raise ConfigError(f"{run_dir} has no {FILE}: give the directory of a run")
-    return _parse(path)
+    if not file.is_file():
+        raise ConfigError(f"{file.parent} has no {file.name}: give the directory of a run")
+    return _parse(file)
 
 
 def _parse(path: Path) -> list[dict[str, Any]]:

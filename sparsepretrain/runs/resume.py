@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import CheckpointError, ConfigError, DataError
-from sparsepretrain.runs.record import read
+from sparsepretrain.errors import CheckpointError
 from sparsepretrain.runs import checkpoint
+from sparsepretrain.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from sparsepretrain.tracking.console import Console
@@ -19,23 +18,8 @@ FIXED = ("model.", "task.", "data.", "sparsity.", "optim.name", "seed", "batch.s
 """Keys that a checkpoint cannot be continued across; other differences are logged."""
 
 
-def is_finished(directory: Path, run: Run, end: int) -> bool:
-    """Whether step ``end`` or a later one has a whole checkpoint and its evaluation."""
-    numbers = {p: p.name.removeprefix("step_") for p in directory.glob("checkpoints/step_*")}
-    late = [path for path, number in numbers.items() if number.isdigit() and int(number) >= end]
-    if all(checkpoint.verify(path) is not None for path in late):
-        return False
-    if run.eval.batches == 0:
-        return True
-    try:
-        lines = read(directory)
-    except (ConfigError, DataError):
-        return False
-    return any(line["step"] >= end and "split" in line for line in lines)
-
-
 def choose_checkpoint(
-    directory: Path, run: Run, named: Path | None, console: Console
+    directory: RunDirectory, run: Run, named: Path | None, console: Console
 ) -> Path | None:
     """The checkpoint to continue from according to ``resume``; None: from the start.
 
@@ -49,10 +33,10 @@ def choose_checkpoint(
         CheckpointError: none of the run's checkpoints is whole.
     """
     if run.resume == "never":
-        if any(directory.glob("checkpoints/step_*")) or (directory / "metrics.jsonl").exists():
-            console.info(f"resume=never: the earlier run is kept in {set_aside(directory)}")
+        if any(directory.checkpoints.glob("step_*")) or directory.record_file.exists():
+            console.info(f"resume=never: the earlier run is kept in {directory.set_aside()}")
         return None
-    own = directory / "checkpoints"
+    own = directory.checkpoints
     newest = checkpoint.newest_valid(own, console.warn)
     if newest is None and any(own.glob("step_*")):
         raise CheckpointError(
@@ -65,18 +49,6 @@ def choose_checkpoint(
     return newest
 
 
-def set_aside(directory: Path) -> Path:
-    """Rename a run directory to ``<name>.old-<k>``; returns the new path."""
-    number = 1
-    while (target := directory.with_name(f"{directory.name}.old-{number}")).exists():
-        number += 1
-    target.mkdir()
-    for entry in directory.iterdir():
-        if entry.name != ".lock":
-            os.replace(entry, target / entry.name)
-    return target
-
-
 def named_checkpoint(run: Run, plain: dict[str, Any], console: Console) -> Path | None:
     """The checkpoint that ``resume=PATH`` names; None for ``auto`` and ``never``.
 
@@ -87,8 +59,9 @@ def named_checkpoint(run: Run, plain: dict[str, Any], console: Console) -> Path 
     if run.resume in ("auto", "never"):
         return None
     path = Path(run.resume)
-    if (path / "checkpoints").is_dir():
-        found = checkpoint.newest_valid(path / "checkpoints", console.warn)
+    own = RunDirectory(path).checkpoints
+    if own.is_dir():
+        found = checkpoint.newest_valid(own, console.warn)
         if found is None:
             raise CheckpointError(f"resume={path}: there is no whole checkpoint in it")
         path = found

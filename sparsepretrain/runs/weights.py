@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.runs import checkpoint
+from sparsepretrain.runs.directory import RunDirectory
 
 HF_CONFIG = "config.json"
 HF_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -33,11 +34,9 @@ class Source:
     """Frozen configuration of a run, as plain values."""
 
     @property
-    def run_directory(self) -> Path | None:
+    def run(self) -> RunDirectory | None:
         """Of a run's own checkpoint; None for Hugging Face's and for copies lying elsewhere."""
-        if self.kind != "run" or Path(self.path).parent.name != "checkpoints":
-            return None
-        return Path(self.path).parent.parent
+        return RunDirectory.of_checkpoint(Path(self.path)) if self.kind == "run" else None
 
 
 def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> Source:
@@ -56,8 +55,9 @@ def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> S
         return Source(directory, "huggingface")
     if (directory / checkpoint.MANIFEST).is_file() or (directory / checkpoint.STATE).is_file():
         return _run_source(directory)
-    if (directory / "checkpoints").is_dir():
-        newest = checkpoint.newest_valid(directory / "checkpoints", warn)
+    checkpoints = RunDirectory(directory).checkpoints
+    if checkpoints.is_dir():
+        newest = checkpoint.newest_valid(checkpoints, warn)
         if newest is None:
             raise CheckpointError(f"{directory}: there is no whole checkpoint in it")
         return _run_source(newest)
@@ -81,14 +81,14 @@ def latest(source: Source, count: int) -> list[Source]:
     """
     if count == 1:
         return [source]
-    directory = source.run_directory
-    if directory is None:
+    run = source.run
+    if run is None:
         raise CheckpointError(f"{source.path} is not in a run directory: no others to average with")
-    earlier = sorted(directory.glob("checkpoints/step_*"))
+    earlier = sorted(run.checkpoints.glob("step_*"))
     whole = [p for p in earlier if p <= Path(source.path) and checkpoint.verify(p) is None]
     if len(whole) < count:
         raise CheckpointError(
-            f"{directory} has {len(whole)} whole checkpoint(s) up to step {source.step}, not "
+            f"{run} has {len(whole)} whole checkpoint(s) up to step {source.step}, not "
             f"{count}: lower average, or train with checkpoint.keep_last={count}"
         )
     return [_run_source(p) for p in whole[-count:]]

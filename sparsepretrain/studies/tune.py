@@ -15,8 +15,8 @@ import torch
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import ConfigError, DivergedError, SparsePretrainError
 from sparsepretrain.files import write_atomic
-from sparsepretrain.runs.record import read
-from sparsepretrain.runs.resume import is_finished
+from sparsepretrain.runs import checkpoint
+from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import decay as rules
 from sparsepretrain.studies.decay import Search, Segment
 from sparsepretrain.tasks import build_task
@@ -157,7 +157,8 @@ def _run(search: Search, segment: Segment, console: Console) -> Measured:
     gc.collect()  # a model and its optimiser hold each other through hooks
     if segment.run.compile:
         torch.compiler.reset()  # or dynamo gives up on a model after eight of its kind
-    lines = [line for line in read(segment.directory) if line["step"] <= search.steps]
+    record = RunDirectory(segment.directory).record()
+    lines = [line for line in record if line["step"] <= search.steps]
     flips = [line["flip_rate"] for line in lines if line.get("flip_rate") is not None]
     losses = [line["loss"] for line in lines if line.get("loss") is not None]
     if not flips:
@@ -169,10 +170,11 @@ def _run(search: Search, segment: Segment, console: Console) -> Measured:
 
 
 def _state(search: Search, segment: Segment) -> str:
-    if is_finished(segment.directory, segment.run, search.steps):
+    directory = RunDirectory(segment.directory)
+    if directory.is_finished(segment.run, search.steps):
         return "finished"
-    saved = sorted(segment.directory.glob("checkpoints/step_????????"))
-    return f"from step {int(saved[-1].name[-8:])}" if saved else "to run"
+    saved = checkpoint.saved(directory.checkpoints)
+    return f"from step {max(saved)}" if saved else "to run"
 
 
 def _comparisons(number: int) -> str:

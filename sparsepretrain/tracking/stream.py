@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepretrain.config.schema import Tracker
+from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import Record
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.tracking.mirror import Lane, Mirror
@@ -51,7 +52,7 @@ class Stream:
         mirrors: list[Mirror] | None = None,
         total: int | None = None,
     ) -> None:
-        self._record = Record(run_dir, resume_step=resume_step)
+        self._record = Record(RunDirectory(run_dir).record_file, resume_step=resume_step)
         self._console = console
         self._total = config.get("steps") if total is None else total
         if mirrors is None:

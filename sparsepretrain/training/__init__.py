@@ -44,11 +44,10 @@ def train(run: Run, plain: dict[str, Any]) -> int:
     Raises:
         ConfigError, DataError, CheckpointError, DivergedError: with one line for the user.
     """
-    from sparsepretrain.config.freeze import run_directory
-    from sparsepretrain.runs.resume import is_finished
+    from sparsepretrain.runs.directory import RunDirectory
 
-    directory = run_directory(plain)
-    if run.resume == "auto" and is_finished(directory, run, run.steps):  # known without torch
+    directory = RunDirectory.of(plain)
+    if run.resume == "auto" and directory.is_finished(run, run.steps):  # known without torch
         Console().info(f"{directory} is finished ({run.steps} steps): nothing to do")
         return 0
     loading(run.name)

@@ -33,9 +33,6 @@ from sparsepretrain.training.hardware import environment
 from sparsepretrain.training.loop import Training
 from sparsepretrain.training.trainer import build_training
 
-RESULTS = "eval.jsonl"
-"""In the run directory: one line per evaluation."""
-
 DECIDED = ("model", "sparsity", "optim", "schedule", "experiment", "steps", "epochs", "eval")
 """What a run's checkpoint or the whole split decides, so that it cannot be chosen anew."""
 
@@ -201,10 +198,8 @@ def _keep_tokenizer(source: Source, plain: dict[str, Any], typed: set[str]) -> N
 def _tokenizer_file(source: Source) -> Path:
     """tokenizer.json of a run: its own copy, or that of its prepared data."""
     assert source.config is not None
-    if source.run_directory is not None:
-        own = source.run_directory / "tokenizer.json"
-        if own.is_file():
-            return own
+    if source.run is not None and source.run.tokenizer_file.is_file():
+        return source.run.tokenizer_file
     group = source.config["data"]
     options: Any = registry.get("source", group["source"])
     data = load_data(strict.build(options.Options, group, "data"))
@@ -267,9 +262,7 @@ def _text(value: object) -> str:
 
 
 def _results_file(source: Source, out: Path | None) -> Path | None:
-    if out is not None or source.run_directory is None:
-        return out
-    return source.run_directory / RESULTS
+    return source.run.evaluations_file if out is None and source.run is not None else out
 
 
 def _write(result: dict[str, Any], file: Path | None, console: Console) -> None:

@@ -160,8 +160,7 @@ def _tokenizer_file(source: weights.Source) -> str:
 
     if source.config is None:
         return _huggingface_tokenizer(source)
-    directory = source.run_directory
-    if directory is not None and (file := directory / "tokenizer.json").is_file():
+    if source.run is not None and (file := source.run.tokenizer_file).is_file():
         return str(file.resolve())
     task, data = source.config["task"], source.config["data"]
     name = task.get("tokenizer") or data.get("tokenizer")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,11 @@ import torch
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainError
-from sparsepretrain.files import write_atomic
+from sparsepretrain.errors import CheckpointError, SparsePretrainError
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.runs import checkpoint
-from sparsepretrain.runs.record import FILE, read
-from sparsepretrain.runs.resume import choose_checkpoint, is_finished, named_checkpoint
+from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.runs.resume import choose_checkpoint, named_checkpoint
 from sparsepretrain.sparsity.proof import Proof, prove
 from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console
@@ -64,41 +61,42 @@ def train(
     """
     console = console or Console()
     check_login(run.tracker)
-    directory = freeze.run_directory(plain)
+    directory = RunDirectory.of(plain)
     named = named_checkpoint(run, plain, console)
     end = run.steps if stop_after is None else stop_after
     finished = f"{directory} is finished ({end} steps): nothing to do"
-    if run.resume != "never" and is_finished(directory, run, end):
+    if run.resume != "never" and directory.is_finished(run, end):
         console.info(finished)
         return 0
     preflight.require_a_sparse_step(run)
     with StopSignals() as signals, console.own_warnings():
-        own = any((directory / "checkpoints").glob("step_*"))
+        own = any(directory.checkpoints.glob("step_*"))
         t = build_training(run, console, initialise=run.resume == "never" or not own)
         t.stop_after = stop_after
-        with _claim(directory):
-            if run.resume != "never" and is_finished(directory, run, end):  # by another process
+        with directory.claim():
+            if run.resume != "never" and directory.is_finished(run, end):  # by another process
                 console.info(finished)
                 return 0
             source = choose_checkpoint(directory, run, named, console)
             if source is not None:
                 _restore(t, source)
                 console.info(f"continuing from {source} (step {t.step})")
-                if source == named:
-                    _take_record(source, directory)
-            _write(directory / "config.yaml", freeze.to_yaml(plain))
+                run_of_source = RunDirectory.of_checkpoint(source)
+                if source == named and run_of_source and run_of_source.record_file.is_file():
+                    directory.write(directory.record_file, run_of_source.record_file.read_bytes())
+            directory.write(directory.config_file, freeze.to_yaml(plain))
             if t.task.tokenizer_file is not None:  # it travels with the weights
                 text = t.task.tokenizer_file.read_text(encoding="utf-8")
-                _write(directory / "tokenizer.json", text)
+                directory.write(directory.tokenizer_file, text)
             details = json.dumps(environment(t.device), indent=1)
-            _write(directory / "environment.json", details + "\n")
+            directory.write(directory.environment_file, details + "\n")
             return _run(t, plain, directory, console, signals, resumed=source is not None)
 
 
 def _run(
     t: Training,
     plain: dict[str, Any],
-    directory: Path,
+    directory: RunDirectory,
     console: Console,
     signals: StopSignals,
     *,
@@ -108,10 +106,10 @@ def _run(
     console.unit = t.task.unit
     _announce(t, directory, console)
     stream = Stream(
-        directory,
+        directory.path,
         run.tracker,
         config=plain,
-        run_name=f"{run.name}/{directory.name}",
+        run_name=f"{run.name}/{directory.path.name}",
         resume_step=t.step if resumed else None,
         console=console,
         total=t.end,
@@ -119,14 +117,14 @@ def _run(
 
     if stream.lines < t.lines:
         console.warn(
-            f"{directory / FILE} has {stream.lines} of the {t.lines} lines that it had at step "
-            f"{t.step}: the others are lost, and what is summed up or drawn lacks them"
+            f"{directory.record_file} has {stream.lines} of the {t.lines} lines that it had at "
+            f"step {t.step}: the others are lost, and what is summed up or drawn lacks them"
         )
 
     def save() -> None:
         t.lines = stream.lines
         checkpoint.save(
-            directory / "checkpoints",
+            directory.checkpoints,
             t.step,
             _state(t),
             config=freeze.to_yaml(plain),
@@ -252,57 +250,7 @@ def _restore(t: Training, path: Path) -> None:
     t.lines = state.get("lines", 0)  # not in older checkpoints
 
 
-def _take_record(source: Path, directory: Path) -> None:
-    """Let the record go on with that of the run that ``source`` belongs to, if that is there."""
-    record = source.resolve().parent.parent / FILE
-    if source.resolve().parent.name == "checkpoints" and record.is_file():
-        _write(directory / FILE, record.read_bytes())
-
-
-@contextlib.contextmanager
-def _claim(directory: Path) -> Iterator[None]:
-    """Create the run directory and keep other processes out of it."""
-    created = [path for path in (directory, *directory.parents) if not path.exists()]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / ".lock", "w")  # noqa: SIM115
-    except OSError as error:
-        _remove(created)
-        raise ConfigError(
-            f"run directory {directory} is not writable ({error.strerror}): set runs_dir=DIR"
-        ) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"another process is training {directory}: wait for it, or change name or seed"
-            ) from error
-        try:
-            yield
-        except SparsePretrainError:
-            if created and [path.name for path in directory.iterdir()] == [".lock"]:
-                (directory / ".lock").unlink()  # refused before anything was written
-                _remove(created)
-            raise
-
-
-def _remove(directories: list[Path]) -> None:
-    """Remove those that are empty, in order."""
-    for path in directories:
-        with contextlib.suppress(OSError):
-            path.rmdir()
-
-
-def _write(path: Path, content: str | bytes) -> None:
-    try:
-        path.parent.mkdir(exist_ok=True)
-        write_atomic(path, content)
-    except OSError as error:
-        raise SparsePretrainError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _save_masks(t: Training, directory: Path) -> None:
+def _save_masks(t: Training, directory: RunDirectory) -> None:
     """Packed masks (1 bit per weight) with the shapes to unpack them."""
     arrays: dict[str, np.ndarray] = {}
     for name, mask in t.sparsifier.masks().items():
@@ -310,10 +258,10 @@ def _save_masks(t: Training, directory: Path) -> None:
         arrays[f"{name}.shape"] = np.array(mask.shape)
     archive = io.BytesIO()
     np.savez(archive, **arrays)  # type: ignore[arg-type]
-    _write(directory / "masks" / f"step_{t.step:08d}.npz", archive.getvalue())
+    directory.write(directory.masks_file(t.step), archive.getvalue())
 
 
-def _announce(t: Training, directory: Path, console: Console) -> None:
+def _announce(t: Training, directory: RunDirectory, console: Console) -> None:
     parameters = sum(p.numel() for p in t.model.parameters())
     coverage = t.sparsifier.coverage()
     console.info(
@@ -325,8 +273,8 @@ def _announce(t: Training, directory: Path, console: Console) -> None:
         console.info(f"note: {note}")
 
 
-def _summarise(t: Training, directory: Path, proof: Proof, console: Console) -> None:
-    lines = read(directory)
+def _summarise(t: Training, directory: RunDirectory, proof: Proof, console: Console) -> None:
+    lines = directory.record()
     finite = [line for line in lines if line.get("loss") is not None]
     training = [line for line in finite if "split" not in line]
     validation = [line for line in finite if line.get("split") == "validation"]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.reports import plots, report
 from sparsepretrain.reports.comparison import difference, difference_figure, overlay_figure, pair
-from sparsepretrain.reports.runs import differences, find, labels, load, smooth, uneven_validation
+from sparsepretrain.reports.runs import differences, labels, load, smooth, uneven_validation
 
 LAYERS = [f"transformer.h.{i}.mlp.{name}" for i in range(2) for name in ("c_fc", "c_proj")]
 
@@ -289,28 +289,6 @@ def test_user_errors_are_one_line_each(tmp_path: Path) -> None:
         report([run])
     with pytest.raises(ConfigError, match="no run given"):
         report([])
-
-
-def test_find_takes_each_run_once(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / "x" / name) for name in "ab"]
-    assert find([tmp_path, runs[1]]) == runs
-    assert find([runs[1], tmp_path]) == [runs[1], runs[0]]
-
-
-def test_what_is_no_run_is_left_out_beside_runs(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    for name in ("none", "fresh"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "fresh" / "metrics.jsonl").write_text("")
-    (tmp_path / "notes.txt").write_text("")
-    with pytest.warns(SparsePretrainWarning) as told:
-        assert find(sorted(tmp_path.iterdir())) == [run]
-    words = (
-        "fresh/metrics.jsonl has no records yet",
-        "none has no",
-        "notes.txt is not a directory",
-    )
-    assert all(w in str(t.message) for w, t in zip(words, told, strict=True))
 
 
 @given(st.lists(st.floats(-100, 100) | st.just(math.nan), min_size=1, max_size=200))

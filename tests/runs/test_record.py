@@ -10,18 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError
-from sparsepretrain.runs.record import FILE, Record, read
+from sparsepretrain.runs.record import Record, read
+
+FILE = "metrics.jsonl"
 
 
 def write(directory: Path, steps: range | list[int], resume_step: int | None = None) -> Record:
-    record = Record(directory, resume_step=resume_step)
+    record = Record(directory / FILE, resume_step=resume_step)
     for step in steps:
         record.write({"step": step, "loss": 1.0 / (step + 1)})
     return record
 
 
 def test_one_strict_json_object_per_line(tmp_path: Path) -> None:
-    record = Record(tmp_path, resume_step=None)
+    record = Record(tmp_path / FILE, resume_step=None)
     loss = np.float32(0.5)
     line = record.write({"step": np.int64(1), "loss": loss, "lr": math.nan, "a": math.inf})
     text = (tmp_path / FILE).read_text()  # flushed: the record is still open
@@ -36,13 +38,13 @@ def test_a_step_is_never_there_twice(tmp_path: Path) -> None:
     assert record.write({"step": 2, "loss": 9.0}) is None
     assert record.write({"step": 2, "split": "validation", "loss": 3.0}) is not None
     assert record.write({"step": 2, "split": "validation", "loss": 4.0}) is None
-    assert [line["loss"] for line in read(tmp_path)] == [1 / 2, 1 / 3, 3.0]
+    assert [line["loss"] for line in read(tmp_path / FILE)] == [1 / 2, 1 / 3, 3.0]
 
 
 def test_resume_cuts_later_steps_and_goes_on(tmp_path: Path) -> None:
     write(tmp_path, range(1, 8)).close()
     record = write(tmp_path, range(5, 9), resume_step=4)
-    assert [line["step"] for line in read(tmp_path)] == list(range(1, 9))
+    assert [line["step"] for line in read(tmp_path / FILE)] == list(range(1, 9))
     assert record.write({"step": 8}) is None
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -50,15 +52,15 @@ def test_resume_cuts_later_steps_and_goes_on(tmp_path: Path) -> None:
 def test_fresh_start_forgets_an_older_run(tmp_path: Path) -> None:
     write(tmp_path, range(1, 5)).close()
     write(tmp_path, [1]).close()
-    assert [line["step"] for line in read(tmp_path)] == [1]
+    assert [line["step"] for line in read(tmp_path / FILE)] == [1]
 
 
 def test_time_continues_over_a_resume(tmp_path: Path) -> None:
-    record = Record(tmp_path, resume_step=None)
+    record = Record(tmp_path / FILE, resume_step=None)
     record.write({"step": 1, "time": 100.0})
     record.write({"step": 2, "time": 900.0})  # lost with the crash
     record.close()
-    line = Record(tmp_path, resume_step=1).write({"step": 2})
+    line = Record(tmp_path / FILE, resume_step=1).write({"step": 2})
     assert line is not None and 100.0 <= line["time"] < 200.0
 
 
@@ -70,10 +72,10 @@ def test_kill_anywhere_then_resume(
     write(directory, range(1, steps + 1)).close()
     whole = (directory / FILE).read_bytes()
     (directory / FILE).write_bytes(whole[:-cut])
-    kept = [line["step"] for line in read(directory)]
+    kept = [line["step"] for line in read(directory / FILE)]
     assert kept == list(range(1, len(kept) + 1))
     write(directory, range(resume + 1, 8), resume_step=resume).close()
-    after = [line["step"] for line in read(directory)]
+    after = [line["step"] for line in read(directory / FILE)]
     assert after == [s for s in kept if s <= resume] + list(range(resume + 1, 8))
     assert (directory / FILE).read_bytes().endswith(b"}\n")
 
@@ -82,26 +84,26 @@ def test_torn_inside_a_character(tmp_path: Path) -> None:
     write(tmp_path, [1]).close()
     with (tmp_path / FILE).open("ab") as file:
         file.write('{"step": 2, "note": "β'.encode()[:-1])
-    assert [line["step"] for line in read(tmp_path)] == [1]
+    assert [line["step"] for line in read(tmp_path / FILE)] == [1]
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(DataError, match=r"line 2 .*remove that line"):
-        read(tmp_path)
+        read(tmp_path / FILE)
     with pytest.raises(DataError, match="line 2"):
-        Record(tmp_path, resume_step=1)
+        Record(tmp_path / FILE, resume_step=1)
 
 
 def test_no_record(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no metrics\.jsonl"):
-        read(tmp_path)
+        read(tmp_path / FILE)
 
 
 def test_unwritable_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"not writable.*runs_dir"):
-        Record(tmp_path / "file" / "run", resume_step=None)
+        Record(tmp_path / "file" / "run" / FILE, resume_step=None)
 
 
 def test_full_disk_is_one_line(tmp_path: Path) -> None:
@@ -114,4 +116,4 @@ def test_full_disk_is_one_line(tmp_path: Path) -> None:
 
 def test_values_that_json_cannot_hold_are_a_bug(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="'loss' holds a list"):
-        Record(tmp_path, resume_step=None).write({"step": 1, "loss": [1]})
+        Record(tmp_path / FILE, resume_step=None).write({"step": 1, "loss": [1]})

@@ -20,7 +20,7 @@ def run(tiny):
 def test_a_run_directory_means_its_newest_checkpoint(run):
     source = weights.find(str(run))
     assert (source.kind, source.step) == ("run", 6)
-    assert source.path == run / "checkpoints/step_00000006" and source.run_directory == run
+    assert source.path == run / "checkpoints/step_00000006" and source.run.path == run
     assert source.config["sparsity"]["name"] == "sste"
     assert_equal_bits(weights.model_state(source), final_state(run)["model"])
     assert weights.sparsifier_state(source)["completed_steps"] == 6
@@ -30,7 +30,7 @@ def test_one_checkpoint_and_a_copy_of_it(run, tmp_path):
     assert weights.find(run / "checkpoints/step_00000002").step == 2
     copy = tmp_path / "kept"
     shutil.copytree(run / "checkpoints/step_00000004", copy)
-    assert weights.find(copy).step == 4 and weights.find(copy).run_directory is None
+    assert weights.find(copy).step == 4 and weights.find(copy).run is None
     with pytest.raises(CheckpointError, match="no others to average"):
         weights.latest(weights.find(copy), 2)
 

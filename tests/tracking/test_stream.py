@@ -101,7 +101,7 @@ def test_a_failing_mirror_is_one_warning(tmp_path: Path, where: str) -> None:
     assert warnings == [
         "warning: Fake failed (RuntimeError: server says no); metrics.jsonl stays complete"
     ]
-    assert len(read(tmp_path)) == 19
+    assert len(read(tmp_path / "metrics.jsonl")) == 19
     assert len(good.calls) == 21
 
 
@@ -116,7 +116,7 @@ def test_a_hanging_mirror_delays_neither_log_nor_close(
         stream.log({"step": step, "loss": 1.0})
     assert mirror.calls == []  # it still hangs, and every log() came back
     stream.close(0)
-    assert len(read(tmp_path)) == 49
+    assert len(read(tmp_path / "metrics.jsonl")) == 49
     assert "Fake did not finish in time" in out.getvalue()
     release.set()
 
@@ -146,7 +146,7 @@ def test_a_missing_package_is_one_warning(tmp_path: Path, monkeypatch: pytest.Mo
     stream.close(0)
     assert "TensorBoard needs the package tensorboard, which is not installed" in out.getvalue()
     assert "W&B needs the package wandb, which is not installed" in out.getvalue()
-    assert len(read(tmp_path)) == 1
+    assert len(read(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_disabled_has_no_mirror(tmp_path: Path) -> None:

@@ -1,0 +1,230 @@
+"""The directory of a run: where each of its files lies, who may write there, what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from sparsepretrain.config import freeze
+from sparsepretrain.config.schema import Run
+from sparsepretrain.errors import (
+    ConfigError,
+    DataError,
+    SparsePretrainError,
+    SparsePretrainWarning,
+)
+from sparsepretrain.files import write_atomic
+from sparsepretrain.runs import checkpoint, record
+
+
+class _Entry:
+    """A file or directory of a run, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, run: None, owner: type) -> _Entry: ...
+    @overload
+    def __get__(self, run: RunDirectory, owner: type) -> Path: ...
+    def __get__(self, run: RunDirectory | None, owner: type) -> _Entry | Path:
+        return self if run is None else run.path / self.name
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """A run on disk; nothing else spells the names of its files.
+
+    Args:
+        path: ``<runs_dir>/<name>/<hash8>-s<seed>`` (:meth:`of`), or wherever it was moved to.
+    """
+
+    path: Path
+
+    config_file = _Entry("config.yaml")
+    """The resolved configuration."""
+    environment_file = _Entry("environment.json")
+    """Versions, commit, command and hardware of the last process that trained."""
+    record_file = _Entry("metrics.jsonl")
+    """See :mod:`~sparsepretrain.runs.record`."""
+    evaluations_file = _Entry("eval.jsonl")
+    """One line per evaluation of a checkpoint on a whole split."""
+    tokenizer_file = _Entry("tokenizer.json")
+    """What the model reads; not there when tokens are bytes, and of images."""
+    checkpoints = _Entry("checkpoints")
+    """See :mod:`~sparsepretrain.runs.checkpoint`."""
+    masks = _Entry("masks")
+    """Packed masks, a file per recorded step."""
+    plots = _Entry("plots")
+    """Pictures of the report."""
+    report_file = _Entry("report.md")
+    """The page about the run."""
+    console_log = _Entry("console.log")
+    """What the run printed where another process started it."""
+    lock_file = _Entry(".lock")
+    """Held by the process that trains."""
+
+    @classmethod
+    def of(cls, config: Run | dict[str, Any]) -> RunDirectory:
+        """The directory of a configuration: the same every time."""
+        return cls(freeze.run_directory(config))
+
+    @classmethod
+    def of_checkpoint(cls, path: Path) -> RunDirectory | None:
+        """The run that a checkpoint lies in; None: it is a copy that lies elsewhere."""
+        name = cls.checkpoints.name
+        place = path if path.parent.name == name else path.resolve()
+        return cls(place.parent.parent) if place.parent.name == name else None
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def masks_file(self, step: int) -> Path:
+        """The masks of a step: ``pack_24`` codes by layer, with their shapes."""
+        return self.masks / f"{checkpoint.step_name(step)}.npz"
+
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[None]:
+        """Create the directory and keep other processes out of it.
+
+        A run that is refused before it wrote anything leaves no directory behind.
+
+        Raises:
+            ConfigError: it is not writable, or another process has claimed it.
+        """
+        created = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.lock_file, "w")  # noqa: SIM115
+        except OSError as error:
+            _remove_empty(created)
+            raise ConfigError(
+                f"run directory {self} is not writable ({error.strerror}): set runs_dir=DIR"
+            ) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ConfigError(
+                    f"another process is training {self}: wait for it, or change name or seed"
+                ) from error
+            try:
+                yield
+            except SparsePretrainError:
+                if created and list(self.path.iterdir()) == [self.lock_file]:
+                    self.lock_file.unlink()
+                    _remove_empty(created)
+                raise
+
+    def write(self, file: Path, content: str | bytes) -> None:
+        """Write one of the run's files as a whole; its directory is made.
+
+        Raises:
+            SparsePretrainError: it cannot be written.
+        """
+        try:
+            file.parent.mkdir(exist_ok=True)
+            write_atomic(file, content)
+        except OSError as error:
+            raise SparsePretrainError(f"cannot write {file}: {error.strerror or error}") from error
+
+    def set_aside(self) -> Path:
+        """Move everything into ``<name>.old-<k>`` beside it; returns that path."""
+        number = 1
+        while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+            number += 1
+        target.mkdir()
+        for entry in self.path.iterdir():
+            if entry != self.lock_file:
+                os.replace(entry, target / entry.name)
+        return target
+
+    def config(self) -> dict[str, Any]:
+        """The frozen configuration as plain values.
+
+        Raises:
+            ConfigError: the file is missing or not a configuration.
+        """
+        return freeze.from_yaml(self.config_file)
+
+    def environment(self) -> dict[str, Any]:
+        """What ``environment.json`` holds; empty where there is none.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        if not self.environment_file.is_file():
+            return {}
+        try:
+            values: dict[str, Any] = json.loads(self.environment_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.environment_file} cannot be read: {error}") from error
+        return values
+
+    def record(self) -> list[dict[str, Any]]:
+        """The lines of the record in order; a torn last line is left out.
+
+        Raises:
+            ConfigError: there is no record.
+            DataError: a line before the last is not a JSON record.
+        """
+        return record.read(self.record_file)
+
+    def is_finished(self, run: Run, end: int) -> bool:
+        """Whether step ``end`` or a later one has a whole checkpoint and its evaluation."""
+        late = [path for step, path in checkpoint.saved(self.checkpoints).items() if step >= end]
+        if all(checkpoint.verify(path) is not None for path in late):
+            return False
+        if run.eval.batches == 0:
+            return True
+        try:
+            return any(line["step"] >= end and "split" in line for line in self.record())
+        except (ConfigError, DataError):
+            return False
+
+
+def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
+    """The run directories that are, or lie below, ``paths``; each once, in order.
+
+    A glob of the shell names other things beside runs: these are left out, with a warning.
+
+    Raises:
+        ConfigError: none of the paths holds a run, all problems at once.
+    """
+    found: dict[RunDirectory, None] = {}
+    problems = []
+    name = RunDirectory.record_file.name
+    for path in map(Path, paths):
+        below = [RunDirectory(path)]
+        if not below[0].record_file.is_file():
+            below = [RunDirectory(file.parent) for file in sorted(path.rglob(name))]
+        if not path.is_dir():
+            problems.append(f"{path} is not a directory: give the directory of a run")
+        elif not below:
+            problems.append(f"{path} has no {name}, nor has a directory below it")
+        elif len(paths) > 1:
+            for run in [run for run in below if not run.record_file.stat().st_size]:
+                problems.append(f"{run.record_file} has no records yet")
+                below.remove(run)
+        found.update(dict.fromkeys(below))
+    if problems and not found:
+        raise ConfigError(problems)
+    for problem in problems:
+        warnings.warn(f"left out: {problem}", SparsePretrainWarning, stacklevel=2)
+    return list(found)
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    for path in directories:
+        with contextlib.suppress(OSError):
+            path.rmdir()

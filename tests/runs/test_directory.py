@@ -1,0 +1,38 @@
+"""The directory of a run: found, and read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparsepretrain.errors import SparsePretrainWarning
+from sparsepretrain.runs.directory import RunDirectory, find_runs
+
+
+def make_run(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
+    return path
+
+
+def test_find_takes_each_run_once(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "x" / name) for name in "ab"]
+    assert [r.path for r in find_runs([tmp_path, runs[1]])] == runs
+    assert [r.path for r in find_runs([runs[1], tmp_path])] == [runs[1], runs[0]]
+
+
+def test_what_is_no_run_is_left_out_beside_runs(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for name in ("none", "fresh"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "fresh" / "metrics.jsonl").write_text("")
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.warns(SparsePretrainWarning) as told:
+        assert find_runs(sorted(tmp_path.iterdir())) == [RunDirectory(run)]
+    words = (
+        "fresh/metrics.jsonl has no records yet",
+        "none has no",
+        "notes.txt is not a directory",
+    )
+    assert all(w in str(t.message) for w, t in zip(words, told, strict=True))
