@@ -8,6 +8,7 @@ no biases in linear layers, no transform before the output layer, which is the e
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,17 @@ from torch import Tensor, nn
 
 from sparsepretrain.kernels import geglu
 
+if TYPE_CHECKING:
+    from sparsepretrain.models.bert_geglu import BertGEGLUOptions
+
 
 class Attention(nn.Module):
     """Multi-head self-attention over all positions, by SDPA."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, options: BertGEGLUOptions) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        width = options.n_embd
+        self.heads, self.dropout = options.n_head, options.dropout
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.proj = nn.Linear(width, width, bias=False)
 
@@ -40,13 +45,13 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """GEGLU: value half first, gate half second."""
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, options: BertGEGLUOptions) -> None:
         super().__init__()
-        self.dense_in = nn.Linear(width, inner, bias=False)
-        self.dense_out = nn.Linear(inner // 2, width, bias=False)
+        inner = int(options.ffn_width)
+        self.dense_in = nn.Linear(options.n_embd, inner, bias=False)
+        self.dense_out = nn.Linear(inner // 2, options.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, width) -> the same."""
         out: Tensor = self.dense_out(geglu(self.dense_in(x)))
         return out
 
@@ -54,16 +59,15 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and FFN, each after a norm and around a residual."""
 
-    def __init__(self, width: int, heads: int, inner: int, eps: float, dropout: float) -> None:
+    def __init__(self, options: BertGEGLUOptions) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width, eps)
-        self.attention = Attention(width, heads, dropout)
-        self.norm2 = nn.LayerNorm(width, eps)
-        self.ffn = FeedForward(width, inner)
-        self.dropout = nn.Dropout(dropout)
+        self.norm1 = nn.LayerNorm(options.n_embd, options.layer_norm_eps)
+        self.attention = Attention(options)
+        self.norm2 = nn.LayerNorm(options.n_embd, options.layer_norm_eps)
+        self.ffn = FeedForward(options)
+        self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """(B, T, width) -> the same."""
         x = x + self.dropout(self.attention(self.norm1(x), mask))
         out: Tensor = x + self.dropout(self.ffn(self.norm2(x)))
         return out
@@ -74,15 +78,19 @@ class Embedding(nn.Module):
 
     sinusoids: Tensor
 
-    def __init__(self, vocab_size: int, positions: int, width: int, eps: float) -> None:
+    def __init__(self, options: BertGEGLUOptions) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocab_size, width)
+        width = options.n_embd
+        self.tokens = nn.Embedding(options.vocab_size, width)
         self.scale = nn.Parameter(torch.full((1,), width**-0.5))
-        self.register_buffer("sinusoids", _sinusoids(positions, width), persistent=False)
-        self.norm = nn.LayerNorm(width, eps)
+        # sines at even, cosines at odd places (arXiv:1706.03762)
+        place = torch.arange(options.n_positions, dtype=torch.float64)[:, None]
+        rate = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(1e4) / width))
+        waves = torch.stack([(place * rate).sin(), (place * rate).cos()], -1).flatten(1).float()
+        self.register_buffer("sinusoids", waves, persistent=False)
+        self.norm = nn.LayerNorm(width, options.layer_norm_eps)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, T) int64 -> (B, T, width)."""
         x: Tensor = self.norm(self.tokens(tokens) + self.scale * self.sinusoids[: tokens.shape[1]])
         return x
 
@@ -90,22 +98,12 @@ class Embedding(nn.Module):
 class Encoder(nn.Module):
     """Embedding, blocks, final norm."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        positions: int,
-        width: int,
-        layers: int,
-        heads: int,
-        inner: int,
-        eps: float,
-        dropout: float,
-    ) -> None:
+    def __init__(self, options: BertGEGLUOptions) -> None:
         super().__init__()
-        self.embedding = Embedding(vocab_size, positions, width, eps)
-        self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(Block(width, heads, inner, eps, dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(width, eps)
+        self.embedding = Embedding(options)
+        self.dropout = nn.Dropout(options.dropout)
+        self.layers = nn.ModuleList(Block(options) for _ in range(options.n_layer))
+        self.norm = nn.LayerNorm(options.n_embd, options.layer_norm_eps)
 
     def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """(B, T) int64 -> hidden states (B, T, width).
@@ -125,10 +123,10 @@ class Encoder(nn.Module):
 class GEGLUForMaskedLM(nn.Module):
     """The encoder with its embedding as output layer."""
 
-    def __init__(self, *, vocab_size: int, width: int, **options: int | float) -> None:
+    def __init__(self, options: BertGEGLUOptions) -> None:
         super().__init__()
-        self.encoder = Encoder(vocab_size, width=width, **options)  # type: ignore[arg-type]
-        self.decoder = nn.Linear(width, vocab_size, bias=False)
+        self.encoder = Encoder(options)
+        self.decoder = nn.Linear(options.n_embd, options.vocab_size, bias=False)
         self.decoder.weight = self.encoder.embedding.tokens.weight
         for module in self.encoder.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -146,10 +144,3 @@ class GEGLUForMaskedLM(nn.Module):
             hidden = hidden.flatten(0, 1)[positions]
         logits: Tensor = self.decoder(hidden)
         return logits
-
-
-def _sinusoids(positions: int, width: int) -> Tensor:
-    """(positions, width) fp32: sines at even, cosines at odd places (arXiv:1706.03762)."""
-    place = torch.arange(positions, dtype=torch.float64)[:, None]
-    rate = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(1e4) / width))
-    return torch.stack([(place * rate).sin(), (place * rate).cos()], -1).flatten(1).float()

@@ -1,4 +1,4 @@
-"""Heads for fine-tuning on any backbone."""
+"""Modules on top of a backbone: an output layer for masked tokens, and heads for fine-tuning."""
 
 from __future__ import annotations
 
@@ -6,11 +6,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.bert import modeling_bert
 
-from sparsepretrain.models._recipe import Head
+from sparsepretrain.models import Head, Headable
 
-DEVIATION = 0.02
-"""Of the initial weights, as in BERT and GPT-2."""
+
+class BertForMaskedLM(modeling_bert.BertForMaskedLM):
+    """The class of the same name, which is what ``save_pretrained`` writes into the config.
+
+    Names and shapes of parameters are those of transformers.
+    """
+
+    def forward(self, *args: Any, positions: Tensor | None = None, **kwargs: Any) -> Any:
+        """As transformers', or logits (n, vocab_size) at n places of the flattened (B, T).
+
+        With 15 % of the tokens masked, the output layer of BERT-base is 21 % of the products
+        otherwise, most of them for logits that no loss reads.
+        """
+        if positions is None:
+            return super().forward(*args, **kwargs)
+        hidden = self.bert(*args, **kwargs).last_hidden_state
+        return self.cls(hidden.flatten(0, 1)[positions])
 
 
 class Headed(nn.Module):
@@ -21,11 +37,10 @@ class Headed(nn.Module):
     layer of the language model is left out.
     """
 
-    def __init__(self, recipe: Any, options: Any, head: Head, outputs: int) -> None:
+    def __init__(self, recipe: type[Headable], options: Any, head: Head, outputs: int) -> None:
         super().__init__()
         name, backbone = next(recipe.build(options).named_children())
         self.add_module(name, backbone)
-        self.head = head
         self._recipe = recipe
         if head == "spans":
             self.qa_outputs = _linear(options.n_embd, outputs)
@@ -41,13 +56,12 @@ class Headed(nn.Module):
         # the padding at the end is seen by no token of a causal model
         hidden = self._recipe.encode(self, tokens, None if self._recipe.causal else mask)
         scores: Tensor
-        if self.head == "spans":
+        if hasattr(self, "qa_outputs"):
             scores = self.qa_outputs(hidden)
         elif self._recipe.causal:
             scores = self.score(last_token(hidden, mask))
         else:
-            pooled = torch.tanh(self.pooler(hidden[:, 0]))
-            scores = self.classifier(self.dropout(pooled))
+            scores = self.classifier(self.dropout(torch.tanh(self.pooler(hidden[:, 0]))))
         return scores
 
 
@@ -58,8 +72,9 @@ def last_token(hidden: Tensor, mask: Tensor) -> Tensor:
 
 
 def _linear(width: int, outputs: int, *, bias: bool = True) -> nn.Linear:
+    """N(0, 0.02), as in BERT and GPT-2."""
     layer = nn.Linear(width, outputs, bias=bias)
-    nn.init.normal_(layer.weight, std=DEVIATION)
+    nn.init.normal_(layer.weight, std=0.02)
     if bias:
         nn.init.zeros_(layer.bias)
     return layer

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from sparsepretrain.models._encoder import Encoder, EncoderOptions
-from sparsepretrain.models._recipe import TRANSFORMERS_NAMES, Activation
+from sparsepretrain.models._text import Activation, Encoder, EncoderOptions, transformers_name
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,35 +23,22 @@ class BertOptions(EncoderOptions):
 
 @register("model", "bert")
 class Bert(Encoder):
-    """Builds the model and knows its layers by role."""
+    """BertForMaskedLM of transformers."""
 
     Options = BertOptions
-
-    @staticmethod
-    def roles(options: BertOptions) -> dict[str, list[str]]:
-        """Aliases of ``sparsity.targets``."""
-        return {
-            # the digit tells the FFN's output from layer.0.attention.output.dense
-            "ffn": ["*.intermediate.dense", "*[0-9].output.dense"],
-            "ffn_out": ["*[0-9].output.dense"],
-            "attention": [
-                "*.attention.self.query",
-                "*.attention.self.key",
-                "*.attention.self.value",
-                "*.attention.output.dense",
-            ],
-            "all": ["*.encoder.layer.*.dense", "*.attention.self.*"],
-        }
+    layers: ClassVar = {
+        # the digit tells the FFN's output from layer.0.attention.output.dense
+        "ffn": ["*.intermediate.dense", "*[0-9].output.dense"],
+        "ffn_out": ["*[0-9].output.dense"],
+        "attention": ["*.attention.self.*", "*.attention.output.dense"],
+    }
 
     @staticmethod
     def build(options: BertOptions) -> nn.Module:
-        """A BertForMaskedLM with weights drawn from torch's global generator: N(0, 0.02).
-
-        Under ``torch.device("meta")`` nothing is allocated.
-        """
+        """A BertForMaskedLM with weights drawn from torch's global generator: N(0, 0.02)."""
         from transformers import BertConfig
 
-        from sparsepretrain.models._masked_bert import BertForMaskedLM
+        from sparsepretrain.models._heads import BertForMaskedLM
 
         config = BertConfig(
             vocab_size=options.vocab_size,
@@ -61,7 +47,7 @@ class Bert(Encoder):
             num_hidden_layers=options.n_layer,
             num_attention_heads=options.n_head,
             intermediate_size=int(options.ffn_width),
-            hidden_act=TRANSFORMERS_NAMES.get(options.activation, options.activation),
+            hidden_act=transformers_name(options.activation),
             layer_norm_eps=options.layer_norm_eps,
             hidden_dropout_prob=options.dropout,
             attention_probs_dropout_prob=options.dropout,
@@ -70,10 +56,3 @@ class Bert(Encoder):
         )
         config._attn_implementation = "sdpa"
         return BertForMaskedLM(config)
-
-    @staticmethod
-    def encode(model: nn.Module, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Last hidden states (batch, length, n_embd); the mask has 0 where there is padding."""
-        encoder: nn.Module = model.bert  # type: ignore[assignment]
-        hidden: Tensor = encoder(tokens, attention_mask=attention_mask).last_hidden_state
-        return hidden

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from sparsepretrain.models._encoder import Encoder, EncoderOptions
+from sparsepretrain.models._text import Encoder, EncoderOptions
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,42 +34,18 @@ class BertGEGLUOptions(EncoderOptions):
 
 @register("model", "bert_geglu")
 class BertGEGLU(Encoder):
-    """Builds the model and knows its layers by role."""
+    """The encoder of this package, see ``models._geglu_encoder``."""
 
     Options = BertGEGLUOptions
-
-    @staticmethod
-    def roles(options: BertGEGLUOptions) -> dict[str, list[str]]:
-        """Aliases of ``sparsity.targets``."""
-        return {
-            "ffn": ["*.ffn.dense_in", "*.ffn.dense_out"],
-            "ffn_out": ["*.ffn.dense_out"],
-            "attention": ["*.attention.qkv", "*.attention.proj"],
-            "all": ["*.ffn.dense_in", "*.ffn.dense_out", "*.attention.qkv", "*.attention.proj"],
-        }
+    layers: ClassVar = {
+        "ffn": ["*.ffn.dense_in", "*.ffn.dense_out"],
+        "ffn_out": ["*.ffn.dense_out"],
+        "attention": ["*.attention.qkv", "*.attention.proj"],
+    }
 
     @staticmethod
     def build(options: BertGEGLUOptions) -> nn.Module:
-        """The model with weights drawn from torch's global generator: N(0, 0.02).
-
-        Under ``torch.device("meta")`` nothing is allocated.
-        """
+        """The model with weights drawn from torch's global generator: N(0, 0.02)."""
         from sparsepretrain.models._geglu_encoder import GEGLUForMaskedLM
 
-        return GEGLUForMaskedLM(
-            vocab_size=options.vocab_size,
-            positions=options.n_positions,
-            width=options.n_embd,
-            layers=options.n_layer,
-            heads=options.n_head,
-            inner=int(options.ffn_width),
-            eps=options.layer_norm_eps,
-            dropout=options.dropout,
-        )
-
-    @staticmethod
-    def encode(model: nn.Module, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Last hidden states (batch, length, n_embd); the mask has 0 where there is padding."""
-        encoder: nn.Module = model.encoder  # type: ignore[assignment]
-        hidden: Tensor = encoder(tokens, attention_mask)
-        return hidden
+        return GEGLUForMaskedLM(options)

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sparsepretrain.models._recipe import TRANSFORMERS_NAMES, Activation
+from sparsepretrain.models import Recipe
+from sparsepretrain.models._text import (
+    Activation,
+    attention_without_masks,
+    ffn_problems,
+    recompute_activations,
+    transformers_name,
+)
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -55,30 +62,23 @@ class MarianOptions:
         if self.attention_heads > 0 and self.d_model % self.attention_heads:
             known = f"model.d_model ({self.d_model})"
             yield "attention_heads", f"must divide {known}, got {self.attention_heads}"
-        if self.ffn_dim > 0 and (self.ffn_width < 1 or self.ffn_width % 1):
-            yield "ffn_factor", f"must make the FFN a whole width, got {self.ffn_width:g}"
+        yield from ffn_problems(self.ffn_dim, self.ffn_factor)
         for key in ("dropout", "attention_dropout", "activation_dropout"):
             if not 0 <= getattr(self, key) < 1:
                 yield key, f"must lie in [0, 1), got {getattr(self, key)}"
 
 
 @register("model", "marian")
-class Marian:
-    """Builds the model and knows its layers by role."""
+class Marian(Recipe):
+    """MarianMTModel of transformers."""
 
     Options = MarianOptions
-    tasks: ClassVar[frozenset[str]] = frozenset({"translation"})
-    """Names of the tasks that it can be built for."""
-
-    @staticmethod
-    def roles(options: MarianOptions) -> dict[str, list[str]]:
-        """Aliases of ``sparsity.targets``."""
-        return {
-            "ffn": ["*.fc1", "*.fc2"],
-            "ffn_out": ["*.fc2"],
-            "attention": ["*_attn.?_proj", "*_attn.out_proj"],
-            "all": ["*.fc1", "*.fc2", "*_attn.?_proj", "*_attn.out_proj"],
-        }
+    tasks = frozenset({"translation"})
+    layers: ClassVar = {
+        "ffn": ["*.fc1", "*.fc2"],
+        "ffn_out": ["*.fc2"],
+        "attention": ["*_attn.?_proj", "*_attn.out_proj"],
+    }
 
     @staticmethod
     def build(options: MarianOptions) -> nn.Module:
@@ -89,13 +89,8 @@ class Marian:
         Xavier-uniform (query, key and value with gain 1/√2), biases 0. No token is the padding:
         what is padded is masked.
         """
-        from transformers import AttentionInterface, MarianConfig, MarianMTModel
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers import MarianConfig, MarianMTModel
 
-        # Under a name of its own no mask is built: SDPA's causal flag serves the decoder, and
-        # a mask of four dimensions the padding of the source. The masks that transformers builds
-        # ask whether there is any padding, which synchronises with the GPU in every forward
-        AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         config = MarianConfig(
             vocab_size=options.vocab_size,
             max_position_embeddings=options.max_position_embeddings,
@@ -109,7 +104,7 @@ class Marian:
             dropout=options.dropout,
             attention_dropout=options.attention_dropout,
             activation_dropout=options.activation_dropout,
-            activation_function=TRANSFORMERS_NAMES.get(options.activation, options.activation),
+            activation_function=transformers_name(options.activation),
             scale_embedding=True,
             share_encoder_decoder_embeddings=True,
             tie_word_embeddings=True,
@@ -119,15 +114,16 @@ class Marian:
             forced_eos_token_id=None,
             decoder_start_token_id=0,  # tokens are chosen by the task
         )
-        config._attn_implementation = "causal_sdpa"
+        config._attn_implementation = attention_without_masks()
         model = MarianMTModel(config)
         _initialise(model, options.d_model)
         for stack in (model.model.encoder, model.model.decoder):
-            _freeze_positions(stack.embed_positions)
+            # the sinusoids are constants, and no parameters to count or to save
+            weight = stack.embed_positions.weight.detach()
+            del stack.embed_positions.weight
+            stack.embed_positions.register_buffer("weight", weight)
         if options.activation_checkpointing:
-            # the second name is the older one, which newer versions warn about
-            enable = getattr(model, "activation_checkpointing_enable", None)
-            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+            recompute_activations(model)
         return model
 
     @staticmethod
@@ -210,10 +206,3 @@ def _initialise(model: nn.Module, width: int) -> None:
             halved = name.endswith(("q_proj", "k_proj", "v_proj"))
             nn.init.xavier_uniform_(module.weight, gain=2**-0.5 if halved else 1.0)
             nn.init.zeros_(module.bias)
-
-
-def _freeze_positions(embedding: nn.Module) -> None:
-    """Make the sinusoids a buffer: they are constants, and no parameters to count or to save."""
-    weight = embedding.weight.detach()  # type: ignore[operator]
-    del embedding.weight
-    embedding.register_buffer("weight", weight)

@@ -9,10 +9,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from sparsepretrain.config.messages import one_line
 from sparsepretrain.errors import CheckpointError, ConfigError
-from sparsepretrain.models._recipe import Head
+from sparsepretrain.models import Head, Headable
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -82,28 +83,24 @@ class PretrainedOptions:
 
 
 @register("model", "pretrained")
-class Pretrained:
+class Pretrained(Headable):
     """The class of transformers that fits the task, built from the checkpoint's config.json."""
 
     Options = PretrainedOptions
-    tasks: ClassVar[frozenset[str]] = frozenset(
-        {"causal_lm", "sequence_classification", "question_answering"}
-    )
-    """Names of the tasks that it can be built for."""
+    tasks = frozenset({"causal_lm", "sequence_classification", "question_answering"})
 
-    @staticmethod
-    def roles(options: PretrainedOptions) -> dict[str, list[str]]:
+    @classmethod
+    def roles(cls, options: PretrainedOptions) -> dict[str, list[str]]:
         """Aliases of ``sparsity.targets``: of the known names those that the model has."""
-        found = {role: list(globs) for role, globs in _roles(str(options.path)).items()}
-        return {**found, "all": [*found["ffn"], *found["attention"]]}
+        return _roles(str(options.path))
 
     @staticmethod
     def build(options: PretrainedOptions) -> nn.Module:
         """The causal language model with weights drawn from torch's global generator."""
         return _build(str(options.path), "causal_lm", 0)
 
-    @staticmethod
-    def build_headed(options: PretrainedOptions, head: Head, outputs: int) -> nn.Module:
+    @classmethod
+    def build_headed(cls, options: PretrainedOptions, head: Head, outputs: int) -> nn.Module:
         """The model with the head of its own kind."""
         return _build(str(options.path), head, outputs)
 
@@ -115,17 +112,18 @@ class Pretrained:
 
         What it does not have, or has in another shape (a head for other classes), is drawn anew.
         """
-        kind = head or "causal_lm"
-        with _quiet(str(options.path)):
+        kind, path = head or "causal_lm", str(options.path)
+        with _quiet(path):
             try:
                 model, info = _class(kind).from_pretrained(
-                    options.path,
-                    config=_config(str(options.path), kind, outputs),
+                    path,
+                    config=_config(path, kind, outputs),
                     ignore_mismatched_sizes=True,
                     output_loading_info=True,
                 )
             except (OSError, ValueError, RuntimeError) as error:
-                raise CheckpointError(f"{options.path} cannot be loaded: {_line(error)}") from error
+                why = one_line(error)[:200]
+                raise CheckpointError(f"{path} cannot be loaded: {why}") from error
         state = {k: v.detach().float() for k, v in model.state_dict().items()}
         mismatched = [k[0] if isinstance(k, tuple) else k for k in info["mismatched_keys"]]
         return state, sorted({*info["missing_keys"], *mismatched})
@@ -142,32 +140,23 @@ class Pretrained:
         return logits
 
     @staticmethod
-    def label_scores(model: Any, tokens: Tensor, mask: Tensor, second: Tensor) -> Tensor:
-        """(batch, outputs); see ``models._recipe.Headable``."""
+    def scores(model: Any, tokens: Tensor, mask: Tensor, second: Tensor) -> Tensor:
+        """As of every recipe, by the head that transformers has."""
+        import torch
+
+        inputs = {"input_ids": tokens, "attention_mask": mask.long()}
+        if getattr(model.config, "type_vocab_size", 0) > 1:
+            inputs["token_type_ids"] = second.long()
         scores: Tensor
         if hasattr(model, "score"):  # causal: transformers looks for the last token by its id
             from sparsepretrain.models._heads import last_token
 
-            inputs = _inputs(model, tokens, mask, second)
             scores = model.score(last_token(model.base_model(**inputs).last_hidden_state, mask))
+        elif hasattr(output := model(**inputs), "start_logits"):
+            scores = torch.stack([output.start_logits, output.end_logits], dim=-1)
         else:
-            scores = model(**_inputs(model, tokens, mask, second)).logits
+            scores = output.logits
         return scores
-
-    @staticmethod
-    def span_scores(model: Any, tokens: Tensor, mask: Tensor, second: Tensor) -> Tensor:
-        """(batch, length, 2); see ``models._recipe.Headable``."""
-        import torch
-
-        output = model(**_inputs(model, tokens, mask, second))
-        return torch.stack([output.start_logits, output.end_logits], dim=-1)
-
-
-def _inputs(model: Any, tokens: Tensor, mask: Tensor, second: Tensor) -> dict[str, Tensor]:
-    inputs = {"input_ids": tokens, "attention_mask": mask.long()}
-    if getattr(model.config, "type_vocab_size", 0) > 1:
-        inputs["token_type_ids"] = second.long()
-    return inputs
 
 
 def _build(path: str, kind: str, outputs: int) -> nn.Module:
@@ -190,12 +179,10 @@ def _class(kind: str) -> Any:
 def _config(path: str, kind: str, outputs: int) -> Any:
     config = copy.deepcopy(_read(path))
     config.dtype = "float32"  # masters are fp32, whatever the file holds
+    if kind != "causal_lm" and config.num_labels != outputs:
+        config.num_labels = outputs
     if kind == "labels":
-        if config.num_labels != outputs:
-            config.num_labels = outputs
         config.problem_type = None
-    elif kind == "spans":
-        config.num_labels = 2
     return config
 
 
@@ -207,21 +194,23 @@ def _read(path: str) -> Any:
         try:
             return AutoConfig.from_pretrained(path)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"model.path={path} cannot be read: {_line(error)}") from error
+            why = one_line(error)[:200]
+            raise CheckpointError(f"model.path={path} cannot be read: {why}") from error
 
 
 @functools.lru_cache(maxsize=8)
-def _roles(path: str) -> dict[str, tuple[str, ...]]:
+def _roles(path: str) -> dict[str, list[str]]:
     import torch
     from transformers import AutoModel
 
     with torch.device("meta"):
         model = AutoModel.from_config(_read(path))
     names = [f".{name}" for name, module in model.named_modules() if hasattr(module, "weight")]
-    return {
-        role: tuple(g for g in globs if any(fnmatchcase(name, g) for name in names))
+    found = {
+        role: [g for g in globs if any(fnmatchcase(name, g) for name in names)]
         for role, globs in ROLES.items()
     }
+    return {**found, "all": [*found["ffn"], *found["attention"]]}
 
 
 @contextlib.contextmanager
@@ -242,7 +231,3 @@ def _quiet(path: str) -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from sparsepretrain.config.messages import one_line
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.models._recipe import TRANSFORMERS_NAMES, Activation
+from sparsepretrain.models import Recipe
+from sparsepretrain.models._text import Activation, transformers_name
 from sparsepretrain.registry import register, suggestion
 
 if TYPE_CHECKING:
@@ -134,15 +136,14 @@ class TimmOptions:
 
 
 @register("model", "timm_image")
-class TimmImage:
-    """Builds the model and knows its layers by role."""
+class TimmImage(Recipe):
+    """Whatever timm calls the architecture."""
 
     Options = TimmOptions
-    tasks: ClassVar[frozenset[str]] = frozenset({"image_classification"})
-    """Names of the tasks that it can be built for."""
+    tasks = frozenset({"image_classification"})
 
-    @staticmethod
-    def roles(options: TimmOptions) -> dict[str, list[str]]:
+    @classmethod
+    def roles(cls, options: TimmOptions) -> dict[str, list[str]]:
         """Aliases of ``sparsity.targets``.
 
         The patch embedding, the stem and the classifier belong to none. ``ffn`` means all
@@ -158,7 +159,13 @@ class TimmImage:
         Raises:
             ConfigError: timm is not installed, or has no such model or shape.
         """
-        timm: Any = _timm()
+        try:
+            import timm
+        except ImportError as error:
+            raise ConfigError(
+                "model.family=timm_image needs the package timm: "
+                "pip install 'sparsepretrain[vision]'"
+            ) from error
         if options.architecture not in timm.list_models():
             near = suggestion(options.architecture, timm.list_models(), "model.architecture=")
             known = near if "did you mean" in near else " (timm.list_models() names all)"
@@ -166,7 +173,7 @@ class TimmImage:
         try:
             model: nn.Module = timm.create_model(options.architecture, **_arguments(options))
         except (TypeError, ValueError, AssertionError) as error:
-            why = " ".join(str(error).split())[:160]
+            why = one_line(error)[:160]
             raise ConfigError(f"timm cannot build {options.architecture}: {why}") from error
         if options.stem == "cifar":
             _shrink_stem(model)
@@ -179,16 +186,6 @@ class TimmImage:
         return logits
 
 
-def _timm() -> Any:
-    try:
-        import timm
-    except ImportError as error:
-        raise ConfigError(
-            "model.family=timm_image needs the package timm: pip install 'sparsepretrain[vision]'"
-        ) from error
-    return timm
-
-
 def _arguments(options: TimmOptions) -> dict[str, Any]:
     """What timm calls the options; those that are null are left to it."""
     arguments: dict[str, Any] = {"num_classes": options.classes, "drop_rate": options.dropout}
@@ -199,7 +196,10 @@ def _arguments(options: TimmOptions) -> dict[str, Any]:
         names = {"patch_size": "patch_size", "depth": "depth", "width": "embed_dim"}
         names["heads"] = "num_heads"
         if options.activation is not None:
-            arguments["act_layer"] = functools.partial(_activation, options.activation)
+            from transformers.activations import ACT2FN
+
+            name = transformers_name(options.activation)
+            arguments["act_layer"] = functools.partial(ACT2FN.__getitem__, name)
     else:
         names = {"depth": "layers", "width": "channels", "zero_init_last": "zero_init_last"}
     given = {theirs: getattr(options, ours) for ours, theirs in names.items()}
@@ -208,13 +208,6 @@ def _arguments(options: TimmOptions) -> dict[str, Any]:
         for key, value in given.items()
         if value is not None
     }
-
-
-def _activation(name: str) -> nn.Module:
-    from transformers.activations import ACT2FN
-
-    module: nn.Module = ACT2FN[TRANSFORMERS_NAMES.get(name, name)]
-    return module
 
 
 def _shrink_stem(model: Any) -> None:

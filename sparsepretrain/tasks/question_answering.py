@@ -189,9 +189,7 @@ class QuestionAnswering(EncodedTask):
 
     def _scores(self, model: nn.Module, batch: Batch) -> Tensor:
         """(batch, length, 2); padding can be neither start nor end."""
-        scores: Tensor = self.recipe.span_scores(
-            model, batch["tokens"], batch["mask"], batch["second"]
-        )
+        scores: Tensor = self.recipe.scores(model, batch["tokens"], batch["mask"], batch["second"])
         return scores.float().masked_fill(~batch["mask"][..., None], float("-inf"))
 
     def _loss(self, scores: Tensor, batch: Batch) -> Tensor:

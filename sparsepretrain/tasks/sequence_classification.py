@@ -148,9 +148,7 @@ class SequenceClassification(EncodedTask):
         return {**result, "score": sum(wanted) / len(wanted)}
 
     def _scores(self, model: nn.Module, batch: Batch) -> Tensor:
-        scores: Tensor = self.recipe.label_scores(
-            model, batch["tokens"], batch["mask"], batch["second"]
-        )
+        scores: Tensor = self.recipe.scores(model, batch["tokens"], batch["mask"], batch["second"])
         return scores.float()
 
     def _loss(self, scores: Tensor, batch: Batch) -> Tensor:

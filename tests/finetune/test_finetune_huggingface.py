@@ -102,7 +102,7 @@ def test_bert_reads_pairs_as_it_was_trained_to(tmp_path):
             attention_mask=batch["mask"].long(),
             token_type_ids=batch["second"].long(),
         ).logits
-        found = Pretrained.label_scores(model, batch["tokens"], batch["mask"], batch["second"])
+        found = Pretrained.scores(model, batch["tokens"], batch["mask"], batch["second"])
     assert torch.equal(found, expected)
 
 

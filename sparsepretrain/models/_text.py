@@ -1,0 +1,120 @@
+"""What the recipes of text models share: option fields and settings of transformers' classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from sparsepretrain.models import Headable
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Activation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
+"""What stands between the two layers of an FFN; ``gelu`` is the exact one, ``relu2`` relu(x)²."""
+
+
+def transformers_name(activation: Activation) -> str:
+    """What transformers calls it."""
+    return "gelu_pytorch_tanh" if activation == "gelu_tanh" else activation
+
+
+def attention_without_masks() -> str:
+    """Name of SDPA under which transformers builds no masks, for its ``_attn_implementation``.
+
+    The causal flag is enough for full sequences, and a mask of four dimensions for padding. What
+    transformers builds asks whether there is any padding (or, for packed sequences, where they
+    begin), which synchronises with the GPU in every forward.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+    return "causal_sdpa"
+
+
+def recompute_activations(model: Any) -> None:
+    """Let each block of a model of transformers be recomputed in the backward."""
+    # the second name is the older one, which newer versions warn about
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def ffn_problems(full: int, factor: float) -> Iterator[tuple[str, str]]:
+    """Whether an FFN of width ``full`` times ``factor`` has a whole number of neurons."""
+    width = full * factor
+    if full > 0 and (width < 1 or width % 1):
+        yield "ffn_factor", f"must make the FFN a whole width, got {width:g}"
+
+
+@dataclass(slots=True, kw_only=True)
+class TransformerOptions:
+    """Architecture; names as in transformers' GPT2Config."""
+
+    name: str
+    family: str
+    vocab_size: int
+    """Rows of the embedding, which is also the output layer; may exceed the tokenizer's size."""
+    n_positions: int
+    """Longest sequence."""
+    n_embd: int
+    """Width."""
+    n_layer: int
+    n_head: int
+    n_inner: int | None
+    """FFN width: out_features of its first linear layer; null: 4·n_embd."""
+    ffn_factor: float
+    """Factor of the FFN width; 0.5 is the baseline "Half" of arXiv:2404.01847."""
+    dropout: float
+    """Probability, on embeddings, attention and residuals."""
+
+    @property
+    def ffn_width(self) -> float:
+        """What the FFN's width comes to."""
+        return self._full_ffn * self.ffn_factor
+
+    @property
+    def _full_ffn(self) -> int:
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        for key in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"):
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                yield key, f"must be > 0, got {value}"
+        if self.n_head > 0 and self.n_embd % self.n_head:
+            yield "n_head", f"must divide model.n_embd ({self.n_embd}), got {self.n_head}"
+        yield from ffn_problems(self._full_ffn, self.ffn_factor)
+        if not 0 <= self.dropout < 1:
+            yield "dropout", f"must lie in [0, 1), got {self.dropout}"
+
+
+@dataclass(slots=True, kw_only=True)
+class EncoderOptions(TransformerOptions):
+    """Architecture; the same names as for GPT-2."""
+
+    n_inner: int
+    """FFN width: out_features of its first linear layer."""
+    layer_norm_eps: float
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Range errors as (key, message)."""
+        yield from TransformerOptions.problems(self)
+        if self.layer_norm_eps <= 0:
+            yield "layer_norm_eps", f"must be > 0, got {self.layer_norm_eps}"
+
+
+class Encoder(Headable):
+    """A recipe whose models predict masked tokens, and can carry another head."""
+
+    tasks: ClassVar[frozenset[str]] = frozenset(
+        {"masked_lm", "sequence_classification", "question_answering"}
+    )
+
+    @staticmethod
+    def logits(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+        """(batch, length) int64, (n) int64 places in it flattened -> (n, vocab_size)."""
+        logits: Tensor = model(tokens, positions=positions)
+        return logits
