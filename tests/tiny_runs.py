@@ -56,24 +56,24 @@ class Tiny:
     def directory(self, *more: str) -> Path:
         from sparsepretrain.config import freeze
 
-        return freeze.run_directory(self.load(*more)[1])
+        return freeze.run_directory(self.load(*more).plain)
 
     def train(self, *more: str) -> Outcome:
         from sparsepretrain.config import freeze
         from sparsepretrain.tracking.console import Console
         from sparsepretrain.training.trainer import train
 
-        run, plain = self.load(*more)
+        run = self.load(*more)
         out = io.StringIO()
-        code = train(run, plain, Console(out))
-        return Outcome(code, freeze.run_directory(plain), out.getvalue())
+        code = train(run, Console(out))
+        return Outcome(code, freeze.run_directory(run), out.getvalue())
 
     def build(self, *more: str) -> Any:
         """Everything the loop touches, before the first step."""
         from sparsepretrain.tracking.console import Console
         from sparsepretrain.training.trainer import build_training
 
-        return build_training(self.load(*more)[0], Console(io.StringIO()))
+        return build_training(self.load(*more), Console(io.StringIO()))
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:

@@ -235,14 +235,14 @@ def _train(args: argparse.Namespace) -> int:
     from sparsepretrain.config.validate import load_request
 
     request = read(args.overrides, args.config_dir)
-    run, plain = load_request(request)
+    run = load_request(request)
     if args.cfg:
         print("".join(f"# {note}\n" for note in request.notes), end="")
     elif request.notes:
         from sparsepretrain.tracking.console import Console
 
         Console().info("\n".join(request.notes))
-    return _start(args, run, plain)
+    return _start(args, run)
 
 
 def _finetune(args: argparse.Namespace) -> int:
@@ -252,26 +252,26 @@ def _finetune(args: argparse.Namespace) -> int:
     if "=" in args.checkpoint:
         raise UsageError(f"the checkpoint comes first, got {args.checkpoint!r}")
     found = finetuning.load(args.checkpoint, args.overrides, args.config_dir, Console())
-    return _start(args, *found)
+    return _start(args, found)
 
 
-def _start(args: argparse.Namespace, run: Run, plain: dict[str, Any]) -> int:
+def _start(args: argparse.Namespace, run: Run) -> int:
     """Print, plan or train a run."""
     from sparsepretrain.config.freeze import to_yaml
     from sparsepretrain.runs.directory import RunDirectory
 
     if args.cfg:
-        print(to_yaml(plain), end="")
+        print(to_yaml(run.plain), end="")
         return 0
     from sparsepretrain import training
 
-    run, plain = training.settle(run, plain)
+    run = training.settle(run)
     if args.dry_run:
-        training.dry_run(run, plain)
+        training.dry_run(run)
         return 0
-    code = training.train(run, plain)
+    code = training.train(run)
     if code == 0:
-        _illustrate(RunDirectory.of(plain))
+        _illustrate(RunDirectory.of(run))
     return code
 
 

@@ -67,12 +67,12 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: no λ is feasible; table and plot are there all the same.
     """
     overrides = decay.with_default(args.overrides)
-    checked, plain = config.load(overrides, args.config_dir)
-    warmup = warmup_steps(checked.schedule, checked.steps)
+    run = config.load(overrides, args.config_dir)
+    warmup = warmup_steps(run.schedule, run.steps)
     steps = warmup if args.steps is None else args.steps
     low, high = args.grid
     grid = decay.log_grid(low, high, args.points)
-    search = decay.Search(checked, plain, grid, args.interval, steps)
+    search = decay.Search(run, grid, args.interval, steps)
     out = args.out or search.out
     from sparsepretrain import reports, studies
 

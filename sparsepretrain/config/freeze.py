@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -41,12 +40,6 @@ CHANGED: Table = {("sparsity", "sdgp"): {"epsilon": 1.0e-4}}
 Config = Run | dict[str, Any]
 
 
-def resolve(run: Run) -> dict[str, Any]:
-    """The plain values of a checked run, with what its options filled in; tuples are lists."""
-    plain: dict[str, Any] = _lists(dataclasses.asdict(run))
-    return plain
-
-
 def to_yaml(plain: dict[str, Any]) -> str:
     """The configuration as YAML, in the order of its keys; :func:`from_yaml` is the inverse."""
     from omegaconf import OmegaConf
@@ -82,7 +75,7 @@ def identity(config: Config) -> str:
 
     What ``NOT_IDENTITY`` names is left out, so the seeds of one experiment share it. The order of
     keys and the spelling of numbers (``1`` or ``1.0``) make no difference.
-    A mapping is expected as :func:`resolve` gives it.
+    A mapping is expected as ``Run.plain`` gives it.
     """
     plain = _canonical({k: v for k, v in _plain(config).items() if k not in NOT_IDENTITY})
     for part, key, value in _meant(plain, ADDED):
@@ -121,7 +114,7 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def _plain(config: Config) -> dict[str, Any]:
-    return resolve(config) if isinstance(config, Run) else config
+    return config.plain if isinstance(config, Run) else config
 
 
 def _meant(plain: dict[str, Any], table: Table) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -131,12 +124,6 @@ def _meant(plain: dict[str, Any], table: Table) -> Iterator[tuple[dict[str, Any]
         if isinstance(part, dict) and part.get(REGISTERED.get(group, ("", "name"))[1]) == name:
             for key, value in keys.items():
                 yield part, key, value
-
-
-def _lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _lists(item) for key, item in value.items()}
-    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _show(leaves: dict[str, Any], key: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from sparsepretrain import registry
@@ -334,6 +334,12 @@ class Run:
     experiment: str | None = None
     """Name of the experiment file, if one was chosen."""
 
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The same as plain values that are the caller's own, what options filled in included."""
+        plain: dict[str, Any] = _lists(asdict(self))
+        return plain
+
     def problems(self) -> Problems:
         """Range errors as (key, message)."""
         yield from _non_negative(self, "steps", "workers")
@@ -370,6 +376,13 @@ def _fitting(run: Run) -> Problems:
         yield "data", f"{has}, but task={run.task.name} needs {task.kind}"
     else:
         yield from task.misfits(run.task, run.model, run.data)
+
+
+def _lists(value: Any) -> Any:
+    """Tuples as lists, as YAML has them."""
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _warmup(options: Decay | Warmup) -> Problems:

@@ -10,23 +10,17 @@ from typing import Any
 
 from sparsepretrain import registry
 from sparsepretrain.config.compose import Request, build, read
-from sparsepretrain.config.freeze import resolve
 from sparsepretrain.config.schema import GROUPS, REGISTERED, Run
 from sparsepretrain.config.strict import walk
 from sparsepretrain.errors import ConfigError
 
 
-def load(
-    overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()
-) -> tuple[Run, dict[str, Any]]:
+def load(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> Run:
     """Compose and check in one go, so that wrong choices and wrong keys are reported together.
 
     Args:
         overrides: see :func:`compose.compose`.
         config_dirs: see :func:`compose.compose`.
-
-    Returns:
-        The checked run, and the same as plain values (:func:`freeze.resolve`).
 
     Raises:
         ConfigError: every problem, one message each.
@@ -34,7 +28,7 @@ def load(
     return load_request(read(overrides, config_dirs))
 
 
-def load_request(request: Request) -> tuple[Run, dict[str, Any]]:
+def load_request(request: Request) -> Run:
     """Like :func:`load`, for overrides that were read already."""
     plain, _ = build(request)
     # the rest is judged only where a refused choice cannot have caused it: a model or an
@@ -47,7 +41,7 @@ def load_request(request: Request) -> tuple[Run, dict[str, Any]]:
     errors = [*request.errors, *_renamed(request, errors)]
     if errors or run is None:
         raise ConfigError(errors)
-    return run, resolve(run)
+    return run
 
 
 def validate(plain: dict[str, Any]) -> Run:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
@@ -49,7 +49,7 @@ def choose_checkpoint(
     return newest
 
 
-def named_checkpoint(run: Run, plain: dict[str, Any], console: Console) -> Path | None:
+def named_checkpoint(run: Run, console: Console) -> Path | None:
     """The checkpoint that ``resume=PATH`` names; None for ``auto`` and ``never``.
 
     Raises:
@@ -70,7 +70,7 @@ def named_checkpoint(run: Run, plain: dict[str, Any], console: Console) -> Path 
     problem = checkpoint.verify(path)
     if problem is not None:
         raise CheckpointError(f"resume={path} is damaged ({problem}): choose another")
-    differences = freeze.diff(freeze.from_yaml(path / checkpoint.CONFIG), plain)
+    differences = freeze.diff(freeze.from_yaml(path / checkpoint.CONFIG), run)
     fatal = [d for d in differences if d.startswith(FIXED)]
     if fatal:
         raise CheckpointError(f"resume={path} comes from another configuration: {'; '.join(fatal)}")

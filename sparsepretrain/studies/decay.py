@@ -7,7 +7,6 @@ decides what is run and what follows from the ratios; :mod:`.tune` runs it. It n
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,12 +45,11 @@ class Segment(NamedTuple):
     decay: float | None
     """None: the dense reference."""
     run: Run
-    plain: dict[str, Any]
 
     @property
     def directory(self) -> Path:
         """Its run directory."""
-        return freeze.run_directory(self.plain)
+        return freeze.run_directory(self.run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,6 @@ class Search:
     """
 
     run: Run
-    plain: dict[str, Any]
     grid: tuple[float, ...]
     """λ to try, ascending."""
     interval: tuple[float, float]
@@ -73,7 +70,7 @@ class Search:
 
     def __post_init__(self) -> None:
         run, name = self.run, self.run.sparsity.name
-        if "decay" not in self.plain["sparsity"]:
+        if not hasattr(run.sparsity, "decay"):
             raise ConfigError(f"sparsity={name} has no decay to tune: choose tsrste or srste")
         if run.resume not in ("auto", "never"):
             raise ConfigError(
@@ -125,33 +122,33 @@ class Search:
     @property
     def out(self) -> Path:
         """Where results are written by default: the same for the same search."""
-        plain = self._segment(self.plain["sparsity"])
+        plain = self._segment(self.run.plain["sparsity"])
         del plain["sparsity"]["decay"]
         directory = freeze.run_directory(plain)
         return directory.with_name(f"search-{directory.name}")
 
     def reference(self) -> Segment:
         """The dense run: same data, same initial weights, flips of the same masks."""
-        shared = {key: self.plain["sparsity"][key] for key in ("n", "m", "targets", "window")}
+        sparsity = self.run.plain["sparsity"]
+        shared = {key: sparsity[key] for key in ("n", "m", "targets", "window")}
         rule = _flip_rule(self.run.sparsity.name)
         sparsity = {"name": "dense", **shared, "flip_rule": rule, "refresh": self.refresh}
         return self._checked(None, sparsity)
 
     def sparse(self, decay: float) -> Segment:
         """The run with λ = ``decay``."""
-        return self._checked(decay, self.plain["sparsity"] | {"decay": decay})
+        return self._checked(decay, self.run.plain["sparsity"] | {"decay": decay})
 
     def _method(self) -> Method:
         method: type[Method] = registry.get("method", self.run.sparsity.name)
         return method(self.run.sparsity, self.run.steps)
 
     def _checked(self, decay: float | None, sparsity: dict[str, Any]) -> Segment:
-        run = validate(self._segment(sparsity))
-        return Segment(decay, run, freeze.resolve(run))
+        return Segment(decay, validate(self._segment(sparsity)))
 
     def _segment(self, sparsity: dict[str, Any]) -> dict[str, Any]:
         """The run under its own name, with every flip recorded and nothing that costs time."""
-        plain = copy.deepcopy(self.plain) | {"sparsity": copy.deepcopy(sparsity)}
+        plain = self.run.plain | {"sparsity": sparsity}
         plain["name"] = f"tune_{plain['name']}"
         plain["eval"]["batches"] = 0
         plain["log"] = {"every": 1, "layers_every": 0, "masks_every": 0}

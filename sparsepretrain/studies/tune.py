@@ -149,7 +149,7 @@ def show_plan(search: Search, out: Path, console: Console | None = None) -> None
 def _run(search: Search, segment: Segment, console: Console) -> Measured:
     """Train a segment unless it is finished, and read its record."""
     try:
-        code = train(segment.run, segment.plain, console, stop_after=search.steps)
+        code = train(segment.run, console, stop_after=search.steps)
     except DivergedError as error:
         raise DivergedError(f"λ = {_label(segment)}: {error}; choose another --grid") from error
     if code:
@@ -229,7 +229,7 @@ def _result(
             for decay, mu in found.items()
         ],
         "in_order": rules.in_order(found, search.interval),
-        "config": search.plain,
+        "config": search.run.plain,
     }
 
 
@@ -241,7 +241,7 @@ def _write_option(search: Search, chosen: float, out: Path) -> str:
         f"# {search.run.sparsity.name} with the decay that `sparsepretrain tune-decay` chose: μ in "
         f"[{low:g}, {high:g}] after {search.steps} steps.\n"
     )
-    text = freeze.to_yaml(search.plain["sparsity"] | {"decay": chosen})
+    text = freeze.to_yaml(search.run.plain["sparsity"] | {"decay": chosen})
     _make(out / "sparsity")
     _write(out / "sparsity" / f"{option}.yaml", head + text)
     return option
@@ -261,7 +261,7 @@ def _command(
     # the file holds all of the group
     words += [w for w in overrides if rules.key_of(w).partition(".")[0] != "sparsity"]
     words.append(f"sparsity={option}")
-    if search.plain["experiment"] is not None:
+    if search.run.plain["experiment"] is not None:
         words.append(f"sparsity.decay={chosen!r}")  # which an experiment may set as well
     return shlex.join(words)
 

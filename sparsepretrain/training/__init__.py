@@ -13,14 +13,14 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.tracking.console import Console
 
 
-def settle(run: Run, plain: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
+def settle(run: Run) -> Run:
     """Replace ``steps=0`` by what ``epochs`` comes to; opens (and prepares) data only for that.
 
     Raises:
         DataError: the data is not there.
     """
     if run.steps:
-        return run, plain
+        return run
     from sparsepretrain.tasks import build_task
 
     assert run.epochs is not None
@@ -29,7 +29,7 @@ def settle(run: Run, plain: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
     steps = max(1, round(run.epochs * task.samples("train") / run.batch.size))
     if steps > MOST_STEPS:
         raise ConfigError(f"epochs={run.epochs} are {steps} steps, more than {MOST_STEPS}")
-    return dataclasses.replace(run, steps=steps), {**plain, "steps": steps}
+    return dataclasses.replace(run, steps=steps)
 
 
 def loading(what: str) -> None:
@@ -38,25 +38,25 @@ def loading(what: str) -> None:
         Console().info(f"{what}: loading PyTorch and the model")
 
 
-def train(run: Run, plain: dict[str, Any]) -> int:
-    """Train (or continue) ``run``; returns the exit code. ``plain`` is its resolved configuration.
+def train(run: Run) -> int:
+    """Train (or continue) ``run``; returns the exit code.
 
     Raises:
         ConfigError, DataError, CheckpointError, DivergedError: with one line for the user.
     """
     from sparsepretrain.runs.directory import RunDirectory
 
-    directory = RunDirectory.of(plain)
+    directory = RunDirectory.of(run)
     if run.resume == "auto" and directory.is_finished(run, run.steps):  # known without torch
         Console().info(f"{directory} is finished ({run.steps} steps): nothing to do")
         return 0
     loading(run.name)
     from sparsepretrain.training.trainer import train as start
 
-    return start(run, plain)
+    return start(run)
 
 
-def dry_run(run: Run, plain: dict[str, Any]) -> None:
+def dry_run(run: Run) -> None:
     """Build ``run`` on the meta device and print what it would do; touches no data.
 
     Raises:
@@ -65,7 +65,7 @@ def dry_run(run: Run, plain: dict[str, Any]) -> None:
     loading(run.name)
     from sparsepretrain.training.plan import dry_run as show
 
-    show(run, plain)
+    show(run)
 
 
 def evaluate(

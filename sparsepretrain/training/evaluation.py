@@ -15,7 +15,6 @@ from torch import Tensor
 from sparsepretrain import registry
 from sparsepretrain.config import strict
 from sparsepretrain.config.compose import amend, build, read
-from sparsepretrain.config.freeze import resolve
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.validate import validate
 from sparsepretrain.data import load as load_data
@@ -67,13 +66,13 @@ def evaluate_checkpoint(
     """
     console = console or Console()
     source = weights.find(path, console.warn)
-    run, plain = configuration(source, overrides, config_dirs)
+    run = configuration(source, overrides, config_dirs)
     sources = weights.latest(source, average)
     t = build_training(run, console, splits=(split,))
     samples = t.task.samples(split)
     if not samples:
         raise DataError(f"the {split} split of {run.data.name} is empty: choose another")
-    same_data = source.config is not None and source.config["data"] == plain["data"]
+    same_data = source.config is not None and source.config["data"] == run.plain["data"]
     _load_weights(t, sources, console, same_data=same_data)
     proof = prove(t.sparsifier)
     if dense:
@@ -126,9 +125,7 @@ def _identity(source: Source, t: Training, overrides: Sequence[str]) -> dict[str
     }
 
 
-def configuration(
-    source: Source, overrides: Sequence[str], config_dirs: Sequence[Path]
-) -> tuple[Run, dict[str, Any]]:
+def configuration(source: Source, overrides: Sequence[str], config_dirs: Sequence[Path]) -> Run:
     """The run behind a checkpoint, with other data, task or keys.
 
     New text is tokenised as the run's was, whatever its group says. For a Hugging Face checkpoint
@@ -162,8 +159,7 @@ def configuration(
         _keep_tokenizer(source, plain, typed)
     if "batch.micro" in typed:
         plain["batch"]["size"] = plain["batch"]["micro"]  # of a step, which there is none of
-    run = validate(plain)
-    return run, resolve(run)
+    return validate(plain)
 
 
 def _adopt_tokenizer(source: Source, data: dict[str, Any], typed: set[str]) -> None:

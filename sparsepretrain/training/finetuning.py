@@ -20,8 +20,8 @@ BYTES = "bytes"
 
 def load(
     checkpoint: str, overrides: Sequence[str], config_dirs: Sequence[Path], console: Console
-) -> tuple[Run, dict[str, Any]]:
-    """The checked run, and the same as plain values.
+) -> Run:
+    """The checked run.
 
     The recipe of ``task=`` brings data, optimiser, schedule and epochs; the checkpoint brings the
     model, its tokenizer, method and precision. What is typed wins.

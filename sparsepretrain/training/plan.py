@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ GIB = 2**30
 _META = torch.device("meta")
 
 
-def dry_run(run: Run, plain: dict[str, Any], console: Console | None = None) -> None:
+def dry_run(run: Run, console: Console | None = None) -> None:
     """Print coverage, parameters, FLOPs, memory and steps of ``run``."""
     console = console or Console()
     check_login(run.tracker)
@@ -42,7 +41,7 @@ def dry_run(run: Run, plain: dict[str, Any], console: Console | None = None) -> 
     others = (parameters - coverage.sparse_parameters) * sum(other) + averages
     sparse = coverage.sparse_parameters * sum(each)
     rows = [
-        ("run directory", str(freeze.run_directory(plain))),
+        ("run directory", str(freeze.run_directory(run))),
         ("parameters", f"{parameters:,} ({parameters / 1e6:.1f}M)"),
         (
             "sparse",

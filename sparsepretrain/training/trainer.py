@@ -39,18 +39,11 @@ from sparsepretrain.training.precision import describe, grad_scaler
 from sparsepretrain.training.signals import StopSignals
 
 
-def train(
-    run: Run,
-    plain: dict[str, Any],
-    console: Console | None = None,
-    *,
-    stop_after: int | None = None,
-) -> int:
+def train(run: Run, console: Console | None = None, *, stop_after: int | None = None) -> int:
     """Train or continue ``run``.
 
     Args:
         run: the checked configuration.
-        plain: the same as plain values.
         console: shows progress; one on the standard output by default.
         stop_after: end early, after so many steps of the run, with the evaluation, log line and
             checkpoint of an end. What it computes up to there, and its directory, are those of
@@ -61,8 +54,8 @@ def train(
     """
     console = console or Console()
     check_login(run.tracker)
-    directory = RunDirectory.of(plain)
-    named = named_checkpoint(run, plain, console)
+    directory = RunDirectory.of(run)
+    named = named_checkpoint(run, console)
     end = run.steps if stop_after is None else stop_after
     finished = f"{directory} is finished ({end} steps): nothing to do"
     if run.resume != "never" and directory.is_finished(run, end):
@@ -84,18 +77,17 @@ def train(
                 run_of_source = RunDirectory.of_checkpoint(source)
                 if source == named and run_of_source and run_of_source.record_file.is_file():
                     directory.write(directory.record_file, run_of_source.record_file.read_bytes())
-            directory.write(directory.config_file, freeze.to_yaml(plain))
+            directory.write(directory.config_file, freeze.to_yaml(run.plain))
             if t.task.tokenizer_file is not None:  # it travels with the weights
                 text = t.task.tokenizer_file.read_text(encoding="utf-8")
                 directory.write(directory.tokenizer_file, text)
             details = json.dumps(environment(t.device), indent=1)
             directory.write(directory.environment_file, details + "\n")
-            return _run(t, plain, directory, console, signals, resumed=source is not None)
+            return _run(t, directory, console, signals, resumed=source is not None)
 
 
 def _run(
     t: Training,
-    plain: dict[str, Any],
     directory: RunDirectory,
     console: Console,
     signals: StopSignals,
@@ -108,7 +100,7 @@ def _run(
     stream = Stream(
         directory.path,
         run.tracker,
-        config=plain,
+        config=run.plain,
         run_name=f"{run.name}/{directory.path.name}",
         resume_step=t.step if resumed else None,
         console=console,
@@ -127,7 +119,7 @@ def _run(
             directory.checkpoints,
             t.step,
             _state(t),
-            config=freeze.to_yaml(plain),
+            config=freeze.to_yaml(run.plain),
             keep_last=run.checkpoint.keep_last,
         )
 

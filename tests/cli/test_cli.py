@@ -24,7 +24,7 @@ def run(*argv: str, **options) -> subprocess.CompletedProcess[str]:
 
 
 def replace(monkeypatch, room: str, **functions) -> None:
-    room_functions = {"settle": lambda run, plain: (run, plain), **functions}
+    room_functions = {"settle": lambda run: run, **functions}
     monkeypatch.setattr(sparsepretrain, room, SimpleNamespace(**room_functions), raising=False)
 
 
@@ -68,23 +68,14 @@ def test_cfg_job_is_the_resolved_configuration(capsys):
 
 def test_train_passes_the_run_and_returns_its_code(monkeypatch):
     calls = []
-    replace(
-        monkeypatch,
-        "training",
-        train=lambda run, plain: calls.append((run, plain)) or 143,
-    )
+    replace(monkeypatch, "training", train=lambda run: calls.append(run) or 143)
     assert cli.main(["train", "seed=4"]) == 143
-    run, plain = calls[0]
-    assert run.seed == plain["seed"] == 4
+    assert calls[0].seed == calls[0].plain["seed"] == 4
 
 
 def test_dry_run(monkeypatch):
     calls = []
-    replace(
-        monkeypatch,
-        "training",
-        dry_run=lambda run, plain: calls.append(run.steps),
-    )
+    replace(monkeypatch, "training", dry_run=lambda run: calls.append(run.steps))
     assert cli.main(["train", "--dry-run", "steps=9"]) == 0
     assert calls == [9]
 
@@ -104,7 +95,7 @@ def test_dry_run(monkeypatch):
     ],
 )
 def test_exit_codes(monkeypatch, capsys, error, code, line):
-    def train(run, plain):
+    def train(run):
         raise error
 
     replace(monkeypatch, "training", train=train)
@@ -113,7 +104,7 @@ def test_exit_codes(monkeypatch, capsys, error, code, line):
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):
-    def train(run, plain):
+    def train(run):
         raise RuntimeError("bug")
 
     replace(monkeypatch, "training", train=train)
@@ -122,14 +113,14 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 
 
 def test_a_plugin_that_exits_is_an_error(monkeypatch, capsys):
-    replace(monkeypatch, "training", train=lambda run, plain: sys.exit(0))
+    replace(monkeypatch, "training", train=lambda run: sys.exit(0))
     assert cli.main(["train"]) == 1
     line = capsys.readouterr().err
     assert "test_cli.py, line" in line and "called sys.exit(0)" in line and line.count("\n") == 1
 
 
 def test_somebody_elses_broken_pipe_is_not_ours(monkeypatch, capfd):
-    def train(run, plain):
+    def train(run):
         raise BrokenPipeError
 
     replace(monkeypatch, "training", train=train)
@@ -277,9 +268,9 @@ def test_a_finished_run_answers_without_torch(tiny, capfd):
     loaded = "torch" in sys.modules
     runs = [tiny.overrides("steps=2"), tiny.overrides("steps=0", "epochs=0.002")]
     for words in runs:
-        run, plain = training.settle(*config.load(words))
-        assert training.train(run, plain) == 0
-        (config.freeze.run_directory(plain) / "report.md").touch()
+        run = training.settle(config.load(words))
+        assert training.train(run) == 0
+        (config.freeze.run_directory(run) / "report.md").touch()
     said = capfd.readouterr().out.count("loading PyTorch and the model")
     assert said == (not loaded), "once, and only where it takes seconds"
     code = (

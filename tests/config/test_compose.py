@@ -252,9 +252,9 @@ def test_plugin_file(tmp_path):
     (tmp_path / "mine.py").write_text(METHOD.format(name="mine_file"))
     write(tmp_path / "configs", sparsity__mine_file="name: mine_file\nn: 1\nm: 8\nstrength: 2.0\n")
     overrides = [f"plugins=[{tmp_path}/mine.py]", "sparsity=mine_file"]
-    run, plain = load(overrides, [tmp_path / "configs"])
+    run = load(overrides, [tmp_path / "configs"])
     assert run.sparsity.strength == 2.0 and run.sparsity.m == 8
-    assert validate(plain) == run
+    assert validate(run.plain) == run
     found = messages(*overrides, "sparsity.strenght=1", dirs=(tmp_path / "configs",))
     assert found == [
         "unknown key 'sparsity.strenght' (did you mean 'sparsity.strength'?)",
@@ -271,7 +271,7 @@ def test_installed_plugin_brings_its_configs(tmp_path, monkeypatch):
     (info / "entry_points.txt").write_text("[sparsepretrain.plugins]\nmine = my_methods\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    run, _ = load(["sparsity=mine_installed"])
+    run = load(["sparsity=mine_installed"])
     assert run.sparsity.strength == 3.0
     sys.modules.pop("my_methods")
 

@@ -123,7 +123,7 @@ def test_a_group_that_is_missing_or_no_mapping(group):
 
 
 def test_run_is_typed():
-    run, _ = load(["clip=1", "optim.betas=[0,0.5]"])
+    run = load(["clip=1", "optim.betas=[0,0.5]"])
     assert isinstance(run, Run) and run.optim.betas == (0.0, 0.5)
     assert isinstance(run.clip, float)
 

@@ -14,7 +14,7 @@ from sparsepretrain.data.augmentation import Augmentation, keyed_generators, key
 
 
 def options(*overrides, model="deit_tiny"):
-    return config.load([f"model={model}", *overrides])[0].task
+    return config.load([f"model={model}", *overrides]).task
 
 
 def picture(size=40, seed=0):
@@ -78,7 +78,7 @@ def test_the_recipes_of_sr_ste_have_its_lighting():
     assert [o.lighting for o in lit.values()] == [0.1, 0.1, 0.0]
     assert {o.color_jitter for o in lit.values()} == {0.0}
     experiments = ("srste_resnet50", "bimask_resnet50", "sdgp_resnet50", "sdgp_resnet18")
-    tasks = [config.load([f"experiment={e}"])[0].task for e in experiments]
+    tasks = [config.load([f"experiment={e}"]).task for e in experiments]
     assert [task.lighting for task in tasks] == [0.1, 0.1, 0.0, 0.0]
 
 

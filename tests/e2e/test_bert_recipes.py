@@ -24,9 +24,9 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def show(*overrides):
-    run, plain = config.load(["tracker.mode=disabled", "parallel.device=cpu", *overrides])
+    run = config.load(["tracker.mode=disabled", "parallel.device=cpu", *overrides])
     out = io.StringIO()
-    dry_run(run, plain, Console(out))
+    dry_run(run, Console(out))
     return out.getvalue()
 
 
@@ -48,7 +48,7 @@ def test_dry_runs(overrides, parameters, layers):
 
 
 def test_published_settings_of_the_gated_bert():
-    run, _ = config.load([GATED])
+    run = config.load([GATED])
     optim, schedule, task = run.optim, run.schedule, run.task
     assert (optim.lr, optim.betas, optim.eps) == (1e-3, (0.9, 0.98), 1e-12)
     assert (optim.weight_decay, run.clip) == (0.01, 0.5)
@@ -57,12 +57,12 @@ def test_published_settings_of_the_gated_bert():
     assert warmup_steps(schedule, run.steps) == 28536
     assert (task.probability, task.mask_fraction, task.random_fraction) == (0.15, 0.8, 0.1)
     assert (run.data.tokenizer, run.data.vocab_size) == ("wordpiece", 32768)
-    sparse = config.load(["experiment=tsrste_bert"])[0].sparsity
+    sparse = config.load(["experiment=tsrste_bert"]).sparsity
     assert (sparse.decay, sparse.refresh, sparse.mvue) == (6e-6, 40, "gradient")
-    step = config.load([GATED, "sparsity=step"])[0]
+    step = config.load([GATED, "sparsity=step"])
     # published: 3,804 and 19,024 of 38,048 steps
     assert [round(f * step.steps) for f in step.sparsity.clipping] == [3805, 19024]
-    bimask = config.load([GATED, "sparsity=bimask"])[0].sparsity
+    bimask = config.load([GATED, "sparsity=bimask"]).sparsity
     assert (bimask.every, bimask.candidates, bimask.decay) == (100, 100, 2e-4)
 
 
@@ -76,8 +76,8 @@ def test_the_nano_run_learns(tiny):
     more = [
         o for o in tiny.overrides() if o.startswith(("data", "runs_dir", "tracker", "parallel"))
     ]
-    run, plain = config.load([*overrides, *more])
-    assert train(run, plain, Console(io.StringIO())) == 0
-    evaluations = [line for line in metrics(freeze.run_directory(plain)) if "split" in line]
+    run = config.load([*overrides, *more])
+    assert train(run, Console(io.StringIO())) == 0
+    evaluations = [line for line in metrics(freeze.run_directory(run)) if "split" in line]
     assert evaluations[0]["loss"] > 5.3 and evaluations[-1]["loss"] < evaluations[0]["loss"] - 0.5
     assert evaluations[-1]["accuracy"] > evaluations[0]["accuracy"]

@@ -65,7 +65,7 @@ def test_unwritable_run_directory(refused, tmp_path):
 
 
 def test_damaged_tokens_are_made_again(tiny):
-    run, _ = tiny.load()
+    run = tiny.load()
     from sparsepretrain.data import load
 
     file = load(run.data).directory / "train.bin"

@@ -62,7 +62,7 @@ def squad(root: Path, rows: int = 12) -> list[str]:
     return ["task=squad", f"data.train=['{train}']", f"data.validation=['{dev}']", *short]
 
 
-def load(checkpoint: Path, *overrides: str) -> tuple[Any, dict[str, Any]]:
+def load(checkpoint: Path, *overrides: str) -> Any:
     return finetuning.load(str(checkpoint), [*QUICK, *overrides], [], Console(io.StringIO()))
 
 
@@ -72,9 +72,9 @@ def train(checkpoint: Path, *overrides: str) -> tuple[Path, str, list[dict[str, 
     from sparsepretrain.training.trainer import train as start
 
     out = io.StringIO()
-    run, plain = training.settle(*load(checkpoint, *overrides))
-    assert start(run, plain, Console(out)) == 0
-    directory = freeze.run_directory(plain)
+    run = training.settle(load(checkpoint, *overrides))
+    assert start(run, Console(out)) == 0
+    directory = freeze.run_directory(run)
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return directory, out.getvalue(), [json.loads(line) for line in lines]
 
@@ -84,5 +84,5 @@ def build(checkpoint: Path, *overrides: str) -> Any:
     from sparsepretrain import training
     from sparsepretrain.training.trainer import build_training
 
-    run, _ = training.settle(*load(checkpoint, *overrides))
+    run = training.settle(load(checkpoint, *overrides))
     return build_training(run, Console(io.StringIO()))

@@ -80,12 +80,12 @@ def test_a_stopped_run_continues_bit_for_bit_without_its_source(tiny, tmp_path, 
     source = pretrain(tiny)
     words = [*glue(tmp_path), "epochs=1", "checkpoint.every=2"]
     whole, _, _ = train(source, *words, f"runs_dir='{tmp_path / 'a'}'")
-    run, plain = load(source, *words, f"runs_dir='{tmp_path / 'b'}'")
+    run = load(source, *words, f"runs_dir='{tmp_path / 'b'}'")
     from sparsepretrain import training
     from sparsepretrain.config import freeze
     from sparsepretrain.training.trainer import train as start
 
-    run, plain = training.settle(run, plain)
+    run = training.settle(run)
     with pytest.MonkeyPatch.context() as patch:
         from sparsepretrain.training import loop
 
@@ -101,11 +101,11 @@ def test_a_stopped_run_continues_bit_for_bit_without_its_source(tiny, tmp_path, 
             return values
 
         patch.setattr(loop, "train_step", interrupt)
-        assert start(run, plain) == 143
+        assert start(run) == 143
     for file in source.glob("checkpoints/*/state.pt"):
         file.unlink()
-    assert start(run, plain) == 0
-    other = freeze.run_directory(plain)
+    assert start(run) == 0
+    other = freeze.run_directory(run)
     assert metrics(whole) == metrics(other)
     assert_equal_bits(final_state(whole), final_state(other))
 
@@ -142,7 +142,7 @@ def test_the_function_at_step_0_is_that_of_the_source(tiny, tmp_path, before, af
     from sparsepretrain.tasks import build_task
     from sparsepretrain.training.build import build_model
 
-    run, _ = tiny.load(f"sparsity={before}")
+    run = tiny.load(f"sparsity={before}")
     task = build_task(run)
     model = build_model(run, task, torch.device("cpu"))
     model.load_state_dict(initial.evaluated_state(weights.find(source)))
@@ -171,15 +171,15 @@ def test_defaults_follow_the_source(tiny, tmp_path):
     words = ("precision=fp8_sim", "precision.dtype=fp16", "precision.init_scale=2048")
     words = (*words, "sparsity.gamma=0.25", "sparsity.window.start=0.2")
     source = pretrain(tiny, "sparsity=sste", *words)
-    run, _ = load(source, *glue(tmp_path))
+    run = load(source, *glue(tmp_path))
     assert (run.precision.name, run.precision.init_scale) == ("fp16", 2048)
     assert (run.sparsity.gamma, run.sparsity.mvue) == (0.25, "none")
     assert run.sparsity.window.start == 0.0
     assert (run.optim.lr, run.optim.weight_decay, run.epochs) == (5e-6, 0.0, 5.0)
     assert (run.batch.size, run.task.max_length, run.model.n_embd) == (4, 128, 32)
-    run, _ = load(source, *glue(tmp_path), "sparsity.mvue=gradient", "precision=bf16")
+    run = load(source, *glue(tmp_path), "sparsity.mvue=gradient", "precision=bf16")
     assert (run.sparsity.mvue, run.precision.name) == ("gradient", "bf16")
-    run, _ = load(source, *glue(tmp_path), "sparsity=srste")
+    run = load(source, *glue(tmp_path), "sparsity=srste")
     assert (run.sparsity.name, run.sparsity.n, run.sparsity.targets) == ("srste", 2, "ffn")
 
 
@@ -193,10 +193,10 @@ def test_the_tokenizer_travels_with_the_run(tiny, tmp_path, small_corpus):
     assert "drawn anew" not in out
     text = ["data=text_files", f"data.files=['{small_corpus}/*']"]
     for words in (text, []):  # other text, or that of the run
-        run, _ = load(source, "task=causal_lm", *words)
+        run = load(source, "task=causal_lm", *words)
         assert run.data.tokenizer.endswith("tokenizer.json")
         assert run.data.vocab_size == 300 and run.task.sequence_length == 16
-    assert run.data == replace(tiny.load()[0].data, tokenizer=run.data.tokenizer, vocab_size=300)
+    assert run.data == replace(tiny.load().data, tokenizer=run.data.tokenizer, vocab_size=300)
 
 
 def test_language_modelling_on_other_text(tiny, tmp_path, small_corpus):

@@ -56,8 +56,8 @@ def old_runs(tmp_path, prepared_cache, monkeypatch):
 @pytest.mark.parametrize("name", RUNS)
 def test_they_go_on_and_are_evaluated(old_runs, name):
     overrides, loss = RUNS[name]
-    run, plain = config.load([*SETTINGS.split(), *overrides])
-    directory = freeze.run_directory(plain)
+    run = config.load([*SETTINGS.split(), *overrides])
+    directory = freeze.run_directory(run)
     assert directory == Path("runs/old") / name
     expected = metrics(directory)
     machine = json.loads((directory / "environment.json").read_text())
@@ -70,7 +70,7 @@ def test_they_go_on_and_are_evaluated(old_runs, name):
             f"{directory}/checkpoints/step_00000004", dense=dense, out=Path("eval"), console=out
         )
         assert result["metrics"]["loss"] == pytest.approx(loss, rel=rounding, abs=0)
-    assert train(run, plain, out) == 0
+    assert train(run, out) == 0
     assert "(step 4)" in printed.getvalue()
     got = metrics(directory)
     assert [(r["step"], r.get("split")) for r in got] == [

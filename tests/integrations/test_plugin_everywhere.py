@@ -105,8 +105,8 @@ def configs(tmp_path, monkeypatch):
 
 def run(loaded):
     out = io.StringIO()
-    code = trainer.train(*loaded, Console(out))
-    return code, freeze.run_directory(loaded[1]), out.getvalue()
+    code = trainer.train(loaded, Console(out))
+    return code, freeze.run_directory(loaded), out.getvalue()
 
 
 def test_it_trains_resumes_fine_tunes_is_evaluated_and_densified(tiny, configs, stop_after):
@@ -164,7 +164,7 @@ def test_it_fine_tunes(tiny, configs):
         "tracker.mode=disabled", "parallel.device=cpu", "batch.size=4", "batch.micro=4",
         "steps=3", "log.every=1", f"runs_dir='{tiny.root / 'tuned'}'",
     ]  # fmt: skip
-    loaded = training.settle(*finetuning.load(str(source), overrides, [configs], quiet()))
+    loaded = training.settle(finetuning.load(str(source), overrides, [configs], quiet()))
     code, _, text = run(loaded)
     assert code == 0 and "gated), stored weights" in text
-    assert loaded[1]["sparsity"]["name"] == "gated"
+    assert loaded.sparsity.name == "gated"

@@ -41,7 +41,7 @@ def tokens():
 
 
 def on_meta(*overrides):
-    run, _ = config.load(overrides)
+    run = config.load(overrides)
     with torch.device("meta"):
         return registry.get("model", run.model.family).build(run.model)
 

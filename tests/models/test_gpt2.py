@@ -44,7 +44,7 @@ def tokens():
     ],
 )
 def test_published_sizes(recipe, count):
-    run, _ = config.load([f"model={recipe}"])
+    run = config.load([f"model={recipe}"])
     with torch.device("meta"):
         model = GPT2.build(run.model)
     width, layers = run.model.n_embd, run.model.n_layer
@@ -70,11 +70,11 @@ def test_the_half_baseline(recipe, width):
     """Dense, with half the FFN: a third of a block's matrices less."""
     counts = {}
     for overrides in ((), ("experiment=half",)):
-        run, _ = config.load([f"model={recipe}", "sparsity=dense", *overrides])
+        run = config.load([f"model={recipe}", "sparsity=dense", *overrides])
         with torch.device("meta"):
             model = GPT2.build(run.model)
         counts[overrides] = sum(p.numel() for p in model.parameters())
-    run, _ = config.load([f"model={recipe}", "experiment=half"])
+    run = config.load([f"model={recipe}", "experiment=half"])
     assert run.sparsity.name == "dense"
     block = model.transformer.h[0].mlp
     assert block.c_fc.weight.shape == (width, run.model.n_embd)
@@ -136,8 +136,8 @@ ACTIVATIONS = {
 
 
 def test_activations():
-    vit = config.load(["model=vit_nano", "model.depth=1"])[0].model
-    bert = config.load(["model=bert_nano", "model.n_layer=1"])[0].model
+    vit = config.load(["model=vit_nano", "model.depth=1"]).model
+    bert = config.load(["model=bert_nano", "model.n_layer=1"]).model
     x = torch.linspace(-4, 4, 101)
     for name, function in ACTIVATIONS.items():
         found = [build(activation=name, n_layer=1).transformer.h[0].mlp.act]
@@ -151,7 +151,7 @@ def test_activations():
 
 @pytest.mark.parametrize("size", ["124m", "350m", "774m", "1558m"])
 def test_the_papers_models_have_the_exact_gelu(size):
-    assert config.load([f"model=gpt2_{size}"])[0].model.activation == "gelu"
+    assert config.load([f"model=gpt2_{size}"]).model.activation == "gelu"
 
 
 def test_attention_is_causal():

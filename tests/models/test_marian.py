@@ -58,7 +58,7 @@ def parameters(options):
 
 def test_transformer_base_has_61_million_parameters():
     """6 · 3,152,384 + 6 · 4,204,032 + 32768 · 512 (one embedding; the sinusoids are constants)."""
-    options = config.load(["model=transformer_base"])[0].model
+    options = config.load(["model=transformer_base"]).model
     with torch.device("meta"):
         built = Marian.build(options)
     total = sum(p.numel() for p in built.parameters())
@@ -70,7 +70,7 @@ def test_transformer_base_has_61_million_parameters():
     [([], 1_056_768), (["experiment=half"], 1_056_768 - 4 * (2 * 128 * 256 + 256))],
 )
 def test_transformer_nano_has_a_million(overrides, total):
-    options = config.load(["model=transformer_nano", *overrides])[0].model
+    options = config.load(["model=transformer_nano", *overrides]).model
     with torch.device("meta"):
         built = Marian.build(options)
     assert sum(p.numel() for p in built.parameters()) == parameters(options) == total

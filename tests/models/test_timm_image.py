@@ -51,7 +51,7 @@ def load(*overrides):
 
 def show(*overrides):
     out = io.StringIO()
-    dry_run(*load(*overrides), Console(out))
+    dry_run(load(*overrides), Console(out))
     return out.getvalue()
 
 
@@ -65,28 +65,28 @@ def test_dry_runs_print_the_published_sizes(model):
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_experiments_build(experiment):
-    run = load(f"experiment={experiment}")[0]
+    run = load(f"experiment={experiment}")
     task = build_task(run)
     layers = sparsify_model(run, task, build_model(run, task, META)).layers
     assert run.name == experiment and len(layers) >= 8
 
 
 def test_experiments_of_the_papers():
-    run = load("experiment=tsrste_deit_base")[0]
+    run = load("experiment=tsrste_deit_base")
     assert run.optim.name == "lion" and run.optim.lr == pytest.approx(5e-5 * 2048 / 512)
     assert (run.sparsity.decay, run.sparsity.refresh) == (1e-3, 10)
     assert run.steps * (1 - run.sparsity.dense_tail) == pytest.approx(250 * 625, abs=1)
-    run = load("experiment=bimask_deit_small")[0]
+    run = load("experiment=bimask_deit_small")
     assert run.sparsity.name == "bimask" and run.sparsity.targets == "all"
     assert run.optim.lr == pytest.approx(5e-4 * run.batch.size / 512)
     assert load("experiment=sdgp_resnet50", "sparsity=dense", "sparsity.targets=convs")
     for name in ("cifar10", "resnet18", "resnet50", "regnetx_400mf"):
-        assert load(f"experiment=sdgp_{name}")[0].sparsity.epsilon == 1e-4, "the authors' value"
+        assert load(f"experiment=sdgp_{name}").sparsity.epsilon == 1e-4, "the authors' value"
 
 
 @pytest.mark.parametrize("model", SIZES)
 def test_roles_cover_everything_but_stem_and_classifier(model):
-    run = load(f"model={model}")[0]
+    run = load(f"model={model}")
     task = build_task(run)
     net = build_model(run, task, META)
     layers = {k: v for k, v in net.named_modules() if isinstance(v, nn.Linear | nn.Conv2d)}
@@ -101,7 +101,7 @@ def test_roles_cover_everything_but_stem_and_classifier(model):
 
 
 def test_small_stem_keeps_the_resolution():
-    run = load("model=resnet18_cifar")[0]
+    run = load("model=resnet18_cifar")
     net = build_model(run, build_task(run), torch.device("cpu")).eval()
     shapes = []
     net.layer1.register_forward_hook(lambda m, args, out: shapes.append(args[0].shape[2:]))
@@ -113,7 +113,7 @@ def test_small_stem_keeps_the_resolution():
 def test_weights_follow_the_seed():
     one, two, other = (
         build_model(run, build_task(run), torch.device("cpu")).state_dict()
-        for run in (load("model=vit_nano", f"seed={s}")[0] for s in (0, 0, 1))
+        for run in (load("model=vit_nano", f"seed={s}") for s in (0, 0, 1))
     )
     assert all(torch.equal(one[k], two[k]) for k in one)
     assert not torch.equal(one["blocks.0.mlp.fc1.weight"], other["blocks.0.mlp.fc1.weight"])
@@ -121,7 +121,7 @@ def test_weights_follow_the_seed():
 
 @pytest.mark.parametrize("model", ["resnet_nano", "regnetx_400mf"])
 def test_convolutional_networks_start_as_in_sr_ste(model):
-    run = load(f"model={model}", "model.zero_init_last=false")[0]
+    run = load(f"model={model}", "model.zero_init_last=false")
     net = build_model(run, build_task(run), torch.device("cpu"))
     for name, module in net.named_modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -138,11 +138,11 @@ def test_convolutional_networks_start_as_in_sr_ste(model):
 
 @pytest.mark.parametrize("model", ["resnet18", "resnet50", "resnet18_cifar", "regnetx_400mf"])
 def test_the_papers_networks_have_no_norm_that_starts_at_zero(model):
-    assert load(f"model={model}")[0].model.zero_init_last is False
+    assert load(f"model={model}").model.zero_init_last is False
 
 
 def test_drop_path_grows_with_the_depth():
-    run = load("model=vit_nano", "model.drop_path=0.3", "model.dropout=0.1")[0]
+    run = load("model=vit_nano", "model.drop_path=0.3", "model.dropout=0.1")
     net = build_model(run, build_task(run), META)
     rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in net.blocks]
     assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])
@@ -151,7 +151,7 @@ def test_drop_path_grows_with_the_depth():
 
 @pytest.mark.parametrize("optim", ["deit", "lion", "sgd"])
 def test_embeddings_norms_and_biases_are_not_decayed(optim):
-    run = load("model=vit_nano", f"optim={optim}")[0]
+    run = load("model=vit_nano", f"optim={optim}")
     net = build_model(run, build_task(run), torch.device("cpu"))
     groups = build_optimizer(net, run.optim).param_groups
     assert [g["weight_decay"] for g in groups] == [run.optim.weight_decay, 0.0]
@@ -163,7 +163,7 @@ def test_embeddings_norms_and_biases_are_not_decayed(optim):
 
 
 def test_lion_steps_by_the_learning_rate():
-    run = load("model=vit_nano", "optim=lion")[0]
+    run = load("model=vit_nano", "optim=lion")
     layer = nn.Linear(4, 4, bias=False)
     optimizer = build_optimizer(layer, run.optim)
     assert optimizer.defaults["betas"] == (0.9, 0.99)
@@ -184,7 +184,7 @@ def test_lion_steps_by_the_learning_rate():
     ],
 )
 def test_refusals(overrides, words):
-    run = load("model=vit_nano", *overrides)[0]
+    run = load("model=vit_nano", *overrides)
     with pytest.raises(ConfigError, match=words):
         net = build_model(run, build_task(run), META)
         method = sparsify_model(run, build_task(run), net).method

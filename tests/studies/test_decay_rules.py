@@ -39,8 +39,8 @@ def falling(centre: float, steepness: float) -> Callable[[float], float]:
 
 
 def plan(tiny: Tiny, *more: str, steps: int = 6) -> Search:
-    run, plain = tiny.load(*SEGMENT, *more)
-    return Search(run, plain, log_grid(1e-3, 1.0, 3), INTERVAL, steps)
+    run = tiny.load(*SEGMENT, *more)
+    return Search(run, log_grid(1e-3, 1.0, 3), INTERVAL, steps)
 
 
 def test_the_grid_is_even_in_the_logarithm_and_can_be_typed() -> None:
@@ -133,13 +133,13 @@ def test_segments_are_the_run_itself_cut_short(tiny: Tiny) -> None:
     search = plan(tiny, "sparsity.mvue=none", "clip=0.5")
     segment = search.sparse(0.01)
     assert segment.run.steps == 12 and segment.run.schedule.warmup == 6, "not a run of 6 steps"
-    assert segment.plain["sparsity"] == search.plain["sparsity"] | {"decay": 0.01}
+    assert segment.run.plain["sparsity"] == search.run.plain["sparsity"] | {"decay": 0.01}
     kept = ("seed", "batch", "clip", "model", "task", "data", "optim", "schedule", "runs_dir")
-    assert all(segment.plain[key] == search.plain[key] for key in kept)
-    assert segment.plain["name"] == "tune_gpt2_nano" and segment.plain["log"]["every"] == 1
+    assert all(segment.run.plain[key] == search.run.plain[key] for key in kept)
+    assert segment.run.plain["name"] == "tune_gpt2_nano" and segment.run.plain["log"]["every"] == 1
     others = [search.sparse(0.02), search.reference()]
     assert len({s.directory for s in (segment, *others)}) == 3
-    assert search.plain["name"] == "gpt2_nano", "what was given stays as it was"
+    assert search.run.plain["name"] == "gpt2_nano", "what was given stays as it was"
 
 
 @pytest.mark.parametrize(
@@ -149,16 +149,16 @@ def test_segments_are_the_run_itself_cut_short(tiny: Tiny) -> None:
 def test_the_reference_logs_the_flips_of_the_same_masks(
     tiny: Tiny, method: str, rule: str, refresh: int
 ) -> None:
-    run, plain = tiny.load(
+    run = tiny.load(
         *SEGMENT[:2],
         f"sparsity={method}",
         "sparsity.window.start=0.1",
         *(["sparsity.refresh=2"] if refresh > 1 else []),
     )
-    dense = Search(run, plain, (1e-4,), INTERVAL, 6).reference().plain["sparsity"]
-    assert dense["name"] == "dense" and dense["window"] == plain["sparsity"]["window"]
+    dense = Search(run, (1e-4,), INTERVAL, 6).reference().run.plain["sparsity"]
+    assert dense["name"] == "dense" and dense["window"] == run.plain["sparsity"]["window"]
     assert (dense["flip_rule"], dense["refresh"]) == (rule, refresh)
-    assert dense["targets"] == plain["sparsity"]["targets"]
+    assert dense["targets"] == run.plain["sparsity"]["targets"]
 
 
 def test_results_of_one_search_lie_in_one_place(tiny: Tiny) -> None:
@@ -183,9 +183,9 @@ def test_results_of_one_search_lie_in_one_place(tiny: Tiny) -> None:
 def test_what_cannot_be_searched(
     tiny: Tiny, overrides: list[str], steps: int, words: list[str]
 ) -> None:
-    run, plain = tiny.load(*overrides)
+    run = tiny.load(*overrides)
     with pytest.raises(ConfigError) as error:
-        Search(run, plain, (1e-4,), INTERVAL, steps)
+        Search(run, (1e-4,), INTERVAL, steps)
     assert len(error.value.messages) == 1
     assert all(word in str(error.value) for word in words), str(error.value)
 
@@ -194,6 +194,6 @@ def test_a_mask_rule_of_its_own_is_refused(tiny: Tiny, monkeypatch: pytest.Monke
     from sparsepretrain.sparsity.methods.srste import SRSTE
 
     monkeypatch.setattr(SRSTE, "flip_rule", None)
-    run, plain = tiny.load("sparsity=srste")
+    run = tiny.load("sparsity=srste")
     with pytest.raises(ConfigError, match="sparsity=srste chooses masks by a rule of its own"):
-        Search(run, plain, (1e-4,), INTERVAL, 2)
+        Search(run, (1e-4,), INTERVAL, 2)

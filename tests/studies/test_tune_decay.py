@@ -32,8 +32,8 @@ GRID = (1e-3, 1e-2, 1e-1)
 def plan(
     tiny: Tiny, *more: str, grid: tuple[float, ...] = GRID, interval: tuple[float, float]
 ) -> Search:
-    run, plain = tiny.load(*(more or TSRSTE))
-    return Search(run, plain, grid, interval, 8)
+    run = tiny.load(*(more or TSRSTE))
+    return Search(run, grid, interval, 8)
 
 
 def tune(search: Search, out: Path, overrides: tuple[str, ...] = TSRSTE) -> tuple[Outcome, str]:
@@ -46,17 +46,17 @@ def test_a_segment_is_the_start_of_the_run(tiny: Tiny, method: str) -> None:
     chosen = [f"sparsity={method}", *(TSRSTE[5:] if method == "tsrste" else ())]
     overrides = (*RUN, *chosen, "checkpoint.every=2", "eval.batches=0")
     whole = tiny.train(*overrides, "name=whole")
-    run, plain = tiny.load(*overrides, "name=cut")
-    directory, screen = freeze.run_directory(plain), io.StringIO()
-    assert train(run, plain, Console(screen), stop_after=5) == 0
+    run = tiny.load(*overrides, "name=cut")
+    directory, screen = freeze.run_directory(run), io.StringIO()
+    assert train(run, Console(screen), stop_after=5) == 0
     assert metrics(directory) == metrics(whole.directory)[:5], "rates and phases of all 16 steps"
     assert "steps 0 to 5" in screen.getvalue() and "step 5/5" in screen.getvalue()
     assert sorted(p.name for p in directory.glob("checkpoints/*"))[-1] == "step_00000005"
     for end in (5, 4, 2):  # shorter than what is there: nothing to do
-        assert train(run, plain, Console(screen), stop_after=end) == 0
+        assert train(run, Console(screen), stop_after=end) == 0
         assert f"is finished ({end} steps)" in screen.getvalue()
     assert len(metrics(directory)) == 5
-    assert train(run, plain, Console(screen)) == 0
+    assert train(run, Console(screen)) == 0
     assert_same_run(directory, whole.directory)
 
 
@@ -116,10 +116,10 @@ def test_the_ratio_falls_and_the_file_trains(
 
     words = shlex.split(outcome.message)
     assert words[:4] == ["sparsepretrain", "train", "--config-dir", str(out)]
-    plain = config.load(words[4:], [out])[1]
-    assert plain["sparsity"] == search.plain["sparsity"] | {"decay": outcome.decay}
-    by_hand = tiny.load(*overrides, f"sparsity.decay={outcome.decay!r}")[1]
-    assert freeze.run_directory(plain) == freeze.run_directory(by_hand), "the very same run"
+    run = config.load(words[4:], [out])
+    assert run.plain["sparsity"] == search.run.plain["sparsity"] | {"decay": outcome.decay}
+    by_hand = tiny.load(*overrides, f"sparsity.decay={outcome.decay!r}")
+    assert freeze.run_directory(run) == freeze.run_directory(by_hand), "the very same run"
 
     # a second call reads what is there
     monkeypatch.setattr(loop, "train_step", None)
@@ -134,11 +134,11 @@ def test_an_experiment_cannot_hide_the_chosen_decay(tiny: Tiny, tmp_path: Path) 
     text = "# @package _global_\nsparsity:\n  decay: 0.5\n"
     (mine / "experiment" / "published.yaml").write_text(text)
     overrides = [*tiny.overrides(*TSRSTE), "experiment=published"]
-    search = Search(*config.load(overrides, [mine]), (0.1,), (0.01, 5.0), 8)
+    search = Search(config.load(overrides, [mine]), (0.1,), (0.01, 5.0), 8)
     outcome = tune_decay(search, out, overrides, [mine], Console(io.StringIO()))
     words = shlex.split(outcome.message)
     assert words[2:6] == ["--config-dir", str(mine), "--config-dir", str(out)]
-    assert config.load(words[6:], [mine, out])[1]["sparsity"]["decay"] == 0.1
+    assert config.load(words[6:], [mine, out]).plain["sparsity"]["decay"] == 0.1
 
 
 def test_no_feasible_decay_is_said_and_recorded(tiny: Tiny, tmp_path: Path) -> None:

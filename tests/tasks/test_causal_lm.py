@@ -15,7 +15,7 @@ from sparsepretrain.training.loop import evaluate
 
 @pytest.fixture
 def task(tiny):
-    task = build_task(tiny.load()[0])
+    task = build_task(tiny.load())
     task.open_data(("train", "validation"))
     return task
 
@@ -69,7 +69,7 @@ def test_example_has_the_shapes_of_a_batch(task):
 
 
 def test_only_the_splits_asked_for_have_to_be_long_enough(tiny):
-    task = build_task(tiny.load("data.validation=0.0")[0])
+    task = build_task(tiny.load("data.validation=0.0"))
     task.open_data(("train",))
     assert task.samples("train") > 100
     with pytest.raises(DataError, match="validation"):

@@ -21,7 +21,7 @@ def make(prepared_cache, monkeypatch):
     monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(prepared_cache))
 
     def build(*overrides):
-        run = config.load(["model=vit_nano", "tracker.mode=disabled", *overrides])[0]
+        run = config.load(["model=vit_nano", "tracker.mode=disabled", *overrides])
         task = build_task(run)
         task.open_data(("train", "validation"))
         return task

@@ -30,7 +30,7 @@ def task(tiny):
 
 
 def opened(tiny, *more):
-    task = build_task(tiny.load(*BERT, *more)[0])
+    task = build_task(tiny.load(*BERT, *more))
     task.open_data(("train", "validation"))
     return task
 

@@ -27,7 +27,7 @@ def tiny(tmp_path, prepared_cache, monkeypatch):
 
 @pytest.fixture
 def task(tiny):
-    task = build_task(tiny.load()[0])
+    task = build_task(tiny.load())
     task.open_data(("train", "validation", "test"))
     return task
 
@@ -83,12 +83,12 @@ def test_a_batch_is_its_pairs(task):
 
 
 def test_batches_are_a_pure_function(tiny, task):
-    other = build_task(tiny.load()[0])
+    other = build_task(tiny.load())
     other.open_data(("validation", "train"))
     for step in (5, 0, 90):
         one, two = (t.batch("train", step, range(1, 3), 4) for t in (task, other))
         assert all(torch.equal(one[key], two[key]) for key in TENSORS)
-    seeds = [build_task(tiny.load(f"seed={seed}")[0]) for seed in (0, 1)]
+    seeds = [build_task(tiny.load(f"seed={seed}")) for seed in (0, 1)]
     for t in seeds:
         t.open_data(("train", "validation"))
     same = [t.batch("validation", 0, range(2), 2)["source"].tolist() for t in seeds]
@@ -227,7 +227,7 @@ def test_references_are_the_lines_of_the_data(tiny, task):
     assert task._references["validation"][0] == task._codec.decode(
         task._pairs["validation"].target(0)[:-1]
     )
-    lowercase = build_task(tiny.load("data.tokenizer=wordpiece")[0])
+    lowercase = build_task(tiny.load("data.tokenizer=wordpiece"))
     with pytest.warns(SparsePretrainWarning, match="24 of 24 references of validation are not"):
         lowercase.open_data(("validation",))
     assert lowercase._references["validation"] == task._references["validation"]
@@ -241,7 +241,7 @@ def test_references_are_the_lines_of_the_data(tiny, task):
 
 def test_data_without_references_still_works(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
-    task = build_task(tiny.load("data.tokenizer=bytes", "data.vocab_size=256")[0])
+    task = build_task(tiny.load("data.tokenizer=bytes", "data.vocab_size=256"))
     task.open_data(("validation",))
     lines = task._references["validation"]
     manifest = next((tmp_path / "cache").glob("*/manifest.json"))
@@ -293,22 +293,22 @@ def test_without_sacrebleu(monkeypatch):
 
 
 def test_long_training_pairs_are_left_out_and_long_held_out_ones_refused(tiny):
-    task = build_task(tiny.load("task.max_length=30")[0])
+    task = build_task(tiny.load("task.max_length=30"))
     task.open_data(("train",))
     kept = task._pairs["train"].lengths[task._chosen["train"]]
     assert 0 < len(kept) < 300 and kept.max() <= 30
     for step in range(task.samples("train")):
         assert task.batch("train", step, range(1), 1)["mask"].sum(1).max() <= 30
-    task = build_task(tiny.load("task.max_length=2")[0])
+    task = build_task(tiny.load("task.max_length=2"))
     with pytest.raises(DataError, match=r"no training pair .* raise task\.max_length"):
         task.open_data(("train",))
-    task = build_task(tiny.load("task.max_length=30", "model.max_position_embeddings=30")[0])
+    task = build_task(tiny.load("task.max_length=30", "model.max_position_embeddings=30"))
     with pytest.raises(DataError, match=r"pair \d+ of validation has \d+ tokens, more than model"):
         task.open_data(("train", "validation"))
 
 
 def test_an_empty_split_is_an_error(tiny):
-    task = build_task(tiny.load("data.test_pairs=0")[0])
+    task = build_task(tiny.load("data.test_pairs=0"))
     with pytest.raises(DataError, match="no pairs in split 'test'"):
         task.open_data(("test",))
 

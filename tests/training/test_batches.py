@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def task(tiny):
-    task = build_task(tiny.load()[0])
+    task = build_task(tiny.load())
     task.open_data(("train", "validation"))
     return task
 
@@ -80,32 +80,32 @@ def test_requests_of_a_split(samples, micro, batches, sizes):
 def test_epochs_become_steps_and_the_waiting_is_recorded(tiny):
     import json
 
-    run, plain = tiny.load("epochs=1.5", "log.every=1")
+    run = tiny.load("epochs=1.5", "log.every=1")
     with pytest.raises(ConfigError, match="steps must be > 0, or give epochs"):
         tiny.load("steps=0")
     assert run.steps == 6, "steps given explicitly win"
     overrides = [o for o in tiny.overrides("epochs=1.5") if not o.startswith("steps=")]
     from sparsepretrain import config
 
-    run, plain = config.load(overrides)
+    run = config.load(overrides)
     assert run.steps == 0
-    settled, resolved = training.settle(run, plain)
+    settled = training.settle(run)
     task = build_task(run)
     task.open_data(("train",))
-    assert settled.steps == resolved["steps"] == round(1.5 * task.samples("train") / 4) > 1
+    assert settled.steps == settled.plain["steps"] == round(1.5 * task.samples("train") / 4) > 1
     settled = dataclasses.replace(settled, steps=2)
-    assert training.train(settled, resolved | {"steps": 2}) == 0
+    assert training.train(settled) == 0
     from sparsepretrain.config import freeze
 
-    lines = (freeze.run_directory(resolved | {"steps": 2}) / "metrics.jsonl").read_text()
+    lines = (freeze.run_directory(settled) / "metrics.jsonl").read_text()
     waits = [json.loads(line).get("data_wait") for line in lines.splitlines()]
     assert all(0 <= wait < 1 for wait in waits if wait is not None) and any(waits)
 
 
 def test_warmup_as_a_fraction(tiny):
-    schedule = tiny.load("schedule.warmup=0.1")[0].schedule
+    schedule = tiny.load("schedule.warmup=0.1").schedule
     assert warmup_steps(schedule, 55) == 6 and warmup_steps(schedule, 4) == 0
-    whole = tiny.load("schedule.warmup=6")[0].schedule
+    whole = tiny.load("schedule.warmup=6").schedule
     rates = [[learning_rate(s, 1.0, step, 55) for step in range(56)] for s in (schedule, whole)]
     assert rates[0] == rates[1]
     with pytest.raises(ConfigError, match=r"schedule.warmup must be whole steps or a fraction"):

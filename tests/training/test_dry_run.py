@@ -17,9 +17,9 @@ from sparsepretrain.training.plan import dry_run
 
 
 def show(*overrides):
-    run, plain = config.load(["tracker.mode=disabled", "parallel.device=cpu", *overrides])
+    run = config.load(["tracker.mode=disabled", "parallel.device=cpu", *overrides])
     out = io.StringIO()
-    dry_run(run, plain, Console(out))
+    dry_run(run, Console(out))
     return out.getvalue()
 
 

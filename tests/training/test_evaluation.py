@@ -164,7 +164,7 @@ def test_other_text_is_read_with_the_tokenizer_of_the_run(tiny, evaluate, tmp_pa
     result = evaluate(run, *words)
     from sparsepretrain.data import load
 
-    own = load(tiny.load(*bpe)[0].data)
+    own = load(tiny.load(*bpe).data)
     assert result["fingerprint"] != own.fingerprint
     ids = [int(i) for i in own.tokens["validation"][:50]]
     prepared = [p for p in own.directory.parent.iterdir() if (p / "manifest.json").exists()]

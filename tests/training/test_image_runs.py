@@ -88,8 +88,8 @@ def test_workers_change_nothing(train):
 
 
 def test_epochs_come_to_steps(tiny):
-    run, plain = config.load([*COMMON[:-3], "model=vit_nano", "steps=0", "epochs=0.1"])
-    assert settle(run, plain)[0].steps == round(0.1 * 1277 / 8)
+    run = config.load([*COMMON[:-3], "model=vit_nano", "steps=0", "epochs=0.1"])
+    assert settle(run).steps == round(0.1 * 1277 / 8)
 
 
 def test_a_broken_image_ends_the_run_with_one_line(tmp_path, monkeypatch, capfd):

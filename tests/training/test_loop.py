@@ -376,7 +376,7 @@ def test_console_is_not_part_of_the_run(tiny):
     from sparsepretrain.tracking.console import Console
     from sparsepretrain.training.trainer import train
 
-    run, plain = tiny.load()
+    run = tiny.load()
     closed = io.StringIO()
     closed.close()
-    assert train(run, plain, Console(closed)) == 0
+    assert train(run, Console(closed)) == 0

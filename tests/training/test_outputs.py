@@ -35,8 +35,7 @@ def test_masks(tiny):
 
 def test_configuration_and_environment(tiny):
     outcome = tiny.train()
-    _, plain = tiny.load()
-    assert freeze.from_yaml(outcome.directory / "config.yaml") == plain
+    assert freeze.from_yaml(outcome.directory / "config.yaml") == tiny.load().plain
     assert "torch" in json.loads((outcome.directory / "environment.json").read_text())["packages"]
     assert not list(outcome.directory.rglob("*.tmp"))
 

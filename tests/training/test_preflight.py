@@ -10,7 +10,7 @@ from sparsepretrain.training.preflight import notes, require_a_sparse_step
 
 
 def load(*overrides):
-    return config.load(["steps=20", *overrides])[0]
+    return config.load(["steps=20", *overrides])
 
 
 @pytest.mark.parametrize(

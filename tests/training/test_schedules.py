@@ -35,7 +35,7 @@ def published_rate(it):
 
 
 def test_the_papers_gpt2_has_the_rates_of_its_code():
-    run = config.load(["model=gpt2_124m"])[0]
+    run = config.load(["model=gpt2_124m"])
     for step in (0, 1, 2999, 3000, 3001, 150000, 299999):
         rate = learning_rate(run.schedule, run.optim.lr, step, run.steps)
         assert rate == pytest.approx(published_rate(step), rel=1e-12, abs=0)

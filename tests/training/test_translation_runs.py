@@ -82,9 +82,9 @@ def test_a_dense_run_does_not_depend_on_the_micro_batches(tiny):
 def test_a_few_epochs_in_steps(tiny):
     from sparsepretrain.training import settle
 
-    run, plain = settle(*tiny.load("steps=0", "epochs=2.0"))
+    run = settle(tiny.load("steps=0", "epochs=2.0"))
     task = tiny.build("epochs=null").task
-    assert run.steps == plain["steps"] == round(2 * task.samples("train") / 4)
+    assert run.steps == run.plain["steps"] == round(2 * task.samples("train") / 4)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_few_epochs_in_steps(tiny):
 def test_dry_runs_need_no_data(overrides, words, tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "none"))
     out = io.StringIO()
-    dry_run(*config.load([*overrides, "tracker.mode=disabled"]), Console(out))
+    dry_run(config.load([*overrides, "tracker.mode=disabled"]), Console(out))
     assert all(word in out.getvalue() for word in words), out.getvalue()
     assert not list(tmp_path.iterdir())
 
