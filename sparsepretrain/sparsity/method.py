@@ -7,12 +7,12 @@ must not import torch at the top level, so that configurations are checked witho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.limits import Limited, Problems
 from sparsepretrain.sparsity.row import G, Operand, Phase, Row, X
 
 if TYPE_CHECKING:
@@ -23,29 +23,6 @@ if TYPE_CHECKING:
     from sparsepretrain.sparsity.state import LayerState as Layer
 
 FPROP, DGRAD, WGRAD = 0, 1, 2  # numbers of the products in noise keys
-
-Problems = Iterator[tuple[str, str]]  # (key, message)
-_WITHIN: dict[str, Callable[[float], bool]] = {
-    "≥ 0": lambda value: value >= 0,
-    "≥ 1": lambda value: value >= 1,
-    "[0, 1]": lambda value: 0 <= value <= 1,
-    "[0, 1)": lambda value: 0 <= value < 1,
-}
-
-
-class Limited:
-    """Options whose numbers lie in ranges; those of a subclass take the place of its base's."""
-
-    __slots__ = ()
-    limits: ClassVar[dict[str, str]] = {}
-    """Key -> ``"≥ 0"``, ``"≥ 1"``, ``"[0, 1]"`` or ``"[0, 1)"``."""
-
-    def problems(self) -> Problems:
-        """Range errors as (key, message)."""
-        for key, limit in self.limits.items():
-            value = getattr(self, key)
-            if value is not None and not _WITHIN[limit](value):
-                yield key, f"must {'be' if limit[0] == '≥' else 'lie in'} {limit}, got {value}"
 
 
 @dataclass(slots=True, kw_only=True)

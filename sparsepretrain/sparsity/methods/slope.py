@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain import kernels
+from sparsepretrain.limits import Limited
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import FPROP, WGRAD, Limited, MethodOptions, Projection
+from sparsepretrain.sparsity.method import FPROP, WGRAD, MethodOptions, Projection
 from sparsepretrain.sparsity.methods.asp import StoredMask
 from sparsepretrain.sparsity.row import Operand, Row
 
