@@ -74,12 +74,13 @@ def run(args: argparse.Namespace) -> int:
     grid = decay.log_grid(low, high, args.points)
     search = decay.Search(run, grid, args.interval, steps)
     out = args.out or search.out
-    from sparsepretrain import reports, studies
+    from sparsepretrain import reports
+    from sparsepretrain.studies import tune
 
     if args.dry_run:
-        studies.plan_tuning(search, out)
+        tune.show_plan(search, out)
         return 0
-    outcome = studies.tune_decay(search, out, overrides, args.config_dir)
+    outcome = tune.tune_decay(search, out, overrides, args.config_dir)
     from sparsepretrain.tracking.console import Console
 
     console = Console()

@@ -12,8 +12,10 @@ its name in older records, whose ``flip_rate`` was that of the last comparison.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,21 @@ def read(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         raise ConfigError(f"{file.parent} has no {file.name}: give the directory of a run")
     return _parse(file)
+
+
+def tail(file: Path, size: int = 1 << 18) -> list[dict[str, Any]]:
+    """The newest lines of a record that another process may be writing: those in ``size`` bytes."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - size))
+            texts = stream.read().split(b"\n")
+    except OSError:
+        return []
+    records = []
+    for text in texts:
+        with contextlib.suppress(ValueError):  # the first and the last may be a part of a line
+            records.append(json.loads(text))
+    return [line for line in records if isinstance(line, dict) and "step" in line]
 
 
 def _parse(path: Path) -> list[dict[str, Any]]:

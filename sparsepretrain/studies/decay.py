@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sparsepretrain import registry
 from sparsepretrain.config import freeze, validate
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.method import Method
+from sparsepretrain.studies.engine import Cell
 
 GRID = (6.0e-6, 1.0e-3)
 """Between the smallest and the largest published λ (BERT and DeiT-base)."""
@@ -37,19 +38,6 @@ LAST = 3
 
 DEFAULT = "sparsity=tsrste"
 """The method where neither an override nor an experiment chooses one."""
-
-
-class Segment(NamedTuple):
-    """The first steps of one run."""
-
-    decay: float | None
-    """None: the dense reference."""
-    run: Run
-
-    @property
-    def directory(self) -> Path:
-        """Its run directory."""
-        return freeze.run_directory(self.run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,24 +115,22 @@ class Search:
         directory = freeze.run_directory(plain)
         return directory.with_name(f"search-{directory.name}")
 
-    def reference(self) -> Segment:
+    def reference(self) -> Cell:
         """The dense run: same data, same initial weights, flips of the same masks."""
         sparsity = self.run.plain["sparsity"]
         shared = {key: sparsity[key] for key in ("n", "m", "targets", "window")}
         rule = _flip_rule(self.run.sparsity.name)
-        sparsity = {"name": "dense", **shared, "flip_rule": rule, "refresh": self.refresh}
-        return self._checked(None, sparsity)
+        chosen = {"name": "dense", **shared, "flip_rule": rule, "refresh": self.refresh}
+        return Cell("dense", validate(self._segment(chosen)), self.steps)
 
-    def sparse(self, decay: float) -> Segment:
+    def sparse(self, decay: float) -> Cell:
         """The run with λ = ``decay``."""
-        return self._checked(decay, self.run.plain["sparsity"] | {"decay": decay})
+        sparsity = self.run.plain["sparsity"] | {"decay": decay}
+        return Cell(f"λ = {decay:.3g}", validate(self._segment(sparsity)), self.steps)
 
     def _method(self) -> Method:
         method: type[Method] = registry.get("method", self.run.sparsity.name)
         return method(self.run.sparsity, self.run.steps)
-
-    def _checked(self, decay: float | None, sparsity: dict[str, Any]) -> Segment:
-        return Segment(decay, validate(self._segment(sparsity)))
 
     def _segment(self, sparsity: dict[str, Any]) -> dict[str, Any]:
         """The run under its own name, with every flip recorded and nothing that costs time."""
@@ -182,7 +168,7 @@ def search(
     """Evaluate μ on the grid; where it jumps over the interval, bisect in log λ.
 
     Args:
-        ratio: μ of a λ; costs a run.
+        ratio: μ of a λ; costs a run, and is NaN where that failed.
         grid: λ, ascending.
         interval: lowest and highest feasible μ.
         bisections: evaluations beyond the grid, at most.
@@ -215,6 +201,8 @@ def choose(found: dict[float, float], interval: tuple[float, float]) -> float | 
 def verdict(mu: float, interval: tuple[float, float]) -> str:
     """What μ says about its λ."""
     low, high = interval
+    if math.isnan(mu):
+        return "failed"
     if mu > high:
         return "too small"
     return "feasible" if mu >= low else "too large"
@@ -223,33 +211,46 @@ def verdict(mu: float, interval: tuple[float, float]) -> str:
 def in_order(found: dict[float, float], interval: tuple[float, float]) -> bool:
     """Whether the verdicts go from too small over feasible to too large as λ grows."""
     order = ["too small", "feasible", "too large"]
-    ranks = [order.index(verdict(found[decay], interval)) for decay in sorted(found)]
+    ranks = [order.index(verdict(mu, interval)) for _, mu in sorted(_measured(found).items())]
     return ranks == sorted(ranks)
 
 
 def why_none(found: dict[float, float], interval: tuple[float, float]) -> str:
     """One line: why no λ was chosen, and what to change."""
-    verdicts = {verdict(mu, interval) for mu in found.values()}
     missed = f"no λ from {min(found):.3g} to {max(found):.3g} has μ in {list(interval)}"
-    if set(found.values()) == {1.0}:
+    ratios = set(_measured(found).values())
+    verdicts = {verdict(mu, interval) for mu in ratios}
+    if ratios == {1.0}:
         return f"{missed}: all flip exactly like the dense run; is the method dense in these steps?"
-    if verdicts == {"too small"}:
-        return f"{missed}: μ falls to {min(found.values()):.3f} only; raise the end of --grid"
-    if verdicts == {"too large"}:
-        return f"{missed}: μ rises to {max(found.values()):.3f} only; lower the start of --grid"
     gap = _jump(found, interval)
-    assert gap is not None
-    return (
-        f"{missed}: it jumps from {found[gap[0]]:.3f} at {gap[0]:.3g} to {found[gap[1]]:.3f} at "
-        f"{gap[1]:.3g}; compare more masks (--steps, sparsity.refresh) or widen --interval"
-    )
+    if gap is not None:
+        first, second = (
+            "failure" if math.isnan(found[decay]) else f"{found[decay]:.3f}" for decay in gap
+        )
+        return (
+            f"{missed}: it jumps from {first} at {gap[0]:.3g} to {second} at {gap[1]:.3g}; "
+            "compare more masks (--steps, sparsity.refresh) or widen --interval"
+        )
+    if verdicts == {"too small"}:
+        return f"{missed}: μ falls to {min(ratios):.3f} only; raise the end of --grid"
+    return f"{missed}: μ rises to {max(ratios):.3f} only; lower the start of --grid"
+
+
+def _measured(found: dict[float, float]) -> dict[float, float]:
+    return {decay: mu for decay, mu in found.items() if not math.isnan(mu)}
 
 
 def _jump(found: dict[float, float], interval: tuple[float, float]) -> tuple[float, float] | None:
     """The first two neighbours on different sides of the interval; None when a μ is inside."""
     if choose(found, interval) is not None:
         return None
-    above = [(decay, mu > interval[1]) for decay, mu in found.items()]
+    largest = max(_measured(found), default=math.inf)
+    # training diverges where the decay is too strong: a failure above all that ran is too large
+    above = [
+        (decay, mu > interval[1])
+        for decay, mu in found.items()
+        if not math.isnan(mu) or decay > largest
+    ]
     return next(((a, b) for (a, x), (b, y) in pairwise(above) if x != y), None)
 
 

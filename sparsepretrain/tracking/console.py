@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console as RichConsole
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
@@ -40,8 +41,9 @@ class Console:
             file=sink, force_terminal=live, width=width, highlight=False, markup=False, emoji=False
         )
         terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
-        self._live = terminal if live is None else live
+        self.live = terminal if live is None else live
         self._bar: Progress | None = None
+        self._board: Live | None = None
         self._task: tuple[str, TaskID] | None = None
         self._first: tuple[int, float] | None = None
         self._printed = ("", 0.0)
@@ -71,12 +73,15 @@ class Console:
             rows: cells, shown with ``str``; rows of equal length.
             header: names of the columns.
         """
-        columns = header or [""] * max(map(len, rows), default=0)
-        table = Table(*columns, title=title or None, title_justify="left", title_style="bold")
-        table.show_header = header is not None
-        for row in rows:
-            table.add_row(*map(str, row))
-        self._rich.print(table)
+        self._rich.print(_table(title, rows, header))
+
+    def redraw(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
+        """Show a table in place of the one before, on a terminal; lines printed stay above it."""
+        table = _table(title, rows, header)
+        if self._board is None:
+            self._board = Live(table, console=self._rich, auto_refresh=False)
+            self._board.start()
+        self._board.update(table, refresh=True)
 
     def progress(self, state: Preparation) -> None:
         """Show how far data preparation is, with its speed."""
@@ -91,7 +96,7 @@ class Console:
                 left = state.seconds * (state.total - state.done) / state.done
                 text += f"  ETA {clock(left)}"
         finished = state.done == state.total
-        if self._live:
+        if self.live:
             self._redraw(state.phase, state.done, state.total, text)
             if finished:
                 self.stop()
@@ -118,12 +123,12 @@ class Console:
             self.info("  ".join([place, line["split"], *values]))
             return
         left = self._seconds_left(line, total)
-        text = describe(line, left, short=self._live, unit=self.unit)
+        text = describe(line, left, short=self.live, unit=self.unit)
         if "sparse" in line:
             before, self._sparse = self._sparse, (step, line["sparse"])
             if before is not None and before[0] < step and before[1] != line["sparse"]:
                 self.info(f"{place}  {switch(line)}")
-        if self._live:
+        if self.live:
             self._redraw(place, step, total, text)
         else:
             self.info(f"{place}  {text}")
@@ -132,7 +137,9 @@ class Console:
         """Leave the bar as it stands; later lines come below it."""
         if self._bar is not None:
             self._bar.stop()
-        self._bar = self._task = self._first = None
+        if self._board is not None:
+            self._board.stop()
+        self._bar = self._board = self._task = self._first = None
 
     def _redraw(self, place: str, done: int, total: int | None, text: str) -> None:
         key = place.partition(" ")[0]
@@ -160,6 +167,15 @@ class Console:
         if line["step"] == step:
             return None
         return (total - line["step"]) * (line["time"] - at) / (line["step"] - step)
+
+
+def _table(title: str, rows: Sequence[Sequence[object]], header: Sequence[str] | None) -> Table:
+    columns = header or [""] * max(map(len, rows), default=0)
+    table = Table(*columns, title=title or None, title_justify="left", title_style="bold")
+    table.show_header = header is not None
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
 
 
 def describe(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from tiny_runs import Tiny
 
-from sparsepretrain import cli, studies
+from sparsepretrain import cli
+from sparsepretrain.studies import tune
 from sparsepretrain.studies.tune import Outcome
 
 TINY = ("schedule.warmup=4", "steps=8", "sparsity.refresh=2", "sparsity.mvue=none", "optim.lr=1e-2")
@@ -78,7 +79,7 @@ def test_flags_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         seen.append(args)
         return Outcome(1e-4, "train")
 
-    monkeypatch.setattr(studies, "tune_decay", tune_decay)
+    monkeypatch.setattr(tune, "tune_decay", tune_decay)
     flags = ["--grid", "1e-5,1e-3", "--points", "3", "--interval", "0.5,0.9", "--steps", "45"]
     words = ["seed=4", *flags, "--out", str(tmp_path), "sparsity.refresh=5"]
     assert cli.main(["tune-decay", *words]) == 0
@@ -122,7 +123,7 @@ def test_a_failing_picture_does_not_undo_the_search(
         raise OSError("no space")
 
     monkeypatch.setattr(reports, "decay_report", decay_report)
-    monkeypatch.setattr(studies, "tune_decay", lambda *_: Outcome(1e-4, "the command"))
+    monkeypatch.setattr(tune, "tune_decay", lambda *_: Outcome(1e-4, "the command"))
     assert cli.main(["tune-decay"]) == 0
     out = capsys.readouterr().out
     assert "warning: no plot: no space" in out and out.endswith("the command\n")

@@ -88,6 +88,23 @@ def test_a_rising_jump_is_bisected_as_well_and_called_out_of_order() -> None:
     assert not in_order(found, INTERVAL)
 
 
+def test_a_failure_is_left_out_or_counts_as_too_large() -> None:
+    """Of all λ the largest diverge; one that failed among others says nothing."""
+
+    def ratio(decay: float) -> float:
+        return math.nan if decay > 3e-4 else 1.3 - 2e3 * decay
+
+    found = search(ratio, (1e-5, 1e-3), INTERVAL)
+    assert choose(found, INTERVAL) is not None and math.isnan(found[1e-3])
+    assert in_order(found, INTERVAL)
+    found = search(lambda decay: math.nan if decay < 5e-5 else 1.2, (1e-5, 1e-4, 1e-3), INTERVAL)
+    assert len(found) == 3 and "μ falls to 1.200 only" in why_none(found, INTERVAL)
+    found = search(lambda decay: 1.2 if decay < 2e-5 else math.nan, (1e-5, 1e-4), INTERVAL)
+    assert len(found) == 2 + BISECTIONS
+    assert "jumps from 1.200 at" in why_none(found, INTERVAL)
+    assert "to failure at" in why_none(found, INTERVAL)
+
+
 def test_of_several_feasible_the_middle_one_then_the_smaller() -> None:
     found = {1e-5: 0.94, 2e-5: 0.80, 4e-5: 0.70, 8e-5: 0.61, 1.6e-4: 0.3}
     assert choose(found, INTERVAL) == 2e-5

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shlex
-from collections.abc import Callable
+import signal
+import threading
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from tiny_runs import Tiny, assert_equal_bits, assert_same_run, final_state, met
 
 from sparsepretrain import config, kernels
 from sparsepretrain.config import freeze
-from sparsepretrain.errors import ConfigError, DivergedError
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.reports import decay_report
+from sparsepretrain.studies import engine
 from sparsepretrain.studies.decay import Search
-from sparsepretrain.studies.tune import RESULT, Outcome, Stopped, show_plan, tune_decay
+from sparsepretrain.studies.engine import CellError, Stopped
+from sparsepretrain.studies.tune import RESULT, Outcome, show_plan, tune_decay
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import loop
 from sparsepretrain.training.trainer import build_training, train
@@ -26,6 +30,7 @@ from sparsepretrain.training.trainer import build_training, train
 # a high learning rate, so that masks flip in a few steps of a tiny model
 RUN = ("schedule.warmup=8", "steps=16", "optim.lr=1e-2", "checkpoint.every=0")
 TSRSTE = (*RUN, "sparsity=tsrste", "sparsity.refresh=2", "sparsity.mvue=none")
+SGD = ("optim=sgd", "optim.lr=1.0")  # Adam bears any decay
 GRID = (1e-3, 1e-2, 1e-1)
 
 
@@ -122,7 +127,7 @@ def test_the_ratio_falls_and_the_file_trains(
     assert freeze.run_directory(run) == freeze.run_directory(by_hand), "the very same run"
 
     # a second call reads what is there
-    monkeypatch.setattr(loop, "train_step", None)
+    monkeypatch.setattr(engine._processes, "Process", None)
     again, screen = tune(search, out, (*tiny.overrides(), *overrides, "sparsity.decay=5"))
     assert again == outcome and screen.count("is finished (8 steps)") == 1 + len(rows)
     assert decay_report(out).read_bytes().startswith(b"\x89PNG")
@@ -152,33 +157,36 @@ def test_no_feasible_decay_is_said_and_recorded(tiny: Tiny, tmp_path: Path) -> N
     assert decay_report(tmp_path).is_file()
 
 
-def test_a_signal_stops_the_search_and_nothing_is_lost(
-    tiny: Tiny, tmp_path: Path, stop_after: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_stops_the_search_and_nothing_is_lost(tiny: Tiny, tmp_path: Path) -> None:
     search = plan(tiny, grid=(1e-3, 1e-1), interval=(0.01, 5.0))
-    original = loop.train_step
-    stop_after(3)
+    dense = search.reference()
+
+    def terminate() -> None:
+        while not dense.directory.record_file.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    watcher = threading.Thread(target=terminate)
+    watcher.start()
     with pytest.raises(Stopped) as stopped:
         tune(search, tmp_path / "out")
+    watcher.join()
     assert stopped.value.exit_code == 143 and not (tmp_path / "out" / RESULT).exists()
+    continued, screen = tune(search, tmp_path / "out")
+    assert "dense: to run" not in screen and "λ = 0.001: to run" in screen
+    state = final_state(dense.directory.path)
+    dense.directory.path.rename(dense.directory.path.with_name("stopped"))
+    assert tune(search, tmp_path / "out")[0] == continued
+    assert_equal_bits(final_state(dense.directory.path), state)
+
+
+def test_a_partial_segment_is_planned_and_continued(tiny: Tiny, tmp_path: Path) -> None:
+    search = plan(tiny, grid=(1e-3,), interval=(0.01, 5.0))
+    assert train(search.reference().run, Console(io.StringIO()), stop_after=3) == 0
     screen = io.StringIO()
     show_plan(search, tmp_path / "out", Console(screen))
-    assert "from step 3" in screen.getvalue() and screen.getvalue().count("to run") == 2
-
-    trained = []
-
-    def train_step(t: Any) -> dict[str, Any]:
-        trained.append((t.run.sparsity.name, t.step))
-        return original(t)
-
-    monkeypatch.setattr(loop, "train_step", train_step)
-    continued, _ = tune(search, tmp_path / "out")
-    assert trained[0] == ("dense", 3) and len(trained) == 5 + 2 * 8
-    directory = search.reference().directory
-    state = final_state(directory)
-    directory.rename(directory.with_name("stopped"))
-    assert tune(search, tmp_path / "out")[0] == continued
-    assert_equal_bits(final_state(directory), state)
+    assert "from step 3" in screen.getvalue() and screen.getvalue().count("to run") == 1
+    assert "dense: from step 3, 8 steps" in tune(search, tmp_path / "out")[1]
 
 
 def test_few_comparisons_are_warned_of(tiny: Tiny, tmp_path: Path) -> None:
@@ -201,19 +209,24 @@ def test_a_frozen_reference_is_an_error(tiny: Tiny, tmp_path: Path) -> None:
         tune(search, tmp_path)
 
 
-def test_a_diverged_segment_names_its_decay(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = loop.train_step
+def test_a_diverged_segment_is_a_failed_row(tiny: Tiny, tmp_path: Path) -> None:
+    search = plan(tiny, *TSRSTE, *SGD, grid=(1e-3, 1e30), interval=(0.01, 5.0))
+    outcome, screen = tune(search, tmp_path)
+    assert outcome.decay == 1e-3 and "warning: λ = 1e+30 failed (exit code 5: diverged" in screen
+    result = json.loads((tmp_path / RESULT).read_text())
+    assert [row["decay"] for row in result["runs"]] == [1e-3]
+    (row,) = result["failed"]
+    assert (row["decay"], row["exit_code"]) == (1e30, 5) and "step " in row["error"]
+    assert decay_report(tmp_path).is_file()
 
-    def train_step(t: Any) -> dict[str, Any]:
-        if t.run.sparsity.name != "dense" and t.step == 2:
-            raise DivergedError("step 3: the loss is nan")
-        return original(t)
 
-    monkeypatch.setattr(loop, "train_step", train_step)
-    with pytest.raises(DivergedError, match=r"λ = 0\.001: step 3: the loss is nan"):
-        tune(plan(tiny, interval=(0.6, 0.95)), tmp_path)
+def test_without_a_single_ratio_there_is_an_error(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(CellError, match=r"λ = 1e\+20 failed: diverged: .* see .*console.log") as no:
+        tune(plan(tiny, *TSRSTE, *SGD, grid=(1e20, 1e30), interval=(0.6, 0.95)), tmp_path)
+    assert no.value.exit_code == 5
+    with pytest.raises(CellError, match="dense failed: diverged: ") as no:
+        tune(plan(tiny, *TSRSTE, "optim.lr=1e30", interval=(0.6, 0.95)), tmp_path)
+    assert no.value.exit_code == 5
 
 
 def test_an_unwritable_directory_is_found_before_training(tiny: Tiny, tmp_path: Path) -> None:

@@ -1,0 +1,348 @@
+"""Several runs, one table: each run in a child process, continued by the same call.
+
+Nothing passes between the processes: what the table shows is read from the records of the runs, and
+a cell is an ordinary run directory, so that what ran elsewhere is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, Literal
+
+from sparsepretrain.config import validate
+from sparsepretrain.config.schema import Run
+from sparsepretrain.errors import INTERRUPTED, ConfigError, SparsePretrainError
+from sparsepretrain.runs import checkpoint, record
+from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.tracking.console import Console, clock
+from sparsepretrain.training.signals import StopSignals
+
+POLL_SECONDS = 0.5
+"""Between two looks at the children and their records."""
+
+GRACE_SECONDS = 5.0
+"""What children get to end after a second interrupt, which asks them to drop everything."""
+
+ROWS = 30
+"""Of a table that is redrawn; of more cells only those that run or failed are shown."""
+
+LOST = 255
+"""Exit code of a child whose fork server was killed: what became of it is not known."""
+
+# Importing torch and transformers takes 5 to 8 s, which a fork server pays once. It may be forked:
+# the imports start no thread and do not initialise CUDA (tests/studies/test_engine.py).
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
+_processes = multiprocessing.get_context("forkserver")
+
+
+class Stopped(SparsePretrainError):
+    """A signal stopped a study, whose runs saved checkpoints: exit code of the signal."""
+
+    label = "stopped"
+
+    def __init__(self, code: int) -> None:
+        self.exit_code = code
+        super().__init__("the same command continues where this one stopped")
+
+
+@dataclass(eq=False)
+class Cell:
+    """One run of a study, and what became of it."""
+
+    label: str
+    run: Run
+    stop_after: int | None = None
+    """End after so many steps; what is computed up to there is that of the whole run."""
+    state: Literal["waiting", "running", "finished", "failed", "stopped"] = "waiting"
+    exit_code: int = 0
+    """Of a failed cell; minus the number of the signal that killed it."""
+    error: str = ""
+    """Of a failed cell: the last line that it printed."""
+    line: dict[str, Any] = field(default_factory=dict)
+    """The newest training line of the record."""
+    pace: float | None = None
+    """Seconds per step of late."""
+
+    @property
+    def directory(self) -> RunDirectory:
+        """Its run directory."""
+        return RunDirectory.of(self.run)
+
+    @property
+    def end(self) -> int:
+        """Steps after which it is finished."""
+        return self.run.steps if self.stop_after is None else self.stop_after
+
+    @property
+    def left(self) -> str:
+        """What is to be done: ``finished``, ``from step 40`` or ``to run``."""
+        if self.run.resume != "never":
+            if self.directory.is_finished(self.run, self.end):
+                return "finished"
+            if saved := checkpoint.saved(self.directory.checkpoints):
+                return f"from step {max(saved)}"
+        return "to run"
+
+    def look(self) -> None:
+        """Read how far the run is."""
+        lines = record.tail(self.directory.record_file)
+        lines = [line for line in lines if "split" not in line]
+        if not lines:
+            return
+        first, last = lines[0], lines[-1]
+        flips = [line["flip_rate"] for line in lines if line.get("flip_rate") is not None]
+        self.line = last | {"flip_rate": flips[-1] if flips else None}
+        if last["step"] > first["step"]:
+            self.pace = (last["time"] - first["time"]) / (last["step"] - first["step"])
+
+    def row(self) -> list[str]:
+        """What the table shows."""
+        step, loss, flips = (self.line.get(key) for key in ("step", "loss", "flip_rate"))
+        note = ""
+        if self.state == "failed":
+            note = f"exit code {self.exit_code}: {self.error}"
+        elif self.state == "running" and self.pace is not None and step is not None:
+            note = clock(max(0, self.end - step) * self.pace)
+        return [
+            self.label,
+            self.state,
+            f"{'–' if step is None else step}/{self.end}",
+            "–" if loss is None else f"{loss:.4f}",
+            "–" if flips is None else f"{flips:.1e}",
+            note,
+        ]
+
+
+class CellError(SparsePretrainError):
+    """A study cannot go on without a cell that failed: exit code of that cell."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.exit_code = max(1, cell.exit_code)
+        super().__init__(f"{cell.label} failed: {cell.error}; see {cell.directory.console_log}")
+
+
+class Study:
+    """Runs cells in child processes and shows one table of all that it was given.
+
+    Finished cells are not run again, partial ones continue, and one that fails stays as a row with
+    its error while the others go on. Cells may be added as results come in::
+
+        with Study("search", console) as study:
+            study.run(cells)
+            study.run([another])  # depends on what the first ones found
+
+    Args:
+        title: of the table.
+        console: shows the table, redrawn on a terminal, else a line for every change.
+        jobs: cells at a time; they divide the threads of the CPU among them.
+    """
+
+    def __init__(self, title: str, console: Console, *, jobs: int = 1) -> None:
+        self.title, self.jobs = title, jobs
+        self.cells: list[Cell] = []
+        self._console = console
+        self._children: dict[Cell, ForkServerProcess] = {}
+
+    def __enter__(self) -> Study:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._console.stop()
+
+    def run(self, cells: Sequence[Cell]) -> None:
+        """Add ``cells`` to the table and run what is left of them.
+
+        Raises:
+            Stopped: after SIGINT or SIGTERM, when every run has saved a checkpoint.
+            KeyboardInterrupt: after a second SIGINT, when the children ended or were killed.
+        """
+        self.cells += cells
+        waiting, told = list(cells), False
+        with StopSignals() as signals:
+            try:
+                while self._children or (waiting and not told):
+                    while not told and (cell := self._next(waiting)) is not None:
+                        waiting.remove(cell)
+                        self._start(cell)
+                    self._show()
+                    connection.wait([c.sentinel for c in self._children.values()], POLL_SECONDS)
+                    if signals.exit_code is not None and not told:
+                        told = True
+                        self._send(signals.exit_code - 128)
+                    for cell in [c for c, child in self._children.items() if not child.is_alive()]:
+                        self._end(cell, stopping=told)
+            except BaseException:
+                self._kill()
+                raise
+            finally:
+                self._show()
+        if signals.exit_code is not None:
+            raise Stopped(signals.exit_code)
+
+    def _next(self, waiting: list[Cell]) -> Cell | None:
+        """A cell to start now; two of the same run follow one another."""
+        if len(self._children) >= self.jobs:
+            return None
+        busy = {cell.directory for cell in self._children}
+        return next((cell for cell in waiting if cell.directory not in busy), None)
+
+    def _start(self, cell: Cell) -> None:
+        left, log = cell.left, cell.directory.console_log
+        if left == "finished":
+            cell.state = "finished"
+            cell.look()
+            steps = f"({cell.end} steps)"
+            self._say(f"{cell.label}: {cell.directory} is finished {steps}: nothing to do")
+            return
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_bytes(b"")
+        except OSError as error:
+            raise ConfigError(
+                f"run directory {cell.directory} is not writable ({error.strerror}): set "
+                "runs_dir=DIR"
+            ) from error
+        cell.state = "running"
+        self._say(f"{cell.label}: {left}, {cell.end} steps; prints to {log}")
+        self._show()
+        _start_server(cell.run)
+        job = (cell.run.plain, cell.stop_after, str(log), self.jobs, dict(os.environ))
+        child = self._children[cell] = _processes.Process(target=_train, args=job)
+        child.start()
+
+    def _end(self, cell: Cell, *, stopping: bool) -> None:
+        child = self._children.pop(cell)
+        child.join()
+        code = child.exitcode
+        assert code is not None and child.pid is not None
+        cell.look()
+        if code == LOST:  # it may still run, and hold the run's lock
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+        if code == 0 or stopping:
+            cell.state = "stopped" if code else "finished"
+            self._say(f"{cell.label}: {cell.state}")
+            return
+        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
+        cell.state, cell.exit_code = "failed", code
+        cell.error = killed or _last_line(cell.directory.console_log)
+        self._console.warn(f"{cell.label} failed ({cell.row()[-1]}); the others go on")
+
+    def _send(self, number: int) -> None:
+        for child in self._children.values():
+            if child.pid is not None and child.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, number)
+
+    def _kill(self) -> None:
+        """End what still runs: a second SIGINT makes a run drop everything."""
+        try:
+            self._send(signal.SIGINT)
+            deadline = time.monotonic() + GRACE_SECONDS
+            for child in self._children.values():
+                child.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for cell, child in self._children.items():
+                child.kill()
+                child.join()
+                cell.state = "stopped"
+            self._children.clear()
+
+    def _say(self, line: str) -> None:
+        if not self._console.live:
+            self._console.info(line)
+
+    def _show(self) -> None:
+        if not self._console.live:
+            return
+        for cell in self._children:
+            cell.look()
+        shown = self.cells
+        if len(shown) > ROWS:
+            shown = [cell for cell in shown if cell.state in ("running", "failed")]
+        header = ("run", "state", "step", "loss", "flip rate", "ETA")
+        self._console.redraw(self._title(), [cell.row() for cell in shown], header)
+
+    def _title(self) -> str:
+        """How many cells are in which state, and the time left for all of them."""
+        counts = Counter(cell.state for cell in self.cells)
+        parts = [f"{counts[state]} {state}" for state in counts if state != "running"]
+        paces = [cell.pace for cell in self.cells if cell.pace is not None]
+        open_ = [cell for cell in self.cells if cell.state in ("waiting", "running")]
+        if paces and open_:
+            steps = sum(cell.end - cell.line.get("step", 0) for cell in open_)
+            parts.append(f"ETA {clock(steps * sum(paces) / len(paces) / self.jobs)}")
+        return f"{self.title}: {', '.join(parts)}"
+
+
+def _start_server(run: Run) -> None:
+    """Start the fork server unless it runs."""
+    resource_tracker.ensure_running()  # which unblocks signals on its way
+    family = run.model.family
+    library = f"transformers.models.{family}.modeling_{family}"  # passed over if there is none
+    forkserver.set_forkserver_preload(
+        ["sparsepretrain.training.trainer", "numba", "omegaconf", library]
+    )
+    # the server must outlive a signal to the whole process group, and its children their start
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _train(
+    plain: dict[str, Any], stop_after: int | None, log: str, jobs: int, environment: dict[str, str]
+) -> None:
+    """Body of a child process."""
+    os.setpgid(0, 0)  # signals of the terminal come through the parent, once
+    os.environ.clear()
+    os.environ.update(environment)
+    output = open(log, "a", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    sys.stdout = sys.stderr = output
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        import torch
+
+        from sparsepretrain.training.trainer import train
+
+        if jobs > 1:
+            torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+        sys.exit(train(validate(plain), Console(output), stop_after=stop_after))
+    except SparsePretrainError as error:
+        print(f"{error.label}: {error}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _end_with_parent() -> None:
+    """Save and end when the parent was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
