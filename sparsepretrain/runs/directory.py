@@ -145,7 +145,7 @@ class RunDirectory:
             number += 1
         target.mkdir()
         for entry in self.path.iterdir():
-            if entry != self.lock_file:
+            if entry not in (self.lock_file, self.console_log):  # in use by this process
                 os.replace(entry, target / entry.name)
         return target
 

@@ -100,6 +100,15 @@ def test_a_partial_run_continues_and_stop_after_cuts_it(tiny: Tiny) -> None:
     assert_same_run(a.directory.path, trained_here(tiny, a, 5))
 
 
+def test_resume_never_starts_anew(tiny: Tiny) -> None:
+    for _ in range(2):
+        (a,) = cells(tiny, "a", *QUIET, "resume=never")
+        study([a])
+        assert a.state == "finished"
+    assert a.directory.path.with_name(f"{a.directory.path.name}.old-1").is_dir()
+    assert "the earlier run is kept" in a.directory.console_log.read_text()
+
+
 def test_a_failing_cell_is_a_row_and_the_others_go_on(tiny: Tiny) -> None:
     a, b, c = [
         *cells(tiny, "a", "optim.lr=1e30"),
