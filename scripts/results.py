@@ -110,7 +110,7 @@ def references() -> dict[str, dict[str, float]]:
 
     from sparsepretrain import data, registry
     from sparsepretrain.config import compose
-    from sparsepretrain.data.records import records
+    from sparsepretrain.data.formats import records
     from sparsepretrain.tasks.question_answering import exact_match, f1
 
     def held_out(name: str) -> list[dict[str, Any]]:

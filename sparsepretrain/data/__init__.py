@@ -13,9 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsepretrain.data.buckets import Buckets, Pairs, pairs
-    from sparsepretrain.data.counting import amounts
-    from sparsepretrain.data.order import Windows, windows
+    from sparsepretrain.data.formats import Pairs, amounts, pairs
+    from sparsepretrain.data.order import Buckets, Windows, windows
     from sparsepretrain.data.preparation import Progress, load, prepare
     from sparsepretrain.data.tokens import TokenData, cache_directory
 
@@ -34,10 +33,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "amounts": "counting",
-    "Buckets": "buckets",
-    "Pairs": "buckets",
-    "pairs": "buckets",
+    "amounts": "formats",
+    "Buckets": "order",
+    "Pairs": "formats",
+    "pairs": "formats",
     "Windows": "order",
     "windows": "order",
     "TokenData": "tokens",

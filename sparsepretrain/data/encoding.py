@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from sparsepretrain.data.hub import hub_access, reason
+from sparsepretrain.data.hub import reason
 from sparsepretrain.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -247,41 +246,6 @@ def train_wordpiece(texts: Iterable[bytes | str], vocab_size: int, *, lowercase:
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(list(WORDPIECE_SPECIAL))
     return str(tokenizer.to_str())
-
-
-TRAINERS: dict[str, Callable[[Iterable[bytes | str], int], str]] = {
-    "bpe": train_bpe,
-    "gpt2_size_bpe": train_bpe,
-    "wordpiece": partial(train_wordpiece, lowercase=True),
-    "wordpiece_cased": partial(train_wordpiece, lowercase=False),
-}
-"""``data.tokenizer`` -> what trains it; the names are those of ``sources._source.TRAINED``."""
-
-
-def read_tokenizer(name: str) -> str:
-    """The tokenizer.json called ``name``: a local file, or the one of a hub repository.
-
-    Raises:
-        DataError: the file cannot be read, or the hub does not give it.
-    """
-    try:
-        if name.endswith(".json"):
-            return Path(name).expanduser().read_text(encoding="utf-8")
-        from huggingface_hub import hf_hub_download
-
-        with hub_access():
-            path = hf_hub_download(name, "tokenizer.json")
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        if name.endswith(".json"):
-            why = error.strerror or error
-            raise DataError(f"data.tokenizer: cannot read {name}: {why}") from error
-        raise DataError(
-            f"data.tokenizer: cannot fetch {name!r} from the hub (needs the network; or give a "
-            f"tokenizer.json file, or data.tokenizer=gpt2_size_bpe): {reason(error)}"
-        ) from error
-    except ValueError as error:  # not UTF-8, or no legal repository name
-        raise DataError(f"data.tokenizer: cannot use {name!r}: {reason(error)}") from error
 
 
 def one_thread_per_process() -> None:

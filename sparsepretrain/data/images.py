@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparsepretrain import registry
-from sparsepretrain.data.order import PerEpoch, permutation
+from sparsepretrain.data.formats import LABEL_BYTES
 from sparsepretrain.data.preparation import OnProgress, load
-from sparsepretrain.data.sources._images import LABEL_BYTES, IndexSource, PixelSource
+from sparsepretrain.data.sources._images import IndexSource, PixelSource
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
 
@@ -106,30 +105,3 @@ def open_images(
         if split not in data.tokens:
             raise DataError(f"{data.name} has no {split} split")
     return {s: Images(source, data, s, classes) for s in splits}, data.fingerprint
-
-
-class Place(NamedTuple):
-    """Where a sample stands in the order of training: with the seed, the key of what is random."""
-
-    epoch: int
-    position: int
-    """In the epoch."""
-    image: int
-
-
-class ImageOrder:
-    """Every epoch is ``count`` samples in an order of its own, a function of (seed, epoch).
-
-    With ``copies`` > 1 an image is followed by itself, differently augmented, and an epoch visits
-    only ``count / copies`` images (repeated augmentation of Hoffer et al., arXiv:1901.09335, in the
-    form of DeiT's sampler).
-    """
-
-    def __init__(self, count: int, seed: int, copies: int = 1) -> None:
-        self._count, self._copies = count, copies
-        self._permutations = PerEpoch(functools.partial(permutation, seed, count=count))
-
-    def place(self, sample: int) -> Place:
-        """Of sample ``step * batch + position`` of the run."""
-        epoch, position = divmod(sample, self._count)
-        return Place(epoch, position, int(self._permutations[epoch][position // self._copies]))

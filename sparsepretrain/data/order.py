@@ -1,4 +1,4 @@
-"""The order of training: which window of tokens is sample ``position`` of step ``step``.
+"""The order of training: which window, bucket, record or image a sample of a step is.
 
 The answer is a pure function of (seed, step, position), so there is no loader state to save, and
 neither resuming nor the number of processes can change it.
@@ -7,15 +7,19 @@ neither resuming nor the number of processes can change it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from sparsepretrain.data.sources._source import TRAIN
+from sparsepretrain.data.source import TRAIN
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
 
 T = TypeVar("T")
+
+MULTIPLE = 4
+"""Lengths are padded to it, so that groups of four tokens (MVUE) lie within a sentence."""
 
 
 def epoch_words(seed: int, epoch: int, count: int) -> np.ndarray:
@@ -47,6 +51,14 @@ class PerEpoch(Generic[T]):
                 del self._drawn[min(self._drawn)]
             self._drawn[epoch] = self._draw(epoch)
         return self._drawn[epoch]
+
+    def take(self: PerEpoch[np.ndarray], samples: np.ndarray, count: int) -> np.ndarray:
+        """Entry ``sample % count`` of what belongs to epoch ``sample // count``, for each."""
+        epochs, taken = np.divmod(samples, count)
+        for epoch in np.unique(epochs):
+            mine = epochs == epoch
+            taken[mine] = self[int(epoch)][taken[mine]]
+        return taken
 
 
 class Windows:
@@ -116,12 +128,10 @@ class Windows:
 
     def _windows(self, samples: np.ndarray) -> np.ndarray:
         """Whole windows, by their place in the sequence of epochs."""
-        epochs, places = np.divmod(samples, self._full)
-        starts = places * self._length
         if self._shuffled:
-            for epoch in np.unique(epochs):
-                mine = epochs == epoch
-                starts[mine] = self._epochs[int(epoch)][places[mine]]
+            starts = self._epochs.take(samples, self._full)
+        else:
+            starts = samples % self._full * self._length
         return self._tokens[starts[:, None] + np.arange(self._length + 1)].astype(np.int64)
 
     def _left_out(self) -> list[tuple[int, int]]:
@@ -178,3 +188,115 @@ def windows(
     return Windows(
         tokens, length, seed, shuffled=shuffled, replacement=replacement, complete=complete
     )
+
+
+class Buckets:
+    """Pairs of about the same length, packed so that a bucket has at most ``max_tokens`` tokens.
+
+    A bucket of r pairs counts as r · max(source length, target length), padding included, as in
+    fairseq. Pairs are sorted by (longer side, target, source), each rounded up to a multiple of
+    four, and cut into buckets. Every epoch shuffles pairs of equal lengths and then the buckets: so
+    shapes and number of the buckets are the same in every epoch, and every pair comes once.
+    """
+
+    def __init__(self, lengths: np.ndarray, max_tokens: int, seed: int) -> None:
+        """Cut pairs into buckets.
+
+        Args:
+            lengths: (pairs, 2) of the pairs that take part, at least one, in tokens.
+            max_tokens: most tokens of a bucket; a single longer pair is a bucket too.
+            seed: of the order, in [0, 2^64).
+        """
+        padded = -(-lengths // MULTIPLE) * MULTIPLE
+        longest = padded.max(axis=1)
+        self._seed = seed
+        self._keys = (padded[:, 0], padded[:, 1], longest)
+        self._longest = int(longest.max())
+        self.starts = _cut(np.sort(longest), max_tokens)
+        """(buckets + 1,) places in the sorted order where buckets begin, and its end."""
+        self._epochs = PerEpoch(self._draw)
+
+    @property
+    def count(self) -> int:
+        """Buckets per epoch."""
+        return len(self.starts) - 1
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a bucket, whatever other bucket it is padded to."""
+        return int(np.diff(self.starts).max()) * self._longest
+
+    def pairs(self, sample: int) -> np.ndarray:
+        """Indices of the pairs of the bucket that is ``sample`` of the whole order, from 0."""
+        epoch, place = divmod(sample, self.count)
+        order, permutation = self._epochs[epoch]
+        bucket = permutation[place]
+        return order[self.starts[bucket] : self.starts[bucket + 1]]
+
+    def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sorted pairs and the permutation of the buckets."""
+        size = len(self._keys[0])
+        words = epoch_words(self._seed, epoch, size + self.count)
+        order = np.lexsort((words[:size], *self._keys))
+        return order, np.argsort(words[size:], kind="stable")
+
+
+def pad(rows: Sequence[np.ndarray], value: int) -> np.ndarray:
+    """(rows, length) int64, the length rounded up to a multiple of four, filled with ``value``."""
+    longest = max(map(len, rows))
+    padded = np.full((len(rows), -(-longest // MULTIPLE) * MULTIPLE), value, dtype=np.int64)
+    for row, tokens in zip(padded, rows, strict=True):
+        row[: len(tokens)] = tokens
+    return padded
+
+
+def _cut(longest: np.ndarray, max_tokens: int) -> np.ndarray:
+    """Greedy cuts of ascending lengths: rows · last length ≤ ``max_tokens``."""
+    starts, begin, total = [0], 0, len(longest)
+    while begin < total:
+        # rows · length grows with every row, so those that fit come first
+        rows = np.arange(1, total - begin + 1)[: max(1, max_tokens // int(longest[begin]))]
+        fits = rows * longest[begin : begin + len(rows)] <= max_tokens
+        begin += max(1, int(np.count_nonzero(fits)))
+        starts.append(begin)
+    return np.array(starts)
+
+
+class Shuffle:
+    """Places 0 … count - 1, each once per epoch, in an order that (seed, epoch) decides."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count = count
+        self._permutations = PerEpoch(partial(permutation, seed, count=count))
+
+    def places(self, step: int, positions: Sequence[int], size: int) -> np.ndarray:
+        """int64 (len(positions),): what is at ``positions`` of the global batch of ``step``."""
+        samples = np.asarray(positions, dtype=np.int64) + step * size
+        return self._permutations.take(samples, self.count)
+
+
+class Place(NamedTuple):
+    """Where a sample stands in the order of training: with the seed, the key of what is random."""
+
+    epoch: int
+    position: int
+    """In the epoch."""
+    image: int
+
+
+class ImageOrder:
+    """Every epoch is ``count`` samples in an order of its own, a function of (seed, epoch).
+
+    With ``copies`` > 1 an image is followed by itself, differently augmented, and an epoch visits
+    only ``count / copies`` images (repeated augmentation of Hoffer et al., arXiv:1901.09335, in the
+    form of DeiT's sampler).
+    """
+
+    def __init__(self, count: int, seed: int, copies: int = 1) -> None:
+        self._count, self._copies = count, copies
+        self._permutations = PerEpoch(partial(permutation, seed, count=count))
+
+    def place(self, sample: int) -> Place:
+        """Of sample ``step * batch + position`` of the run."""
+        epoch, position = divmod(sample, self._count)
+        return Place(epoch, position, int(self._permutations[epoch][position // self._copies]))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import multiprocessing
 import os
@@ -25,17 +24,10 @@ from typing import Any
 import numpy as np
 
 from sparsepretrain import registry
-from sparsepretrain.data.encoding import TRAINERS, open_codec, read_tokenizer
+from sparsepretrain.data.encoding import open_codec
+from sparsepretrain.data.formats import format_of
 from sparsepretrain.data.shards import Job, run
-from sparsepretrain.data.sources._source import (
-    BYTES,
-    SPLITS,
-    TRAIN,
-    TRAINED,
-    VALIDATION,
-    Shard,
-    Source,
-)
+from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, Shard, Source
 from sparsepretrain.data.tokens import (
     FORMAT,
     MANIFEST,
@@ -73,6 +65,17 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
+
+
+class _Phase:
+    """Reports the progress of a phase that begins now."""
+
+    def __init__(self, report: OnProgress, name: str, total: int | None, unit: str) -> None:
+        self._report, self._what, self._begin = report, (name, total, unit), time.monotonic()
+
+    def __call__(self, done: int, tokens: int = 0) -> None:
+        name, total, unit = self._what
+        self._report(Progress(name, done, total, unit, time.monotonic() - self._begin, tokens))
 
 
 def prepare(
@@ -115,7 +118,7 @@ def prepare(
             try:
                 _build(source, directory, workers, report)
             except DataError:
-                if source.kind != "text":  # hours of tokenising go on after a repair
+                if not format_of(source).keeps_parts:
                     shutil.rmtree(_partial(directory), ignore_errors=True)
                 raise
             return _open(directory, report, known=False)
@@ -152,8 +155,8 @@ def _locate(options: Any) -> tuple[Source, Path]:
         "options": {k: v for k, v in asdict(options).items() if k not in options.about},
         "state": source.state(),
     }
-    if source.tokenizer.endswith(".json"):
-        identity["tokenizer"] = read_tokenizer(source.tokenizer)
+    if source.tokenizer.is_file:
+        identity["tokenizer"] = source.tokenizer.read()
     text = json.dumps(identity, sort_keys=True, ensure_ascii=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return source, cache_directory() / f"{options.name}-{key}"
@@ -184,25 +187,25 @@ def _exclusive(directory: Path, report: OnProgress) -> Any:
     try:
         return lock.acquire(timeout=0)
     except Timeout:
-        report(Progress("waiting for another process", 0, None, "", 0.0))
+        _Phase(report, "waiting for another process", None, "")(0)
         return lock.acquire()
 
 
 def _build(source: Source, directory: Path, workers: int | None, report: OnProgress) -> None:
     parts = _partial(directory)
-    report(Progress("reading", 0, None, source.unit, 0.0))
+    _Phase(report, "reading", None, source.unit)(0)
     shards = source.shards()
-    tokenizer = None if source.tokenizer == BYTES else parts / TOKENIZER
+    tokenizer = None if source.tokenizer.is_bytes else parts / TOKENIZER
     if tokenizer is not None and not tokenizer.exists():
-        content = _make_tokenizer(source, shards, report)
+        content = _tokenizer_content(source, shards, report)
         parts.mkdir(exist_ok=True)
-        write_atomic(tokenizer, content.encode())
+        write_atomic(tokenizer, content)
     parts.mkdir(exist_ok=True)
     codec = open_codec(tokenizer)
     if codec.vocab_size > source.vocab_size:
         shutil.rmtree(parts)
         raise DataError(
-            f"tokenizer {source.tokenizer} has {codec.vocab_size} tokens, more than "
+            f"tokenizer {source.tokenizer.name} has {codec.vocab_size} tokens, more than "
             f"data.vocab_size={source.vocab_size}: set data.vocab_size={codec.vocab_size}"
         )
     job = Job(source, tokenizer, token_dtype(source.vocab_size).str, parts)
@@ -210,11 +213,11 @@ def _build(source: Source, directory: Path, workers: int | None, report: OnProgr
     _publish(_merge(job, shards, report), directory)
 
 
-def _make_tokenizer(source: Source, shards: list[Shard], report: OnProgress) -> str:
-    if source.tokenizer not in TRAINED:
-        return read_tokenizer(source.tokenizer)
+def _tokenizer_content(source: Source, shards: list[Shard], report: OnProgress) -> str:
+    if not source.tokenizer.is_trained:
+        return source.tokenizer.read()
     train = [shard for shard in shards if shard.split == TRAIN]
-    return TRAINERS[source.tokenizer](_TrainingText(source, train, report), source.vocab_size)
+    return source.tokenizer.train(_TrainingText(source, train, report), source.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -226,15 +229,14 @@ class _TrainingText:
     report: OnProgress
 
     def __iter__(self) -> Iterator[bytes | str]:
-        begin, seen, done = time.monotonic(), 0, 0
-        total = sum(shard.size for shard in self.shards)
+        seen, done, total = 0, 0, sum(shard.size for shard in self.shards)
+        phase = _Phase(self.report, "training the tokenizer", total, self.source.unit)
         for shard in self.shards:
             for text, _ in self.source.documents(shard):
                 yield text
                 seen += len(text)
             done += shard.size
-            seconds, unit = time.monotonic() - begin, self.source.unit
-            self.report(Progress("training the tokenizer", done, total, unit, seconds))
+            phase(done)
             if seen > TRAINING_TEXT:
                 return
 
@@ -243,13 +245,13 @@ def _tokenize(job: Job, shards: list[Shard], workers: int | None, report: OnProg
     pending = [shard for shard in shards if not job.file(shard).exists()]
     if workers is None:
         workers = 1 if job.tokenizer is None else _cores()
-    unit, total = job.source.unit, sum(shard.size for shard in shards)
-    done = total - sum(shard.size for shard in pending)
-    begin, tokens = time.monotonic(), 0
-    report(Progress("tokenizing", done, total, unit, 0.0))
+    total = sum(shard.size for shard in shards)
+    done, tokens = total - sum(shard.size for shard in pending), 0
+    phase = _Phase(report, "tokenizing", total, job.source.unit)
+    phase(done)
     for shard, count in run(job, pending, min(workers, len(pending))):
         done, tokens = done + shard.size, tokens + count
-        report(Progress("tokenizing", done, total, unit, time.monotonic() - begin, tokens))
+        phase(done, tokens)
 
 
 def _merge(job: Job, shards: list[Shard], report: OnProgress) -> Path:
@@ -257,60 +259,36 @@ def _merge(job: Job, shards: list[Shard], report: OnProgress) -> Path:
     final = job.directory / "final"
     shutil.rmtree(final, ignore_errors=True)
     final.mkdir()
-    total = sum(job.file(shard).stat().st_size for shard in shards)
-    done, begin = 0, time.monotonic()
-    digests = {}
+    done, phase = 0, _Phase(report, "writing", sum(map(job.size, shards)), "bytes")
+    counts, digests = {}, {}
     made = {shard.split for shard in shards} | {TRAIN, VALIDATION}
     for split in (split for split in SPLITS if split in made):
-        digest = hashlib.sha256()
+        digest, begin = hashlib.sha256(), done
         with open(final / f"{split}.bin", "wb") as stream:
             for shard in (shard for shard in shards if shard.split == split):
                 content = job.file(shard).read_bytes()
                 digest.update(content)
                 stream.write(content)
                 done += len(content)
-                report(Progress("writing", done, total, "bytes", time.monotonic() - begin))
+                phase(done)
             stream.flush()
             os.fsync(stream.fileno())
+        counts[split] = (done - begin) // np.dtype(job.dtype).itemsize
         digests[f"{split}.bin"] = digest.hexdigest()
+    if counts[TRAIN] == 0:
+        raise DataError(f"{job.source.options.name}: the train split has no text")
     tokenizer_bytes = None
     if job.tokenizer is not None:
         content = job.tokenizer.read_bytes()
-        digests[TOKENIZER] = hashlib.sha256(content).hexdigest()
-        tokenizer_bytes = len(content)
+        digests[TOKENIZER], tokenizer_bytes = hashlib.sha256(content).hexdigest(), len(content)
         write_atomic(final / TOKENIZER, content)
-    _write_manifest(job, final, digests, tokenizer_bytes, _keep_references(job, shards, final))
-    return final
-
-
-def _keep_references(job: Job, shards: list[Shard], final: Path) -> dict[str, str]:
-    """Write the targets of held-out pairs as they are, for scores; returns file -> sha256."""
-    texts: dict[str, bytearray] = {}
-    for shard in shards if job.source.kind == "pairs" else []:
-        if shard.split != TRAIN:
-            for text, _ in itertools.islice(job.source.documents(shard), 1, None, 2):
-                line = text.encode() if isinstance(text, str) else text
-                texts.setdefault(f"{shard.split}.references", bytearray()).extend(line + b"\0")
-    for name, content in texts.items():
-        write_atomic(final / name, memoryview(content))
-    return {name: hashlib.sha256(content).hexdigest() for name, content in texts.items()}
-
-
-def _write_manifest(
-    job: Job,
-    final: Path,
-    digests: dict[str, str],
-    tokenizer_bytes: int | None,
-    references: dict[str, str],
-) -> None:
-    options, size = job.source.options, np.dtype(job.dtype).itemsize
-    files = {split: final / f"{split}.bin" for split in SPLITS}
-    counts = {k: file.stat().st_size // size for k, file in files.items() if file.exists()}
-    if counts[TRAIN] == 0:
-        raise DataError(f"{options.name}: the train split has no text")
+    references = {}
+    for split, text in format_of(job.source).references(job.source, shards).items():
+        references[f"{split}.references"] = hashlib.sha256(text).hexdigest()
+        write_atomic(final / f"{split}.references", text)
     manifest = {
         "format": FORMAT,
-        "name": options.name,
+        "name": job.source.options.name,
         "fingerprint": fingerprint(job.dtype, digests),
         "vocab_size": job.source.vocab_size,
         "dtype": job.dtype,
@@ -319,9 +297,10 @@ def _write_manifest(
         "tokenizer_bytes": tokenizer_bytes,
         "sha256": digests,
         "references": references,
-        "options": asdict(options),
+        "options": asdict(job.source.options),
     }
-    write_atomic(final / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+    write_atomic(final / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    return final
 
 
 def _publish(final: Path, directory: Path) -> None:

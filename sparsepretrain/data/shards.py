@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from sparsepretrain.data.encoding import Codec, one_thread_per_process, open_codec
-from sparsepretrain.data.sources._source import Shard, Source
+from sparsepretrain.data.source import Shard, Source
 from sparsepretrain.errors import DataError
 from sparsepretrain.files import write_atomic
 
@@ -35,6 +35,10 @@ class Job:
     def file(self, shard: Shard) -> Path:
         """The token file of ``shard``; it exists only when it is complete."""
         return self.directory / f"{shard.split}-{shard.index:06d}.bin"
+
+    def size(self, shard: Shard) -> int:
+        """Bytes of that file."""
+        return self.file(shard).stat().st_size
 
 
 def run(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[Shard, int]]:

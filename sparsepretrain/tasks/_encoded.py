@@ -105,7 +105,7 @@ class EncodedTask(Task):
         """Open the prepared records and encode them with the model's tokenizer."""
         from sparsepretrain.data import load
         from sparsepretrain.data.encoding import open_codec
-        from sparsepretrain.data.records import Shuffle
+        from sparsepretrain.data.order import Shuffle
 
         data = load(self.data_options, on_progress=on_progress)
         if self.options.tokenizer != BYTES:
@@ -183,7 +183,7 @@ def _encoded(task: EncodedTask, data: TokenData, split: str, codec: Codec) -> tu
     key = (type(task), repr(task.options), repr(task.data_options), data.fingerprint, split)
     found = _cache.get(key)
     if found is None:
-        from sparsepretrain.data.records import records
+        from sparsepretrain.data.formats import records
 
         found = _cache[key] = tuple(task.encode(records(data, split), codec))
         while len(_cache) > 4:

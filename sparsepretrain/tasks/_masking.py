@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsepretrain.data.sources._source import SPLITS
+from sparsepretrain.data.source import SPLITS
 
 
 def selected(probability: float, eligible: int) -> int:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from sparsepretrain.data.images import ImageOrder, Images
+    from sparsepretrain.data.images import Images
+    from sparsepretrain.data.order import ImageOrder
 
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
 
@@ -144,7 +145,8 @@ class ImageClassification(Task):
     ) -> None:
         """Open the prepared images; offline sources are prepared when missing."""
         from sparsepretrain.data.augmentation import Augmentation
-        from sparsepretrain.data.images import ImageOrder, open_images
+        from sparsepretrain.data.images import open_images
+        from sparsepretrain.data.order import ImageOrder
 
         self._images, self.fingerprint = open_images(
             self.data_options, tuple(splits), self.model_options.classes, on_progress

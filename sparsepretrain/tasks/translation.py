@@ -95,8 +95,8 @@ class Translation(Task):
             DataError: a split has no pairs, or a held-out sentence is too long for the model.
         """
         from sparsepretrain.data import Buckets, load, pairs
-        from sparsepretrain.data.buckets import references
         from sparsepretrain.data.encoding import open_codec
+        from sparsepretrain.data.formats import references
 
         data = load(self.data_options, on_progress=on_progress)
         for split in splits:
@@ -161,7 +161,7 @@ class Translation(Task):
         import numpy as np
         import torch
 
-        from sparsepretrain.data.buckets import pad
+        from sparsepretrain.data.order import pad
 
         every, chosen, buckets = self._pairs[split], self._chosen[split], self._buckets[split]
         samples = [buckets.pairs(step * size + position) for position in positions]

@@ -19,7 +19,7 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.config.validate import validate
 from sparsepretrain.data import load as load_data
 from sparsepretrain.data.encoding import open_codec
-from sparsepretrain.data.sources._source import BYTES, TRAINED
+from sparsepretrain.data.tokenizer import tokenizer
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError, SparsePretrainError
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.weights import Source
@@ -183,12 +183,12 @@ def _keep_tokenizer(source: Source, plain: dict[str, Any], typed: set[str]) -> N
         return
     if given := sorted(typed & {"data.tokenizer", "data.vocab_size"}):
         raise ConfigError(f"{given[0]}: token ids mean what the run's tokenizer says; leave it out")
-    tokenizer = old["tokenizer"]
+    name = old["tokenizer"]
     options = registry.get("source", new["source"]).Options  # type: ignore[attr-defined]
-    by_name = tokenizer == BYTES or tokenizer.endswith(".json") or options.hub_tokenizers
-    if tokenizer in TRAINED or not by_name:
-        tokenizer = str(_tokenizer_file(source))
-    new["tokenizer"], new["vocab_size"] = tokenizer, old["vocab_size"]
+    own = tokenizer(name)
+    if own.is_trained or (own.is_remote and not options.hub_tokenizers):
+        name = str(_tokenizer_file(source))
+    new["tokenizer"], new["vocab_size"] = name, old["vocab_size"]
 
 
 def _tokenizer_file(source: Source) -> Path:
@@ -217,7 +217,7 @@ def _load_weights(t: Training, sources: list[Source], console: Console, *, same_
     state = weights.state(newest)
     if same_data and state["fingerprint"] != t.task.fingerprint:
         text = f"the data are not those of the run (fingerprint {state['fingerprint']} then)"
-        if getattr(t.run.data, "tokenizer", None) in TRAINED:
+        if tokenizer(getattr(t.run.data, "tokenizer", "")).is_trained:
             raise DataError(f"{text}, so token ids mean other text: prepare the same data again")
         console.warn(text)
     try:

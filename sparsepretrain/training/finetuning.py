@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -134,29 +133,26 @@ def _tokenizer_settings(source: weights.Source, plain: dict[str, Any]) -> dict[s
 
 def _tokenizer_name(source: weights.Source) -> str | None:
     """How data names the tokenizer, if it does: prepared data is then found again."""
-    from sparsepretrain.data.sources._source import TRAINED
+    from sparsepretrain.data.tokenizer import tokenizer
 
     if source.config is None:
         return None if isinstance(source.path, Path) else source.path
     name = source.config["data"].get("tokenizer")
-    return None if name is None or name in TRAINED else str(name)
+    return None if name is None or tokenizer(name).is_trained else str(name)
 
 
 def _tokens(name: str) -> int | None:
     """Tokens of a tokenizer; None where the configuration knows them."""
-    from sparsepretrain.data.encoding import open_codec, read_tokenizer
-    from sparsepretrain.data.sources._source import VOCABULARY
+    from sparsepretrain.data.encoding import open_codec
+    from sparsepretrain.data.tokenizer import tokenizer
 
-    if name in VOCABULARY:
-        return None
-    return open_codec(
-        Path(name) if name.endswith(".json") else _store(read_tokenizer(name))
-    ).vocab_size
+    found = tokenizer(name)
+    return None if found.vocab_size else open_codec(found.file()).vocab_size
 
 
 def _tokenizer_file(source: weights.Source) -> str:
     """``bytes``, or the tokenizer.json that travels with the checkpoint."""
-    from sparsepretrain.data.encoding import read_tokenizer
+    from sparsepretrain.data.tokenizer import tokenizer
 
     if source.config is None:
         return _huggingface_tokenizer(source)
@@ -164,12 +160,13 @@ def _tokenizer_file(source: weights.Source) -> str:
         return str(file.resolve())
     task, data = source.config["task"], source.config["data"]
     name = task.get("tokenizer") or data.get("tokenizer")
-    if name == BYTES:
+    known = tokenizer(name) if name else None
+    if known and known.is_bytes:
         return BYTES
-    if isinstance(name, str) and name.endswith(".json") and Path(name).is_file():
-        return str(Path(name).resolve())
-    if name in ("gpt2", "openai-community/gpt2") or (name and "/" in name):
-        return str(_store(read_tokenizer(name)))
+    if known and known.is_file and Path(known.name).is_file():
+        return str(Path(known.name).resolve())
+    if known and known.is_remote:
+        return str(known.file())
     raise CheckpointError(
         f"{source.path} has no tokenizer.json beside it: give task.tokenizer=FILE (or put the file "
         "into the run directory)"
@@ -177,11 +174,11 @@ def _tokenizer_file(source: weights.Source) -> str:
 
 
 def _huggingface_tokenizer(source: weights.Source) -> str:
-    from sparsepretrain.data.encoding import read_tokenizer
+    from sparsepretrain.data.tokenizer import tokenizer
     from sparsepretrain.models.pretrained import Pretrained, PretrainedOptions
 
     if isinstance(source.path, str):
-        return str(_store(read_tokenizer(source.path)))
+        return str(tokenizer(source.path).file())
     file = source.path / "tokenizer.json"
     if file.is_file():
         return str(file.resolve())
@@ -192,16 +189,3 @@ def _huggingface_tokenizer(source: weights.Source) -> str:
         f"{source.path} has no tokenizer.json: save a fast tokenizer there, or give "
         "task.tokenizer=FILE"
     )
-
-
-def _store(content: str) -> Path:
-    """A tokenizer of the hub as a file that stays."""
-    from sparsepretrain.data import cache_directory
-    from sparsepretrain.data.shards import write_atomic
-
-    directory = cache_directory() / "tokenizers"
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
-    if not file.exists():
-        write_atomic(file, content.encode())
-    return file

@@ -13,7 +13,7 @@ PLUGIN = """
 import json
 from dataclasses import dataclass
 
-from sparsepretrain.data.sources._source import Shard, Source, SourceOptions
+from sparsepretrain.data.source import Shard, Source, SourceOptions
 from sparsepretrain.registry import register
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sparsepretrain.data import Buckets, Pairs, TokenData, pairs
-from sparsepretrain.data.buckets import pad
+from sparsepretrain.data.order import pad
 from sparsepretrain.errors import DataError
 
 

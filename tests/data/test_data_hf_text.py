@@ -33,7 +33,7 @@ def rows(tmp_path):
 def test_local_rows_are_split_by_document_as_nanogpt_does(options, rows, monkeypatch, workers):
     from sparsepretrain.data.sources import hf_text
 
-    monkeypatch.setattr(hf_text, "SHARD_DOCUMENTS", 30)
+    monkeypatch.setattr(hf_text.HfText, "shard_rows", 30)
     changes = LOCAL | {"data_files": [str(rows)], "validation": 0.1}
     if workers == 2:
         changes |= {"tokenizer": "bpe", "vocab_size": 300}

@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 from sparsepretrain.data import prepare
-from sparsepretrain.data.images import ImageOrder, open_images
+from sparsepretrain.data.images import open_images
+from sparsepretrain.data.order import ImageOrder
 from sparsepretrain.data.sources import cifar
 from sparsepretrain.errors import ConfigError, DataError
 

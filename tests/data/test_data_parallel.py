@@ -156,7 +156,7 @@ def wmt(tmp_path, monkeypatch):
 def test_a_corpus_of_datasets(options, wmt, monkeypatch):
     from sparsepretrain.data.sources import hf_pairs
 
-    monkeypatch.setattr(hf_pairs, "SHARD_PAIRS", 7)
+    monkeypatch.setattr(hf_pairs.HfPairs, "shard_rows", 7)
     data = prepare(options("wmt14_ende", **wmt), workers=1)
     kept = [i for i in range(30) if i != 1]
     assert texts(data, "train") == [(f"train {i}", f"train {i} ä") for i in kept]

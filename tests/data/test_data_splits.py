@@ -52,7 +52,7 @@ def expected(split):
 def test_a_local_clone_has_the_splits_of_the_hub(options, mirror, monkeypatch, workers):
     from sparsepretrain.data.sources import hf_text
 
-    monkeypatch.setattr(hf_text, "SHARD_DOCUMENTS", 4)
+    monkeypatch.setattr(hf_text.HfText, "shard_rows", 4)
     changes = {"tokenizer": "bytes"}
     if workers == 2:
         changes = {"tokenizer": "bpe", "vocab_size": 300}

@@ -8,14 +8,13 @@ import pytest
 
 from sparsepretrain.data import load, prepare
 from sparsepretrain.data.encoding import (
-    TRAINERS,
     WORDPIECE_SPECIAL,
     ByteCodec,
     FileCodec,
     train_bpe,
     train_wordpiece,
 )
-from sparsepretrain.data.sources._source import TRAINED
+from sparsepretrain.data.tokenizer import TOKENIZERS
 from sparsepretrain.errors import DataError
 
 WORDS = [f"The sheep {i} eats grass, the Goat {i * i} does not." for i in range(60)]
@@ -31,8 +30,12 @@ def codec(tmp_path):
     return build
 
 
-def test_every_trained_tokenizer_has_a_trainer():
-    assert set(TRAINERS) == set(TRAINED)
+@pytest.mark.parametrize("name", [n for n, known in TOKENIZERS.items() if known.is_trained])
+def test_every_trained_tokenizer_is_what_its_record_says(name, tmp_path):
+    (tmp_path / "t.json").write_text(TOKENIZERS[name].train(WORDS, 300))
+    codec = FileCodec(tmp_path / "t.json")
+    assert 20 < codec.vocab_size <= 300
+    assert (codec.mask is not None) is TOKENIZERS[name].has_mask
 
 
 def test_special_tokens_come_first_in_berts_order(codec):

@@ -14,7 +14,8 @@ from sparsepretrain.cli import main
 from sparsepretrain.config import compose
 from sparsepretrain.config.strict import build
 from sparsepretrain.data import load
-from sparsepretrain.data.records import Shuffle, records
+from sparsepretrain.data.formats import records
+from sparsepretrain.data.order import Shuffle
 from sparsepretrain.errors import ConfigError, DataError
 
 

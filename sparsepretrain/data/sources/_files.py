@@ -1,15 +1,17 @@
-"""Text that lies in files: listing, splitting by file, reading in pieces."""
+"""Text that lies in files: finding it, splitting by file, reading in pieces."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from sparsepretrain.data.sources._source import TRAIN, VALIDATION, Document, Shard, Source
+from sparsepretrain.data.source import TRAIN, VALIDATION, Document, Shard, Source
 from sparsepretrain.errors import DataError
 
 SHARD_BYTES = 4 << 20
@@ -31,6 +33,19 @@ class TextFile:
     identity: tuple[int, int]
     """Device and inode: a file reached in two ways is read once."""
 
+    @classmethod
+    def at(cls, path: str, name: str, key: str = "") -> TextFile:
+        """The file at ``path``.
+
+        Raises:
+            DataError: it cannot be read; ``key`` is that of the configuration.
+        """
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            raise unreadable(path, error, key) from error
+        return cls(name, path, stat.st_size, stat.st_mtime_ns, (stat.st_dev, stat.st_ino))
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -41,6 +56,11 @@ class Piece:
     end: int
     last: bool
     """Whether the document ends here."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.end - self.begin
 
 
 class FileSource(Source):
@@ -71,19 +91,16 @@ class FileSource(Source):
             raise DataError(f"{self.options.name}: all files are empty")
         return sorted(unique.values(), key=lambda file: (self._hash(file.name), file.path))
 
+    @cached_property
     def held_out(self) -> dict[str, list[TextFile]]:
-        """Files of the splits that the options name; they are no part of :meth:`find`'s.
-
-        Raises:
-            DataError: nothing is there.
-        """
+        """Files of the splits that the options name; they are no part of :meth:`find`'s."""
         return {}
 
     def state(self) -> list[Any]:
         """Name, size and modification time of every file."""
         named = [
             [split, file.name, file.size, file.mtime_ns]
-            for split, files in self.held_out().items()
+            for split, files in self.held_out.items()
             for file in files
         ]
         return [[file.name, file.size, file.mtime_ns] for file in self.files] + named
@@ -97,19 +114,15 @@ class FileSource(Source):
         ]
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """Read the pieces of ``shard``.
-
-        Raises:
-            DataError: a file cannot be read or has become shorter.
-        """
+        """The pieces of ``shard``."""
         for piece in shard.items:
             try:
                 with open(piece.path, "rb") as file:
                     file.seek(piece.begin)
-                    text = file.read(piece.end - piece.begin)
+                    text = file.read(piece.size)
             except OSError as error:
-                raise _unreadable(piece.path, error) from error
-            if len(text) != piece.end - piece.begin:
+                raise unreadable(piece.path, error) from error
+            if len(text) != piece.size:
                 raise DataError(f"{piece.path} changed while it was read: run again")
             yield text, piece.last
 
@@ -117,11 +130,10 @@ class FileSource(Source):
         return hashlib.sha256(f"{self.options.seed}:{name}".encode(errors="replace")).digest()
 
     def _split(self) -> dict[str, list[Piece]]:
-        files, named = self.files, self.held_out()
-        fraction = 0.0 if VALIDATION in named else self.options.validation
-        pieces = self._by_fraction(files, fraction)
-        for split, held in named.items():
-            pieces[split] = [Piece(file.path, 0, file.size, True) for file in held]
+        fraction = 0.0 if VALIDATION in self.held_out else self.options.validation
+        pieces = self._by_fraction(self.files, fraction)
+        for split, files in self.held_out.items():
+            pieces[split] = [Piece(file.path, 0, file.size, True) for file in files]
         return pieces
 
     @staticmethod
@@ -150,19 +162,42 @@ class FileSource(Source):
         return split
 
 
-def refuse_shared(files: Iterable[tuple[str, str, tuple[int, int]]]) -> None:
-    """Refuse a file that two splits have.
-
-    Args:
-        files: key of the configuration, path, (device, inode).
+def match(key: str, pattern: str) -> list[TextFile]:
+    """The files that ``pattern`` names; their names are relative to its part without wildcards.
 
     Raises:
-        DataError: names both keys.
+        DataError: there is none, or one cannot be read.
+    """
+    expanded = os.path.abspath(os.path.expanduser(pattern))
+    plain = os.path.isfile(expanded)  # a real file name may contain [ or *
+    paths = [expanded] if plain else sorted(glob.glob(expanded, recursive=True))
+    paths = [path for path in paths if os.path.isfile(path)]
+    if not paths:
+        hint = f" (a directory: use {pattern}/**/*.txt)" if os.path.isdir(expanded) else ""
+        raise DataError(f"{key}: no file matches {pattern}{hint}")
+    fixed = expanded
+    while plain or glob.has_magic(fixed):
+        fixed, plain = os.path.dirname(fixed), False
+    names = (os.path.relpath(path, fixed).replace(os.sep, "/") for path in paths)
+    return [TextFile.at(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def refuse_shared(files: Iterable[tuple[str, TextFile]]) -> None:
+    """Refuse a file that two keys of the configuration name.
+
+    Raises:
+        DataError: names both.
     """
     seen: dict[tuple[int, int], str] = {}
-    for key, path, identity in files:
-        if (other := seen.setdefault(identity, key)) != key:
-            raise DataError(f"{key}: {path} is also one of {other}")
+    for key, file in files:
+        if (other := seen.setdefault(file.identity, key)) != key:
+            raise DataError(f"{key}: {file.path} is also one of {other}")
+
+
+def unreadable(path: str, error: OSError, key: str = "") -> DataError:
+    """The error of a file that the system does not give; ``key`` is that of the configuration."""
+    where = f"{key}: " if key else ""
+    return DataError(f"{where}cannot read {path}: {error.strerror or error}")
 
 
 def _cut(piece: Piece) -> Iterator[Piece]:
@@ -184,27 +219,19 @@ def _line_end(path: str, at: int, end: int) -> int:
             file.readline(LONGEST_LINE)
             return min(file.tell(), end)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def _pack(split: str, pieces: Iterator[Piece]) -> list[Shard]:
-    shards: list[Shard] = []
-    items: list[Piece] = []
-    size = 0
-
-    def close() -> None:
-        shards.append(Shard(split, len(shards), size, tuple(items)))
-
+    groups: list[list[Piece]] = []
+    room = 0
     for piece in pieces:
-        if items and size + piece.end - piece.begin > SHARD_BYTES:
-            close()
-            items, size = [], 0
-        items.append(piece)
-        size += piece.end - piece.begin
-    if items:
-        close()
-    return shards
-
-
-def _unreadable(path: str, error: OSError) -> DataError:
-    return DataError(f"cannot read {path}: {error.strerror or error}")
+        if not groups or piece.size > room:
+            groups.append([])
+            room = SHARD_BYTES
+        groups[-1].append(piece)
+        room -= piece.size
+    return [
+        Shard(split, index, sum(piece.size for piece in group), tuple(group))
+        for index, group in enumerate(groups)
+    ]

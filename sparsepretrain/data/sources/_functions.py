@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sparsepretrain.data.source import Document, Shard, SourceOptions
 from sparsepretrain.data.sources._records import Row, encode
-from sparsepretrain.data.sources._source import Document, Shard, SourceOptions
 from sparsepretrain.data.sources.python_source import PythonSource
 
 
@@ -33,12 +33,9 @@ class FunctionOptions(SourceOptions):
         yield from SourceOptions.problems(self)
         if self.roots is not None and not self.roots:
             yield "roots", "must name at least one directory, or be null (standard library)"
-        if self.per_file < 1:
-            yield "per_file", f"must be ≥ 1, got {self.per_file}"
+        yield from self.below(1, "per_file")
         if not 0 < self.validation < 1:
             yield "validation", f"must lie in (0, 1), got {self.validation}"
-        if not 0 <= self.seed < 2**32:
-            yield "seed", f"must lie in [0, 2^32), got {self.seed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +69,7 @@ class FunctionSource(PythonSource):
         """
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """The records of the files of one shard.
-
-        Raises:
-            DataError: a file cannot be read.
-        """
+        """The records of the files of one shard."""
         for text, _ in super().documents(shard):
             assert isinstance(text, bytes)
             for record in self.records(functions(text.decode(errors="replace"))):

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sparsepretrain.data.sources._source import Document, Shard, Source
+from sparsepretrain.data.source import Document, Shard, Source
 from sparsepretrain.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
-
-LABEL_BYTES = 2
-"""A label is a little-endian integer in front of the pixels."""
 
 
 class ImageSource(Source):
@@ -53,26 +50,23 @@ class PixelSource(ImageSource):
         Raises:
             DataError: they cannot be read, or a label does not fit two bytes.
         """
+        import numpy as np
+
         labels, images = self.rows(shard)
-        yield pack_rows(labels, images), False
+        if len(labels) and (labels.min() < 0 or labels.max() >= 1 << 16):
+            raise DataError(f"labels must lie in [0, 65535], got {labels.min()} to {labels.max()}")
+        first = labels.astype("<u2").view(np.uint8).reshape(len(labels), 2)
+        pixels = images.astype(np.uint8).reshape(len(labels), -1)
+        yield np.concatenate([first, pixels], axis=1).tobytes(), False
 
 
-def pack_rows(labels: np.ndarray, images: np.ndarray) -> bytes:
-    """The bytes of rows: 2 of the label, then the pixels.
-
-    Raises:
-        DataError: a label is negative or above 65535.
-    """
-    import numpy as np
-
-    if len(labels) and (labels.min() < 0 or labels.max() >= 1 << 16):
-        raise DataError(f"labels must lie in [0, 65535], got {labels.min()} to {labels.max()}")
-    first = labels.astype("<u2").view(np.uint8).reshape(len(labels), LABEL_BYTES)
-    pixels = images.astype(np.uint8).reshape(len(labels), -1)
-    return np.concatenate([first, pixels], axis=1).tobytes()
-
-
-def index_documents(entries: Sequence[dict[str, Any]]) -> Iterator[Document]:
+def index_documents(entries: Iterable[dict[str, Any]]) -> Iterator[Document]:
     """Entries of an index, one JSON object per document."""
     for entry in entries:
         yield json.dumps(entry, ensure_ascii=True, separators=(",", ":")), True
+
+
+def undecodable(what: str, error: Exception) -> DataError:
+    """The error of an image at ``what`` that a decoder gave up on."""
+    why = " ".join(str(error).split()).replace(what, "it")[:120]
+    return DataError(f"{what} does not decode: {why}")

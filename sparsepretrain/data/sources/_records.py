@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from sparsepretrain.data.hub import load_rows
-from sparsepretrain.data.sources._files import refuse_shared
-from sparsepretrain.data.sources._source import (
+from sparsepretrain.data.source import (
     TEST,
     TRAIN,
     VALIDATION,
@@ -18,8 +18,10 @@ from sparsepretrain.data.sources._source import (
     Shard,
     Source,
     SourceOptions,
+    ranges,
 )
-from sparsepretrain.data.sources.text_files import match
+from sparsepretrain.data.sources._files import TextFile, match, refuse_shared
+from sparsepretrain.data.sources._hub import load_rows
 from sparsepretrain.errors import DataError
 
 SHARD_ROWS = 16384
@@ -83,10 +85,6 @@ class RecordSource(Source):
     """What a record is, in words: a task wants one kind of them."""
     unit = "records"
 
-    def __init__(self, options: Any) -> None:
-        super().__init__(options)
-        self._opened: dict[tuple[str, int], Any] = {}
-
     @property
     def offline(self) -> bool:  # type: ignore[override]
         """Whether the entries are local files."""
@@ -105,54 +103,41 @@ class RecordSource(Source):
         """
 
     def state(self) -> list[Any]:
-        """Name, size and time of local files; nothing for the hub.
-
-        Raises:
-            DataError: a file is missing or is one of two splits.
-        """
+        """Name, size and time of local files; nothing for the hub."""
         if not self.options.local:
             return []
         files = list(self._files())
-        refuse_shared((f"data.{split}", file.path, file.identity) for split, _, file in files)
+        refuse_shared((f"data.{split}", file) for split, _, file in files)
         return [[split, part, file.name, file.size, file.mtime_ns] for split, part, file in files]
 
     def shards(self) -> list[Shard]:
         """A shard per local file, or ranges of the rows of a hub split."""
-        found: list[tuple[str, int, tuple[Any, ...]]] = []
         if self.options.local:
-            found = [(split, file.size, (part, file.path)) for split, part, file in self._files()]
+            found = [Shard(split, 0, f.size, (part, f.path)) for split, part, f in self._files()]
         else:
-            for split, entries in self.options.entries.items():
-                for part, entry in enumerate(entries):
-                    rows = len(self._open(entry))
-                    for begin in range(0, rows, SHARD_ROWS):
-                        end = min(begin + SHARD_ROWS, rows)
-                        found.append((split, end - begin, (part, entry, begin, end)))
-        counts: dict[str, int] = {}
-        shards = []
-        for split, size, items in found:
-            index = counts.get(split, 0)
-            counts[split] = index + 1
-            shards.append(Shard(split, index, size, items))
-        return shards
+            found = [
+                replace(shard, items=(part, entry, *shard.items))
+                for split, entries in self.options.entries.items()
+                for part, entry in enumerate(entries)
+                for shard in ranges(split, len(self._open(entry)), SHARD_ROWS)
+            ]
+        indices: dict[str, Iterator[int]] = defaultdict(itertools.count)
+        return [replace(shard, index=next(indices[shard.split])) for shard in found]
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """The records of one shard.
-
-        Raises:
-            DataError: a row is unsuitable; names the file and the line.
-        """
+        """The records of one shard; the error of an unsuitable row names the file and the line."""
         part, entry, *rest = shard.items
         if rest:
             begin, end = rest
-            where = f"{self.options.path} {entry}, row"
-            rows: Iterable[tuple[int, Row]] = enumerate(self._open(entry).select(range(begin, end)))
-            rows = ((begin + i, row) for i, row in rows)
+            where = f"{self.options.path} {entry}, row "
+            part_of = self._open(entry).select(range(begin, end))
+            rows: Iterable[tuple[int, Row]] = enumerate(part_of, begin)
+        elif entry.endswith(".parquet"):
+            where, rows = f"{entry}, row ", _parquet_rows(entry)
         else:
-            where = f"{entry}, row" if entry.endswith(".parquet") else f"{entry}:"
-            rows = _parquet_rows(entry) if entry.endswith(".parquet") else _json_rows(entry)
+            where, rows = f"{entry}:", _json_rows(entry)
         for number, row in rows:
-            place = f"{where}{number}" if where.endswith(":") else f"{where} {number}"
+            place = f"{where}{number}"
             try:
                 document = encode(self.record(row, part))
             except KeyError as error:
@@ -167,13 +152,10 @@ class RecordSource(Source):
 
     def missing(self) -> str:
         """The message when nothing is prepared."""
-        name = self.options.name
-        return (
-            f"{name} is not prepared: run `sparsepretrain prepare data={name}` (needs the "
-            "network), or let data.train and data.validation name files of a mirror"
-        )
+        mirror = "let data.train and data.validation name files of a mirror"
+        return f"{super().missing()} (needs the network), or {mirror}"
 
-    def _files(self) -> Iterator[tuple[str, int, Any]]:
+    def _files(self) -> Iterator[tuple[str, int, TextFile]]:
         for split, entries in self.options.entries.items():
             for part, entry in enumerate(entries):
                 for file in match(f"data.{split}", entry):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from sparsepretrain.data.source import TRAIN, VALIDATION, Shard, SourceOptions
 from sparsepretrain.data.sources._images import PixelSource
-from sparsepretrain.data.sources._source import TRAIN, VALIDATION, Shard, SourceOptions
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
@@ -59,7 +59,6 @@ EDITIONS = {
 class Options(SourceOptions):
     """Options of ``source: cifar``."""
 
-    source: Literal["cifar"]
     classes: Literal[10, 100]
     """Which of the two sets."""
     path: str
@@ -76,17 +75,12 @@ class Cifar(PixelSource):
     offline = True
     shape = (32, 32, 3)
 
-    @property
-    def edition(self) -> Edition:
-        """The files of the chosen set."""
-        return EDITIONS[self.options.classes]
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.edition = EDITIONS[options.classes]
 
     def state(self) -> list[Any]:
-        """Size and modification time of the archive, or of each file.
-
-        Raises:
-            DataError: something is missing.
-        """
+        """Size and modification time of the archive, or of each file."""
         path = Path(self.options.path).expanduser()
         files = [path / name for name in self.edition.files] if path.is_dir() else [path]
         found = []
@@ -113,11 +107,7 @@ class Cifar(PixelSource):
         return shards
 
     def rows(self, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
-        """Labels and images of one file.
-
-        Raises:
-            DataError: it is missing, not the official one, or holds something else.
-        """
+        """Labels and images of one file."""
         import numpy as np
 
         name = shard.items[0]

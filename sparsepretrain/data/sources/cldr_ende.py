@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, time
 from functools import cache
+from importlib import metadata
 from random import Random
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from sparsepretrain.data.sources._source import (
+from sparsepretrain.data.source import (
     TEST,
     TRAIN,
     VALIDATION,
@@ -25,6 +26,7 @@ from sparsepretrain.data.sources._source import (
     Source,
     SourceOptions,
     TokenOptions,
+    ranges,
 )
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
@@ -187,7 +189,6 @@ def sentence(draws: Random) -> tuple[str, str]:
 class Options(TokenOptions):
     """Options of ``source: cldr_ende``."""
 
-    source: Literal["cldr_ende"]
     train_pairs: int
     """Sentence pairs to train on."""
     validation_pairs: int
@@ -200,13 +201,8 @@ class Options(TokenOptions):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types."""
         yield from TokenOptions.problems(self)
-        for key in ("validation_pairs", "test_pairs"):
-            if getattr(self, key) < 0:
-                yield key, f"must be ≥ 0, got {getattr(self, key)}"
-        if self.train_pairs <= 0:
-            yield "train_pairs", f"must be > 0, got {self.train_pairs}"
-        if not 0 <= self.seed < 2**32:
-            yield "seed", f"must lie in [0, 2^32), got {self.seed}"
+        yield from self.below(0, "validation_pairs", "test_pairs")
+        yield from self.below(1, "train_pairs")
 
 
 @register("source", "cldr_ende")
@@ -223,27 +219,17 @@ class CldrEnDe(Source):
     unit = "pairs"
 
     def state(self) -> list[Any]:
-        """Versions of the sentences, of Babel (and so of its CLDR data) and of num2words.
-
-        Raises:
-            DataError: Babel or num2words is not installed.
-        """
-        from importlib.metadata import PackageNotFoundError, version
-
+        """Versions of the sentences, of Babel (and so of its CLDR data) and of num2words."""
         try:
-            return [VERSION, version("babel"), version("num2words")]
-        except PackageNotFoundError as error:
+            return [VERSION, metadata.version("babel"), metadata.version("num2words")]
+        except metadata.PackageNotFoundError as error:
             raise DataError(
                 f"{self.options.name} needs the packages babel and num2words: "
                 "pip install 'sparsepretrain[mt]'"
             ) from error
 
     def shards(self) -> list[Shard]:
-        """All sentences, made here: about a second for 5,000.
-
-        Raises:
-            DataError: so many different sentences do not exist.
-        """
+        """All sentences, made here: about a second for 5,000."""
         draws, options = Random(self.options.seed), self.options
         seen: set[str] = set()
         shards = []
@@ -259,9 +245,8 @@ class CldrEnDe(Source):
                     kept.append(pair)
             if len(kept) < size:
                 raise DataError(f"data.{split}_pairs: there are too few different sentences")
-            for index, begin in enumerate(range(0, size, SHARD_PAIRS)):
-                part = tuple(kept[begin : begin + SHARD_PAIRS])
-                shards.append(Shard(split, index, len(part), part))
+            parts = ranges(split, size, SHARD_PAIRS)
+            shards += [replace(part, items=tuple(kept[slice(*part.items)])) for part in parts]
         return shards
 
     def documents(self, shard: Shard) -> Iterator[Document]:

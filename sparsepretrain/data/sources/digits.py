@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from sparsepretrain.data.source import TEST, TRAIN, VALIDATION, Shard, SourceOptions
 from sparsepretrain.data.sources._images import PixelSource
-from sparsepretrain.data.sources._source import TEST, TRAIN, VALIDATION, Shard, SourceOptions
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
@@ -22,7 +22,6 @@ SMALLEST_CLASS = 174
 class Options(SourceOptions):
     """Options of ``source: digits``."""
 
-    source: Literal["digits"]
     validation: int
     """Images of each digit that are held out for validation."""
     test: int
@@ -33,13 +32,9 @@ class Options(SourceOptions):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types."""
         yield from SourceOptions.problems(self)
-        for key in ("validation", "test"):
-            if getattr(self, key) < 1:
-                yield key, f"must be ≥ 1, got {getattr(self, key)}"
+        yield from self.below(1, "validation", "test")
         if self.validation + self.test >= SMALLEST_CLASS:
             yield "test", f"must leave some of {SMALLEST_CLASS} images of a digit for training"
-        if not 0 <= self.seed < 2**32:
-            yield "seed", f"must lie in [0, 2^32), got {self.seed}"
 
 
 @register("source", "digits")
@@ -55,11 +50,7 @@ class Digits(PixelSource):
         return []
 
     def shards(self) -> list[Shard]:
-        """One per split.
-
-        Raises:
-            DataError: scikit-learn is not installed.
-        """
+        """One per split."""
         import numpy as np
 
         labels = _load()[0]

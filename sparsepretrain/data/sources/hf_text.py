@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from sparsepretrain.data.hub import load_rows
-from sparsepretrain.data.sources._source import (
+from sparsepretrain.data.source import (
     TEST,
     TRAIN,
     VALIDATION,
     Document,
     Shard,
-    Source,
     SourceOptions,
     TextOptions,
 )
-from sparsepretrain.data.sources.text_files import match
+from sparsepretrain.data.sources._files import match
+from sparsepretrain.data.sources._hub import HubOptions, HubSource
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
-SHARD_DOCUMENTS = 4096
-"""Documents per shard: OpenWebText has 5 kB each, so 20 MB, about 10 s on one core."""
 LOADERS = ("json", "text", "csv", "parquet", "arrow")
 """Paths that are file formats of ``datasets`` and not repositories."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Options(TextOptions):
-    """Options of ``source: hf_text``."""
+class Options(HubOptions, TextOptions):
+    """Options of ``source: hf_text``; ``path`` may be a file format, with ``data_files``."""
 
-    source: Literal["hf_text"]
-    path: str
-    """Hub repository, local directory, or a file format with ``data_files``."""
-    subset: str | None
-    """The hub's configuration name."""
     split: str
     """Split of the data set that is read; slices such as train[:10%] work."""
     validation: float | str  # type: ignore[assignment]
     """Fraction of the documents that is held out, in [0, 1), or a split of the data set."""
     test: str | None
     """Split of the data set that becomes the test split; null: there is none."""
-    revision: str | None
-    """Branch, tag or commit of the repository; null: its main branch."""
     data_files: list[str] | dict[str, list[str]] | None
     """Local files or globs for the formats json, text, csv, parquet and arrow: of the split train,
     or split -> files."""
@@ -52,11 +41,6 @@ class Options(TextOptions):
     """Column that holds the text."""
     rows: Literal["documents", "lines"]
     """What a row is; lines of one running text keep their order, blank ones included."""
-    size_gb: float | None
-    """Disk that the download and its cache take, for messages only (10^9 bytes)."""
-
-    hub_tokenizers: ClassVar[bool] = True
-    about: ClassVar[frozenset[str]] = frozenset({"name", "size_gb"})
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types."""
@@ -73,7 +57,7 @@ class Options(TextOptions):
 
 
 @register("source", "hf_text")
-class HfText(Source):
+class HfText(HubSource):
     """Documents are rows, or a split is one document of which the rows are lines.
 
     The validation split is one that the data set has, or ``datasets``' own seeded random split.
@@ -81,48 +65,69 @@ class HfText(Source):
     """
 
     Options: ClassVar[type[SourceOptions]] = Options
-    offline = False
     unit = "documents"
+    shard_rows = 4096  # OpenWebText has 5 kB each, so 20 MB, about 10 s on one core
+    instead = "python_source"
 
-    def __init__(self, options: Any) -> None:
-        super().__init__(options)
-        self._splits: dict[str, Any] | None = None
+    @property
+    def local(self) -> bool:
+        """Whether nothing is fetched."""
+        return bool(self.options.data_files) or super().local
+
+    @property
+    def files(self) -> dict[str, list[str]]:
+        """Local files of each split, for the formats that need them."""
+        files = self.options.data_files or {}
+        return files if isinstance(files, dict) else {TRAIN: files}
 
     def state(self) -> list[Any]:
         """Size and time of local files; nothing for the hub, where only the options speak."""
-        options = self.options
-        patterns = [file for files in self._files.values() for file in files]
-        if not patterns and os.path.isdir(options.path):
-            patterns = [os.path.join(options.path, "**")]
-        key = "data.data_files" if options.data_files else "data.path"
-        files = [file for pattern in patterns for file in match(key, pattern)]
+        if not self.options.data_files:
+            return super().state()
+        patterns = [pattern for each in self.files.values() for pattern in each]
+        files = [file for pattern in patterns for file in match("data.data_files", pattern)]
         return [[file.name, file.size, file.mtime_ns] for file in files]
 
-    def shards(self) -> list[Shard]:
-        """Ranges of rows; downloads the data set if that has not happened.
+    @property
+    def splits(self) -> list[str]:
+        """The train split, and what is held out."""
+        held_out = {VALIDATION: self.options.validation, TEST: self.options.test}
+        return [TRAIN, *(split for split, what in held_out.items() if what)]
 
-        Raises:
-            DataError: the data set cannot be had, or has no such column or split.
-        """
-        self._splits = self._load()
-        shards = []
-        for split, rows in self._splits.items():
-            for index, begin in enumerate(range(0, len(rows), SHARD_DOCUMENTS)):
-                end = min(begin + SHARD_DOCUMENTS, len(rows))
-                shards.append(Shard(split, index, end - begin, (begin, end)))
-        return shards
+    def rows(self, split: str) -> Any:
+        """A split of the data set, or its part of the one that is divided."""
+        fraction = self.options.validation
+        if split in self._opened:
+            pass
+        elif split == TEST or isinstance(fraction, str):
+            name = self.options.split if split == TRAIN else getattr(self.options, split)
+            self._opened[split] = self.load(split, name)
+        else:
+            rows = self.load(TRAIN, self.options.split)
+            self._opened[TRAIN] = rows
+            if fraction > 0:
+                parts = rows.train_test_split(
+                    test_size=fraction, seed=self.options.seed, shuffle=True
+                )
+                self._opened |= {TRAIN: parts["train"], VALIDATION: parts["test"]}
+        return self._opened[split]
+
+    def check(self, split: str, name: str, rows: Any) -> None:
+        """Refuse a split without text, or too small to be divided."""
+        if self.options.text_column not in rows.column_names:
+            raise self.no_column("text_column", rows)
+        fraction = self.options.validation
+        if len(rows) < 2 and isinstance(fraction, float) and fraction > 0:
+            few = f"has {len(rows)} documents: too few for a validation split"
+            raise DataError(f"{self.options.name} {few}")
+        if len(rows) == 0:
+            raise DataError(f"{self.options.name} has no documents in split {name!r}")
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """The texts of a range of rows; empty and null documents are left out.
-
-        Raises:
-            DataError: the column holds something else than text.
-        """
-        if self._splits is None:
-            self._splits = self._load()
+        """The texts of a range of rows; empty and null documents are left out."""
         begin, end = shard.items
         column = self.options.text_column
-        for text in self._splits[shard.split][begin:end][column]:
+        for text in self.rows(shard.split)[begin:end][column]:
             if text is not None and not isinstance(text, str):
                 kind = type(text).__name__
                 raise DataError(f"data.text_column: {column!r} holds {kind}, not text")
@@ -131,55 +136,3 @@ class HfText(Source):
                 yield (text or "").removesuffix("\n") + "\n", False
             elif text:
                 yield text, True
-
-    def missing(self) -> str:
-        """The message when nothing is prepared."""
-        name, size = self.options.name, self.options.size_gb
-        amount = f", about {size:g} GB" if size else ""
-        needs = "" if self._local else f" (needs the network{amount})"
-        return (
-            f"{name} is not prepared: run `{self.command()}`{needs}, "
-            "or train offline with data=python_source"
-        )
-
-    @property
-    def _local(self) -> bool:
-        return bool(self.options.data_files) or os.path.isdir(self.options.path)
-
-    @property
-    def _files(self) -> dict[str, list[str]]:
-        """Split -> local files, for the formats that need them."""
-        files = self.options.data_files or {}
-        return files if isinstance(files, dict) else {TRAIN: files}
-
-    def _load(self) -> dict[str, Any]:
-        options = self.options
-        splits = {TRAIN: self._rows(options.split)}
-        if isinstance(options.validation, str):
-            splits[VALIDATION] = self._rows(options.validation)
-        elif options.validation > 0:
-            parts = splits[TRAIN].train_test_split(
-                test_size=options.validation, seed=options.seed, shuffle=True
-            )
-            splits = {TRAIN: parts["train"], VALIDATION: parts["test"]}
-        if options.test is not None:
-            splits[TEST] = self._rows(options.test)
-        return splits
-
-    def _rows(self, split: str) -> Any:
-        """One split of the data set, checked."""
-        instead = "train offline with data=python_source"
-        rows = load_rows(self.options, split, instead=instead, data_files=self._files)
-        self._check(rows, split)
-        return rows
-
-    def _check(self, rows: Any, split: str) -> None:
-        name, column = self.options.name, self.options.text_column
-        if column not in rows.column_names:
-            known = ", ".join(rows.column_names)
-            raise DataError(f"data.text_column: {name} has no column {column!r} (it has {known})")
-        fraction = self.options.validation
-        if len(rows) < 2 and isinstance(fraction, float) and fraction > 0:
-            raise DataError(f"{name} has {len(rows)} documents: too few for a validation split")
-        if len(rows) == 0:
-            raise DataError(f"{name} has no documents in split {split!r}")

@@ -6,16 +6,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from sparsepretrain.data.sources._images import IndexSource, index_documents
-from sparsepretrain.data.sources._source import (
-    TRAIN,
-    VALIDATION,
-    Document,
-    Shard,
-    SourceOptions,
-)
+from sparsepretrain.data.source import TRAIN, VALIDATION, Document, Shard, SourceOptions
+from sparsepretrain.data.sources._images import IndexSource, index_documents, undecodable
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
@@ -30,7 +24,6 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".
 class Options(SourceOptions):
     """Options of ``source: image_folder``."""
 
-    source: Literal["image_folder"]
     root: str
     """Directory that holds both splits."""
     train: str
@@ -52,7 +45,8 @@ class ImageFolder(IndexSource):
     Options: ClassVar[type[SourceOptions]] = Options
     offline = True
 
-    def _splits(self) -> dict[str, Path]:
+    def _classes(self) -> dict[str, list[Path]]:
+        """Split -> directories of its classes, sorted by name."""
         root = Path(self.options.root).expanduser()
         if not root.is_dir():
             size = f", about {self.options.size_gb:g} GB" if self.options.size_gb else ""
@@ -60,15 +54,12 @@ class ImageFolder(IndexSource):
                 f"data.root: {root} is not a directory: put {self.options.name} there{size}, set "
                 "data.root=DIR, or train offline with data=digits"
             )
-        return {TRAIN: root / self.options.train, VALIDATION: root / self.options.validation}
-
-    def _classes(self) -> dict[str, list[Path]]:
-        """Split -> directories of its classes, sorted by name."""
         found = {}
-        for split, directory in self._splits().items():
+        for split in (TRAIN, VALIDATION):
+            directory = root / getattr(self.options, split)
             if not directory.is_dir():
                 raise DataError(f"data.{split}: {directory} is not a directory")
-            found[split] = sorted(p for p in directory.iterdir() if p.is_dir() and _seen(p.name))
+            found[split] = sorted(p for p in directory.iterdir() if p.is_dir() and p.name[0] != ".")
             if not found[split]:
                 raise DataError(f"data.{split}: {directory} holds no class directory")
         return found
@@ -78,9 +69,6 @@ class ImageFolder(IndexSource):
 
         Listing the files of ImageNet takes too long for every start of a run. So a file that is
         rewritten under its old name is not noticed.
-
-        Raises:
-            DataError: the root or a split is missing.
         """
         return [
             [split, path.name, path.stat().st_mtime_ns]
@@ -89,11 +77,7 @@ class ImageFolder(IndexSource):
         ]
 
     def shards(self) -> list[Shard]:
-        """One per class and split.
-
-        Raises:
-            DataError: a class has no image, or exists in the validation split only.
-        """
+        """One per class and split."""
         classes = self._classes()
         labels = {path.name: label for label, path in enumerate(classes[TRAIN])}
         shards = []
@@ -113,11 +97,7 @@ class ImageFolder(IndexSource):
         return shards
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """Entries of one class: ``path`` relative to the root, and ``label``.
-
-        Raises:
-            DataError: with ``check``, an image does not decode.
-        """
+        """Entries of one class: ``path`` relative to the root, and ``label``."""
         label, folder, files = shard.items
         entries = [{"path": f"{folder}/{file}", "label": label} for file in files]
         if self.options.check:
@@ -126,11 +106,7 @@ class ImageFolder(IndexSource):
         return index_documents(entries)
 
     def read(self, entry: dict[str, Any]) -> Image:
-        """Open and decode a file.
-
-        Raises:
-            DataError: it is missing or not an image; the path is named.
-        """
+        """The decoded image of a file."""
         from PIL import Image
 
         path = Path(self.options.root).expanduser() / entry["path"]
@@ -141,9 +117,4 @@ class ImageFolder(IndexSource):
         except FileNotFoundError as error:
             raise DataError(f"{path} is gone since the index was made: prepare it again") from error
         except Exception as error:  # Pillow's decoders raise whatever they raise
-            why = " ".join(str(error).split()).replace(str(path), "it")[:120]
-            raise DataError(f"{path} does not decode: {why}") from error
-
-
-def _seen(name: str) -> bool:
-    return not name.startswith(".")
+            raise undecodable(str(path), error) from error

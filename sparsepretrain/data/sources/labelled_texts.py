@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
+from sparsepretrain.data.source import SourceOptions
 from sparsepretrain.data.sources._records import RecordOptions, RecordSource, Row, text
-from sparsepretrain.data.sources._source import SourceOptions
 from sparsepretrain.registry import register
 
 LABELLED = "labelled texts"
@@ -18,7 +18,6 @@ LABELLED = "labelled texts"
 class Options(RecordOptions):
     """Options of ``source: labelled_texts``."""
 
-    source: Literal["labelled_texts"]
     texts: list[str]
     """The column of the sentence, or the two of the pair."""
     label: str

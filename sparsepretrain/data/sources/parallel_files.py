@@ -6,10 +6,9 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from sparsepretrain.data.sources._files import refuse_shared
-from sparsepretrain.data.sources._source import (
+from sparsepretrain.data.source import (
     SPLITS,
     Document,
     Shard,
@@ -17,6 +16,7 @@ from sparsepretrain.data.sources._source import (
     SourceOptions,
     TokenOptions,
 )
+from sparsepretrain.data.sources._files import TextFile, refuse_shared, unreadable
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
@@ -41,7 +41,6 @@ Row = tuple[int, tuple[int, ...], tuple[str, str]]
 class Options(TokenOptions):
     """Options of ``source: parallel_files``."""
 
-    source: Literal["parallel_files"]
     train: list[str]
     """[source file, target file] with corresponding lines, or [TSV file]."""
     validation: list[str] | None
@@ -71,31 +70,18 @@ class ParallelFiles(Source):
     offline = True
     unit = "pairs"
 
-    def state(self) -> list[object]:
-        """Split, size and modification time of every file.
-
-        Raises:
-            DataError: a file is missing or is one of two splits.
-        """
-        found: list[object] = []
-        files = []
-        for split, paths in self._files():
-            for path in paths:
-                try:
-                    stat = os.stat(path)
-                except OSError as error:
-                    raise _unreadable(split, path, error) from error
-                found.append([split, os.path.basename(path), stat.st_size, stat.st_mtime_ns])
-                files.append((f"data.{split}", path, (stat.st_dev, stat.st_ino)))
-        refuse_shared(files)
-        return found
+    def state(self) -> list[Any]:
+        """Split, size and modification time of every file; none is one of two splits."""
+        files = [
+            (split, TextFile.at(path, os.path.basename(path), f"data.{split}"))
+            for split, paths in self._files()
+            for path in paths
+        ]
+        refuse_shared((f"data.{split}", file) for split, file in files)
+        return [[split, file.name, file.size, file.mtime_ns] for split, file in files]
 
     def shards(self) -> list[Shard]:
-        """Ranges of lines; reads everything once, so that a bad line stops it at the start.
-
-        Raises:
-            DataError: a file cannot be read, lines do not correspond, a side is empty.
-        """
+        """Ranges of lines; reads everything once, so that a bad line stops it at the start."""
         shards = []
         for split, paths in self._files():
             starts, line = [], 0
@@ -110,11 +96,7 @@ class ParallelFiles(Source):
         return shards
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """Source and target of a range of lines, in turn.
-
-        Raises:
-            DataError: as :meth:`shards`; the files may have changed since.
-        """
+        """Source and target of a range of lines, in turn; they may have changed since."""
         rows = self._pairs(shard.split, dict(self._files())[shard.split], shard.items[0])
         for _, _, pair in itertools.islice(rows, shard.size):
             yield from ((side, True) for side in pair)
@@ -135,7 +117,7 @@ class ParallelFiles(Source):
             else:
                 yield from _lines(paths[0], paths[1], start)
         except OSError as error:
-            raise _unreadable(split, str(error.filename), error) from error
+            raise unreadable(str(error.filename), error, f"data.{split}") from error
 
     def _columns(self, path: str, start: Start) -> Iterator[Row]:
         first, second = self.options.columns
@@ -187,7 +169,3 @@ def _sentence(text: str, path: str, number: int, where: str = "") -> str:
     if "\0" in text:
         raise DataError(f"{path}, line {number}: contains a NUL byte, which ends a sentence")
     return text
-
-
-def _unreadable(split: str, path: str, error: OSError) -> DataError:
-    return DataError(f"data.{split}: cannot read {path}: {error.strerror or error}")

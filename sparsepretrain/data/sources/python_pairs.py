@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from sparsepretrain.data.source import SourceOptions
 from sparsepretrain.data.sources._functions import Function, FunctionOptions, FunctionSource
 from sparsepretrain.data.sources._records import Row
-from sparsepretrain.data.sources._source import SourceOptions
 from sparsepretrain.data.sources.labelled_texts import LABELLED
 from sparsepretrain.registry import register
 
@@ -23,8 +23,6 @@ LONGEST = 96
 @dataclass(slots=True, kw_only=True)
 class Options(FunctionOptions):
     """Options of ``source: python_pairs``."""
-
-    source: Literal["python_pairs"]
 
     @property
     def labels(self) -> list[str]:

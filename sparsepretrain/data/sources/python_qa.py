@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from sparsepretrain.data.source import SourceOptions
 from sparsepretrain.data.sources._functions import Function, FunctionOptions, FunctionSource
 from sparsepretrain.data.sources._records import Row
-from sparsepretrain.data.sources._source import SourceOptions
 from sparsepretrain.data.sources.questions import QUESTIONS
 from sparsepretrain.registry import register
 
@@ -19,13 +18,6 @@ NAME = 24
 """Most characters of the name that is asked about."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Options(FunctionOptions):
-    """Options of ``source: python_qa``."""
-
-    source: Literal["python_qa"]
-
-
 @register("source", "python_qa")
 class PythonQA(FunctionSource):
     """The context is two short functions, and one of them is asked about.
@@ -33,7 +25,7 @@ class PythonQA(FunctionSource):
     So half of the answers that have the right form are wrong: the name has to be found.
     """
 
-    Options: ClassVar[type[SourceOptions]] = Options
+    Options: ClassVar[type[SourceOptions]] = FunctionOptions
     holds = QUESTIONS
 
     def records(self, functions: Iterator[Function]) -> Iterator[Row]:

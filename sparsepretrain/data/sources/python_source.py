@@ -6,10 +6,10 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from sparsepretrain.data.sources._files import FileSource, TextFile
-from sparsepretrain.data.sources._source import SourceOptions, TextOptions
+from sparsepretrain.data.source import SourceOptions, TextOptions
+from sparsepretrain.data.sources._files import FileSource, TextFile, unreadable
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
@@ -21,7 +21,6 @@ SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 class Options(TextOptions):
     """Options of ``source: python_source``."""
 
-    source: Literal["python_source"]
     roots: list[str] | None
     """Directories that are searched for .py files; null: the standard library."""
 
@@ -39,11 +38,7 @@ class PythonSource(FileSource):
     Options: ClassVar[type[SourceOptions]] = Options
 
     def find(self) -> list[TextFile]:
-        """The .py files.
-
-        Raises:
-            DataError: a root is not a directory, cannot be read, or holds no .py file.
-        """
+        """The .py files below each root, which has at least one."""
         roots = self.options.roots
         if roots is None:
             roots = [sysconfig.get_path("stdlib")]
@@ -67,13 +62,6 @@ def _walk(directory: str, prefix: str) -> Iterator[TextFile]:
                     if name not in SKIPPED and not name.startswith("."):
                         yield from _walk(entry.path, f"{prefix}{name}/")
                 elif name.endswith(".py") and entry.is_file():  # not a broken link
-                    stat = entry.stat()
-                    yield TextFile(
-                        prefix + name,
-                        os.path.abspath(entry.path),
-                        stat.st_size,
-                        stat.st_mtime_ns,
-                        (stat.st_dev, stat.st_ino),
-                    )
+                    yield TextFile.at(os.path.abspath(entry.path), prefix + name)
     except OSError as error:
-        raise DataError(f"cannot read {error.filename or directory}: {error.strerror}") from error
+        raise unreadable(error.filename or directory, error) from error

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
+from sparsepretrain.data.source import SourceOptions
 from sparsepretrain.data.sources._records import RecordOptions, RecordSource, Row, text
-from sparsepretrain.data.sources._source import SourceOptions
 from sparsepretrain.registry import register
 
 QUESTIONS = "questions"
-
-
-@dataclass(slots=True, kw_only=True)
-class Options(RecordOptions):
-    """Options of ``source: questions``."""
-
-    source: Literal["questions"]
 
 
 @register("source", "questions")
@@ -27,7 +19,7 @@ class Questions(RecordSource):
     (characters). Every question has an answer (v1.1).
     """
 
-    Options: ClassVar[type[SourceOptions]] = Options
+    Options: ClassVar[type[SourceOptions]] = RecordOptions
     holds = QUESTIONS
 
     def record(self, row: Row, part: int) -> Row:

@@ -7,35 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from sparsepretrain.data.tokenizer import BYTES, Tokenizer, tokenizer
 from sparsepretrain.files import is_plain_name
-from sparsepretrain.registry import suggestion
-
-BYTES = "bytes"
-"""Tokenizer whose tokens are the bytes of the text; byte 0 ends a document."""
-TRAINED = ("bpe", "gpt2_size_bpe", "wordpiece", "wordpiece_cased")
-"""Tokenizers trained on the train split when the data is prepared."""
-VOCABULARY = {
-    BYTES: 256,
-    "bpe": 4096,
-    "gpt2_size_bpe": 50257,
-    "gpt2": 50257,
-    "openai-community/gpt2": 50257,
-    "wordpiece": 32768,
-    "wordpiece_cased": 32768,
-    "bert-base-uncased": 30522,
-    "google-bert/bert-base-uncased": 30522,
-}
-"""Tokenizer -> ``vocab_size`` where the configuration says null."""
-MASKED = frozenset(
-    {"wordpiece", "wordpiece_cased", "bert-base-uncased", "google-bert/bert-base-uncased"}
-)
-"""Those of ``VOCABULARY`` that have a mask token."""
-SMALLEST = {
-    "bpe": (257, "bytes and end of text"),
-    "wordpiece": (6, "five special tokens and one more"),
-    "wordpiece_cased": (6, "five special tokens and one more"),
-}
-"""Trained tokenizer of any size -> its smallest ``vocab_size``, and what that holds."""
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SPLITS = (TRAIN, VALIDATION, TEST)
@@ -46,11 +19,12 @@ Document = tuple[bytes | str, bool]
 
 @dataclass(slots=True, kw_only=True)
 class SourceOptions:
-    """Keys that every source has."""
+    """Keys that every source has. ``seed`` is checked here where a source has one."""
 
     name: str
     """Name of the prepared data: the first part of its directory in the cache."""
     source: str
+    """Name of the source."""
 
     about: ClassVar[frozenset[str]] = frozenset({"name"})
     """Keys that do not change the prepared data, so that they are no part of its identity."""
@@ -59,6 +33,14 @@ class SourceOptions:
         """Rules beyond types, as (key, message)."""
         if not is_plain_name(self.name):
             yield "name", f"must be a plain directory name, got {self.name!r}"
+        if not 0 <= (seed := getattr(self, "seed", 0)) < 2**32:
+            yield "seed", f"must lie in [0, 2^32), got {seed}"
+
+    def below(self, least: int, *keys: str) -> Iterator[tuple[str, str]]:
+        """A problem for each of ``keys`` whose value is below ``least``."""
+        for key in keys:
+            if (value := getattr(self, key)) < least:
+                yield key, f"must be ≥ {least}, got {value}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,38 +57,17 @@ class TokenOptions(SourceOptions):
 
     def __post_init__(self) -> None:
         if self.vocab_size is None:
-            self.vocab_size = VOCABULARY.get(self.tokenizer)
+            self.vocab_size = tokenizer(self.tokenizer).vocab_size
 
     @property
     def has_mask(self) -> bool | None:
         """Whether the tokenizer has a mask token; None: only its file knows."""
-        return self.tokenizer in MASKED if self.tokenizer in VOCABULARY else None
+        return tokenizer(self.tokenizer).has_mask
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types, as (key, message)."""
         yield from SourceOptions.problems(self)
-        yield from self._tokenizer_problems()
-
-    def _tokenizer_problems(self) -> Iterator[tuple[str, str]]:
-        known = (BYTES, *TRAINED)
-        other = self.tokenizer not in known
-        if other and not self.tokenizer.endswith(".json") and not self.hub_tokenizers:
-            hint = suggestion(self.tokenizer, known)
-            yield "tokenizer", f"must be {', '.join(known)} or a tokenizer.json file{hint}"
-        elif self.vocab_size is None:
-            yield "vocab_size", f"must be given for tokenizer {self.tokenizer!r}"
-        elif self.tokenizer in SMALLEST:
-            least, why = SMALLEST[self.tokenizer]
-            if self.vocab_size < least:
-                yield "vocab_size", f"must be ≥ {least} ({why}), got {self.vocab_size}"
-        elif self.tokenizer in VOCABULARY and self.vocab_size != VOCABULARY[self.tokenizer]:
-            size = VOCABULARY[self.tokenizer]
-            yield (
-                "vocab_size",
-                f"must be {size} (or null) for tokenizer {self.tokenizer}, got {self.vocab_size}",
-            )
-        elif self.vocab_size < 1:
-            yield "vocab_size", f"must be > 0, got {self.vocab_size}"
+        yield from tokenizer(self.tokenizer).problems(self.vocab_size, hub=self.hub_tokenizers)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,8 +84,6 @@ class TextOptions(TokenOptions):
         fraction = self.validation  # sources may also take the name of what is held out
         if isinstance(fraction, float) and not 0 <= fraction < 1:
             yield "validation", f"must lie in [0, 1), got {self.validation}"
-        if not 0 <= self.seed < 2**32:
-            yield "seed", f"must lie in [0, 2^32), got {self.seed}"
         yield from TokenOptions.problems(self)
 
 
@@ -141,12 +100,22 @@ class Shard:
     """What the source needs to read the documents again, in any process."""
 
 
+def ranges(split: str, total: int, size: int) -> list[Shard]:
+    """Shards of ``size`` rows, the last one of what is left; their items are (begin, end)."""
+    begins = range(0, total, size)
+    ends = [min(begin + size, total) for begin in begins]
+    return [
+        Shard(split, i, end - begin, (begin, end))
+        for i, (begin, end) in enumerate(zip(begins, ends, strict=True))
+    ]
+
+
 class Source(ABC):
     """Base of the sources. Instances are sent to worker processes, so they must pickle."""
 
     Options: ClassVar[type[SourceOptions]]
     kind: ClassVar[str] = "text"
-    """What a task finds in the documents: text, pairs (source, then target), images, records."""
+    """What a task finds in the documents, see :data:`sparsepretrain.data.formats.FORMATS`."""
     offline: ClassVar[bool]
     """Whether preparing needs no network, so that training may do it on its own."""
     unit: ClassVar[str]
@@ -159,14 +128,14 @@ class Source(ABC):
         self.options = options
 
     @property
-    def tokenizer(self) -> str:
+    def tokenizer(self) -> Tokenizer:
         """What documents become; bytes for records (one JSON object each) and images."""
-        return str(getattr(self.options, "tokenizer", BYTES))
+        return tokenizer(getattr(self.options, "tokenizer", BYTES))
 
     @property
     def vocab_size(self) -> int:
         """Every token is below this."""
-        return int(getattr(self.options, "vocab_size", VOCABULARY[BYTES]))
+        return int(getattr(self.options, "vocab_size", 256))
 
     @abstractmethod
     def state(self) -> list[Any]:
@@ -194,11 +163,7 @@ class Source(ABC):
 
     def missing(self) -> str:
         """The message when nothing is prepared and training may not prepare on its own."""
-        return f"{self.options.name} is not prepared: run `{self.command()}`"
-
-    def command(self) -> str:
-        """What prepares this data, with a tokenizer that was given as a file."""
         words = f"sparsepretrain prepare data={self.options.name}"
-        if self.tokenizer.endswith(".json"):
-            words += f" data.tokenizer={self.tokenizer} data.vocab_size={self.vocab_size}"
-        return words
+        if self.tokenizer.is_file:
+            words += f" data.tokenizer={self.tokenizer.name} data.vocab_size={self.vocab_size}"
+        return f"{self.options.name} is not prepared: run `{words}`"

@@ -1,0 +1,180 @@
+"""What prepared data holds, by the kind of its source: how it is counted, kept and opened.
+
+Images open in :mod:`sparsepretrain.data.images`, windows of text in
+:mod:`sparsepretrain.data.order`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsepretrain import registry
+from sparsepretrain.data.source import TRAIN, Shard, Source
+from sparsepretrain.data.tokens import TokenData
+from sparsepretrain.errors import DataError
+
+LABEL_BYTES = 2
+"""A label is a little-endian integer in front of the pixels of a small image."""
+CHUNK = 1 << 24
+"""Tokens looked at in one go."""
+
+
+class Format:
+    """One stream of tokens, as text is."""
+
+    unit = "tokens"
+    """What is counted, in the plural."""
+    keeps_parts = True
+    """Whether finished shards serve after an error: hours of tokenising go on after a repair."""
+
+    def count(self, source: Source, tokens: np.ndarray, end: int | None) -> int:
+        """How many there are in the stream of a split whose documents end with ``end``."""
+        return len(tokens)
+
+    def references(self, source: Source, shards: Sequence[Shard]) -> dict[str, bytes]:
+        """Split -> text that is kept as it is, for scores."""
+        return {}
+
+
+class Documents(Format):
+    """Documents, so many of which make one."""
+
+    keeps_parts = False
+
+    def __init__(self, unit: str, size: int = 1) -> None:
+        self.unit, self.size = unit, size
+
+    def count(self, source: Source, tokens: np.ndarray, end: int | None) -> int:
+        """Documents by their ends; a part at a time, since a split may not fit into memory."""
+        chunks = (tokens[i : i + CHUNK] == end for i in range(0, len(tokens), CHUNK))
+        return sum(int(np.count_nonzero(chunk)) for chunk in chunks) // self.size
+
+
+class PairFormat(Documents):
+    """Pair i is documents 2i (source) and 2i + 1 (target)."""
+
+    def references(self, source: Source, shards: Sequence[Shard]) -> dict[str, bytes]:
+        """The targets of held-out pairs, each ended by byte 0."""
+        texts: dict[str, bytearray] = {}
+        for shard in shards:
+            if shard.split != TRAIN:
+                for text, _ in itertools.islice(source.documents(shard), 1, None, 2):
+                    line = text.encode() if isinstance(text, str) else text
+                    texts.setdefault(shard.split, bytearray()).extend(line + b"\0")
+        return {split: bytes(text) for split, text in texts.items()}
+
+
+class ImageFormat(Documents):
+    """Documents of an index, or rows of equal length, which have no end."""
+
+    def count(self, source: Source, tokens: np.ndarray, end: int | None) -> int:
+        """Images."""
+        if source.shape is None:
+            return super().count(source, tokens, end)
+        return len(tokens) // (LABEL_BYTES + math.prod(source.shape))
+
+
+FORMATS: dict[str, Format] = {
+    "text": Format(),
+    "pairs": PairFormat("pairs", 2),
+    "records": Documents("examples"),
+    "images": ImageFormat("images"),
+}
+"""By ``Source.kind``."""
+
+
+def format_of(source: Source) -> Format:
+    """What the documents of ``source`` are; of a kind that a plug-in made up: tokens."""
+    return FORMATS.get(source.kind, FORMATS["text"])
+
+
+def amounts(options: Any, data: TokenData) -> tuple[str, dict[str, int]]:
+    """(unit in the plural, split -> how many) of prepared data.
+
+    Args:
+        options: of the source.
+        data: what was prepared from it.
+    """
+    source: Any = registry.get("source", options.source)(options)
+    form = format_of(source)
+    counts = {
+        split: form.count(source, tokens, data.end_of_text) for split, tokens in data.tokens.items()
+    }
+    return form.unit, counts
+
+
+def records(data: TokenData, split: str) -> list[dict[str, Any]]:
+    """The records of a split; none where the data has no such split."""
+    if split not in data.tokens:
+        return []
+    return [json.loads(document) for document in data.tokens[split].tobytes().split(b"\0")[:-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The pairs of one split."""
+
+    tokens: np.ndarray
+    """The stream, as stored."""
+    bounds: np.ndarray
+    """(pairs, 3) int64: where the source begins, the target begins, and the target ends."""
+    lengths: np.ndarray
+    """(pairs, 2) int64: tokens of source and target, each with its end token."""
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def source(self, pair: int) -> np.ndarray:
+        """Tokens of the source, its end token last."""
+        begin, middle, _ = self.bounds[pair]
+        return self.tokens[begin:middle]
+
+    def target(self, pair: int) -> np.ndarray:
+        """Tokens of the target, its end token last."""
+        _, middle, end = self.bounds[pair]
+        return self.tokens[middle:end]
+
+
+def pairs(data: TokenData, split: str) -> Pairs:
+    """The pairs of ``split``.
+
+    Raises:
+        DataError: it has none, its documents do not pair up, or nothing ends a document.
+    """
+    file = data.directory / f"{split}.bin"
+    tokens = data.tokens.get(split)
+    if tokens is None or not len(tokens):
+        raise DataError(
+            f"{data.name} has no pairs in split {split!r}: set data.{split} (cldr_ende: "
+            f"data.{split}_pairs), or do without the split (validation: eval.batches=0)"
+        )
+    if data.end_of_text is None:
+        raise DataError(f"{data.name}: the tokenizer has no token that ends a sentence")
+    ends = np.flatnonzero(tokens == data.end_of_text) + 1
+    if len(ends) % 2 or not len(ends) or ends[-1] != len(tokens):
+        raise DataError(f"{file} does not hold pairs of sentences: delete {data.directory}")
+    begins = np.concatenate([[0], ends[:-1]])
+    bounds = np.stack([begins[::2], begins[1::2], ends[1::2]], axis=1)
+    return Pairs(tokens, bounds, np.diff(bounds, axis=1))
+
+
+def references(data: TokenData, split: str) -> list[str] | None:
+    """The raw targets of a held-out split, pair by pair; None: the data was prepared without.
+
+    Raises:
+        DataError: there are not as many as pairs.
+    """
+    file = data.references.get(split)
+    if file is None:
+        return None
+    lines = file.read_bytes().decode(errors="replace").split("\0")[:-1]
+    if len(lines) != len(pairs(data, split)):
+        raise DataError(f"{file} does not belong to {split}.bin: delete {data.directory}")
+    return lines

@@ -1,0 +1,155 @@
+"""Sources that the package ``datasets`` loads, from the Hugging Face hub or local directories."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sparsepretrain.data.hub import quiet_datasets, reason
+from sparsepretrain.data.source import SPLITS, Shard, Source, ranges
+from sparsepretrain.data.sources._files import match
+from sparsepretrain.errors import DataError
+
+
+@dataclass(kw_only=True)  # no slots: it stands beside another base that has some
+class HubOptions:
+    """Keys of a data set of the hub."""
+
+    path: str
+    """Hub repository or local directory."""
+    subset: str | None
+    """The hub's configuration name."""
+    revision: str | None
+    """Branch, tag or commit of the repository; null: its main branch."""
+    size_gb: float | None
+    """Disk that the download and its cache take, for messages only (10^9 bytes)."""
+
+    hub_tokenizers: ClassVar[bool] = True
+    about: ClassVar[frozenset[str]] = frozenset({"name", "size_gb"})
+
+
+class HubSource(Source):
+    """Shards are ranges of the rows of each split."""
+
+    offline = False
+    shard_rows: ClassVar[int]
+    """Rows per shard."""
+    instead: ClassVar[str]
+    """Data that needs no network, for messages."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self._opened: dict[str, Any] = {}
+
+    @property
+    def local(self) -> bool:
+        """Whether nothing is fetched."""
+        return os.path.isdir(os.path.expanduser(self.options.path))
+
+    def state(self) -> list[Any]:
+        """Size and time of local files; nothing for the hub, where only the options speak."""
+        path = os.path.expanduser(self.options.path)
+        files = match("data.path", os.path.join(path, "**")) if self.local else []
+        return [[file.name, file.size, file.mtime_ns] for file in files]
+
+    @property
+    def splits(self) -> list[str]:
+        """Those that there are."""
+        return [split for split in SPLITS if getattr(self.options, split, None) is not None]
+
+    def shards(self) -> list[Shard]:
+        """Ranges of rows; downloads the data set if that has not happened."""
+        return [
+            shard
+            for split in self.splits
+            for shard in ranges(split, len(self.rows(split)), self.shard_rows)
+        ]
+
+    def rows(self, split: str) -> Any:
+        """A split as ``datasets`` gives it, checked and remembered."""
+        if split not in self._opened:
+            self._opened[split] = self.load(split, getattr(self.options, split))
+        return self._opened[split]
+
+    def load(self, split: str, name: str) -> Any:
+        """The split that the data set calls ``name``, checked.
+
+        Raises:
+            DataError: it cannot be had, or does not have what it must.
+        """
+        instead = f"train offline with data={self.instead}"
+        rows = load_rows(self.options, name, instead=instead, data_files=self.files)
+        self.check(split, name, rows)
+        return rows
+
+    @property
+    def files(self) -> dict[str, list[str]]:
+        """Local files of each split, where ``path`` is a file format."""
+        return {}
+
+    @abstractmethod
+    def check(self, split: str, name: str, rows: Any) -> None:
+        """Refuse a split without the columns that are read; the error names the key."""
+
+    def missing(self) -> str:
+        """The message when nothing is prepared."""
+        size = self.options.size_gb
+        amount = f", about {size:g} GB" if size else ""
+        needs = "" if self.local else f" (needs the network{amount})"
+        return f"{super().missing()}{needs}, or train offline with data={self.instead}"
+
+    def no_column(self, key: str, rows: Any) -> DataError:
+        """The error of a data set that lacks the column that ``data.<key>`` names."""
+        column, known = getattr(self.options, key), ", ".join(rows.column_names)
+        name = self.options.name
+        return DataError(f"data.{key}: {name} has no column {column!r} (it has {known})")
+
+
+def load_rows(
+    options: Any,
+    split: str,
+    *,
+    instead: str,
+    data_files: Mapping[str, Sequence[str]] | None = None,
+) -> Any:
+    """A split of the data set of ``options``, loaded by the package ``datasets``.
+
+    Args:
+        options: of a source: name, path, subset and revision.
+        split: as ``datasets`` names it; slices such as train[:10%] work.
+        instead: what can be done without the network, for the messages.
+        data_files: local files where ``path`` is a file format.
+
+    Raises:
+        DataError: the package is missing, the network is, or the data set cannot be loaded.
+    """
+    name, path = options.name, os.path.expanduser(options.path)
+    files = {key: list(map(os.path.expanduser, value)) for key, value in (data_files or {}).items()}
+    try:
+        with quiet_datasets(local=bool(files) or os.path.isdir(path)) as datasets:
+            return datasets.load_dataset(
+                path,
+                options.subset,
+                split=split,
+                revision=options.revision,
+                data_files=files or None,
+            )
+    except ImportError as error:
+        raise DataError(
+            f"{name} needs the package datasets: pip install 'sparsepretrain[hf]'"
+        ) from error
+    except ConnectionError as error:
+        raise DataError(
+            f"{name} needs the network: {reason(error)}; connect and run "
+            f"`sparsepretrain prepare data={name}`, or {instead}"
+        ) from error
+    except Exception as error:  # datasets raises whatever its builders and pyarrow raise
+        hint = ""
+        if "scripts are no longer supported" in str(error):
+            hint = "; set data.revision to a revision with data files (see the data set's hub page)"
+        raise DataError(
+            f"{name}: datasets cannot load data.path={path}: {reason(error)}{hint}"
+        ) from error

@@ -1,0 +1,151 @@
+"""The tokenizers that data may name: how many tokens they have, and where they come from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsepretrain.data.hub import hub_access, reason
+from sparsepretrain.errors import DataError
+from sparsepretrain.files import write_atomic
+from sparsepretrain.registry import suggestion
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """What ``data.tokenizer`` names: a known tokenizer, a tokenizer.json file, a hub repository."""
+
+    name: str
+    vocab_size: int | None = None
+    """Tokens it has, or is trained to when the configuration says null; None: its file knows."""
+    has_mask: bool | None = None
+    """Whether it has a mask token; None: its file knows."""
+    training: str = ""
+    """Algorithm that makes it of the train split when the data is prepared; empty: it exists."""
+    smallest: tuple[int, str] | None = None
+    """Of a size that can be chosen: the fewest tokens, and what these are."""
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether tokens are the bytes of the text; byte 0 ends a document."""
+        return self.name == BYTES
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a local tokenizer.json."""
+        return self.name.endswith(".json")
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether preparing the data trains it."""
+        return bool(self.training)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the Hugging Face hub has it."""
+        return not (self.is_bytes or self.is_file or self.is_trained)
+
+    def problems(self, vocab_size: int | None, *, hub: bool) -> Iterator[tuple[str, str]]:
+        """What is wrong with it in a configuration, as (key, message).
+
+        Args:
+            vocab_size: as configured.
+            hub: whether the source takes tokenizers of the hub.
+        """
+        if self.is_remote and not hub:
+            known = [name for name, each in TOKENIZERS.items() if not each.is_remote]
+            hint = suggestion(self.name, known)
+            yield "tokenizer", f"must be {', '.join(known)} or a tokenizer.json file{hint}"
+        elif vocab_size is None:
+            yield "vocab_size", f"must be given for tokenizer {self.name!r}"
+        elif self.smallest is not None:
+            least, why = self.smallest
+            if vocab_size < least:
+                yield "vocab_size", f"must be ≥ {least} ({why}), got {vocab_size}"
+        elif self.vocab_size not in (None, vocab_size):
+            must = f"must be {self.vocab_size} (or null) for tokenizer {self.name}"
+            yield "vocab_size", f"{must}, got {vocab_size}"
+        elif vocab_size < 1:
+            yield "vocab_size", f"must be > 0, got {vocab_size}"
+
+    def read(self) -> str:
+        """The tokenizer.json of a file or of a hub repository.
+
+        Raises:
+            DataError: the file cannot be read, or the hub does not give it.
+        """
+        try:
+            if self.is_file:
+                return Path(self.name).expanduser().read_text(encoding="utf-8")
+            from huggingface_hub import hf_hub_download
+
+            with hub_access():
+                path = hf_hub_download(self.name, "tokenizer.json")
+            return Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            if self.is_file:
+                why = error.strerror or error
+                raise DataError(f"data.tokenizer: cannot read {self.name}: {why}") from error
+            raise DataError(
+                f"data.tokenizer: cannot fetch {self.name!r} from the hub (needs the network; or "
+                "give a tokenizer.json file, or data.tokenizer=gpt2_size_bpe): " + reason(error)
+            ) from error
+        except ValueError as error:  # not UTF-8, or no legal repository name
+            raise DataError(f"data.tokenizer: cannot use {self.name!r}: {reason(error)}") from error
+
+    def train(self, texts: Iterable[bytes | str], vocab_size: int) -> str:
+        """The tokenizer.json that its algorithm makes of ``texts``, which are read twice."""
+        from sparsepretrain.data.encoding import train_bpe, train_wordpiece
+
+        if self.training == "bpe":
+            return train_bpe(texts, vocab_size)
+        return train_wordpiece(texts, vocab_size, lowercase=self.training == "uncased wordpiece")
+
+    def file(self) -> Path | None:
+        """Its tokenizer.json, that of the hub as a file that stays; None: bytes.
+
+        Raises:
+            DataError: see :meth:`read`; or it is trained, so that only prepared data has it.
+        """
+        from sparsepretrain.data.tokens import cache_directory
+
+        if self.is_bytes:
+            return None
+        if self.is_file:
+            return Path(self.name)
+        if self.is_trained:
+            raise DataError(f"tokenizer {self.name} is made when data is prepared: give its file")
+        content = self.read()
+        directory = cache_directory() / "tokenizers"
+        directory.mkdir(parents=True, exist_ok=True)
+        file = directory / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
+        if not file.exists():
+            write_atomic(file, content)
+        return file
+
+
+BYTES = "bytes"
+_WORDS = (6, "five special tokens and one more")
+
+TOKENIZERS = {
+    each.name: each
+    for each in (
+        Tokenizer(BYTES, 256, False),
+        Tokenizer("bpe", 4096, False, "bpe", (257, "bytes and end of text")),
+        Tokenizer("gpt2_size_bpe", 50257, False, "bpe"),
+        Tokenizer("wordpiece", 32768, True, "uncased wordpiece", _WORDS),
+        Tokenizer("wordpiece_cased", 32768, True, "wordpiece", _WORDS),
+        Tokenizer("gpt2", 50257, False),
+        Tokenizer("openai-community/gpt2", 50257, False),
+        Tokenizer("bert-base-uncased", 30522, True),
+        Tokenizer("google-bert/bert-base-uncased", 30522, True),
+    )
+}
+"""Those that are known without a file."""
+
+
+def tokenizer(name: str) -> Tokenizer:
+    """What ``name`` says in a configuration."""
+    return TOKENIZERS.get(name) or Tokenizer(name)
