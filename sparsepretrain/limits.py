@@ -15,7 +15,7 @@ class Limited:
 
     __slots__ = ()
     limits: ClassVar[dict[str, str]] = {}
-    """Key -> ``"> 0"``, ``"≥ 1"``, ``"[0, 1)"`` and the like, for every value of a list; null is fine."""
+    """Key -> ``"> 0"``, ``"≥ 1"``, ``"[0, 1)"`` …, for every value of a list; null is fine."""
 
     def problems(self) -> Problems:
         """Range errors as (key, message)."""

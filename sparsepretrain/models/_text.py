@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from sparsepretrain.limits import Limited, Problems
 from sparsepretrain.models import Headable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+"""Keys of :class:`TransformerOptions` that transformers' GPT2Config has too."""
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
 """What stands between the two layers of an FFN; ``gelu`` is the exact one, ``relu2`` relu(x)²."""
@@ -41,7 +44,7 @@ def recompute_activations(model: Any) -> None:
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
-def ffn_problems(full: int, factor: float) -> Iterator[tuple[str, str]]:
+def ffn_problems(full: int, factor: float) -> Problems:
     """Whether an FFN of width ``full`` times ``factor`` has a whole number of neurons."""
     width = full * factor
     if full > 0 and (width < 1 or width % 1):
@@ -49,8 +52,13 @@ def ffn_problems(full: int, factor: float) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(slots=True, kw_only=True)
-class TransformerOptions:
+class TransformerOptions(Limited):
     """Architecture; names as in transformers' GPT2Config."""
+
+    limits: ClassVar[dict[str, str]] = {
+        **dict.fromkeys((*SIZES, "n_inner"), "> 0"),
+        "dropout": "[0, 1)",
+    }
 
     name: str
     family: str
@@ -78,32 +86,22 @@ class TransformerOptions:
     def _full_ffn(self) -> int:
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
-        for key in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"):
-            value = getattr(self, key)
-            if value is not None and value <= 0:
-                yield key, f"must be > 0, got {value}"
+    def problems(self) -> Problems:
+        yield from Limited.problems(self)
         if self.n_head > 0 and self.n_embd % self.n_head:
             yield "n_head", f"must divide model.n_embd ({self.n_embd}), got {self.n_head}"
         yield from ffn_problems(self._full_ffn, self.ffn_factor)
-        if not 0 <= self.dropout < 1:
-            yield "dropout", f"must lie in [0, 1), got {self.dropout}"
 
 
 @dataclass(slots=True, kw_only=True)
 class EncoderOptions(TransformerOptions):
     """Architecture; the same names as for GPT-2."""
 
+    limits: ClassVar = TransformerOptions.limits | {"layer_norm_eps": "> 0"}
+
     n_inner: int
     """FFN width: out_features of its first linear layer."""
     layer_norm_eps: float
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
-        yield from TransformerOptions.problems(self)
-        if self.layer_norm_eps <= 0:
-            yield "layer_norm_eps", f"must be > 0, got {self.layer_norm_eps}"
 
 
 class Encoder(Headable):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from sparsepretrain.limits import Problems
 from sparsepretrain.models._text import Encoder, EncoderOptions
 from sparsepretrain.registry import register
 
@@ -22,8 +22,7 @@ class BertGEGLUOptions(EncoderOptions):
 
     family: Literal["bert_geglu"]
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
+    def problems(self) -> Problems:
         yield from EncoderOptions.problems(self)
         if self.ffn_width % 1 == 0 and self.ffn_width % 2:
             width = f"{self.ffn_width:g}"

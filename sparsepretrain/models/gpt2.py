@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sparsepretrain.models import Headable
 from sparsepretrain.models._text import (
+    SIZES,
     Activation,
     TransformerOptions,
     attention_without_masks,
@@ -57,11 +58,7 @@ class GPT2(Headable):
         from transformers.pytorch_utils import Conv1D
 
         config = GPT2Config(
-            vocab_size=options.vocab_size,
-            n_positions=options.n_positions,
-            n_embd=options.n_embd,
-            n_layer=options.n_layer,
-            n_head=options.n_head,
+            **{key: getattr(options, key) for key in SIZES},
             n_inner=int(options.ffn_width),
             activation_function=transformers_name(options.activation),
             resid_pdrop=options.dropout,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from sparsepretrain.limits import Limited, Problems
 from sparsepretrain.models import Recipe
 from sparsepretrain.models._text import (
     Activation,
@@ -20,9 +20,18 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+SIZES = (
+    "vocab_size", "max_position_embeddings", "d_model", "attention_heads", "ffn_dim",
+    "encoder_layers", "decoder_layers",
+)  # fmt: skip
+DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
+
+
 @dataclass(slots=True, kw_only=True)
-class MarianOptions:
+class MarianOptions(Limited):
     """Architecture; names as in transformers' MarianConfig where that has them."""
+
+    limits: ClassVar = dict.fromkeys(SIZES, "> 0") | dict.fromkeys(DROPOUTS, "[0, 1)")
 
     name: str
     family: Literal["marian"]
@@ -53,19 +62,12 @@ class MarianOptions:
         """What the FFN's width comes to."""
         return self.ffn_dim * self.ffn_factor
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
-        sizes = ("vocab_size", "max_position_embeddings", "d_model", "attention_heads", "ffn_dim")
-        for key in (*sizes, "encoder_layers", "decoder_layers"):
-            if getattr(self, key) <= 0:
-                yield key, f"must be > 0, got {getattr(self, key)}"
+    def problems(self) -> Problems:
+        yield from Limited.problems(self)
         if self.attention_heads > 0 and self.d_model % self.attention_heads:
             known = f"model.d_model ({self.d_model})"
             yield "attention_heads", f"must divide {known}, got {self.attention_heads}"
         yield from ffn_problems(self.ffn_dim, self.ffn_factor)
-        for key in ("dropout", "attention_dropout", "activation_dropout"):
-            if not 0 <= getattr(self, key) < 1:
-                yield key, f"must lie in [0, 1), got {getattr(self, key)}"
 
 
 @register("model", "marian")
@@ -91,19 +93,13 @@ class Marian(Recipe):
         """
         from transformers import MarianConfig, MarianMTModel
 
+        same = [key for key in (*SIZES, *DROPOUTS) if key not in ("attention_heads", "ffn_dim")]
         config = MarianConfig(
-            vocab_size=options.vocab_size,
-            max_position_embeddings=options.max_position_embeddings,
-            d_model=options.d_model,
-            encoder_layers=options.encoder_layers,
-            decoder_layers=options.decoder_layers,
+            **{key: getattr(options, key) for key in same},
             encoder_attention_heads=options.attention_heads,
             decoder_attention_heads=options.attention_heads,
             encoder_ffn_dim=int(options.ffn_width),
             decoder_ffn_dim=int(options.ffn_width),
-            dropout=options.dropout,
-            attention_dropout=options.attention_dropout,
-            activation_dropout=options.activation_dropout,
             activation_function=transformers_name(options.activation),
             scale_embedding=True,
             share_encoder_decoder_embeddings=True,

@@ -19,46 +19,19 @@ from sparsepretrain.registry import register
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-ROLES: dict[str, list[str]] = {
-    "ffn": [
-        "*.mlp.c_fc",  # GPT-2
-        "*.mlp.c_proj",
-        "*.intermediate.dense",  # BERT and its relatives; the digit leaves attention.output out
-        "*[0-9].output.dense",
-        "*.ffn.lin[12]",  # DistilBERT
-        "*.fc[12]",  # Marian, BART, OPT
-        "*.mlp.gate_proj",  # Llama and its relatives
-        "*.mlp.up_proj",
-        "*.mlp.down_proj",
-        "*.mlp.dense_h_to_4h",  # GPT-NeoX
-        "*.mlp.dense_4h_to_h",
-        "*.DenseReluDense.w[io]*",  # T5
-    ],
-    "ffn_out": [
-        "*.mlp.c_proj",
-        "*[0-9].output.dense",
-        "*.ffn.lin2",
-        "*.fc2",
-        "*.mlp.down_proj",
-        "*.mlp.dense_4h_to_h",
-        "*.DenseReluDense.wo",
-    ],
-    "attention": [
-        "*.attn.c_attn",
-        "*.attn.c_proj",
-        "*.attention.self.*",
-        "*.attention.output.dense",
-        "*.attention.[qkv]_lin",
-        "*.attention.out_lin",
-        "*_attn.[qkv]_proj",
-        "*_attn.out_proj",
-        "*_attn.o_proj",
-        "*.attention.query_key_value",
-        "*.attention.dense",
-        "*Attention.[qkvo]",
-    ],
-}
-"""Names of the layers of each role in the families of transformers."""
+LAYERS = (
+    ("*.mlp.c_fc", "*.mlp.c_proj", "*.attn.c_attn *.attn.c_proj"),  # GPT-2
+    # BERT and its relatives; the digit leaves attention.output out
+    ("*.intermediate.dense", "*[0-9].output.dense", "*.attention.self.* *.attention.output.dense"),
+    ("*.ffn.lin1", "*.ffn.lin2", "*.attention.[qkv]_lin *.attention.out_lin"),  # DistilBERT
+    ("*.fc1", "*.fc2", "*_attn.[qkv]_proj *_attn.out_proj"),  # Marian, BART, OPT
+    # Llama and its relatives
+    ("*.mlp.gate_proj *.mlp.up_proj", "*.mlp.down_proj", "*_attn.[qkv]_proj *_attn.o_proj"),
+    # GPT-NeoX
+    ("*.mlp.dense_h_to_4h", "*.mlp.dense_4h_to_h", "*.attention.query_key_value *.attention.dense"),
+    ("*.DenseReluDense.wi*", "*.DenseReluDense.wo", "*Attention.[qkvo]"),  # T5
+)
+"""Names in the families of transformers: first and last layers of the FFN, and attention."""
 
 CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
@@ -206,11 +179,12 @@ def _roles(path: str) -> dict[str, list[str]]:
     with torch.device("meta"):
         model = AutoModel.from_config(_read(path))
     names = [f".{name}" for name, module in model.named_modules() if hasattr(module, "weight")]
-    found = {
-        role: [g for g in globs if any(fnmatchcase(name, g) for name in names)]
-        for role, globs in ROLES.items()
-    }
-    return {**found, "all": [*found["ffn"], *found["attention"]]}
+    first, last, attention = (
+        [g for g in " ".join(column).split() if any(fnmatchcase(name, g) for name in names)]
+        for column in zip(*LAYERS, strict=True)
+    )
+    ffn = [*first, *last]
+    return {"ffn": ffn, "ffn_out": last, "attention": attention, "all": [*ffn, *attention]}
 
 
 @contextlib.contextmanager

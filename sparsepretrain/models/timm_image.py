@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain.config.messages import one_line
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.limits import Limited, Problems
 from sparsepretrain.models import Recipe
 from sparsepretrain.models._text import Activation, transformers_name
 from sparsepretrain.registry import register, suggestion
@@ -18,26 +18,15 @@ if TYPE_CHECKING:
 
 _FFN = ["blocks.*.mlp.fc1", "blocks.*.mlp.fc2"]
 _ATTENTION = ["blocks.*.attn.qkv", "blocks.*.attn.proj"]
-_TRANSFORMER = {
-    "ffn": _FFN,
-    "ffn_out": _FFN[1:],
-    "attention": _ATTENTION,
-    "all": [*_FFN, *_ATTENTION],
-}
-
-
-def _convolutions(*globs: str, inner: str) -> dict[str, list[str]]:
-    """Aliases where there is no FFN; ``inner``: what follows an activation inside of a block."""
-    return {"ffn_out": [inner], **{alias: list(globs) for alias in ("ffn", "convs", "all")}}
-
-
-_ROLES = {
+_TRANSFORMER = {"ffn": _FFN, "ffn_out": _FFN[1:], "attention": _ATTENTION}
+_RESNET = ["layer*.conv?", "layer*.downsample.0"]
+_REGNET = ["s?.b*.conv?.conv", "s?.b*.downsample.conv"]
+_ROLES: dict[str, dict[str, list[str]]] = {
     "deit": _TRANSFORMER,
     "vit": _TRANSFORMER,
-    "resnet": _convolutions("layer*.conv?", "layer*.downsample.0", inner="layer*.conv[23]"),
-    "regnet": _convolutions(
-        "s?.b*.conv?.conv", "s?.b*.downsample.conv", inner="s?.b*.conv[23].conv"
-    ),
+    # ffn_out: what follows an activation inside of a block
+    "resnet": {"convs": _RESNET, "ffn": _RESNET, "ffn_out": ["layer*.conv[23]"]},
+    "regnet": {"convs": _REGNET, "ffn": _REGNET, "ffn_out": ["s?.b*.conv[23].conv"]},
 }
 """First letters of a timm name -> alias of ``sparsity.targets`` -> globs.
 
@@ -48,8 +37,13 @@ and kernel positions together (arXiv:2102.04010); it is 0.04 % of ResNet-50's we
 
 
 @dataclass(slots=True, kw_only=True)
-class TimmOptions:
+class TimmOptions(Limited):
     """Architecture; null: as timm's model of that name has it."""
+
+    limits: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("image_size", "classes", "patch_size", "heads"), "> 0"),
+        **dict.fromkeys(("drop_path", "dropout"), "[0, 1)"),
+    }
 
     name: str
     family: Literal["timm_image"]
@@ -86,53 +80,33 @@ class TimmOptions:
         """Which of the known kinds of architecture it is; None: unknown."""
         return next((kind for kind in _ROLES if self.architecture.startswith(kind)), None)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
-        for key in ("image_size", "classes", "patch_size", "heads"):
-            value = getattr(self, key)
-            if value is not None and value <= 0:
-                yield key, f"must be > 0, got {value}"
-        for key in ("drop_path", "dropout"):
-            if not 0 <= getattr(self, key) < 1:
-                yield key, f"must lie in [0, 1), got {getattr(self, key)}"
+    def problems(self) -> Problems:
+        yield from Limited.problems(self)
         if self.kind is None:
             kinds = ", ".join(_ROLES)
             yield "architecture", f"must begin with {kinds}, got {self.architecture!r}"
-        elif self.kind in ("deit", "vit"):
-            yield from self._transformer_problems()
-        else:
-            yield from self._convolutional_problems()
-
-    def _transformer_problems(self) -> Iterator[tuple[str, str]]:
-        for key in ("depth", "width"):
+            return
+        patches, resnet = self.kind in ("deit", "vit"), self.kind == "resnet"
+        if self.stem != "imagenet" and not resnet:
+            why = ": it has patches" if patches else ""
+            yield "stem", f"must be imagenet for {self.architecture}{why}"
+        absent = ["zero_init_last"] if patches else ["patch_size", "heads", "activation"]
+        if not patches and not resnet:
+            absent += ["depth", "width"]
+        for key in absent:
+            if getattr(self, key) is not None:
+                yield key, f"must be null for {self.architecture}"
+        what = "a positive integer" if patches else "4 positive integers"
+        for key in ("depth", "width") if patches or resnet else ():
             value = getattr(self, key)
-            if isinstance(value, list) or (value is not None and value <= 0):
-                yield key, f"must be a positive integer or null for {self.architecture}"
+            sizes = value if isinstance(value, list) else [value]
+            fits = isinstance(value, list) != patches and len(sizes) == (1 if patches else 4)
+            if value is not None and not (fits and min(sizes) > 0):
+                yield key, f"must be {what} or null for {self.architecture}"
         if isinstance(self.width, int) and self.heads and self.width % self.heads:
             yield "heads", f"must divide model.width ({self.width}), got {self.heads}"
         if self.patch_size and self.image_size % self.patch_size:
             yield "patch_size", f"must divide model.image_size ({self.image_size})"
-        if self.stem != "imagenet":
-            yield "stem", f"must be imagenet for {self.architecture}: it has patches"
-        if self.zero_init_last is not None:
-            yield "zero_init_last", f"must be null for {self.architecture}"
-
-    def _convolutional_problems(self) -> Iterator[tuple[str, str]]:
-        for key in ("patch_size", "heads", "activation"):
-            if getattr(self, key) is not None:
-                yield key, f"must be null for {self.architecture}"
-        if self.kind != "resnet":
-            for key in ("depth", "width"):
-                if getattr(self, key) is not None:
-                    yield key, f"must be null for {self.architecture}"
-            if self.stem != "imagenet":
-                yield "stem", f"must be imagenet for {self.architecture}"
-            return
-        for key in ("depth", "width"):
-            value = getattr(self, key)
-            whole = isinstance(value, list) and len(value) == 4 and min(value) > 0
-            if value is not None and not whole:
-                yield key, f"must be 4 positive integers or null for {self.architecture}"
 
 
 @register("model", "timm_image")
@@ -149,8 +123,8 @@ class TimmImage(Recipe):
         The patch embedding, the stem and the classifier belong to none. ``ffn`` means all
         convolutions where there is no FFN, so that the default of ``sparsity.targets`` works.
         """
-        assert options.kind is not None
-        return _ROLES[options.kind]
+        roles = _ROLES[str(options.kind)]
+        return {**roles, "all": [*roles["ffn"], *roles.get("attention", ())]}
 
     @staticmethod
     def build(options: TimmOptions) -> nn.Module:

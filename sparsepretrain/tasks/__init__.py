@@ -1,13 +1,17 @@
-"""Model + data + loss + metrics. One module per registered task; see :class:`Task`."""
+"""Model + data + loss + metrics. One module per registered task; see :class:`Task`.
+
+``tasks._bases`` has what tasks on running text and on labelled texts share.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepretrain import registry
+from sparsepretrain.limits import Problems
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +37,7 @@ class Task(ABC):
     """
 
     Options: ClassVar[type]
+    """Dataclass of the group ``task``: ``name`` and its own; may define ``problems()``."""
     kind: ClassVar[str]
     """Kind of data, see ``data.sources``: text, pairs, images or records."""
     unit: ClassVar[str] = "tokens"
@@ -43,7 +48,11 @@ class Task(ABC):
     """The metric that says how good a model is, among those of :meth:`metrics`."""
 
     def __init__(self, options: Any, model: Any, data: Any, seed: int) -> None:
-        """Take option objects; touch no data."""
+        """Take the checked options of the groups task, model and data; touch no data.
+
+        Raises:
+            ConfigError: they do not go together, and only Python can tell.
+        """
         self.options = options
         self.model_options = model
         self.data_options = data
@@ -61,7 +70,7 @@ class Task(ABC):
         return roles
 
     @staticmethod
-    def misfits(options: Any, model: Any, data: Any) -> Iterator[tuple[str, str]]:
+    def misfits(options: Any, model: Any, data: Any) -> Problems:
         """Reasons why these options do not go together, as (dotted key, message); torch-free."""
         tokens, rows = getattr(data, "vocab_size", None), getattr(model, "vocab_size", None)
         if tokens is not None and rows is not None and tokens > rows:
@@ -77,6 +86,10 @@ class Task(ABC):
     def capacity(self) -> int:
         """Most tokens of one sample as its layers see them; 0: all samples have equally many."""
         return 0
+
+    def order_seed(self, split: str) -> int:
+        """Seed of the order of a split: held out, the same samples for every seed of a run."""
+        return self.seed if split == "train" else 0
 
     def build_model(self) -> nn.Module:
         """The model with initial weights from torch's global generator."""
@@ -129,6 +142,20 @@ class Task(ABC):
         Rates and scores are percentages. A task whose metrics are not means extends this.
         """
         return averages(observations)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Σ of the cross-entropies in nats, in fp32; targets of -100 count nothing.
+
+    Args:
+        logits: (…, classes).
+        targets: (…) int64.
+        options: of torch.nn.functional.cross_entropy.
+    """
+    import torch.nn.functional as F
+
+    rows = logits.reshape(-1, logits.shape[-1]).float()
+    return F.cross_entropy(rows, targets.reshape(-1), reduction="sum", **options)
 
 
 def build_task(run: Run) -> Task:

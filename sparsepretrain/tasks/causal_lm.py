@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from sparsepretrain.limits import Limited
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, averages
-from sparsepretrain.tasks._windows import WindowTask, perplexity
+from sparsepretrain.tasks import Batch, cross_entropy
+from sparsepretrain.tasks._bases import WindowTask
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class CausalLMOptions:
+class CausalLMOptions(Limited):
     """Options of the task."""
+
+    limits: ClassVar[dict[str, str]] = {"sequence_length": "> 0"}
 
     name: Literal["causal_lm"]
     sequence_length: int
@@ -25,11 +28,6 @@ class CausalLMOptions:
     replacement: bool
     """Draw each training window for itself, from anywhere in the text, as nanoGPT does; false: an
     epoch visits every place once."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
-        if self.sequence_length <= 0:
-            yield "sequence_length", f"must be > 0, got {self.sequence_length}"
 
 
 @register("task", "causal_lm")
@@ -41,11 +39,6 @@ class CausalLM(WindowTask):
 
     Options = CausalLMOptions
     complete = True
-
-    @property
-    def replacement(self) -> bool:
-        """As the options say."""
-        return bool(self.options.replacement)
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
         """``tokens`` and ``targets``, both (len(positions), sequence_length) int64.
@@ -75,15 +68,5 @@ class CausalLM(WindowTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """(Σ negative log likelihood in nats, number of target tokens)."""
-        import torch.nn.functional as F
-
         logits = self.recipe.logits(model, batch["tokens"])
-        rows = logits.reshape(-1, logits.shape[-1]).float()
-        targets = batch["targets"].reshape(-1)
-        total = F.cross_entropy(rows, targets, ignore_index=-1, reduction="sum")
-        return total, self.count(batch)
-
-    def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
-        """``loss`` in nats per token, and ``perplexity``, its exponential."""
-        values = averages(observations)
-        return values | {"perplexity": perplexity(values["loss"])}
+        return cross_entropy(logits, batch["targets"], ignore_index=-1), self.count(batch)

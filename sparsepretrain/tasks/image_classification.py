@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from sparsepretrain.limits import Limited, Problems
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, Task
+from sparsepretrain.tasks import Batch, Observation, Task, cross_entropy
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +21,16 @@ Interpolation = Literal["bilinear", "bicubic", "nearest"]
 
 
 @dataclass(slots=True, kw_only=True)
-class ImageClassificationOptions:
+class ImageClassificationOptions(Limited):
     """Options of the task."""
+
+    limits: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("image_size", "copies", "std"), "> 0"),
+        **dict.fromkeys(("mixup", "cutmix", "shift", "color_jitter", "lighting", "cutout"), "≥ 0"),
+        **dict.fromkeys(("mix_probability", "cutmix_share", "flip", "random_erasing"), "[0, 1]"),
+        "label_smoothing": "[0, 1)",
+        "eval_crop": "(0, 1]",
+    }
 
     name: Literal["image_classification"]
     image_size: int
@@ -69,30 +78,15 @@ class ImageClassificationOptions:
     std: tuple[float, float, float]
     """Of red, green and blue in [0, 1], divided by."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
-        for key in ("image_size", "copies"):
-            if getattr(self, key) <= 0:
-                yield key, f"must be > 0, got {getattr(self, key)}"
-        for key in ("mixup", "cutmix", "shift", "color_jitter", "lighting", "cutout"):
-            if getattr(self, key) < 0:
-                yield key, f"must be ≥ 0, got {getattr(self, key)}"
-        for key in ("mix_probability", "cutmix_share", "flip", "random_erasing"):
-            if not 0 <= getattr(self, key) <= 1:
-                yield key, f"must lie in [0, 1], got {getattr(self, key)}"
-        if not 0 <= self.label_smoothing < 1:
-            yield "label_smoothing", f"must lie in [0, 1), got {self.label_smoothing}"
-        if not 0 < self.eval_crop <= 1:
-            yield "eval_crop", f"must lie in (0, 1], got {self.eval_crop}"
+    def problems(self) -> Problems:
+        yield from Limited.problems(self)
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             yield "scale", f"must be two fractions in (0, 1], got {list(self.scale)}"
         if not 0 < self.ratio[0] <= self.ratio[1]:
             yield "ratio", f"must be two positive numbers, got {list(self.ratio)}"
-        if min(self.std) <= 0:
-            yield "std", f"must be > 0, got {list(self.std)}"
         yield from self._crop_problems()
 
-    def _crop_problems(self) -> Iterator[tuple[str, str]]:
+    def _crop_problems(self) -> Problems:
         only: dict[str, dict[str, Any]] = {
             "resized": {"color_jitter": 0.0, "rand_augment": None, "random_erasing": 0.0},
             "shift": {"shift": 0, "cutout": 0},
@@ -134,7 +128,7 @@ class ImageClassification(Task):
         self._orders: dict[str, ImageOrder] = {}
 
     @staticmethod
-    def misfits(options: Any, model: Any, data: Any) -> Iterator[tuple[str, str]]:
+    def misfits(options: Any, model: Any, data: Any) -> Problems:
         """A model for images of another size."""
         if options.image_size != model.image_size:
             expected = f"task.image_size ({options.image_size})"
@@ -151,11 +145,10 @@ class ImageClassification(Task):
         self._images, self.fingerprint = open_images(
             self.data_options, tuple(splits), self.model_options.classes, on_progress
         )
-        # held-out images: scattered over the split, the same ones for every seed of a run
         self._orders = {
-            split: ImageOrder(images.count, self.seed, self.options.copies)
-            if split == "train"
-            else ImageOrder(images.count, 0)
+            split: ImageOrder(
+                images.count, self.order_seed(split), self.options.copies if split == "train" else 1
+            )
             for split, images in self._images.items()
         }
         self._augmentation = Augmentation(self.options, self.seed)
@@ -171,17 +164,14 @@ class ImageClassification(Task):
         images, order = self._images[split], self._orders[split]
         places = [order.place(step * size + position) for position in positions]
         labels = torch.tensor([images.label(place.image) for place in places])
-        loaded = (images.image(place.image) for place in places)
-        if split != "train":
-            pixels = torch.stack([self._augmentation.evaluate(image) for image in loaded])
-            return {"images": pixels, "labels": labels}
-        pixels = torch.stack(
-            [
-                self._augmentation.train(image, place.epoch, place.position)
-                for image, place in zip(loaded, places, strict=True)
-            ]
+        augmented = (
+            self._augmentation.train(images.image(place.image), place.epoch, place.position)
+            if split == "train"
+            else self._augmentation.evaluate(images.image(place.image))
+            for place in places
         )
-        if not self._mixes:
+        pixels = torch.stack(list(augmented))
+        if split != "train" or not self._mixes:
             return {"images": pixels, "labels": labels}
         from sparsepretrain.data.augmentation import mix
 
@@ -233,14 +223,12 @@ class ImageClassification(Task):
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Plain cross-entropy, without smoothing, and per cent of labels among the top 1 and 5."""
-        import torch.nn.functional as F
-
         logits, labels = self.recipe.logits(model, batch["images"]).float(), batch["labels"]
         count = self.count(batch)
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
         hits = best == labels[:, None]
         return {
-            "loss": (float(F.cross_entropy(logits, labels, reduction="sum")), count),
+            "loss": (float(cross_entropy(logits, labels)), count),
             "top1": (100.0 * float(hits[:, 0].sum()), count),
             "top5": (100.0 * float(hits.any(-1).sum()), count),
         }

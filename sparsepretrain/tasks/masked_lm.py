@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from sparsepretrain.data.source import SPLITS
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.limits import Limited, Problems
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, Task, averages
-from sparsepretrain.tasks._windows import WindowTask, perplexity
+from sparsepretrain.tasks import Batch, Observation, Task, cross_entropy
+from sparsepretrain.tasks._bases import WindowTask
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import Tensor, nn
 
     from sparsepretrain.data import TokenData
-    from sparsepretrain.tasks._masking import Masking
 
 
 @dataclass(slots=True, kw_only=True)
-class MaskedLMOptions:
+class MaskedLMOptions(Limited):
     """Options of the task."""
+
+    limits: ClassVar[dict[str, str]] = {
+        "sequence_length": "> 0",
+        "probability": "(0, 1]",
+        "mask_fraction": "[0, 1]",
+        "random_fraction": "[0, 1]",
+    }
 
     name: Literal["masked_lm"]
     sequence_length: int
@@ -33,15 +42,8 @@ class MaskedLMOptions:
     random_fraction: float
     """Of the selected tokens, those that a random token replaces; the others stay."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
-        if self.sequence_length <= 0:
-            yield "sequence_length", f"must be > 0, got {self.sequence_length}"
-        if not 0 < self.probability <= 1:
-            yield "probability", f"must lie in (0, 1], got {self.probability}"
-        for key in ("mask_fraction", "random_fraction"):
-            if not 0 <= getattr(self, key) <= 1:
-                yield key, f"must lie in [0, 1], got {getattr(self, key)}"
+    def problems(self) -> Problems:
+        yield from Limited.problems(self)
         total = self.mask_fraction + self.random_fraction
         if total > 1:
             yield "random_fraction", f"and mask_fraction must sum to at most 1, got {total:g}"
@@ -60,10 +62,8 @@ class MaskedLM(WindowTask):
     unit = "masked tokens"
     complete = False
 
-    _masking: Masking
-
     @staticmethod
-    def misfits(options: Any, model: Any, data: Any) -> Iterator[tuple[str, str]]:
+    def misfits(options: Any, model: Any, data: Any) -> Problems:
         """A model without a row for the mask token, where the tokenizer is known to have none."""
         yield from Task.misfits(options, model, data)
         if getattr(data, "has_mask", None) is False and model.vocab_size <= data.vocab_size:
@@ -80,7 +80,6 @@ class MaskedLM(WindowTask):
             ConfigError: the model has no row for the mask token.
         """
         from sparsepretrain.data.encoding import open_codec
-        from sparsepretrain.tasks._masking import Masking
 
         codec, rows = open_codec(tokens.tokenizer_file), self.model_options.vocab_size
         mask = tokens.vocab_size if codec.mask is None else codec.mask
@@ -109,8 +108,6 @@ class MaskedLM(WindowTask):
         """Zeros of the shapes of :meth:`batch`."""
         import torch
 
-        from sparsepretrain.tasks._masking import selected
-
         length = self.options.sequence_length
         rows = torch.zeros(size, length, dtype=torch.int64, device=device)
         places = rows.new_zeros(size * selected(self.options.probability, length))
@@ -122,28 +119,89 @@ class MaskedLM(WindowTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """(Σ negative log likelihood of the selected tokens in nats, their number)."""
-        return self._total(self._logits(model, batch), batch), self.count(batch)
+        return cross_entropy(self._logits(model, batch), batch["targets"]), self.count(batch)
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Loss and accuracy of one micro-batch."""
-        logits, count = self._logits(model, batch), self.count(batch)
-        right = int((logits.argmax(-1) == batch["targets"]).sum())
-        return {
-            "loss": (float(self._total(logits, batch)), count),
-            "accuracy": (100.0 * right, count),
-        }
-
-    def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
-        """``loss`` in nats, ``perplexity`` and ``accuracy`` (percent) of the masked tokens."""
-        values = averages(observations)
-        return values | {"perplexity": perplexity(values["loss"])}
+        logits, targets = self._logits(model, batch), batch["targets"]
+        count, right = self.count(batch), int((logits.argmax(-1) == targets).sum())
+        loss = float(cross_entropy(logits, targets))
+        return {"loss": (loss, count), "accuracy": (100.0 * right, count)}
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """(n, vocab_size) fp32."""
         logits: Tensor = self.recipe.logits(model, batch["tokens"], batch["positions"])
         return logits.float()
 
-    def _total(self, logits: Tensor, batch: Batch) -> Tensor:
-        import torch.nn.functional as F
 
-        return F.cross_entropy(logits, batch["targets"], reduction="sum")
+def selected(probability: float, eligible: int) -> int:
+    """How many of ``eligible`` tokens are selected: rounded, at least one if there is one.
+
+    A number per sample, not a draw per token, as in BERT's and Cramming's code: so every sample
+    has about the same weight and no micro-batch is empty.
+    """
+    return min(eligible, max(1, int(probability * eligible + 0.5)))
+
+
+class Masking:
+    """Selection of tokens and what they are replaced by."""
+
+    def __init__(self, options: Any, mask: int, special: Collection[int], vocab_size: int) -> None:
+        """Take the task's options, the id of the mask token, and the vocabulary.
+
+        Args:
+            options: ``probability``, ``mask_fraction``, ``random_fraction``.
+            mask: id that replaces selected tokens.
+            special: ids that are neither selected nor drawn as random tokens.
+            vocab_size: random tokens are below it.
+        """
+        import numpy as np
+
+        self._probability = options.probability
+        self._masked = options.mask_fraction
+        self._changed = options.mask_fraction + options.random_fraction
+        self._mask = mask
+        self._special = np.array(sorted(special), dtype=np.int64)
+        self._ordinary = np.setdiff1d(np.arange(vocab_size), self._special)
+
+    def apply(
+        self, rows: np.ndarray, seed: int, split: str, step: int, positions: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Mask the samples ``positions`` of the global batch of ``step``.
+
+        Args:
+            rows: (len(positions), length) int64 tokens; not changed.
+            seed: of the run, in [0, 2^63).
+            split: name of the split.
+            step: optimiser step, from 0.
+            positions: of the rows in the global batch.
+
+        Returns:
+            Tokens of the shape of ``rows``; selected places in their flattened form, ascending;
+            the tokens that were there. All int64.
+        """
+        import numpy as np
+
+        tokens = rows.copy()
+        length, ordinary = rows.shape[1], self._ordinary
+        key = np.array([seed, step * len(SPLITS) + SPLITS.index(split)], dtype=np.uint64)
+        eligible = ~np.isin(rows, self._special)
+        places = [np.zeros(0, dtype=np.int64)]
+        for index, position in enumerate(positions):
+            # raw words, whose stream NumPy keeps across versions; the 1 keeps them apart from
+            # those of the order of the windows, whose key is (seed, epoch)
+            counter = np.array([0, 0, 1, position], dtype=np.uint64)
+            words = np.random.Philox(key=key, counter=counter).random_raw(3 * length)
+            candidates = np.flatnonzero(eligible[index])
+            count = selected(self._probability, len(candidates))
+            order = np.argsort(words[:length][candidates], kind="stable")
+            chosen = np.sort(candidates[order[:count]])
+            # draws belong to places: none depends on which of the others are selected
+            uniform = (words[length + chosen] >> np.uint64(11)) * 2.0**-53
+            drawn = ordinary[words[2 * length + chosen] % np.uint64(len(ordinary))]
+            changed = np.where(uniform < self._masked, self._mask, drawn)
+            there = tokens[index, chosen]
+            tokens[index, chosen] = np.where(uniform < self._changed, changed, there)
+            places.append(chosen + index * length)
+        flat = np.concatenate(places)
+        return tokens, flat, rows.reshape(-1)[flat]

@@ -7,16 +7,16 @@ import string
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from sparsepretrain.data.sources.questions import QUESTIONS
+from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, averages
-from sparsepretrain.tasks._encoded import EncodedOptions, EncodedTask, Sample
+from sparsepretrain.tasks._bases import RecordOptions, RecordTask, Sample, join
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from torch import Tensor, nn
 
     from sparsepretrain.data.encoding import Codec
@@ -26,8 +26,10 @@ BEST = 20
 
 
 @dataclass(slots=True, kw_only=True)
-class QuestionAnsweringOptions(EncodedOptions):
+class QuestionAnsweringOptions(RecordOptions):
     """Options of the task."""
+
+    limits: ClassVar = RecordOptions.limits | {"max_question": "≥ 1", "max_answer": "≥ 1"}
 
     name: Literal["question_answering"]
     stride: int
@@ -40,12 +42,8 @@ class QuestionAnsweringOptions(EncodedOptions):
     """Where the end is read: at the answer's last token (SQuAD's code), or at the one after it,
     from where a causal model sees that the answer is over."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
-        yield from EncodedOptions.problems(self)
-        for key in ("max_question", "max_answer"):
-            if getattr(self, key) < 1:
-                yield key, f"must be ≥ 1, got {getattr(self, key)}"
+    def problems(self) -> Problems:
+        yield from RecordOptions.problems(self)
         room = self.max_length - self.max_question - 4
         if not 0 <= self.stride < room:
             yield (
@@ -68,7 +66,7 @@ class About(NamedTuple):
 
 
 @register("task", "question_answering")
-class QuestionAnswering(EncodedTask):
+class QuestionAnswering(RecordTask):
     """Start and end of the answer, each a choice among the positions of the sequence.
 
     Contexts that are too long come in windows; each is a sample. Windows without the whole answer
@@ -80,6 +78,7 @@ class QuestionAnswering(EncodedTask):
     head = "spans"
     metric = "f1"
     outputs = 2
+    target = (0, 0)
 
     def encode(self, records: list[dict[str, Any]], codec: Codec) -> list[Sample]:
         """The windows of every record, in order."""
@@ -122,36 +121,28 @@ class QuestionAnswering(EncodedTask):
                 and places[inside[-1], 1] >= start + len(text)
             )
             target = (first + inside[0], first + inside[-1] + after) if whole else (0, 0)
-            parts = [*head, part, tail]
-            sequence = np.concatenate([np.asarray(p, dtype=np.int64) for p in parts])
             about = About(index, record["context"], answers, first, places)
-            yield Sample(sequence, first, tuple(map(int, target)), about)
+            yield Sample(join(*head, part, tail), first, tuple(map(int, target)), about)
 
-    def targets(self, samples: list[Sample]) -> torch.Tensor:
-        """(batch, 2) int64: start and end."""
-        import torch
+    def scores(self, model: nn.Module, batch: Batch) -> Tensor:
+        """(batch, length, 2); padding can be neither start nor end."""
+        scores = super().scores(model, batch)
+        return scores.masked_fill(~batch["mask"][..., None], float("-inf"))
 
-        return torch.tensor([sample.target for sample in samples], dtype=torch.int64)
+    def total(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Σ over windows of the mean negative log likelihood of start and end."""
+        import torch.nn.functional as F
 
-    def example(self, size: int, device: torch.device) -> Batch:
-        """Zeros of the shapes of :meth:`batch`."""
-        import torch
+        # classes in the middle, as cross_entropy wants them
+        return F.cross_entropy(scores, batch["targets"], reduction="sum") / 2
 
-        targets = torch.zeros(size, 2, dtype=torch.int64, device=device)
-        return {**self._blank(size, device), "targets": targets, "about": []}
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """(Σ over windows of the mean negative log likelihood of start and end; windows)."""
-        return self._loss(self._scores(model, batch), batch), self.count(batch)
-
-    def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
-        """Loss, and the best span of every window."""
-        scores = self._scores(model, batch)
+    def predictions(self, scores: Tensor, batch: Batch) -> Observation:
+        """The best span of every window, with what it answers."""
         found = []
-        for row, about in zip(scores.float().cpu().numpy(), batch["about"], strict=True):
+        for row, about in zip(scores.cpu().numpy(), batch["about"], strict=True):
             score, text = self._best(row, about)
             found.append((about.example, score, text, about.answers))
-        return {"loss": (float(self._loss(scores, batch)), self.count(batch)), "answers": found}
+        return {"answers": found}
 
     def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
         """``exact_match`` and ``f1`` in percent: of each question, the best over its answers."""
@@ -186,17 +177,6 @@ class QuestionAnswering(EncodedTask):
                 text = about.context[about.spans[i, 0] : about.spans[j, 1]]
                 best = score, text
         return best
-
-    def _scores(self, model: nn.Module, batch: Batch) -> Tensor:
-        """(batch, length, 2); padding can be neither start nor end."""
-        scores: Tensor = self.recipe.scores(model, batch["tokens"], batch["mask"], batch["second"])
-        return scores.float().masked_fill(~batch["mask"][..., None], float("-inf"))
-
-    def _loss(self, scores: Tensor, batch: Batch) -> Tensor:
-        import torch.nn.functional as F
-
-        # classes in the middle, as cross_entropy wants them
-        return F.cross_entropy(scores, batch["targets"], reduction="sum") / 2
 
 
 def normalise(answer: str) -> str:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain.data.sources.labelled_texts import LABELLED
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, averages
-from sparsepretrain.tasks._encoded import EncodedOptions, EncodedTask, Sample
+from sparsepretrain.tasks import Batch, Observation, averages, cross_entropy
+from sparsepretrain.tasks._bases import RecordOptions, RecordTask, Sample, join
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from sparsepretrain.data.encoding import Codec
 
@@ -22,7 +25,7 @@ CORRELATIONS = ("pearson", "spearman")
 
 
 @dataclass(slots=True, kw_only=True)
-class SequenceClassificationOptions(EncodedOptions):
+class SequenceClassificationOptions(RecordOptions):
     """Options of the task."""
 
     name: Literal["sequence_classification"]
@@ -31,15 +34,14 @@ class SequenceClassificationOptions(EncodedOptions):
     parts: list[str]
     """Names of the parts of the evaluation split; several are reported one by one as well."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
-        yield from EncodedOptions.problems(self)
+    def problems(self) -> Problems:
+        yield from RecordOptions.problems(self)
         if not self.metrics:
             yield "metrics", "must name at least one metric"
 
 
 @register("task", "sequence_classification")
-class SequenceClassification(EncodedTask):
+class SequenceClassification(RecordTask):
     """Cross entropy of the class; squared error where the label is a real number."""
 
     Options = SequenceClassificationOptions
@@ -68,52 +70,33 @@ class SequenceClassification(EncodedTask):
 
     def encode(self, records: list[dict[str, Any]], codec: Codec) -> list[Sample]:
         """The texts in the tokenizer's template; of two that are too long, the longer is cut."""
-        import numpy as np
-
         template = codec.template()
         columns = zip(*(record["texts"] for record in records), strict=True)
         encoded = list(zip(*(codec.encode(column) for column in columns), strict=True))
         samples = []
         for record, (first, *others) in zip(records, encoded, strict=True):
-            second = others[0] if others else None
             ends = template.middle + template.suffix if others else template.end
             room = self.options.max_length - len(template.prefix) - len(ends)
-            if second is None:
-                parts = [template.prefix, first[:room], template.end]
-                begin = len(template.prefix) + len(parts[1]) + len(template.end)
-            else:
-                first, second = _cut(first, second, room)
+            if others:
+                first, second = _cut(first, others[0], room)
                 parts = [template.prefix, first, template.middle, second, template.suffix]
-                begin = sum(map(len, parts[:3]))
-            ids = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
-            samples.append(Sample(ids, begin, record["label"], record["part"]))
+            else:
+                parts = [template.prefix, first[:room], template.end]
+            begin = sum(map(len, parts[:3]))
+            samples.append(Sample(join(*parts), begin, record["label"], record["part"]))
         return samples
 
-    def targets(self, samples: list[Sample]) -> torch.Tensor:
-        """(batch,) int64 classes or fp32 numbers."""
-        import torch
+    def total(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Σ negative log likelihood in nats, or Σ squared errors."""
+        import torch.nn.functional as F
 
-        kind = torch.float32 if self.regression else torch.int64
-        return torch.tensor([sample.target for sample in samples], dtype=kind)
+        if self.regression:
+            return F.mse_loss(scores[:, 0], batch["targets"], reduction="sum")
+        return cross_entropy(scores, batch["targets"])
 
-    def example(self, size: int, device: torch.device) -> Batch:
-        """Zeros of the shapes of :meth:`batch`."""
-        import torch
-
-        kind = torch.float32 if self.regression else torch.int64
-        targets = torch.zeros(size, dtype=kind, device=device)
-        return {**self._blank(size, device), "targets": targets, "about": [0] * size}
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """(Σ negative log likelihood in nats, or Σ squared errors; number of examples)."""
-        return self._loss(self._scores(model, batch), batch), self.count(batch)
-
-    def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
-        """Loss, predictions and labels."""
-        scores = self._scores(model, batch)
+    def predictions(self, scores: Tensor, batch: Batch) -> Observation:
         predicted = scores[:, 0] if self.regression else scores.argmax(dim=1)
         return {
-            "loss": (float(self._loss(scores, batch)), self.count(batch)),
             "predicted": predicted.tolist(),
             "labels": batch["targets"].tolist(),
             "parts": batch["about"],
@@ -125,38 +108,20 @@ class SequenceClassification(EncodedTask):
         ``score`` is the number that a GLUE average counts: the mean of the metrics.
         """
         observations = list(observations)
+        result, names = averages(observations), self.options.parts
+        columns = ("parts", "predicted", "labels")
         rows = [
-            row
-            for o in observations
-            for row in zip(o["predicted"], o["labels"], o["parts"], strict=True)
+            row for seen in observations for row in zip(*(seen[c] for c in columns), strict=True)
         ]
-        result = averages(observations)
-        found = sorted({part for _, _, part in rows})
-        scores = {}
-        for part in found:
-            chosen = [(a, b) for a, b, p in rows if p == part]
-            scores[part] = {
-                metric: 100 * _measure(metric, [a for a, _ in chosen], [b for _, b in chosen])
-                for metric in self.options.metrics
-            }
-        names = self.options.parts
+        groups = itertools.groupby(sorted(rows, key=itemgetter(0)), key=itemgetter(0))
+        parts = {part: list(zip(*group, strict=True))[1:] for part, group in groups}
         for metric in self.options.metrics:
-            result[metric] = sum(scores[part][metric] for part in found) / len(found)
-            for part in found if len(names) > 1 else ():
-                result[f"{metric}_{names[part]}"] = scores[part][metric]
+            found = {part: 100 * _measure(metric, *pair) for part, pair in parts.items()}
+            result[metric] = sum(found.values()) / len(found)
+            if len(names) > 1:
+                result |= {f"{metric}_{names[part]}": value for part, value in found.items()}
         wanted = [result[metric] for metric in self.options.metrics]
         return {**result, "score": sum(wanted) / len(wanted)}
-
-    def _scores(self, model: nn.Module, batch: Batch) -> Tensor:
-        scores: Tensor = self.recipe.scores(model, batch["tokens"], batch["mask"], batch["second"])
-        return scores.float()
-
-    def _loss(self, scores: Tensor, batch: Batch) -> Tensor:
-        import torch.nn.functional as F
-
-        if self.regression:
-            return F.mse_loss(scores[:, 0], batch["targets"], reduction="sum")
-        return F.cross_entropy(scores, batch["targets"], reduction="sum")
 
 
 def _cut(first: Any, second: Any, room: int) -> tuple[Any, Any]:
@@ -169,7 +134,7 @@ def _cut(first: Any, second: Any, room: int) -> tuple[Any, Any]:
     return first[: len(first) - cuts[0]], second[: len(second) - cuts[1]]
 
 
-def _measure(metric: str, predicted: list[float], labels: list[float]) -> float:
+def _measure(metric: str, predicted: Sequence[float], labels: Sequence[float]) -> float:
     """One metric; a correlation with a constant is 0."""
     try:
         from scipy import stats
@@ -184,8 +149,9 @@ def _measure(metric: str, predicted: list[float], labels: list[float]) -> float:
             return 0.0
         correlate = stats.pearsonr if metric == "pearson" else stats.spearmanr
         return float(correlate(predicted, labels).statistic)
-    if metric == "f1":
-        return float(metrics.f1_score(labels, predicted, zero_division=0))
-    if metric == "mcc":
-        return float(metrics.matthews_corrcoef(labels, predicted))
-    return float(metrics.accuracy_score(labels, predicted))
+    measures = {
+        "accuracy": metrics.accuracy_score,
+        "f1": functools.partial(metrics.f1_score, zero_division=0),
+        "mcc": metrics.matthews_corrcoef,
+    }
+    return float(measures[metric](labels, predicted))

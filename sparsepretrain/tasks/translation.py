@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from sparsepretrain import data as datasets
 from sparsepretrain.errors import DataError, SparsePretrainWarning
+from sparsepretrain.limits import Limited, Problems
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, Task, averages
+from sparsepretrain.tasks import Batch, Observation, Task, averages, cross_entropy
 
 if TYPE_CHECKING:
     import torch
@@ -19,12 +21,19 @@ if TYPE_CHECKING:
     from sparsepretrain.data import TokenData
 
 IGNORED = -100
-"""Target of padding: no loss, no gradient."""
+"""Target of padding, which counts nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
-class TranslationOptions:
+class TranslationOptions(Limited):
     """Options of the task."""
+
+    limits: ClassVar[dict[str, str]] = {
+        "max_tokens": "> 0",
+        "max_length": "> 0",
+        "beam": "> 0",
+        "label_smoothing": "[0, 1)",
+    }
 
     name: Literal["translation"]
     max_tokens: int
@@ -42,18 +51,13 @@ class TranslationOptions:
     max_decode: tuple[float, int]
     """[a, b]: a hypothesis has at most a · (source tokens) + b tokens."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Range errors as (key, message)."""
-        for key in ("max_tokens", "max_length", "beam"):
-            if getattr(self, key) <= 0:
-                yield key, f"must be > 0, got {getattr(self, key)}"
+    def problems(self) -> Problems:
+        yield from Limited.problems(self)
         if 0 < self.max_tokens < -(-self.max_length // 4) * 4:
             yield (
                 "max_tokens",
                 f"must be ≥ task.max_length ({self.max_length}, in fours), got {self.max_tokens}",
             )
-        if not 0 <= self.label_smoothing < 1:
-            yield "label_smoothing", f"must lie in [0, 1), got {self.label_smoothing}"
         a, b = self.max_decode
         if a < 0 or b < 0 or a + b == 0:
             yield "max_decode", f"must be two numbers ≥ 0, one of them > 0, got {[a, b]}"
@@ -94,18 +98,17 @@ class Translation(Task):
         Raises:
             DataError: a split has no pairs, or a held-out sentence is too long for the model.
         """
-        from sparsepretrain.data import Buckets, load, pairs
         from sparsepretrain.data.encoding import open_codec
         from sparsepretrain.data.formats import references
 
-        data = load(self.data_options, on_progress=on_progress)
+        data = datasets.load(self.data_options, on_progress=on_progress)
         for split in splits:
-            every = pairs(data, split)
+            every = datasets.pairs(data, split)
             chosen = self._choose(split, every.lengths, data.name)
-            # held-out buckets: scattered over the lengths, the same ones for every seed of a run
-            seed = self.seed if split == "train" else 0
             self._pairs[split], self._chosen[split] = every, chosen
-            self._buckets[split] = Buckets(every.lengths[chosen], self.options.max_tokens, seed)
+            self._buckets[split] = datasets.Buckets(
+                every.lengths[chosen], self.options.max_tokens, self.order_seed(split)
+            )
         self.tokenizer_file = data.tokenizer_file
         self._codec = open_codec(data.tokenizer_file)
         self._end = int(data.end_of_text or 0)
@@ -191,15 +194,10 @@ class Translation(Task):
         import torch
 
         length = -(-min(self.options.max_length, 32) // 4) * 4
-        rows = torch.zeros(
-            size * max(1, self.options.max_tokens // length),
-            length,
-            dtype=torch.int64,
-            device=device,
-        )
-        mask = torch.ones_like(rows, dtype=torch.bool)
-        count = rows.numel()
-        return {"source": rows, "mask": mask, "previous": rows, "targets": rows, "count": count}
+        pairs = size * max(1, self.options.max_tokens // length)
+        rows = torch.zeros(pairs, length, dtype=torch.int64, device=device)
+        batch = dict.fromkeys(("source", "previous", "targets"), rows)
+        return {**batch, "mask": torch.ones_like(rows, dtype=torch.bool), "count": rows.numel()}
 
     def count(self, batch: Batch) -> int:
         """Target tokens, without padding."""
@@ -207,34 +205,22 @@ class Translation(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """(Σ label-smoothed cross-entropy in nats, number of target tokens)."""
-        smoothing = self.options.label_smoothing
-        return self._sum(self._logits(model, batch), batch, smoothing), self.count(batch)
+        logits, smoothing = self._logits(model, batch), self.options.label_smoothing
+        loss = cross_entropy(logits, batch["targets"], label_smoothing=smoothing)
+        return loss, self.count(batch)
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits: Tensor = self.recipe.logits(
-            model, batch["source"], batch["mask"], batch["previous"]
-        )
+        inputs = (batch[key] for key in ("source", "mask", "previous"))
+        logits: Tensor = self.recipe.logits(model, *inputs)
         return logits
-
-    @staticmethod
-    def _sum(logits: Tensor, batch: Batch, smoothing: float) -> Tensor:
-        import torch.nn.functional as F
-
-        return F.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]).float(),
-            batch["targets"].reshape(-1),
-            ignore_index=IGNORED,
-            label_smoothing=smoothing,
-            reduction="sum",
-        )
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Sums of both losses; with ``final`` and ``bleu`` also hypotheses and references."""
         logits, count = self._logits(model, batch), self.count(batch)
-        smoothed = self._sum(logits, batch, self.options.label_smoothing)
+        smoothings = {"loss": self.options.label_smoothing, "nll": 0.0}
         seen: Observation = {
-            "loss": (float(smoothed.detach()), count),
-            "nll": (float(self._sum(logits.detach(), batch, 0.0)), count),
+            key: (float(cross_entropy(logits, batch["targets"], label_smoothing=smoothing)), count)
+            for key, smoothing in smoothings.items()
         }
         if final and self.options.bleu:
             seen["hypotheses"] = self.translate(model, batch["source"], batch["mask"])

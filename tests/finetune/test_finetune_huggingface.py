@@ -121,7 +121,7 @@ def test_bert_reads_pairs_as_it_was_trained_to(tmp_path):
                 encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
                 decoder_ffn_dim=32, max_position_embeddings=16, decoder_start_token_id=0,
             ),
-            ["*.fc[12]"],
+            ["*.fc1", "*.fc2"],
             ["*_attn.[qkv]_proj", "*_attn.out_proj"],
         ),
         (

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from sparsepretrain import config
 from sparsepretrain.data.encoding import ByteCodec, FileCodec
 from sparsepretrain.tasks import build_task
-from sparsepretrain.tasks._encoded import Sample, _pad
+from sparsepretrain.tasks._bases import Sample
 from sparsepretrain.tasks.question_answering import exact_match, f1, normalise
 from sparsepretrain.tasks.sequence_classification import _cut
 from sparsepretrain.training.build import build_model
@@ -81,7 +81,7 @@ def batch_of(task, lengths: list[int], extra: int = 0) -> dict:
     samples = [
         Sample(generator.integers(1, 256, n), 4, (5, 7) if span else n % 4, None) for n in lengths
     ]
-    batch = {**_pad(samples), "targets": task.targets(samples)}
+    batch = task.collate(samples)
     for key in ("tokens", "mask", "second"):
         batch[key] = torch.nn.functional.pad(batch[key], (0, extra))
     batch["tokens"][~batch["mask"]] = 77 if extra else 0  # what padding holds is of no importance
@@ -216,7 +216,7 @@ def test_regression_and_classes_have_their_losses(tmp_path):
     model = build_model(run, task, torch.device("cpu"))
     batch = batch_of(task, [9, 12])
     batch["targets"] = torch.tensor([1.0, 3.0])
-    scores = task._scores(model, batch)[:, 0]
+    scores = task.scores(model, batch)[:, 0]
     expected = ((scores - batch["targets"]) ** 2).sum()
     assert torch.allclose(task.loss(model, batch)[0], expected)
     assert scores.shape == (2,)

@@ -14,7 +14,7 @@ from sparsepretrain.cli import main
 from sparsepretrain.data.encoding import train_bpe, train_wordpiece
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.tasks import build_task
-from sparsepretrain.tasks._masking import Masking, selected
+from sparsepretrain.tasks.masked_lm import Masking, selected
 from sparsepretrain.training.batches import TrainingBatches
 
 BERT = ("model=bert_nano", "model.n_inner=64")

@@ -1,0 +1,271 @@
+"""What tasks on running text, and tasks on labelled texts, share."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sparsepretrain import data as datasets
+from sparsepretrain import registry
+from sparsepretrain.data.source import BYTES
+from sparsepretrain.errors import ConfigError, DataError
+from sparsepretrain.limits import Limited, Problems
+from sparsepretrain.tasks import Batch, Observation, Task, averages
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor, nn
+
+    from sparsepretrain.data import TokenData
+    from sparsepretrain.data.encoding import Codec
+    from sparsepretrain.models import Head
+
+
+class WindowTask(Task):
+    """A sample is a window of ``options.sequence_length`` tokens; documents are packed.
+
+    Options may have ``replacement``: each training window is drawn for itself, from anywhere.
+    """
+
+    kind = "text"
+    complete: ClassVar[bool]
+    """Whether a full evaluation also takes the shorter windows at the ends of a split."""
+
+    def open_data(
+        self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None
+    ) -> None:
+        """Open the prepared tokens; offline sources are prepared when missing."""
+        tokens = datasets.load(self.data_options, on_progress=on_progress)
+        replacement = getattr(self.options, "replacement", False)
+        self._windows = {
+            split: datasets.windows(
+                tokens,
+                split,
+                self.options.sequence_length,
+                self.order_seed(split),
+                shuffled=True,
+                replacement=replacement and split == "train",
+                complete=self.complete and split != "train",
+            )
+            for split in splits
+        }
+        self.fingerprint, self.tokenizer_file = tokens.fingerprint, tokens.tokenizer_file
+        self.opened(tokens)
+
+    def opened(self, tokens: TokenData) -> None:
+        """Hook: look at the data."""
+
+    def samples(self, split: str) -> int:
+        """Windows in one pass."""
+        return int(self._windows[split].count)
+
+    def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
+        """The averages, and ``perplexity``: exp of the loss in nats; infinite where too large."""
+        values = averages(observations)
+        loss = values["loss"]
+        return values | {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+
+@dataclass(slots=True, kw_only=True)
+class RecordOptions(Limited):
+    """Keys of every task on records."""
+
+    limits: ClassVar[dict[str, str]] = {"max_length": "≥ 8"}
+
+    tokenizer: str
+    """tokenizer.json of the model, or bytes."""
+    max_length: int
+    """Most tokens of a sample, special tokens included."""
+
+    def problems(self) -> Problems:
+        yield from Limited.problems(self)
+        if self.tokenizer != BYTES and not self.tokenizer.endswith(".json"):
+            yield "tokenizer", f"must be bytes or a tokenizer.json file, got {self.tokenizer!r}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One sequence of tokens."""
+
+    ids: np.ndarray
+    """(length,) int64."""
+    second: int
+    """Where the second text begins, for models that mark it; the length if there is none."""
+    target: Any
+    """What is to be predicted."""
+    about: Any = None
+    """What the metrics need to know."""
+
+
+class RecordTask(Task):
+    """Records in memory, encoded when the data is opened, under a head on the model's backbone.
+
+    A sample is one sequence, an item of the loss is a sample.
+    """
+
+    kind = "records"
+    unit = "examples"
+    holds: ClassVar[str]
+    """What the records have to be: ``holds`` of their source."""
+    head: ClassVar[Head]
+    """What is predicted."""
+    target: ClassVar[Any] = 0
+    """A target of the right shape, for batches without data."""
+
+    def __init__(self, options: Any, model: Any, data: Any, seed: int) -> None:
+        super().__init__(options, model, data, seed)
+        source: Any = registry.get("source", data.source)
+        if source.holds != self.holds:
+            raise ConfigError(
+                f"data={data.name} has {source.holds}, but task={options.name} needs {self.holds}"
+            )
+        self._samples: dict[str, tuple[Sample, ...]] = {}
+        self._orders: dict[str, Any] = {}
+
+    @property
+    @abstractmethod
+    def outputs(self) -> int:
+        """Numbers that the head predicts."""
+
+    @property
+    def regression(self) -> bool:
+        """Whether targets are real numbers, rather than classes or places."""
+        return False
+
+    @abstractmethod
+    def encode(self, records: list[dict[str, Any]], codec: Codec) -> list[Sample]:
+        """The samples of ``records``, in order."""
+
+    @abstractmethod
+    def total(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Σ of the losses of a batch, from the fp32 scores of its head."""
+
+    @abstractmethod
+    def predictions(self, scores: Tensor, batch: Batch) -> Observation:
+        """What :meth:`metrics` needs of a batch beside the loss."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sample: padded, so that no group of four crosses two samples."""
+        return -(-self.options.max_length // 4) * 4
+
+    def build_model(self) -> nn.Module:
+        """The backbone with a new head."""
+        model: nn.Module = self.recipe.build_headed(self.model_options, self.head, self.outputs)
+        return model
+
+    def open_data(
+        self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None
+    ) -> None:
+        """Open the prepared records and encode them with the model's tokenizer."""
+        from sparsepretrain.data.encoding import open_codec
+        from sparsepretrain.data.order import Shuffle
+
+        data = datasets.load(self.data_options, on_progress=on_progress)
+        self.fingerprint = data.fingerprint
+        if self.options.tokenizer != BYTES:
+            self.tokenizer_file = Path(self.options.tokenizer)
+        codec = open_codec(self.tokenizer_file)
+        if self.tokenizer_file is not None:
+            digest = hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()
+            self.fingerprint = f"{data.fingerprint}-{digest[:8]}"
+        rows = self.recipe.vocabulary(self.model_options)
+        if codec.vocab_size > rows:
+            raise DataError(
+                f"task.tokenizer={self.options.tokenizer} has {codec.vocab_size} tokens, but the "
+                f"model has rows for {rows}: use the tokenizer that the model was trained with"
+            )
+        for split in splits:
+            samples = _encoded(self, data, split, codec)
+            if not samples:
+                raise DataError(f"{data.directory}: there are no records in split {split}")
+            self._samples[split] = samples
+            self._orders[split] = Shuffle(len(samples), self.order_seed(split))
+
+    def samples(self, split: str) -> int:
+        """Sequences in one pass."""
+        return len(self._samples[split])
+
+    def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
+        """What :meth:`collate` makes of the samples."""
+        places = self._orders[split].places(step, positions, size)
+        return self.collate([self._samples[split][place] for place in places])
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        """Padded ``tokens``, ``mask`` (bool) and ``second`` (the second text), with ``targets``.
+
+        ``about`` is the list of what the metrics need to know of each sample.
+        """
+        import numpy as np
+        import torch
+
+        from sparsepretrain.data.order import pad
+
+        tokens = pad([sample.ids for sample in samples], 0)
+        ends = np.array([[len(sample.ids)] for sample in samples])
+        seconds = np.array([[sample.second] for sample in samples])
+        places = np.arange(tokens.shape[1])
+        kind = torch.float32 if self.regression else torch.int64
+        return {
+            "tokens": torch.from_numpy(tokens),
+            "mask": torch.from_numpy(places < ends),
+            "second": torch.from_numpy((places >= seconds) & (places < ends)),
+            "targets": torch.tensor([sample.target for sample in samples], dtype=kind),
+            "about": [sample.about for sample in samples],
+        }
+
+    def example(self, size: int, device: torch.device) -> Batch:
+        """Sequences of the greatest length."""
+        import numpy as np
+
+        length = self.capacity
+        batch = self.collate([Sample(np.zeros(length), length, self.target)] * size)
+        return {k: v if k == "about" else v.to(device) for k, v in batch.items()}
+
+    def count(self, batch: Batch) -> int:
+        """Sequences."""
+        return len(batch["tokens"])
+
+    def scores(self, model: nn.Module, batch: Batch) -> Tensor:
+        """What the head says, in fp32."""
+        inputs = (batch[key] for key in ("tokens", "mask", "second"))
+        scores: Tensor = self.recipe.scores(model, *inputs).float()
+        return scores
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        """(:meth:`total`, number of samples)."""
+        return self.total(self.scores(model, batch), batch), self.count(batch)
+
+    def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
+        """The loss and :meth:`predictions`."""
+        scores = self.scores(model, batch)
+        loss = float(self.total(scores, batch)), self.count(batch)
+        return {"loss": loss, **self.predictions(scores, batch)}
+
+
+def _encoded(task: RecordTask, data: TokenData, split: str, codec: Codec) -> tuple[Sample, ...]:
+    # settling the number of epochs and training open the same data: encode it once
+    key = (type(task), repr(task.options), repr(task.data_options), data.fingerprint, split)
+    if key not in _cache:
+        from sparsepretrain.data.formats import records
+
+        _cache[key] = tuple(task.encode(records(data, split), codec))
+        while len(_cache) > 4:
+            del _cache[next(iter(_cache))]
+    return _cache[key]
+
+
+_cache: dict[Any, tuple[Sample, ...]] = {}
+
+
+def join(*parts: Any) -> np.ndarray:
+    """One int64 array of the tokens of ``parts``: texts, and special tokens around them."""
+    import numpy as np
+
+    return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
