@@ -6,13 +6,13 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
 
 from sparsepretrain.errors import own_warnings
 
@@ -42,9 +42,8 @@ class Console:
         )
         terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
         self.live = terminal if live is None else live
-        self._bar: Progress | None = None
-        self._board: Live | None = None
-        self._task: tuple[str, TaskID] | None = None
+        self._view: Live | None = None
+        self._kind = ""
         self._first: tuple[int, float] | None = None
         self._printed = ("", 0.0)
         self._sparse: tuple[int, float] | None = None  # at the last line of this run
@@ -77,11 +76,7 @@ class Console:
 
     def redraw(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
         """Show a table in place of the one before, on a terminal; lines printed stay above it."""
-        table = _table(title, rows, header)
-        if self._board is None:
-            self._board = Live(table, console=self._rich, auto_refresh=False)
-            self._board.start()
-        self._board.update(table, refresh=True)
+        self._draw("table", _table(title, rows, header))
 
     def progress(self, state: Preparation) -> None:
         """Show how far data preparation is, with its speed."""
@@ -97,7 +92,7 @@ class Console:
                 text += f"  ETA {clock(left)}"
         finished = state.done == state.total
         if self.live:
-            self._redraw(state.phase, state.done, state.total, text)
+            self._draw_bar(state.phase, state.done, state.total, text)
             if finished:
                 self.stop()
             return
@@ -129,33 +124,33 @@ class Console:
             if before is not None and before[0] < step and before[1] != line["sparse"]:
                 self.info(f"{place}  {switch(line)}")
         if self.live:
-            self._redraw(place, step, total, text)
+            self._draw_bar(place, step, total, text)
         else:
             self.info(f"{place}  {text}")
 
     def stop(self) -> None:
-        """Leave the bar as it stands; later lines come below it."""
-        if self._bar is not None:
-            self._bar.stop()
-        if self._board is not None:
-            self._board.stop()
-        self._bar = self._board = self._task = self._first = None
+        """Leave what is redrawn as it stands; later lines come below it."""
+        self._leave()
+        self._first = None
 
-    def _redraw(self, place: str, done: int, total: int | None, text: str) -> None:
-        key = place.partition(" ")[0]
-        if self._bar is None or self._task is None or self._task[0] != key:
-            first = self._first
-            self.stop()
-            self._first = first
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[text]}"),
-            )
-            self._bar = Progress(*columns, console=self._rich, refresh_per_second=4, expand=True)
-            self._task = (key, self._bar.add_task(place, total=total, text=text))
-            self._bar.start()
-        self._bar.update(self._task[1], description=place, completed=done, total=total, text=text)
+    def _leave(self) -> None:
+        if self._view is not None:
+            self._view.stop()
+        self._view = None
+
+    def _draw(self, kind: str, picture: Table) -> None:
+        """Show ``picture`` in place of the one before, if that was of the same kind."""
+        if self._view is None or self._kind != kind:
+            self._leave()
+            self._view, self._kind = Live(console=self._rich, refresh_per_second=4), kind
+            self._view.start()
+        self._view.update(picture)
+
+    def _draw_bar(self, place: str, done: int, total: int | None, text: str) -> None:
+        columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True)
+        grid = Table.grid(*columns, padding=(0, 1), expand=True)
+        grid.add_row(place, ProgressBar(total, done), text)
+        self._draw(place.partition(" ")[0], grid)
 
     def _seconds_left(self, line: dict[str, Any], total: int | None) -> float | None:
         """From the speed since the first line shown, so that a resume does not distort it."""
@@ -236,42 +231,30 @@ class _Sink:
     """A text file that falls silent when the file behind it is gone."""
 
     def __init__(self, file: TextIO | None) -> None:
-        self._file = file
-
-    @property
-    def encoding(self) -> str:
-        return getattr(self._file, "encoding", None) or "utf-8"
+        self._file = None if file is None or file.closed else file
+        self.encoding = getattr(file, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        try:
-            return self._file is not None and self._file.isatty()
-        except ValueError:  # closed
-            return False
-
-    def fileno(self) -> int:
-        if self._file is None:
-            raise OSError("closed")
-        return self._file.fileno()
+        return self._file is not None and self._file.isatty()
 
     def write(self, text: str) -> int:
-        with self._alive() as file:
-            if file is not None:
-                file.write(text.encode(self.encoding, "replace").decode(self.encoding))
+        encoded = text.encode(self.encoding, "replace").decode(self.encoding)
+        self._do(lambda file: file.write(encoded))
         return len(text)
 
     def flush(self) -> None:
-        with self._alive() as file:
-            if file is not None:
-                file.flush()
+        self._do(lambda file: file.flush())
 
-    @contextlib.contextmanager
-    def _alive(self) -> Any:
+    def _do(self, action: Callable[[TextIO], object]) -> None:
+        file = self._file
+        if file is None:
+            return
         try:
-            yield self._file
+            action(file)
         except (OSError, ValueError):
-            file, self._file = self._file, None
+            self._file = None
             # what is still buffered would fail once more when the interpreter exits
-            with contextlib.suppress(OSError, ValueError, AttributeError):
+            with contextlib.suppress(OSError, ValueError):
                 null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, file.fileno())  # type: ignore[union-attr]
+                os.dup2(null, file.fileno())
                 os.close(null)

@@ -1,11 +1,14 @@
-"""A mirror of the record, and the thread that keeps it away from training."""
+"""Mirrors of the record, and the thread that keeps each of them away from training."""
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 CAPACITY = 4096
@@ -28,6 +31,36 @@ class Mirror(Protocol):
         """Send the summary and finish."""
 
 
+@dataclass
+class TensorBoard:
+    """Event files in ``run_dir/tensorboard``; on resume, points of later steps are hidden."""
+
+    run_dir: Path
+    config: dict[str, Any]
+    resume_step: int | None
+    name: str = "TensorBoard"
+
+    def open(self) -> None:
+        import tensorboard  # noqa: F401  (torch's own message does not name the package)
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if self.resume_step is None else self.resume_step + 1
+        self._writer = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge)
+        self._text("config", self.config)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self, exit_code: int, summary: dict[str, Any]) -> None:
+        self._text("summary", {"exit_code": exit_code, **summary})
+        self._writer.close()
+
+    def _text(self, tag: str, values: dict[str, Any]) -> None:
+        text = json.dumps(values, indent=2, default=str)
+        self._writer.add_text(tag, f"```json\n{text}\n```")
+
+
 class Lane(threading.Thread):
     """Runs one mirror behind a bounded queue. Whatever the mirror does, callers go on.
 
@@ -42,13 +75,13 @@ class Lane(threading.Thread):
         self._warn = warn
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(capacity)
         self._ending: tuple[int, dict[str, Any]] = (0, {})
-        self._dropped = threading.Event()
-        self._lock = threading.Lock()
+        self._dropped = False
+        self._warned = threading.Lock()  # taken by the first thread that drops the mirror
         self.start()
 
     def offer(self, step: int, values: dict[str, float]) -> None:
         """Queue one record; returns at once."""
-        if self._dropped.is_set():
+        if self._dropped:
             return
         try:
             self._queue.put_nowait((step, values))
@@ -59,7 +92,7 @@ class Lane(threading.Thread):
         """Let the mirror send what is queued and close, but not beyond ``deadline`` (monotonic)."""
         self._ending = (exit_code, summary)
         try:
-            if not self._dropped.is_set():
+            if not self._dropped:
                 self._queue.put(None, timeout=max(0.0, deadline - time.monotonic()))
                 self.join(max(0.0, deadline - time.monotonic()))
         except queue.Full:
@@ -68,12 +101,11 @@ class Lane(threading.Thread):
             self._drop("did not finish in time")
 
     def run(self) -> None:
-        """Body of the thread."""
         try:
             if note := self._mirror.open():
                 self._warn(f"{self._mirror.name} {note}")
             while (item := self._queue.get()) is not None:
-                if self._dropped.is_set():
+                if self._dropped:
                     return
                 self._mirror.log(*item)
             self._mirror.close(*self._ending)
@@ -85,8 +117,6 @@ class Lane(threading.Thread):
             self._drop(f"failed ({type(error).__name__}{': ' if first else ''}{first})")
 
     def _drop(self, reason: str) -> None:
-        with self._lock:
-            if self._dropped.is_set():
-                return
-            self._dropped.set()
-        self._warn(f"{self._mirror.name} {reason}; metrics.jsonl stays complete")
+        self._dropped = True
+        if self._warned.acquire(blocking=False):
+            self._warn(f"{self._mirror.name} {reason}; metrics.jsonl stays complete")

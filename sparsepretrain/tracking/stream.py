@@ -14,8 +14,7 @@ from sparsepretrain.config.schema import Tracker
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import Record
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.tracking.mirror import Lane, Mirror
-from sparsepretrain.tracking.tensorboard import TensorBoard
+from sparsepretrain.tracking.mirror import Lane, Mirror, TensorBoard
 from sparsepretrain.tracking.wandb import WeightsAndBiases
 
 CLOSING_SECONDS = 10.0
@@ -62,12 +61,6 @@ class Stream:
             if tracker.tensorboard:
                 mirrors.append(TensorBoard(run_dir, config, resume_step))
         self._lanes = [Lane(mirror, console.warn) for mirror in mirrors]
-        self._closed = False
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training, those before a resume included."""
-        return self._record.seconds
 
     @property
     def lines(self) -> int:
@@ -86,13 +79,11 @@ class Stream:
 
     def close(self, exit_code: int, summary: dict[str, Any] | None = None) -> None:
         """End the record and the mirrors, in about 10 s at most; calling it again is harmless."""
-        if self._closed:
-            return
-        self._closed = True
         self._record.close()
         self._console.stop()
         deadline = time.monotonic() + CLOSING_SECONDS
-        for lane in self._lanes:
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
             lane.finish(exit_code, summary or {}, deadline=deadline)
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import netrc
 import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ FINISH_SECONDS = 8
 """For the last upload, also in wandb's exit hook; the rest stays on disk for `wandb sync`."""
 
 
+@dataclass
 class WeightsAndBiases:
     """A mirror (see :class:`~sparsepretrain.tracking.mirror.Mirror`).
 
@@ -27,30 +29,21 @@ class WeightsAndBiases:
     wherever its directory was moved, and a fresh start never writes into an older one.
     """
 
-    name = "W&B"
-
-    def __init__(
-        self,
-        run_dir: Path,
-        tracker: Tracker,
-        config: dict[str, Any],
-        run_name: str,
-        resume_step: int | None,
-    ) -> None:
-        self._run_dir = Path(run_dir)
-        self._tracker = tracker
-        self._config = config
-        self._run_name = run_name
-        self._resume_step = resume_step
+    run_dir: Path
+    tracker: Tracker
+    config: dict[str, Any]
+    run_name: str
+    resume_step: int | None
+    name: str = "W&B"
 
     def open(self) -> str | None:
-        """Start the W&B run; online without a reachable server becomes offline, with a note."""
+        # online without a reachable server becomes offline
         import wandb
 
         # init's own silence begins too late: it reports the login before
         wandb.setup(wandb.Settings(silent=True))
         run_id = self._run_id()
-        if self._tracker.mode == "online" and logged_in():
+        if self.tracker.mode == "online" and logged_in():
             try:
                 self._run = self._init("online", run_id)
                 return None
@@ -58,17 +51,15 @@ class WeightsAndBiases:
                 # the id of a failed attempt stays taken in this process
                 run_id += "-offline"
         self._run = self._init("offline", run_id)
-        if self._tracker.mode == "offline":
+        if self.tracker.mode == "offline":
             return None
         directory = Path(self._run.dir).parent
         return f"is not reachable and records offline: upload with `wandb sync {directory}`"
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """One W&B history row; rows of one step are merged."""
-        self._run.log(values, step=step)
+        self._run.log(values, step=step)  # rows of one step are merged
 
     def close(self, exit_code: int, summary: dict[str, Any]) -> None:
-        """Send the summary and end the run as finished (0) or failed."""
         self._run.summary.update(summary)
         self._run.finish(exit_code=exit_code)
 
@@ -79,21 +70,21 @@ class WeightsAndBiases:
         if "finish_timeout" in wandb.Settings.model_fields:
             settings["finish_timeout"] = FINISH_SECONDS
         return wandb.init(
-            project=self._tracker.project,
-            entity=self._tracker.entity,
-            name=self._run_name,
+            project=self.tracker.project,
+            entity=self.tracker.entity,
+            name=self.run_name,
             id=run_id,
             resume="allow" if mode == "online" else None,
             mode=mode,
-            dir=str(self._run_dir),
-            config=self._config,
+            dir=str(self.run_dir),
+            config=self.config,
             settings=wandb.Settings(**settings),
         )
 
     def _run_id(self) -> str:
         """The id of this run; writing it also shows that W&B's directory is writable."""
-        path = self._run_dir / "wandb" / "run_id"
-        if self._resume_step is not None and path.is_file():
+        path = self.run_dir / "wandb" / "run_id"
+        if self.resume_step is not None and path.is_file():
             return path.read_text().strip()
         path.parent.mkdir(parents=True, exist_ok=True)
         run_id = secrets.token_hex(4)
