@@ -71,9 +71,9 @@ class Tiny:
     def build(self, *more: str) -> Any:
         """Everything the loop touches, before the first step."""
         from sparsepretrain.tracking.console import Console
-        from sparsepretrain.training.trainer import build_training
+        from sparsepretrain.training.assembly import build_session
 
-        return build_training(self.load(*more), Console(io.StringIO()))
+        return build_session(self.load(*more), Console(io.StringIO()))
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:

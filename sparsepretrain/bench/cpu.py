@@ -25,8 +25,9 @@ from sparsepretrain.bench.timing import Case, amortised, interleaved, ratio
 from sparsepretrain.config import compose, validate
 from sparsepretrain.sparsity.row import G
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training.loop import Training, train_step
-from sparsepretrain.training.trainer import build_training
+from sparsepretrain.training.assembly import build_session
+from sparsepretrain.training.loop import train_step
+from sparsepretrain.training.session import Session
 
 MASKED_LIMIT = 1.05
 """Most that a step may take over the dense one."""
@@ -91,10 +92,10 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
-def training(overrides: list[str]) -> Training:
+def training(overrides: list[str]) -> Session:
     """The default run with ``overrides``, built and ready to step; nothing is written."""
     plain = compose([*overrides, "tracker=jsonl"], [])
-    return build_training(validate(plain), Console())
+    return build_session(validate(plain), Console())
 
 
 def _steps(rounds: int) -> list[Case]:
@@ -144,7 +145,7 @@ def _searches(
     }
 
 
-def _plain_step(t: Training) -> Callable[[], object]:
+def _plain_step(t: Session) -> Callable[[], object]:
     """The same step without this project: data, loss, clipping, fused AdamW."""
     torch.manual_seed(0)
     model = PlainGPT2(t.run.model)

@@ -15,7 +15,8 @@ from torch import Tensor
 from sparsepretrain.bench.timing import Case, interleaved, ratio
 from sparsepretrain.config.compose import catalogue
 from sparsepretrain.sparsity import densify
-from sparsepretrain.training.loop import Training, train_step
+from sparsepretrain.training.loop import train_step
+from sparsepretrain.training.session import Session
 
 WAIT_LIMIT = 3.0
 """Percent of step time in which the next batch may be missing."""
@@ -29,7 +30,7 @@ WARMUP = 3
 PART = 5
 """Steps of which one share is taken."""
 
-Build = Callable[[list[str]], Training]
+Build = Callable[[list[str]], Session]
 
 
 def experiments() -> list[str | None]:
@@ -64,7 +65,7 @@ def cases(build: Build, rounds: int, on_case: Callable[[int], object]) -> list[C
     return found
 
 
-def waiting(label: str, t: Training, steps: int) -> Case:
+def waiting(label: str, t: Session, steps: int) -> Case:
     """Share of step time in which the next batch was not there, median over parts of the run."""
     for _ in range(WARMUP):
         train_step(t)
@@ -83,7 +84,7 @@ def waiting(label: str, t: Training, steps: int) -> Case:
     )
 
 
-def decoding(label: str, t: Training, rounds: int) -> Case:
+def decoding(label: str, t: Session, rounds: int) -> Case:
     """Speed of the task's search over transformers' ``generate`` with plain layers.
 
     Both search the first held-out samples with equal weights: the method's own projection, which
@@ -108,7 +109,7 @@ def decoding(label: str, t: Training, rounds: int) -> Case:
     )
 
 
-def _plain_search(t: Training, source: Tensor, mask: Tensor) -> tuple[Any, dict[str, Any]]:
+def _plain_search(t: Session, source: Tensor, mask: Tensor) -> tuple[Any, dict[str, Any]]:
     """A densified copy of the model, and the arguments of ``generate`` that the task uses."""
     model: Any = t.model
     task: Any = t.task

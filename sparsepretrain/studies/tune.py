@@ -118,11 +118,11 @@ def tune_decay(
 def show_plan(search: Search, out: Path, console: Console | None = None) -> None:
     """Print the runs of a search, what is left of each, and what they cost; runs nothing."""
     loading(search.run.name)
-    import torch
 
     from sparsepretrain.tasks import build_task
-    from sparsepretrain.training.build import build_model, pick_device, sparsify_model
+    from sparsepretrain.training.assembly import META, build_model, sparsify_model
     from sparsepretrain.training.plan import duration, step_cost
+    from sparsepretrain.training.world import World
 
     console = console or Console()
     cells = [search.reference(), *map(search.sparse, search.grid)]
@@ -130,7 +130,8 @@ def show_plan(search: Search, out: Path, console: Console | None = None) -> None
     title = f"decay search for {search.run.sparsity.name} (dry run)"
     console.table(title, rows, header=("run", "steps", "state", "run directory"))
     run, task = search.run, build_task(search.run)
-    model = build_model(run, task, torch.device("meta"))
+    device = World.single(run.parallel.device).device
+    model = build_model(task, META)
     flops, items = step_cost(run, task, model)
     sparsify_model(run, task, model)
     most = (len(cells) + rules.BISECTIONS) * search.steps
@@ -143,7 +144,7 @@ def show_plan(search: Search, out: Path, console: Console | None = None) -> None
         ),
         ("steps", f"{search.steps:,} each of {run.steps:,}; at most {most:,}"),
         (task.unit, f"at most {count(most * items)}"),
-        ("compute", f"at most {duration(run, pick_device(run), most * flops)}"),
+        ("compute", f"at most {duration(run, device, most * flops)}"),
         ("results", str(out)),
     ]
     console.table("", facts)

@@ -26,12 +26,12 @@ class Request(NamedTuple):
 def stream(
     task: Task, requests: Iterable[Request], device: torch.device, workers: int
 ) -> Iterator[Batch]:
-    """The batches of ``requests``, in order, on ``device``.
+    """The batches of ``requests``, in order, on the CPU.
 
     Args:
         task: with open data.
         requests: may be endless; they are read a few batches ahead.
-        device: where the tensors go.
+        device: where the tensors go next; what workers make for a GPU is in pinned memory.
         workers: processes that make batches; 0: this one, when a batch is asked for.
 
     Raises:
@@ -39,7 +39,7 @@ def stream(
     """
     if not workers:
         for request in requests:
-            yield _to(task.batch(*request), device)
+            yield task.batch(*request)
         return
     loader = DataLoader(
         _Batches(task),
@@ -54,7 +54,7 @@ def stream(
         while (batch := next(batches, None)) is not None:
             if isinstance(batch, SparsePretrainError):
                 raise batch
-            yield _to(batch, device)
+            yield batch
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
@@ -94,7 +94,7 @@ class TrainingBatches:
         self._stream: Iterator[Batch] = iter(())
 
     def step(self, step: int) -> list[Batch]:
-        """The micro-batches of ``step``, in order."""
+        """The micro-batches of ``step``, in order, on the CPU."""
         if step != self._next:
             requests = training_requests(step, self._size, self._micro)
             self._stream = stream(self._task, requests, self._device, self._workers)
@@ -125,9 +125,8 @@ def _start_worker(index: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _to(batch: Batch, device: torch.device) -> Batch:
-    if device.type == "cpu":
-        return batch
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on ``device``; a copy from pinned memory is not waited for."""
     return {
         key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
         for key, value in batch.items()

@@ -27,10 +27,10 @@ from sparsepretrain.sparsity import densify
 from sparsepretrain.sparsity.proof import Proof, prove
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import loop
-from sparsepretrain.training.ema import put
+from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.hardware import environment
-from sparsepretrain.training.loop import Training
-from sparsepretrain.training.trainer import build_training
+from sparsepretrain.training.observers import put
+from sparsepretrain.training.session import Session, averages
 
 DECIDED = ("model", "sparsity", "optim", "schedule", "experiment", "steps", "epochs", "eval")
 """What a run's checkpoint or the whole split decides, so that it cannot be chosen anew."""
@@ -68,7 +68,7 @@ def evaluate_checkpoint(
     source = weights.find(path, console.warn)
     run = configuration(source, overrides, config_dirs)
     sources = weights.latest(source, average)
-    t = build_training(run, console, splits=(split,))
+    t = build_session(run, console, splits=(split,))
     samples = t.task.samples(split)
     if not samples:
         raise DataError(f"the {split} split of {run.data.name} is empty: choose another")
@@ -111,7 +111,7 @@ def _weights(proof: Proof) -> dict[str, Any]:
     }
 
 
-def _identity(source: Source, t: Training, overrides: Sequence[str]) -> dict[str, Any]:
+def _identity(source: Source, t: Session, overrides: Sequence[str]) -> dict[str, Any]:
     """What was evaluated, when and where."""
     return {
         "checkpoint": str(source.path),
@@ -206,7 +206,7 @@ def _tokenizer_file(source: Source) -> Path:
     return data.tokenizer_file
 
 
-def _load_weights(t: Training, sources: list[Source], console: Console, *, same_data: bool) -> None:
+def _load_weights(t: Session, sources: list[Source], console: Console, *, same_data: bool) -> None:
     """Weights or their mean, the averages that the run kept, and the state of the method."""
     newest = sources[-1]
     if newest.kind == "huggingface":  # init.path has loaded them
@@ -231,7 +231,7 @@ def _load_weights(t: Training, sources: list[Source], console: Console, *, same_
         put(parameters, mean(sources, list(parameters)), t.sparsifier)
         t.ema = None
     elif t.ema is not None:
-        t.ema.load_state_dict(state["ema"])
+        t.ema.load(*averages(state, t.model))
 
 
 def mean(sources: Sequence[Source], names: Sequence[str]) -> dict[str, Tensor]:

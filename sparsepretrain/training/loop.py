@@ -6,112 +6,38 @@ pre-hook -> optimiser -> refresh and flip count, inside its post-hook.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from sparsepretrain.config.schema import Run
 from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import DataError, DivergedError
-from sparsepretrain.sparsity import Sparsifier
-from sparsepretrain.tasks import Batch, Observation, Task
+from sparsepretrain.tasks import Batch, Observation
 from sparsepretrain.training import rng
-from sparsepretrain.training.batches import Request, TrainingBatches, split_requests, stream
-from sparsepretrain.training.ema import AVERAGED, EMA
-from sparsepretrain.training.flips import Flips
+from sparsepretrain.training.batches import Request, split_requests, stream, to_device
+from sparsepretrain.training.observers import AVERAGED
 from sparsepretrain.training.precision import autocast
 from sparsepretrain.training.schedules import learning_rate
-from sparsepretrain.training.signals import StopSignals
+from sparsepretrain.training.session import Session
+from sparsepretrain.training.world import StopSignals
 
 MAX_SKIPS = 10
 """Skipped steps in a row after which ``guard=skip`` gives up."""
 
-SILENT_SECONDS = 1.0
-"""Of an evaluation before it shows how far it is."""
-
 MAX_OVERFLOWS = 50
 """The same for gradients under loss scaling: so many halvings make any usable scale useless."""
 
-
-@dataclass
-class Training:
-    """Everything the loop touches."""
-
-    run: Run
-    device: torch.device
-    task: Task
-    model: nn.Module
-    forward_model: nn.Module
-    """The model, or its compiled form."""
-    optimizer: Optimizer
-    sparsifier: Sparsifier
-    scaler: torch.amp.GradScaler
-    batches: TrainingBatches
-    ema: EMA | None = None
-    """Averages of the weights, which are evaluated too; None: none are kept."""
-    peak_flops: float | None = None
-    """Dense peak of the device, for MFU; None: not known."""
-    flops_per_item: float = 0.0
-    """Forward and backward, for MFU."""
-    step: int = 0
-    """Completed steps."""
-    tokens: int = 0
-    """Items trained on so far."""
-    evaluated: int = -1
-    """Completed steps at the last evaluation."""
-    skipped: int = 0
-    """Steps without an update because something was not finite."""
-    skips_in_a_row: int = 0
-    lines: int = 0
-    """Of the record, at the last checkpoint; 0: not known."""
-    stop_after: int | None = None
-    """End early, after so many completed steps; schedules and windows stay those of the run."""
-    on_progress: Callable[[Progress], None] | None = None
-    """Shows how far an evaluation is."""
-    timer: Timer = field(default_factory=lambda: Timer())
-    flips: Flips = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.flips = Flips(self.sparsifier)
-
-    @property
-    def end(self) -> int:
-        """Completed steps after which the loop returns."""
-        return self.run.steps if self.stop_after is None else self.stop_after
-
-
-@dataclass
-class Timer:
-    """Training time between two log lines, without evaluations and checkpoints."""
-
-    seconds: float = 0.0
-    waited: float = 0.0
-    """Seconds of these in which the next batch was not there."""
-    tokens: int = 0
-
-    def add(self, seconds: float, waited: float, tokens: int) -> None:
-        """Count one step."""
-        self.seconds += seconds
-        self.waited += waited
-        self.tokens += tokens
-
-    def rates(self) -> dict[str, float]:
-        """Items per second and the fraction of time spent waiting for data, since the last call."""
-        seconds, waited, tokens = self.seconds, self.waited, self.tokens
-        self.seconds, self.waited, self.tokens = 0.0, 0.0, 0
-        if not seconds:
-            return {"tokens_per_second": 0.0, "data_wait": 0.0}
-        return {"tokens_per_second": tokens / seconds, "data_wait": waited / seconds}
+SILENT_SECONDS = 1.0
+"""Of an evaluation before it shows how far it is."""
 
 
 def run_steps(
-    t: Training,
+    t: Session,
     log: Callable[[dict[str, Any]], None],
     save: Callable[[], None],
     save_masks: Callable[[], None],
@@ -129,35 +55,31 @@ def run_steps(
             if metrics is not None:
                 t.evaluated = t.step
                 log({"step": t.step, "tokens": t.tokens, "split": "validation", **metrics})
-        stopping = signals.exit_code is not None
-        if t.step and (stopping or _due(run.checkpoint.every, t)):
+        stopping = t.world.agree(signals.exit_code)
+        if t.step and (stopping is not None or _due(run.checkpoint.every, t)):
             require_finite_weights(t)
             save()
-        if stopping:
-            return signals.exit_code
-        if t.step >= t.end:
-            return None
-        started, was_sparse = time.perf_counter(), t.sparsifier.sparse
+        if stopping is not None or t.step >= t.end:
+            return stopping
+        was_sparse = t.sparsifier.sparse
         values = train_step(t)
-        seconds = time.perf_counter() - started
-        t.timer.add(seconds, values.pop("waited"), values.pop("items"))
         layers = bool(run.log.layers_every) and t.step % run.log.layers_every == 0
         # in the record whatever is due: a switch of phase, and flips that no later line repeats
         event = t.sparsifier.sparse != was_sparse or t.sparsifier.refreshed
         if t.step % run.log.every == 0 or layers or event or t.step in (1, t.end):
             require_finite_weights(t)
-            values |= {**t.timer.rates(), **_measure(t, per_layer=layers)}
-            if t.peak_flops is not None:
-                achieved = values["tokens_per_second"] * t.flops_per_item
-                values["mfu_dense"] = achieved / t.peak_flops
+            line = {"step": t.step, "tokens": t.tokens}
+            line |= {key: values[key] for key in ("loss", "lr", "grad_norm")}
+            for observer in t.observers:
+                line |= observer.at_log(t, per_layer=layers)
             if t.skipped:
-                values["skipped"] = t.skipped
-            log({"step": t.step, "tokens": t.tokens, **values})
+                line["skipped"] = t.skipped
+            log(line)
         if run.log.masks_every and t.step % run.log.masks_every == 0:
             save_masks()
 
 
-def train_step(t: Training) -> dict[str, Any]:
+def train_step(t: Session) -> dict[str, Any]:
     """One optimiser step over the global batch; returns loss, lr, grad_norm, items and waited."""
     run = t.run
     if not t.model.training:  # after an evaluation; visiting every module takes time
@@ -165,10 +87,12 @@ def train_step(t: Training) -> dict[str, Any]:
     lr = learning_rate(run.schedule, run.optim.lr, t.step, run.steps)
     for group in t.optimizer.param_groups:
         group["lr"] = lr
+    for observer in t.observers:
+        observer.before_step(t)
     started = time.perf_counter()
     batches = t.batches.step(t.step)
     waited = time.perf_counter() - started
-    items = sum(map(t.task.count, batches))
+    items = int(t.world.sum(torch.tensor(sum(map(t.task.count, batches)))))
     if not items:
         raise DataError(
             f"step {t.step + 1}: nothing in the batch counts for the loss; see the data"
@@ -177,8 +101,11 @@ def train_step(t: Training) -> dict[str, Any]:
     for index, batch in enumerate(batches):
         t.sparsifier.micro_batch(index, capacity=t.task.capacity * run.batch.micro)
         rng.seed_draws(run.seed, t.step, index)
-        total += _forward_backward(t, batch, items)
+        total += _forward_backward(t, to_device(batch, t.device), items)
+    total = t.world.sum(total)
     t.scaler.unscale_(t.optimizer)
+    for observer in t.observers:
+        observer.after_backward(t)
     parameters = [p for p in t.model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     loss, grad_norm = float(total) / items, float(norm)
@@ -186,17 +113,17 @@ def train_step(t: Training) -> dict[str, Any]:
         if run.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, run.clip, norm)
         t.scaler.step(t.optimizer)
-        t.flips.add(t.sparsifier.flips)
-        if t.ema is not None:
-            t.ema.update()
     t.scaler.update()  # after an overflow: halves the scale
     t.optimizer.zero_grad(set_to_none=True)
     t.step += 1
     t.tokens += items
-    return {"loss": loss, "lr": lr, "grad_norm": grad_norm, "items": items, "waited": waited}
+    values = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "items": items, "waited": waited}
+    for observer in t.observers:
+        observer.after_step(t, values)
+    return values
 
 
-def _forward_backward(t: Training, batch: Batch, items: int) -> Tensor:
+def _forward_backward(t: Session, batch: Batch, items: int) -> Tensor:
     with autocast(t.run.precision, t.device):
         loss, _ = t.task.loss(t.forward_model, batch)
     t.scaler.scale(loss / items).backward()
@@ -205,7 +132,7 @@ def _forward_backward(t: Training, batch: Batch, items: int) -> Tensor:
 
 @torch.no_grad()
 def evaluate(
-    t: Training,
+    t: Session,
     split: str,
     batches: int | None,
     signals: StopSignals | None = None,
@@ -229,12 +156,14 @@ def evaluate(
 
     def measure() -> dict[str, float] | None:
         observations: list[Observation] = []
-        for batch in _shown(t, split, requests):
-            if signals is not None and signals.exit_code is not None:
+        for batch in _shown(t, split, requests[t.world.rank :: t.world.size]):
+            if signals is not None and t.world.agree(signals.exit_code) is not None:
                 return None
             with autocast(t.run.precision, t.device):
                 observations.append(t.task.observe(t.forward_model, batch, final=final))
-        return t.task.metrics(observations)
+        parts = t.world.gather(observations)
+        ranks = itertools.cycle(map(iter, parts))  # in the order of the requests
+        return t.task.metrics([next(next(ranks)) for _ in requests])
 
     metrics = measure()
     if metrics is None or t.ema is None:
@@ -247,13 +176,12 @@ def evaluate(
     return metrics | {f"{AVERAGED}{name}": value for name, value in numbers.items()}
 
 
-def _shown(t: Training, split: str, requests: list[Request]) -> Iterator[Batch]:
+def _shown(t: Session, split: str, requests: list[Request]) -> Iterator[Batch]:
     """The batches of an evaluation; once it takes longer than a second, with how far it is."""
     samples, done, started = sum(len(r.positions) for r in requests), 0, time.monotonic()
-    for request, batch in zip(
-        requests, stream(t.task, requests, t.device, t.run.workers), strict=True
-    ):
-        yield batch
+    batches = stream(t.task, requests, t.device, t.run.workers)
+    for request, batch in zip(requests, batches, strict=True):
+        yield to_device(batch, t.device)
         done += len(request.positions)
         seconds = time.monotonic() - started
         if t.on_progress is not None and seconds > SILENT_SECONDS:
@@ -263,20 +191,8 @@ def _shown(t: Training, split: str, requests: list[Request]) -> Iterator[Batch]:
             )
 
 
-def _measure(t: Training, *, per_layer: bool) -> dict[str, float]:
-    """Numbers of the weights; flip rates are means since the line before."""
-    values = t.sparsifier.metrics(per_layer=per_layer)
-    last = {k: values.pop(k) for k in list(values) if k.startswith("flip_")}
-    values |= t.flips.rates(per_layer=per_layer)
-    # without an update no masks were compared: the last flips are those of an older step
-    if "flip_rate" in last and not t.skips_in_a_row:
-        values["flip_rate_last"] = last["flip_rate"]
-        values |= {k: v for k, v in last.items() if k == "flip_interval"}
-    return values
-
-
 @torch.no_grad()
-def require_finite_weights(t: Training) -> None:
+def require_finite_weights(t: Session) -> None:
     """Stop at a weight that is not finite, even behind a mask, where no loss ever shows it.
 
     Raises:
@@ -294,7 +210,7 @@ def require_finite_weights(t: Training) -> None:
             )
 
 
-def _finite(t: Training, loss: float, grad_norm: float) -> bool:
+def _finite(t: Session, loss: float, grad_norm: float) -> bool:
     """Whether to update; raises or counts according to ``guard``.
 
     Under loss scaling an infinite gradient is an overflow: skipped whatever ``guard`` says.
@@ -317,7 +233,7 @@ def _finite(t: Training, loss: float, grad_norm: float) -> bool:
     return False
 
 
-def _culprit(t: Training, loss: float) -> str:
+def _culprit(t: Session, loss: float) -> str:
     if not math.isfinite(loss):
         return f"the loss is {loss}"
     names = [
@@ -332,6 +248,6 @@ def _culprit(t: Training, loss: float) -> str:
     return f"the gradient of {names[-1]} is not finite{others}"
 
 
-def _due(every: int, t: Training) -> bool:
+def _due(every: int, t: Session) -> bool:
     """At multiples of ``every``, at the start (evaluations) and at the end."""
     return t.step >= t.end or (every > 0 and t.step % every == 0)

@@ -1,40 +1,59 @@
-"""What a run would do, worked out on the meta device: no data, no memory, no directory."""
+"""What a run would do, known before it starts: costs, and whether it can do what it says.
+
+Models are traced on the meta device: no data, no memory, no directory.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
+from sparsepretrain import registry
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run, SimulatedFP8
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from sparsepretrain.sparsity import Window
+from sparsepretrain.sparsity.method import Method
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console, clock, count
 from sparsepretrain.tracking.wandb import check_login
-from sparsepretrain.training import preflight
-from sparsepretrain.training.build import build_model, pick_device, sparsify_model
+from sparsepretrain.training.assembly import META, attach_optimizer, build_model, sparsify_model
 from sparsepretrain.training.hardware import peak_flops
-from sparsepretrain.training.memory import bytes_per_entry
-from sparsepretrain.training.precision import compute_dtype, describe
+from sparsepretrain.training.precision import autocast, compute_dtype, describe
+from sparsepretrain.training.schedules import learning_rate, warmup_steps
+from sparsepretrain.training.world import World
 
-GIB = 2**30
-_META = torch.device("meta")
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+PHASES = ("at", "until", "clipping", "dense_tail", "window")
+"""Options of methods that say when a run trains sparse, as fractions of it."""
+
+SPARSE = {"window": Window(), "at": 0.0, "until": 0.0, "clipping": (0.0, 0.0), "dense_tail": 0.0}
+"""Options of methods with which a run is sparse from its first step on."""
 
 
 def dry_run(run: Run, console: Console | None = None) -> None:
     """Print coverage, parameters, FLOPs, memory and steps of ``run``."""
     console = console or Console()
     check_login(run.tracker)
-    preflight.require_a_sparse_step(run)
-    device = pick_device(run)
+    require_a_sparse_step(run)
+    device = World.single(run.parallel.device).device
     task = build_task(run)
-    model = build_model(run, task, _META)
+    model = build_model(task, META)
     flops, saved, items = _measure(run, task, model)
     coverage = sparsify_model(run, task, model).coverage()
     console.info(str(coverage))
-    items_per_step = items * run.batch.size // run.batch.micro
+    micro_batches = run.batch.size // run.batch.micro
+    items_per_step = items * micro_batches
     parameters = sum(p.numel() for p in model.parameters())
     each, other = bytes_per_entry(run)
     averages = 4 * parameters * (run.ema is not None)
@@ -54,15 +73,16 @@ def dry_run(run: Run, console: Console | None = None) -> None:
         ),
         (
             "memory estimate",
-            f"{(others + sparse) / GIB:.2f} GiB: {sparse / GIB:.2f} sparse weights, "
-            f"{others / GIB:.2f} others, with gradients, moments{' and averages' * bool(averages)}"
-            f"\n{saved / GIB:.2f} GiB activations per micro-batch ({run.batch.micro})",
+            f"{_size(others + sparse)}: {_size(sparse)} sparse weights, {_size(others)} others, "
+            f"with gradients, moments{' and averages' * bool(averages)}"
+            f"\n{_size(saved)} activations per micro-batch ({run.batch.micro})",
         ),
         ("bytes per entry", f"{each}; others: {sum(other):.3g}"),
         (
             "steps",
-            f"{run.steps:,} of {run.batch.size} samples in {run.batch.size // run.batch.micro} "
-            f"micro-batches; {count(items_per_step * run.steps)} {task.unit} in all",
+            f"{run.steps:,} of {run.batch.size} samples in {micro_batches} "
+            f"micro-batch{'es' * (micro_batches != 1)}; {count(items_per_step * run.steps)} "
+            f"{task.unit} in all",
         ),
         ("precision, device", f"{describe(run.precision)}, {device}"),
         ("compute", duration(run, device, flops / items * items_per_step * run.steps)),
@@ -70,10 +90,18 @@ def dry_run(run: Run, console: Console | None = None) -> None:
     console.table(f"{run.name} (dry run)", rows)
 
 
-def flops_per_item(run: Run, task: Task) -> float:
-    """FLOPs of forward and backward per item, all products counted as dense."""
-    flops, _, items = _measure(run, task, build_model(run, task, _META))
-    return flops / items
+def _size(number: float) -> str:
+    unit, power = next(((u, p) for u, p in UNITS if number >= p), UNITS[-1])
+    return f"{number / power:.2f} {unit}"
+
+
+def peak_items(run: Run, task: Task, device: torch.device) -> float | None:
+    """Items per second at the dense peak of ``device``; None where no peak is known."""
+    peak = peak_flops(device, run.precision.name)
+    if peak is None:
+        return None
+    flops, items = step_cost(run, task, build_model(task, META))
+    return peak * items / flops
 
 
 def step_cost(run: Run, task: Task, model: nn.Module) -> tuple[float, int]:
@@ -100,7 +128,7 @@ def _measure(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int]
 
     alive: list[Tensor] = []  # keeps storages, and so their identities, distinct
     counter = FlopCounterMode(display=False)
-    batch = task.example(1, _META)
+    batch = task.example(1, META)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
     with counter, hooks:
         loss, items = task.loss(model, batch)
@@ -125,3 +153,126 @@ def duration(run: Run, device: torch.device, total: float) -> str:
         return f"{work}; no time, since no peak is known for this device"
     seconds = total / peak / 0.4
     return f"{work}; {clock(math.ceil(seconds))} at 40% MFU"
+
+
+class BytesPerEntry(NamedTuple):
+    """Of one weight."""
+
+    master: float
+    gradient: float
+    moments: float
+    """The optimiser's state."""
+    operands: float = 0.0
+    """A and B as products read them, and what else is kept between two steps."""
+    state: float = 0.0
+    """Masks and scales in the state dict."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{v:.3g} {k}" for k, v in self._asdict().items())
+
+
+def bytes_per_entry(run: Run) -> tuple[BytesPerEntry, BytesPerEntry]:
+    """Of a weight while it is sparse, and of one that is not.
+
+    Trains two small layers for a step with the method, optimiser and precision of ``run``, and
+    counts what is there afterwards.
+    """
+    options = run.sparsity
+    phases = {key: value for key, value in SPARSE.items() if hasattr(options, key)}
+    first = dataclasses.replace(options, targets="ffn", **phases)
+    run = dataclasses.replace(run, sparsity=first)
+    size = 4 * options.m * -(-128 // options.m)  # what is one per layer or row hardly counts
+    model = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(2)))
+    task = cast(Any, SimpleNamespace(roles={"ffn": ["0"]}))
+    with warnings.catch_warnings():  # about the course of training, of which this is none
+        warnings.simplefilter("ignore", SparsePretrainWarning)
+        optimizer = attach_optimizer(run, model, sparsify_model(run, task, model))
+        for step in range(2):
+            with autocast(run.precision, torch.device("cpu")):
+                loss = model(torch.ones(8, size)).float().sum()
+            loss.backward()
+            if not step:  # then the operands of the next one are there as well
+                optimizer.step()
+                optimizer.zero_grad()
+    sparse, other = (_count(layer, optimizer) for layer in model)
+    return sparse, other
+
+
+def _count(layer: Any, optimizer: Optimizer) -> BytesPerEntry:
+    weight = layer.weight
+    saved = {t.untyped_storage()._cdata for t in layer.state_dict().values()}
+    shared = {id(layer.sparsity.model)} if hasattr(layer, "sparsity") else set()
+    kept = [t for t in tensors(layer, shared) if t is not weight]
+    found = [
+        [weight],
+        [weight.grad],
+        [*tensors(optimizer.state[weight])],
+        [t for t in kept if t.untyped_storage()._cdata not in saved],
+        [t for t in kept if t.untyped_storage()._cdata in saved],
+    ]
+    return BytesPerEntry(*(_bytes(part) / weight.numel() for part in found))
+
+
+def tensors(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Tensors that ``value`` holds: in containers, modules and objects of this package."""
+    seen = set() if _seen is None else _seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+        return
+    inner: Any = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    elif type(value).__module__.partition(".")[0] in ("sparsepretrain", "torch"):
+        slots = getattr(type(value), "__slots__", ())
+        inner = [*getattr(value, "__dict__", {}).values(), *(getattr(value, s, 0) for s in slots)]
+    for part in inner:
+        yield from tensors(part, seen)
+
+
+def _bytes(found: list[Tensor]) -> int:
+    """Of all storages, each counted once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}.values())
+
+
+def require_a_sparse_step(run: Run) -> None:
+    """Refuse a sparse method whose phases leave no step of the run in which it is sparse.
+
+    Raises:
+        ConfigError: names the options that decide.
+    """
+    implementation: type[Method] = registry.get("method", run.sparsity.name)
+    try:
+        method = implementation(run.sparsity, run.steps)
+    except ConfigError as error:
+        raise error.under("sparsity") from error
+    if not method.sparse_row.sparse:
+        return  # a dense baseline
+    last = int(min(run.steps, method.window[1])) - 1
+    # most phases, once entered, last to the end of the window: then the first look is enough
+    if any(map(method.may_be_sparse, (last, *range(method.window[0], last)))):
+        return
+    keys = [key for key in PHASES if hasattr(run.sparsity, key)]
+    raise ConfigError(
+        f"sparsity={run.sparsity.name}: none of the {run.steps} steps would train sparse: change "
+        f"{' or '.join(f'sparsity.{key}' for key in keys)}, or give more steps"
+    )
+
+
+def notes(run: Run) -> list[str]:
+    """What a run does that its length makes unlikely to be meant, one line each."""
+    found = []
+    warmup = warmup_steps(run.schedule, run.steps)
+    if warmup >= run.steps:
+        share = learning_rate(run.schedule, 1.0, run.steps - 1, run.steps)
+        found.append(
+            f"the warm-up ({warmup:,} steps) is not over when the run ends ({run.steps:,} steps): "
+            f"the learning rate reaches {share:.0%} of optim.lr; lower schedule.warmup"
+        )
+    if run.eval.batches != 0 and not run.eval.every:
+        found.append("one evaluation only, at the end: eval.every=0")
+    return found

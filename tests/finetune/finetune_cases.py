@@ -82,7 +82,7 @@ def train(checkpoint: Path, *overrides: str) -> tuple[Path, str, list[dict[str, 
 def build(checkpoint: Path, *overrides: str) -> Any:
     """Everything the loop touches, before the first step."""
     from sparsepretrain import training
-    from sparsepretrain.training.trainer import build_training
+    from sparsepretrain.training.assembly import build_session
 
     run = training.settle(load(checkpoint, *overrides))
-    return build_training(run, Console(io.StringIO()))
+    return build_session(run, Console(io.StringIO()))

@@ -15,7 +15,7 @@ from tiny_runs import Tiny, assert_equal_bits, final_state, metrics
 from sparsepretrain.cli import main
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.runs import weights
-from sparsepretrain.training import initial
+from sparsepretrain.training import assembly
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_bert_runs(tiny, tmp_path, model, task):
 def test_fine_tuning_starts_from_the_weights_whose_numbers_a_run_prints(tiny, tmp_path):
     found = weights.find(pretrain(tiny, "sparsity=dense", "ema=0.5"))
     stored = weights.model_state(found)
-    evaluated = initial.evaluated_state(found)
+    evaluated = assembly.evaluated_state(found)
     assert all(torch.equal(stored[name], value) for name, value in evaluated.items())
     words = (*glue(tmp_path), f"runs_dir='{tmp_path / 'tuned'}'")
     own = build(found.path, *words).model.state_dict()
@@ -140,12 +140,12 @@ def logits(model: torch.nn.Module, task: object) -> torch.Tensor:
 def test_the_function_at_step_0_is_that_of_the_source(tiny, tmp_path, before, after, exact):
     source = pretrain(tiny, f"sparsity={before}")
     from sparsepretrain.tasks import build_task
-    from sparsepretrain.training.build import build_model
+    from sparsepretrain.training.assembly import build_model
 
     run = tiny.load(f"sparsity={before}")
     task = build_task(run)
-    model = build_model(run, task, torch.device("cpu"))
-    model.load_state_dict(initial.evaluated_state(weights.find(source)))
+    model = build_model(task, torch.device("cpu"))
+    model.load_state_dict(assembly.evaluated_state(weights.find(source)))
     chosen = [] if after is None else [f"sparsity={after}"]
     t = build(source, *glue(tmp_path), *chosen)
     expected, found = logits(model, task), logits(t.model, t.task)

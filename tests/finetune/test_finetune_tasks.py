@@ -18,7 +18,7 @@ from sparsepretrain.tasks import build_task
 from sparsepretrain.tasks._bases import Sample
 from sparsepretrain.tasks.question_answering import exact_match, f1, normalise
 from sparsepretrain.tasks.sequence_classification import _cut
-from sparsepretrain.training.build import build_model
+from sparsepretrain.training.assembly import build_model
 
 NANO = ("model=gpt2_nano", "parallel.device=cpu", "model.n_embd=32", "model.n_layer=2")
 
@@ -90,8 +90,8 @@ def batch_of(task, lengths: list[int], extra: int = 0) -> dict:
 
 @pytest.mark.parametrize("recipe", ["python_pairs", "python_qa"])
 def test_padding_leaks_nowhere(recipe):
-    run, task = task_of(recipe)
-    model = build_model(run, task, torch.device("cpu"))
+    _, task = task_of(recipe)
+    model = build_model(task, torch.device("cpu"))
     lengths = [9, 14, 30]
     results = []
     for extra in (0, 8):
@@ -114,8 +114,8 @@ def test_padding_leaks_nowhere(recipe):
 @pytest.mark.parametrize("recipe", ["python_pairs", "python_qa"])
 def test_no_gradient_reaches_padding(recipe):
     """So MVUE, which groups four tokens of one sequence, draws nothing for them."""
-    run, task = task_of(recipe)
-    model = build_model(run, task, torch.device("cpu"))
+    _, task = task_of(recipe)
+    model = build_model(task, torch.device("cpu"))
     batch = batch_of(task, [9, 14, 30], extra=4)
     assert batch["tokens"].shape[1] % 4 == 0
     seen = {}
@@ -212,8 +212,8 @@ def test_metrics_of_glue():
 
 
 def test_regression_and_classes_have_their_losses(tmp_path):
-    run, task = task_of("glue/stsb", "model.n_positions=128")
-    model = build_model(run, task, torch.device("cpu"))
+    _, task = task_of("glue/stsb", "model.n_positions=128")
+    model = build_model(task, torch.device("cpu"))
     batch = batch_of(task, [9, 12])
     batch["targets"] = torch.tensor([1.0, 3.0])
     scores = task.scores(model, batch)[:, 0]

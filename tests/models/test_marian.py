@@ -10,7 +10,7 @@ import torch
 import sparsepretrain as sp
 from sparsepretrain import config
 from sparsepretrain.models.marian import Marian, MarianOptions
-from sparsepretrain.training.build import resolve_targets
+from sparsepretrain.training.assembly import resolve_targets
 
 TINY = MarianOptions(
     name="tiny",

@@ -17,7 +17,7 @@ from sparsepretrain.models.timm_image import TimmImage
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training.build import build_model, sparsify_model
+from sparsepretrain.training.assembly import build_model, sparsify_model
 from sparsepretrain.training.plan import dry_run
 
 META = torch.device("meta")
@@ -67,7 +67,7 @@ def test_dry_runs_print_the_published_sizes(model):
 def test_experiments_build(experiment):
     run = load(f"experiment={experiment}")
     task = build_task(run)
-    layers = sparsify_model(run, task, build_model(run, task, META)).layers
+    layers = sparsify_model(run, task, build_model(task, META)).layers
     assert run.name == experiment and len(layers) >= 8
 
 
@@ -88,7 +88,7 @@ def test_experiments_of_the_papers():
 def test_roles_cover_everything_but_stem_and_classifier(model):
     run = load(f"model={model}")
     task = build_task(run)
-    net = build_model(run, task, META)
+    net = build_model(task, META)
     layers = {k: v for k, v in net.named_modules() if isinstance(v, nn.Linear | nn.Conv2d)}
     chosen = {k for k in layers if any(fnmatchcase(k, p) for p in task.roles["all"])}
     left = [v for k, v in layers.items() if k not in chosen]
@@ -102,7 +102,7 @@ def test_roles_cover_everything_but_stem_and_classifier(model):
 
 def test_small_stem_keeps_the_resolution():
     run = load("model=resnet18_cifar")
-    net = build_model(run, build_task(run), torch.device("cpu")).eval()
+    net = build_model(build_task(run), torch.device("cpu")).eval()
     shapes = []
     net.layer1.register_forward_hook(lambda m, args, out: shapes.append(args[0].shape[2:]))
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_small_stem_keeps_the_resolution():
 
 def test_weights_follow_the_seed():
     one, two, other = (
-        build_model(run, build_task(run), torch.device("cpu")).state_dict()
+        build_model(build_task(run), torch.device("cpu")).state_dict()
         for run in (load("model=vit_nano", f"seed={s}") for s in (0, 0, 1))
     )
     assert all(torch.equal(one[k], two[k]) for k in one)
@@ -122,7 +122,7 @@ def test_weights_follow_the_seed():
 @pytest.mark.parametrize("model", ["resnet_nano", "regnetx_400mf"])
 def test_convolutional_networks_start_as_in_sr_ste(model):
     run = load(f"model={model}", "model.zero_init_last=false")
-    net = build_model(run, build_task(run), torch.device("cpu"))
+    net = build_model(build_task(run), torch.device("cpu"))
     for name, module in net.named_modules():
         if isinstance(module, nn.BatchNorm2d):
             assert (module.weight == 1).all() and not module.bias.any(), name
@@ -143,7 +143,7 @@ def test_the_papers_networks_have_no_norm_that_starts_at_zero(model):
 
 def test_drop_path_grows_with_the_depth():
     run = load("model=vit_nano", "model.drop_path=0.3", "model.dropout=0.1")
-    net = build_model(run, build_task(run), META)
+    net = build_model(build_task(run), META)
     rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in net.blocks]
     assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])
     assert net.head_drop.p == 0.1
@@ -152,7 +152,7 @@ def test_drop_path_grows_with_the_depth():
 @pytest.mark.parametrize("optim", ["deit", "lion", "sgd"])
 def test_embeddings_norms_and_biases_are_not_decayed(optim):
     run = load("model=vit_nano", f"optim={optim}")
-    net = build_model(run, build_task(run), torch.device("cpu"))
+    net = build_model(build_task(run), torch.device("cpu"))
     groups = build_optimizer(net, run.optim).param_groups
     assert [g["weight_decay"] for g in groups] == [run.optim.weight_decay, 0.0]
     names = {id(p): k for k, p in net.named_parameters()}
@@ -186,6 +186,6 @@ def test_lion_steps_by_the_learning_rate():
 def test_refusals(overrides, words):
     run = load("model=vit_nano", *overrides)
     with pytest.raises(ConfigError, match=words):
-        net = build_model(run, build_task(run), META)
+        net = build_model(build_task(run), META)
         method = sparsify_model(run, build_task(run), net).method
         build_optimizer(net, run.optim, method.build_optimizer)

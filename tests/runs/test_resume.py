@@ -173,15 +173,15 @@ def test_signal_in_an_evaluation(tiny, monkeypatch):
 def test_signal_before_the_first_step(tiny, monkeypatch):
     import os
 
-    from sparsepretrain.training import trainer
+    from sparsepretrain.training import assembly
 
-    original = trainer.build_model
+    original = assembly.build_model
 
     def build_model(*args):
         os.kill(os.getpid(), signal.SIGTERM)
         return original(*args)
 
-    monkeypatch.setattr(trainer, "build_model", build_model)
+    monkeypatch.setattr(assembly, "build_model", build_model)
     outcome = tiny.train()
     assert outcome.code == 143
     assert "checkpoint saved" not in outcome.output  # there is nothing to save

@@ -25,7 +25,8 @@ from sparsepretrain.studies.engine import CellError, Stopped
 from sparsepretrain.studies.tune import RESULT, Outcome, show_plan, tune_decay
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import loop
-from sparsepretrain.training.trainer import build_training, train
+from sparsepretrain.training.assembly import build_session
+from sparsepretrain.training.trainer import train
 
 # a high learning rate, so that masks flip in a few steps of a tiny model
 RUN = ("schedule.warmup=8", "steps=16", "optim.lr=1e-2", "checkpoint.every=0")
@@ -68,7 +69,7 @@ def test_a_segment_is_the_start_of_the_run(tiny: Tiny, method: str) -> None:
 def test_all_segments_start_equal_and_see_the_same_data(tiny: Tiny) -> None:
     search = plan(tiny, interval=(0.6, 0.95))
     segments = [search.reference(), *map(search.sparse, GRID[:2])]
-    dense, *sparse = [build_training(s.run, Console(io.StringIO())) for s in segments]
+    dense, *sparse = [build_session(s.run, Console(io.StringIO())) for s in segments]
     for other in sparse:
         weights, reference = dict(other.model.named_parameters()), dense.model.named_parameters()
         assert all(torch.equal(weights[name], value) for name, value in reference)
@@ -81,7 +82,7 @@ def test_all_segments_start_equal_and_see_the_same_data(tiny: Tiny) -> None:
 
 
 def test_dense_flips_are_those_of_transposable_masks_at_each_refresh(tiny: Tiny) -> None:
-    t = build_training(plan(tiny, interval=(0.6, 0.95)).reference().run, Console(io.StringIO()))
+    t = build_session(plan(tiny, interval=(0.6, 0.95)).reference().run, Console(io.StringIO()))
     layers = t.sparsifier.layers
     before = {name: kernels.transposable_mask(v.weight) for name, v in layers.items()}
     seen = []

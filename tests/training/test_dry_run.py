@@ -12,8 +12,7 @@ from sparsepretrain import config
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.loop import evaluate
-from sparsepretrain.training.memory import bytes_per_entry
-from sparsepretrain.training.plan import dry_run
+from sparsepretrain.training.plan import bytes_per_entry, dry_run
 
 
 def show(*overrides):
@@ -145,10 +144,19 @@ def test_memory_differs_by_method():
     assert len(entries) == 3
 
 
+def test_small_runs_have_small_units():
+    text = show("model.n_embd=32", "model.n_layer=1", "batch.micro=1")
+    assert re.search(r"estimate +│ [\d.]+ KiB: [\d.]+ KiB sparse weights, [\d.]+ KiB others", text)
+    assert re.search(r"[\d.]+ [KM]iB activations per micro-batch \(1\)", text)
+    assert "of 16 samples in 16 micro-batches;" in text
+    assert "of 16 samples in 1 micro-batch;" in show("batch.micro=16")
+
+
 def test_memory_follows_the_micro_batch():
     def activations(micro):
         text = show("model.n_layer=8", f"batch.micro={micro}", "task.sequence_length=256")
-        return float(re.search(r"([\d.]+) GiB activations", text)[1])
+        number, unit = re.search(r"([\d.]+) (\wiB) activations", text).groups()
+        return float(number) * {"M": 1, "G": 1024}[unit[0]]
 
     assert activations(16) == pytest.approx(4 * activations(4), rel=0.1)
 

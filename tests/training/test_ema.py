@@ -10,7 +10,7 @@ from test_resume import interrupted
 from tiny_runs import METHODS, assert_equal_bits, assert_same_run, final_state, metrics
 
 from sparsepretrain.training import loop
-from sparsepretrain.training.ema import EMA
+from sparsepretrain.training.observers import EMA
 
 
 def weights(t):
@@ -31,7 +31,7 @@ def test_the_average_is_the_weighted_mean_without_the_initial_weights(decay):
         ema.update()
     shares = torch.tensor([decay ** (6 - i) for i in range(7)], dtype=torch.float64)
     expected = sum(s * w for s, w in zip(shares / shares.sum(), history, strict=True))
-    assert torch.allclose(ema.state_dict()["averages"]["weight"].double(), expected, atol=1e-6)
+    assert torch.allclose(ema.averages["weight"].double(), expected, atol=1e-6)
 
 
 def test_after_long_it_is_the_constant_decay_of_deit():
@@ -43,7 +43,7 @@ def test_after_long_it_is_the_constant_decay_of_deit():
             model.weight.fill_(step % 7)
         ema.update()
         constant = 0.9 * constant + 0.1 * (step % 7)
-    assert ema.state_dict()["averages"]["weight"].item() == pytest.approx(constant, rel=1e-5)
+    assert ema.averages["weight"].item() == pytest.approx(constant, rel=1e-5)
 
 
 @pytest.mark.parametrize("method", [*METHODS, "asp", "bimask", "tsrste"])
@@ -51,12 +51,12 @@ def test_evaluation_changes_nothing(tiny, method):
     t = tiny.build("ema=0.9", f"sparsity={method}")
     for _ in range(4):
         loop.train_step(t)
-    before, averages = weights(t), t.ema.state_dict()
-    averages = {**averages, "averages": {k: v.clone() for k, v in averages["averages"].items()}}
+    before, averages = weights(t), {k: v.clone() for k, v in t.ema.averages.items()}
     buffers = {k: v.clone() for k, v in t.model.named_buffers()}
     loop.evaluate(t, "validation", 1, final=True)
     assert_equal_bits(weights(t), before)
-    assert_equal_bits(t.ema.state_dict(), averages)
+    assert_equal_bits(t.ema.averages, averages)
+    assert t.ema.updates == 4
     assert_equal_bits({k: v.clone() for k, v in t.model.named_buffers()}, buffers)
 
 
@@ -73,7 +73,7 @@ def test_averages_add_columns_and_a_failing_evaluation_puts_the_weights_back(tin
         assert (seen == 0).float().mean() == pytest.approx(0.5, abs=0.01)
         ema, t.ema = t.ema, None
         averaged = loop.evaluate(t, "validation", 1, final=False)
-    assert_equal_bits(inside, ema.state_dict()["averages"])
+    assert_equal_bits(inside, ema.averages)
     raw = loop.evaluate(t, "validation", 1, final=False)
     assert both == raw | {f"ema_{name}": value for name, value in averaged.items()}
     assert raw["loss"] != averaged["loss"]
@@ -116,7 +116,7 @@ def test_resume_is_bit_exact_with_averages(tiny, stop_after):
 def test_forgetting_the_averages_is_noticed(tiny, stop_after, monkeypatch):
     """Negative control of the test above."""
     plain = tiny.train("ema=0.9", "runs_dir=" + str(tiny.root / "plain"))
-    monkeypatch.setattr(EMA, "load_state_dict", lambda self, state: None)
+    monkeypatch.setattr(EMA, "load", lambda self, averages, updates: None)
     again = interrupted(tiny, stop_after, (3,), "ema=0.9")
     with pytest.raises(AssertionError):
         assert_same_run(plain.directory, again)
@@ -145,4 +145,4 @@ def test_continuing_another_run_with_averages(tiny):
     first = tiny.train()
     more = tiny.train("steps=8", "ema=0.9", f"resume={first.directory}")
     assert more.code == 0
-    assert final_state(more.directory)["ema"]["updates"] == 2
+    assert final_state(more.directory)["ema_updates"] == 2

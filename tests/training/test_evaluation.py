@@ -47,9 +47,9 @@ def test_the_loss_is_that_of_the_trained_model(tiny, evaluate, monkeypatch, meth
     from sparsepretrain.training import trainer
 
     trained = []
-    original = trainer.build_training
+    original = trainer.build_session
     keep = lambda *args, **kw: trained.append(original(*args, **kw)) or trained[-1]  # noqa: E731
-    monkeypatch.setattr(trainer, "build_training", keep)
+    monkeypatch.setattr(trainer, "build_session", keep)
     run = tiny.train(f"sparsity={method}").directory
     expected = whole_split(trained[0])
     result = evaluate(run)
@@ -143,7 +143,7 @@ def test_a_run_with_ema_is_evaluated_without_and_with_it(tiny, evaluate):
     state = final_state(run)
     t.model.load_state_dict(state["model"])
     t.sparsifier.load_state_dict(state["sparsifier"])
-    t.ema.load_state_dict(state["ema"])
+    t.ema.load(state["ema"], state["ema_updates"])
     assert found == whole_split(t)
     assert loop.evaluate(t, "validation", 1, final=True)["loss"] == last["loss"]
     t.ema = None

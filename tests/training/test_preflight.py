@@ -6,7 +6,7 @@ import pytest
 
 from sparsepretrain import config
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.training.preflight import notes, require_a_sparse_step
+from sparsepretrain.training.plan import notes, require_a_sparse_step
 
 
 def load(*overrides):

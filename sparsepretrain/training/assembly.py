@@ -1,0 +1,233 @@
+"""From a checked configuration to the objects of a run; the same steps for real and dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsepretrain import registry
+from sparsepretrain.config import validate
+from sparsepretrain.config.schema import Run
+from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.optim import build_optimizer
+from sparsepretrain.runs import weights
+from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
+from sparsepretrain.tasks import Task, build_task
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import rng
+from sparsepretrain.training.batches import TrainingBatches
+from sparsepretrain.training.observers import EMA
+from sparsepretrain.training.precision import compute_dtype, fp8_recipe, grad_scaler
+from sparsepretrain.training.session import Session
+from sparsepretrain.training.world import World
+
+META = torch.device("meta")
+"""Shapes without memory."""
+
+HEADS = ("score", "classifier", "pre_classifier", "qa_outputs")
+"""Top-level modules whose shape follows from the classes to predict."""
+
+State = dict[str, Tensor]
+
+
+def build_session(
+    run: Run,
+    console: Console,
+    *,
+    splits: Sequence[str] | None = None,
+    initialise: bool = True,
+) -> Session:
+    """Build everything the loop touches; prepares offline data, writes no run directory.
+
+    Args:
+        run: the checked configuration.
+        console: shows progress, and what initial weights are.
+        splits: of the data to open; None: those that training uses.
+        initialise: load the weights of ``init``; needless before a checkpoint of the run's own.
+    """
+    world = World.single(run.parallel.device)
+    task = build_task(run)
+    # wrong targets and widths are found before data is prepared and weights are drawn
+    sparsify_model(run, task, build_model(task, META))
+    if splits is None:
+        splits = ("train", "validation") if run.eval.batches != 0 else ("train",)
+    task.open_data(splits, on_progress=console.progress)
+    model = build_model(task, world.device)
+    # before sparsify, which freezes what comes from initial weights
+    buffers = load_initial(run, task, model, console) if initialise else {}
+    sparsifier = sparsify_model(run, task, model)
+    restore_method(sparsifier, buffers)
+    return Session(
+        run=run,
+        world=world,
+        task=task,
+        model=model,
+        forward_model=torch.compile(model) if run.compile else model,  # type: ignore[arg-type]
+        optimizer=attach_optimizer(run, model, sparsifier),
+        sparsifier=sparsifier,
+        scaler=grad_scaler(run.precision, world.device),
+        batches=TrainingBatches(task, run.batch.size, run.batch.micro, world.device, run.workers),
+        ema=None if run.ema is None else EMA(model, run.ema),
+        on_progress=console.progress,
+    )
+
+
+def build_model(task: Task, device: torch.device) -> nn.Module:
+    """The model on ``device`` with the initial weights of the task's seed.
+
+    Weights are drawn on the CPU, so that they do not depend on the device.
+    """
+    rng.seed_all(task.seed)
+    if device.type == "meta":
+        with device:
+            return task.build_model()
+    return task.build_model().to(device)
+
+
+def sparsify_model(run: Run, task: Task, model: nn.Module) -> Sparsifier:
+    """Apply the group ``sparsity``; errors name the configuration's keys."""
+    options: MethodOptions = run.sparsity
+    try:
+        return sparsify_with(
+            model,
+            options,
+            targets=resolve_targets(options.targets, task.roles),
+            seed=run.seed,
+            total_steps=run.steps,
+            precision=fp8_recipe(run.precision),
+        )
+    except ConfigError as error:
+        raise error.under("sparsity") from error
+
+
+def attach_optimizer(run: Run, model: nn.Module, sparsifier: Sparsifier) -> Optimizer:
+    """The optimiser of a run, with the method riding on it, and operands stored for it."""
+    optimizer = build_optimizer(model, run.optim, sparsifier.method.build_optimizer)
+    sparsifier.attach(optimizer)
+    sparsifier.store_operands(compute_dtype(run.precision))
+    return optimizer
+
+
+def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> list[str]:
+    """Replace the aliases among ``targets`` by the recipe's globs.
+
+    Raises:
+        ConfigError: a word that is neither an alias nor a pattern with ``*`` or a dot.
+    """
+    patterns: list[str] = []
+    for target in [targets] if isinstance(targets, str) else targets:
+        if target in roles:
+            patterns += roles[target]
+        elif any(c in target for c in "*?[.!"):
+            patterns.append(target)
+        else:
+            near = registry.suggestion(target, roles)
+            raise ConfigError([("targets", f": {target!r} is neither an alias nor a glob{near}")])
+    return list(dict.fromkeys(patterns))
+
+
+def load_initial(run: Run, task: Task, model: nn.Module, console: Console) -> State:
+    """Give ``model``, which is not sparse yet, the weights that ``init`` names.
+
+    Returns:
+        what :func:`restore_method` needs after ``sparsify``; empty unless the stored weights of a
+        run with the same function were loaded.
+
+    Raises:
+        CheckpointError: nothing is there, or it does not fit the model.
+    """
+    path = run.init.path
+    if path is None:
+        return {}
+    source = weights.find(path, console.warn)
+    if source.kind == "huggingface":
+        _load_huggingface(path, task, model, console)
+        return {}
+    assert source.config is not None
+    method: type[Method] = registry.get("method", run.sparsity.name)
+    same = method.keeps_function(run.sparsity, source.config["sparsity"])
+    stored = run.init.weights == "master" or (run.init.weights == "auto" and same)
+    state = weights.model_state(source) if stored else evaluated_state(source)
+    parts = {name: name.split(".") for name in state}
+    own = {n: v for n, v in state.items() if not any(p.startswith("sparsity") for p in parts[n])}
+    _copy(model, own, str(source.path), console)
+    kind = "stored weights" if stored else "the weights that it evaluates with"
+    before = source.config["sparsity"]["name"]
+    console.info(f"initial weights: {source.path} (step {source.step}, {before}), {kind}")
+    return state if stored and same else {}
+
+
+def restore_method(sparsifier: Sparsifier, state: State) -> None:
+    """Give the layers what the method of a run keeps beside its weights (frozen scales, masks).
+
+    The function that the weights stand for is then kept. Counters begin anew, and the mask that
+    flips are counted from is the one of these weights.
+    """
+    for name, layer in sparsifier.layers.items():
+        own = {k: v for k, v in state.items() if k.startswith(f"{name}.sparsity")}
+        layer.load_state_dict({k.removeprefix(f"{name}."): v for k, v in own.items()}, strict=False)
+    sparsifier.refresh()
+
+
+def evaluated_state(source: weights.Source) -> State:
+    """The state dict that a run evaluates with: pruned, scaled, with dense layers' names.
+
+    Raises:
+        CheckpointError: its configuration is of another version, or does not fit its weights.
+    """
+    assert source.config is not None
+    state = weights.state(source)
+    try:
+        run = validate(source.config)
+        task = build_task(run)
+        model = build_model(task, torch.device("cpu"))
+        sparsifier = sparsify_model(run, task, model)
+        model.load_state_dict(state["model"])
+    except (ConfigError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{source.path} cannot be rebuilt: {reason}") from error
+    sparsifier.load_state_dict(state["sparsifier"])
+    return densify(model.eval()).state_dict()
+
+
+def _load_huggingface(path: str, task: Task, model: nn.Module, console: Console) -> None:
+    options = task.model_options
+    if options.family != "pretrained":
+        raise CheckpointError(
+            f"init.path={path} is a Hugging Face checkpoint: it needs model=pretrained "
+            f"model.path={path}, not family {options.family}"
+        )
+    state, new = task.recipe.load(options, getattr(task, "head", None), getattr(task, "outputs", 0))
+    model.load_state_dict(state)
+    console.info(f"initial weights: {path} ({model.__class__.__name__})")
+    _tell_new(new, console)
+
+
+def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:
+    """Load by name; a head for another number of classes is drawn anew."""
+    own = model.state_dict()
+    fitting = {}
+    for name, value in state.items():
+        if name not in own:
+            continue
+        if own[name].shape == value.shape:
+            fitting[name] = value
+        elif name.partition(".")[0] not in HEADS:
+            mine, theirs = tuple(own[name].shape), tuple(value.shape)
+            raise CheckpointError(
+                f"{path} does not fit the model: {name} is {mine} here, {theirs} there"
+            )
+    if not fitting:
+        raise CheckpointError(f"{path} does not fit the model: no weight has a name of its own")
+    model.load_state_dict(fitting, strict=False)
+    _tell_new([name for name in own if name not in fitting], console)
+    if unused := sorted({name.partition(".")[0] for name in state if name not in own}):
+        console.info(f"left out: {', '.join(unused)}")
+
+
+def _tell_new(names: list[str], console: Console) -> None:
+    if names:
+        console.info(f"drawn anew: {', '.join(sorted(names))}")
