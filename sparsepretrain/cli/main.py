@@ -247,11 +247,11 @@ def _train(args: argparse.Namespace) -> int:
 
 def _finetune(args: argparse.Namespace) -> int:
     from sparsepretrain.tracking.console import Console
-    from sparsepretrain.training import finetuning
+    from sparsepretrain.training import derive
 
     if "=" in args.checkpoint:
         raise UsageError(f"the checkpoint comes first, got {args.checkpoint!r}")
-    found = finetuning.load(args.checkpoint, args.overrides, args.config_dir, Console())
+    found = derive.finetuned(args.checkpoint, args.overrides, args.config_dir, Console())
     return _start(args, found)
 
 

@@ -12,13 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsepretrain import registry
-from sparsepretrain.config import strict
-from sparsepretrain.config.compose import amend, build, read
-from sparsepretrain.config.schema import Run
-from sparsepretrain.config.validate import validate
-from sparsepretrain.data import load as load_data
-from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.tokenizer import tokenizer
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError, SparsePretrainError
 from sparsepretrain.runs import weights
@@ -26,14 +19,11 @@ from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import densify
 from sparsepretrain.sparsity.proof import Proof, prove
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training import loop
+from sparsepretrain.training import derive, loop
 from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.hardware import environment
 from sparsepretrain.training.observers import put
 from sparsepretrain.training.session import Session, averages
-
-DECIDED = ("model", "sparsity", "optim", "schedule", "experiment", "steps", "epochs", "eval")
-"""What a run's checkpoint or the whole split decides, so that it cannot be chosen anew."""
 
 
 def evaluate_checkpoint(
@@ -51,7 +41,7 @@ def evaluate_checkpoint(
 
     Args:
         path: see :func:`weights.find`.
-        overrides, config_dirs: see :func:`configuration`.
+        overrides, config_dirs: see :func:`derive.evaluated`.
         split: validation or test; training data is augmented, mixed or cut.
         average: use the mean of the weights of so many checkpoints, the last of them ``path``.
         dense: densify the model first: plain layers that hold the weights evaluation uses.
@@ -66,7 +56,7 @@ def evaluate_checkpoint(
     """
     console = console or Console()
     source = weights.find(path, console.warn)
-    run = configuration(source, overrides, config_dirs)
+    run = derive.evaluated(source, overrides, config_dirs)
     sources = weights.latest(source, average)
     t = build_session(run, console, splits=(split,))
     samples = t.task.samples(split)
@@ -123,87 +113,6 @@ def _identity(source: Source, t: Session, overrides: Sequence[str]) -> dict[str,
         "overrides": list(overrides),
         "environment": environment(t.device),
     }
-
-
-def configuration(source: Source, overrides: Sequence[str], config_dirs: Sequence[Path]) -> Run:
-    """The run behind a checkpoint, with other data, task or keys.
-
-    New text is tokenised as the run's was, whatever its group says. For a Hugging Face checkpoint
-    ``overrides`` are those of ``train`` with ``model=pretrained sparsity=dense``, and the text is
-    read with its tokenizer.
-
-    Raises:
-        ConfigError: every problem, one message each.
-    """
-    request = read(overrides, config_dirs)
-    if source.config is None:
-        request.choices = {"sparsity": "dense", **request.choices, "model": "pretrained"}
-        request.values[:0] = [(key, str(source.path)) for key in ("model.path", "init.path")]
-    else:
-        words = [*request.choices, *(key for key, _ in request.values)]
-        request.errors += [
-            f"{word}: the checkpoint decides {word.partition('.')[0]}; leave it out"
-            for word in words
-            if word.partition(".")[0] in DECIDED
-        ]
-    if request.errors:
-        raise ConfigError(request.errors)
-    typed = {key for key, _ in request.values}
-    if source.config is None:
-        plain, _ = build(request)
-        _adopt_tokenizer(source, plain["data"], typed)
-    else:
-        plain = amend(source.config, request)
-        if "init" in plain:
-            plain["init"]["path"] = None  # of the weights that the checkpoint replaces
-        _keep_tokenizer(source, plain, typed)
-    if "batch.micro" in typed:
-        plain["batch"]["size"] = plain["batch"]["micro"]  # of a step, which there is none of
-    return validate(plain)
-
-
-def _adopt_tokenizer(source: Source, data: dict[str, Any], typed: set[str]) -> None:
-    """Read the text of ``data`` with the tokenizer of a Hugging Face checkpoint."""
-    if "tokenizer" not in data or "data.tokenizer" in typed:
-        return
-    file = weights.locate(source, "tokenizer.json")
-    if file is None:
-        raise ConfigError(f"{source.path} has no tokenizer.json: give data.tokenizer")
-    data["vocab_size"] = open_codec(file).vocab_size
-    options = registry.get("source", data["source"]).Options  # type: ignore[attr-defined]
-    named = isinstance(source.path, str) and options.hub_tokenizers
-    data["tokenizer"] = source.path if named else str(file)
-
-
-def _keep_tokenizer(source: Source, plain: dict[str, Any], typed: set[str]) -> None:
-    """Make new text of ``plain`` be read with the tokenizer that the model was trained with."""
-    assert source.config is not None
-    old, new = source.config["data"], plain["data"]
-    if new == old or "tokenizer" not in new or "tokenizer" not in old:
-        return
-    if given := sorted(typed & {"data.tokenizer", "data.vocab_size"}):
-        raise ConfigError(f"{given[0]}: token ids mean what the run's tokenizer says; leave it out")
-    name = old["tokenizer"]
-    options = registry.get("source", new["source"]).Options  # type: ignore[attr-defined]
-    own = tokenizer(name)
-    if own.is_trained or (own.is_remote and not options.hub_tokenizers):
-        name = str(_tokenizer_file(source))
-    new["tokenizer"], new["vocab_size"] = name, old["vocab_size"]
-
-
-def _tokenizer_file(source: Source) -> Path:
-    """tokenizer.json of a run: its own copy, or that of its prepared data."""
-    assert source.config is not None
-    if source.run is not None and source.run.tokenizer_file.is_file():
-        return source.run.tokenizer_file
-    group = source.config["data"]
-    options: Any = registry.get("source", group["source"])
-    data = load_data(strict.build(options.Options, group, "data"))
-    if data.tokenizer_file is None or data.fingerprint != weights.state(source)["fingerprint"]:
-        raise DataError(
-            f"the tokenizer of {source.path} is gone: {data.directory} was prepared from other text"
-        )
-    return data.tokenizer_file
 
 
 def _load_weights(t: Session, sources: list[Source], console: Console, *, same_data: bool) -> None:

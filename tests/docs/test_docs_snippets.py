@@ -13,7 +13,6 @@ from sparsepretrain import cli, config
 from sparsepretrain.cli import eval as evaluating
 from sparsepretrain.cli import prepare as preparing
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.training import finetuning
 
 SHELL = [b for f in DOCUMENTS for b in blocks(f, "sh")]
 PYTHON = [b for f in DOCUMENTS for b in blocks(f, "python")]
@@ -70,7 +69,7 @@ def run(argv: list[str], tiny) -> None:
     elif verb == "eval":
         config.load(evaluating.read(arguments.overrides)[1], arguments.config_dir)
     elif verb == "finetune":
-        recipe = finetuning.with_recipe(arguments.overrides, arguments.config_dir)
+        recipe = derive.with_recipe(arguments.overrides, arguments.config_dir)
         config.load([*recipe, "model=pretrained", "model.path=x"], arguments.config_dir)
     elif hasattr(arguments, "overrides"):
         config.load(arguments.overrides, arguments.config_dir)

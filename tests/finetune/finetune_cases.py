@@ -9,7 +9,7 @@ from typing import Any
 
 from sparsepretrain.config import freeze
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training import finetuning
+from sparsepretrain.training import derive
 
 QUICK = (
     "tracker.mode=disabled",
@@ -63,7 +63,7 @@ def squad(root: Path, rows: int = 12) -> list[str]:
 
 
 def load(checkpoint: Path, *overrides: str) -> Any:
-    return finetuning.load(str(checkpoint), [*QUICK, *overrides], [], Console(io.StringIO()))
+    return derive.finetuned(str(checkpoint), [*QUICK, *overrides], [], Console(io.StringIO()))
 
 
 def train(checkpoint: Path, *overrides: str) -> tuple[Path, str, list[dict[str, Any]]]:

@@ -12,7 +12,7 @@ import sparsepretrain as sp
 from sparsepretrain import config, registry, training
 from sparsepretrain.config import freeze
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training import finetuning, trainer
+from sparsepretrain.training import derive, trainer
 from sparsepretrain.training.evaluation import evaluate_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:low-rank adapters were folded")
@@ -164,7 +164,7 @@ def test_it_fine_tunes(tiny, configs):
         "tracker.mode=disabled", "parallel.device=cpu", "batch.size=4", "batch.micro=4",
         "steps=3", "log.every=1", f"runs_dir='{tiny.root / 'tuned'}'",
     ]  # fmt: skip
-    loaded = training.settle(finetuning.load(str(source), overrides, [configs], quiet()))
+    loaded = training.settle(derive.finetuned(str(source), overrides, [configs], quiet()))
     code, _, text = run(loaded)
     assert code == 0 and "gated), stored weights" in text
     assert loaded.sparsity.name == "gated"

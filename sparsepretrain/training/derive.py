@@ -1,0 +1,231 @@
+"""A run from a checkpoint: what evaluation and fine-tuning make of something that was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparsepretrain import registry
+from sparsepretrain.config import strict
+from sparsepretrain.config.compose import Request, amend, build, catalogue, read
+from sparsepretrain.config.schema import Run
+from sparsepretrain.config.validate import load_request, validate
+from sparsepretrain.data import load as load_data
+from sparsepretrain.data.encoding import open_codec
+from sparsepretrain.data.tokenizer import BYTES, tokenizer
+from sparsepretrain.errors import CheckpointError, ConfigError, DataError
+from sparsepretrain.models.pretrained import Pretrained, PretrainedOptions
+from sparsepretrain.runs import weights
+from sparsepretrain.runs.weights import Source
+from sparsepretrain.tracking.console import Console
+
+DECIDED = ("model", "sparsity", "optim", "schedule", "experiment", "steps", "epochs", "eval")
+"""What a run's checkpoint or the whole split decides, so that an evaluation cannot choose it."""
+
+
+def evaluated(source: Source, overrides: Sequence[str], config_dirs: Sequence[Path]) -> Run:
+    """The run behind a checkpoint, with other data, task or keys.
+
+    New text is tokenised as the run's was, whatever its group says. For a Hugging Face checkpoint
+    ``overrides`` are those of ``train`` with ``model=pretrained sparsity=dense``, and the text is
+    read with its tokenizer.
+
+    Raises:
+        ConfigError: every problem, one message each.
+    """
+    request = read(overrides, config_dirs)
+    typed = {key for key, _ in request.values}
+    if source.config is None:
+        request.choices = {"sparsity": "dense", **request.choices, "model": "pretrained"}
+        _put_first(request, dict.fromkeys(("model.path", "init.path"), str(source.path)))
+    else:
+        request.errors += [
+            f"{word}: the checkpoint decides {word.partition('.')[0]}; leave it out"
+            for word in (*request.choices, *typed)
+            if word.partition(".")[0] in DECIDED
+        ]
+    if request.errors:
+        raise ConfigError(request.errors)
+    if source.config is None:
+        plain, _ = build(request)
+        if "tokenizer" in plain["data"] and "data.tokenizer" not in typed:
+            if tokenizer_file(source) is None:
+                raise ConfigError(f"{source.path} has no tokenizer.json: give data.tokenizer")
+            plain["data"] |= _reading(source, plain["data"])
+    else:
+        plain = amend(source.config, request)
+        if "init" in plain:
+            plain["init"]["path"] = None  # of the weights that the checkpoint replaces
+        old, new = source.config["data"], plain["data"]
+        if new != old and "tokenizer" in new and "tokenizer" in old:
+            if given := sorted(typed & {"data.tokenizer", "data.vocab_size"}):
+                text = "token ids mean what the run's tokenizer says; leave it out"
+                raise ConfigError(f"{given[0]}: {text}")
+            new |= _reading(source, new)
+    if "batch.micro" in typed:
+        plain["batch"]["size"] = plain["batch"]["micro"]  # of a step, which there is none of
+    return validate(plain)
+
+
+def finetuned(
+    checkpoint: str, overrides: Sequence[str], config_dirs: Sequence[Path], console: Console
+) -> Run:
+    """An ordinary run whose model and initial weights are a checkpoint's.
+
+    The recipe of ``task=`` brings data, optimiser, schedule and epochs; the checkpoint brings the
+    model, its tokenizer, method and precision. What is typed wins.
+
+    Args:
+        checkpoint: see :func:`sparsepretrain.runs.weights.find`.
+        overrides: ``task=…`` among them.
+        config_dirs: see :func:`sparsepretrain.config.compose.compose`.
+        console: told which damaged checkpoints are passed over.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+        ConfigError: every problem of the overrides, one message each.
+    """
+    request = read(with_recipe(overrides, config_dirs), config_dirs)
+    if "model" in request.choices:
+        raise ConfigError("model comes from the checkpoint: leave model= out (keys can be changed)")
+    source = weights.find(checkpoint, console.warn)
+    place = source.path.resolve() if isinstance(source.path, Path) else source.path
+    settings: dict[str, Any] = {"init.path": str(place)}
+    request.choices["model"] = "pretrained"
+    if source.config is None:
+        settings["model.path"] = str(place)
+        request.choices.setdefault("sparsity", "dense")
+    else:
+        settings |= _from_run(source.config, request)
+    method: Any = registry.get("method", request.choices["sparsity"])
+    settings |= {f"sparsity.{key}": value for key, value in method.finetune_options.items()}
+    _put_first(request, settings)
+    if request.errors:
+        return load_request(request)
+    plain, _ = build(request)
+    _require_fitting(plain)
+    if "tokenizer" in plain.get("task", {}):
+        _put_first(request, {"task.tokenizer": _name(tokenizer_file(source), source)})
+    elif "tokenizer" in plain.get("data", {}):
+        reading = _reading(source, plain["data"])
+        _put_first(request, {f"data.{key}": value for key, value in reading.items()})
+    return load_request(request)
+
+
+def with_recipe(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
+    """``task=X`` as the choice of the recipe X; names of plain tasks stay."""
+    groups = catalogue(config_dirs)
+    recipes, words, chosen = groups["finetune"], [], False
+    for word in overrides:
+        key, equals, option = word.strip().partition("=")
+        if key != "task" or not equals:
+            words.append(word)
+            continue
+        chosen = True
+        if option in recipes:
+            words.append(f"finetune={option}")
+        elif option in groups["task"]:
+            words.append(word)
+        else:
+            near = registry.suggestion(option, recipes)
+            raise ConfigError(f"there is no recipe to fine-tune on {option!r}{near}")
+    if not chosen:
+        raise ConfigError(f"task=… is missing: choose from {', '.join(recipes)}")
+    return words
+
+
+def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
+    """What a run hands on: model, method, precision, plugins; its own task too, and the data."""
+    request.blocks["model"] = config["model"]
+    settings: dict[str, Any] = {"plugins": config["plugins"]} if config["plugins"] else {}
+    if "precision" not in request.choices:
+        block = config["precision"]
+        request.choices["precision"] = block["name"]
+        request.blocks["precision"] = block
+        if block["name"] == "fp8_sim":  # dropped with MVUE
+            request.choices["precision"] = block["dtype"]
+            keys = ("init_scale", "growth_interval") if block["dtype"] == "fp16" else ()
+            request.blocks["precision"] = {"name": block["dtype"], **{k: block[k] for k in keys}}
+    if request.choices.get("task") == config["task"]["name"]:  # goes on with what the run did
+        request.blocks["task"] = config["task"]
+        if "data" not in request.choices:
+            request.blocks["data"] = config["data"]
+    before = config["sparsity"]
+    source: Any = registry.get("method", before["name"])
+    chosen = request.choices.get("sparsity", source.finetunes_as or before["name"])
+    request.choices["sparsity"] = chosen
+    settings |= {f"sparsity.{key}": before[key] for key in ("n", "m", "targets")}
+    if chosen == before["name"]:
+        # the window and the phases were those of pre-training
+        request.blocks["sparsity"] = {**before, "window": {"start": 0.0, "stop": 1.0}}
+    return settings
+
+
+def _require_fitting(plain: dict[str, Any]) -> None:
+    """Refuse a task that the checkpoint's model cannot do, before anything is looked for."""
+    family, task = plain["model"].get("family"), plain["task"].get("name")
+    recipe: Any = registry.get("model", str(family))
+    if task not in recipe.tasks:
+        known = ", ".join(sorted(recipe.tasks))
+        raise ConfigError(f"a model of family {family} cannot do task={task}: it does {known}")
+
+
+def _put_first(request: Request, settings: dict[str, Any]) -> None:
+    """Set values that what was typed can still change."""
+    request.values[:0] = settings.items()
+
+
+def _reading(source: Source, data: dict[str, Any]) -> dict[str, Any]:
+    """``tokenizer`` and ``vocab_size`` with which ``data`` reads text as the checkpoint's model."""
+    before = {"tokenizer": source.path} if source.config is None else source.config["data"]
+    name, size = before.get("tokenizer"), before.get("vocab_size")
+    options: Any = registry.get("source", data["source"])
+    # by its name, if it has one there, data that was prepared before is found again
+    known = tokenizer(name) if isinstance(name, str) else None
+    if not known or known.is_trained or (known.is_remote and not options.Options.hub_tokenizers):
+        name = _name(tokenizer_file(source), source)
+    return {"tokenizer": name, "vocab_size": size or open_codec(tokenizer_file(source)).vocab_size}
+
+
+def tokenizer_file(source: Source) -> Path | None:
+    """tokenizer.json of a checkpoint's model; None: it reads bytes, or none is known.
+
+    It is beside the checkpoint, or the configuration names it, or it was trained on the data.
+
+    Raises:
+        DataError: the data was prepared from other text since, or the hub does not give the file.
+    """
+    if source.config is None:
+        if isinstance(source.path, str):
+            return tokenizer(source.path).file()
+        file = weights.locate(source, "tokenizer.json")
+        return None if file is None else file.resolve()
+    if source.run is not None and source.run.tokenizer_file.is_file():
+        return source.run.tokenizer_file.resolve()
+    group = source.config["data"]
+    known = tokenizer(source.config["task"].get("tokenizer") or group.get("tokenizer") or BYTES)
+    if not known.is_trained:
+        file = known.file()
+        return None if file is None else file.resolve()
+    options: Any = registry.get("source", group["source"])
+    data = load_data(strict.build(options.Options, group, "data"))
+    if data.tokenizer_file is None or data.fingerprint != weights.state(source)["fingerprint"]:
+        raise DataError(
+            f"the tokenizer of {source.path} is gone: {data.directory} was prepared from other text"
+        )
+    return data.tokenizer_file
+
+
+def _name(file: Path | None, source: Source) -> str:
+    """What a configuration calls the tokenizer that :func:`tokenizer_file` found."""
+    if file is not None:
+        return str(file)
+    if source.config is None:
+        options = PretrainedOptions(name="", family="pretrained", path=str(source.path))
+        if Pretrained.vocabulary(options) != 256:
+            raise CheckpointError(
+                f"{source.path} has no tokenizer.json: save a fast tokenizer there, or give "
+                "task.tokenizer=FILE"
+            )
+    return BYTES
