@@ -122,6 +122,19 @@ def assert_same_run(left: Path, right: Path) -> None:
     assert_equal_bits(final_state(left), final_state(right))
 
 
+def interrupted(tiny: Tiny, stop_after: Any, stops: tuple[int, ...], *overrides: str) -> Path:
+    """The directory of a run that was stopped and continued at each of ``stops``."""
+    for step in stops:
+        stop_after(step)
+        outcome = tiny.train(*overrides)
+        assert outcome.code == 143, outcome.output
+        assert final_state(outcome.directory)["step"] == step
+    stop_after(-1)
+    outcome = tiny.train(*overrides)
+    assert outcome.code == 0
+    return outcome.directory
+
+
 def write_corpus(root: Path) -> Path:
     """Twelve text files, 40 kB in all."""
     for i in range(12):

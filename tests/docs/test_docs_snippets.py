@@ -13,6 +13,7 @@ from sparsepretrain import cli, config
 from sparsepretrain.cli import eval as evaluating
 from sparsepretrain.cli import prepare as preparing
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.training import derive
 
 SHELL = [b for f in DOCUMENTS for b in blocks(f, "sh")]
 PYTHON = [b for f in DOCUMENTS for b in blocks(f, "python")]

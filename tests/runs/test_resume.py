@@ -5,19 +5,14 @@ from __future__ import annotations
 import signal
 
 import pytest
-from tiny_runs import METHODS, assert_equal_bits, assert_same_run, final_state, metrics
-
-
-def interrupted(tiny, stop_after, stops, *overrides):
-    for step in stops:
-        stop_after(step)
-        outcome = tiny.train(*overrides)
-        assert outcome.code == 143, outcome.output
-        assert final_state(outcome.directory)["step"] == step
-    stop_after(-1)
-    outcome = tiny.train(*overrides)
-    assert outcome.code == 0
-    return outcome.directory
+from tiny_runs import (
+    METHODS,
+    assert_equal_bits,
+    assert_same_run,
+    final_state,
+    interrupted,
+    metrics,
+)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,8 +6,7 @@ import signal
 
 import pytest
 import torch
-from test_resume import interrupted
-from tiny_runs import METHODS, assert_equal_bits, assert_same_run, final_state, metrics
+from tiny_runs import METHODS, assert_equal_bits, assert_same_run, final_state, interrupted, metrics
 
 from sparsepretrain.training import loop
 from sparsepretrain.training.observers import EMA

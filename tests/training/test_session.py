@@ -1,0 +1,70 @@
+"""The state of a session: named parts of tensors and plain values, which older forms become."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny_runs import assert_equal_bits
+
+from sparsepretrain.errors import CheckpointError
+from sparsepretrain.training.loop import train_step
+
+TENSORS = {"model", "optimizer", "ema"}
+
+
+def trained(tiny, *overrides, steps=3):
+    t = tiny.build(*overrides)
+    for _ in range(steps):
+        train_step(t)
+    return t
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("ema=0.9",), ("sparsity=step", "steps=40"), ("optim=sgd", "precision=fp16"), ("optim=lion",)],
+    ids=" ".join,
+)
+def test_parts_are_tensors_by_name_or_json(tiny, words):
+    t = trained(tiny, *words)
+    state = t.state_dict()
+    assert ("ema" in state) == ("ema=0.9" in words)
+    for part in TENSORS & state.keys():
+        assert all(isinstance(v, torch.Tensor) for v in state[part].values()), part
+    parameters = {name for name, _ in t.model.named_parameters()}
+    assert {word.rpartition("|")[0] for word in state["optimizer"]} == parameters
+    plain = {key: value for key, value in state.items() if key not in TENSORS}
+    read = json.loads(json.dumps(plain, allow_nan=False))
+    again = tiny.build(*words)
+    again.load_state_dict({**state, **read})
+    assert_equal_bits(json.loads(json.dumps(plain)), read)
+    for _ in range(2):
+        assert train_step(t)["loss"] == train_step(again)["loss"]
+    left, right = t.state_dict(), again.state_dict()
+    assert_equal_bits(left, right)
+
+
+def test_the_state_of_format_1_is_read(tiny):
+    t = trained(tiny, "ema=0.9")
+    state = t.state_dict()
+    old = {key: value for key, value in state.items() if key not in ("lines", "optimizer_options")}
+    old["optimizer"] = t.optimizer.state_dict()
+    old["ema"] = {"updates": old.pop("ema_updates"), "averages": state["ema"]}
+    old["flips"] = {**state["flips"], "sums": torch.tensor(state["flips"]["sums"])}
+    again = tiny.build("ema=0.9")
+    again.load_state_dict(old)
+    assert_equal_bits(again.state_dict(), state)
+
+
+def test_refusals_name_the_source(tiny):
+    state = trained(tiny).state_dict()
+    with pytest.raises(
+        CheckpointError, match=r"^here has 7 steps, more than steps=6: raise"
+    ):
+        tiny.build().load_state_dict({**state, "step": 7}, "here")
+    with pytest.raises(CheckpointError, match=r"^here was trained on other data"):
+        tiny.build().load_state_dict({**state, "fingerprint": "0"}, "here")
+    for words in (("model.n_embd=16",), ("model.bias=true",)):
+        with pytest.raises(CheckpointError, match=r"^here does not fit this model or optimiser"):
+            tiny.build(*words).load_state_dict(state, "here")
