@@ -78,7 +78,7 @@ class Pretrained(Headable):
         return _build(str(options.path), head, outputs)
 
     @staticmethod
-    def load(
+    def initial_state(
         options: PretrainedOptions, head: Head | None, outputs: int
     ) -> tuple[dict[str, Tensor], list[str]]:
         """(state dict with the checkpoint's weights, names of those that it does not have).

@@ -10,17 +10,17 @@ from torch.optim import Optimizer
 
 from sparsepretrain import registry
 from sparsepretrain.config import validate
-from sparsepretrain.config.schema import Run
+from sparsepretrain.config.schema import LossScaling, Run, SimulatedFP8
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs import weights
+from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training import rng
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.observers import EMA
-from sparsepretrain.training.precision import compute_dtype, fp8_recipe, grad_scaler
+from sparsepretrain.training.precision import Options, compute_dtype
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.world import World
 
@@ -38,7 +38,7 @@ def build_session(
     console: Console,
     *,
     splits: Sequence[str] | None = None,
-    initialise: bool = True,
+    initial: Source | None = None,
 ) -> Session:
     """Build everything the loop touches; prepares offline data, writes no run directory.
 
@@ -46,7 +46,7 @@ def build_session(
         run: the checked configuration.
         console: shows progress, and what initial weights are.
         splits: of the data to open; None: those that training uses.
-        initialise: load the weights of ``init``; needless before a checkpoint of the run's own.
+        initial: what ``init.path`` names, if its weights are wanted; None: weights are drawn.
     """
     world = World.single(run.parallel.device)
     task = build_task(run)
@@ -57,7 +57,7 @@ def build_session(
     task.open_data(splits, on_progress=console.progress)
     model = build_model(task, world.device)
     # before sparsify, which freezes what comes from initial weights
-    buffers = load_initial(run, task, model, console) if initialise else {}
+    buffers = {} if initial is None else load_initial(initial, run, task, model, console)
     sparsifier = sparsify_model(run, task, model)
     restore_method(sparsifier, buffers)
     return Session(
@@ -66,9 +66,9 @@ def build_session(
         task=task,
         model=model,
         forward_model=torch.compile(model) if run.compile else model,  # type: ignore[arg-type]
-        optimizer=attach_optimizer(run, model, sparsifier),
         sparsifier=sparsifier,
-        scaler=grad_scaler(run.precision, world.device),
+        scaler=_grad_scaler(run.precision, world.device),
+        optimizer=attach_optimizer(run, model, sparsifier),
         batches=TrainingBatches(task, run.batch.size, run.batch.micro, world.device, run.workers),
         ema=None if run.ema is None else EMA(model, run.ema),
         on_progress=console.progress,
@@ -80,7 +80,7 @@ def build_model(task: Task, device: torch.device) -> nn.Module:
 
     Weights are drawn on the CPU, so that they do not depend on the device.
     """
-    rng.seed_all(task.seed)
+    torch.manual_seed(task.seed)
     if device.type == "meta":
         with device:
             return task.build_model()
@@ -90,6 +90,7 @@ def build_model(task: Task, device: torch.device) -> nn.Module:
 def sparsify_model(run: Run, task: Task, model: nn.Module) -> Sparsifier:
     """Apply the group ``sparsity``; errors name the configuration's keys."""
     options: MethodOptions = run.sparsity
+    fp8 = run.precision if isinstance(run.precision, SimulatedFP8) else None
     try:
         return sparsify_with(
             model,
@@ -97,7 +98,7 @@ def sparsify_model(run: Run, task: Task, model: nn.Module) -> Sparsifier:
             targets=resolve_targets(options.targets, task.roles),
             seed=run.seed,
             total_steps=run.steps,
-            precision=fp8_recipe(run.precision),
+            precision=None if fp8 is None else {"name": fp8.name, "recipe": fp8.recipe},
         )
     except ConfigError as error:
         raise error.under("sparsity") from error
@@ -129,34 +130,48 @@ def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> li
     return list(dict.fromkeys(patterns))
 
 
-def load_initial(run: Run, task: Task, model: nn.Module, console: Console) -> State:
-    """Give ``model``, which is not sparse yet, the weights that ``init`` names.
+def _grad_scaler(options: Options, device: torch.device) -> torch.amp.GradScaler:
+    """Dynamic loss scaling for fp16, a scaler that does nothing otherwise."""
+    if isinstance(options, LossScaling) and compute_dtype(options) == torch.float16:
+        return torch.amp.GradScaler(
+            device.type, init_scale=options.init_scale, growth_interval=options.growth_interval
+        )
+    return torch.amp.GradScaler(device.type, enabled=False)
+
+
+def load_initial(source: Source, run: Run, task: Task, model: nn.Module, console: Console) -> State:
+    """Give ``model``, which is not sparse yet, the weights of a checkpoint.
 
     Returns:
         what :func:`restore_method` needs after ``sparsify``; empty unless the stored weights of a
         run with the same function were loaded.
 
     Raises:
-        CheckpointError: nothing is there, or it does not fit the model.
+        CheckpointError: it does not fit the model.
     """
-    path = run.init.path
-    if path is None:
+    path = source.path
+    if source.config is None:
+        options = task.model_options
+        if options.family != "pretrained":
+            raise CheckpointError(
+                f"init.path={path} is a Hugging Face checkpoint: it needs model=pretrained "
+                f"model.path={path}, not family {options.family}"
+            )
+        head, outputs = getattr(task, "head", None), getattr(task, "outputs", 0)
+        state, new = task.recipe.initial_state(options, head, outputs)
+        model.load_state_dict(state)
+        console.info(f"initial weights: {path} ({model.__class__.__name__})")
+        _tell_new(new, console)
         return {}
-    source = weights.find(path, console.warn)
-    if source.kind == "huggingface":
-        _load_huggingface(path, task, model, console)
-        return {}
-    assert source.config is not None
     method: type[Method] = registry.get("method", run.sparsity.name)
     same = method.keeps_function(run.sparsity, source.config["sparsity"])
     stored = run.init.weights == "master" or (run.init.weights == "auto" and same)
     state = weights.model_state(source) if stored else evaluated_state(source)
-    parts = {name: name.split(".") for name in state}
-    own = {n: v for n, v in state.items() if not any(p.startswith("sparsity") for p in parts[n])}
-    _copy(model, own, str(source.path), console)
+    own = {k: v for k, v in state.items() if not any(p[:8] == "sparsity" for p in k.split("."))}
+    _copy(model, own, str(path), console)
     kind = "stored weights" if stored else "the weights that it evaluates with"
     before = source.config["sparsity"]["name"]
-    console.info(f"initial weights: {source.path} (step {source.step}, {before}), {kind}")
+    console.info(f"initial weights: {path} (step {source.step}, {before}), {kind}")
     return state if stored and same else {}
 
 
@@ -172,7 +187,7 @@ def restore_method(sparsifier: Sparsifier, state: State) -> None:
     sparsifier.refresh()
 
 
-def evaluated_state(source: weights.Source) -> State:
+def evaluated_state(source: Source) -> State:
     """The state dict that a run evaluates with: pruned, scaled, with dense layers' names.
 
     Raises:
@@ -191,19 +206,6 @@ def evaluated_state(source: weights.Source) -> State:
         raise CheckpointError(f"{source.path} cannot be rebuilt: {reason}") from error
     sparsifier.load_state_dict(state["sparsifier"])
     return densify(model.eval()).state_dict()
-
-
-def _load_huggingface(path: str, task: Task, model: nn.Module, console: Console) -> None:
-    options = task.model_options
-    if options.family != "pretrained":
-        raise CheckpointError(
-            f"init.path={path} is a Hugging Face checkpoint: it needs model=pretrained "
-            f"model.path={path}, not family {options.family}"
-        )
-    state, new = task.recipe.load(options, getattr(task, "head", None), getattr(task, "outputs", 0))
-    model.load_state_dict(state)
-    console.info(f"initial weights: {path} ({model.__class__.__name__})")
-    _tell_new(new, console)
 
 
 def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:

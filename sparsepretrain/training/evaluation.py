@@ -58,7 +58,9 @@ def evaluate_checkpoint(
     source = weights.find(path, console.warn)
     run = derive.evaluated(source, overrides, config_dirs)
     sources = weights.latest(source, average)
-    t = build_session(run, console, splits=(split,))
+    t = build_session(
+        run, console, splits=(split,), initial=source if source.config is None else None
+    )
     samples = t.task.samples(split)
     if not samples:
         raise DataError(f"the {split} split of {run.data.name} is empty: choose another")

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import DataError, DivergedError
 from sparsepretrain.tasks import Batch, Observation
-from sparsepretrain.training import rng
 from sparsepretrain.training.batches import Request, split_requests, stream, to_device
 from sparsepretrain.training.observers import AVERAGED
 from sparsepretrain.training.precision import autocast
@@ -100,7 +101,7 @@ def train_step(t: Session) -> dict[str, Any]:
     total = torch.zeros((), dtype=torch.float64, device=t.device)
     for index, batch in enumerate(batches):
         t.sparsifier.micro_batch(index, capacity=t.task.capacity * run.batch.micro)
-        rng.seed_draws(run.seed, t.step, index)
+        seed_draws(run.seed, t.step, index)
         total += _forward_backward(t, to_device(batch, t.device), items)
     total = t.world.sum(total)
     t.scaler.unscale_(t.optimizer)
@@ -121,6 +122,17 @@ def train_step(t: Session) -> dict[str, Any]:
     for observer in t.observers:
         observer.after_step(t, values)
     return values
+
+
+def seed_draws(seed: int, step: int, micro: int) -> None:
+    """Make dropout and the like in one micro-batch a function of these three.
+
+    So there is no generator state to save, and an evaluation in between changes nothing.
+    """
+    word = int(np.random.SeedSequence([seed, step, micro]).generate_state(1, np.uint64)[0])
+    random.seed(word)
+    np.random.seed(word % 2**32)
+    torch.manual_seed(word)
 
 
 def _forward_backward(t: Session, batch: Batch, items: int) -> Tensor:

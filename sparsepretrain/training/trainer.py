@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.kernels import pack_24
-from sparsepretrain.runs import checkpoint
+from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.resume import choose_checkpoint, named_checkpoint
 from sparsepretrain.sparsity.proof import Proof, prove
@@ -54,8 +55,9 @@ def train(run: Run, console: Console | None = None, *, stop_after: int | None = 
         return 0
     plan.require_a_sparse_step(run)
     with StopSignals() as signals, console.own_warnings():
-        own = any(directory.checkpoints.glob("step_*"))
-        t = build_session(run, console, initialise=run.resume == "never" or not own)
+        fresh = run.resume == "never" or not any(directory.checkpoints.glob("step_*"))
+        initial = weights.find(run.init.path, console.warn) if fresh and run.init.path else None
+        t = build_session(run, console, initial=initial)
         t.stop_after = stop_after
         t.observers.insert(0, Throughput(plan.peak_items(run, t.task, t.device)))
         with directory.claim():
@@ -66,29 +68,30 @@ def train(run: Run, console: Console | None = None, *, stop_after: int | None = 
             if source is not None:
                 t.load_state_dict(checkpoint.load(source)[0], source)
                 console.info(f"continuing from {source} (step {t.step})")
-                run_of_source = RunDirectory.of_checkpoint(source)
-                if source == named and run_of_source and run_of_source.record_file.is_file():
-                    directory.write(directory.record_file, run_of_source.record_file.read_bytes())
-            directory.write(directory.config_file, freeze.to_yaml(run.plain))
-            if t.task.tokenizer_file is not None:  # it travels with the weights
-                text = t.task.tokenizer_file.read_text(encoding="utf-8")
-                directory.write(directory.tokenizer_file, text)
-            details = json.dumps(environment(t.device), indent=1)
-            directory.write(directory.environment_file, details + "\n")
+            t.world.first(lambda: _write_files(t, directory, source if source == named else None))
             return _run(t, directory, console, signals, resumed=source is not None)
 
 
+def _write_files(t: Session, directory: RunDirectory, source: Path | None) -> None:
+    """What does not change while a run is trained; ``source`` brings the record of another one."""
+    before = None if source is None else RunDirectory.of_checkpoint(source)
+    if before is not None and before.record_file.is_file():
+        directory.write(directory.record_file, before.record_file.read_bytes())
+    directory.write(directory.config_file, freeze.to_yaml(t.run.plain))
+    if t.task.tokenizer_file is not None:  # it travels with the weights
+        text = t.task.tokenizer_file.read_text(encoding="utf-8")
+        directory.write(directory.tokenizer_file, text)
+    details = json.dumps(environment(t.device), indent=1)
+    directory.write(directory.environment_file, details + "\n")
+
+
 def _run(
-    t: Session,
-    directory: RunDirectory,
-    console: Console,
-    signals: StopSignals,
-    *,
-    resumed: bool,
+    t: Session, directory: RunDirectory, console: Console, signals: StopSignals, *, resumed: bool
 ) -> int:
     run = t.run
     console.unit = t.task.unit
-    _announce(t, directory, console)
+    if t.world.is_main:
+        _announce(t, directory, console)
     stream = Stream(
         directory.path,
         run.tracker,
@@ -107,13 +110,9 @@ def _run(
 
     def save() -> None:
         t.lines = stream.lines
-        checkpoint.save(
-            directory.checkpoints,
-            t.step,
-            t.state_dict(),
-            config=freeze.to_yaml(run.plain),
-            keep_last=run.checkpoint.keep_last,
-        )
+        state, config = t.state_dict(), freeze.to_yaml(run.plain)
+        place, keep = directory.checkpoints, run.checkpoint.keep_last
+        t.world.first(lambda: checkpoint.save(place, t.step, state, config=config, keep_last=keep))
 
     exit_code, summary = 1, None
     try:

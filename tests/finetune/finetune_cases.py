@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepretrain.config import freeze
+from sparsepretrain.runs import weights
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive
 
@@ -85,4 +86,5 @@ def build(checkpoint: Path, *overrides: str) -> Any:
     from sparsepretrain.training.assembly import build_session
 
     run = training.settle(load(checkpoint, *overrides))
-    return build_session(run, Console(io.StringIO()))
+    console = Console(io.StringIO())
+    return build_session(run, console, initial=weights.find(run.init.path))

@@ -70,12 +70,12 @@ def test_every_part_of_the_state_matters(tiny, stop_after, monkeypatch, forgotte
     """Negative control: leaving a part out must be noticed by the comparison above."""
     from sparsepretrain.sparsity import Sparsifier
     from sparsepretrain.sparsity.state import ModelState
-    from sparsepretrain.training import rng
+    from sparsepretrain.training import loop
 
     overrides = ("precision=fp16", "precision.growth_interval=2", "model.dropout=0.3")
     plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
     if forgotten == "draws":
-        monkeypatch.setattr(rng, "seed_draws", lambda seed, step, micro: None)
+        monkeypatch.setattr(loop, "seed_draws", lambda seed, step, micro: None)
     elif forgotten == "sparsifier":
         monkeypatch.setattr(Sparsifier, "load_state_dict", lambda self, state: None)
         monkeypatch.setattr(ModelState, "sync", lambda self: None)

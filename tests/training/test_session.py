@@ -59,9 +59,7 @@ def test_the_state_of_format_1_is_read(tiny):
 
 def test_refusals_name_the_source(tiny):
     state = trained(tiny).state_dict()
-    with pytest.raises(
-        CheckpointError, match=r"^here has 7 steps, more than steps=6: raise"
-    ):
+    with pytest.raises(CheckpointError, match=r"^here has 7 steps, more than steps=6: raise"):
         tiny.build().load_state_dict({**state, "step": 7}, "here")
     with pytest.raises(CheckpointError, match=r"^here was trained on other data"):
         tiny.build().load_state_dict({**state, "fingerprint": "0"}, "here")
