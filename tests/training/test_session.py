@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -28,7 +29,7 @@ def trained(tiny, *overrides, steps=3):
 )
 def test_parts_are_tensors_by_name_or_json(tiny, words):
     t = trained(tiny, *words)
-    state = t.state_dict()
+    state = copy.deepcopy(t.state_dict())
     assert ("ema" in state) == ("ema=0.9" in words)
     for part in TENSORS & state.keys():
         assert all(isinstance(v, torch.Tensor) for v in state[part].values()), part
