@@ -25,7 +25,7 @@ from sparsepretrain.training.observers import AVERAGED
 from sparsepretrain.training.precision import autocast
 from sparsepretrain.training.schedules import learning_rate
 from sparsepretrain.training.session import Session
-from sparsepretrain.training.world import StopSignals
+from sparsepretrain.training.signals import StopSignals
 
 MAX_SKIPS = 10
 """Skipped steps in a row after which ``guard=skip`` gives up."""

@@ -28,7 +28,7 @@ from sparsepretrain.training.loop import run_steps
 from sparsepretrain.training.observers import Throughput
 from sparsepretrain.training.precision import describe
 from sparsepretrain.training.session import Session
-from sparsepretrain.training.world import StopSignals
+from sparsepretrain.training.signals import StopSignals
 
 
 def train(run: Run, console: Console | None = None, *, stop_after: int | None = None) -> int:

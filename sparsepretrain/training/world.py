@@ -1,21 +1,17 @@
-"""The processes of a run: what they agree on, and the signals that stop them."""
+"""The processes of a run: which of them this is, and what they do together."""
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from sparsepretrain.errors import INTERRUPTED, PREEMPTED, ConfigError
+from sparsepretrain.errors import ConfigError
 
 T = TypeVar("T")
-_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,36 +59,3 @@ class World:
     def first(self, action: Callable[[], T]) -> T:
         """Let the first process act for all; its result and its error are those of every one."""
         return action()
-
-
-class StopSignals:
-    """SIGTERM and SIGINT as a flag that the loop reads between steps and evaluation batches.
-
-    A context manager; ``exit_code`` is None until a signal asks the run to stop. The second SIGINT
-    interrupts at once. Handlers are restored on exit. Outside the main thread (a notebook server, a
-    test) signals stay as they are.
-    """
-
-    def __init__(self) -> None:
-        self.exit_code: int | None = None
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in _CODES:
-                self._previous[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.exit_code is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.exit_code = _CODES[signal.Signals(number)]

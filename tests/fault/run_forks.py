@@ -28,7 +28,7 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
 import sparsepretrain.training.trainer  # noqa: F401
 from sparsepretrain import cli
-from sparsepretrain.training.world import StopSignals
+from sparsepretrain.training.signals import StopSignals
 
 LIMIT = 120.0
 sys.modules["sparsepretrain.cli.main"]._illustrate = lambda *args: (
