@@ -132,7 +132,7 @@ def show_plan(search: Search, out: Path, console: Console | None = None) -> None
     run, task = search.run, build_task(search.run)
     device = World.single(run.parallel.device).device
     model = build_model(task, META)
-    flops, items = step_cost(run, task, model)
+    flops, _, items = step_cost(run, task, model)
     sparsify_model(run, task, model)
     most = (len(cells) + rules.BISECTIONS) * search.steps
     low, high = search.interval

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,11 +71,13 @@ def evaluate_checkpoint(
         t.ema = None  # it would be projected by layers that are gone
     metrics = loop.evaluate(t, split, None, final=True)
     assert metrics is not None
+    step = "" if source.step is None else f", step {source.step:,}"
+    mean_of = f", mean of the last {average}" if average > 1 else ""
     rows = [
-        ("checkpoint", _describe(source, average)),
+        ("checkpoint", f"{source.path}{step}{mean_of}"),
         (split, f"{samples:,} {t.task.sample} of {run.data.name}, every one once"),
         ("target layers", f"{len(t.sparsifier.layers)}: {proof}{', densified' * dense}"),
-        *((key, _text(value)) for key, value in metrics.items()),
+        *((k, f"{v:.4f}" if isinstance(v, float) else str(v)) for k, v in metrics.items()),
     ]
     console.table(f"{run.task.name}, {run.sparsity.name}", rows)
     result = {
@@ -88,7 +89,11 @@ def evaluate_checkpoint(
         "average": average,
         "metrics": metrics,
     }
-    _write(result, _results_file(source, out), console)
+    if out is None and source.run is not None:
+        out = source.run.evaluations_file
+    if out is not None:
+        t.world.first(lambda: _append(result, out))
+        console.info(f"written to {out}")
     return result
 
 
@@ -159,23 +164,8 @@ def mean(sources: Sequence[Source], names: Sequence[str]) -> dict[str, Tensor]:
     return {name: total / len(sources) for name, total in totals.items()}
 
 
-def _describe(source: Source, average: int) -> str:
-    step = "" if source.step is None else f", step {source.step:,}"
-    return f"{source.path}{step}" + (f", mean of the last {average}" if average > 1 else "")
-
-
-def _text(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _results_file(source: Source, out: Path | None) -> Path | None:
-    return source.run.evaluations_file if out is None and source.run is not None else out
-
-
-def _write(result: dict[str, Any], file: Path | None, console: Console) -> None:
-    """Append a line in one write, so that evaluations at the same time do not mix."""
-    if file is None:
-        return
+def _append(result: dict[str, Any], file: Path) -> None:
+    """Add a line in one write, so that evaluations at the same time do not mix."""
     finite = {
         key: value if not isinstance(value, float) or math.isfinite(value) else None
         for key, value in result["metrics"].items()
@@ -183,11 +173,7 @@ def _write(result: dict[str, Any], file: Path | None, console: Console) -> None:
     line = json.dumps(result | {"metrics": finite}, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+        with open(file, "ab", buffering=0) as stream:
+            stream.write(line.encode())
     except OSError as error:
         raise SparsePretrainError(f"cannot write {file}: {error.strerror or error}") from error
-    console.info(f"written to {file}")

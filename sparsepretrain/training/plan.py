@@ -34,11 +34,8 @@ from sparsepretrain.training.world import World
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
-PHASES = ("at", "until", "clipping", "dense_tail", "window")
-"""Options of methods that say when a run trains sparse, as fractions of it."""
-
-SPARSE = {"window": Window(), "at": 0.0, "until": 0.0, "clipping": (0.0, 0.0), "dense_tail": 0.0}
-"""Options of methods with which a run is sparse from its first step on."""
+SPARSE = {"at": 0.0, "until": 0.0, "clipping": (0.0, 0.0), "dense_tail": 0.0, "window": Window()}
+"""Options of methods that say when a run trains sparse, with which it does from its first step."""
 
 
 def dry_run(run: Run, console: Console | None = None) -> None:
@@ -49,11 +46,10 @@ def dry_run(run: Run, console: Console | None = None) -> None:
     device = World.single(run.parallel.device).device
     task = build_task(run)
     model = build_model(task, META)
-    flops, saved, items = _measure(run, task, model)
+    flops, saved, items = step_cost(run, task, model)
     coverage = sparsify_model(run, task, model).coverage()
     console.info(str(coverage))
     micro_batches = run.batch.size // run.batch.micro
-    items_per_step = items * micro_batches
     parameters = sum(p.numel() for p in model.parameters())
     each, other = bytes_per_entry(run)
     averages = 4 * parameters * (run.ema is not None)
@@ -81,11 +77,11 @@ def dry_run(run: Run, console: Console | None = None) -> None:
         (
             "steps",
             f"{run.steps:,} of {run.batch.size} samples in {micro_batches} "
-            f"micro-batch{'es' * (micro_batches != 1)}; {count(items_per_step * run.steps)} "
+            f"micro-batch{'es' * (micro_batches != 1)}; {count(items * run.steps)} "
             f"{task.unit} in all",
         ),
         ("precision, device", f"{describe(run.precision)}, {device}"),
-        ("compute", duration(run, device, flops / items * items_per_step * run.steps)),
+        ("compute", duration(run, device, flops * run.steps)),
     ]
     console.table(f"{run.name} (dry run)", rows)
 
@@ -100,21 +96,18 @@ def peak_items(run: Run, task: Task, device: torch.device) -> float | None:
     peak = peak_flops(device, run.precision.name)
     if peak is None:
         return None
-    flops, items = step_cost(run, task, build_model(task, META))
+    flops, _, items = step_cost(run, task, build_model(task, META))
     return peak * items / flops
 
 
-def step_cost(run: Run, task: Task, model: nn.Module) -> tuple[float, int]:
-    """(FLOPs, items) of one optimiser step; ``model`` is on the meta device, not sparse."""
-    flops, _, items = _measure(run, task, model)
-    micro_batches = run.batch.size // run.batch.micro
-    return flops * micro_batches, items * micro_batches
+def step_cost(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int]:
+    """FLOPs of an optimizer step, bytes that a micro-batch saves for its backward, items of a step.
 
+    FLOPs are those of dense products. One sample is traced and scaled: all three are linear in the
+    number of samples.
 
-def _measure(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int]:
-    """(FLOPs of forward and backward, bytes saved for the backward, items) of one micro-batch.
-
-    One sample is traced and scaled: all three are linear in the number of samples.
+    Args:
+        model: on the meta device, not sparse.
     """
     sizes: dict[int, int] = {}
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -136,9 +129,9 @@ def _measure(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int]
     model.zero_grad(set_to_none=True)
     width = compute_dtype(run.precision).itemsize
     return (
-        float(counter.get_total_flops()) * run.batch.micro,
+        float(counter.get_total_flops()) * run.batch.size,
         sum(sizes.values()) * run.batch.micro * width / 4,
-        items * run.batch.micro,
+        items * run.batch.size,
     )
 
 
@@ -256,7 +249,7 @@ def require_a_sparse_step(run: Run) -> None:
     # most phases, once entered, last to the end of the window: then the first look is enough
     if any(map(method.may_be_sparse, (last, *range(method.window[0], last)))):
         return
-    keys = [key for key in PHASES if hasattr(run.sparsity, key)]
+    keys = [key for key in SPARSE if hasattr(run.sparsity, key)]
     raise ConfigError(
         f"sparsity={run.sparsity.name}: none of the {run.steps} steps would train sparse: change "
         f"{' or '.join(f'sparsity.{key}' for key in keys)}, or give more steps"

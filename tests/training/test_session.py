@@ -24,7 +24,12 @@ def trained(tiny, *overrides, steps=3):
 
 @pytest.mark.parametrize(
     "words",
-    [("ema=0.9",), ("sparsity=step", "steps=40"), ("optim=sgd", "precision=fp16"), ("optim=lion", "schedule=constant")],
+    [
+        ("ema=0.9",),
+        ("sparsity=step", "steps=40"),
+        ("optim=sgd", "precision=fp16"),
+        ("optim=lion", "schedule=constant"),
+    ],
     ids=" ".join,
 )
 def test_parts_are_tensors_by_name_or_json(tiny, words):
