@@ -1,3 +1,4 @@
+# ruff: noqa: D102 - what an override has to do stands at Observer
 """What watches the steps of a run: flip rates, averaged weights, throughput, and anybody's own."""
 
 from __future__ import annotations
