@@ -109,7 +109,7 @@ def operands(method: str, path: Path) -> str:
 def methods(_: str, path: Path) -> str:
     """The operand table of all methods, with links to their pages."""
     rows = []
-    for name in registry._builtin_names("method"):
+    for name in registry.built_in("method"):
         method: Any = registry.get("method", name)
         page = os.path.relpath(PAGES / f"{name}.md", path.parent)
         cells = [prose(cell.text) for cell in method.typical_row(name)]

@@ -34,6 +34,8 @@ PACKAGES = {
     "source": "sparsepretrain.data.sources",
     "task": "sparsepretrain.tasks",
     "model": "sparsepretrain.models",
+    "optimizer": "sparsepretrain.optim",
+    "verb": "sparsepretrain.cli",
 }
 """Kind of thing -> package whose modules are the built-ins of that kind."""
 
@@ -59,8 +61,8 @@ def register(kind: str, name: str) -> Callable[[type[T]], type[T]]:
             cls.__module__,
             cls.__qualname__,
         )
-        built_in = name in _builtin_names(kind) and cls.__module__ != f"{PACKAGES[kind]}.{name}"
-        if (known is not None and not same) or built_in:
+        owner = built_in(kind).get(name, cls.__module__)
+        if (known is not None and not same) or cls.__module__ != owner:
             raise ConfigError(f"{kind} {name!r} exists already; choose another name")
         _registered[kind][name] = cls
         return cls
@@ -70,7 +72,7 @@ def register(kind: str, name: str) -> Callable[[type[T]], type[T]]:
 
 def names(kind: str) -> list[str]:
     """All names of ``kind``, built-in and plugin, sorted."""
-    return sorted({*_builtin_names(kind), *_registered[kind]})
+    return sorted({*built_in(kind), *_registered[kind]})
 
 
 def get(kind: str, name: str) -> type:
@@ -79,8 +81,8 @@ def get(kind: str, name: str) -> type:
     Raises:
         ConfigError: unknown name, with the nearest known one.
     """
-    if name not in _registered[kind] and name in _builtin_names(kind):
-        importlib.import_module(f"{PACKAGES[kind]}.{name}")
+    if name not in _registered[kind] and (module := built_in(kind).get(name)):
+        importlib.import_module(module)
     if name not in _registered[kind]:
         raise ConfigError(f"unknown {kind} {name!r}{suggestion(name, names(kind))}")
     return _registered[kind][name]
@@ -95,9 +97,13 @@ def options_of(kind: str, name: str) -> type:
     cls = get(kind, name)
     options = getattr(cls, "Options", None)
     if not isinstance(options, type) or not dataclasses.is_dataclass(options):
-        place = f"{inspect.getsourcefile(cls)}, line {inspect.getsourcelines(cls)[1]}"
-        raise ConfigError(f"{place}: class {cls.__name__} has no dataclass 'Options'")
+        raise ConfigError(f"{place(cls)}: class {cls.__name__} has no dataclass 'Options'")
     return options
+
+
+def place(cls: type) -> str:
+    """``file.py, line 3``: where a class stands."""
+    return f"{inspect.getsourcefile(cls)}, line {inspect.getsourcelines(cls)[1]}"
 
 
 def suggestion(word: str, known: Iterable[str], prefix: str = "", *, listing: str = "") -> str:
@@ -180,19 +186,35 @@ def origin(error: BaseException) -> str:
     return ""
 
 
-def load_entry_points() -> None:
-    """Import every installed plugin of the entry-point group ``sparsepretrain.plugins``."""
-    for entry in entry_points(group="sparsepretrain.plugins"):
-        load_plugin(entry.module)
+def load_plugins(named: object) -> list[str]:
+    """Import installed plugins (entry-point group ``sparsepretrain.plugins``) and the named ones.
+
+    Args:
+        named: a list for :func:`load_plugin`; what is no list or no text is left to who checks it.
+
+    Returns:
+        The problems.
+    """
+    installed = [entry.module for entry in entry_points(group="sparsepretrain.plugins")]
+    errors = []
+    for plugin in [*installed, *(named if isinstance(named, list) else ())]:
+        try:
+            if isinstance(plugin, str):
+                load_plugin(plugin)
+        except ConfigError as error:
+            errors += error.messages
+    return errors
 
 
-def _builtin_names(kind: str) -> list[str]:
+def built_in(kind: str) -> dict[str, str]:
+    """Name -> module of the built-ins; ``tune-decay`` is the verb of ``tune_decay.py``."""
     # find_spec of a.b.c imports a.b: the packages' __init__ files are torch-free by rule
     spec = importlib.util.find_spec(PACKAGES[kind])
     if spec is None or spec.submodule_search_locations is None:
-        return []
-    return [
-        m.name
-        for m in pkgutil.iter_modules(list(spec.submodule_search_locations))
-        if not m.name.startswith("_")
-    ]
+        return {}
+    modules = [m.name for m in pkgutil.iter_modules(list(spec.submodule_search_locations))]
+    return {
+        module.replace("_", "-") if kind == "verb" else module: f"{PACKAGES[kind]}.{module}"
+        for module in modules
+        if not module.startswith("_") and module != "main"
+    }

@@ -1,5 +1,9 @@
-"""The ``sparsepretrain`` command: ``main.py`` and a file per verb."""
+"""The ``sparsepretrain`` command: ``main.py`` and a file per verb.
 
-from sparsepretrain.cli.main import VERBS, _parser, main
+A verb of a plug-in is a subclass of :class:`Verb`, registered with ``@register("verb", name)``.
+"""
 
-__all__ = ["VERBS", "_parser", "main"]
+from sparsepretrain.cli._verb import ConfiguredVerb, UsageError, Verb, read_settings
+from sparsepretrain.cli.main import main
+
+__all__ = ["ConfiguredVerb", "UsageError", "Verb", "main", "read_settings"]

@@ -8,32 +8,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsepretrain import config
-from sparsepretrain.config.schema import GROUPS, REGISTERED
-from sparsepretrain.config.validate import check
+from sparsepretrain.cli._verb import ConfiguredVerb, integer_from
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.registry import register
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prepare the data and say how much there is.
+@register("verb", "prepare")
+class Prepare(ConfiguredVerb):
+    """Prepare the data and say how much there is."""
 
-    Raises:
-        ConfigError, DataError: with one line for the user.
-    """
-    options = data_options(args.overrides, args.config_dir)
-    from sparsepretrain import data
-    from sparsepretrain.tracking.console import Console, count
+    summary = "download, tokenize and store a data set without training"
+    place = 5
 
-    console = Console()
-    start = time.monotonic()
-    prepared = data.prepare(options, workers=args.workers, on_progress=console.progress)
-    console.stop()
-    seconds = time.monotonic() - start
-    unit, sizes = data.amounts(options, prepared)
-    parts = ", ".join(f"{split} {count(size)}" for split, size in sizes.items())
-    console.info(f"prepared {count(sum(sizes.values()))} {unit} ({parts}) in {prepared.directory}")
-    console.info(f"{seconds:.1f} s, {count(sum(sizes.values()) / max(seconds, 1e-9))} {unit}/s")
-    return 0
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.add_argument(
+            "--workers", type=integer_from(1), help="processes; default: one per core"
+        )
+
+    def run(self, args: argparse.Namespace) -> int:
+        options = data_options(args.overrides, args.config_dir)
+        from sparsepretrain import data
+        from sparsepretrain.tracking.console import Console, count
+
+        console = Console()
+        start = time.monotonic()
+        prepared = data.prepare(options, workers=args.workers, on_progress=console.progress)
+        console.stop()
+        seconds = time.monotonic() - start
+        unit, sizes = data.amounts(options, prepared)
+        total = sum(sizes.values())
+        parts = ", ".join(f"{split} {count(size)}" for split, size in sizes.items())
+        console.info(f"prepared {count(total)} {unit} ({parts}) in {prepared.directory}")
+        console.info(f"{seconds:.1f} s, {count(total / max(seconds, 1e-9))} {unit}/s")
+        return 0
 
 
 def data_options(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Any:
@@ -42,7 +50,11 @@ def data_options(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Any:
     Raises:
         ConfigError: every problem, one message each.
     """
-    plain = config.compose(overrides, config_dirs)
+    from sparsepretrain.config import compose
+    from sparsepretrain.config.groups import GROUPS, REGISTERED
+    from sparsepretrain.config.validate import check
+
+    plain = compose(overrides, config_dirs)
     checked, errors = check(plain, {*GROUPS, *REGISTERED} - {"data"})
     if errors or checked is None:
         raise ConfigError(errors)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsepretrain.config.bounded import check_yaml
-from sparsepretrain.config.schema import REGISTERED, Run
+from sparsepretrain.config.groups import key_of
+from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 
 NOT_IDENTITY = ("resume", "runs_dir", "tracker", "seed", "workers")
@@ -121,7 +122,7 @@ def _meant(plain: dict[str, Any], table: Table) -> Iterator[tuple[dict[str, Any]
     """(group of ``plain``, key, value) of what ``table`` says about the choices of ``plain``."""
     for (group, name), keys in table.items():
         part = plain.get(group)
-        if isinstance(part, dict) and part.get(REGISTERED.get(group, ("", "name"))[1]) == name:
+        if isinstance(part, dict) and part.get(key_of(group)) == name:
             for key, value in keys.items():
                 yield part, key, value
 

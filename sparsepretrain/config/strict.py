@@ -7,10 +7,13 @@ to Hydra and checking is done here, on plain Python values.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 import types
 import typing
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, Any, TypeVar
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import suggestion
@@ -22,8 +25,10 @@ _MISSING = object()
 def build(cls: type[T], data: dict[str, Any], path: str = "") -> T:
     """Build the dataclass ``cls`` from ``data``, checking names, types and ranges.
 
-    A dataclass may define ``problems() -> Iterable[tuple[str, str]]`` yielding (key, message) for
-    rules beyond types; it runs when all fields have the right type.
+    The range of a number is declared with its type: ``Annotated[int, "≥ 1"]``, ``"> 0"``,
+    ``"[0, 1)"``, ``"(0, 10^9]"``; null is always inside, of a list every value must be. For other
+    rules a dataclass may define ``problems() -> Iterable[tuple[str, str]]`` yielding (key,
+    message); it runs when all fields have the right type.
 
     Args:
         cls: a dataclass with annotated fields.
@@ -63,10 +68,48 @@ def walk(cls: type, data: Any, path: str, errors: list[str]) -> Any:
     if len(errors) > before:
         return None
     result = cls(**values)
-    problems = getattr(result, "problems", None)
-    if problems is not None:
-        errors.extend(f"{_join(path, key)} {message}" for key, message in problems())
+    problems = [*out_of_range(result), *getattr(result, "problems", tuple)()]
+    errors.extend(f"{_join(path, key)} {message}" for key, message in problems)
     return result if len(errors) == before else None
+
+
+def out_of_range(options: Any) -> Iterator[tuple[str, str]]:
+    """(key, message) of every number of a dataclass outside the range declared with its type."""
+    for key, (limit, nullable) in _ranges(options.__class__).items():
+        value = getattr(options, key)
+        many = isinstance(value, list | tuple)
+        if value is None or all(_inside(v, limit) for v in (value if many else [value])):
+            continue
+        verb = "be" if limit[0] in _COMPARE else "lie in"
+        null = f" or {'be ' * (verb != 'be')}null" if nullable else ""
+        yield key, f"must {verb} {limit}{null}, got {list(value) if many else value}"
+
+
+_COMPARE = {"≥": operator.ge, ">": operator.gt, "≤": operator.le, "<": operator.lt}
+
+
+@functools.cache
+def _ranges(cls: Any) -> dict[str, tuple[str, bool]]:
+    """Key -> (range, whether null is a value) of the fields that declare one."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {
+        key: (hint.__metadata__[0], type(None) in typing.get_args(hint.__origin__))
+        for key, hint in hints.items()
+        if typing.get_origin(hint) is Annotated
+    }
+
+
+def _inside(value: float, limit: str) -> bool:
+    if limit[0] in _COMPARE:
+        return _COMPARE[limit[0]](value, _number(limit[2:]))
+    low, high = map(_number, limit[1:-1].split(", "))
+    above = value > low if limit[0] == "(" else value >= low
+    return above and (value < high if limit[-1] == ")" else value <= high)
+
+
+def _number(text: str) -> float:
+    base, power, exponent = text.partition("^")
+    return int(base) ** int(exponent) if power else float(text)
 
 
 def _convert(hint: Any, value: Any, key: str, errors: list[str]) -> Any:

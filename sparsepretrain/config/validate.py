@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from sparsepretrain import registry
 from sparsepretrain.config.compose import Request, build, read
-from sparsepretrain.config.schema import GROUPS, REGISTERED, Run
+from sparsepretrain.config.groups import GROUPS, REGISTERED, choices_of, key_of, options_of
+from sparsepretrain.config.schema import Run
 from sparsepretrain.config.strict import walk
 from sparsepretrain.errors import ConfigError
 
@@ -60,7 +62,7 @@ def validate(plain: dict[str, Any]) -> Run:
 
 def check(plain: dict[str, Any], skip: Collection[str] = ()) -> tuple[Run | None, list[str]]:
     """Like :func:`validate`, but return the problems; groups in ``skip`` are not looked at."""
-    errors = load_plugins(plain.get("plugins"))
+    errors = registry.load_plugins(plain.get("plugins"))
     if isinstance(plain.get("experiment"), dict):
         errors.append("the experiment file must begin with the line '# @package _global_'")
         plain = {**plain, "experiment": None}
@@ -83,7 +85,7 @@ def _renamed(request: Request, errors: list[str]) -> list[str]:
     """``errors``, those of a group of which only the name was changed as one."""
     for key, value in request.values:
         group, _, leaf = key.partition(".")
-        if leaf != "name" or REGISTERED.get(group, (group, "name"))[1] != leaf:
+        if leaf != "name" or key_of(group) != leaf:
             continue
         wrong = [e for e in errors if re.match(rf"(unknown|missing) key '{group}\.", e)]
         if wrong and value in request.options.get(group, ()):
@@ -108,24 +110,9 @@ def _misfit(root: dict[str, Any]) -> str | None:
     return f"task {name} does not work with {chosen}: its tasks are {', '.join(sorted(known))}"
 
 
-def load_plugins(plugins: Any) -> list[str]:
-    """Import installed plugins and the listed ones; return the problems."""
-    errors = []
-    named = plugins if isinstance(plugins, list) else []
-    for plugin in [None, *(p for p in named if isinstance(p, str))]:
-        try:
-            if plugin is None:
-                registry.load_entry_points()
-            else:
-                registry.load_plugin(plugin)
-        except ConfigError as error:
-            errors += error.messages
-    return errors
-
-
 def _part(group: str, data: Any, errors: list[str]) -> Any:
     """Build the options of ``group`` with the class that its discriminating key names."""
-    kind, key = REGISTERED.get(group, (group, "name"))
+    key = key_of(group)
     if not isinstance(data, dict):
         errors.append(f"{group} must be a mapping of keys, got {data!r}")
         return None
@@ -137,13 +124,7 @@ def _part(group: str, data: Any, errors: list[str]) -> Any:
         errors.append(f"{group}.{key} must be a string, got {name!r}")
         return None
     try:
-        if group in GROUPS:
-            if name not in GROUPS[group]:
-                near = registry.suggestion(name, GROUPS[group])
-                raise ConfigError(f"unknown {kind} {name!r}{near}")
-            options = GROUPS[group][name]
-        else:
-            options = registry.options_of(kind, name)
+        options = options_of(group, name)
     except ConfigError as error:
         errors += [f"{group}.{key}: {message}" for message in error.messages]
         return None
@@ -156,18 +137,19 @@ def _of_other_options(group: str, unknown: list[str]) -> dict[str, str]:
     """Those of the ``unknown`` keys that other options of ``group`` have -> these options."""
     if not unknown:
         return {}
-    kind, key = REGISTERED.get(group, (group, "name"))
-    classes: dict[str, Any] = dict(GROUPS.get(group, {}))
-    if not classes:
-        classes = {n: getattr(registry.get(kind, n), "Options", None) for n in registry.names(kind)}
-    owners = {k: [name for name, cls in classes.items() if k in _keys(cls)] for k in unknown}
+    choices: dict[str, set[str]] = {}
+    for name in choices_of(group):
+        with contextlib.suppress(ConfigError):  # a plugin's without options
+            choices[name] = _keys(options_of(group, name))
+    owners = {k: [name for name, keys in choices.items() if k in keys] for k in unknown}
     # the option is what a user types, where its file has the name of what it chooses
+    key = key_of(group)
     choice = group if key == "name" else f"{group}.{key}"
     return {k: f"{choice}={'|'.join(names)}" for k, names in owners.items() if names}
 
 
 def _keys(options: Any) -> set[str]:
-    return {f.name for f in fields(options)} if is_dataclass(options) else set()
+    return {f.name for f in fields(options)}
 
 
 def _near(key: str, plain: dict[str, Any]) -> str:

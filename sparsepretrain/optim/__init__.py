@@ -1,25 +1,28 @@
-"""Optimisers from their options."""
+"""Optimisers from their options.
+
+A file per optimiser: ``Options`` with ``name``, ``lr`` and ``weight_decay`` among its fields, and
+``build(groups, options)``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sparsepretrain.config.schema import SGD, AdamW, Lion
-from sparsepretrain.errors import ConfigError
+from sparsepretrain import registry
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from sparsepretrain.optim.step_adamw import StepAdamW
+    from sparsepretrain.optim._step_adamw import StepAdamW
 
 __all__ = ["StepAdamW", "build_optimizer"]
 
 
 def build_optimizer(
     model: nn.Module,
-    options: AdamW | SGD | Lion,
+    options: Any,
     special: Callable[[list[dict[str, Any]], Any], Optimizer | None] | None = None,
 ) -> Optimizer:
     """The optimiser over all parameters; weight decay on tensors of ≥ 2 dimensions only.
@@ -33,8 +36,6 @@ def build_optimizer(
         options: of the group ``optim``; ``lr`` is the peak, the schedule sets the current value.
         special: maker of an optimiser that replaces the configured one, if it returns one.
     """
-    import torch
-
     exempt = set(getattr(model, "no_weight_decay", set)())
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -47,33 +48,15 @@ def build_optimizer(
         {"params": others, "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    optimizer = None if special is None else special(groups, options)
-    if optimizer is not None:
+    if special is not None and (optimizer := special(groups, options)) is not None:
         return optimizer
-    if isinstance(options, AdamW):
-        return torch.optim.AdamW(
-            groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True
-        )
-    if isinstance(options, Lion):
-        try:
-            from timm.optim import Lion as TimmLion
-        except ImportError as error:
-            raise ConfigError(
-                "optim=lion needs the package timm: pip install 'sparsepretrain[vision]'"
-            ) from error
-        return TimmLion(groups, lr=options.lr, betas=options.betas)
-    return torch.optim.SGD(
-        groups,
-        lr=options.lr,
-        momentum=options.momentum,
-        nesterov=options.nesterov,
-        fused=True,
-    )
+    kind: Any = registry.get("optimizer", options.name)
+    return kind.build(groups, options)
 
 
 def __getattr__(name: str) -> Any:
     if name == "StepAdamW":  # on first use: importing this package does not import torch
-        from sparsepretrain.optim.step_adamw import StepAdamW
+        from sparsepretrain.optim._step_adamw import StepAdamW
 
         return StepAdamW
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

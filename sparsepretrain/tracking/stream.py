@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sparsepretrain.config.schema import Tracker
+from sparsepretrain.config.groups import Tracker
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import Record
 from sparsepretrain.tracking.console import Console

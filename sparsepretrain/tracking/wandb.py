@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from sparsepretrain.config.schema import Tracker
+from sparsepretrain.config.groups import Tracker
 from sparsepretrain.errors import ConfigError
 
 INIT_SECONDS = 20

@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sparsepretrain import registry
 from sparsepretrain.config import freeze
-from sparsepretrain.config.schema import Run, SimulatedFP8
+from sparsepretrain.config.groups import SimulatedFP8
+from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.sparsity import Window
 from sparsepretrain.sparsity.method import Method

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsepretrain.config.schema import Precision, ScaledPrecision, SimulatedFP8
+from sparsepretrain.config.groups import Precision, ScaledPrecision, SimulatedFP8
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Options = Precision | ScaledPrecision | SimulatedFP8

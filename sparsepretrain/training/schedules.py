@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sparsepretrain.config.schema import Decay, Triangle, Warmup
+from sparsepretrain.config.groups import Decay, Triangle, Warmup
 
 Schedule = Decay | Warmup | Triangle
 

@@ -13,8 +13,10 @@ import yaml
 
 import sparsepretrain
 import sparsepretrain.data
-from sparsepretrain import __version__, cli
+from sparsepretrain import __version__, cli, registry
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError, DivergedError
+
+VERBS = registry.built_in("verb")
 
 
 def run(*argv: str, **options) -> subprocess.CompletedProcess[str]:
@@ -32,11 +34,11 @@ def replace(monkeypatch, room: str, **functions) -> None:
 def test_help(argv, capsys):
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
-    assert all(f"  {verb} " in out for verb in cli.VERBS)
+    assert all(f"  {verb} " in out for verb in VERBS)
     assert "__complete" not in out and max(map(len, out.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("verb", list(cli.VERBS))
+@pytest.mark.parametrize("verb", list(VERBS))
 def test_help_of_a_verb(verb, capsys):
     assert cli.main([verb, "--help"]) == 0
     assert f"usage: sparsepretrain {verb}" in capsys.readouterr().out
@@ -135,7 +137,7 @@ def test_prepare(monkeypatch, capsys):
     def prepare(options, *, workers, on_progress):
         seen.update(source=options.source, workers=workers)
         tokens = {"train": range(30_000), "validation": range(2_000)}
-        return SimpleNamespace(tokens=tokens, directory=Path("/cache/x"))
+        return SimpleNamespace(tokens=tokens, directory=Path("/cache/x"), end_of_text=None)
 
     replace(monkeypatch, "data", prepare=prepare, amounts=sparsepretrain.data.amounts)
     assert cli.main(["prepare", "data=python_source", "--workers", "3"]) == 0

@@ -76,12 +76,12 @@ def test_the_method_never_switches_before_a_tenth_of_the_run():
     from defect_models import Net
 
     import sparsepretrain as sp
-    from sparsepretrain.config.schema import AdamW
+    from sparsepretrain.optim.adamw import AdamWOptions
 
     model = Net()
     sparsifier = sp.sparsify(model, "step", targets="fc*", total_steps=40)
     groups = [{"params": list(model.parameters())}]
-    options = AdamW(name="adamw", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    options = AdamWOptions(name="adamw", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     optimizer = sparsifier.method.build_optimizer(groups, options)
     sparsifier.attach(optimizer)
     for _ in range(6):

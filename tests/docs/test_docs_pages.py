@@ -11,7 +11,7 @@ from doc_pages import DOCUMENTS, ROOT, anchors, blocks, dead_links, generator, m
 from sparsepretrain import registry
 from sparsepretrain.sparsity import MethodOptions
 
-METHODS = registry._builtin_names("method")
+METHODS = list(registry.built_in("method"))
 PAGES = ROOT / "docs" / "methods"
 SECTIONS = (
     "equations",

@@ -4,7 +4,6 @@ import glob
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 from doc_pages import DOCUMENTS, ROOT, blocks
@@ -12,6 +11,9 @@ from doc_pages import DOCUMENTS, ROOT, blocks
 from sparsepretrain import cli, config
 from sparsepretrain.cli import eval as evaluating
 from sparsepretrain.cli import prepare as preparing
+from sparsepretrain.cli import train as training_verb
+from sparsepretrain.cli._verb import read_settings
+from sparsepretrain.cli.main import parser
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.training import derive
 
@@ -49,9 +51,7 @@ def test_library_snippet(block, capsys):
 def test_commands(block, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # seconds each; tested elsewhere
-    monkeypatch.setattr(
-        sys.modules["sparsepretrain.cli.main"], "_illustrate", lambda directory: None
-    )
+    monkeypatch.setattr(training_verb, "illustrate", lambda directory: None)
     told = commands(block.body, tmp_path)
     assert told, "a block without a command"
     for program, *argv in told:
@@ -64,11 +64,13 @@ def test_commands(block, tiny, tmp_path, monkeypatch, capsys):
 def run(argv: list[str], tiny) -> None:
     """A command of the documentation: checked as it stands, run tiny if it trains or downloads."""
     verb, *words = argv
-    arguments = cli._parser(verb).read(words)
+    arguments = parser(verb).read(words)
     if verb == "prepare":
         preparing.data_options(arguments.overrides, arguments.config_dir)
     elif verb == "eval":
-        config.load(evaluating.read(arguments.overrides)[1], arguments.config_dir)
+        overrides: list[str] = []
+        read_settings(evaluating.Settings, arguments.overrides, others=overrides)
+        config.load(overrides, arguments.config_dir)
     elif verb == "finetune":
         recipe = derive.with_recipe(arguments.overrides, arguments.config_dir)
         config.load([*recipe, "model=pretrained", "model.path=x"], arguments.config_dir)

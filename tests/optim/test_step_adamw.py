@@ -9,7 +9,7 @@ import torch
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import nm_mask
-from sparsepretrain.optim.step_adamw import StepAdamW
+from sparsepretrain.optim import StepAdamW
 
 pytestmark = pytest.mark.filterwarnings("ignore:StepAdamW switched")
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "step_optimizer.npz"))

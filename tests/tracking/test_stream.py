@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sparsepretrain.config.schema import Tracker
+from sparsepretrain.config.groups import Tracker
 from sparsepretrain.config.strict import build
 from sparsepretrain.runs.record import read
 from sparsepretrain.tracking import stream as stream_module

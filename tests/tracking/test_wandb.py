@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparsepretrain.config.schema import Tracker
+from sparsepretrain.config.groups import Tracker
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.tracking import stream as stream_module
 from sparsepretrain.tracking import wandb as room

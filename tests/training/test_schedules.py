@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsepretrain import config
-from sparsepretrain.config.schema import Decay, Triangle, Warmup
+from sparsepretrain.config.groups import Decay, Triangle, Warmup
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
 
 COSINE = Decay(name="cosine", warmup=9, start=None, min_lr=0.1)

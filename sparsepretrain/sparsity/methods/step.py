@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain import kernels
-from sparsepretrain.config.schema import AdamW
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.optim.adamw import AdamWOptions
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity.method import Method, MethodOptions, Problems
 from sparsepretrain.sparsity.methods.ste import STE
@@ -78,7 +78,7 @@ class STEP(STE):
         """StepAdamW with the AdamW options of the run and AutoSwitch's of this method."""
         from sparsepretrain.optim import StepAdamW
 
-        if not isinstance(options, AdamW):
+        if not isinstance(options, AdamWOptions):
             raise ConfigError(
                 f"sparsity=step needs optim=adamw (it freezes its moments), got {options.name}"
             )

@@ -1,0 +1,145 @@
+"""What a verb of the command line is, and the arguments that several verbs have.
+
+Every file of a verb is imported for ``sparsepretrain --help``: whatever is slow to import (torch,
+Hydra, YAML) is imported in the methods that need it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sparsepretrain.errors import SparsePretrainError
+
+
+class UsageError(SparsePretrainError):
+    """A verb, flag or argument that does not exist: exit code 2."""
+
+    exit_code = 2
+    label = "usage error"
+
+
+class Verb:
+    """A verb: registered under its name, found like a method."""
+
+    summary: ClassVar[str] = ""
+    """One line of ``sparsepretrain --help``; the description of the verb's own help by default."""
+    place: ClassVar[int] = 100
+    """Verbs are listed in ascending order of it, and then of their names."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add arguments to ``parser``; may replace its ``description``."""
+
+    def words(self, before: list[str], current: str) -> list[str]:
+        """Candidates to complete ``current``, beside flags and the choices of arguments.
+
+        Args:
+            before: what is typed after the verb.
+            current: the word at the cursor; candidates with another beginning are dropped.
+        """
+        return []
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do the work and return the exit code.
+
+        Raises:
+            SparsePretrainError: becomes one line and its exit code.
+        """
+        raise NotImplementedError
+
+
+class ConfiguredVerb(Verb):
+    """A verb that takes overrides of a run's configuration, and ``--config-dir``."""
+
+    settings: ClassVar[type | None] = None
+    """Dataclass of keys that are the verb's own, see :func:`read_settings`."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add ``overrides`` and ``config_dir``."""
+        own = f"; also {_defaults(self.settings)}" if self.settings else ""
+        parser.add_argument(
+            "overrides", nargs="*", metavar="KEY=VALUE", help=f"group=option or key=value{own}"
+        )
+        add_config_dir(parser)
+
+    def words(self, before: list[str], current: str) -> list[str]:
+        """Groups, options, keys and values of the configuration typed so far."""
+        from sparsepretrain.cli._words import override_words, setting_words
+
+        own = setting_words(self.settings, current) if self.settings else []
+        return own if current[:1] == "-" else [*own, *override_words(before, current)]
+
+
+def add_config_dir(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config-dir``, a list of paths."""
+    parser.add_argument(
+        "--config-dir",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="DIR",
+        help="your own YAML files, laid out like configs/; may be repeated",
+    )
+
+
+def add_settings(parser: argparse.ArgumentParser, settings: type) -> None:
+    """Add the keys of a dataclass as the only words, see :func:`read_settings`."""
+    text = f"defaults: {_defaults(settings)}"
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=text)
+
+
+def read_settings(settings: type, words: Sequence[str], *, others: list[str] | None = None) -> Any:
+    """The dataclass ``settings`` from words ``key=value``.
+
+    Args:
+        settings: its fields are the keys.
+        words: as typed; values are read as YAML.
+        others: takes the words that are no keys of ``settings``; None: they are errors.
+
+    Raises:
+        UsageError: a word without a value.
+        ConfigError: a key or a value that there is not.
+    """
+    import yaml
+
+    from sparsepretrain.config.strict import build
+
+    known = [f.name for f in fields(settings)]
+    given: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if others is not None and (key not in known or not equals):
+            others.append(word)
+            continue
+        if not equals:
+            raise UsageError(f"{word!r} has no value; write {key}=value")
+        try:
+            given[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UsageError(f"{word!r} cannot be read") from error
+    return build(settings, given)
+
+
+def integer_from(least: int) -> Any:
+    """The ``type`` of an argument that is an integer ≥ ``least``."""
+
+    def read(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be an integer ≥ {least}, got {text!r}")
+        return int(text)
+
+    return read
+
+
+def in_columns(rows: list[list[str]]) -> list[str]:
+    """Rows of equal length as aligned lines."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join(cells).rstrip() for cells in aligned]
+
+
+def _defaults(settings: type) -> str:
+    return " ".join(f"{f.name}={f.default}" for f in fields(settings))

@@ -1,0 +1,41 @@
+"""The verb ``finetune``: ``train``, from the weights of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+
+from sparsepretrain.cli._verb import UsageError
+from sparsepretrain.cli.train import Train
+from sparsepretrain.registry import register
+
+
+@register("verb", "finetune")
+class Finetune(Train):
+    """Train with a recipe for fine-tuning and the model of a checkpoint."""
+
+    summary = "fine-tune a run or a Hugging Face checkpoint on task=…"
+    place = 2
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "checkpoint",
+            metavar="CHECKPOINT",
+            help="run directory, checkpoint in it, or Hugging Face checkpoint",
+        )
+        super().add_arguments(parser)
+
+    def words(self, before: list[str], current: str) -> list[str]:
+        """``task=`` takes recipes too."""
+        from sparsepretrain.config.compose import catalogue
+
+        recipes = catalogue()["finetune"] if current.startswith("task=") else ()
+        return [*(f"task={name}" for name in recipes), *super().words(before, current)]
+
+    def run(self, args: argparse.Namespace) -> int:
+        from sparsepretrain.tracking.console import Console
+        from sparsepretrain.training import derive
+
+        if "=" in args.checkpoint:
+            raise UsageError(f"the checkpoint comes first, got {args.checkpoint!r}")
+        run = derive.finetuned(args.checkpoint, args.overrides, args.config_dir, Console())
+        return self.start(args, run)

@@ -1,0 +1,81 @@
+"""The verb ``train``: print, plan or train a run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from sparsepretrain.cli._verb import ConfiguredVerb
+from sparsepretrain.registry import register
+
+if TYPE_CHECKING:
+    from sparsepretrain.config.schema import Run
+    from sparsepretrain.runs.directory import RunDirectory
+
+
+@register("verb", "train")
+class Train(ConfiguredVerb):
+    """Train or continue a run, and draw its report at the end."""
+
+    summary = "train a model; model=… brings the paper's recipe, everything can be changed"
+    place = 1
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.add_argument(
+            "--cfg", choices=["job"], help="print the resolved configuration and stop"
+        )
+        parser.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="print coverage, parameters, FLOPs, memory and time, and stop",
+        )
+
+    def run(self, args: argparse.Namespace) -> int:
+        from sparsepretrain.config.compose import read
+        from sparsepretrain.config.validate import load_request
+
+        request = read(args.overrides, args.config_dir)
+        run = load_request(request)
+        if args.cfg:
+            print("".join(f"# {note}\n" for note in request.notes), end="")
+        elif request.notes:
+            from sparsepretrain.tracking.console import Console
+
+            Console().info("\n".join(request.notes))
+        return self.start(args, run)
+
+    def start(self, args: argparse.Namespace, run: Run) -> int:
+        """Do what the flags say with a checked run."""
+        from sparsepretrain.config.freeze import to_yaml
+        from sparsepretrain.runs.directory import RunDirectory
+
+        if args.cfg:
+            print(to_yaml(run.plain), end="")
+            return 0
+        from sparsepretrain import training
+
+        run = training.settle(run)
+        if args.dry_run:
+            training.dry_run(run)
+            return 0
+        code = training.train(run)
+        if code == 0:
+            illustrate(RunDirectory.of(run))
+        return code
+
+
+def illustrate(directory: RunDirectory) -> None:
+    """Plots and report of a finished run; a failure here does not undo the training."""
+    record, page = directory.record_file, directory.report_file
+    if page.exists() and record.exists() and page.stat().st_mtime >= record.stat().st_mtime:
+        return  # the run was finished before
+    from sparsepretrain import reports
+    from sparsepretrain.tracking.console import Console
+
+    try:
+        written = reports.report([directory.path])
+    except Exception as error:
+        Console().warn(f"no report: {error}; try `sparsepretrain report {directory}`")
+        return
+    Console().info(f"plots: {directory.plots}\nreport: {written[-1]}")

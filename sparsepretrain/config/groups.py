@@ -1,0 +1,158 @@
+"""The groups that a run chooses from, and the options of those that no room registers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from sparsepretrain import registry
+from sparsepretrain.errors import ConfigError
+
+
+@dataclass(slots=True, kw_only=True)
+class Warmup:
+    """Linear warm-up, then constant, or decay with the inverse square root of the step."""
+
+    name: Literal["inverse_sqrt", "constant"]
+    warmup: Annotated[int | float, "≥ 0"]
+    """Optimiser steps from 0 to the peak learning rate; below 1: a fraction of the run."""
+    start: Annotated[float | None, "[0, 1]"]
+    """Learning rate of the first update, as a fraction of the peak; null: 1 / (warmup + 1)."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """What is wrong beyond types and ranges, as (key, message)."""
+        if self.warmup >= 1 and not float(self.warmup).is_integer():
+            yield "warmup", f"must be whole steps or a fraction below 1, got {self.warmup}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Decay(Warmup):
+    """Linear warm-up, then cosine or linear decay to a floor at the last step."""
+
+    name: Literal["cosine", "linear"]  # type: ignore[assignment]
+    min_lr: Annotated[float, "≥ 0"]
+    """Learning rate that the decay reaches after the last step."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Triangle:
+    """A straight line up to the peak learning rate, then one down to zero at the last step."""
+
+    name: Literal["triangle"]
+    start: Annotated[float, "[0, 1]"]
+    """Learning rate of the first update, as a fraction of the peak."""
+    peak: Annotated[float, "[0, 1]"]
+    """Fraction of the run at which the peak is reached."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Precision:
+    """Compute dtype of the matrix products; masters and optimiser states stay fp32."""
+
+    name: Literal["fp32", "bf16"]
+
+
+@dataclass(slots=True, kw_only=True)
+class LossScaling:
+    """Dynamic loss scaling, without which small gradients vanish in fp16."""
+
+    init_scale: Annotated[float, "> 0"]
+    """First loss scale."""
+    growth_interval: Annotated[int, "> 0"]
+    """Steps without overflow after which the scale doubles."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ScaledPrecision(LossScaling):
+    """fp16 with dynamic loss scaling."""
+
+    name: Literal["fp16"]
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedFP8(LossScaling):
+    """fp8 values in the products of the layers of ``sparsity.targets`` (S-STE section 5).
+
+    The loss is scaled with ``dtype=fp16`` only.
+    """
+
+    name: Literal["fp8_sim"]
+    recipe: Literal["hybrid", "reference"]
+    """Operands of the backward products: e5m2 gradient × e4m3, or both e5m2 (authors' code)."""
+    dtype: Literal["fp32", "bf16", "fp16"]
+    """Compute dtype of everything else."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Parallel:
+    """How the run is spread over devices."""
+
+    name: Literal["single"]
+    device: Literal["auto", "cpu", "cuda"]
+    """auto: the GPU if there is one."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tracker:
+    """Mirrors of metrics.jsonl, which is always written. A failing mirror never stops a run."""
+
+    name: str
+    """The file this came from; the keys below decide."""
+    mode: Literal["online", "offline", "disabled"]
+    """Weights & Biases: online needs a login, offline neither account nor network."""
+    project: str
+    entity: str | None
+    tensorboard: bool
+    """Also write TensorBoard event files."""
+
+
+GROUPS: dict[str, dict[str, type]] = {
+    "schedule": {
+        "cosine": Decay,
+        "linear": Decay,
+        "inverse_sqrt": Warmup,
+        "constant": Warmup,
+        "triangle": Triangle,
+    },
+    "precision": {
+        "fp32": Precision,
+        "bf16": Precision,
+        "fp16": ScaledPrecision,
+        "fp8_sim": SimulatedFP8,
+    },
+    "parallel": {"single": Parallel},
+}
+"""Groups whose ``name`` selects a dataclass of this file."""
+
+REGISTERED = {
+    "model": ("model", "family"),
+    "task": ("task", "name"),
+    "data": ("source", "source"),
+    "sparsity": ("method", "name"),
+    "optim": ("optimizer", "name"),
+}
+"""Group -> (registry kind, key that names the implementation); its class has an ``Options``."""
+
+
+def key_of(group: str) -> str:
+    """The key of a group that names what was chosen."""
+    return REGISTERED.get(group, ("", "name"))[1]
+
+
+def choices_of(group: str) -> list[str]:
+    """What that key can be."""
+    return list(GROUPS[group]) if group in GROUPS else registry.names(REGISTERED[group][0])
+
+
+def options_of(group: str, name: str) -> Any:
+    """The dataclass of a group's keys, for what was chosen in it.
+
+    Raises:
+        ConfigError: there is no such choice.
+    """
+    if group in REGISTERED:
+        return registry.options_of(REGISTERED[group][0], name)
+    if name not in GROUPS[group]:
+        raise ConfigError(f"unknown {group} {name!r}{registry.suggestion(name, GROUPS[group])}")
+    return GROUPS[group][name]

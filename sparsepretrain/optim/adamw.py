@@ -1,0 +1,39 @@
+"""AdamW of PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from sparsepretrain.registry import register
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+@dataclass(slots=True, kw_only=True)
+class AdamWOptions:
+    """torch.optim.AdamW; decay applies to tensors of two or more dimensions only."""
+
+    name: Literal["adamw"]
+    lr: Annotated[float, "> 0"]
+    """Peak learning rate, reached after the schedule's warm-up."""
+    betas: Annotated[tuple[float, float], "[0, 1)"]
+    eps: Annotated[float, "> 0"]
+    weight_decay: Annotated[float, "≥ 0"]
+
+
+@register("optimizer", "adamw")
+class AdamW:
+    """torch.optim.AdamW."""
+
+    Options = AdamWOptions
+
+    @staticmethod
+    def build(groups: list[dict[str, Any]], options: AdamWOptions) -> Optimizer:
+        """The optimiser over parameter groups, which bring their weight decay."""
+        import torch
+
+        return torch.optim.AdamW(
+            groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True
+        )

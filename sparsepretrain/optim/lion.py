@@ -1,0 +1,46 @@
+"""Lion (arXiv:2302.06675) of timm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.registry import register
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+@dataclass(slots=True, kw_only=True)
+class LionOptions:
+    """timm.optim.Lion (arXiv:2302.06675); decay applies to tensors of ≥ 2 dimensions only."""
+
+    name: Literal["lion"]
+    lr: Annotated[float, "> 0"]
+    """Peak learning rate, reached after the schedule's warm-up."""
+    betas: Annotated[tuple[float, float], "[0, 1)"]
+    """Of the step's direction, and of the momentum that is kept."""
+    weight_decay: Annotated[float, "≥ 0"]
+
+
+@register("optimizer", "lion")
+class Lion:
+    """timm.optim.Lion."""
+
+    Options = LionOptions
+
+    @staticmethod
+    def build(groups: list[dict[str, Any]], options: LionOptions) -> Optimizer:
+        """The optimiser over parameter groups, which bring their weight decay.
+
+        Raises:
+            ConfigError: timm is not installed.
+        """
+        try:
+            from timm.optim import Lion as TimmLion
+        except ImportError as error:
+            raise ConfigError(
+                "optim=lion needs the package timm: pip install 'sparsepretrain[vision]'"
+            ) from error
+        return TimmLion(groups, lr=options.lr, betas=options.betas)

@@ -1,0 +1,127 @@
+"""A verb of one's own is one file."""
+
+import sys
+
+import pytest
+
+from sparsepretrain import cli, registry
+
+VERB = """
+from dataclasses import dataclass
+from sparsepretrain.cli import ConfiguredVerb, Verb, read_settings
+from sparsepretrain.registry import register
+
+@dataclass(kw_only=True)
+class Settings:
+    times: int = 1
+    greeting: str = "hello"
+
+@register("verb", "greet")
+class Greet(Verb):
+    summary = "say something"
+
+    def add_arguments(self, parser):
+        parser.add_argument("name", choices=["you", "me"])
+        parser.add_argument("settings", nargs="*")
+
+    def words(self, before, current):
+        return ["times=", "greeting="]
+
+    def run(self, args):
+        settings = read_settings(Settings, args.settings)
+        print(" ".join([settings.greeting] * settings.times), args.name)
+        return 7
+
+@register("verb", "count-keys")
+class CountKeys(ConfiguredVerb):
+    summary = "count the keys of a configuration"
+
+    def run(self, args):
+        from sparsepretrain import config
+        print(len(config.load(args.overrides, args.config_dir).plugins))
+        return 0
+"""
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory) -> str:
+    file = tmp_path_factory.mktemp("verb") / "my_verb.py"
+    file.write_text(VERB)
+    return f"plugins=['{file}']"
+
+
+def call(capsys, *argv: str) -> tuple[int, str]:
+    code = cli.main(argv)
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+@pytest.fixture(autouse=True)
+def only_when_named(monkeypatch):
+    """What one test registers the next one does not find."""
+
+    yield
+    registry._registered["verb"] = {
+        name: verb
+        for name, verb in registry._registered["verb"].items()
+        if not verb.__module__.startswith("sparsepretrain_plugin_")
+    }
+    for module in [
+        name for name in sys.modules if name.startswith("sparsepretrain_plugin_my_verb")
+    ]:
+        del sys.modules[module]
+
+
+def test_it_runs(plugin, capsys):
+    assert call(capsys, "greet", plugin, "you", "times=2") == (7, "hello hello you\n")
+    assert call(capsys, plugin, "greet", "me", "greeting=hi") == (7, "hi me\n")
+    assert call(capsys, "count-keys", plugin) == (0, "1\n"), "plug-ins are part of a configuration"
+
+
+def test_help_and_completion_know_it_when_it_is_named(plugin, capsys):
+    code, text = call(capsys, "--help", plugin)
+    assert code == 0 and "  greet       say something\n" in text
+    code, text = call(capsys, "greet", "--help", plugin)
+    assert code == 0 and "usage: sparsepretrain greet" in text and "{you,me}" in text
+    assert call(capsys, "__complete", plugin, "gr") == (0, "greet\n")
+    assert call(capsys, "__complete", "greet", plugin, "") == (
+        0,
+        "--help\nyou\nme\ntimes=\ngreeting=\n",
+    )
+    assert "sparsity=sste" in call(capsys, "__complete", "count-keys", plugin, "sparsity=ss")[1]
+
+
+def test_it_is_imported_only_when_it_is_named(plugin, capsys):
+    assert "greet" not in call(capsys, "--help")[1]
+    code, text = call(capsys, "greet", "you")
+    assert code == 2 and "unknown verb 'greet'" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ["does not import", "no such file"]),
+        ("import no_such_module_at_all", ["does not import", "no_such_module_at_all"]),
+        (
+            "from sparsepretrain.registry import register\n"
+            "@register('verb', 'train')\nclass Mine: pass",
+            ["verb 'train' exists already"],
+        ),
+        (
+            "from sparsepretrain.registry import register\n"
+            "@register('verb', 'greet')\nclass Mine: pass",
+            ["my_verb.py, line 2: class Mine is no Verb"],
+        ),
+    ],
+)
+def test_refusals(content, words, tmp_path, capsys):
+    file = tmp_path / "my_verb.py"
+    if content is not None:
+        file.write_text(content)
+    code, text = call(capsys, "greet", f"plugins=['{file}']")
+    assert code == 2 and text.count("\n") == 1 and all(word in text for word in words), text
+
+
+def test_a_broken_plugin_leaves_the_help(tmp_path, capsys):
+    code, text = call(capsys, "--help", f"plugins=['{tmp_path}/none.py']")
+    assert code == 0 and "warning: plugin" in text and "  train " in text
