@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from sparsepretrain import registry
 from sparsepretrain.config import validate
-from sparsepretrain.config.schema import LossScaling, Run, SimulatedFP8
+from sparsepretrain.config.groups import LossScaling, SimulatedFP8
+from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs import weights
