@@ -122,23 +122,21 @@ class Augmentation:
         size = self._options.image_size
         if image.size != (size, size):
             image = image.resize((size, size), Resampling[interpolation.upper()])
-        return np.asarray(image, dtype=np.float32).transpose(2, 0, 1) * self._scale - self._offset
+        scale, offset = self._scale_and_offset
+        return np.asarray(image, dtype=np.float32).transpose(2, 0, 1) * scale - offset
 
     @cached_property
-    def _scale(self) -> np.ndarray:
-        return (1 / (255 * np.array(self._options.std, dtype=np.float32))).reshape(3, 1, 1)
-
-    @cached_property
-    def _offset(self) -> np.ndarray:
-        options = self._options
-        offset = np.array(options.mean, dtype=np.float32) / np.array(options.std, dtype=np.float32)
-        return offset.reshape(3, 1, 1)
+    def _scale_and_offset(self) -> tuple[np.ndarray, np.ndarray]:
+        mean, std = (
+            np.array(values, dtype=np.float32).reshape(3, 1, 1)
+            for values in (self._options.mean, self._options.std)
+        )
+        return 1 / (255 * std), mean / std
 
     @cached_property
     def _timm_train(self) -> Any:
         options = self._options
-        return _create_transform()(
-            input_size=(3, options.image_size, options.image_size),
+        return self._timm(
             is_training=True,
             scale=tuple(options.scale),
             ratio=tuple(options.ratio),
@@ -146,8 +144,6 @@ class Augmentation:
             color_jitter=options.color_jitter or None,
             auto_augment=options.rand_augment,
             interpolation=options.interpolation,
-            mean=tuple(options.mean),
-            std=tuple(options.std),
             re_prob=options.random_erasing,
             re_mode="pixel",
         )
@@ -155,14 +151,23 @@ class Augmentation:
     @cached_property
     def _timm_eval(self) -> Any:
         options = self._options
-        return _create_transform()(
-            input_size=(3, options.image_size, options.image_size),
+        return self._timm(
             is_training=False,
             crop_pct=options.eval_crop,
             interpolation=options.eval_interpolation,
-            mean=tuple(options.mean),
-            std=tuple(options.std),
         )
+
+    def _timm(self, **arguments: Any) -> Any:
+        try:
+            from timm.data import create_transform
+        except ImportError as error:
+            raise DataError(
+                "task.crop=resized needs the package timm: pip install 'sparsepretrain[vision]'"
+            ) from error
+        options = self._options
+        size = (3, options.image_size, options.image_size)
+        normalised: dict[str, Any] = {"mean": tuple(options.mean), "std": tuple(options.std)}
+        return create_transform(input_size=size, **normalised, **arguments)
 
 
 def mix(
@@ -212,13 +217,3 @@ def _box(
         sides.append(slice(max(centre - half, 0), min(centre + half, length)))
     area = (sides[0].stop - sides[0].start) * (sides[1].stop - sides[1].start)
     return (sides[0], sides[1]), 1 - area / (height * width)
-
-
-def _create_transform() -> Any:
-    try:
-        from timm.data import create_transform
-    except ImportError as error:
-        raise DataError(
-            "task.crop=resized needs the package timm: pip install 'sparsepretrain[vision]'"
-        ) from error
-    return create_transform

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,8 +112,10 @@ class FileCodec:
         self._tokenizer.no_truncation()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.end_of_text = _first(ENDS, vocabulary)
-        self.mask = _first(MASKS, vocabulary)
+        self.end_of_text, self.mask = (
+            next((vocabulary[name] for name in names if name in vocabulary), None)
+            for names in (ENDS, MASKS)
+        )
         added = self._tokenizer.get_added_tokens_decoder()
         named = [i for i in (self.end_of_text, self.mask) if i is not None]
         self.special = frozenset([*named, *(i for i, token in added.items() if token.special)])
@@ -246,16 +247,6 @@ def train_wordpiece(texts: Iterable[bytes | str], vocab_size: int, *, lowercase:
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(list(WORDPIECE_SPECIAL))
     return str(tokenizer.to_str())
-
-
-def one_thread_per_process() -> None:
-    """Keep ``tokenizers`` from starting a thread per core in each of many worker processes."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def _first(names: Sequence[str], vocabulary: Mapping[str, int]) -> int | None:
-    """Id of the first of ``names`` that the vocabulary has."""
-    return next((vocabulary[name] for name in names if name in vocabulary), None)
 
 
 def _pieces(text: str, runs: re.Pattern[str]) -> Iterator[str]:

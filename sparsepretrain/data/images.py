@@ -1,16 +1,16 @@
-"""Prepared images, opened, and the order of training on them."""
+"""Prepared images, opened."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparsepretrain import registry
-from sparsepretrain.data.formats import LABEL_BYTES
+from sparsepretrain.data.formats import LABEL_BYTES, format_of
 from sparsepretrain.data.preparation import OnProgress, load
-from sparsepretrain.data.sources._images import IndexSource, PixelSource
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
 
@@ -18,12 +18,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class Images:
+class Images(ABC):
     """The labelled images of one split."""
 
-    def __init__(
-        self, source: IndexSource | PixelSource, data: TokenData, split: str, classes: int
-    ) -> None:
+    def __init__(self, source: Any, data: TokenData, split: str, classes: int) -> None:
         """Open a split of ``data``, which was prepared from ``source``.
 
         Raises:
@@ -31,50 +29,26 @@ class Images:
         """
         self._source, self._bytes, self._classes = source, data.tokens[split], classes
         self._where = f"{data.name}, {split} split"
-        if isinstance(source, IndexSource):
-            self._ends = np.flatnonzero(np.asarray(self._bytes) == 0)
-            self.count = len(self._ends)
-            """Images."""
-        else:
-            self._rows = self._bytes.reshape(-1, LABEL_BYTES + int(np.prod(source.shape)))
-            self.count = len(self._rows)
+        self.count = format_of(source).count(source, self._bytes, data.end_of_text)
+        """Images."""
         if not self.count:
             raise DataError(f"{self._where}: no images")
-        if isinstance(source, IndexSource):
-            self.label(self.count - 1)  # folders come in the order of their labels
-        else:
-            labels = np.ascontiguousarray(self._rows[:, :LABEL_BYTES]).view("<u2")
-            self._check(int(labels.max()), int(labels.argmax()))
 
+    @abstractmethod
     def label(self, index: int) -> int:
         """Class of an image.
 
         Raises:
             DataError: the model has no such class.
         """
-        if isinstance(self._source, IndexSource):
-            return self._check(int(self._entry(index)["label"]), index)
-        low, high = self._rows[index, :LABEL_BYTES]
-        return int(low) + 256 * int(high)
 
+    @abstractmethod
     def image(self, index: int) -> Image:
         """An image in RGB, of whatever size it has.
 
         Raises:
             DataError: it does not decode.
         """
-        from PIL import Image
-
-        if isinstance(self._source, IndexSource):
-            return self._source.read(self._entry(index)).convert("RGB")
-        height, width, channels = self._source.shape
-        pixels = np.array(self._rows[index, LABEL_BYTES:]).reshape(height, width, channels)
-        return Image.fromarray(pixels[..., 0] if channels == 1 else pixels).convert("RGB")
-
-    def _entry(self, index: int) -> dict[str, Any]:
-        begin = int(self._ends[index - 1]) + 1 if index else 0
-        entry: dict[str, Any] = json.loads(bytes(self._bytes[begin : self._ends[index]]))
-        return entry
 
     def _check(self, label: int, index: int) -> int:
         if not 0 <= label < self._classes:
@@ -83,6 +57,48 @@ class Images:
                 f"model.classes={self._classes}"
             )
         return label
+
+
+class _Rows(Images):
+    """Label and pixels of an image are a row, see :class:`PixelSource`."""
+
+    def __init__(self, source: Any, data: TokenData, split: str, classes: int) -> None:
+        super().__init__(source, data, split, classes)
+        self._rows = self._bytes.reshape(self.count, -1)
+        labels = np.ascontiguousarray(self._rows[:, :LABEL_BYTES]).view("<u2")
+        self._check(int(labels.max()), int(labels.argmax()))
+
+    def label(self, index: int) -> int:
+        low, high = self._rows[index, :LABEL_BYTES]
+        return int(low) + 256 * int(high)
+
+    def image(self, index: int) -> Image:
+        from PIL import Image
+
+        pixels = np.array(self._rows[index, LABEL_BYTES:]).reshape(self._source.shape)
+        grey = pixels.shape[-1] == 1
+        return Image.fromarray(pixels[..., 0] if grey else pixels).convert("RGB")
+
+
+class _Index(Images):
+    """Images are where an index says, see :class:`IndexSource`."""
+
+    def __init__(self, source: Any, data: TokenData, split: str, classes: int) -> None:
+        super().__init__(source, data, split, classes)
+        self._ends = np.flatnonzero(np.asarray(self._bytes) == 0)
+        self.label(self.count - 1)  # folders come in the order of their labels
+
+    def label(self, index: int) -> int:
+        return self._check(int(self._entry(index)["label"]), index)
+
+    def image(self, index: int) -> Image:
+        image: Image = self._source.read(self._entry(index)).convert("RGB")
+        return image
+
+    def _entry(self, index: int) -> dict[str, Any]:
+        begin = int(self._ends[index - 1]) + 1 if index else 0
+        entry: dict[str, Any] = json.loads(bytes(self._bytes[begin : self._ends[index]]))
+        return entry
 
 
 def open_images(
@@ -99,9 +115,10 @@ def open_images(
     Raises:
         DataError: the data is missing or damaged, a split is empty, a label is out of range.
     """
-    source: IndexSource | PixelSource = registry.get("source", options.source)(options)
+    source: Any = registry.get("source", options.source)(options)
     data = load(options, on_progress=on_progress)
     for split in splits:
         if split not in data.tokens:
             raise DataError(f"{data.name} has no {split} split")
-    return {s: Images(source, data, s, classes) for s in splits}, data.fingerprint
+    opened = _Index if source.shape is None else _Rows
+    return {s: opened(source, data, s, classes) for s in splits}, data.fingerprint

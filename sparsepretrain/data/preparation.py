@@ -103,7 +103,7 @@ def prepare(
             "under `if __name__ == '__main__':`, or run `sparsepretrain prepare` first"
         )
     source, directory = _locate(options)
-    report = on_progress or (lambda progress: None)
+    report = on_progress or _silent
     with contextlib.suppress(Damaged):
         return _open(directory, report, known=False)
     try:
@@ -119,7 +119,7 @@ def prepare(
                 _build(source, directory, workers, report)
             except DataError:
                 if not format_of(source).keeps_parts:
-                    shutil.rmtree(_partial(directory), ignore_errors=True)
+                    shutil.rmtree(f"{directory}.partial", ignore_errors=True)
                 raise
             return _open(directory, report, known=False)
     except OSError as error:
@@ -139,7 +139,7 @@ def load(options: Any, *, on_progress: OnProgress | None = None) -> TokenData:
     source, directory = _locate(options)
     if is_prepared(directory):
         try:
-            return _open(directory, on_progress or (lambda progress: None), known=True)
+            return _open(directory, on_progress or _silent, known=True)
         except Damaged:
             if not source.offline:
                 raise
@@ -160,11 +160,6 @@ def _locate(options: Any) -> tuple[Source, Path]:
     text = json.dumps(identity, sort_keys=True, ensure_ascii=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return source, cache_directory() / f"{options.name}-{key}"
-
-
-def _partial(directory: Path) -> Path:
-    """Where the parts of ``directory`` are kept until it is complete."""
-    return directory.with_name(f"{directory.name}.partial")
 
 
 def _open(directory: Path, report: OnProgress, *, known: bool) -> TokenData:
@@ -192,12 +187,14 @@ def _exclusive(directory: Path, report: OnProgress) -> Any:
 
 
 def _build(source: Source, directory: Path, workers: int | None, report: OnProgress) -> None:
-    parts = _partial(directory)
+    parts = directory.with_name(f"{directory.name}.partial")
     _Phase(report, "reading", None, source.unit)(0)
     shards = source.shards()
     tokenizer = None if source.tokenizer.is_bytes else parts / TOKENIZER
     if tokenizer is not None and not tokenizer.exists():
-        content = _tokenizer_content(source, shards, report)
+        text = _TrainingText(source, [s for s in shards if s.split == TRAIN], report)
+        known = source.tokenizer
+        content = known.train(text, source.vocab_size) if known.is_trained else known.read()
         parts.mkdir(exist_ok=True)
         write_atomic(tokenizer, content)
     parts.mkdir(exist_ok=True)
@@ -211,13 +208,6 @@ def _build(source: Source, directory: Path, workers: int | None, report: OnProgr
     job = Job(source, tokenizer, token_dtype(source.vocab_size).str, parts)
     _tokenize(job, shards, workers, report)
     _publish(_merge(job, shards, report), directory)
-
-
-def _tokenizer_content(source: Source, shards: list[Shard], report: OnProgress) -> str:
-    if not source.tokenizer.is_trained:
-        return source.tokenizer.read()
-    train = [shard for shard in shards if shard.split == TRAIN]
-    return source.tokenizer.train(_TrainingText(source, train, report), source.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -323,6 +313,10 @@ def _sync(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _silent(progress: Progress) -> None:
+    pass
 
 
 def _cores() -> int:

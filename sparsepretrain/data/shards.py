@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparsepretrain.data.encoding import Codec, one_thread_per_process, open_codec
+from sparsepretrain.data.encoding import Codec, open_codec
 from sparsepretrain.data.source import Shard, Source
 from sparsepretrain.errors import DataError
 from sparsepretrain.files import write_atomic
@@ -90,7 +90,7 @@ def _start_worker(job: Job) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    one_thread_per_process()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or each would start a thread per core
     _worker = job, open_codec(job.tokenizer)
 
 

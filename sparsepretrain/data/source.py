@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from sparsepretrain.data.tokenizer import BYTES, Tokenizer, tokenizer
 from sparsepretrain.files import is_plain_name
+from sparsepretrain.limits import Limited, Problems
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SPLITS = (TRAIN, VALIDATION, TEST)
@@ -18,7 +19,7 @@ Document = tuple[bytes | str, bool]
 
 
 @dataclass(slots=True, kw_only=True)
-class SourceOptions:
+class SourceOptions(Limited):
     """Keys that every source has. ``seed`` is checked here where a source has one."""
 
     name: str
@@ -29,18 +30,13 @@ class SourceOptions:
     about: ClassVar[frozenset[str]] = frozenset({"name"})
     """Keys that do not change the prepared data, so that they are no part of its identity."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         """Rules beyond types, as (key, message)."""
         if not is_plain_name(self.name):
             yield "name", f"must be a plain directory name, got {self.name!r}"
         if not 0 <= (seed := getattr(self, "seed", 0)) < 2**32:
             yield "seed", f"must lie in [0, 2^32), got {seed}"
-
-    def below(self, least: int, *keys: str) -> Iterator[tuple[str, str]]:
-        """A problem for each of ``keys`` whose value is below ``least``."""
-        for key in keys:
-            if (value := getattr(self, key)) < least:
-                yield key, f"must be ≥ {least}, got {value}"
+        yield from Limited.problems(self)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +60,7 @@ class TokenOptions(SourceOptions):
         """Whether the tokenizer has a mask token; None: only its file knows."""
         return tokenizer(self.tokenizer).has_mask
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         """Rules beyond types, as (key, message)."""
         yield from SourceOptions.problems(self)
         yield from tokenizer(self.tokenizer).problems(self.vocab_size, hub=self.hub_tokenizers)
@@ -79,7 +75,7 @@ class TextOptions(TokenOptions):
     seed: int
     """Decides which text is held out; the order of training follows from the run's seed."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Problems:
         """Rules beyond types, as (key, message)."""
         fraction = self.validation  # sources may also take the name of what is held out
         if isinstance(fraction, float) and not 0 <= fraction < 1:

@@ -13,6 +13,7 @@ from typing import ClassVar
 from sparsepretrain.data.source import Document, Shard, SourceOptions
 from sparsepretrain.data.sources._records import Row, encode
 from sparsepretrain.data.sources.python_source import PythonSource
+from sparsepretrain.limits import Problems
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,14 +29,12 @@ class FunctionOptions(SourceOptions):
     seed: int
     """Decides which files are held out."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules beyond types, as (key, message)."""
+    limits: ClassVar[dict[str, str]] = {"per_file": "≥ 1", "validation": "(0, 1)"}
+
+    def problems(self) -> Problems:
         yield from SourceOptions.problems(self)
         if self.roots is not None and not self.roots:
             yield "roots", "must name at least one directory, or be null (standard library)"
-        yield from self.below(1, "per_file")
-        if not 0 < self.validation < 1:
-            yield "validation", f"must lie in (0, 1), got {self.validation}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,6 @@ class HubSource(Source):
         """Refuse a split without the columns that are read; the error names the key."""
 
     def missing(self) -> str:
-        """The message when nothing is prepared."""
         size = self.options.size_gb
         amount = f", about {size:g} GB" if size else ""
         needs = "" if self.local else f" (needs the network{amount})"

@@ -20,9 +20,10 @@ from sparsepretrain.data.source import (
     SourceOptions,
     ranges,
 )
-from sparsepretrain.data.sources._files import TextFile, match, refuse_shared
+from sparsepretrain.data.sources._files import TextFile, match, refuse_shared, unreadable
 from sparsepretrain.data.sources._hub import load_rows
 from sparsepretrain.errors import DataError
+from sparsepretrain.limits import Problems
 
 SHARD_ROWS = 16384
 """Rows of a hub data set per shard."""
@@ -59,8 +60,7 @@ class RecordOptions(SourceOptions):
         """Whether the entries are files."""
         return any(entry.endswith(FILES) for entries in self.entries.values() for entry in entries)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules beyond types, as (key, message)."""
+    def problems(self) -> Problems:
         yield from SourceOptions.problems(self)
         if not self.train:
             yield "train", "must name a split or a file"
@@ -151,7 +151,6 @@ class RecordSource(Source):
             yield document, True
 
     def missing(self) -> str:
-        """The message when nothing is prepared."""
         mirror = "let data.train and data.validation name files of a mirror"
         return f"{super().missing()} (needs the network), or {mirror}"
 
@@ -190,22 +189,22 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row]]:
     try:
         with open(file, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise DataError(
-                        f"{file}:{number}: not a JSON object per line ({error})"
-                    ) from error
-                if not isinstance(row, dict):
-                    kind = type(row).__name__
-                    raise DataError(f"{file}:{number}: must be a JSON object, got {kind}")
-                yield number, row
+                if line.strip():
+                    yield number, _json_row(f"{file}:{number}", line)
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8 text") from error
     except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror}") from error
+        raise unreadable(file, error) from error
+
+
+def _json_row(place: str, line: str) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: not a JSON object per line ({error})") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: must be a JSON object, got {type(row).__name__}")
+    return row
 
 
 def _parquet_rows(file: str) -> Iterator[tuple[int, Row]]:
@@ -215,12 +214,9 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, Row]]:
         raise DataError(
             f"{file} needs the package pyarrow: pip install 'sparsepretrain[hf]'"
         ) from error
-    number = 0
     try:
-        for batch in parquet.ParquetFile(file).iter_batches():
-            for row in batch.to_pylist():
-                yield number, row
-                number += 1
+        batches = parquet.ParquetFile(file).iter_batches()
+        yield from enumerate(row for batch in batches for row in batch.to_pylist())
     except (OSError, ArrowException) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{file} cannot be read: {reason}") from error
+        why = " ".join(str(error).split())[:200]
+        raise DataError(f"{file} cannot be read: {why}") from error

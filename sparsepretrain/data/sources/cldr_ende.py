@@ -108,8 +108,8 @@ def slots() -> dict[str, tuple[Any, ...]]:
         lead = {"en": "in", "de": "im"} if style == "MMMM y" else {"en": "on", "de": "am"}
         return f"{lead[to]} {format_date(date.fromordinal(day), style, locale=to)}"
 
-    def clock(to: str, hour: int, minute: int) -> str:
-        return format_time(time(hour, minute), "short", locale=to)
+    def clock(to: str, *at: int) -> str:
+        return format_time(time(*at), "short", locale=to)
 
     def percent(to: str, halves: int) -> str:
         return format_percent(halves / 200, locale=to, decimal_quantization=False)
@@ -198,11 +198,11 @@ class Options(TokenOptions):
     seed: int
     """Decides which sentences there are; the order of training follows from the run's seed."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules beyond types."""
-        yield from TokenOptions.problems(self)
-        yield from self.below(0, "validation_pairs", "test_pairs")
-        yield from self.below(1, "train_pairs")
+    limits: ClassVar[dict[str, str]] = {
+        "train_pairs": "≥ 1",
+        "validation_pairs": "≥ 0",
+        "test_pairs": "≥ 0",
+    }
 
 
 @register("source", "cldr_ende")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepretrain.data.source import TEST, TRAIN, VALIDATION, Shard, SourceOptions
 from sparsepretrain.data.sources._images import PixelSource
 from sparsepretrain.errors import DataError
+from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ class Options(SourceOptions):
     seed: int
     """Decides which ones."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules beyond types."""
+    limits: ClassVar[dict[str, str]] = {"validation": "≥ 1", "test": "≥ 1"}
+
+    def problems(self) -> Problems:
         yield from SourceOptions.problems(self)
-        yield from self.below(1, "validation", "test")
         if self.validation + self.test >= SMALLEST_CLASS:
             yield "test", f"must leave some of {SMALLEST_CLASS} images of a digit for training"
 

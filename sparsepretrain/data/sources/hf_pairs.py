@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from sparsepretrain.data.source import Document, Shard, SourceOptions, TokenOptions
 from sparsepretrain.data.sources._hub import HubOptions, HubSource
 from sparsepretrain.errors import DataError
+from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
 COLUMN = "translation"
@@ -28,8 +29,7 @@ class Options(HubOptions, TokenOptions):
     test: str | None
     """Split for the final score; null: none."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules beyond types."""
+    def problems(self) -> Problems:
         yield from TokenOptions.problems(self)
         if self.languages[0] == self.languages[1]:
             yield "languages", f"must be two different codes, got {list(self.languages)}"

@@ -18,6 +18,7 @@ from sparsepretrain.data.source import (
 from sparsepretrain.data.sources._files import match
 from sparsepretrain.data.sources._hub import HubOptions, HubSource
 from sparsepretrain.errors import DataError
+from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
 LOADERS = ("json", "text", "csv", "parquet", "arrow")
@@ -42,8 +43,7 @@ class Options(HubOptions, TextOptions):
     rows: Literal["documents", "lines"]
     """What a row is; lines of one running text keep their order, blank ones included."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules beyond types."""
+    def problems(self) -> Problems:
         yield from TextOptions.problems(self)
         if self.path in LOADERS and not self.data_files:
             yield "data_files", f"must name local files for data.path={self.path}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sparsepretrain.data.source import SourceOptions
 from sparsepretrain.data.sources._records import RecordOptions, RecordSource, Row, text
+from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
 LABELLED = "labelled texts"
@@ -25,8 +25,7 @@ class Options(RecordOptions):
     labels: list[str]
     """Names of the classes in the order of their numbers; empty: the label is a real number."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules beyond types."""
+    def problems(self) -> Problems:
         yield from RecordOptions.problems(self)
         if len(self.texts) not in (1, 2):
             yield "texts", f"must name one or two columns, got {len(self.texts)}"
@@ -42,7 +41,6 @@ class LabelledTexts(RecordSource):
     holds = LABELLED
 
     def record(self, row: Row, part: int) -> Row:
-        """Check and simplify one row."""
         options = self.options
         texts = [text(row, column) for column in options.texts]
         return {"texts": texts, "label": self._label(row), "part": part}

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from sparsepretrain.data.source import (
     SPLITS,
@@ -18,23 +18,11 @@ from sparsepretrain.data.source import (
 )
 from sparsepretrain.data.sources._files import TextFile, refuse_shared, unreadable
 from sparsepretrain.errors import DataError
+from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
 SHARD_PAIRS = 16384
 """Pairs per shard: 1 to 2 s of byte-level BPE on one core, which is what an interruption costs."""
-
-
-class Start(NamedTuple):
-    """Where a shard begins."""
-
-    line: int
-    """Number of the line, from 1."""
-    offsets: tuple[int, ...]
-    """Bytes before that line in each file."""
-
-
-Row = tuple[int, tuple[int, ...], tuple[str, str]]
-"""Number of a line, its offsets, and the pair."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,8 +38,7 @@ class Options(TokenOptions):
     columns: tuple[int, int]
     """Columns of source and target in a TSV, from 0."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules beyond types."""
+    def problems(self) -> Problems:
         yield from TokenOptions.problems(self)
         for split in SPLITS:
             files = getattr(self, split)
@@ -84,20 +71,20 @@ class ParallelFiles(Source):
         """Ranges of lines; reads everything once, so that a bad line stops it at the start."""
         shards = []
         for split, paths in self._files():
-            starts, line = [], 0
-            for line, offsets, _ in self._pairs(split, paths, Start(1, (0,) * len(paths))):
-                if line % SHARD_PAIRS == 1:
-                    starts.append(Start(line, offsets))
-            if not line:
+            number, starts = 0, []
+            for number, offsets, _ in self._pairs(split, paths, 1, (0,) * len(paths)):
+                if number % SHARD_PAIRS == 1:
+                    starts.append((number, offsets))
+            if not number:
                 raise DataError(f"data.{split}: {paths[0]} has no lines")
             for index, start in enumerate(starts):
-                size = min(SHARD_PAIRS, line + 1 - start.line)
-                shards.append(Shard(split, index, size, (start,)))
+                size = min(SHARD_PAIRS, number + 1 - start[0])
+                shards.append(Shard(split, index, size, start))
         return shards
 
     def documents(self, shard: Shard) -> Iterator[Document]:
         """Source and target of a range of lines, in turn; they may have changed since."""
-        rows = self._pairs(shard.split, dict(self._files())[shard.split], shard.items[0])
+        rows = self._pairs(shard.split, dict(self._files())[shard.split], *shard.items)
         for _, _, pair in itertools.islice(rows, shard.size):
             yield from ((side, True) for side in pair)
 
@@ -109,63 +96,53 @@ class ParallelFiles(Source):
             if getattr(self.options, split) is not None
         ]
 
-    def _pairs(self, split: str, paths: list[str], start: Start) -> Iterator[Row]:
-        """Checked pairs from ``start`` on."""
+    def _pairs(
+        self, split: str, paths: list[str], first: int, offsets: tuple[int, ...]
+    ) -> Iterator[tuple[int, tuple[int, ...], list[str]]]:
+        """Number, offsets and checked sides of the lines from ``first`` on."""
+        files = [_read(path, first, at) for path, at in zip(paths, offsets, strict=True)]
         try:
-            if len(paths) == 1:
-                yield from self._columns(paths[0], start)
-            else:
-                yield from _lines(paths[0], paths[1], start)
+            for number, lines in enumerate(itertools.zip_longest(*files), first):
+                if None in lines:
+                    longer, shorter = reversed(paths) if lines[0] is None else paths
+                    has = f"{shorter} has {number - 1} lines"
+                    raise DataError(f"{longer}, line {number} has no counterpart: {has}")
+                if len(paths) == 1:
+                    sides = self._columns(lines[0][1], f"{paths[0]}, line {number}")
+                else:
+                    each = zip(lines, paths, strict=True)
+                    sides = [_sentence(line[1], f"{p}, line {number}", "") for line, p in each]
+                yield number, tuple(line[0] for line in lines), sides
         except OSError as error:
             raise unreadable(str(error.filename), error, f"data.{split}") from error
 
-    def _columns(self, path: str, start: Start) -> Iterator[Row]:
-        first, second = self.options.columns
-        for number, offset, line in _read(path, start.line, start.offsets[0]):
-            row = line.split("\t")
-            if max(first, second) >= len(row):
-                raise DataError(
-                    f"{path}, line {number}: no column {max(first, second)} (columns count from 0, "
-                    f"the line has {len(row)}): see data.columns"
-                )
-            pair = (
-                _sentence(row[first], path, number, f" in column {first}"),
-                _sentence(row[second], path, number, f" in column {second}"),
-            )
-            yield number, (offset,), pair
-
-
-def _lines(source: str, target: str, start: Start) -> Iterator[Row]:
-    left = _read(source, start.line, start.offsets[0])
-    right = _read(target, start.line, start.offsets[1])
-    for one, other in itertools.zip_longest(left, right):
-        if one is None or other is None:
-            longer, shorter = (source, target) if other is None else (target, source)
-            number = (one or other)[0]
+    def _columns(self, line: str, place: str) -> list[str]:
+        """Both sides of a line of a TSV."""
+        row = line.split("\t")
+        if (last := max(self.options.columns)) >= len(row):
             raise DataError(
-                f"{longer}, line {number} has no counterpart: {shorter} has {number - 1} lines"
+                f"{place}: no column {last} (columns count from 0, the line has {len(row)}): see "
+                "data.columns"
             )
-        number = one[0]
-        pair = _sentence(one[2], source, number), _sentence(other[2], target, number)
-        yield number, (one[1], other[1]), pair
+        return [_sentence(row[i], place, f" in column {i}") for i in self.options.columns]
 
 
-def _read(path: str, number: int, offset: int) -> Iterator[tuple[int, int, str]]:
-    """(number, offset, text) of the lines from ``offset`` on; only line feeds end a line."""
+def _read(path: str, number: int, offset: int) -> Iterator[tuple[int, str]]:
+    """(offset, text) of the lines from ``offset`` on; only line feeds end a line."""
     with open(path, "rb") as file:
         file.seek(offset)
         for line, raw in enumerate(file, number):
             try:
-                yield line, offset, raw.decode()
+                yield offset, raw.decode()
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}, line {line}: not UTF-8 text") from error
             offset += len(raw)
 
 
-def _sentence(text: str, path: str, number: int, where: str = "") -> str:
+def _sentence(text: str, place: str, where: str) -> str:
     text = text.strip()
     if not text:
-        raise DataError(f"{path}, line {number}: empty sentence{where}: remove the pair")
+        raise DataError(f"{place}: empty sentence{where}: remove the pair")
     if "\0" in text:
-        raise DataError(f"{path}, line {number}: contains a NUL byte, which ends a sentence")
+        raise DataError(f"{place}: contains a NUL byte, which ends a sentence")
     return text

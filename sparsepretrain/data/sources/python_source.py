@@ -11,6 +11,7 @@ from typing import ClassVar
 from sparsepretrain.data.source import SourceOptions, TextOptions
 from sparsepretrain.data.sources._files import FileSource, TextFile, unreadable
 from sparsepretrain.errors import DataError
+from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
 SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -24,8 +25,7 @@ class Options(TextOptions):
     roots: list[str] | None
     """Directories that are searched for .py files; null: the standard library."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules beyond types."""
+    def problems(self) -> Problems:
         yield from TextOptions.problems(self)
         if self.roots is not None and not self.roots:
             yield "roots", "must name at least one directory, or be null (standard library)"

@@ -23,7 +23,6 @@ class Questions(RecordSource):
     holds = QUESTIONS
 
     def record(self, row: Row, part: int) -> Row:
-        """Check and simplify one row."""
         context = text(row, "context")
         answers: Any = row["answers"]
         try:

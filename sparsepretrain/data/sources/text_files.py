@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 from sparsepretrain.data.source import TEST, VALIDATION, SourceOptions, TextOptions
 from sparsepretrain.data.sources._files import FileSource, TextFile, match, refuse_shared
+from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
 
@@ -23,8 +23,7 @@ class Options(TextOptions):
     test: list[str] | None
     """Files or globs of the test split; null: there is none."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules beyond types."""
+    def problems(self) -> Problems:
         yield from TextOptions.problems(self)
         if not self.files:
             yield "files", "must name at least one file or glob, such as [corpus/*.txt]"
