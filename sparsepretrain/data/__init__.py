@@ -33,19 +33,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "amounts": "formats",
-    "Buckets": "order",
-    "Pairs": "formats",
-    "pairs": "formats",
-    "Windows": "order",
-    "windows": "order",
-    "TokenData": "tokens",
-    "cache_directory": "tokens",
+    "formats": ("Pairs", "amounts", "pairs"),
+    "order": ("Buckets", "Windows", "windows"),
+    "preparation": ("Progress", "load", "prepare"),
+    "tokens": ("TokenData", "cache_directory"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        module = import_module(f"sparsepretrain.data.{_HOMES.get(name, 'preparation')}")
-        return getattr(module, name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"sparsepretrain.data.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from sparsepretrain.data.tokenizer import BYTES, Tokenizer, tokenizer
@@ -98,12 +99,18 @@ class Shard:
 
 def ranges(split: str, total: int, size: int) -> list[Shard]:
     """Shards of ``size`` rows, the last one of what is left; their items are (begin, end)."""
-    begins = range(0, total, size)
-    ends = [min(begin + size, total) for begin in begins]
-    return [
-        Shard(split, i, end - begin, (begin, end))
-        for i, (begin, end) in enumerate(zip(begins, ends, strict=True))
-    ]
+    bounds = ((begin, min(begin + size, total)) for begin in range(0, total, size))
+    return [Shard(split, i, end - begin, (begin, end)) for i, (begin, end) in enumerate(bounds)]
+
+
+def numbered(shards: Iterable[Shard]) -> list[Shard]:
+    """The shards with their places in their splits."""
+    counts: Counter[str] = Counter()
+    found = []
+    for shard in shards:
+        found.append(replace(shard, index=counts[shard.split]))
+        counts[shard.split] += 1
+    return found
 
 
 class Source(ABC):

@@ -114,7 +114,6 @@ class FileSource(Source):
         ]
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """The pieces of ``shard``."""
         for piece in shard.items:
             try:
                 with open(piece.path, "rb") as file:

@@ -68,7 +68,6 @@ class FunctionSource(PythonSource):
         """
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """The records of the files of one shard."""
         for text, _ in super().documents(shard):
             assert isinstance(text, bytes)
             for record in self.records(functions(text.decode(errors="replace"))):

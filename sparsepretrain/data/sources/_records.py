@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -18,6 +16,7 @@ from sparsepretrain.data.source import (
     Shard,
     Source,
     SourceOptions,
+    numbered,
     ranges,
 )
 from sparsepretrain.data.sources._files import TextFile, match, refuse_shared, unreadable
@@ -87,7 +86,6 @@ class RecordSource(Source):
 
     @property
     def offline(self) -> bool:  # type: ignore[override]
-        """Whether the entries are local files."""
         return bool(self.options.local)
 
     @abstractmethod
@@ -103,7 +101,6 @@ class RecordSource(Source):
         """
 
     def state(self) -> list[Any]:
-        """Name, size and time of local files; nothing for the hub."""
         if not self.options.local:
             return []
         files = list(self._files())
@@ -113,16 +110,14 @@ class RecordSource(Source):
     def shards(self) -> list[Shard]:
         """A shard per local file, or ranges of the rows of a hub split."""
         if self.options.local:
-            found = [Shard(split, 0, f.size, (part, f.path)) for split, part, f in self._files()]
-        else:
-            found = [
-                replace(shard, items=(part, entry, *shard.items))
-                for split, entries in self.options.entries.items()
-                for part, entry in enumerate(entries)
-                for shard in ranges(split, len(self._open(entry)), SHARD_ROWS)
-            ]
-        indices: dict[str, Iterator[int]] = defaultdict(itertools.count)
-        return [replace(shard, index=next(indices[shard.split])) for shard in found]
+            files = self._files()
+            return numbered(Shard(split, 0, f.size, (part, f.path)) for split, part, f in files)
+        return numbered(
+            replace(shard, items=(part, entry, *shard.items))
+            for split, entries in self.options.entries.items()
+            for part, entry in enumerate(entries)
+            for shard in ranges(split, len(self._open(entry)), SHARD_ROWS)
+        )
 
     def documents(self, shard: Shard) -> Iterator[Document]:
         """The records of one shard; the error of an unsuitable row names the file and the line."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sparsepretrain.data.source import TRAIN, VALIDATION, Shard, SourceOptions
+from sparsepretrain.data.source import TRAIN, VALIDATION, Shard, SourceOptions, numbered
+from sparsepretrain.data.sources._files import TextFile
 from sparsepretrain.data.sources._images import PixelSource
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
@@ -82,32 +83,24 @@ class Cifar(PixelSource):
     def state(self) -> list[Any]:
         """Size and modification time of the archive, or of each file."""
         path = Path(self.options.path).expanduser()
-        files = [path / name for name in self.edition.files] if path.is_dir() else [path]
-        found = []
-        for file in files:
-            try:
-                stat = file.stat()
-            except OSError as error:
-                base = self.edition.directory.removesuffix("-batches-py").removesuffix("-python")
-                raise DataError(
-                    f"data.path: cannot read {file}: {error.strerror}; download {base}-python"
-                    ".tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, or train offline "
-                    "with data=digits"
-                ) from error
-            found.append([file.name, stat.st_size, stat.st_mtime_ns])
-        return found
+        try:
+            paths = [path / name for name in self.edition.files] if path.is_dir() else [path]
+            files = [TextFile.at(str(file), file.name, "data.path") for file in paths]
+        except DataError as error:
+            base = self.edition.directory.removesuffix("-batches-py").removesuffix("-python")
+            raise DataError(
+                f"{error}; download {base}-python.tar.gz from "
+                "https://www.cs.toronto.edu/~kriz/cifar.html, or train offline with data=digits"
+            ) from error
+        return [[file.name, file.size, file.mtime_ns] for file in files]
 
     def shards(self) -> list[Shard]:
-        """One per file."""
-        counts = {TRAIN: 0, VALIDATION: 0}
-        shards = []
-        for name, (split, _, images) in self.edition.files.items():
-            shards.append(Shard(split, counts[split], images, (name,)))
-            counts[split] += 1
-        return shards
+        return numbered(
+            Shard(split, 0, images, (name,))
+            for name, (split, _, images) in self.edition.files.items()
+        )
 
     def rows(self, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
-        """Labels and images of one file."""
         import numpy as np
 
         name = shard.items[0]
@@ -155,7 +148,6 @@ class _Plain(pickle.Unpickler):
     """Reads arrays and plain values only: a pickle of somebody's can otherwise run anything."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuse everything but what arrays are made of."""
         allowed = {"_reconstruct", "ndarray", "dtype", "_frombuffer", "scalar"}
         if module.split(".")[0] == "numpy" and name in allowed:
             return super().find_class(module, name)

@@ -108,8 +108,8 @@ def slots() -> dict[str, tuple[Any, ...]]:
         lead = {"en": "in", "de": "im"} if style == "MMMM y" else {"en": "on", "de": "am"}
         return f"{lead[to]} {format_date(date.fromordinal(day), style, locale=to)}"
 
-    def clock(to: str, *at: int) -> str:
-        return format_time(time(*at), "short", locale=to)
+    def clock(to: str, hour: int, minute: int) -> str:
+        return format_time(time(hour, minute), "short", locale=to)
 
     def percent(to: str, halves: int) -> str:
         return format_percent(halves / 200, locale=to, decimal_quantization=False)
@@ -250,6 +250,5 @@ class CldrEnDe(Source):
         return shards
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """English and German in turn."""
         for pair in shard.items:
             yield from ((side, True) for side in pair)

@@ -50,7 +50,6 @@ class Digits(PixelSource):
         return []
 
     def shards(self) -> list[Shard]:
-        """One per split."""
         import numpy as np
 
         labels = _load()[0]

@@ -59,7 +59,6 @@ class HfImages(HubSource, IndexSource):
         )
 
     def read(self, entry: dict[str, Any]) -> Image:
-        """The decoded image of a row."""
         split, row = entry["split"], entry["row"]
         rows = self.rows(split)
         try:
@@ -71,7 +70,6 @@ class HfImages(HubSource, IndexSource):
             raise undecodable(where, error) from error
 
     def check(self, split: str, name: str, rows: Any) -> None:
-        """Refuse a split without images or labels."""
         for key in ("image_column", "label_column"):
             if getattr(self.options, key) not in rows.column_names:
                 raise self.no_column(key, rows)

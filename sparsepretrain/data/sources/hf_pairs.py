@@ -70,7 +70,6 @@ class HfPairs(HubSource):
                 yield from ((side, True) for side in sides)
 
     def check(self, split: str, name: str, rows: Any) -> None:
-        """Refuse an empty split, and one without the languages."""
         if not len(rows):
             raise DataError(f"data.{split}: {self.options.name} has no rows in {name!r}")
         known = rows[0][COLUMN] if COLUMN in rows.column_names else rows.column_names

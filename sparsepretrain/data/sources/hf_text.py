@@ -71,7 +71,6 @@ class HfText(HubSource):
 
     @property
     def local(self) -> bool:
-        """Whether nothing is fetched."""
         return bool(self.options.data_files) or super().local
 
     @property
@@ -90,7 +89,6 @@ class HfText(HubSource):
 
     @property
     def splits(self) -> list[str]:
-        """The train split, and what is held out."""
         held_out = {VALIDATION: self.options.validation, TEST: self.options.test}
         return [TRAIN, *(split for split, what in held_out.items() if what)]
 

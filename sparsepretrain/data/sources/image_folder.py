@@ -77,7 +77,6 @@ class ImageFolder(IndexSource):
         ]
 
     def shards(self) -> list[Shard]:
-        """One per class and split."""
         classes = self._classes()
         labels = {path.name: label for label, path in enumerate(classes[TRAIN])}
         shards = []
@@ -106,7 +105,6 @@ class ImageFolder(IndexSource):
         return index_documents(entries)
 
     def read(self, entry: dict[str, Any]) -> Image:
-        """The decoded image of a file."""
         from PIL import Image
 
         path = Path(self.options.root).expanduser() / entry["path"]

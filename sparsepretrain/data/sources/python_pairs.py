@@ -42,7 +42,6 @@ class PythonPairs(FunctionSource):
     holds = LABELLED
 
     def records(self, functions: Iterator[Function]) -> Iterator[Row]:
-        """One record of each class for every function."""
         found = (f for f in functions if f.docstring and len(f.head) <= HEAD and f.name[:2] != "__")
         usable = list(islice(found, self.options.per_file // len(LABELS)))
         for i, own in enumerate(usable if len(usable) > 1 else []):

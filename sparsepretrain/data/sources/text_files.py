@@ -39,7 +39,6 @@ class TextFiles(FileSource):
     Options: ClassVar[type[SourceOptions]] = Options
 
     def find(self) -> list[TextFile]:
-        """The files that are divided or trained on."""
         return self._match("files")
 
     @cached_property
