@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fnmatch
 import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain.config.messages import one_line
@@ -180,7 +180,7 @@ def _roles(path: str) -> dict[str, list[str]]:
         model = AutoModel.from_config(_read(path))
     names = [f".{name}" for name, module in model.named_modules() if hasattr(module, "weight")]
     first, last, attention = (
-        [g for g in " ".join(column).split() if any(fnmatchcase(name, g) for name in names)]
+        [g for g in dict.fromkeys(" ".join(column).split()) if fnmatch.filter(names, g)]
         for column in zip(*LAYERS, strict=True)
     )
     ffn = [*first, *last]
