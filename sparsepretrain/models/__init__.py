@@ -86,8 +86,7 @@ class Headable(Recipe):
     def encode(model: nn.Module, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Last hidden states (batch, length, n_embd); the mask is 0 at padding, which none sees."""
         found = next(model.children())(tokens, attention_mask=attention_mask)
-        hidden: Tensor = getattr(found, "last_hidden_state", found)
-        return hidden
+        return getattr(found, "last_hidden_state", found)
 
     @staticmethod
     def scores(model: nn.Module, tokens: Tensor, mask: Tensor, second: Tensor) -> Tensor:
@@ -99,5 +98,4 @@ class Headable(Recipe):
             mask: (batch, length) bool, False at padding.
             second: (batch, length) bool, True at the second of two texts.
         """
-        scores: Tensor = model(tokens, mask)
-        return scores
+        return model(tokens, mask)

@@ -38,8 +38,7 @@ class Attention(nn.Module):
         )
         drop = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=drop)
-        out: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
-        return out
+        return self.proj(mixed.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -52,8 +51,7 @@ class FeedForward(nn.Module):
         self.dense_out = nn.Linear(inner // 2, options.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.dense_out(geglu(self.dense_in(x)))
-        return out
+        return self.dense_out(geglu(self.dense_in(x)))
 
 
 class Block(nn.Module):
@@ -69,8 +67,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x), mask))
-        out: Tensor = x + self.dropout(self.ffn(self.norm2(x)))
-        return out
+        return x + self.dropout(self.ffn(self.norm2(x)))
 
 
 class Embedding(nn.Module):
@@ -91,8 +88,7 @@ class Embedding(nn.Module):
         self.norm = nn.LayerNorm(width, options.layer_norm_eps)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.norm(self.tokens(tokens) + self.scale * self.sinusoids[: tokens.shape[1]])
-        return x
+        return self.norm(self.tokens(tokens) + self.scale * self.sinusoids[: tokens.shape[1]])
 
 
 class Encoder(nn.Module):
@@ -116,8 +112,7 @@ class Encoder(nn.Module):
         x = self.dropout(self.embedding(tokens))
         for layer in self.layers:
             x = layer(x, mask)
-        out: Tensor = self.norm(x)
-        return out
+        return self.norm(x)
 
 
 class GEGLUForMaskedLM(nn.Module):
@@ -142,5 +137,4 @@ class GEGLUForMaskedLM(nn.Module):
         hidden: Tensor = self.encoder(tokens, attention_mask)
         if positions is not None:
             hidden = hidden.flatten(0, 1)[positions]
-        logits: Tensor = self.decoder(hidden)
-        return logits
+        return self.decoder(hidden)

@@ -55,14 +55,11 @@ class Headed(nn.Module):
         """(batch, outputs) for labels, (batch, length, outputs) for spans; see Headable."""
         # the padding at the end is seen by no token of a causal model
         hidden = self._recipe.encode(self, tokens, None if self._recipe.causal else mask)
-        scores: Tensor
         if hasattr(self, "qa_outputs"):
-            scores = self.qa_outputs(hidden)
-        elif self._recipe.causal:
-            scores = self.score(last_token(hidden, mask))
-        else:
-            scores = self.classifier(self.dropout(torch.tanh(self.pooler(hidden[:, 0]))))
-        return scores
+            return self.qa_outputs(hidden)
+        if self._recipe.causal:
+            return self.score(last_token(hidden, mask))
+        return self.classifier(self.dropout(torch.tanh(self.pooler(hidden[:, 0]))))
 
 
 def last_token(hidden: Tensor, mask: Tensor) -> Tensor:

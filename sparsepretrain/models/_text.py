@@ -114,5 +114,4 @@ class Encoder(Headable):
     @staticmethod
     def logits(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
         """(batch, length) int64, (n) int64 places in it flattened -> (n, vocab_size)."""
-        logits: Tensor = model(tokens, positions=positions)
-        return logits
+        return model(tokens, positions=positions)

@@ -83,8 +83,7 @@ class GPT2(Headable):
     @staticmethod
     def logits(model: nn.Module, tokens: Tensor) -> Tensor:
         """(batch, length) int64 -> (batch, length, vocab_size)."""
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
-        return logits
+        return model(input_ids=tokens, use_cache=False).logits
 
 
 def _linear_from(conv: nn.Module, bias: bool) -> nn.Module:

@@ -136,13 +136,12 @@ class Marian(Recipe):
         Returns:
             (rows, target length, vocab_size).
         """
-        logits: Tensor = model(
+        return model(
             input_ids=source,
             attention_mask=mask[:, None, None],
             decoder_input_ids=previous,
             use_cache=False,
         ).logits
-        return logits
 
     @staticmethod
     def generate(

@@ -109,8 +109,7 @@ class Pretrained(Headable):
     @staticmethod
     def logits(model: nn.Module, tokens: Tensor) -> Tensor:
         """(batch, length) int64 -> (batch, length, vocab_size)."""
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
-        return logits
+        return model(input_ids=tokens, use_cache=False).logits
 
     @staticmethod
     def scores(model: Any, tokens: Tensor, mask: Tensor, second: Tensor) -> Tensor:
@@ -120,16 +119,14 @@ class Pretrained(Headable):
         inputs = {"input_ids": tokens, "attention_mask": mask.long()}
         if getattr(model.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = second.long()
-        scores: Tensor
         if hasattr(model, "score"):  # causal: transformers looks for the last token by its id
             from sparsepretrain.models._heads import last_token
 
-            scores = model.score(last_token(model.base_model(**inputs).last_hidden_state, mask))
-        elif hasattr(output := model(**inputs), "start_logits"):
-            scores = torch.stack([output.start_logits, output.end_logits], dim=-1)
-        else:
-            scores = output.logits
-        return scores
+            return model.score(last_token(model.base_model(**inputs).last_hidden_state, mask))
+        output = model(**inputs)
+        if hasattr(output, "start_logits"):
+            return torch.stack([output.start_logits, output.end_logits], dim=-1)
+        return output.logits
 
 
 def _build(path: str, kind: str, outputs: int) -> nn.Module:

@@ -145,7 +145,7 @@ class TimmImage(Recipe):
             known = near if "did you mean" in near else " (timm.list_models() names all)"
             raise ConfigError(f"timm has no model {options.architecture!r}{known}")
         try:
-            model: nn.Module = timm.create_model(options.architecture, **_arguments(options))
+            model = timm.create_model(options.architecture, **_arguments(options))
         except (TypeError, ValueError, AssertionError) as error:
             why = one_line(error)[:160]
             raise ConfigError(f"timm cannot build {options.architecture}: {why}") from error
@@ -156,8 +156,7 @@ class TimmImage(Recipe):
     @staticmethod
     def logits(model: nn.Module, images: Tensor) -> Tensor:
         """(batch, 3, image_size, image_size) fp32 -> (batch, classes)."""
-        logits: Tensor = model(images)
-        return logits
+        return model(images)
 
 
 def _arguments(options: TimmOptions) -> dict[str, Any]:

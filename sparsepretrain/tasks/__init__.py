@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 """Name -> tensor of one micro-batch."""
 
+Progress = Callable[[Any], None] | None
+"""Takes what the preparation of data says about its progress."""
+
 Observation = dict[str, Any]
 """What an evaluated micro-batch contributes to the metrics; ``(sum, count)`` pairs are averaged."""
 
@@ -66,8 +69,7 @@ class Task(ABC):
     @property
     def roles(self) -> dict[str, list[str]]:
         """Alias of ``sparsity.targets`` -> globs of module names."""
-        roles: dict[str, list[str]] = self.recipe.roles(self.model_options)
-        return roles
+        return self.recipe.roles(self.model_options)
 
     @staticmethod
     def misfits(options: Any, model: Any, data: Any) -> Problems:
@@ -93,13 +95,10 @@ class Task(ABC):
 
     def build_model(self) -> nn.Module:
         """The model with initial weights from torch's global generator."""
-        model: nn.Module = self.recipe.build(self.model_options)
-        return model
+        return self.recipe.build(self.model_options)
 
     @abstractmethod
-    def open_data(
-        self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None
-    ) -> None:
+    def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
         """Open prepared data; raises DataError when it is missing or unsuitable for ``splits``."""
 
     @abstractmethod
@@ -160,8 +159,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
 
 def build_task(run: Run) -> Task:
     """The task of a run with its options; touches no data and imports no torch."""
-    task: Task = registry.get("task", run.task.name)(run.task, run.model, run.data, run.seed)
-    return task
+    return registry.get("task", run.task.name)(run.task, run.model, run.data, run.seed)
 
 
 def averages(observations: Iterable[Observation]) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +15,7 @@ from sparsepretrain import registry
 from sparsepretrain.data.source import BYTES
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.limits import Limited, Problems
-from sparsepretrain.tasks import Batch, Observation, Task, averages
+from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,10 +37,7 @@ class WindowTask(Task):
     complete: ClassVar[bool]
     """Whether a full evaluation also takes the shorter windows at the ends of a split."""
 
-    def open_data(
-        self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None
-    ) -> None:
-        """Open the prepared tokens; offline sources are prepared when missing."""
+    def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
         tokens = datasets.load(self.data_options, on_progress=on_progress)
         replacement = getattr(self.options, "replacement", False)
         self._windows = {
@@ -62,7 +59,6 @@ class WindowTask(Task):
         """Hook: look at the data."""
 
     def samples(self, split: str) -> int:
-        """Windows in one pass."""
         return int(self._windows[split].count)
 
     def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
@@ -156,14 +152,9 @@ class RecordTask(Task):
         return -(-self.options.max_length // 4) * 4
 
     def build_model(self) -> nn.Module:
-        """The backbone with a new head."""
-        model: nn.Module = self.recipe.build_headed(self.model_options, self.head, self.outputs)
-        return model
+        return self.recipe.build_headed(self.model_options, self.head, self.outputs)
 
-    def open_data(
-        self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None
-    ) -> None:
-        """Open the prepared records and encode them with the model's tokenizer."""
+    def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
         from sparsepretrain.data.encoding import open_codec
         from sparsepretrain.data.order import Shuffle
 
@@ -189,7 +180,6 @@ class RecordTask(Task):
             self._orders[split] = Shuffle(len(samples), self.order_seed(split))
 
     def samples(self, split: str) -> int:
-        """Sequences in one pass."""
         return len(self._samples[split])
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
@@ -229,21 +219,17 @@ class RecordTask(Task):
         return {k: v if k == "about" else v.to(device) for k, v in batch.items()}
 
     def count(self, batch: Batch) -> int:
-        """Sequences."""
         return len(batch["tokens"])
 
     def scores(self, model: nn.Module, batch: Batch) -> Tensor:
         """What the head says, in fp32."""
         inputs = (batch[key] for key in ("tokens", "mask", "second"))
-        scores: Tensor = self.recipe.scores(model, *inputs).float()
-        return scores
+        return self.recipe.scores(model, *inputs).float()
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """(:meth:`total`, number of samples)."""
         return self.total(self.scores(model, batch), batch), self.count(batch)
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
-        """The loss and :meth:`predictions`."""
         scores = self.scores(model, batch)
         loss = float(self.total(scores, batch)), self.count(batch)
         return {"loss": loss, **self.predictions(scores, batch)}

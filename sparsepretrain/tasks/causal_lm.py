@@ -56,14 +56,12 @@ class CausalLM(WindowTask):
         return batch
 
     def example(self, size: int, device: torch.device) -> Batch:
-        """Zeros of the shapes of :meth:`batch`."""
         import torch
 
         rows = torch.zeros(size, self.options.sequence_length, dtype=torch.int64, device=device)
         return {"tokens": rows, "targets": rows}
 
     def count(self, batch: Batch) -> int:
-        """Target tokens."""
         return int(batch["targets"].numel() - batch.get("padding", 0))
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsepretrain.limits import Limited, Problems
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, Task, cross_entropy
+from sparsepretrain.tasks import Batch, Observation, Progress, Task, cross_entropy
 
 if TYPE_CHECKING:
     import torch
@@ -134,10 +134,7 @@ class ImageClassification(Task):
             expected = f"task.image_size ({options.image_size})"
             yield "model.image_size", f"must equal {expected}, got {model.image_size}"
 
-    def open_data(
-        self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None
-    ) -> None:
-        """Open the prepared images; offline sources are prepared when missing."""
+    def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
         from sparsepretrain.data.augmentation import Augmentation
         from sparsepretrain.data.images import open_images
         from sparsepretrain.data.order import ImageOrder
@@ -184,11 +181,9 @@ class ImageClassification(Task):
         return self.options.mixup > 0 or self.options.cutmix > 0
 
     def samples(self, split: str) -> int:
-        """Images of the split."""
         return self._images[split].count
 
     def example(self, size: int, device: torch.device) -> Batch:
-        """Zeros of the shapes of a training :meth:`batch`."""
         import torch
 
         side = self.options.image_size
@@ -199,7 +194,6 @@ class ImageClassification(Task):
         return batch
 
     def count(self, batch: Batch) -> int:
-        """Images."""
         return int(batch["labels"].numel())
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:

@@ -105,7 +105,6 @@ class MaskedLM(WindowTask):
         return {k: torch.from_numpy(v) for k, v in zip(names, arrays, strict=True)}
 
     def example(self, size: int, device: torch.device) -> Batch:
-        """Zeros of the shapes of :meth:`batch`."""
         import torch
 
         length = self.options.sequence_length
@@ -114,7 +113,6 @@ class MaskedLM(WindowTask):
         return {"tokens": rows, "positions": places, "targets": places}
 
     def count(self, batch: Batch) -> int:
-        """Selected tokens."""
         return int(batch["targets"].numel())
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:

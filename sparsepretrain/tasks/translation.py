@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -12,7 +12,7 @@ from sparsepretrain import data as datasets
 from sparsepretrain.errors import DataError, SparsePretrainWarning
 from sparsepretrain.limits import Limited, Problems
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, Task, averages, cross_entropy
+from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, cross_entropy
 
 if TYPE_CHECKING:
     import torch
@@ -90,9 +90,7 @@ class Translation(Task):
         """Most tokens of a training bucket."""
         return self._buckets["train"].capacity if "train" in self._buckets else 0
 
-    def open_data(
-        self, splits: Sequence[str], on_progress: Callable[[Any], None] | None = None
-    ) -> None:
+    def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
         """Open the prepared pairs; offline sources are prepared when missing.
 
         Raises:
@@ -120,18 +118,20 @@ class Translation(Task):
     def _compare(self, split: str, data: TokenData) -> None:
         """Say so where references are not the lines of the data, or cannot be translated to."""
         lines, every = self._references[split], self._pairs[split]
-        if lines is None:
-            _warn(
-                f"{data.directory} was prepared without the raw lines of {split}: BLEU's references"
-                f" are decoded from tokens; delete it and prepare again to score the lines"
-            )
-            return
         decoded = (self._codec.decode(every.target(row)[:-1]) for row in range(len(every)))
-        if other := sum(map(str.__ne__, lines, decoded)):
-            _warn(
+        if lines is None:
+            text = (
+                f"{data.directory} was prepared without the raw lines of {split}: BLEU's references"
+                " are decoded from tokens; delete it and prepare again to score the lines"
+            )
+        elif other := sum(map(str.__ne__, lines, decoded)):
+            text = (
                 f"{other} of {len(lines)} references of {split} are not what their tokens decode "
                 "to: BLEU compares translations with the lines as they are"
             )
+        else:
+            return
+        warnings.warn(text, SparsePretrainWarning, stacklevel=2)
 
     def _choose(self, split: str, lengths: Any, name: str) -> Any:
         """Indices of the pairs that take part: held out all, for training those short enough."""
@@ -186,7 +186,6 @@ class Translation(Task):
         }
 
     def samples(self, split: str) -> int:
-        """Buckets in one pass."""
         return int(self._buckets[split].count)
 
     def example(self, size: int, device: torch.device) -> Batch:
@@ -200,7 +199,6 @@ class Translation(Task):
         return {**batch, "mask": torch.ones_like(rows, dtype=torch.bool), "count": rows.numel()}
 
     def count(self, batch: Batch) -> int:
-        """Target tokens, without padding."""
         return int(batch["count"])
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
@@ -211,8 +209,7 @@ class Translation(Task):
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs = (batch[key] for key in ("source", "mask", "previous"))
-        logits: Tensor = self.recipe.logits(model, *inputs)
-        return logits
+        return self.recipe.logits(model, *inputs)
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Sums of both losses; with ``final`` and ``bleu`` also hypotheses and references."""
@@ -267,10 +264,6 @@ class Translation(Task):
             references = [line for seen in observations for line in seen["references"]]
             result |= corpus_bleu(hypotheses, references)
         return result
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, SparsePretrainWarning, stacklevel=3)
 
 
 def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
