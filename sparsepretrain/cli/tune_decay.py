@@ -18,8 +18,10 @@ reference at the end, averaged over the last {last} comparisons of masks or the 
 λ is feasible if μ lies in the interval; where μ jumps over it, at most {bisections} more runs
 bisect log λ. Of several feasible λ the one whose μ is nearest to the middle of the interval is
 chosen. It is written as a file for --config-dir, beside the table (tune.json) and a plot. Overrides
-are those of train; without a choice of a method {default}. A stopped search continues with
-the same command. The exit code is 2 also when no λ is feasible; the others are those of train.
+are those of train; without a choice of a method {default}. Each run is a process of its own and
+prints to console.log in its directory; one that fails is a row of the table, and the others go on.
+A stopped search continues with the same command. The exit code is 2 also when no λ is feasible; the
+others are those of train.
 """
 
 

@@ -68,8 +68,12 @@ class Search:
             raise ConfigError("schedule.warmup=0 leaves no segment to compare: give --steps")
         if self.steps > run.steps:
             raise ConfigError(f"--steps {self.steps} is more than the run has (steps={run.steps})")
-        _flip_rule(name)
-        start, stop = self._method().window
+        method = self._method()
+        if method.flip_rule is None:
+            raise ConfigError(
+                f"sparsity={name} chooses masks by a rule of its own, which a dense run cannot log"
+            )
+        start, stop = method.window
         if not start < self.steps <= stop:
             raise ConfigError(
                 f"the layers are not sparse at the end of the first {self.steps} steps (sparse "
@@ -118,19 +122,20 @@ class Search:
     def reference(self) -> Cell:
         """The dense run: same data, same initial weights, flips of the same masks."""
         sparsity = self.run.plain["sparsity"]
-        shared = {key: sparsity[key] for key in ("n", "m", "targets", "window")}
-        rule = _flip_rule(self.run.sparsity.name)
-        chosen = {"name": "dense", **shared, "flip_rule": rule, "refresh": self.refresh}
-        return Cell("dense", validate(self._segment(chosen)), self.steps)
+        chosen = {key: sparsity[key] for key in ("n", "m", "targets", "window")}
+        chosen |= {"name": "dense", "flip_rule": self._method().flip_rule, "refresh": self.refresh}
+        return self._cell("dense", chosen)
 
     def sparse(self, decay: float) -> Cell:
         """The run with λ = ``decay``."""
-        sparsity = self.run.plain["sparsity"] | {"decay": decay}
-        return Cell(f"λ = {decay:.3g}", validate(self._segment(sparsity)), self.steps)
+        return self._cell(f"λ = {decay:.3g}", self.run.plain["sparsity"] | {"decay": decay})
 
     def _method(self) -> Method:
         method: type[Method] = registry.get("method", self.run.sparsity.name)
         return method(self.run.sparsity, self.run.steps)
+
+    def _cell(self, label: str, sparsity: dict[str, Any]) -> Cell:
+        return Cell(label, validate(self._segment(sparsity)), self.steps)
 
     def _segment(self, sparsity: dict[str, Any]) -> dict[str, Any]:
         """The run under its own name, with every flip recorded and nothing that costs time."""
@@ -257,13 +262,3 @@ def _jump(found: dict[float, float], interval: tuple[float, float]) -> tuple[flo
 def _rounded(decay: float) -> float:
     """Three digits: a λ that can be typed."""
     return float(f"{decay:.3g}")
-
-
-def _flip_rule(name: str) -> str:
-    """Which ``flip_rule`` of dense training chooses the masks of a method."""
-    method: type[Method] = registry.get("method", name)
-    if method.flip_rule is None:
-        raise ConfigError(
-            f"sparsity={name} chooses masks by a rule of its own, which a dense run cannot log"
-        )
-    return method.flip_rule

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 from typing import Any, Literal
 
 from sparsepretrain.config import validate
@@ -173,9 +172,12 @@ class Study:
         with StopSignals() as signals:
             try:
                 while self._children or (waiting and not told):
-                    while not told and (cell := self._next(waiting)) is not None:
-                        waiting.remove(cell)
-                        self._start(cell)
+                    for cell in () if told else tuple(waiting):
+                        # two cells of one run follow one another
+                        busy = {other.directory for other in self._children}
+                        if len(busy) < self.jobs and cell.directory not in busy:
+                            waiting.remove(cell)
+                            self._start(cell)
                     self._show()
                     connection.wait([c.sentinel for c in self._children.values()], POLL_SECONDS)
                     if signals.exit_code is not None and not told:
@@ -191,53 +193,49 @@ class Study:
         if signals.exit_code is not None:
             raise Stopped(signals.exit_code)
 
-    def _next(self, waiting: list[Cell]) -> Cell | None:
-        """A cell to start now; two of the same run follow one another."""
-        if len(self._children) >= self.jobs:
-            return None
-        busy = {cell.directory for cell in self._children}
-        return next((cell for cell in waiting if cell.directory not in busy), None)
-
     def _start(self, cell: Cell) -> None:
         left, log = cell.left, cell.directory.console_log
         if left == "finished":
             cell.state = "finished"
             cell.look()
-            steps = f"({cell.end} steps)"
-            self._say(f"{cell.label}: {cell.directory} is finished {steps}: nothing to do")
+            done = f"{cell.directory} is finished ({cell.end} steps): nothing to do"
+            self._say(f"{cell.label}: {done}")
             return
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.write_bytes(b"")
-        except OSError as error:
-            raise ConfigError(
-                f"run directory {cell.directory} is not writable ({error.strerror}): set "
-                "runs_dir=DIR"
-            ) from error
+            with cell.directory.claim():  # or another process trains it
+                log.touch()
+        except ConfigError as error:
+            self._fail(cell, error.exit_code, f"{error.label}: {error}")
+            return
         cell.state = "running"
         self._say(f"{cell.label}: {left}, {cell.end} steps; prints to {log}")
         self._show()
         _start_server(cell.run)
         job = (cell.run.plain, cell.stop_after, str(log), self.jobs, dict(os.environ))
-        child = self._children[cell] = _processes.Process(target=_train, args=job)
+        child = _processes.Process(target=_train, args=job)
         child.start()
+        self._children[cell] = child
 
     def _end(self, cell: Cell, *, stopping: bool) -> None:
         child = self._children.pop(cell)
         child.join()
         code = child.exitcode
         assert code is not None and child.pid is not None
-        cell.look()
         if code == LOST:  # it may still run, and hold the run's lock
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
+        cell.look()
         if code == 0 or stopping:
             cell.state = "stopped" if code else "finished"
             self._say(f"{cell.label}: {cell.state}")
-            return
-        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
-        cell.state, cell.exit_code = "failed", code
-        cell.error = killed or _last_line(cell.directory.console_log)
+        elif code < 0:
+            self._fail(cell, code, f"killed by {signal.Signals(-code).name}")
+        else:
+            text = cell.directory.console_log.read_text(encoding="utf-8", errors="replace")
+            self._fail(cell, code, (text.strip() or "no output").splitlines()[-1].strip())
+
+    def _fail(self, cell: Cell, code: int, error: str) -> None:
+        cell.state, cell.exit_code, cell.error = "failed", code, error
         self._console.warn(f"{cell.label} failed ({cell.row()[-1]}); the others go on")
 
     def _send(self, number: int) -> None:
@@ -338,11 +336,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _last_line(log: Path) -> str:
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")

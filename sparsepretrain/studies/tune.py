@@ -74,18 +74,18 @@ def tune_decay(
             return float(_measure(search, cells[decay])["flip_rate"] / reference["flip_rate"])
 
         found = rules.search(ratio, search.grid, search.interval)
-    measured = {d: mu for d, mu in found.items() if not math.isnan(mu)}
-    if not measured:
+    rows = [
+        {"decay": decay, "mu": mu, "verdict": rules.verdict(mu, search.interval)}
+        | _measure(search, cells[decay])
+        for decay, mu in found.items()
+        if not math.isnan(mu)
+    ]
+    if not rows:
         raise CellError(cells[search.grid[0]])
     chosen = rules.choose(found, search.interval)
     in_order = rules.in_order(found, search.interval)
     if not in_order:
         console.warn("μ does not fall steadily with λ: few flips make it noisy, average over more")
-    rows = [
-        {"decay": decay, "mu": mu, "verdict": rules.verdict(mu, search.interval)}
-        | _measure(search, cells[decay])
-        for decay, mu in measured.items()
-    ]
     failed = [
         {"decay": d, "error": c.error, "exit_code": c.exit_code, "directory": str(c.directory)}
         for d, c in sorted(cells.items())

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import Tiny, assert_same_run, final_state
 
-from sparsepretrain.errors import INTERRUPTED, PREEMPTED, ConfigError
+from sparsepretrain.errors import INTERRUPTED, PREEMPTED
 from sparsepretrain.studies import engine
 from sparsepretrain.studies.engine import Cell, Stopped, Study
 from sparsepretrain.tracking.console import Console
@@ -138,10 +138,14 @@ def test_what_python_says_of_an_unexpected_error_is_in_the_row(tiny: Tiny) -> No
     assert a.state == "failed" and a.exit_code and a.error
 
 
-def test_an_unwritable_place_ends_the_study_with_one_line(tiny: Tiny) -> None:
-    (tiny.root / "runs").write_text("")
-    with pytest.raises(ConfigError, match=r"is not writable .* set runs_dir=DIR"):
-        study(cells(tiny, "a"))
+def test_what_the_parent_is_refused_is_a_row_too(tiny: Tiny) -> None:
+    (a,) = cells(tiny, "a")
+    with a.directory.claim():
+        screen = study([a])
+    assert a.exit_code == 2 and "config error: another process is training" in screen
+    (tiny.root / "b").write_text("")
+    (b,) = cells(tiny, "b", f"runs_dir='{tiny.root / 'b'}'")
+    assert "is not writable" in study([b]) and b.error.endswith("set runs_dir=DIR")
 
 
 def test_interrupted_with_two_at_a_time_and_continued(tiny: Tiny) -> None:
