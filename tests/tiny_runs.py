@@ -88,7 +88,7 @@ def final_state(directory: Path) -> dict[str, Any]:
     from sparsepretrain.runs import checkpoint
 
     newest = sorted((directory / "checkpoints").glob("step_*"))[-1]
-    state = checkpoint.load(newest)[0]
+    state = checkpoint.Checkpoint(newest).parts()
     for key in ("evaluated", "lines"):  # a run stopped in an evaluation saves before it is complete
         del state[key]
     return state

@@ -1,7 +1,11 @@
-"""Checkpoints that are either whole or not there.
+"""Checkpoints that are either whole or not there: named parts as safetensors and JSON.
 
-Written to a temporary directory beside the others, every file flushed to disk, the manifest with
-sha256 sums last, then renamed. The loader takes the newest one whose sums agree.
+``step_<N>/`` holds ``state.json``, the parts without their tensors; a file of safetensors for each
+part that has some, in which a tensor is called by its place (``model.<name>``); ``config.yaml``;
+and ``manifest.json``, the SHA-256 of the others. It is written under another name, every file
+flushed to disk, the manifest last, then renamed. Nothing in it is unpickled.
+
+Format 1 has all parts in ``state.pt``, which is read without running code.
 """
 
 from __future__ import annotations
@@ -9,30 +13,158 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import pickle
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparsepretrain.errors import CheckpointError
+from sparsepretrain.config import freeze
+from sparsepretrain.errors import CheckpointError, ConfigError
 
-FORMAT = 1
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT = 2
+STATE = {1: "state.pt", 2: "state.json"}
+"""Format -> the file that every checkpoint of it has."""
 MANIFEST = "manifest.json"
-STATE = "state.pt"
 CONFIG = "config.yaml"
 
+_whole: dict[Path, frozenset[tuple[str, int, int]]] = {}
+"""Checkpoints that this process wrote, or found whole, with :func:`_stamp` at that time."""
 
-def save(directory: Path, step: int, state: dict[str, Any], *, config: str, keep_last: int) -> Path:
-    """Write ``directory/step_<step>`` and remove the oldest beyond ``keep_last`` valid ones.
+
+class Checkpoint:
+    """A checkpoint on disk. Each of its files is checked once, before it is first read.
+
+    Args:
+        path: its directory; nothing is looked at yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._manifest: dict[str, Any] = {}
+        self._checked: set[str] = set()
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def step(self) -> int:
+        """Completed optimiser steps."""
+        self.require(())
+        return int(self._manifest["step"])
+
+    def config(self) -> dict[str, Any]:
+        """The frozen configuration as plain values.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        self.require(())
+        try:
+            return freeze.from_yaml(self.path / CONFIG)
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from error
+
+    def part(self, name: str) -> Any:
+        """One part as it was saved, its tensors on the CPU; None where there is none.
+
+        Raises:
+            CheckpointError: a file that is needed for it is missing or damaged.
+        """
+        self.require((name,))
+        return self._with_tensors(name, self._state().get(name))
+
+    def parts(self) -> dict[str, Any]:
+        """All parts, in the order in which they were saved.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        self.require()
+        return {name: self._with_tensors(name, part) for name, part in self._state().items()}
+
+    def _state(self) -> dict[str, Any]:
+        """The parts without their tensors; of format 1 with them."""
+        file = self.path / STATE[self._manifest["format"]]
+        if file.name == STATE[1]:
+            return read_tensors(file)
+        try:
+            return dict(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{file} cannot be read: {_reason(error)}") from error
+
+    def _with_tensors(self, name: str, part: Any) -> Any:
+        if self._manifest["format"] == 1:
+            return part
+        from safetensors import SafetensorError, safe_open
+
+        file, tensors = self.path / _shard(name), {}
+        try:
+            if file.name in self._manifest["sha256"]:
+                with safe_open(file, framework="pt") as opened:
+                    # clones, or they would be pages of a file that may be removed
+                    tensors = {key: opened.get_tensor(key).clone() for key in list(opened.keys())}
+            return _join(part, tensors)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read: {_reason(error)}") from error
+
+    def require(self, parts: Iterable[str] | None = None) -> None:
+        """Do nothing where :meth:`problem` finds nothing.
+
+        Raises:
+            CheckpointError: there is a problem, or no checkpoint.
+        """
+        if not self.path.is_dir():
+            raise CheckpointError(f"checkpoint {self.path} does not exist")
+        if (problem := self.problem(parts)) is not None:
+            raise CheckpointError(f"checkpoint {self.path} is damaged ({problem}): choose another")
+
+    def problem(self, parts: Iterable[str] | None = None) -> str | None:
+        """What is wrong with the files of ``parts`` or with those of all; None: nothing.
+
+        Files that were found right before are not read again.
+        """
+        try:
+            manifest = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+            if manifest["format"] not in STATE:
+                known = " and ".join(map(str, STATE))
+                return f"format {manifest['format']}, this version reads {known}"
+            number = self.path.name.removeprefix("step_")  # other names are the user's copies
+            if number.isdigit() and int(number) != manifest["step"]:
+                return f"{MANIFEST} is of step {manifest['step']}"
+            sums, needed = manifest["sha256"], {STATE[manifest["format"]], CONFIG}
+            if not {*needed, *(p.name for p in self.path.glob(_shard("*")))} <= sums.keys():
+                return f"{MANIFEST} does not name its files"
+            wanted = sums.keys() if parts is None else needed | set(map(_shard, parts))
+            for name in sorted((wanted & sums.keys()) - self._checked):
+                if _sum(self.path / name) != sums[name]:
+                    return f"{name} does not match its checksum"
+                self._checked.add(name)
+            if parts is None:
+                _whole[self.path.absolute()] = _stamp(self.path)
+        except FileNotFoundError as error:
+            return f"{Path(error.filename).name} is missing"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return f"{MANIFEST}: {type(error).__name__}"
+        self._manifest = manifest
+        return None
+
+
+def save(directory: Path, step: int, parts: dict[str, Any], *, config: str, keep_last: int) -> Path:
+    """Write ``directory/step_<step>`` and remove the oldest beyond ``keep_last`` whole ones.
 
     A whole checkpoint of this step stays as it is: replacing a directory is not atomic.
 
     Args:
         directory: ``checkpoints`` of a run directory; created when missing.
         step: completed optimiser steps.
-        state: tensors and plain Python values.
+        parts: name -> tensors, numbers, strings, None, and lists, tuples and dicts of these.
         config: resolved configuration as YAML text.
         keep_last: at least 1; the one just written counts.
 
@@ -41,28 +173,36 @@ def save(directory: Path, step: int, state: dict[str, Any], *, config: str, keep
     """
     final = directory / step_name(step)
     stage = directory / f".{final.name}.{os.getpid()}"
-    if verify(final) is None:
+    if Checkpoint(final).problem() is None:
         return final
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        import torch
-
         stage.mkdir()
-        with open(stage / STATE, "wb") as file:  # given a path, torch hides the system's error
-            torch.save(state, file)
+        plain = {}
+        for name, part in parts.items():
+            plain[name], tensors = _split(part, name)
+            if tensors:
+                save_file(tensors, stage / _shard(name))
+        _write_json(stage / STATE[FORMAT], plain)
         (stage / CONFIG).write_text(config, encoding="utf-8")
-        files = {name: _sum_and_sync(stage / name) for name in (STATE, CONFIG)}
-        manifest = {"format": FORMAT, "step": step, "sha256": files}
-        (stage / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        _sum_and_sync(stage / MANIFEST)
-        _sync_directory(stage)
+        sums = {}
+        for file in sorted(stage.iterdir()):
+            _sync(file)
+            sums[file.name] = _sum(file)
+        _write_json(stage / MANIFEST, {"format": FORMAT, "step": step, "sha256": sums})
+        _sync(stage / MANIFEST)
+        _sync(stage)
         if final.exists():  # damaged
             shutil.rmtree(final)
         os.replace(stage, final)
-        _sync_directory(directory)
-    except (OSError, RuntimeError) as error:
+        _sync(directory)
+        _whole[final.absolute()] = _stamp(final)
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError, SafetensorError) as error:
         shutil.rmtree(stage, ignore_errors=True)
         raise CheckpointError(f"cannot write checkpoint {final}: {_reason(error)}") from error
     _prune(directory, final, keep_last)
@@ -80,49 +220,17 @@ def saved(directory: Path) -> dict[int, Path]:
     return {int(number): path for number, path in paths.items() if number.isdigit()}
 
 
-def newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose files match its manifest; says which ones it passed over."""
+def newest_valid(
+    directory: Path, warn: Callable[[str], None], parts: Iterable[str] | None = None
+) -> Checkpoint | None:
+    """The newest checkpoint without a :meth:`~Checkpoint.problem`; says which it passed over."""
     for path in sorted(directory.glob("step_*"), reverse=True):
-        problem = verify(path)
+        checkpoint = Checkpoint(path)
+        problem = checkpoint.problem(parts)
         if problem is None:
-            return path
+            return checkpoint
         warn(f"checkpoint {path} is damaged ({problem}); trying the one before it")
     return None
-
-
-def verify(path: Path) -> str | None:
-    """None when ``path`` is a whole checkpoint, else what is wrong with it."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            return f"format {manifest['format']}, this version reads {FORMAT}"
-        number = path.name.removeprefix("step_")  # other names are the user's copies
-        if number.isdigit() and int(number) != manifest["step"]:
-            return f"{MANIFEST} is of step {manifest['step']}"
-        if set(manifest["sha256"]) != {STATE, CONFIG}:
-            return f"{MANIFEST} does not name its files"
-        for name, expected in manifest["sha256"].items():
-            if _sum(path / name) != expected:
-                return f"{name} does not match its checksum"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST}: {type(error).__name__}"
-    return None
-
-
-def load(path: Path) -> tuple[dict[str, Any], str]:
-    """(state, configuration as YAML text) of a checkpoint, tensors on the CPU.
-
-    Raises:
-        CheckpointError: it does not exist or is damaged.
-    """
-    if not path.is_dir():
-        raise CheckpointError(f"checkpoint {path} does not exist")
-    problem = verify(path)
-    if problem is not None:
-        raise CheckpointError(f"checkpoint {path} is damaged ({problem}): choose another")
-    return read_tensors(path / STATE), (path / CONFIG).read_text(encoding="utf-8")
 
 
 def read_tensors(file: Path) -> dict[str, Any]:
@@ -145,25 +253,104 @@ def read_tensors(file: Path) -> dict[str, Any]:
     return state
 
 
+def _shard(part: str) -> str:
+    return f"shard-00000-{part}.safetensors"
+
+
+def _split(part: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
+    """``part`` as JSON can hold it, and its tensors by the names of their places.
+
+    What JSON lacks is a mapping with one key that begins with a dollar sign. A tensor that is there
+    twice, as tied weights are, is stored once.
+    """
+    from torch import Tensor
+
+    tensors: dict[str, Tensor] = {}
+    names: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
+
+    def add(tensor: Tensor, path: str) -> str:
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if memory in names and tensor.numel():
+            return names[memory]
+        if path in tensors:
+            raise ValueError(f"two tensors are called {path}")
+        value = tensor.detach().cpu().contiguous()
+        if value.untyped_storage().data_ptr() in storages:  # which safetensors refuses
+            value = value.clone()
+        storages.add(value.untyped_storage().data_ptr())
+        tensors[path] = value
+        return names.setdefault(memory, path)
+
+    def convert(value: Any, path: str) -> Any:
+        if value is None or isinstance(value, bool | int | str):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"$float": str(value)}
+        if isinstance(value, Tensor):
+            return {"$tensor": add(value, path)}
+        if isinstance(value, list | tuple):
+            items = [convert(item, f"{path}.{i}") for i, item in enumerate(value)]
+            return items if isinstance(value, list) else {"$tuple": items}
+        if isinstance(value, dict):
+            entries = [(key, convert(item, f"{path}.{key}")) for key, item in value.items()]
+            if all(isinstance(key, str) and not key.startswith("$") for key in value):
+                return dict(entries)
+            return {"$items": [[convert(key, path), item] for key, item in entries]}
+        raise TypeError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
+
+    return convert(part, name), tensors
+
+
+def _join(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse of :func:`_split`."""
+    if isinstance(value, list):
+        return [_join(item, tensors) for item in value]
+    match value:
+        case {"$float": text}:
+            return float(text)
+        case {"$tensor": name}:
+            return tensors[name]
+        case {"$tuple": items}:
+            return tuple(_join(items, tensors))
+        case {"$items": entries}:
+            return {key: item for key, item in _join(entries, tensors)}
+        case dict():
+            return {key: _join(item, tensors) for key, item in value.items()}
+    return value
+
+
 def _reason(error: BaseException) -> str:
     """Why something failed, in one line; a full disk by its name, whatever was made of it."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"disk full ({os.strerror(cause.errno)}); free some space and start again"
+        number = cause.errno if isinstance(cause, OSError) else None
+        if (told := re.search(r"\(os error (\d+)\)", str(cause))) is not None:  # by safetensors
+            number = int(told[1])
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            return f"disk full ({os.strerror(number)}); free some space and start again"
         cause = cause.__context__
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _prune(directory: Path, newest: Path, keep_last: int) -> None:
-    # only checkpoints that would load count as kept; `newest` has just been written
-    valid = [p for p in sorted(directory.glob("step_*"), reverse=True) if p <= newest]
+    # only checkpoints that would load count as kept
     kept = 0
-    for path in valid:
+    for path in sorted(directory.glob("step_*"), reverse=True):
+        if path > newest:
+            continue
+        known = _whole.get(path.absolute())
         if kept >= keep_last:
             shutil.rmtree(path, ignore_errors=True)
-        elif path == newest or verify(path) is None:
+            _whole.pop(path.absolute(), None)
+        elif (known and known == _stamp(path)) or Checkpoint(path).problem() is None:
             kept += 1
+
+
+def _stamp(path: Path) -> frozenset[tuple[str, int, int]]:
+    """Name, size and time of change of every file: other ones where something was done to them."""
+    files = [(entry.name, entry.stat()) for entry in os.scandir(path)]
+    return frozenset((name, stat.st_size, stat.st_mtime_ns) for name, stat in files)
 
 
 def _sum(path: Path) -> str:
@@ -171,13 +358,12 @@ def _sum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sum_and_sync(path: Path) -> str:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    return _sum(path)
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _sync_directory(path: Path) -> None:
+def _sync(path: Path) -> None:
+    """Flush a file or a directory to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -183,7 +183,7 @@ class RunDirectory:
     def is_finished(self, run: Run, end: int) -> bool:
         """Whether step ``end`` or a later one has a whole checkpoint and its evaluation."""
         late = [path for step, path in checkpoint.saved(self.checkpoints).items() if step >= end]
-        if all(checkpoint.verify(path) is not None for path in late):
+        if all(checkpoint.Checkpoint(path).problem() is not None for path in late):
             return False
         if run.eval.batches == 0:
             return True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError
-from sparsepretrain.runs import checkpoint
+from sparsepretrain.runs.checkpoint import Checkpoint, newest_valid
 from sparsepretrain.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ FIXED = ("model.", "task.", "data.", "sparsity.", "optim.name", "seed", "batch.s
 
 
 def choose_checkpoint(
-    directory: RunDirectory, run: Run, named: Path | None, console: Console
-) -> Path | None:
+    directory: RunDirectory, run: Run, named: Checkpoint | None, console: Console
+) -> Checkpoint | None:
     """The checkpoint to continue from according to ``resume``; None: from the start.
 
     Args:
@@ -37,7 +37,7 @@ def choose_checkpoint(
             console.info(f"resume=never: the earlier run is kept in {directory.set_aside()}")
         return None
     own = directory.checkpoints
-    newest = checkpoint.newest_valid(own, console.warn)
+    newest = newest_valid(own, console.warn)
     if newest is None and any(own.glob("step_*")):
         raise CheckpointError(
             f"no checkpoint in {own} is whole: restore one, or start anew with resume=never"
@@ -49,7 +49,7 @@ def choose_checkpoint(
     return newest
 
 
-def named_checkpoint(run: Run, console: Console) -> Path | None:
+def named_checkpoint(run: Run, console: Console) -> Checkpoint | None:
     """The checkpoint that ``resume=PATH`` names; None for ``auto`` and ``never``.
 
     Raises:
@@ -60,17 +60,14 @@ def named_checkpoint(run: Run, console: Console) -> Path | None:
         return None
     path = Path(run.resume)
     own = RunDirectory(path).checkpoints
-    if own.is_dir():
-        found = checkpoint.newest_valid(own, console.warn)
-        if found is None:
-            raise CheckpointError(f"resume={path}: there is no whole checkpoint in it")
-        path = found
+    found = newest_valid(own, console.warn) if own.is_dir() else Checkpoint(path)
+    if found is None:
+        raise CheckpointError(f"resume={path}: there is no whole checkpoint in it")
     if not path.is_dir():
         raise CheckpointError(f"resume={path}: no such checkpoint (auto, never or a path)")
-    problem = checkpoint.verify(path)
-    if problem is not None:
+    if (problem := found.problem()) is not None:
         raise CheckpointError(f"resume={path} is damaged ({problem}): choose another")
-    differences = freeze.diff(freeze.from_yaml(path / checkpoint.CONFIG), run)
+    differences = freeze.diff(found.config(), run)
     fatal = [d for d in differences if d.startswith(FIXED)]
     if fatal:
         raise CheckpointError(f"resume={path} comes from another configuration: {'; '.join(fatal)}")
@@ -78,4 +75,4 @@ def named_checkpoint(run: Run, console: Console) -> Path | None:
     for difference in differences:
         if not difference.startswith(ignored):
             console.info(f"continuing with another value of {difference}")
-    return path
+    return found

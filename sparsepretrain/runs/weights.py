@@ -7,14 +7,18 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from sparsepretrain.config import freeze
-from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain import registry
+from sparsepretrain.errors import CheckpointError
 from sparsepretrain.runs import checkpoint
+from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.directory import RunDirectory
+
+EVALUATED = ("model", "ema")
+"""The parts of a run's checkpoint that an evaluation may read."""
 
 HF_CONFIG = "config.json"
 HF_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -23,24 +27,28 @@ HF_FILES = ("model.safetensors", "pytorch_model.bin")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint that was found."""
+    """Weights that were found."""
 
     path: Path | str
     """Directory of the checkpoint, or its name on the Hugging Face hub."""
-    kind: Literal["run", "huggingface"]
-    step: int | None = None
-    """Completed optimiser steps of a run."""
+    checkpoint: Checkpoint | None = None
+    """Of a run; None: the weights are Hugging Face's."""
     config: dict[str, Any] | None = None
-    """Frozen configuration of a run, as plain values."""
+    """Frozen configuration of the run, as plain values."""
+
+    @property
+    def step(self) -> int | None:
+        """Completed optimiser steps of the run."""
+        return None if self.checkpoint is None else self.checkpoint.step
 
     @property
     def run(self) -> RunDirectory | None:
-        """Of a run's own checkpoint; None for Hugging Face's and for copies lying elsewhere."""
-        return RunDirectory.of_checkpoint(Path(self.path)) if self.kind == "run" else None
+        """The run that the checkpoint lies in; None for Hugging Face's and for copies elsewhere."""
+        return None if self.checkpoint is None else RunDirectory.of_checkpoint(self.checkpoint.path)
 
 
 def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> Source:
-    """The checkpoint that ``path`` names.
+    """The checkpoint that ``path`` names; of a run's, what an evaluation needs is whole.
 
     Args:
         path: a run directory (its newest whole checkpoint), a directory inside ``checkpoints/`` or
@@ -52,55 +60,51 @@ def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> S
     """
     directory = Path(path).expanduser()
     if (directory / HF_CONFIG).is_file():
-        return Source(directory, "huggingface")
-    if (directory / checkpoint.MANIFEST).is_file() or (directory / checkpoint.STATE).is_file():
-        return _run_source(directory)
-    checkpoints = RunDirectory(directory).checkpoints
-    if checkpoints.is_dir():
-        newest = checkpoint.newest_valid(checkpoints, warn)
+        return Source(directory)
+    own = RunDirectory(directory).checkpoints
+    files = (checkpoint.MANIFEST, *checkpoint.STATE.values())
+    if any((directory / name).is_file() for name in files):
+        found = Checkpoint(directory)
+        found.require(EVALUATED)
+    elif own.is_dir():
+        newest = checkpoint.newest_valid(own, warn, EVALUATED)
         if newest is None:
             raise CheckpointError(f"{directory}: there is no whole checkpoint in it")
-        return _run_source(newest)
-    if directory.exists():
+        found = newest
+    elif directory.exists():
         raise CheckpointError(
-            f"{directory} is neither a run directory nor a checkpoint: it has no checkpoints/, no "
+            f"{directory} is neither a run directory nor a checkpoint: it has no {own.name}/, no "
             f"{checkpoint.MANIFEST} and no {HF_CONFIG}"
         )
-    name = str(path)
-    if name.count("/") > 1 or name.startswith((".", "/", "~")):  # no name of the hub
-        raise CheckpointError(f"{name}: no such checkpoint")
-    _fetch(name, HF_CONFIG)
-    return Source(name, "huggingface")
+    else:
+        name = str(path)
+        local = name.startswith((".", "/", "~")) or name.count("/") > 1 or name[:5] == "runs/"
+        if local or ("/" in name and directory.parent.is_dir()):
+            raise CheckpointError(f"{name}: no such checkpoint, there is no directory{_near(name)}")
+        _fetch(name, HF_CONFIG)
+        return Source(name)
+    return Source(found.path, found, found.config())
 
 
-def latest(source: Source, count: int) -> list[Source]:
-    """``source`` and the ``count - 1`` whole checkpoints of its run before it, oldest first.
+def latest(source: Source, count: int) -> list[Checkpoint]:
+    """The checkpoint and the ``count - 1`` whole ones of its run before it, oldest first.
 
     Raises:
         CheckpointError: there are fewer.
     """
-    if count == 1:
-        return [source]
-    run = source.run
-    if run is None:
+    if source.checkpoint is None or source.run is None:
         raise CheckpointError(f"{source.path} is not in a run directory: no others to average with")
-    earlier = sorted(run.checkpoints.glob("step_*"))
-    whole = [p for p in earlier if p <= Path(source.path) and checkpoint.verify(p) is None]
-    if len(whole) < count:
+    found = [source.checkpoint]
+    for path in sorted(source.run.checkpoints.glob("step_*"), reverse=True):
+        if len(found) < count and path.name < source.checkpoint.path.name:
+            found += [other for other in [Checkpoint(path)] if other.problem(("model",)) is None]
+    if len(found) < count:
         raise CheckpointError(
-            f"{run} has {len(whole)} whole checkpoint(s) up to step {source.step}, not "
-            f"{count}: lower average, or train with checkpoint.keep_last={count}"
+            f"{source.run} has {len(found)} whole checkpoint(s) up to step {source.step}, not "
+            f"{count}: lower average, or train with checkpoint.keep_last={count} and a "
+            "checkpoint.every that saves so many"
         )
-    return [_run_source(p) for p in whole[-count:]]
-
-
-def state(source: Source) -> dict[str, Any]:
-    """Everything in the checkpoint of a run, tensors on the CPU.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    return checkpoint.load(Path(source.path))[0]
+    return found[::-1]
 
 
 def model_state(source: Source) -> dict[str, Tensor]:
@@ -109,10 +113,10 @@ def model_state(source: Source) -> dict[str, Tensor]:
     Raises:
         CheckpointError: it is damaged or cannot be fetched.
     """
-    if source.kind == "run":
-        model: dict[str, Tensor] = state(source)["model"]
-        return model
     tensors: dict[str, Tensor] = {}
+    if source.checkpoint is not None:
+        tensors = source.checkpoint.part("model")
+        return tensors
     for file in _weight_files(source):
         try:
             tensors |= _read_tensors(file)
@@ -122,22 +126,6 @@ def model_state(source: Source) -> dict[str, Tensor]:
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(f"{file} cannot be read: {reason}") from error
     return tensors
-
-
-def sparsifier_state(source: Source) -> dict[str, Any] | None:
-    """What ``Sparsifier.state_dict`` returned; None for a Hugging Face checkpoint."""
-    return None if source.kind == "huggingface" else state(source)["sparsifier"]
-
-
-def _run_source(path: Path) -> Source:
-    problem = checkpoint.verify(path)
-    if problem is not None:
-        raise CheckpointError(f"checkpoint {path} is damaged ({problem}): choose another")
-    step = json.loads((path / checkpoint.MANIFEST).read_text(encoding="utf-8"))["step"]
-    try:
-        return Source(path, "run", step, freeze.from_yaml(path / checkpoint.CONFIG))
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def _weight_files(source: Source) -> list[Path]:
@@ -178,8 +166,21 @@ def _fetch(repository: str, name: str) -> Path:
             return Path(hf_hub_download(repository, name))
     except (OSError, ValueError) as error:  # not there, no network, no legal name
         raise CheckpointError(
-            f"{repository}: no such directory, and the hub gives no {name}: {reason(error)}"
+            f"{repository}: no such directory{_near(repository)}, and the hub gives no {name}: "
+            f"{reason(error)}"
         ) from error
+
+
+def _near(name: str) -> str:
+    """The run or checkpoint that a path which does not exist may have meant, if any."""
+    path = Path(name).expanduser()
+    above = next(parent for parent in path.parents if parent.is_dir())
+    if above == Path(above.anchor):  # too much lies below the root
+        return ""
+    runs = [found.parent for depth in ("*", "*/*") for found in above.glob(f"{depth}/checkpoints")]
+    known = sorted(str(p.relative_to(above)) for p in [*runs, *above.glob("step_*")])
+    prefix = "" if above == Path() else f"{above}/"
+    return registry.suggestion(str(path.relative_to(above)), known, prefix)
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:

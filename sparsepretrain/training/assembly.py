@@ -194,18 +194,17 @@ def evaluated_state(source: Source) -> State:
     Raises:
         CheckpointError: its configuration is of another version, or does not fit its weights.
     """
-    assert source.config is not None
-    state = weights.state(source)
+    assert source.config is not None and source.checkpoint is not None
     try:
         run = validate(source.config)
         task = build_task(run)
         model = build_model(task, torch.device("cpu"))
         sparsifier = sparsify_model(run, task, model)
-        model.load_state_dict(state["model"])
+        model.load_state_dict(source.checkpoint.part("model"))
     except (ConfigError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{source.path} cannot be rebuilt: {reason}") from error
-    sparsifier.load_state_dict(state["sparsifier"])
+    sparsifier.load_state_dict(source.checkpoint.part("sparsifier"))
     return densify(model.eval()).state_dict()
 
 

@@ -203,6 +203,7 @@ def tokenizer_file(source: Source) -> Path | None:
         return None if file is None else file.resolve()
     if source.run is not None and source.run.tokenizer_file.is_file():
         return source.run.tokenizer_file.resolve()
+    assert source.checkpoint is not None
     group = source.config["data"]
     known = tokenizer(source.config["task"].get("tokenizer") or group.get("tokenizer") or BYTES)
     if not known.is_trained:
@@ -210,7 +211,7 @@ def tokenizer_file(source: Source) -> Path | None:
         return None if file is None else file.resolve()
     options: Any = registry.get("source", group["source"])
     data = load_data(strict.build(options.Options, group, "data"))
-    if data.tokenizer_file is None or data.fingerprint != weights.state(source)["fingerprint"]:
+    if data.tokenizer_file is None or data.fingerprint != source.checkpoint.part("fingerprint"):
         raise DataError(
             f"the tokenizer of {source.path} is gone: {data.directory} was prepared from other text"
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsepretrain.data.tokenizer import tokenizer
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError, SparsePretrainError
 from sparsepretrain.runs import weights
+from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import densify
 from sparsepretrain.sparsity.proof import Proof, prove
@@ -56,7 +57,7 @@ def evaluate_checkpoint(
     console = console or Console()
     source = weights.find(path, console.warn)
     run = derive.evaluated(source, overrides, config_dirs)
-    sources = weights.latest(source, average)
+    averaged = weights.latest(source, average) if average > 1 else []
     t = build_session(
         run, console, splits=(split,), initial=source if source.config is None else None
     )
@@ -64,7 +65,7 @@ def evaluate_checkpoint(
     if not samples:
         raise DataError(f"the {split} split of {run.data.name} is empty: choose another")
     same_data = source.config is not None and source.config["data"] == run.plain["data"]
-    _load_weights(t, sources, console, same_data=same_data)
+    _load_weights(t, source, averaged, console, same_data=same_data)
     proof = prove(t.sparsifier)
     if dense:
         densify(t.model)
@@ -122,46 +123,48 @@ def _identity(source: Source, t: Session, overrides: Sequence[str]) -> dict[str,
     }
 
 
-def _load_weights(t: Session, sources: list[Source], console: Console, *, same_data: bool) -> None:
+def _load_weights(
+    t: Session, source: Source, averaged: list[Checkpoint], console: Console, *, same_data: bool
+) -> None:
     """Weights or their mean, the averages that the run kept, and the state of the method."""
-    newest = sources[-1]
-    if newest.kind == "huggingface":  # init.path has loaded them
+    newest = source.checkpoint
+    if newest is None:  # init.path has loaded them
         rows = t.model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         if (tokens := getattr(t.run.data, "vocab_size", 0)) > rows:
-            raise ConfigError(f"data.vocab_size is {tokens}, but {newest.path} has {rows} tokens")
+            raise ConfigError(f"data.vocab_size is {tokens}, but {source.path} has {rows} tokens")
         return
-    state = weights.state(newest)
-    if same_data and state["fingerprint"] != t.task.fingerprint:
-        text = f"the data are not those of the run (fingerprint {state['fingerprint']} then)"
+    fingerprint = newest.part("fingerprint")
+    if same_data and fingerprint != t.task.fingerprint:
+        text = f"the data are not those of the run (fingerprint {fingerprint} then)"
         if tokenizer(getattr(t.run.data, "tokenizer", "")).is_trained:
             raise DataError(f"{text}, so token ids mean other text: prepare the same data again")
         console.warn(text)
     try:
-        t.model.load_state_dict(state["model"])
+        t.model.load_state_dict(newest.part("model"))
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{newest.path} does not fit this model: {reason}") from error
-    t.sparsifier.load_state_dict(state["sparsifier"])
-    if len(sources) > 1:
+        raise CheckpointError(f"{newest} does not fit this model: {reason}") from error
+    t.sparsifier.load_state_dict(newest.part("sparsifier"))
+    if averaged:
         parameters = dict(t.model.named_parameters())
-        put(parameters, mean(sources, list(parameters)), t.sparsifier)
+        put(parameters, mean(averaged, list(parameters)), t.sparsifier)
         t.ema = None
     elif t.ema is not None:
-        t.ema.load(*averages(state, t.model))
+        t.ema.load(*averages({key: newest.part(key) for key in ("ema", "ema_updates")}, t.model))
 
 
-def mean(sources: Sequence[Source], names: Sequence[str]) -> dict[str, Tensor]:
+def mean(checkpoints: Sequence[Checkpoint], names: Sequence[str]) -> dict[str, Tensor]:
     """Means of the parameters ``names`` over checkpoints, summed in fp64.
 
     Of master weights: what a method makes of them is made of the mean.
     """
     totals: dict[str, Tensor] = {}
-    for source in sources:  # one at a time in memory
-        state = weights.model_state(source)
+    for checkpoint in checkpoints:  # one at a time in memory
+        state = checkpoint.part("model")
         for name in names:
             value = state[name].double()
             totals[name] = totals[name].add_(value) if name in totals else value
-    return {name: total / len(sources) for name, total in totals.items()}
+    return {name: total / len(checkpoints) for name, total in totals.items()}
 
 
 def _append(result: dict[str, Any], file: Path) -> None:

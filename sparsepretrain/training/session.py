@@ -139,7 +139,7 @@ def averages(state: dict[str, Any], model: nn.Module) -> tuple[dict[str, Tensor]
     kept = state.get("ema")
     if kept is None:
         return {name: p.detach() for name, p in model.named_parameters()}, 0
-    if "ema_updates" in state:
+    if state.get("ema_updates") is not None:
         return kept, state["ema_updates"]
     return kept["averages"], kept["updates"]  # format 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,15 +65,15 @@ def train(run: Run, console: Console | None = None, *, stop_after: int | None = 
                 return 0
             source = choose_checkpoint(directory, run, named, console)
             if source is not None:
-                t.load_state_dict(checkpoint.load(source)[0], source)
+                t.load_state_dict(source.parts(), source)
                 console.info(f"continuing from {source} (step {t.step})")
-            t.world.first(lambda: _write_files(t, directory, source if source == named else None))
+            t.world.first(lambda: _write_files(t, directory, source if source is named else None))
             return _run(t, directory, console, signals, resumed=source is not None)
 
 
-def _write_files(t: Session, directory: RunDirectory, source: Path | None) -> None:
+def _write_files(t: Session, directory: RunDirectory, source: checkpoint.Checkpoint | None) -> None:
     """What does not change while a run is trained; ``source`` brings the record of another one."""
-    before = None if source is None else RunDirectory.of_checkpoint(source)
+    before = None if source is None else RunDirectory.of_checkpoint(source.path)
     if before is not None and before.record_file.is_file():
         directory.write(directory.record_file, before.record_file.read_bytes())
     directory.write(directory.config_file, freeze.to_yaml(t.run.plain))

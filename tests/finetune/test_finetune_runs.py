@@ -102,7 +102,7 @@ def test_a_stopped_run_continues_bit_for_bit_without_its_source(tiny, tmp_path, 
 
         patch.setattr(loop, "train_step", interrupt)
         assert start(run) == 143
-    for file in source.glob("checkpoints/*/state.pt"):
+    for file in source.glob("checkpoints/*/state.json"):
         file.unlink()
     assert start(run) == 0
     other = freeze.run_directory(run)
@@ -240,5 +240,5 @@ def test_checkpoints_that_do_not_fit(tiny, tmp_path):
         build(source, *glue(tmp_path), "model.n_embd=16")
     with pytest.raises(CheckpointError, match="is damaged"):
         broken = next(iter(sorted(source.glob("checkpoints/*"))))
-        (broken / "state.pt").write_bytes(b"")
+        (broken / "state.json").write_bytes(b"")
         load(broken, "task=glue/mrpc")

@@ -5,24 +5,35 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
-from tiny_runs import assert_same_run, final_state, metrics
+from tiny_runs import assert_equal_bits, assert_same_run, final_state, metrics
 
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.runs import checkpoint
+from sparsepretrain.runs.checkpoint import Checkpoint
 
-STATE = {"step": 1, "weights": torch.arange(100.0)}
+MODEL = "shard-00000-model.safetensors"
+FILES = {"config.yaml", "state.json", MODEL, "shard-00000-optimizer.safetensors", "manifest.json"}
+PARTS = {
+    "model": {"w": torch.arange(100.0)},
+    "optimizer": {"w|exp_avg": torch.ones(100), "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
+}
 
 
-def save(directory, step, keep_last=3):
-    return checkpoint.save(
-        directory, step, {**STATE, "step": step}, config="a: 1\n", keep_last=keep_last
-    )
+def save(directory, step, keep_last=3, **parts):
+    state = {"step": step, **PARTS, **parts}
+    return checkpoint.save(directory, step, state, config="a: 1\n", keep_last=keep_last)
+
+
+def load(path):
+    return Checkpoint(path).parts()
 
 
 def steps(directory):
@@ -42,7 +53,7 @@ class Failing:
     """Counts the file operations of checkpoint.py and fails at the chosen one."""
 
     POINTS = (
-        (Path, "mkdir"), (torch, "save"), (Path, "write_text"), (os, "fsync"),
+        (Path, "mkdir"), (safetensors.torch, "save_file"), (Path, "write_text"), (os, "fsync"),
         (os, "replace"), (shutil, "rmtree"), (os, "open"),
     )  # fmt: skip
 
@@ -91,7 +102,7 @@ def test_a_save_that_fails_at_any_point(tmp_path, monkeypatch, error, late):
         assert failing.count >= at
         found, warnings = newest(directory)
         assert found is not None and not warnings
-        assert checkpoint.load(found)[0]["step"] in (1, 2)
+        assert found.parts()["step"] in (1, 2)
         save(directory, 3, keep_last=1)  # the next one cleans up
         assert steps(directory) == [3]
         assert [p.name for p in directory.iterdir()] == ["step_00000003"]
@@ -108,9 +119,9 @@ def test_saving_a_step_again_never_removes_it(tmp_path, monkeypatch):
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path):
     path = save(tmp_path, 1)
-    (path / "state.pt").write_bytes(b"")
+    (path / MODEL).write_bytes(b"")
     save(tmp_path, 1)
-    assert checkpoint.verify(path) is None
+    assert Checkpoint(path).problem() is None
 
 
 def cut(part):
@@ -139,20 +150,20 @@ DAMAGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("file", ["state.pt", "manifest.json", "config.yaml"])
+@pytest.mark.parametrize("file", sorted(FILES))
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_noticed_and_the_previous_one_used(tmp_path, file, damage):
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     DAMAGES[damage](path / file)
     if file == "manifest.json" and damage == "last bit":  # a line feed became a vertical tab
-        assert checkpoint.verify(path) is not None or json.loads((path / file).read_text())
+        assert Checkpoint(path).problem() is not None or json.loads((path / file).read_text())
         return
     found, warnings = newest(tmp_path)
-    assert found is not None and found.name == "step_00000001"
+    assert found is not None and found.path.name == "step_00000001"
     assert len(warnings) == 1 and str(path) in warnings[0] and "\n" not in warnings[0]
     with pytest.raises(CheckpointError, match="damaged"):
-        checkpoint.load(path)
+        load(path)
 
 
 def test_every_single_bit_of_the_manifest(tmp_path):
@@ -163,18 +174,18 @@ def test_every_single_bit_of_the_manifest(tmp_path):
         changed = bytearray(data)
         changed[position // 8] ^= 1 << position % 8
         file.write_bytes(changed)
-        if checkpoint.verify(path) is None:  # white space
+        if Checkpoint(path).problem() is None:  # white space
             assert json.loads(file.read_bytes()) == json.loads(data), position
     for text in ("null", "[]", "1", '"a"', "{}", '{"format": 1, "step": 12, "sha256": null}'):
         file.write_text(text)
-        assert checkpoint.verify(path) is not None, text
+        assert Checkpoint(path).problem() is not None, text
 
 
 def test_retention_counts_only_whole_ones(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     for step in (2, 3):
-        (tmp_path / f"step_{step:08d}" / "state.pt").write_bytes(b"")
+        (tmp_path / f"step_{step:08d}" / MODEL).write_bytes(b"")
     save(tmp_path, 4, keep_last=2)
     assert 1 in steps(tmp_path) and 4 in steps(tmp_path)
     save(tmp_path, 5, keep_last=1)
@@ -183,39 +194,199 @@ def test_retention_counts_only_whole_ones(tmp_path):
 
 def test_retention_keeps_the_only_valid_one(tmp_path, monkeypatch):
     save(tmp_path, 1, keep_last=1)
-    monkeypatch.setattr(torch, "save", lambda state, file: None)
     monkeypatch.setattr(os, "replace", lambda a, b: (_ for _ in ()).throw(OSError(5, "I/O error")))
     with pytest.raises(CheckpointError, match="I/O error"):
         save(tmp_path, 2, keep_last=1)
-    assert newest(tmp_path)[0] == tmp_path / "step_00000001"
+    assert newest(tmp_path)[0].path == tmp_path / "step_00000001"
 
 
 def test_errors_without_a_message(tmp_path, monkeypatch):
-    def fail(state, path):
+    def fail(tensors, path):
         raise RuntimeError
 
-    monkeypatch.setattr(torch, "save", fail)
+    monkeypatch.setattr(safetensors.torch, "save_file", fail)
     with pytest.raises(CheckpointError, match="RuntimeError"):
         save(tmp_path, 1)
 
 
-@pytest.mark.parametrize("content", [os.getcwd, b"no archive"], ids=["code", "damaged"])
-def test_a_payload_is_refused_and_never_run(tmp_path, monkeypatch, content):
-    class Payload:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "made"),)
+def old_format(directory, step, state):
+    """A checkpoint as version 0.1 wrote it."""
+    path = directory / f"step_{step:08d}"
+    path.mkdir(parents=True)
+    torch.save(state, path / "state.pt")
+    (path / "config.yaml").write_text("a: 1\n")
+    seal(path, 1, step)
+    return path
 
-    monkeypatch.setitem(STATE, "weights", Payload())
-    path = save(tmp_path, 1)
-    if isinstance(content, bytes):
+
+def seal(path, form, step):
+    """Write the manifest of what is there."""
+    files = {p.name: p.read_bytes() for p in path.iterdir() if p.name != "manifest.json"}
+    sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    manifest = {"format": form, "step": step, "sha256": sums}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_the_first_format_is_read(tmp_path):
+    state = {"step": 3, "model": {"w": torch.arange(4.0)}, "ema": None}
+    old = Checkpoint(old_format(tmp_path, 3, state))
+    assert old.step == 3 and old.config() == {"a": 1}
+    assert_equal_bits(old.parts(), state)
+    assert_equal_bits(old.part("model"), state["model"])
+    assert old.part("ema") is None and old.part("absent") is None
+    save(tmp_path, 4)
+    assert steps(tmp_path) == [3, 4] and newest(tmp_path)[0].step == 4
+    flip(0.5)(old.path / "state.pt")
+    assert "state.pt does not match" in Checkpoint(old.path).problem(("model",))
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("content", [None, b"no archive"], ids=["code", "damaged"])
+def test_a_payload_is_refused_and_never_run(tmp_path, content):
+    path = old_format(tmp_path, 1, {"model": Payload(tmp_path / "made")})
+    if content is not None:
         (path / "state.pt").write_bytes(content)
-        manifest = json.loads((path / "manifest.json").read_text())
-        manifest["sha256"]["state.pt"] = hashlib.sha256(content).hexdigest()
-        (path / "manifest.json").write_text(json.dumps(manifest))
+        seal(path, 1, 1)
     with pytest.raises(CheckpointError, match=r"state\.pt is refused: it is damaged, or") as caught:
-        checkpoint.load(path)
+        load(path)
     assert "\n" not in str(caught.value) and "weights_only" not in str(caught.value)
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("file", ["state.json", MODEL])
+@pytest.mark.parametrize("content", [b"", b"torn", b"{}", b"\xff" * 40], ids=str)
+def test_nonsense_with_right_sums_is_one_line(tmp_path, file, content):
+    path = save(tmp_path, 1)
+    (path / file).write_bytes(content)
+    seal(path, 2, 1)
+    if (file, content) == ("state.json", b"{}"):
+        assert load(path) == {}
+        return
+    with pytest.raises(CheckpointError, match="cannot be read") as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_part_is_read_and_checked_alone(tmp_path):
+    path = save(tmp_path, 1)
+    assert {p.name for p in path.iterdir()} == FILES
+    flip(0.5)(path / "shard-00000-optimizer.safetensors")
+    found = Checkpoint(path)
+    assert found.problem(("model", "ema")) is None
+    assert_equal_bits(found.part("model"), PARTS["model"])
+    with pytest.raises(CheckpointError, match="damaged"):
+        found.part("optimizer")
+    assert newest(tmp_path)[0] is None
+    assert checkpoint.newest_valid(tmp_path, pytest.fail, ("model",)).path == path
+
+
+def test_names_of_tensors(tmp_path):
+    path = save(tmp_path, 1)
+    with safetensors.safe_open(path / MODEL, "pt") as file:
+        assert list(file.keys()) == ["model.w"]
+    with safetensors.safe_open(path / "shard-00000-optimizer.safetensors", "pt") as file:
+        assert list(file.keys()) == ["optimizer.w|exp_avg"]
+
+
+def test_everything_that_a_state_may_hold(tmp_path):
+    flat = torch.arange(24.0)
+    odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 1e-45])
+    tensors = {
+        "whole": flat, "overlapping": flat[2:10], "also overlapping": flat[4:12],
+        "other shape": flat.view(4, 6), "transposed": flat.view(4, 6).t(), "every other": flat[::2],
+        "expanded": flat[3].expand(2, 3), "scalar": torch.tensor(3.5), "empty": torch.empty(0, 3),
+        "also empty": torch.empty(0, 3), "bool": torch.tensor([True, False]), "odd": odd,
+        "parameter": torch.nn.Parameter(flat[:3].clone()),
+        "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        **{str(t): torch.arange(-3, 5).to(t) for t in (torch.int8, torch.int16, torch.int32,
+           torch.int64, torch.float16, torch.bfloat16, torch.float64)},
+        **{str(t): torch.arange(5).to(t) for t in (torch.uint8, torch.uint16, torch.uint32)},
+        **{str(t): odd.to(t) for t in (torch.float8_e4m3fn, torch.float8_e5m2)},
+    }  # fmt: skip
+    values = {
+        "numbers": [0.1, 1e308, 5e-324, -0.0, 2**80, -1, True, False, None, "β", ""],
+        "not finite": (math.inf, -math.inf, (1, [2, (3,)])),
+        "keys": {1: "a", (2, 3): "b", "$float": 0.5, "c": {"": 1}, "a.b": {}},
+        "nested": [{"deep": ({"tensor": flat},)}],
+    }
+    parts = {"model": tensors, "values": values, "none": None, "number": 3, "tensor": flat}
+    path = checkpoint.save(tmp_path, 7, parts, config="", keep_last=1)
+    got = load(path)
+    assert list(got) == list(parts)
+    tensors["parameter"] = tensors["parameter"].detach()
+    assert_equal_bits(parts, got)
+    nan = checkpoint.save(tmp_path, 8, {"a": [math.nan]}, config="", keep_last=2)
+    assert math.isnan(load(nan)["a"][0])
+    json.loads((path / "state.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path):
+    weight = torch.randn(64, 64)
+    path = checkpoint.save(
+        tmp_path, 1, {"model": {"in": weight, "out": weight.detach()}}, config="", keep_last=1
+    )
+    assert (path / MODEL).stat().st_size < 2 * weight.nbytes
+    model = load(path)["model"]
+    assert model["in"] is model["out"] and torch.equal(model["in"], weight)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"a": {1, 2}}, r"model\.a is a set"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "two"),
+    ],
+    ids=["set", "names"],
+)
+def test_what_a_checkpoint_cannot_hold(tmp_path, part, words):
+    with pytest.raises(CheckpointError, match=rf"cannot write checkpoint .*{words}"):
+        save(tmp_path, 1, model=part)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_read_does_not_hang_on_the_file(tmp_path):
+    path = save(tmp_path, 1)
+    tensor = load(path)["model"]["w"]
+    (path / MODEL).write_bytes(b"\xff" * 500)
+    shutil.rmtree(path)
+    assert torch.equal(tensor, PARTS["model"]["w"])
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    """Names of the files that are read for their sums."""
+    read, original = [], checkpoint._sum
+    monkeypatch.setattr(checkpoint, "_sum", lambda path: read.append(path.name) or original(path))
+    return read
+
+
+def test_each_file_is_summed_once(tmp_path, sums):
+    for step in range(1, 8):
+        save(tmp_path, step, keep_last=5)
+        assert sorted(sums) == sorted(FILES - {"manifest.json"}), step
+        sums.clear()
+    found, _ = newest(tmp_path)
+    found.parts(), found.part("model"), found.config(), found.require()
+    assert sorted(sums) == sorted(FILES - {"manifest.json"})
+
+
+def test_another_process_sums_what_is_kept_once(tmp_path, sums, monkeypatch):
+    for step in range(1, 6):
+        save(tmp_path, step, keep_last=5)
+    monkeypatch.setattr(checkpoint, "_whole", {})
+    sums.clear()
+    save(tmp_path, 6, keep_last=5)
+    assert sums.count(MODEL) == 5, "its own, and four of the other process"
+    sums.clear()
+    save(tmp_path, 7, keep_last=5)
+    assert sums.count(MODEL) == 1
 
 
 # whole runs
@@ -227,7 +398,7 @@ def damaged(tiny, stop_after, *which):
     stop_after(-1)
     assert steps(directory / "checkpoints") == [2, 4, 5]
     for step in which:
-        flip(0.5)(directory / "checkpoints" / f"step_{step:08d}" / "state.pt")
+        flip(0.5)(directory / "checkpoints" / f"step_{step:08d}" / MODEL)
     return directory
 
 
@@ -240,7 +411,7 @@ def test_a_run_goes_on_from_the_one_before(tiny, stop_after):
     assert len(warnings) == 2 and "step_00000005 is damaged" in warnings[0]
     assert "step 2" in outcome.output
     assert_same_run(plain.directory, outcome.directory)
-    assert checkpoint.verify(outcome.directory / "checkpoints" / "step_00000004") is None
+    assert Checkpoint(outcome.directory / "checkpoints" / "step_00000004").problem() is None
 
 
 def test_no_whole_checkpoint(tiny, stop_after):
@@ -257,7 +428,7 @@ def test_no_whole_checkpoint(tiny, stop_after):
 def test_a_damaged_final_checkpoint_is_not_a_finished_run(tiny):
     plain = tiny.train()
     expected = final_state(plain.directory), metrics(plain.directory)
-    flip(0.5)(plain.directory / "checkpoints" / "step_00000006" / "state.pt")
+    flip(0.5)(plain.directory / "checkpoints" / "step_00000006" / MODEL)
     again = tiny.train()
     assert "damaged" in again.output and "train loss" in again.output
     assert final_state(again.directory)["step"] == 6
@@ -265,15 +436,15 @@ def test_a_damaged_final_checkpoint_is_not_a_finished_run(tiny):
 
 
 def test_disk_full_in_a_run(tiny, monkeypatch):
-    original, calls = torch.save, []
+    original, calls = safetensors.torch.save_file, []
 
-    def full(state, file):
+    def full(tensors, file):
         calls.append(file)
-        if len(calls) == 2:
-            file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
-        original(state, file)
+        if len(calls) == 4:  # two tensor files a save
+            raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+        original(tensors, file)
 
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*step_00000004: disk full") as caught:
         tiny.train()
     assert caught.value.exit_code == 4

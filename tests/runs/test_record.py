@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError
@@ -64,6 +64,7 @@ def test_time_continues_over_a_resume(tmp_path: Path) -> None:
     assert line is not None and 100.0 <= line["time"] < 200.0
 
 
+@settings(deadline=None)
 @given(cut=st.integers(1, 40), steps=st.integers(1, 5), resume=st.integers(0, 6))
 def test_kill_anywhere_then_resume(
     tmp_path_factory: pytest.TempPathFactory, cut: int, steps: int, resume: int

@@ -19,11 +19,11 @@ def run(tiny):
 
 def test_a_run_directory_means_its_newest_checkpoint(run):
     source = weights.find(str(run))
-    assert (source.kind, source.step) == ("run", 6)
+    assert source.step == 6 and source.checkpoint is not None
     assert source.path == run / "checkpoints/step_00000006" and source.run.path == run
     assert source.config["sparsity"]["name"] == "sste"
     assert_equal_bits(weights.model_state(source), final_state(run)["model"])
-    assert weights.sparsifier_state(source)["completed_steps"] == 6
+    assert source.checkpoint.part("sparsifier")["completed_steps"] == 6
 
 
 def test_one_checkpoint_and_a_copy_of_it(run, tmp_path):
@@ -36,10 +36,10 @@ def test_one_checkpoint_and_a_copy_of_it(run, tmp_path):
 
 
 def test_the_checkpoints_before_one(run):
-    steps = [s.step for s in weights.latest(weights.find(run), 3)]
+    steps = [c.step for c in weights.latest(weights.find(run), 3)]
     assert steps == [2, 4, 6]
     middle = weights.find(run / "checkpoints/step_00000004")
-    assert [s.step for s in weights.latest(middle, 2)] == [2, 4]
+    assert [c.step for c in weights.latest(middle, 2)] == [2, 4]
     with pytest.raises(CheckpointError, match=r"has 3 whole checkpoint.* not 4: lower average"):
         weights.latest(weights.find(run), 4)
 
@@ -47,7 +47,7 @@ def test_the_checkpoints_before_one(run):
 def test_a_damaged_one_is_passed_over_with_a_warning(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
-    (copy / "checkpoints/step_00000006/state.pt").write_bytes(b"torn")
+    (copy / "checkpoints/step_00000006/state.json").write_bytes(b"torn")
     said = []
     assert weights.find(copy, said.append).step == 4
     assert "step_00000006 is damaged" in said[0]
@@ -78,10 +78,9 @@ def test_hugging_face_weights_in_one_file_or_several(tmp_path, shard):
     )
     model.save_pretrained(tmp_path, max_shard_size=shard)
     source = weights.find(tmp_path)
-    assert source.kind == "huggingface" and source.config is None and source.step is None
+    assert source.checkpoint is None and source.config is None and source.step is None
     stored = weights.model_state(source)
     assert torch.equal(stored["transformer.wte.weight"], model.transformer.wte.weight)
-    assert weights.sparsifier_state(source) is None
     assert len(list(tmp_path.glob("*.safetensors"))) == (1 if shard == "5GB" else 2)
 
 

@@ -11,7 +11,8 @@ import torch
 from tiny_runs import Tiny, final_state, metrics
 
 from sparsepretrain.cli import main
-from sparsepretrain.runs import checkpoint, weights
+from sparsepretrain.runs import weights
+from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import loop
 from sparsepretrain.training.evaluation import evaluate_checkpoint, mean
@@ -105,14 +106,14 @@ def test_an_earlier_checkpoint(tiny, trained, evaluate):
 
 
 def test_averaged_checkpoints(tiny, trained, evaluate):
-    sources = weights.latest(weights.find(trained), 3)
-    states = [weights.model_state(s) for s in sources]
+    checkpoints = weights.latest(weights.find(trained), 3)
+    states = [c.part("model") for c in checkpoints]
     name = "transformer.h.0.mlp.c_fc.weight"
     expected = torch.stack([s[name].double() for s in states]).mean(0)
-    assert torch.equal(mean(sources, [name])[name], expected)
+    assert torch.equal(mean(checkpoints, [name])[name], expected)
     t = tiny.build("checkpoint.keep_last=3", "optim.lr=0.01")
     t.model.load_state_dict(states[-1])
-    t.sparsifier.load_state_dict(weights.sparsifier_state(sources[-1]))
+    t.sparsifier.load_state_dict(checkpoints[-1].part("sparsifier"))
     with torch.no_grad():
         for key, parameter in t.model.named_parameters():
             parameter.copy_(torch.stack([s[key].double() for s in states]).mean(0))
@@ -191,13 +192,12 @@ def test_changed_data_are_noticed(tiny, evaluate, tmp_path, monkeypatch):
 
     run = tiny.train().directory
     bpe = tiny.train("data.tokenizer=bpe", "data.vocab_size=300", "model.vocab_size=300").directory
-    load = checkpoint.load
+    part = Checkpoint.part
 
-    def other(path):
-        state, config = load(path)
-        return {**state, "fingerprint": "0" * 16}, config
+    def other(self, name):
+        return "0" * 16 if name == "fingerprint" else part(self, name)
 
-    monkeypatch.setattr(checkpoint, "load", other)
+    monkeypatch.setattr(Checkpoint, "part", other)
     assert "warning: the data are not those of the run" in evaluate(run)["output"]
     with pytest.raises(DataError, match="token ids mean other text"):
         evaluate(bpe)
