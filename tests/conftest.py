@@ -38,10 +38,10 @@ def _default_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     backend = os.environ.get("SPARSEPRETRAIN_TEST_BACKEND")
     if backend in ("triton", "reference"):
-        from sparsepretrain.kernels import groups
+        from sparsepretrain.kernels import dispatch
 
-        monkeypatch.setattr(groups, "prefers_triton", lambda device: backend == "triton")
-        monkeypatch.setattr(groups, "prefers_cpu", lambda x: False)
+        monkeypatch.setattr(dispatch, "prefers_triton", lambda device: backend == "triton")
+        monkeypatch.setattr(dispatch, "prefers_cpu", lambda x: False)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend
+from sparsepretrain.kernels.dispatch import kernel_of
 from sparsepretrain.kernels.nm import nm_prune
 
 
@@ -28,7 +28,7 @@ def bimask_masks(
     Raises:
         ValueError: sizes that do not divide, or a permutation of another length.
     """
-    order = _order("bimask_masks", w, permutation, backend)
+    order = _order("bimask_masks", w, permutation)
     pruned, forward = nm_prune(w, dim=1, backend=backend)
     kept = nm_prune(pruned.index_select(0, order), dim=0, backend=backend)[1]
     return forward, _put_back(kept, order) & forward
@@ -38,7 +38,7 @@ def bimask_prune(
     w: Tensor, permutation: Tensor, *, backend: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(W∘Mf, Mf, W∘Mb) with the masks of :func:`bimask_masks`, which says the rest."""
-    order = _order("bimask_prune", w, permutation, backend)
+    order = _order("bimask_prune", w, permutation)
     pruned, forward = nm_prune(w, dim=1, backend=backend)
     twice = nm_prune(pruned.index_select(0, order), dim=0, backend=backend)[0]
     return pruned, forward, _put_back(twice, order)
@@ -58,23 +58,20 @@ def bimask_ones(w: Tensor, permutations: Tensor, *, backend: str | None = None) 
     Returns:
         (candidates) int64.
     """
-    orders = _order("bimask_ones", w, permutations, backend)
+    orders = _order("bimask_ones", w, permutations)
     pruned, forward = nm_prune(w, dim=1, backend=backend)
     if bool(((pruned == 0) & forward).any()):  # equal to what lies outside the mask
         found = (bimask_masks(w, order, backend=backend)[1] for order in orders)
         return torch.stack([backward.sum() for backward in found])
-    if choose_backend("bimask_ones", backend, forward) == "cpu":
-        from sparsepretrain.kernels.cpu import masks
-
-        return masks.bimask_ones(forward, orders)
+    if kernel := kernel_of("bimask_ones", backend, forward, composed=True):
+        return kernel(forward, orders)
     flags = forward.view(torch.uint8)
     fours = (flags.index_select(0, order).unflatten(0, (-1, 4)).unbind(1) for order in orders)
     return torch.stack([(a + b + c + d).clamp_(max=2).sum() for a, b, c, d in fours])
 
 
-def _order(name: str, w: Tensor, permutations: Tensor, backend: str | None) -> Tensor:
+def _order(name: str, w: Tensor, permutations: Tensor) -> Tensor:
     """The permutations as indices into the rows of ``w``."""
-    choose_backend(name, backend, w)
     if permutations.shape[-1:] != w.shape[:1]:
         length = tuple(permutations.shape)
         raise ValueError(f"{name}: permutation must have {w.shape[0]} entries, got {length}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend
-
-FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+from sparsepretrain.kernels.common import FP8_FORMATS
+from sparsepretrain.kernels.dispatch import kernel_of
 
 
 @torch.no_grad()
@@ -28,13 +30,11 @@ def quantize_fp8(x: Tensor, format: str, *, backend: str | None = None) -> tuple
     Raises:
         ValueError: unknown format.
     """
-    if format not in FORMATS:
+    if format not in FP8_FORMATS:
         raise ValueError(f"quantize_fp8: format must be 'e4m3' or 'e5m2', got {format!r}")
-    if _backend("quantize_fp8", backend, x, FORMATS[format]) == "triton":
-        from sparsepretrain.kernels.triton import fp8 as fp8_triton
-
-        return fp8_triton.quantize_fp8(x.detach(), format)
-    dtype = FORMATS[format]
+    dtype = FP8_FORMATS[format]
+    if kernel := _kernel("quantize_fp8", backend, x, dtype):
+        return kernel(x.detach(), format)
     largest = torch.finfo(dtype).max
     wide = x.float()
     amax = wide.abs().amax() if x.numel() else wide.new_zeros(())
@@ -47,16 +47,15 @@ def quantize_fp8(x: Tensor, format: str, *, backend: str | None = None) -> tuple
 @torch.no_grad()
 def dequantize_fp8(q: Tensor, scale: Tensor, *, backend: str | None = None) -> Tensor:
     """Return q / scale in fp32, shape of ``q``; inverts :func:`quantize_fp8` up to rounding."""
-    if _backend("dequantize_fp8", backend, scale, q.dtype) == "triton":
-        from sparsepretrain.kernels.triton import fp8 as fp8_triton
-
-        return fp8_triton.dequantize_fp8(q, scale)
+    if kernel := _kernel("dequantize_fp8", backend, scale, q.dtype):
+        return kernel(q, scale)
     return q.float() / scale
 
 
-def _backend(name: str, backend: str | None, x: Tensor, dtype: torch.dtype) -> str:
-    """The choice for one format: no GPU before Ada (sm_89) converts e4m3, but torch does there."""
-    chosen = choose_backend(name, backend, x)
-    if chosen == "triton" and backend is None and x.is_cuda and dtype == FORMATS["e4m3"]:
-        return "triton" if torch.cuda.get_device_capability(x.device) >= (8, 9) else "reference"
-    return chosen
+def _kernel(
+    name: str, backend: str | None, x: Tensor, dtype: torch.dtype
+) -> Callable[..., Any] | None:
+    """The kernel for one format: no GPU before Ada (sm_89) converts e4m3, but torch does there."""
+    e4m3 = dtype == FP8_FORMATS["e4m3"]
+    old = backend is None and x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9)
+    return None if e4m3 and old else kernel_of(name, backend, x)

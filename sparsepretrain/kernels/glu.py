@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend
+from sparsepretrain.kernels.dispatch import kernel_of
 
 
 def geglu(x: Tensor, *, backend: str | None = None) -> Tensor:
@@ -21,25 +23,21 @@ def geglu(x: Tensor, *, backend: str | None = None) -> Tensor:
     Raises:
         ValueError: the last axis is odd.
     """
-    if _triton("geglu", x, backend):
-        from sparsepretrain.kernels.triton import glu as glu_triton
-
-        return glu_triton.gated(x, True)
+    if kernel := _kernel("geglu", x, backend):
+        return kernel(x)
     value, gate = x.chunk(2, dim=-1)
     return value * F.gelu(gate, approximate="tanh")
 
 
 def swiglu(x: Tensor, *, backend: str | None = None) -> Tensor:
     """SwiGLU: value · silu(gate) of x = (…, value ‖ gate); as :func:`geglu` otherwise."""
-    if _triton("swiglu", x, backend):
-        from sparsepretrain.kernels.triton import glu as glu_triton
-
-        return glu_triton.gated(x, False)
+    if kernel := _kernel("swiglu", x, backend):
+        return kernel(x)
     value, gate = x.chunk(2, dim=-1)
     return value * F.silu(gate)
 
 
-def _triton(name: str, x: Tensor, backend: str | None) -> bool:
+def _kernel(name: str, x: Tensor, backend: str | None) -> Callable[..., Tensor] | None:
     if x.dim() == 0 or x.shape[-1] % 2:
         raise ValueError(f"{name}: the last axis must be even, got shape {tuple(x.shape)}")
-    return choose_backend(name, backend, x) == "triton"
+    return kernel_of(name, backend, x)

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend, widen
-from sparsepretrain.kernels.noise import NoiseKey, uniform_noise
+from sparsepretrain.kernels.common import NoiseKey, fours_of, from_fours
+from sparsepretrain.kernels.dispatch import kernel_of
+from sparsepretrain.kernels.noise import uniform_noise
 
 
 def mvue(
@@ -50,43 +51,26 @@ def mvue(
     Raises:
         ValueError: unknown estimator, neither or both of uniforms and key, wrong uniforms shape.
     """
-    chosen = choose_backend("mvue", backend, x)
+    kernel = kernel_of("mvue", backend, x)
     if estimator not in ("approximate", "exact"):
         raise ValueError(f"mvue: estimator must be 'approximate' or 'exact', got {estimator!r}")
     if (uniforms is None) == (key is None):
         raise ValueError("mvue: give either uniforms or key")
     draws = 2 if estimator == "approximate" else 1
     _check_draws(x, dim, draws, uniforms)
-    if chosen == "triton":
-        from sparsepretrain.kernels.triton import mvue24 as mvue24_triton
-
-        return mvue24_triton.sample(x.detach(), dim, estimator == "exact", uniforms, key)
-    x = x.detach()
-    wide = widen(x)
-    rows = wide.movedim(dim, 0)
-    length, rest = rows.shape[0], rows.shape[1:]
-    rows = rows.reshape(length, rest.numel())
-    if length % 4:
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, 4 - length % 4))
-    groups, features = rows.shape[0] // 4, rows.shape[1]
-    four = rows.view(groups, 4, features)
-    given = None
-    if uniforms is not None:
-        given = uniforms.detach().reshape(features, groups, draws).to(wide.dtype).permute(2, 1, 0)
-    stream = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key or 0)
-    saturation = torch.finfo(x.dtype).max
-    if chosen == "cpu":
-        from sparsepretrain.kernels.cpu import mvue as loops
-
-        out = loops.estimate(four.contiguous(), estimator, given, stream, saturation)
+    if kernel:
+        return kernel(x.detach(), dim, estimator, uniforms, key)
+    fours = fours_of(x, dim)
+    groups, _, features = fours.shape
+    if uniforms is None:
+        stream = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key or 0)
+        noise = uniform_noise(stream, groups, features, draws, x.device, backend="reference")
+        given = torch.stack(noise)
     else:
-        if given is None:
-            noise = uniform_noise(stream, groups, features, draws, x.device, backend="reference")
-            given = torch.stack(noise)
-        method = _approximate if estimator == "approximate" else _exact
-        out = torch.stack(method(four.unbind(1), given, saturation), 1)
-    pruned = out.view(groups * 4, features)[:length]
-    return pruned.view(length, *rest).movedim(0, dim).to(x.dtype)
+        given = uniforms.detach().reshape(features, groups, draws).to(fours.dtype).permute(2, 1, 0)
+    method = _approximate if estimator == "approximate" else _exact
+    out = torch.stack(method(fours.unbind(1), given, torch.finfo(x.dtype).max), 1)
+    return from_fours(out, x, dim)
 
 
 def _check_draws(x: Tensor, dim: int, draws: int, uniforms: Tensor | None) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import INTEGER_OF_SIZE, apply_mask, check_pattern, choose_backend
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE, check_pattern
+from sparsepretrain.kernels.dispatch import kernel_of
+from sparsepretrain.kernels.masks import apply_mask
 
 
 def nm_mask(
@@ -36,18 +38,12 @@ def nm_mask(
     Raises:
         ValueError: impossible pattern, axis not a multiple of M, unknown option.
     """
-    chosen = choose_backend("nm_mask", backend, x)
+    kernel = kernel_of("nm_mask", backend, x)
     _check("nm_mask", x, n, m, dim, ties)
     if n == m:
         return torch.ones(x.shape, dtype=torch.bool, device=x.device)
-    if chosen == "triton":
-        from sparsepretrain.kernels.triton import nm as nm_triton
-
-        return nm_triton.nm_mask(x.detach(), n, m, dim, ties == "low")
-    if chosen == "cpu":
-        from sparsepretrain.kernels.cpu import nm
-
-        return nm.nm_mask(x, n, m, dim, ties == "low")
+    if kernel:
+        return kernel(x.detach(), n, m, dim, ties == "low")
     keys = _magnitude_bits(x).unflatten(dim, (-1, m)).movedim(dim % x.dim() + 1, -1)
     keys = keys.flip(-1) if ties == "low" else keys
     order = keys.argsort(dim=-1, stable=True)  # among equals the later position ranks higher
@@ -69,12 +65,10 @@ def nm_prune(
 
     Arguments and errors are those of :func:`nm_mask`.
     """
-    triton = choose_backend("nm_prune", backend, x) == "triton"
+    kernel = kernel_of("nm_prune", backend, x, composed=True)
     _check("nm_prune", x, n, m, dim, ties)
-    if triton and n < m:
-        from sparsepretrain.kernels.triton import nm as nm_triton
-
-        return nm_triton.nm_prune(x.detach(), n, m, dim, ties == "low")
+    if kernel and n < m:
+        return kernel(x.detach(), n, m, dim, ties == "low")
     mask = nm_mask(x, n, m, dim=dim, ties=ties, backend=backend)
     return apply_mask(x, mask, backend=None if backend == "triton" else backend), mask
 

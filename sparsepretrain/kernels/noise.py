@@ -7,41 +7,31 @@ in int64 (or Python integers), which every device and compiler has.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend, prefers_triton
-
-M0, M1 = 0xD2511F53, 0xCD9E8D57
-W0, W1 = 0x9E3779B9, 0xBB67AE85
-LOW = 0xFFFFFFFF
-ROUNDS = 10
-
-
-class NoiseKey(NamedTuple):
-    """Key of one stream; integers or 0-d int64 tensors (under ``torch.compile``)."""
-
-    k0: Any
-    k1: Any
-    offset: Any = 0
-    """Global index of the first token group."""
-
-    @classmethod
-    def from_seed(cls, seed: int) -> NoiseKey:
-        """The stream of a bare seed, 0 ≤ seed < 2⁶⁴."""
-        return cls(seed & LOW, seed >> 32)
+from sparsepretrain.kernels.common import (
+    LOW_32,
+    PHILOX_M0,
+    PHILOX_M1,
+    PHILOX_ROUNDS,
+    PHILOX_W0,
+    PHILOX_W1,
+    NoiseKey,
+)
+from sparsepretrain.kernels.dispatch import find, kernel_of, prefers_triton
 
 
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
     """One Philox4x32-10 block; the parts are integers or int64 tensors holding 32-bit values."""
     c0, c1, c2, c3 = counter
-    for r in range(ROUNDS):
-        k0, k1 = (key[0] + r * W0) & LOW, (key[1] + r * W1) & LOW
-        p0, p1 = c0 * M0, c2 * M1
-        c0, c1 = ((p1 >> 32) & LOW) ^ c1 ^ k0, p1 & LOW
-        c2, c3 = ((p0 >> 32) & LOW) ^ c3 ^ k1, p0 & LOW
+    for r in range(PHILOX_ROUNDS):
+        k0, k1 = (key[0] + r * PHILOX_W0) & LOW_32, (key[1] + r * PHILOX_W1) & LOW_32
+        p0, p1 = c0 * PHILOX_M0, c2 * PHILOX_M1
+        c0, c1 = ((p1 >> 32) & LOW_32) ^ c1 ^ k0, p1 & LOW_32
+        c2, c3 = ((p0 >> 32) & LOW_32) ^ c3 ^ k1, p0 & LOW_32
     return c0, c1, c2, c3
 
 
@@ -56,13 +46,11 @@ def noise_key(seed: int, step: Any, layer: int, product: int, offset: Any = 0) -
         offset: global index of this micro-batch's first token group.
     """
     on_device = isinstance(step, Tensor) and step.is_cuda and prefers_triton(step.device)
-    if on_device and not torch.compiler.is_compiling():
-        from sparsepretrain.kernels.triton import noise as noise_triton
-
-        k0, k1 = noise_triton.noise_key(step, seed, layer, product).unbind()
+    if on_device and not torch.compiler.is_compiling() and (kernel := find("noise_key", "triton")):
+        k0, k1 = kernel(step, seed, layer, product).unbind()
         return NoiseKey(k0, k1, offset)
     # a compiler fuses these into one kernel
-    k0, k1, _, _ = philox((step & LOW, layer, product, step >> 32), (seed & LOW, seed >> 32))
+    k0, k1, _, _ = philox((step & LOW_32, layer, product, step >> 32), (seed & LOW_32, seed >> 32))
     return NoiseKey(k0, k1, offset)
 
 
@@ -104,17 +92,9 @@ def uniform_noise(
     """
     key = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
     device = torch.device(device or "cpu")
-    chosen = choose_backend("uniform_noise", backend, torch.empty(0, device=device))
-    if chosen == "triton":
-        from sparsepretrain.kernels.triton import noise as noise_triton
-
-        parts = noise_triton.key_parts(key, device)
-        return list(noise_triton.uniform_noise(*parts, groups, features, words, device).unbind())
-    if chosen == "cpu":
-        from sparsepretrain.kernels.cpu import noise as loops
-
-        return loops.uniform_noise(key, groups, features, words)
-    token = (torch.arange(groups, device=device) + key.offset).bitwise_and_(LOW)[:, None]
+    if kernel := kernel_of("uniform_noise", backend, torch.empty(0, device=device)):
+        return kernel(key, groups, features, words, device)
+    token = (torch.arange(groups, device=device) + key.offset).bitwise_and_(LOW_32)[:, None]
     feature = torch.arange(features, device=device)[None]
     zero = torch.zeros_like(feature[:, :1])
     block = philox((token, feature, zero, zero), (key.k0, key.k1))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import apply_mask, check_pattern, choose_backend
+from sparsepretrain.kernels import dispatch
+from sparsepretrain.kernels.common import NoiseKey, check_pattern
+from sparsepretrain.kernels.masks import apply_mask
 from sparsepretrain.kernels.nm import nm_mask, nm_prune
-from sparsepretrain.kernels.noise import NoiseKey, uniform_like
+from sparsepretrain.kernels.noise import uniform_like
 
 EPSILON = 1e-4
 """Added to the pruned L1 norm by the authors (sdgp.py, prune_wrapper)."""
@@ -55,14 +57,12 @@ def prune_gradient(
     Raises:
         ValueError: unknown option, impossible pattern, ``random`` without draws.
     """
-    triton = choose_backend("prune_gradient", backend, g) == "triton"
+    kernel = dispatch.kernel_of("prune_gradient", backend, g, composed=True)
     check_pattern("prune_gradient", g, n, m, dim)
     if variant == "random":
         _check_draws(g, uniforms, key)
-        if triton and key is not None:
-            from sparsepretrain.kernels.triton import sdgp as sdgp_triton
-
-            return sdgp_triton.prune(g, n, m, dim, key, m / n if rescale else 1.0)
+        if kernel and key is not None:
+            return kernel(g, n, m, dim, key, m / n if rescale else 1.0)
         draws = uniform_like(g, key or 0, dim, backend=backend) if uniforms is None else uniforms
         kept = apply_mask(g, nm_mask(draws, n, m, dim=dim, backend=backend))
         return kept * (m / n) if rescale else kept
@@ -76,10 +76,8 @@ def prune_gradient(
 
 
 def _largest(g: Tensor, n: int, m: int, dim: int, backend: str | None) -> Tensor:
-    if choose_backend("prune_gradient", backend, g) == "triton":
-        from sparsepretrain.kernels.triton import sdgp as sdgp_triton
-
-        return sdgp_triton.prune(g, n, m, dim)
+    if kernel := dispatch.kernel_of("prune_gradient", backend, g, composed=True):
+        return kernel(g, n, m, dim)
     return nm_prune(g, n, m, dim=dim, ties="low", backend=backend)[0]
 
 
@@ -119,7 +117,7 @@ def _rescaled(
 
     # what stays in the caches, item by item; in other layouts torch would add in another order
     by_item = dim > 0 and axes and 0 not in axes and g.is_contiguous() and g.numel()
-    if by_item and choose_backend("prune_gradient", backend, g) == "cpu":
+    if by_item and dispatch.choose_backend("prune_gradient", backend, g) == "cpu":
         items, kept = max(1, PIECE // g[0].numel()), torch.empty_like(g)
         for part, out in zip(g.split(items), kept.split(items), strict=True):
             rescaled(part, out)

@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import (
-    check_pattern,
-    choose_backend,
-    join_groups,
-    split_groups,
-    widen,
-)
+from sparsepretrain.kernels.common import check_pattern, widen
+from sparsepretrain.kernels.dispatch import kernel_of
 
 
 def soft_threshold(
@@ -47,7 +42,7 @@ def soft_threshold(
     Raises:
         ValueError: impossible pattern, axis not a multiple of M, gamma outside [0, 1].
     """
-    chosen = choose_backend("soft_threshold", backend, x)
+    kernel = kernel_of("soft_threshold", backend, x)
     check_pattern("soft_threshold", x, n, m, dim)
     if not 0.0 <= gamma <= 1.0:
         raise ValueError(f"soft_threshold: gamma must lie in [0, 1], got {gamma}")
@@ -55,21 +50,15 @@ def soft_threshold(
     dtype = dtype or x.dtype
     if n == m:
         return (x.clone() if scale is None else widen(x) * scale).to(dtype)
-    if chosen == "triton":
-        from sparsepretrain.kernels.triton import soft as soft_triton
-
-        return soft_triton.soft_threshold(x, n, m, gamma, dim, scale, dtype)
-    if chosen == "cpu":
-        from sparsepretrain.kernels.cpu import soft
-
-        return soft.soft_threshold(x, n, m, gamma, dim, scale).to(dtype)
+    if kernel:
+        return kernel(x, n, m, gamma, dim, scale, dtype)
     result = _shrink(x, n, m, gamma, dim)
     return (result if scale is None else result.mul_(scale)).to(dtype)
 
 
 def _shrink(x: Tensor, n: int, m: int, gamma: float, dim: int) -> Tensor:
     """S(x) in fp32, or fp64 for fp64."""
-    values = split_groups(widen(x), m, dim)
+    values = _split(widen(x), m, dim)
     magnitudes = [v.abs() for v in values]
     dropped, kept = _boundary(magnitudes, n)
     t = _threshold(dropped, kept, gamma)
@@ -79,7 +68,7 @@ def _shrink(x: Tensor, n: int, m: int, gamma: float, dim: int) -> Tensor:
         torch.where(a <= t, 0, v - torch.copysign(t, v))
         for v, a in zip(values, magnitudes, strict=True)
     ]
-    return join_groups(parts, dim)
+    return _join(parts, dim)
 
 
 def _threshold(dropped: Tensor, kept: Tensor, gamma: float) -> Tensor:
@@ -102,7 +91,7 @@ def boundary_magnitudes(
         two tensors of the shape of ``x`` with ``dim`` divided by M, fp32 (fp64 for fp64).
     """
     check_pattern("boundary_magnitudes", x, n, m, dim)
-    return _boundary([v.abs() for v in split_groups(widen(x.detach()), m, dim)], n)
+    return _boundary([v.abs() for v in _split(widen(x.detach()), m, dim)], n)
 
 
 def optimal_scale(w: Tensor, s: Tensor) -> Tensor:
@@ -147,3 +136,20 @@ def _boundary(a: list[Tensor], n: int) -> tuple[Tensor, Tensor]:
     poison = torch.where(ordered[-1].isinf(), torch.zeros_like(poison), poison)
     dropped = ordered[m - n - 1] if n < m else torch.zeros_like(poison)
     return dropped + poison, ordered[m - n] + poison
+
+
+def _split(x: Tensor, m: int, dim: int) -> list[Tensor]:
+    """The m positions of every group as m contiguous tensors.
+
+    Element k of the result holds position k of all groups, in the order of ``x`` with ``dim``
+    divided by m.
+    """
+    dim %= x.dim()
+    grouped = x.unflatten(dim, (x.shape[dim] // m, m)).movedim(dim + 1, 0)
+    return list(grouped.contiguous().unbind(0))
+
+
+def _join(parts: list[Tensor], dim: int) -> Tensor:
+    """Inverse of :func:`_split`."""
+    dim %= parts[0].dim()
+    return torch.stack(parts, dim + 1).flatten(dim, dim + 1)

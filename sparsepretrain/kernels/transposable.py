@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.groups import choose_backend
-
-ROW_PAIRS = list(itertools.combinations(range(4), 2))
-"""The six ways to keep two of four, as column pairs."""
-PATTERNS = [
-    choice
-    for choice in itertools.product(range(6), repeat=4)
-    if all(sum(column in ROW_PAIRS[row] for row in choice) == 2 for column in range(4))
-]
-"""The 90 masks as indices into ROW_PAIRS, row by row; in descending order of row-major bits."""
+from sparsepretrain.kernels.common import PAIRS, PATTERNS_90
+from sparsepretrain.kernels.dispatch import kernel_of
 
 
 def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
@@ -37,18 +28,12 @@ def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
     Raises:
         ValueError: not two-dimensional, or a size that is not a multiple of 4.
     """
-    chosen = choose_backend("transposable_mask", backend, w)
+    kernel = kernel_of("transposable_mask", backend, w)
     if w.dim() != 2 or w.shape[0] % 4 or w.shape[1] % 4:
         size = tuple(w.shape)
         raise ValueError(f"transposable_mask: both sizes must be multiples of 4, got {size}")
-    if chosen == "triton":
-        from sparsepretrain.kernels.triton import transposable as transposable_triton
-
-        return transposable_triton.transposable_mask(w.detach())
-    if chosen == "cpu":
-        from sparsepretrain.kernels.cpu import transposable
-
-        return transposable.transposable_mask(w)
+    if kernel:
+        return kernel(w.detach())
     rows, columns = w.shape[0] // 4, w.shape[1] // 4
     magnitude = w.detach().float().abs().nan_to_num(nan=torch.inf)
     blocks = magnitude.reshape(rows, 4, columns, 4).permute(0, 2, 1, 3).reshape(-1, 4, 4)
@@ -57,7 +42,7 @@ def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
     huge = (blocks > most / 16).any(-1).any(-1)[:, None, None]
     blocks = torch.where(huge, blocks.clamp(max=most) / 16, blocks)
     top, bottom, bits = _patterns(w.device)
-    pairs = torch.stack([blocks[:, :, i] + blocks[:, :, j] for i, j in ROW_PAIRS], -1)
+    pairs = torch.stack([blocks[:, :, i] + blocks[:, :, j] for i, j in PAIRS], -1)
     upper = (pairs[:, 0, :, None] + pairs[:, 1, None, :]).flatten(1)
     lower = (pairs[:, 2, :, None] + pairs[:, 3, None, :]).flatten(1)
     best = (upper[:, top] + lower[:, bottom]).argmax(-1)  # argmax returns the first of equals
@@ -67,10 +52,10 @@ def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _patterns(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices of the upper and lower row pairs, and the (90, 16) bits, in the order of PATTERNS."""
-    bits = [[column in ROW_PAIRS[row] for row in p for column in range(4)] for p in PATTERNS]
+    """Indices of the upper and lower row pairs, and the (90, 16) bits, by pattern."""
+    bits = [[column in PAIRS[row] for row in p for column in range(4)] for p in PATTERNS_90]
     return (
-        torch.tensor([p[0] * 6 + p[1] for p in PATTERNS], device=device),
-        torch.tensor([p[2] * 6 + p[3] for p in PATTERNS], device=device),
+        torch.tensor([p[0] * 6 + p[1] for p in PATTERNS_90], device=device),
+        torch.tensor([p[2] * 6 + p[3] for p in PATTERNS_90], device=device),
         torch.tensor(bits, device=device),
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import NoiseKey, noise_key, pack_24, packed_flip_count, unpack_24
-from sparsepretrain.kernels.groups import widen
+from sparsepretrain.kernels.common import widen
 from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands
 from sparsepretrain.sparsity.method import Method, Projection
 

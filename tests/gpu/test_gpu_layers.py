@@ -8,7 +8,7 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain.bench.steps import Training, source_bytes
-from sparsepretrain.kernels import groups
+from sparsepretrain.kernels import dispatch
 
 NANO = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 256}
 MODULES = ("nm", "soft", "transposable", "decay", "flips", "mvue24", "sdgp", "glu", "noise")
@@ -60,7 +60,7 @@ def test_training_agrees_with_the_references(method, device, monkeypatch):
         with monkeypatch.context() as patch:
             run = Training(method, sizes, 8, source_bytes(), device)
             if device.type == "cuda":
-                assert groups.choose_backend("x", None, next(run.model.parameters())) == "triton"
+                assert dispatch.choose_backend("x", None, next(run.model.parameters())) == "triton"
             force(patch, backend)
             for _ in range(steps):
                 run.step()

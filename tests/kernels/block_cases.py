@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from same_bits import LAYOUTS, assert_same
 
 from sparsepretrain import kernels
-from sparsepretrain.kernels.groups import WITHOUT_LOOPS
+from sparsepretrain.kernels.dispatch import find
 
 BACKEND = os.environ.get("SPARSEPRETRAIN_TEST_BACKEND", "cpu")
 BLOCKS = int(os.environ.get("SPARSEPRETRAIN_TEST_BLOCKS", "4096"))
@@ -36,6 +36,8 @@ if BACKEND != "triton":
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 AXES = ["last", "first", "middle"]
+COMPOSED = ("nm_prune", "prune_gradient", "bimask_masks", "bimask_prune")
+"""Have no loop of their own and call operations that do."""
 PATTERNS = [(2, 4), (1, 4), (3, 4), (2, 8), (4, 8), (1, 16), (16, 32), (5, 7), (1, 1), (4, 4)]
 
 
@@ -46,7 +48,8 @@ def kernel(name):
         return function
     if BACKEND != "cpu":
         return functools.partial(function, backend=BACKEND)
-    return function if name in WITHOUT_LOOPS else functools.partial(_both, function)
+    loops = find(name, "cpu") or name in COMPOSED
+    return functools.partial(_both, function) if loops else function
 
 
 def _both(function, *args, **options):

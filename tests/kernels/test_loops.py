@@ -9,7 +9,7 @@ import torch
 
 from sparsepretrain import kernels
 from sparsepretrain.errors import SparsePretrainWarning
-from sparsepretrain.kernels import groups
+from sparsepretrain.kernels import dispatch
 
 nan, inf = float("nan"), float("inf")
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -225,14 +225,14 @@ def test_refusals(monkeypatch):
     import numba
 
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-    groups._numba_fails.cache_clear()
+    dispatch._numba_fails.cache_clear()
     with pytest.raises(ValueError, match=r"is disabled \(NUMBA_DISABLE_JIT\); use"):
         kernels.nm_mask(x, backend="cpu")
-    groups._numba_fails.cache_clear()
-    monkeypatch.setattr(groups, "_numba_fails", lambda: "cannot be imported (gone)")
+    dispatch._numba_fails.cache_clear()
+    monkeypatch.setattr(dispatch, "_numba_fails", lambda: "cannot be imported (gone)")
     with pytest.raises(ValueError, match=r"cannot be imported \(gone\); use"):
         kernels.nm_mask(x, backend="cpu")
-    groups._warn_once.cache_clear()
+    dispatch._warn_once.cache_clear()
     with pytest.warns(SparsePretrainWarning, match="Numba cannot be imported") as said:
         for _ in range(2):
             assert kernels.nm_mask(x).sum() == 4

@@ -7,9 +7,8 @@ from same_bits import DEVICE, assert_same
 
 from sparsepretrain import kernels
 from sparsepretrain.kernels.triton import (
-    decay,
-    flips,
     fp8,
+    masks,
     nm,
     soft,
     transposable,
@@ -25,10 +24,10 @@ OPERATIONS = {
     "nm_mask 1:8": (nm.nm_mask, (X, 1, 8, 1, True)),
     "soft_threshold": (soft.soft_threshold, (X, 2, 4, 0.3, 1, ONE, torch.bfloat16)),
     "transposable_mask": (transposable.transposable_mask, (X,)),
-    "masked_decay_": (decay.masked_decay_, (X.clone(), X, MASK, 0.1, None)),
-    "differing_bits": (flips.differing_bits, (MASK, ~MASK)),
-    "pack_24": (flips.pack_24, (MASK,)),
-    "unpack_24": (flips.unpack_24, (torch.arange(8, dtype=torch.uint8), [8, 8])),
+    "masked_decay_": (masks.masked_decay_op, (X.clone(), X, MASK, 0.1, None)),
+    "differing_bits": (masks.differing_bits, (MASK, ~MASK)),
+    "pack_24": (masks.pack_24, (MASK,)),
+    "unpack_24": (masks.unpack_24, (torch.arange(8, dtype=torch.uint8), [8, 8])),
     "quantize_fp8": (fp8.quantize_fp8, (X, "e4m3")),
     "dequantize_fp8": (fp8.dequantize_fp8, (Q, ONE)),
 }

@@ -15,14 +15,14 @@ NUMBERS = ([None, None, None], [1, 2, 3])
 MIXED = ([STEP, None, STEP], [0, 2, 0])
 UNIFORMS = torch.rand(12, 2, 2, device=DEVICE)
 OPERATIONS = {
-    "uniform_noise": (noise.uniform_noise, (*MIXED, 3, 5, 2, torch.device(DEVICE))),
+    "uniform_noise": (noise.uniform_noise_op, (*MIXED, 3, 5, 2, torch.device(DEVICE))),
     "noise_key": (noise.noise_key, (STEP, 2**62 + 1, 4, 2)),
-    "mvue": (mvue24.mvue, (X, 0, False, None, *NUMBERS)),
-    "mvue exact": (mvue24.mvue, (X, 1, True, None, *MIXED)),
-    "mvue padded": (mvue24.mvue, (X[:7], 0, True, None, *MIXED)),
-    "mvue uniforms": (mvue24.mvue, (X, 0, False, UNIFORMS, *NUMBERS)),
-    "prune_gradient": (sdgp.prune_gradient, (X, 2, 4, 1, False, *NUMBERS, 1.0)),
-    "prune_gradient 1:6": (sdgp.prune_gradient, (X, 1, 6, 1, True, *MIXED, 6.0)),
+    "mvue": (mvue24.mvue_op, (X, 0, False, None, *NUMBERS)),
+    "mvue exact": (mvue24.mvue_op, (X, 1, True, None, *MIXED)),
+    "mvue padded": (mvue24.mvue_op, (X[:7], 0, True, None, *MIXED)),
+    "mvue uniforms": (mvue24.mvue_op, (X, 0, False, UNIFORMS, *NUMBERS)),
+    "prune_gradient": (sdgp.prune_gradient_op, (X, 2, 4, 1, False, *NUMBERS, 1.0)),
+    "prune_gradient 1:6": (sdgp.prune_gradient_op, (X, 1, 6, 1, True, *MIXED, 6.0)),
     "gated": (glu.gated, (X, True)),
     "gated transposed": (glu.gated, (X.t().contiguous().t(), False)),
     "gated_backward": (glu.gated_backward, (X[:, :6], X, True)),
@@ -46,8 +46,8 @@ def test_strides_of_results_are_promised_ones():
     for order in ((0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)):
         view = deep.permute(order).contiguous().permute([order.index(i) for i in range(4)])
         for op, rest in (
-            (mvue24.mvue, (1, False, None, *NUMBERS)),
-            (sdgp.prune_gradient, (2, 4, 1, True, *NUMBERS, 1.0)),
+            (mvue24.mvue_op, (1, False, None, *NUMBERS)),
+            (sdgp.prune_gradient_op, (2, 4, 1, True, *NUMBERS, 1.0)),
             (glu.gated, (True,)),
         ):
             torch.library.opcheck(op, (view, *rest), test_utils=("test_faketensor",))

@@ -6,8 +6,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE
 from sparsepretrain.kernels.cpu.launch import Array, compiled, run
-from sparsepretrain.kernels.groups import INTEGER_OF_SIZE
 
 
 def apply_mask(x: Tensor, mask: Tensor) -> Tensor:
@@ -20,26 +20,29 @@ def apply_mask(x: Tensor, mask: Tensor) -> Tensor:
     return pruned
 
 
-def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float) -> None:
+def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Tensor) -> None:
     """Grad += decay·(1 - mask)·weight."""
-    wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if wide.data_ptr() == grad.data_ptr():
         wide = wide.clone()
     total = grad.detach().to(torch.promote_types(grad.dtype, wide.dtype)).contiguous()
     pull = _flat(wide)
-    arrays = _flat(total), pull, _flat(mask.bool())
-    run(_decay, grad.numel(), arrays, pull.dtype.type(decay))
+    arrays = _flat(total), pull, _flat(mask)
+    run(_decay, grad.numel(), arrays, pull.dtype.type(float(decay)))
     if total.data_ptr() != grad.data_ptr():
         grad.copy_(total)
 
 
-def count_differing_bits(previous: Tensor, current: Tensor) -> Tensor:
+def packed_flip_count(previous: Tensor, current: Tensor) -> Tensor:
     """0-d int64: in how many bits two uint8 or bool tensors differ."""
     found = torch.zeros((), dtype=torch.int64)
     a, b = _words(previous), _words(current)
     if len(a):
         _differing_bits(a, b, found.view(1).numpy())
     return found
+
+
+flip_count = packed_flip_count
 
 
 def pack_24(mask: Tensor) -> Tensor:

@@ -6,15 +6,20 @@ import numpy
 import torch
 from torch import Tensor
 
+from sparsepretrain.kernels import common
+from sparsepretrain.kernels.common import LOW_32, NoiseKey
 from sparsepretrain.kernels.cpu.launch import Array, compiled, inlined, run
-from sparsepretrain.kernels.noise import LOW, M0, M1, ROUNDS, W0, W1, NoiseKey
 
-_M0, _M1, _W0, _W1 = (numpy.uint64(number) for number in (M0, M1, W0, W1))
-_LOW, _HALF, _SPARE = numpy.uint64(LOW), numpy.uint64(32), numpy.uint64(8)
+_M0, _M1 = numpy.uint64(common.PHILOX_M0), numpy.uint64(common.PHILOX_M1)
+_W0, _W1 = numpy.uint64(common.PHILOX_W0), numpy.uint64(common.PHILOX_W1)
+_ROUNDS = common.PHILOX_ROUNDS
+_LOW, _HALF, _SPARE = numpy.uint64(LOW_32), numpy.uint64(32), numpy.uint64(8)
 _UNIT = numpy.float32(2.0**-24)
 
 
-def uniform_noise(key: NoiseKey, groups: int, features: int, words: int) -> list[Tensor]:
+def uniform_noise(
+    key: NoiseKey, groups: int, features: int, words: int, device: torch.device
+) -> list[Tensor]:
     """``words`` fp32 tensors (groups, features)."""
     out = torch.empty(groups, words, features)
     tokens, k0, k1 = counters(key, groups)
@@ -24,7 +29,7 @@ def uniform_noise(key: NoiseKey, groups: int, features: int, words: int) -> list
 
 def counters(key: NoiseKey, groups: int) -> tuple[Array, numpy.uint64, numpy.uint64]:
     """(first word of the counter for each group, k0, k1)."""
-    tokens = numpy.arange(groups, dtype=numpy.uint64) + numpy.uint64(int(key.offset) & LOW)
+    tokens = numpy.arange(groups, dtype=numpy.uint64) + numpy.uint64(int(key.offset) & LOW_32)
     return tokens & _LOW, numpy.uint64(int(key.k0)), numpy.uint64(int(key.k1))
 
 
@@ -32,7 +37,7 @@ def counters(key: NoiseKey, groups: int) -> tuple[Array, numpy.uint64, numpy.uin
 def _philox(c0, c1, k0, k1):
     """The first two words of the block of counter (c0, c1, 0, 0)."""
     c2 = c3 = c0 ^ c0
-    for _ in range(ROUNDS):
+    for _ in range(_ROUNDS):
         p0, p1 = c0 * _M0, c2 * _M1
         c0, c1 = (p1 >> _HALF) ^ c1 ^ k0, p1 & _LOW
         c2, c3 = (p0 >> _HALF) ^ c3 ^ k1, p0 & _LOW

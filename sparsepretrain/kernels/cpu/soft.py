@@ -6,15 +6,15 @@ import numpy
 import torch
 from torch import Tensor
 
+from sparsepretrain.kernels.common import widen
 from sparsepretrain.kernels.cpu.launch import compiled, groups_of, inlined, run
-from sparsepretrain.kernels.cpu.order import TILE, copy, count_wins, tile_at
-from sparsepretrain.kernels.groups import widen
+from sparsepretrain.kernels.cpu.nm import TILE, copy, count_wins, tile_at
 
 
 def soft_threshold(
-    x: Tensor, n: int, m: int, gamma: float, dim: int, scale: Tensor | None
+    x: Tensor, n: int, m: int, gamma: float, dim: int, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """β·S(x) in fp32, or fp64 for fp64; n < m."""
+    """β·S(x), computed in fp32, or fp64 for fp64; n < m."""
     wide = widen(x).contiguous()
     result = torch.empty_like(wide)
     source, target = groups_of(wide, m, dim), groups_of(result, m, dim)
@@ -27,7 +27,7 @@ def soft_threshold(
     else:
         kernel = _fours_across if m == 4 else _any
         run(kernel, rows, (source, target), *numbers)
-    return result
+    return result.to(dtype)
 
 
 @inlined

@@ -6,20 +6,20 @@ import numpy
 import torch
 from torch import Tensor
 
+from sparsepretrain.kernels.common import PAIRS, PATTERNS_90
 from sparsepretrain.kernels.cpu.launch import compiled, run
-from sparsepretrain.kernels.transposable import PATTERNS, ROW_PAIRS
 
 _BLOCKS = 64
 """Most that are searched at once; their loops are what is vectorised."""
-_PAIRS = numpy.array(ROW_PAIRS)
-_PATTERNS = numpy.array(PATTERNS)
-_FLAGS = numpy.array([[c in pair for c in range(4)] for pair in ROW_PAIRS]).view(numpy.uint32)[:, 0]
+_PAIRS = numpy.array(PAIRS)
+_PATTERNS = numpy.array(PATTERNS_90)
+_FLAGS = numpy.array([[c in pair for c in range(4)] for pair in PAIRS]).view(numpy.uint32)[:, 0]
 """A row of a mask in one word."""
 
 
 def transposable_mask(w: Tensor) -> Tensor:
     """The best of the 90 masks of each 4×4 block."""
-    wide = w.detach().float().contiguous()
+    wide = w.float().contiguous()
     mask = torch.empty(w.shape, dtype=torch.bool)
     rows, columns = w.shape[0] // 4, w.shape[1] // 4
     blocks = wide.numpy().reshape(rows, 4, columns, 4)

@@ -9,16 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.fp8 import FORMATS
+from sparsepretrain.kernels.common import FP8_FORMATS
 from sparsepretrain.kernels.triton.launch import (
     INTERPRETED,
+    block_offsets,
+    maximum,
     memory_order,
+    minimum,
     over_elements,
-    part_of,
     widen,
 )
 
-_ALL: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 _FIELDS = {"e4m3": (3, -6), "e5m2": (2, -14)}
@@ -28,7 +29,7 @@ _FIELDS = {"e4m3": (3, -6), "e5m2": (2, -14)}
 @torch.library.custom_op("sparsepretrain::quantize_fp8", mutates_args=())
 def quantize_fp8(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """See :func:`sparsepretrain.kernels.quantize_fp8`."""
-    dtype = FORMATS[format]
+    dtype = FP8_FORMATS[format]
     dense = _dense(x)
     q = torch.empty_like(dense, dtype=dtype)
     scale = torch.ones((), dtype=torch.float32, device=x.device)
@@ -44,7 +45,7 @@ def quantize_fp8(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 @quantize_fp8.register_fake
 def _(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    q = torch.empty_like(_dense(x), dtype=FORMATS[format])
+    q = torch.empty_like(_dense(x), dtype=FP8_FORMATS[format])
     return q, torch.empty((), dtype=torch.float32, device=x.device)
 
 
@@ -54,9 +55,9 @@ def _dense(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _largest(x, amax, count, TILE: tl.constexpr, WIDE: tl.constexpr):
-    i = part_of(TILE, WIDE)
-    value = widen(tl.load(x + i, i < count, 0))
+def _largest(x, amax, count, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    offsets = block_offsets(BLOCK, WIDE)
+    value = widen(tl.load(x + offsets, offsets < count, 0))
     # magnitudes compare like their bits, NaN above infinity
     tl.atomic_max(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
 
@@ -64,18 +65,18 @@ def _largest(x, amax, count, TILE: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def _quantize(
     x, amax, q, scale, count,
-    TILE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
     MOST: tl.constexpr, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr,
 ):  # fmt: skip
     largest = tl.load(amax).to(tl.float32, bitcast=True)
-    factor = tl.minimum(tl.div_rn(MOST * 1.0, largest), _MOST, propagate_nan=_ALL)
+    factor = minimum(tl.div_rn(MOST * 1.0, largest), _MOST)
     factor = tl.where(largest == 0, 1.0, factor)
-    i = part_of(TILE, WIDE)
-    value = widen(tl.load(x + i, i < count, 0)) * factor
-    value = tl.minimum(tl.maximum(value, -MOST, propagate_nan=_ALL), MOST, propagate_nan=_ALL)
+    offsets = block_offsets(BLOCK, WIDE)
+    value = widen(tl.load(x + offsets, offsets < count, 0)) * factor
+    value = minimum(maximum(value, -MOST), MOST)
     if _INTERPRETED:  # which does not round to nearest even by itself
         value = _round(value, MANTISSA, EXPONENT)
-    tl.store(q + i, value.to(q.dtype.element_ty), i < count)
+    tl.store(q + offsets, value.to(q.dtype.element_ty), offsets < count)
     if tl.program_id(0) == 0:
         tl.store(scale, factor)
 
@@ -109,7 +110,7 @@ dequantize_fp8.register_fake(lambda q, scale: torch.empty_like(_dense(q), dtype=
 
 
 @triton.jit
-def _dequantize(q, scale, out, count, TILE: tl.constexpr, WIDE: tl.constexpr):
-    i = part_of(TILE, WIDE)
-    value = tl.load(q + i, i < count).to(tl.float32)
-    tl.store(out + i, tl.div_rn(value, tl.load(scale)), i < count)
+def _dequantize(q, scale, out, count, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    offsets = block_offsets(BLOCK, WIDE)
+    value = tl.load(q + offsets, offsets < count).to(tl.float32)
+    tl.store(out + offsets, tl.div_rn(value, tl.load(scale)), offsets < count)

@@ -14,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.triton.launch import (
+    element_offsets,
+    maximum,
+    minimum,
     narrow,
     over_groups,
-    row_starts,
     rows_of,
     tile_of,
     widen,
@@ -26,6 +28,16 @@ _SLOPE: tl.constexpr = tl.constexpr(2 * (2 / torch.pi) ** 0.5)
 _CUBE: tl.constexpr = tl.constexpr(0.044715)
 _SATURATED: tl.constexpr = tl.constexpr(16.0)
 """Beyond this magnitude of the gate σ(2u) is 0 or 1 in fp32; the cube could overflow."""
+
+
+def geglu(x: Tensor) -> Tensor:
+    """See :func:`sparsepretrain.kernels.geglu`."""
+    return gated(x, True)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """See :func:`sparsepretrain.kernels.swiglu`."""
+    return gated(x, False)
 
 
 @torch.library.custom_op("sparsepretrain::gated", mutates_args=())
@@ -77,8 +89,7 @@ gated.register_autograd(_differentiate, setup_context=_save)
 def _activation(gate, GELU: tl.constexpr):
     """(activation, its derivative) of the gate."""
     if GELU:
-        g = tl.minimum(gate, _SATURATED, propagate_nan=tl.PropagateNan.ALL)
-        g = tl.maximum(g, -_SATURATED, propagate_nan=tl.PropagateNan.ALL)
+        g = maximum(minimum(gate, _SATURATED), -_SATURATED)
         square = g * g * _CUBE
         exponent, slope = (g + g * square) * _SLOPE, (1 + 3 * square) * _SLOPE
     else:
@@ -89,44 +100,29 @@ def _activation(gate, GELU: tl.constexpr):
 
 @triton.jit
 def _forward(
-    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
-    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
-    count, columns, gate,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
-    GELU: tl.constexpr,
+    x, out, count, columns, gate, TILE: tl.constexpr, GELU: tl.constexpr
 ):  # fmt: skip
-    row, start = tile_of(count, columns, ROWS, GROUPS, WIDE)
-    column = start + tl.arange(0, GROUPS)
-    inside = (row < count)[:, None] & (column < columns)[None, :]
-    place = row_starts(row, x_inner, x_outer_stride, x_inner_stride)[:, None]
-    place += (column * x_stride)[None, :]
-    value = widen(tl.load(x + place, inside, 0))
-    activation, _ = _activation(widen(tl.load(gate + place, inside, 0)), GELU)
-    place = row_starts(row, out_inner, out_outer_stride, out_inner_stride)[:, None]
-    place += (column * out_stride)[None, :]
-    tl.store(out + place, narrow(value * activation, out), inside)
+    row, start = tile_of(count, columns, TILE)
+    column = start + tl.arange(0, TILE.GROUPS)
+    mask = (row < count)[:, None] & (column < columns)[None, :]
+    offsets = element_offsets(x, row, column)
+    value = widen(tl.load(x.data + offsets, mask, 0))
+    activation, _ = _activation(widen(tl.load(gate + offsets, mask, 0)), GELU)
+    offsets = element_offsets(out, row, column)
+    tl.store(out.data + offsets, narrow(value * activation, out.data), mask)
 
 
 @triton.jit
 def _backward(
-    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
-    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
-    count, columns, gate, to_gate,
-    grad, grad_inner, grad_outer_stride, grad_inner_stride, grad_stride,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
-    GELU: tl.constexpr,
+    x, out, count, columns, gate, to_gate, grad, TILE: tl.constexpr, GELU: tl.constexpr
 ):  # fmt: skip
-    row, start = tile_of(count, columns, ROWS, GROUPS, WIDE)
-    column = start + tl.arange(0, GROUPS)
-    inside = (row < count)[:, None] & (column < columns)[None, :]
-    place = row_starts(row, x_inner, x_outer_stride, x_inner_stride)[:, None]
-    place += (column * x_stride)[None, :]
-    value = widen(tl.load(x + place, inside, 0))
-    activation, derivative = _activation(widen(tl.load(gate + place, inside, 0)), GELU)
-    place = row_starts(row, grad_inner, grad_outer_stride, grad_inner_stride)[:, None]
-    place += (column * grad_stride)[None, :]
-    incoming = widen(tl.load(grad + place, inside, 0))
-    place = row_starts(row, out_inner, out_outer_stride, out_inner_stride)[:, None]
-    place += (column * out_stride)[None, :]
-    tl.store(out + place, narrow(incoming * activation, out), inside)
-    tl.store(to_gate + place, narrow(incoming * value * derivative, out), inside)
+    row, start = tile_of(count, columns, TILE)
+    column = start + tl.arange(0, TILE.GROUPS)
+    mask = (row < count)[:, None] & (column < columns)[None, :]
+    offsets = element_offsets(x, row, column)
+    value = widen(tl.load(x.data + offsets, mask, 0))
+    activation, derivative = _activation(widen(tl.load(gate + offsets, mask, 0)), GELU)
+    incoming = widen(tl.load(grad.data + element_offsets(grad, row, column), mask, 0))
+    offsets = element_offsets(out, row, column)
+    tl.store(out.data + offsets, narrow(incoming * activation, out.data), mask)
+    tl.store(to_gate + offsets, narrow(incoming * value * derivative, out.data), mask)

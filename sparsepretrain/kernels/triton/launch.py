@@ -5,7 +5,6 @@ Imported only where a Triton kernel runs; the references need torch alone.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,12 +17,23 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run on CPU tensors, for tests: Triton reads this variable when it is imported."""
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
-TILE = 2048
+BLOCK = 2048
 """Elements per program of the streaming kernels: 16 per thread with 4 warps."""
 LANES = 128
 """Rows per program where groups lie across memory: neighbouring rows are read together."""
 if INTERPRETED:  # it costs milliseconds per program, whatever the size
-    TILE, LANES = TILE * 32, LANES * 32
+    BLOCK, LANES = BLOCK * 32, LANES * 32
+
+
+class Tile(NamedTuple):
+    """What one program of a kernel over groups works on; known when it is compiled."""
+
+    ROWS: int
+    GROUPS: int
+    CONTIGUOUS: bool
+    """The groups lie along memory."""
+    WIDE: bool
+    """Offsets need 64 bits."""
 
 
 class Rows(NamedTuple):
@@ -66,26 +76,21 @@ def over_elements(
     pointers: Sequence[Tensor],
     count: int,
     *args: Any,
-    tile: int = TILE,
+    block: int = BLOCK,
     reach: int = 0,
     **options: Any,
 ) -> None:
     """Launch ``kernel`` on parts of ``range(count)``.
 
-    The kernel takes ``pointers``, ``count``, ``args`` and the constants ``TILE``, ``WIDE`` (indices
-    need 64 bits; the largest is ``count`` or ``reach``) and ``options``.
+    The kernel takes ``pointers``, ``count``, ``args`` and the constants ``BLOCK``, ``WIDE``
+    (offsets need 64 bits; the largest is ``count`` or ``reach``) and ``options``.
     """
     if not count:
         return
+    wide = max(count, reach) >= 2**31 - block
     with torch.cuda.device_of(pointers[0]):
-        kernel[(triton.cdiv(count, tile),)](
-            *pointers,
-            count,
-            *args,
-            TILE=tile,
-            WIDE=max(count, reach) >= 2**31 - tile,
-            enable_fp_fusion=False,
-            **options,
+        kernel[(triton.cdiv(count, block),)](
+            *pointers, count, *args, BLOCK=block, WIDE=wide, enable_fp_fusion=False, **options
         )
 
 
@@ -113,16 +118,16 @@ def over_groups(
     x: Tensor,
     out: Tensor,
     *args: Any,
+    beside: Tensor | None = None,
     numbered: bool = False,
     **options: Any,
 ) -> None:
     """Launch ``kernel`` on tiles of whole groups of ``m`` along ``dim``.
 
-    The kernel takes the geometry of ``x``, that of ``out``, the number of rows and of groups per
-    row, ``args`` (a :class:`Rows` as its five parts), and the constants ``ROWS``, ``GROUPS``
-    (tile), ``CONTIGUOUS`` (the groups lie along memory), ``WIDE`` (offsets need 64 bits) and
-    ``options``. ``numbered``: rows and groups keep their numbers, which the kernel uses. Elements
-    beyond the last whole group of a row are left alone.
+    The kernel takes ``x`` and ``out`` as :class:`Rows`, the number of rows and of groups per row,
+    ``beside`` (a result with the strides of ``out``) as Rows if there is one, ``args``, and the
+    constants ``TILE`` (a :class:`Tile`) and ``options``. ``numbered``: rows and groups keep their
+    numbers, which the kernel uses. Elements beyond the last whole group of a row are left alone.
     """
     length = x.shape[dim]
     count = x.numel() // max(length, 1)
@@ -136,7 +141,7 @@ def over_groups(
         # groups never straddle rows, so all of it is one row: no tile hangs over a row's end
         count, length = 1, x.numel()
         source, target = (Rows(rows.data, 1, length, 0, 1) for rows in (source, target))
-    per_tile = TILE // triton.next_power_of_2(m)
+    per_tile = BLOCK // triton.next_power_of_2(m)
     if contiguous:
         across = per_tile if count == 1 else min(per_tile, max(512 // triton.next_power_of_2(m), 1))
         groups = min(across, triton.next_power_of_2(length // m))
@@ -146,117 +151,136 @@ def over_groups(
         groups = min(per_tile // rows, triton.next_power_of_2(length // m))
     grid = (triton.cdiv(count, rows) * triton.cdiv(length // m, groups),)
     wide = max(t.reach(count, length) for t in (source, target, *others)) >= 2**31
+    tile = Tile(rows, groups, contiguous, wide)
+    if beside is not None:
+        args = (target._replace(data=beside), *args)
     with torch.cuda.device_of(x):
+        # no fusion: decisions are compared bit for bit with the reference
         kernel[grid](
-            *source,
-            *target,
-            count,
-            length // m,
-            *itertools.chain.from_iterable(a if isinstance(a, Rows) else (a,) for a in args),
-            ROWS=rows,
-            GROUPS=groups,
-            CONTIGUOUS=contiguous,
-            WIDE=wide,
-            enable_fp_fusion=False,  # decisions are compared bit for bit with the reference
-            **options,
+            source, target, count, length // m, *args, TILE=tile, enable_fp_fusion=False, **options
         )
 
 
 @triton.jit
-def part_of(TILE: tl.constexpr, WIDE: tl.constexpr):
-    """Element indices of this program in :func:`over_elements`."""
+def block_offsets(BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Element offsets of this program in :func:`over_elements`."""
     program = tl.program_id(0)
     if WIDE:
         program = program.to(tl.int64)
-    return program * TILE + tl.arange(0, TILE)
+    return program * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
-def tile_of(count, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr):
-    """(row indices, first group) of this program; groups vary fastest over programs."""
-    per_row = tl.cdiv(groups, GROUPS)
+def tile_of(count, groups, TILE: tl.constexpr):
+    """(rows, first group) of this program; groups vary fastest over programs."""
+    per_row = tl.cdiv(groups, TILE.GROUPS)
     program = tl.program_id(0)
-    if WIDE:
+    if TILE.WIDE:
         program = program.to(tl.int64)
-    row = (program // per_row) * ROWS + tl.arange(0, ROWS)
-    first = (program % per_row) * GROUPS
+    row = (program // per_row) * TILE.ROWS + tl.arange(0, TILE.ROWS)
+    first = (program % per_row) * TILE.GROUPS
     return row, first
 
 
 @triton.jit
-def row_starts(row, inner, outer_stride, inner_stride):
+def starts_of(x, row):
     """Offsets of the first elements of rows (see :class:`Rows`)."""
-    return (row // inner) * outer_stride + (row % inner) * inner_stride
+    return (row // x.inner) * x.outer_stride + (row % x.inner) * x.inner_stride
 
 
 @triton.jit
-def any_groups(row, first, count, groups, GROUPS: tl.constexpr, M: tl.constexpr):
+def element_offsets(x, row, element):
+    """Offsets of elements of rows, each a vector, as a tile."""
+    return starts_of(x, row)[:, None] + (element * x.stride)[None, :]
+
+
+@triton.jit
+def any_groups(row, first, count, groups, TILE: tl.constexpr, M: tl.constexpr):
     """Geometry of tiles (rows, groups, M rounded up to a power of two) of groups of any M.
 
     Returns the groups, which of them exist, the position in a group, the index of each element
     along the axis, and which elements exist.
     """
-    group = first + tl.arange(0, GROUPS)
-    inside = (row < count)[:, None] & (group < groups)[None, :]
+    group = first + tl.arange(0, TILE.GROUPS)
+    mask = (row < count)[:, None] & (group < groups)[None, :]
     position = tl.arange(0, triton.next_power_of_2(M))[None, None, :]
     element = (group * M)[None, :, None] + position
-    return group, inside, position, element, inside[:, :, None] & (position < M)
+    return group, mask, position, element, mask[:, :, None] & (position < M)
 
 
 @triton.jit
-def load_fours(
-    data, starts, first, stride, rows_inside, groups, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr
-):
-    """The four positions of groups ``first``… as fp32 tiles (rows, GROUPS); zeros outside.
+def load_groups(x, row, element, mask):
+    """The elements that exist in tiles of :func:`any_groups`, as fp32."""
+    return widen(tl.load(x.data + starts_of(x, row)[:, None, None] + element * x.stride, mask, 0))
+
+
+@triton.jit
+def store_groups(x, row, element, mask, values):
+    """Inverse of :func:`load_groups`; rounds to the stored type."""
+    offsets = starts_of(x, row)[:, None, None] + element * x.stride
+    tl.store(x.data + offsets, narrow(values, x.data), mask)
+
+
+@triton.jit
+def load_fours(x, row, first, count, groups, TILE: tl.constexpr):
+    """The four positions of groups ``first``… as fp32 tiles (rows, groups); zeros outside."""
+    return load_fours_at(x, starts_of(x, row), first, row < count, groups, TILE)
+
+
+@triton.jit
+def store_fours(x, row, first, count, groups, x0, x1, x2, x3, TILE: tl.constexpr):
+    """Inverse of :func:`load_fours`; rounds to the stored type."""
+    store_fours_at(x, starts_of(x, row), first, row < count, groups, x0, x1, x2, x3, TILE)
+
+
+@triton.jit
+def load_fours_at(x, starts, first, rows_mask, groups, TILE: tl.constexpr):
+    """:func:`load_fours` of rows that start at given offsets.
 
     Groups along memory: one wide load, split in registers. Otherwise four loads along the rows.
     """
-    if CONTIGUOUS:
-        ROWS: tl.constexpr = starts.shape[0]
-        place = first * 4 + tl.arange(0, GROUPS * 4)
-        inside = rows_inside[:, None] & (place < tl.cast(groups, place.dtype) * 4)[None, :]
-        tile = tl.load(data + starts[:, None] + place[None, :], inside, 0)
-        even, odd = tl.split(tl.reshape(tile, (ROWS, GROUPS, 2, 2)))
+    if TILE.CONTIGUOUS:
+        offsets = first * 4 + tl.arange(0, TILE.GROUPS * 4)
+        mask = rows_mask[:, None] & (offsets < tl.cast(groups, offsets.dtype) * 4)[None, :]
+        tile = tl.load(x.data + starts[:, None] + offsets[None, :], mask, 0)
+        even, odd = tl.split(tl.reshape(tile, (TILE.ROWS, TILE.GROUPS, 2, 2)))
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
     else:
-        group = first + tl.arange(0, GROUPS)
-        inside = rows_inside[:, None] & (group < groups)[None, :]
-        place = data + starts[:, None] + (group * 4)[None, :] * stride
-        x0 = tl.load(place, inside, 0)
-        place += stride  # three times, for 3·stride may need 64 bits
-        x1 = tl.load(place, inside, 0)
-        place += stride
-        x2 = tl.load(place, inside, 0)
-        place += stride
-        x3 = tl.load(place, inside, 0)
+        group = first + tl.arange(0, TILE.GROUPS)
+        mask = rows_mask[:, None] & (group < groups)[None, :]
+        pointers = x.data + starts[:, None] + (group * 4)[None, :] * x.stride
+        x0 = tl.load(pointers, mask, 0)
+        pointers += x.stride  # three times, for 3·stride may need 64 bits
+        x1 = tl.load(pointers, mask, 0)
+        pointers += x.stride
+        x2 = tl.load(pointers, mask, 0)
+        pointers += x.stride
+        x3 = tl.load(pointers, mask, 0)
     return widen(x0), widen(x1), widen(x2), widen(x3)
 
 
 @triton.jit
-def store_fours(
-    data, starts, first, stride, rows_inside, groups, x0, x1, x2, x3,
-    GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr,
-):  # fmt: skip
-    """Inverse of :func:`load_fours`; values already have the stored type."""
-    if CONTIGUOUS:
-        ROWS: tl.constexpr = starts.shape[0]
-        tile = tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (ROWS, GROUPS * 4))
+def store_fours_at(x, starts, first, rows_mask, groups, x0, x1, x2, x3, TILE: tl.constexpr):
+    """Inverse of :func:`load_fours_at`."""
+    x0, x1, x2, x3 = narrow(x0, x.data), narrow(x1, x.data), narrow(x2, x.data), narrow(x3, x.data)
+    if TILE.CONTIGUOUS:
         # join makes the new axis the fastest: (x0, x2) then (x1, x3) give 0, 1, 2, 3
-        place = first * 4 + tl.arange(0, GROUPS * 4)
-        inside = rows_inside[:, None] & (place < tl.cast(groups, place.dtype) * 4)[None, :]
-        tl.store(data + starts[:, None] + place[None, :], tile, inside)
+        tile = tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (TILE.ROWS, TILE.GROUPS * 4))
+        offsets = first * 4 + tl.arange(0, TILE.GROUPS * 4)
+        mask = rows_mask[:, None] & (offsets < tl.cast(groups, offsets.dtype) * 4)[None, :]
+        tl.store(x.data + starts[:, None] + offsets[None, :], tile, mask)
     else:
-        group = first + tl.arange(0, GROUPS)
-        inside = rows_inside[:, None] & (group < groups)[None, :]
-        place = data + starts[:, None] + (group * 4)[None, :] * stride
-        tl.store(place, x0, inside)
-        place += stride
-        tl.store(place, x1, inside)
-        place += stride
-        tl.store(place, x2, inside)
-        place += stride
-        tl.store(place, x3, inside)
+        group = first + tl.arange(0, TILE.GROUPS)
+        mask = rows_mask[:, None] & (group < groups)[None, :]
+        pointers = x.data + starts[:, None] + (group * 4)[None, :] * x.stride
+        tl.store(pointers, x0, mask)
+        pointers += x.stride
+        tl.store(pointers, x1, mask)
+        pointers += x.stride
+        tl.store(pointers, x2, mask)
+        pointers += x.stride
+        tl.store(pointers, x3, mask)
 
 
 @triton.jit
@@ -269,7 +293,7 @@ def widen(x):
 
 @triton.jit
 def narrow(x, data):
-    """``x`` (fp32) rounded to nearest even in the type that ``data`` points to.
+    """``x`` rounded to nearest even in the type that ``data`` points to.
 
     Triton's interpreter truncates to bf16, hence the bits there.
     """
@@ -280,3 +304,15 @@ def narrow(x, data):
         bits = tl.where(x != x, bits | 0x400000, rounded) >> 16
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
+
+
+@triton.jit
+def minimum(a, b):
+    """The smaller one; NaN spreads."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def maximum(a, b):
+    """The larger one; NaN spreads."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

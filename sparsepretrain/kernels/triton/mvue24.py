@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.noise import NoiseKey
+from sparsepretrain.kernels.common import NoiseKey
 from sparsepretrain.kernels.triton.launch import (
     empty_rows,
     load_fours,
-    narrow,
+    maximum,
+    minimum,
     over_groups,
-    row_starts,
     store_fours,
     tile_of,
 )
@@ -36,15 +36,15 @@ _FLOOR: tl.constexpr = tl.constexpr(2.0**-96)
 """Entries below this part of the largest are dropped; see ``mvue24._finish``."""
 
 
-def sample(
-    x: Tensor, dim: int, exact: bool, uniforms: Tensor | None, key: NoiseKey | int | None
+def mvue(
+    x: Tensor, dim: int, estimator: str, uniforms: Tensor | None, key: NoiseKey | int | None
 ) -> Tensor:
     """:func:`sparsepretrain.kernels.mvue` for checked arguments."""
-    return mvue(x, dim, exact, uniforms, *key_parts(key or 0, x.device))
+    return mvue_op(x, dim, estimator == "exact", uniforms, *key_parts(key or 0, x.device))
 
 
 @torch.library.custom_op("sparsepretrain::mvue", mutates_args=())
-def mvue(
+def mvue_op(
     x: Tensor,
     dim: int,
     exact: bool,
@@ -52,7 +52,7 @@ def mvue(
     tensors: Sequence[Tensor | None],
     numbers: Sequence[int],
 ) -> Tensor:
-    """:func:`sparsepretrain.kernels.mvue`; the key as :func:`key_parts` splits it."""
+    """:func:`mvue`; the key as :func:`key_parts` splits it."""
     out = empty_rows(x, dim, x.dtype)
     given = None
     if uniforms is not None:  # (rows, groups, draws)
@@ -79,44 +79,35 @@ def mvue(
     return out
 
 
-mvue.register_fake(lambda x, dim, *_: empty_rows(x, dim, x.dtype))
+mvue_op.register_fake(lambda x, dim, *_: empty_rows(x, dim, x.dtype))
 
 
 @triton.jit(do_not_specialize=(*KEY_ARGUMENTS, "first_group"))
 def _sample(
-    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
-    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
-    count, groups, uniforms, k0, k1, offset, first_group, all_groups, saturation,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
-    EXACT: tl.constexpr, GIVEN: tl.constexpr,
+    x, out, count, groups, uniforms, k0, k1, offset, first_group, all_groups, saturation,
+    TILE: tl.constexpr, EXACT: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    row, start = tile_of(count, groups, ROWS, GROUPS, WIDE)
-    number = first_group + start + tl.arange(0, GROUPS)
-    inside = row < count
-    starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    x0, x1, x2, x3 = load_fours(x, starts, start, x_stride, inside, groups, GROUPS, CONTIGUOUS)
+    row, start = tile_of(count, groups, TILE)
+    number = first_group + start + tl.arange(0, TILE.GROUPS)
+    x0, x1, x2, x3 = load_fours(x, row, start, count, groups, TILE)
     if GIVEN:
         DRAWS: tl.constexpr = 1 if EXACT else 2
-        place = uniforms + (row[:, None] * all_groups + number[None, :]) * DRAWS
-        drawn = inside[:, None] & (number < all_groups)[None, :]
-        r0 = tl.load(place, drawn, 0)
-        r1 = tl.load(place + (DRAWS - 1), drawn, 0)
+        pointers = uniforms + (row[:, None] * all_groups + number[None, :]) * DRAWS
+        mask = (row < count)[:, None] & (number < all_groups)[None, :]
+        r0 = tl.load(pointers, mask, 0)
+        r1 = tl.load(pointers + (DRAWS - 1), mask, 0)
     else:
         first, second = draw_bits(number[None, :], row[:, None], k0, k1, offset)
         r0, r1 = to_unit(first), to_unit(second)
     y0, y1, y2, y3 = _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT)
-    starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
-    store_fours(
-        out, starts, start, out_stride, inside, groups,
-        narrow(y0, out), narrow(y1, out), narrow(y2, out), narrow(y3, out), GROUPS, CONTIGUOUS,
-    )  # fmt: skip
+    store_fours(out, row, start, count, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit
 def _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT: tl.constexpr):
     a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
     # a subnormal or zero maximum is replaced by the smallest normal number: no 0/0, no overflow
-    scale = _max(_max(_max(a0, a1), _max(a2, a3)), _TINY)
+    scale = maximum(maximum(maximum(a0, a1), maximum(a2, a3)), _TINY)
     b0, b1 = tl.div_rn(a0, scale), tl.div_rn(a1, scale)
     b2, b3 = tl.div_rn(a2, scale), tl.div_rn(a3, scale)
     if EXACT:
@@ -151,10 +142,10 @@ def _approximate(b0, b1, b2, b3, r0, r1, scale, saturation):
     d2 = d1 + rest2
     j0, j1, j2, j3 = _one_hot(r1 * (d2 + rest3), rest0, d1, d2)
     zero = total * 0  # a NaN must stay visible
-    y0 = tl.where(i0 | j0, _min(_max(v0, b0) * scale, saturation), zero)
-    y1 = tl.where(i1 | j1, _min(_max(v1, b1) * scale, saturation), zero)
-    y2 = tl.where(i2 | j2, _min(_max(v2, b2) * scale, saturation), zero)
-    y3 = tl.where(i3 | j3, _min(_max(v3, b3) * scale, saturation), zero)
+    y0 = tl.where(i0 | j0, minimum(maximum(v0, b0) * scale, saturation), zero)
+    y1 = tl.where(i1 | j1, minimum(maximum(v1, b1) * scale, saturation), zero)
+    y2 = tl.where(i2 | j2, minimum(maximum(v2, b2) * scale, saturation), zero)
+    y3 = tl.where(i3 | j3, minimum(maximum(v3, b3) * scale, saturation), zero)
     return y0, y1, y2, y3
 
 
@@ -163,18 +154,18 @@ def _exact(b0, b1, b2, b3, u, scale, saturation):
     """Magnitudes of the estimates by systematic sampling."""
     o0, o1, o2, o3 = _others(b0, b1, b2, b3)
     half = (b0 + o0) * 0.5
-    share = _min(_min(_min(o0, o1), _min(o2, o3)), half)
-    p0, p1 = _min(tl.div_rn(b0, share), 1.0), _min(tl.div_rn(b1, share), 1.0)
-    p2 = _min(tl.div_rn(b2, share), 1.0)
+    share = minimum(minimum(minimum(o0, o1), minimum(o2, o3)), half)
+    p0, p1 = minimum(tl.div_rn(b0, share), 1.0), minimum(tl.div_rn(b1, share), 1.0)
+    p2 = minimum(tl.div_rn(b2, share), 1.0)
     c1 = p0 + p1
     c2 = tl.where(b3 == 0, 2.0, c1 + p2)
     i0, i1, i2, i3 = _one_hot(u, p0, c1, c2)
     j0, j1, j2, j3 = _one_hot(u, p0 - 1, c1 - 1, c2 - 1)
     zero = share * 0  # a NaN must stay visible
-    y0 = tl.where(i0 | j0, _min(_max(share, b0) * scale, saturation), zero)
-    y1 = tl.where(i1 | j1, _min(_max(share, b1) * scale, saturation), zero)
-    y2 = tl.where(i2 | j2, _min(_max(share, b2) * scale, saturation), zero)
-    y3 = tl.where(i3 | j3, _min(_max(share, b3) * scale, saturation), zero)
+    y0 = tl.where(i0 | j0, minimum(maximum(share, b0) * scale, saturation), zero)
+    y1 = tl.where(i1 | j1, minimum(maximum(share, b1) * scale, saturation), zero)
+    y2 = tl.where(i2 | j2, minimum(maximum(share, b2) * scale, saturation), zero)
+    y3 = tl.where(i3 | j3, minimum(maximum(share, b3) * scale, saturation), zero)
     return y0, y1, y2, y3
 
 
@@ -203,13 +194,3 @@ def _others(b0, b1, b2, b3):
 @triton.jit
 def _at_least_two(a, b, c, d):
     return (a & b) | (c & d) | ((a | b) & (c | d))
-
-
-@triton.jit
-def _max(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _min(a, b):
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from sparsepretrain.kernels.triton.launch import (
     any_groups,
+    element_offsets,
     empty_rows,
     load_fours,
-    narrow,
+    load_groups,
     over_groups,
-    row_starts,
     store_fours,
+    store_groups,
     tile_of,
     widen,
 )
@@ -51,9 +52,9 @@ def _launch(
     values = mask if pruned is None else pruned
     out, constants = mask.view(torch.int8), {"LOW": low, "PRUNED": pruned is not None}
     if (n, m) == (2, 4):
-        over_groups(_mask_24, m, dim, x, out, values, **constants)
+        over_groups(_mask_24, m, dim, x, out, beside=values, **constants)
     else:
-        over_groups(_mask_nm, m, dim, x, out, values, N=n, M=m, **constants)
+        over_groups(_mask_nm, m, dim, x, out, beside=values, N=n, M=m, **constants)
 
 
 @triton.jit
@@ -86,37 +87,26 @@ def top_two(k0, k1, k2, k3, LOW: tl.constexpr):
 
 @triton.jit
 def _mask_24(
-    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
-    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
-    count, groups, pruned,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
+    x, out, count, groups, pruned,
+    TILE: tl.constexpr,
     LOW: tl.constexpr, PRUNED: tl.constexpr,
 ):  # fmt: skip
-    row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
-    inside = row < count
-    starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    x0, x1, x2, x3 = load_fours(x, starts, first, x_stride, inside, groups, GROUPS, CONTIGUOUS)
+    row, first = tile_of(count, groups, TILE)
+    x0, x1, x2, x3 = load_fours(x, row, first, count, groups, TILE)
     keep0, keep1, keep2, keep3 = top_two(
         magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), LOW
     )
-    starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
-    store_fours(
-        out, starts, first, out_stride, inside, groups,
-        keep0.to(tl.int8), keep1.to(tl.int8), keep2.to(tl.int8), keep3.to(tl.int8),
-        GROUPS, CONTIGUOUS,
-    )  # fmt: skip
+    store_fours(out, row, first, count, groups, keep0, keep1, keep2, keep3, TILE)
     if PRUNED:
-        y0, y1 = narrow(tl.where(keep0, x0, 0.0), pruned), narrow(tl.where(keep1, x1, 0.0), pruned)
-        y2, y3 = narrow(tl.where(keep2, x2, 0.0), pruned), narrow(tl.where(keep3, x3, 0.0), pruned)
-        store_fours(
-            pruned, starts, first, out_stride, inside, groups, y0, y1, y2, y3, GROUPS, CONTIGUOUS
-        )
+        y0, y1 = tl.where(keep0, x0, 0.0), tl.where(keep1, x1, 0.0)
+        y2, y3 = tl.where(keep2, x2, 0.0), tl.where(keep3, x3, 0.0)
+        store_fours(pruned, row, first, count, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit
 def kept_by_rank(
-    keys, x, starts, group, stride, inside, N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr
-):
+    keys, x, row, group, mask, N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr
+):  # fmt: skip
     """Which keys (rows, groups, M rounded up to a power of two) are among the N largest.
 
     An element is kept when fewer than N others beat it. The others are read again, one position
@@ -125,8 +115,8 @@ def kept_by_rank(
     position = tl.arange(0, keys.shape[2])[None, None, :]
     losses = tl.zeros(keys.shape, tl.int32)
     for j in tl.range(0, M):
-        place = starts[:, None] + (group * M + j)[None, :] * stride
-        other = magnitude_bits(widen(tl.load(x + place, inside, 0)))[:, :, None]
+        offsets = element_offsets(x, row, group * M + j)
+        other = magnitude_bits(widen(tl.load(x.data + offsets, mask, 0)))[:, :, None]
         wins_ties = (position > j) if LOW else (position < j)
         losses += ((other > keys) | ((other == keys) & wins_ties)).to(tl.int32)
     return (losses < N) & (position < M)
@@ -134,19 +124,14 @@ def kept_by_rank(
 
 @triton.jit
 def _mask_nm(
-    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
-    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
-    count, groups, pruned,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
+    x, out, count, groups, pruned,
+    TILE: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, PRUNED: tl.constexpr,
 ):  # fmt: skip
-    row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
-    group, inside, _, element, filled = any_groups(row, first, count, groups, GROUPS, M)
-    starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    values = widen(tl.load(x + starts[:, None, None] + element * x_stride, filled, 0))
-    keep = kept_by_rank(magnitude_bits(values), x, starts, group, x_stride, inside, N, M, LOW)
-    starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
-    tl.store(out + starts[:, None, None] + element * out_stride, keep.to(tl.int8), filled)
+    row, first = tile_of(count, groups, TILE)
+    group, mask, _, element, filled = any_groups(row, first, count, groups, TILE, M)
+    values = load_groups(x, row, element, filled)
+    keep = kept_by_rank(magnitude_bits(values), x, row, group, mask, N, M, LOW)
+    store_groups(out, row, element, filled, keep)
     if PRUNED:
-        values = narrow(tl.where(keep, values, 0.0), pruned)
-        tl.store(pruned + starts[:, None, None] + element * out_stride, values, filled)
+        store_groups(pruned, row, element, filled, tl.where(keep, values, 0.0))

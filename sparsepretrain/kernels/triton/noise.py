@@ -13,8 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.noise import NoiseKey
-from sparsepretrain.kernels.triton.launch import over_groups, row_starts, tile_of
+from sparsepretrain.kernels.common import LOW_32, NoiseKey
+from sparsepretrain.kernels.triton.launch import (
+    element_offsets,
+    over_groups,
+    tile_of,
+)
 
 KEY_ARGUMENTS = ("k0", "k1", "offset")
 """Kernel arguments that differ from step to step and must not compile a variant per value."""
@@ -35,8 +39,15 @@ def key_arguments(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> l
     ]
 
 
-@torch.library.custom_op("sparsepretrain::uniform_noise", mutates_args=())
 def uniform_noise(
+    key: NoiseKey, groups: int, features: int, words: int, device: torch.device
+) -> list[Tensor]:
+    """See :func:`sparsepretrain.kernels.uniform_noise`."""
+    return list(uniform_noise_op(*key_parts(key, device), groups, features, words, device).unbind())
+
+
+@torch.library.custom_op("sparsepretrain::uniform_noise", mutates_args=())
+def uniform_noise_op(
     tensors: Sequence[Tensor | None],
     numbers: Sequence[int],
     groups: int,
@@ -44,7 +55,7 @@ def uniform_noise(
     words: int,
     device: torch.device,
 ) -> Tensor:
-    """:func:`sparsepretrain.kernels.uniform_noise` as one tensor (words, groups, features)."""
+    """:func:`uniform_noise` as one tensor (words, groups, features)."""
     out = torch.empty(words, groups, features, device=device)
     key = key_arguments(tensors, numbers)
     if out.numel():
@@ -52,7 +63,7 @@ def uniform_noise(
     return out
 
 
-uniform_noise.register_fake(
+uniform_noise_op.register_fake(
     lambda tensors, numbers, groups, features, words, device: torch.empty(
         words, groups, features, device=device
     )
@@ -63,7 +74,7 @@ uniform_noise.register_fake(
 def noise_key(step: Tensor, seed: int, layer: int, product: int) -> Tensor:
     """(k0, k1) of :func:`sparsepretrain.kernels.noise_key` for a 0-d step tensor, in one launch."""
     out = torch.empty(2, dtype=torch.int64, device=step.device)
-    words = [seed & 0xFFFFFFFF, seed >> 32, layer, product]
+    words = [seed & LOW_32, seed >> 32, layer, product]
     with torch.cuda.device_of(step):
         _derive_key[(1,)](out, step, *key_arguments([None] * 4, words))
     return out
@@ -111,21 +122,16 @@ def to_unit(word):
 
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
 def _uniforms(
-    out, inner, outer_stride, inner_stride, stride,
-    last, last_inner, last_outer_stride, last_inner_stride, last_stride,
-    features, groups, k0, k1, offset,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
-    WORDS: tl.constexpr,
+    out, last, features, groups, k0, k1, offset, TILE: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
-    feature, start = tile_of(features, groups, ROWS, GROUPS, WIDE)
-    group = start + tl.arange(0, GROUPS)
-    inside = (feature < features)[:, None] & (group < groups)[None, :]
+    feature, start = tile_of(features, groups, TILE)
+    group = start + tl.arange(0, TILE.GROUPS)
+    mask = (feature < features)[:, None] & (group < groups)[None, :]
     first, second = draw_bits(group[None, :], feature[:, None], k0, k1, offset)
-    place = row_starts(feature, inner, outer_stride, inner_stride)[:, None]
-    place += (group * stride)[None, :]
-    tl.store(out + place, to_unit(first), inside)
+    offsets = element_offsets(out, feature, group)
+    tl.store(out.data + offsets, to_unit(first), mask)
     if WORDS == 2:
-        tl.store(last + place, to_unit(second), inside)
+        tl.store(last.data + offsets, to_unit(second), mask)
 
 
 @triton.jit(do_not_specialize=("seed_low", "seed_high", "layer", "product"))

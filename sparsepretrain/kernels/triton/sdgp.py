@@ -9,31 +9,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.noise import NoiseKey
+from sparsepretrain.kernels.common import NoiseKey
 from sparsepretrain.kernels.triton.launch import (
     any_groups,
     empty_rows,
     load_fours,
-    narrow,
+    load_groups,
     over_groups,
-    row_starts,
     store_fours,
+    store_groups,
     tile_of,
-    widen,
 )
 from sparsepretrain.kernels.triton.nm import kept_by_rank, magnitude_bits, top_two
 from sparsepretrain.kernels.triton.noise import KEY_ARGUMENTS, draw_bits, key_arguments, key_parts
 
 
-def prune(
+def prune_gradient(
     g: Tensor, n: int, m: int, dim: int, key: NoiseKey | int | None = None, scale: float = 1.0
 ) -> Tensor:
     """``g`` pruned by magnitude (low index wins ties) or, under a key, at random; then scaled."""
-    return prune_gradient(g, n, m, dim, key is not None, *key_parts(key or 0, g.device), scale)
+    return prune_gradient_op(g, n, m, dim, key is not None, *key_parts(key or 0, g.device), scale)
 
 
 @torch.library.custom_op("sparsepretrain::prune_gradient", mutates_args=())
-def prune_gradient(
+def prune_gradient_op(
     g: Tensor,
     n: int,
     m: int,
@@ -43,7 +42,7 @@ def prune_gradient(
     numbers: Sequence[int],
     scale: float,
 ) -> Tensor:
-    """:func:`prune` with the key as :func:`key_parts` splits it."""
+    """:func:`prune_gradient` with the key as :func:`key_parts` splits it."""
     out = empty_rows(g, dim, g.dtype)
     kernel, pattern = (_prune_24, {}) if (n, m) == (2, 4) else (_prune_nm, {"N": n, "M": m})
     args = (*key_arguments(tensors, numbers), scale)
@@ -51,7 +50,7 @@ def prune_gradient(
     return out
 
 
-prune_gradient.register_fake(lambda g, n, m, dim, *_: empty_rows(g, dim, g.dtype))
+prune_gradient_op.register_fake(lambda g, n, m, dim, *_: empty_rows(g, dim, g.dtype))
 
 
 @triton.jit
@@ -63,18 +62,13 @@ def _draw(row, element, k0, k1, offset):
 
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
 def _prune_24(
-    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
-    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
-    count, groups, k0, k1, offset, scale,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
+    x, out, count, groups, k0, k1, offset, scale, TILE: tl.constexpr,
     RANDOM: tl.constexpr,
 ):  # fmt: skip
-    row, start = tile_of(count, groups, ROWS, GROUPS, WIDE)
-    inside = row < count
-    starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    x0, x1, x2, x3 = load_fours(x, starts, start, x_stride, inside, groups, GROUPS, CONTIGUOUS)
+    row, start = tile_of(count, groups, TILE)
+    x0, x1, x2, x3 = load_fours(x, row, start, count, groups, TILE)
     if RANDOM:
-        token, element = row[:, None], ((start + tl.arange(0, GROUPS)) * 4)[None, :]
+        token, element = row[:, None], ((start + tl.arange(0, TILE.GROUPS)) * 4)[None, :]
         keep0, keep1, keep2, keep3 = top_two(
             _draw(token, element, k0, k1, offset), _draw(token, element + 1, k0, k1, offset),
             _draw(token, element + 2, k0, k1, offset), _draw(token, element + 3, k0, k1, offset),
@@ -85,13 +79,9 @@ def _prune_24(
         keep0, keep1, keep2, keep3 = top_two(
             magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), True
         )
-    starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
-    store_fours(
-        out, starts, start, out_stride, inside, groups,
-        narrow(tl.where(keep0, x0, 0.0), out), narrow(tl.where(keep1, x1, 0.0), out),
-        narrow(tl.where(keep2, x2, 0.0), out), narrow(tl.where(keep3, x3, 0.0), out),
-        GROUPS, CONTIGUOUS,
-    )  # fmt: skip
+    y0, y1 = tl.where(keep0, x0, 0.0), tl.where(keep1, x1, 0.0)
+    y2, y3 = tl.where(keep2, x2, 0.0), tl.where(keep3, x3, 0.0)
+    store_fours(out, row, start, count, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit
@@ -109,23 +99,17 @@ def _drawn_by_rank(
 
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
 def _prune_nm(
-    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
-    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
-    count, groups, k0, k1, offset, scale,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
+    x, out, count, groups, k0, k1, offset, scale, TILE: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
-    row, start = tile_of(count, groups, ROWS, GROUPS, WIDE)
-    group, inside, _, element, filled = any_groups(row, start, count, groups, GROUPS, M)
-    starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    values = widen(tl.load(x + starts[:, None, None] + element * x_stride, filled, 0))
+    row, start = tile_of(count, groups, TILE)
+    group, mask, _, element, filled = any_groups(row, start, count, groups, TILE, M)
+    values = load_groups(x, row, element, filled)
     if RANDOM:
         keys = _draw(row[:, None, None], element, k0, k1, offset)
         keep = _drawn_by_rank(keys, row, group, k0, k1, offset, N, M)
         values = values * scale
     else:
         keys = magnitude_bits(values)
-        keep = kept_by_rank(keys, x, starts, group, x_stride, inside, N, M, True)
-    starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
-    result = narrow(tl.where(keep, values, 0.0), out)
-    tl.store(out + starts[:, None, None] + element * out_stride, result, filled)
+        keep = kept_by_rank(keys, x, row, group, mask, N, M, True)
+    store_groups(out, row, element, filled, tl.where(keep, values, 0.0))

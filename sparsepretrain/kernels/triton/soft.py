@@ -11,16 +11,16 @@ from sparsepretrain.kernels.triton.launch import (
     any_groups,
     empty_rows,
     load_fours,
-    narrow,
+    load_groups,
+    maximum,
+    minimum,
     over_groups,
-    row_starts,
     store_fours,
+    store_groups,
     tile_of,
-    widen,
 )
 from sparsepretrain.kernels.triton.nm import kept_by_rank, magnitude_bits
 
-_ALL: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 
 
@@ -47,83 +47,53 @@ soft_threshold.register_fake(lambda x, n, m, gamma, dim, scale, dtype: empty_row
 def _threshold(dropped, kept, near_dropped, near_kept, BETWEEN: tl.constexpr):
     """(1 - γ)·dropped + γ·kept, with the reference's care for infinities and rounding."""
     if BETWEEN:
-        t = near_dropped * tl.minimum(dropped, _MOST, propagate_nan=_ALL)
-        t += near_kept * tl.minimum(kept, _MOST, propagate_nan=_ALL)
-        return tl.maximum(t, dropped, propagate_nan=_ALL)
+        t = near_dropped * minimum(dropped, _MOST)
+        t += near_kept * minimum(kept, _MOST)
+        return maximum(t, dropped)
     return dropped
 
 
 @triton.jit
-def _shrink(x, t):
-    """sign(x)·(|x| - t) where |x| > t, else +0.0; NaN stays."""
+def _shrink(x, t, scale, SCALED: tl.constexpr):
+    """scale·sign(x)·(|x| - t) where |x| > t, else +0.0; NaN stays."""
     a = tl.abs(x)
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     kept = ((a - t).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    return tl.where(a <= t, 0.0, kept)
-
-
-@triton.jit
-def _store_value(value, scale, data, SCALED: tl.constexpr):
-    if SCALED:
-        value = value * scale
-    return narrow(value, data)
+    result = tl.where(a <= t, 0.0, kept)
+    return result * scale if SCALED else result
 
 
 @triton.jit
 def _soft_24(
-    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
-    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
-    count, groups, scale, near_dropped, near_kept,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
+    x, out, count, groups, scale, near_dropped, near_kept, TILE: tl.constexpr,
     SCALED: tl.constexpr, BETWEEN: tl.constexpr,
 ):  # fmt: skip
-    row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
-    inside = row < count
-    starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    x0, x1, x2, x3 = load_fours(x, starts, first, x_stride, inside, groups, GROUPS, CONTIGUOUS)
+    row, first = tile_of(count, groups, TILE)
+    x0, x1, x2, x3 = load_fours(x, row, first, count, groups, TILE)
     # a 4-element sorting network without its outer comparators
     a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
-    low, high = _min(a0, a1), _max(a0, a1)
-    low2, high2 = _min(a2, a3), _max(a2, a3)
-    inner, outer = _max(low, low2), _min(high, high2)
-    t = _threshold(_min(inner, outer), _max(inner, outer), near_dropped, near_kept, BETWEEN)
+    low, high = minimum(a0, a1), maximum(a0, a1)
+    low2, high2 = minimum(a2, a3), maximum(a2, a3)
+    inner, outer = maximum(low, low2), minimum(high, high2)
+    t = _threshold(minimum(inner, outer), maximum(inner, outer), near_dropped, near_kept, BETWEEN)
     beta = 1.0
     if SCALED:
         beta = tl.load(scale).to(tl.float32)
-    y0 = _store_value(_shrink(x0, t), beta, out, SCALED)
-    y1 = _store_value(_shrink(x1, t), beta, out, SCALED)
-    y2 = _store_value(_shrink(x2, t), beta, out, SCALED)
-    y3 = _store_value(_shrink(x3, t), beta, out, SCALED)
-    starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
-    store_fours(
-        out, starts, first, out_stride, inside, groups, y0, y1, y2, y3, GROUPS, CONTIGUOUS
-    )  # fmt: skip
-
-
-@triton.jit
-def _min(a, b):
-    return tl.minimum(a, b, propagate_nan=_ALL)
-
-
-@triton.jit
-def _max(a, b):
-    return tl.maximum(a, b, propagate_nan=_ALL)
+    y0, y1 = _shrink(x0, t, beta, SCALED), _shrink(x1, t, beta, SCALED)
+    y2, y3 = _shrink(x2, t, beta, SCALED), _shrink(x3, t, beta, SCALED)
+    store_fours(out, row, first, count, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit
 def _soft_nm(
-    x, x_inner, x_outer_stride, x_inner_stride, x_stride,
-    out, out_inner, out_outer_stride, out_inner_stride, out_stride,
-    count, groups, scale, near_dropped, near_kept,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
+    x, out, count, groups, scale, near_dropped, near_kept, TILE: tl.constexpr,
     SCALED: tl.constexpr, BETWEEN: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    row, first = tile_of(count, groups, ROWS, GROUPS, WIDE)
-    group, inside, position, element, filled = any_groups(row, first, count, groups, GROUPS, M)
-    starts = row_starts(row, x_inner, x_outer_stride, x_inner_stride)
-    values = widen(tl.load(x + starts[:, None, None] + element * x_stride, filled, 0))
+    row, first = tile_of(count, groups, TILE)
+    group, mask, position, element, filled = any_groups(row, first, count, groups, TILE, M)
+    values = load_groups(x, row, element, filled)
     bits = magnitude_bits(values)
-    keep = kept_by_rank(bits, x, starts, group, x_stride, inside, N, M, False)
+    keep = kept_by_rank(bits, x, row, group, mask, N, M, False)
     # largest dropped and smallest kept, compared as integers: NaN is above infinity
     dropped = tl.max(tl.where(keep | (position >= M), 0, bits), 2)[:, :, None]
     kept = tl.min(tl.where(keep, bits, 0x7FFFFFFF), 2)[:, :, None]
@@ -134,6 +104,4 @@ def _soft_nm(
     beta = 1.0
     if SCALED:
         beta = tl.load(scale).to(tl.float32)
-    result = _store_value(_shrink(values, t), beta, out, SCALED)
-    starts = row_starts(row, out_inner, out_outer_stride, out_inner_stride)
-    tl.store(out + starts[:, None, None] + element * out_stride, result, filled)
+    store_groups(out, row, element, filled, _shrink(values, t, beta, SCALED))

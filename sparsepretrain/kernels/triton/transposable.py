@@ -7,23 +7,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.transposable import PATTERNS, ROW_PAIRS
-from sparsepretrain.kernels.triton.launch import INTERPRETED, load_fours, store_fours
+from sparsepretrain.kernels.common import PAIRS, PATTERNS_90
+from sparsepretrain.kernels.triton.launch import (
+    INTERPRETED,
+    Rows,
+    Tile,
+    load_fours_at,
+    store_fours_at,
+    tile_of,
+)
 
-_CHOICES: tl.constexpr = tl.constexpr(tuple(PATTERNS))
-_COUNT: tl.constexpr = tl.constexpr(len(PATTERNS))
+_CHOICES: tl.constexpr = tl.constexpr(tuple(PATTERNS_90))
+_COUNT: tl.constexpr = tl.constexpr(len(PATTERNS_90))
 
 
 def _bits(pattern: tuple[int, ...], *, by_columns: bool) -> int:
     """Kept positions of a block: bit 4·line + place."""
-    kept = [(row, column) for row, pair in enumerate(pattern) for column in ROW_PAIRS[pair]]
+    kept = [(row, column) for row, pair in enumerate(pattern) for column in PAIRS[pair]]
     return sum(1 << (4 * c + r if by_columns else 4 * r + c) for r, c in kept)
 
 
-_BITS: tl.constexpr = tl.constexpr(tuple(_bits(p, by_columns=False) for p in PATTERNS))
-_BITS_BY_COLUMNS: tl.constexpr = tl.constexpr(tuple(_bits(p, by_columns=True) for p in PATTERNS))
+_BITS: tl.constexpr = tl.constexpr(tuple(_bits(p, by_columns=False) for p in PATTERNS_90))
+_BITS_BY_COLUMNS: tl.constexpr = tl.constexpr(tuple(_bits(p, by_columns=True) for p in PATTERNS_90))
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
-_TILE = (16, 128) if INTERPRETED else (4, 32)
+_BLOCKS = (16, 128) if INTERPRETED else (4, 32)
 """Blocks of 4×4 per program: one per thread with 4 warps."""
 
 
@@ -38,24 +45,15 @@ def transposable_mask(w: Tensor) -> Tensor:
     by_columns = w.stride(0) < w.stride(1)
     source, target = (w.t(), mask.t()) if by_columns else (w, mask)
     lines, length = source.shape[0] // 4, source.shape[1] // 4
-    grid = (triton.cdiv(lines, _TILE[0]) * triton.cdiv(length, _TILE[1]),)
+    grid = (triton.cdiv(lines, _BLOCKS[0]) * triton.cdiv(length, _BLOCKS[1]),)
     reach = max(
         sum(n * abs(s) for n, s in zip(t.shape, t.stride(), strict=True)) for t in (source, target)
     )
+    rows, out = (Rows(t, 1, t.stride(0), 0, t.stride(1)) for t in (source, target.view(torch.int8)))
+    tile = Tile(*_BLOCKS, rows.stride == 1 and out.stride == 1, reach >= 2**31)
     with torch.cuda.device_of(w):
         _search[grid](
-            source,
-            *source.stride(),
-            target.view(torch.int8),
-            *target.stride(),
-            lines,
-            length,
-            LINES=_TILE[0],
-            LENGTH=_TILE[1],
-            CONTIGUOUS=source.stride(1) == 1 and target.stride(1) == 1,
-            WIDE=reach >= 2**31,
-            BY_COLUMNS=by_columns,
-            enable_fp_fusion=False,
+            rows, out, lines, length, TILE=tile, BY_COLUMNS=by_columns, enable_fp_fusion=False
         )
     return mask
 
@@ -86,31 +84,22 @@ def _is_huge(x0, x1, x2, x3):
 
 @triton.jit
 def _pair_sums(a, b, c, d):
-    """Kept magnitude of a row for each of the six ways to keep two, in the order of ROW_PAIRS."""
+    """Kept magnitude of a row for each of the six ways to keep two, in the order of PAIRS."""
     return a + b, a + c, a + d, b + c, b + d, c + d
 
 
 @triton.jit
-def _search(
-    w, w_line_stride, w_stride, out, out_line_stride, out_stride, lines, length,
-    LINES: tl.constexpr, LENGTH: tl.constexpr, CONTIGUOUS: tl.constexpr, WIDE: tl.constexpr,
-    BY_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    per_line = tl.cdiv(length, LENGTH)
-    program = tl.program_id(0)
-    line = (program // per_line) * LINES + tl.arange(0, LINES)
-    block = (program % per_line) * LENGTH
-    if WIDE:
-        line, block = line.to(tl.int64), block.to(tl.int64)
-    inside = line < lines
-    first = line * 4 * w_line_stride
-    a0, a1, a2, a3 = load_fours(w, first, block, w_stride, inside, length, LENGTH, CONTIGUOUS)
-    first += w_line_stride
-    b0, b1, b2, b3 = load_fours(w, first, block, w_stride, inside, length, LENGTH, CONTIGUOUS)
-    first += w_line_stride
-    c0, c1, c2, c3 = load_fours(w, first, block, w_stride, inside, length, LENGTH, CONTIGUOUS)
-    first += w_line_stride
-    d0, d1, d2, d3 = load_fours(w, first, block, w_stride, inside, length, LENGTH, CONTIGUOUS)
+def _search(w, out, lines, length, TILE: tl.constexpr, BY_COLUMNS: tl.constexpr):
+    line, block = tile_of(lines, length, TILE)
+    mask = line < lines
+    starts = line * 4 * w.outer_stride
+    a0, a1, a2, a3 = load_fours_at(w, starts, block, mask, length, TILE)
+    starts += w.outer_stride
+    b0, b1, b2, b3 = load_fours_at(w, starts, block, mask, length, TILE)
+    starts += w.outer_stride
+    c0, c1, c2, c3 = load_fours_at(w, starts, block, mask, length, TILE)
+    starts += w.outer_stride
+    d0, d1, d2, d3 = load_fours_at(w, starts, block, mask, length, TILE)
     huge = _is_huge(a0, a1, a2, a3) | _is_huge(b0, b1, b2, b3)
     huge |= _is_huge(c0, c1, c2, c3) | _is_huge(d0, d1, d2, d3)
     a0, a1, a2, a3 = _comparable(a0, a1, a2, a3, huge)
@@ -132,11 +121,9 @@ def _search(
         better = score > best  # strictly: the first of equals stays
         best = tl.where(better, score, best)
         kept = tl.where(better, _BITS_BY_COLUMNS[p] if BY_COLUMNS else _BITS[p], kept)
-    first = line * 4 * out_line_stride
+    starts = line * 4 * out.outer_stride
     for r in tl.static_range(4):
-        m0, m1 = ((kept >> (4 * r)) & 1).to(tl.int8), ((kept >> (4 * r + 1)) & 1).to(tl.int8)
-        m2, m3 = ((kept >> (4 * r + 2)) & 1).to(tl.int8), ((kept >> (4 * r + 3)) & 1).to(tl.int8)
-        store_fours(
-            out, first, block, out_stride, inside, length, m0, m1, m2, m3, LENGTH, CONTIGUOUS
-        )
-        first += out_line_stride
+        m0, m1 = (kept >> (4 * r)) & 1, (kept >> (4 * r + 1)) & 1
+        m2, m3 = (kept >> (4 * r + 2)) & 1, (kept >> (4 * r + 3)) & 1
+        store_fours_at(out, starts, block, mask, length, m0, m1, m2, m3, TILE)
+        starts += out.outer_stride

@@ -1,11 +1,17 @@
-"""Views of a tensor as groups of consecutive elements along one axis, and the backend choice."""
+"""Which backend runs an operation, and where its kernel is found.
+
+The kernel of an operation is the function of that name in any file of ``kernels/<backend>/``;
+nothing is registered anywhere else.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +20,40 @@ from sparsepretrain.errors import SparsePretrainWarning
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8)
 """What the Triton kernels take; masks and packed codes among them."""
+CPU_DTYPES = (*TRITON_DTYPES, torch.float64)
 _HAS_TRITON = find_spec("triton") is not None
 """Its wheels exist for Linux only; the references need torch alone."""
-CPU_DTYPES = (*TRITON_DTYPES, torch.float64)
-"""What the loops on the CPU take."""
-WITHOUT_LOOPS = ("unpack_24", "quantize_fp8", "dequantize_fp8", "geglu", "swiglu")
-"""Operations that have no loops: torch runs their reference on the CPU."""
-INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of a floating dtype -> what its bits are viewed as."""
+
+
+def kernel_of(
+    operation: str, backend: str | None, x: Tensor, *, composed: bool = False
+) -> Callable[..., Any] | None:
+    """The function that runs ``operation`` on ``x``; None: its reference does.
+
+    Args:
+        operation: the name of a public function.
+        backend: what its caller asked for.
+        x: the tensor that decides.
+        composed: the reference calls other operations with ``backend``, so that a backend without
+            a function for this one is no error.
+
+    Raises:
+        ValueError: see :func:`choose_backend`; or the backend asked for has no such kernel.
+    """
+    chosen = choose_backend(operation, backend, x)
+    kernel = None if chosen == "reference" else find(operation, chosen)
+    if kernel is None and not composed and backend not in (None, "reference"):
+        raise ValueError(f"{operation}: there is no backend={backend!r}; use 'reference'")
+    return kernel
+
+
+def find(name: str, backend: str) -> Callable[..., Any] | None:
+    """The function of ``backend`` for the operation ``name``; None: it has none."""
+    if backend == "triton":  # two import statements, which torch.compile can follow
+        from sparsepretrain.kernels.triton import KERNELS
+    else:
+        from sparsepretrain.kernels.cpu import KERNELS
+    return KERNELS.get(name)
 
 
 def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
@@ -38,7 +70,7 @@ def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
     if backend is None:
         if prefers_triton(x.device) and x.dtype in TRITON_DTYPES:
             return "triton"
-        return "cpu" if prefers_cpu(x) and name not in WITHOUT_LOOPS else "reference"
+        return "cpu" if prefers_cpu(x) else "reference"
     if backend == "triton":
         if x.dtype not in TRITON_DTYPES:
             raise ValueError(f"{name}: backend='triton' has no {x.dtype} kernel; use 'reference'")
@@ -48,8 +80,6 @@ def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
                 "(TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
             )
     elif backend == "cpu":
-        if name in WITHOUT_LOOPS:
-            raise ValueError(f"{name}: there is no backend='cpu'; use 'reference'")
         if reason := _no_loops_on(x) or _numba_fails():
             raise ValueError(f"{name}: backend='cpu' {reason}; use 'reference'")
     elif backend != "reference":
@@ -98,56 +128,3 @@ def _numba_fails() -> str | None:
 @functools.lru_cache(maxsize=1)
 def _warn_once(message: str) -> None:
     warnings.warn(message, SparsePretrainWarning, stacklevel=4)
-
-
-def check_pattern(name: str, x: Tensor, n: int, m: int, dim: int) -> None:
-    """Refuse patterns and shapes that have no exact N:M answer.
-
-    Raises:
-        ValueError: N > M or N < 1, or the axis is not a multiple of M.
-    """
-    if not 1 <= n <= m:
-        raise ValueError(f"{name}: N:M needs 1 ≤ N ≤ M, got {n}:{m}")
-    if x.dim() == 0 or x.shape[dim] % m:
-        size = tuple(x.shape)
-        raise ValueError(f"{name}: axis {dim} of shape {size} is not a multiple of M = {m}")
-
-
-def widen(x: Tensor) -> Tensor:
-    """``x`` in fp32, which every value of fewer bits is in exactly; fp64 as it is."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def split_groups(x: Tensor, m: int, dim: int) -> list[Tensor]:
-    """The m positions of every group as m contiguous tensors.
-
-    Element k of the result holds position k of all groups, in the order of ``x`` with ``dim``
-    divided by m.
-    """
-    dim %= x.dim()
-    grouped = x.unflatten(dim, (x.shape[dim] // m, m)).movedim(dim + 1, 0)
-    return list(grouped.contiguous().unbind(0))
-
-
-def join_groups(parts: list[Tensor], dim: int) -> Tensor:
-    """Inverse of :func:`split_groups`."""
-    dim %= parts[0].dim()
-    return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
-
-
-def apply_mask(x: Tensor, mask: Tensor, *, backend: str | None = None) -> Tensor:
-    """``x`` where ``mask`` is true, +0.0 elsewhere (NaN and infinities too).
-
-    Args:
-        x: tensor of any floating dtype and strides.
-        mask: bool, same shape.
-        backend: None, ``"reference"`` or ``"cpu"``.
-
-    Returns:
-        a new tensor.
-    """
-    if choose_backend("apply_mask", backend, x) == "cpu":
-        from sparsepretrain.kernels.cpu import masks
-
-        return masks.apply_mask(x, mask)
-    return x.detach().masked_fill(~mask, 0)

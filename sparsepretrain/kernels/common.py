@@ -1,0 +1,88 @@
+"""What the references and their kernels share: constants, stream keys, checks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of a floating dtype -> what its bits are viewed as."""
+FP8_FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
+PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
+PHILOX_ROUNDS = 10
+LOW_32 = 0xFFFFFFFF
+
+PAIRS = list(itertools.combinations(range(4), 2))
+"""The six ways to keep two of four, as column pairs."""
+PATTERNS_90 = [
+    choice
+    for choice in itertools.product(range(6), repeat=4)
+    if all(sum(column in PAIRS[row] for row in choice) == 2 for column in range(4))
+]
+"""The 90 masks that are 2:4 along both axes of a 4×4 block: an index into PAIRS for each row; in
+descending order of row-major bits."""
+
+
+class NoiseKey(NamedTuple):
+    """Key of one stream; integers or 0-d int64 tensors (under ``torch.compile``)."""
+
+    k0: Any
+    k1: Any
+    offset: Any = 0
+    """Global index of the first token group."""
+
+    @classmethod
+    def from_seed(cls, seed: int) -> NoiseKey:
+        """The stream of a bare seed, 0 ≤ seed < 2⁶⁴."""
+        return cls(seed & LOW_32, seed >> 32)
+
+
+def functions_of(package: str, path: Iterable[str]) -> dict[str, Any]:
+    """The public functions of all files of a package, by name, which must be unique."""
+    modules = [import_module(f"{package}.{m.name}") for m in iter_modules(path) if not m.ispkg]
+    return {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_")
+    }
+
+
+def check_pattern(name: str, x: Tensor, n: int, m: int, dim: int) -> None:
+    """Refuse patterns and shapes that have no exact N:M answer.
+
+    Raises:
+        ValueError: N > M or N < 1, or the axis is not a multiple of M.
+    """
+    if not 1 <= n <= m:
+        raise ValueError(f"{name}: N:M needs 1 ≤ N ≤ M, got {n}:{m}")
+    if x.dim() == 0 or x.shape[dim] % m:
+        size = tuple(x.shape)
+        raise ValueError(f"{name}: axis {dim} of shape {size} is not a multiple of M = {m}")
+
+
+def widen(x: Tensor) -> Tensor:
+    """``x`` in fp32, which every value of fewer bits is in exactly; fp64 as it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def fours_of(x: Tensor, dim: int) -> Tensor:
+    """Groups of four along ``dim``: (groups, 4, other axes) in fp32 or fp64, padded with zeros."""
+    rows = widen(x.detach()).movedim(dim, 0)
+    rows = rows.reshape(rows.shape[0], rows.shape[1:].numel())
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % 4))
+    return rows.view(rows.shape[0] // 4, 4, rows.shape[1])
+
+
+def from_fours(fours: Tensor, x: Tensor, dim: int) -> Tensor:
+    """Inverse of :func:`fours_of`: shape and dtype of ``x``."""
+    rows = fours.flatten(0, 1)[: x.shape[dim]]
+    return rows.view(x.movedim(dim, 0).shape).movedim(0, dim).to(x.dtype)

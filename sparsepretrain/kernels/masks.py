@@ -1,0 +1,133 @@
+"""Masks at work: pruning, the pull of pruned weights towards zero, counting flips, packing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsepretrain.kernels.dispatch import kernel_of
+
+
+def apply_mask(x: Tensor, mask: Tensor, *, backend: str | None = None) -> Tensor:
+    """``x`` where ``mask`` is true, +0.0 elsewhere (NaN and infinities too).
+
+    Args:
+        x: tensor of any floating dtype and strides.
+        mask: bool, same shape.
+        backend: None, ``"reference"`` or ``"cpu"``.
+
+    Returns:
+        a new tensor.
+    """
+    if kernel := kernel_of("apply_mask", backend, x):
+        return kernel(x, mask)
+    return x.detach().masked_fill(~mask, 0)
+
+
+@torch.no_grad()
+def masked_decay_(
+    grad: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    decay: float | Tensor,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Grad += decay·(1 - mask)·weight, in place; the sum is formed in fp32 and rounded once.
+
+    Args:
+        grad: gradient of the weight, any floating dtype and strides.
+        weight: the dense master weight, same shape.
+        mask: kept positions (bool or 0/1), same shape.
+        decay: λ, a number or 0-d tensor (so that a loss scale can be folded in without a sync).
+        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
+
+    Returns:
+        ``grad``.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    if not grad.shape == weight.shape == mask.shape:
+        shapes = tuple(grad.shape), tuple(weight.shape), tuple(mask.shape)
+        raise ValueError(f"masked_decay_: shapes of grad, weight and mask differ: {shapes}")
+    if kernel := kernel_of("masked_decay_", backend, grad):
+        kernel(grad, weight.detach(), mask.bool(), decay)
+        return grad
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    pull = wide.masked_fill(mask.bool(), 0) * decay
+    if grad.dtype in (torch.float16, torch.bfloat16):
+        return grad.copy_(grad.float() + pull)
+    return grad.add_(pull)
+
+
+def flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None) -> Tensor:
+    """Number of positions where two masks differ (numerator of the flip rate, arXiv:2404.01847).
+
+    Args:
+        previous, current: masks of one shape, bool or 0/1.
+
+    Returns:
+        0-d int64 tensor.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    if previous.shape != current.shape:
+        shapes = tuple(previous.shape), tuple(current.shape)
+        raise ValueError(f"flip_count: shapes differ: {shapes[0]} and {shapes[1]}")
+    previous, current = previous.bool(), current.bool()
+    if kernel := kernel_of("flip_count", backend, current):
+        return kernel(previous, current)
+    return (previous ^ current).sum()
+
+
+def packed_flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None) -> Tensor:
+    """:func:`flip_count` of two packed masks (:func:`pack_24`), an eighth of the traffic.
+
+    Returns:
+        0-d int64 tensor.
+    """
+    if kernel := kernel_of("packed_flip_count", backend, current):
+        return kernel(previous, current)
+    return _bits(previous ^ current).sum()
+
+
+def pack_24(mask: Tensor, *, backend: str | None = None) -> Tensor:
+    """A mask in one bit per element: position i of a group of four is bit i of its nibble.
+
+    Groups follow the row-major order of ``mask``, two per byte, the first in the low nibble. Any
+    mask can be packed, not only 2:4 ones; the last byte is filled with zeros.
+
+    Returns:
+        uint8 tensor of ceil(numel / 8) bytes.
+    """
+    if kernel := kernel_of("pack_24", backend, mask):
+        return kernel(mask.bool())
+    bits = mask.bool().flatten()
+    bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+    places = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return (bits.to(torch.uint8) << places).sum(1, dtype=torch.uint8)
+
+
+def unpack_24(code: Tensor, shape: Sequence[int], *, backend: str | None = None) -> Tensor:
+    """The bool mask of ``shape`` that :func:`pack_24` made ``code`` from.
+
+    Raises:
+        ValueError: ``code`` does not have the number of bytes that ``shape`` needs.
+    """
+    count = math.prod(shape)
+    if code.numel() != -(-count // 8):
+        raise ValueError(f"unpack_24: {code.numel()} bytes cannot hold a mask of {tuple(shape)}")
+    if kernel := kernel_of("unpack_24", backend, code):
+        return kernel(code, list(shape))
+    return _bits(code).flatten()[:count].bool().reshape(tuple(shape))
+
+
+def _bits(code: Tensor) -> Tensor:
+    """The eight bits of each byte, the lowest first; uint8."""
+    places = torch.arange(8, dtype=torch.uint8, device=code.device)
+    return (code.unsqueeze(-1) >> places).bitwise_and_(1)

@@ -1,0 +1,130 @@
+"""Triton kernels of :mod:`sparsepretrain.kernels.masks`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsepretrain.kernels.triton.launch import (
+    BLOCK as DEFAULT_BLOCK,
+)
+from sparsepretrain.kernels.triton.launch import (
+    block_offsets,
+    memory_order,
+    narrow,
+    over_elements,
+    widen,
+)
+
+
+def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Tensor) -> None:
+    """``grad += decay · (1 - mask) · weight``."""
+    number, factor = (0.0, decay) if isinstance(decay, Tensor) else (decay, None)
+    masked_decay_op(grad, weight, mask, number, factor)
+
+
+@torch.library.custom_op("sparsepretrain::masked_decay_", mutates_args=("grad",))
+def masked_decay_op(
+    grad: Tensor, weight: Tensor, mask: Tensor, decay: float, factor: Tensor | None
+) -> None:
+    """:func:`masked_decay_`; ``factor``, if given, stands for ``decay``."""
+    # in the memory order of the gradient, which is written in place
+    order = memory_order(grad)
+    target = grad.permute(order)
+    dense = target.contiguous().view(-1)
+    others = [t.permute(order).contiguous().view(-1) for t in (weight, mask)]
+    pointers = (dense, others[0], others[1].view(torch.int8), dense if factor is None else factor)
+    over_elements(_masked_decay, pointers, dense.numel(), decay, GIVEN=factor is not None)
+    if not target.is_contiguous():
+        target.copy_(dense.view(target.shape))
+
+
+@triton.jit
+def _masked_decay(
+    grad, weight, keep, factor, count, decay,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    if GIVEN:
+        decay = tl.load(factor).to(tl.float32)
+    offsets = block_offsets(BLOCK, WIDE)
+    mask = offsets < count
+    g = widen(tl.load(grad + offsets, mask, 0))
+    w = widen(tl.load(weight + offsets, mask, 0))
+    kept = tl.load(keep + offsets, mask, 1)
+    g += tl.where(kept != 0, 0.0, w) * decay
+    tl.store(grad + offsets, narrow(g, grad), mask)
+
+
+@torch.library.custom_op("sparsepretrain::differing_bits", mutates_args=())
+def differing_bits(previous: Tensor, current: Tensor) -> Tensor:
+    """Number of bits in which two tensors of bytes (masks or packed codes) differ; 0-d int64."""
+    total = torch.zeros((), dtype=torch.int64, device=current.device)
+    order = memory_order(current)
+    pair = [t.permute(order).contiguous().view(-1).view(torch.uint8) for t in (previous, current)]
+    if all(t.numel() % 4 == 0 and t.storage_offset() % 4 == 0 for t in pair):
+        pair = [t.view(torch.int32) for t in pair]
+    over_elements(_differing_bits, (*pair, total), pair[0].numel())
+    return total
+
+
+differing_bits.register_fake(lambda previous, current: current.new_empty((), dtype=torch.int64))
+flip_count = packed_flip_count = differing_bits
+
+
+@triton.jit
+def _differing_bits(previous, current, total, count, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    offsets = block_offsets(BLOCK, WIDE)
+    mask = offsets < count
+    bits = tl.load(previous + offsets, mask, 0) ^ tl.load(current + offsets, mask, 0)
+    bits = bits.to(tl.uint32, bitcast=bits.dtype.primitive_bitwidth == 32)
+    # population count in parallel fields of 2, 4 and 8 bits; libdevice's has no interpreter
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    ones = (bits * 0x01010101) >> 24
+    tl.atomic_add(total, tl.sum(ones.to(tl.int32), 0).to(tl.int64))
+
+
+@torch.library.custom_op("sparsepretrain::pack_24", mutates_args=())
+def pack_24(mask: Tensor) -> Tensor:
+    """See :func:`sparsepretrain.kernels.pack_24`."""
+    bits = mask.contiguous().view(-1).view(torch.uint8)
+    code = torch.empty(-(-bits.numel() // 8), dtype=torch.uint8, device=mask.device)
+    length, block = bits.numel(), DEFAULT_BLOCK // 8
+    reach = length + DEFAULT_BLOCK
+    over_elements(_pack, (bits, code), code.numel(), length, block=block, reach=reach)
+    return code
+
+
+pack_24.register_fake(lambda mask: mask.new_empty(-(-mask.numel() // 8), dtype=torch.uint8))
+
+
+@triton.jit
+def _pack(bits, code, count, length, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    offsets = block_offsets(BLOCK, WIDE)
+    position = tl.arange(0, 8)
+    elements = offsets[:, None] * 8 + position[None, :]
+    kept = tl.load(bits + elements, elements < length, 0).to(tl.int32)
+    byte = tl.sum((kept != 0).to(tl.int32) << position[None, :], 1)
+    tl.store(code + offsets, byte.to(tl.uint8), offsets < count)
+
+
+@torch.library.custom_op("sparsepretrain::unpack_24", mutates_args=())
+def unpack_24(code: Tensor, shape: list[int]) -> Tensor:
+    """See :func:`sparsepretrain.kernels.unpack_24`."""
+    mask = torch.empty(shape, dtype=torch.bool, device=code.device)
+    over_elements(_unpack, (code.contiguous(), mask.view(torch.uint8)), mask.numel())
+    return mask
+
+
+unpack_24.register_fake(lambda code, shape: code.new_empty(shape, dtype=torch.bool))
+
+
+@triton.jit
+def _unpack(code, keep, count, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    offsets = block_offsets(BLOCK, WIDE)
+    mask = offsets < count
+    byte = tl.load(code + offsets // 8, mask, 0).to(tl.int32)
+    tl.store(keep + offsets, ((byte >> (offsets % 8).to(tl.int32)) & 1).to(tl.uint8), mask)
