@@ -64,8 +64,8 @@ results: $(VENV)/.dev
 	$(BIN)/python scripts/generate_docs.py
 
 # the figures that test-kernels-offline holds kernels to, and their table in docs/kernels.md
-kernels-offline: $(INSTALLED)
-	$(BIN)/sparsepretrain bench suite=offline out=benchmarks/kernels_offline.json
+kernels-offline: $(VENV)/.dev
+	$(BIN)/python tests/kernels_offline/measure.py
 	$(BIN)/python scripts/generate_docs.py
 
 # all methods and the half baseline with equal data order and initial weights, overlaid

@@ -5,8 +5,8 @@
 #
 #   tests    the kernels against their references, bit for bit; layers compiled and in bf16
 #   kernels  kernels against the reference, other formulations and a device copy
-#   layers   one linear layer of the main methods against nn.Linear
-#   train    50 steps of GPT-2 124M with the main methods, beside dense
+#   layers   one linear layer of every method against nn.Linear
+#   train    50 steps of GPT-2 124M with every method, beside dense
 #
 # Runs from a bare checkout: needs bash, Python ≥ 3.11 with torch, triton, numpy, pytest, rich and
 # pyyaml; nothing is installed or downloaded. Results go to ${OUT:-benchmarks/results}.

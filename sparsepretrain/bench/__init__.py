@@ -12,10 +12,10 @@ from sparsepretrain.files import write_atomic
 
 SUITES = {
     "cpu": "sparsepretrain.bench.cpu",
-    "offline": "sparsepretrain.bench.offline",
     "kernels": "sparsepretrain.bench.kernels",
     "linear": "sparsepretrain.bench.linear",
     "steps": "sparsepretrain.bench.steps",
+    "operands": "sparsepretrain.bench.operands",
 }
 """Name -> module with ``cases(quick) -> list[Result]``.
 

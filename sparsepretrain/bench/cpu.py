@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from sparsepretrain import registry
 from sparsepretrain.bench import cpu_kernels, tasks
+from sparsepretrain.bench.linear import timed_methods
 from sparsepretrain.bench.plain import PlainGPT2
 from sparsepretrain.bench.progress import Phase
 from sparsepretrain.bench.timing import Case, amortised, interleaved, ratio
@@ -64,17 +65,17 @@ NEVER = 10**6
 def variants() -> dict[str, Variant]:
     """What every registered method says is worth timing, ``dense`` first."""
     result = {"dense": Variant(["sparsity=dense"], None)}
-    for name in registry.names("method"):
+    for label, (name, options) in timed_methods().items():
+        if name == "dense":
+            continue
         method: Any = registry.get("method", name)
-        for label, options in method.timed.items() if name != "dense" else ():
-            checked = method.Options(name=name, **options)
-            sampled = method(checked, 1000).sparse_row.U != G
-            every = method.searches
-            result[f"{name}, {label}" if label else name] = Variant(
-                [f"sparsity={name}", *(f"sparsity.{k}={v}" for k, v in options.items())],
-                SAMPLED_LIMIT if sampled else MASKED_LIMIT,
-                None if every is None else (f"sparsity.{every}", getattr(checked, every)),
-            )
+        checked, every = method.Options(name=name, **options), method.searches
+        sampled = method(checked, 1000).sparse_row.U != G
+        result[label] = Variant(
+            [f"sparsity={name}", *(f"sparsity.{k}={v}" for k, v in options.items())],
+            SAMPLED_LIMIT if sampled else MASKED_LIMIT,
+            None if every is None else (f"sparsity.{every}", getattr(checked, every)),
+        )
     return result
 
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.bench import gpu
-from sparsepretrain.bench.kernel_case import TINY, KernelCase, Shape
-from sparsepretrain.bench.kernel_cases import kernel_cases
+from sparsepretrain.bench.kernel_cases import TINY, KernelCase, Shape, kernel_cases
 from sparsepretrain.bench.timing import interleaved
 
 OURS, REFERENCE, COMPILED, COPY = "triton", "reference", "compiled reference", "device copy"
@@ -170,7 +169,7 @@ def on_gpu(case: KernelCase, shape: Shape, rounds: int, device: torch.device = C
         COMPILED: torch.compile(reference, dynamic=False),
         **case.others,
     }
-    ideal = case.bytes * case.elements(shape)
+    ideal = case.bytes * shape[0] * shape[1]
     results = {
         impl: Timed(case=case.name, shape=list(shape), impl=impl, bytes=ideal) for impl in works
     }

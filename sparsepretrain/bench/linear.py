@@ -12,28 +12,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparsepretrain import registry
 from sparsepretrain.bench import gpu
 from sparsepretrain.bench.kernels import Timed, details
 from sparsepretrain.bench.timing import interleaved
 from sparsepretrain.sparsity import sparsify
 from sparsepretrain.sparsity.layers import SparseLayer
 
-__all__ = ["METHODS", "cases", "details"]
-
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("dense", {}),
-    "ste": ("ste", {}),
-    "srste": ("srste", {}),
-    "sste, no MVUE": ("sste", {"mvue": "none"}),
-    "sste": ("sste", {}),
-    "tsrste": ("tsrste", {}),
-    "sdgp": ("sdgp", {}),
-}
-"""Name in the results -> method and options."""
+__all__ = ["cases", "details", "timed_methods"]
 
 LAYERS = {"GPT-2 124M": (768, 3072), "LLaMA 7B": (4096, 11008)}
 """(in_features, out_features)."""
 TOKENS = 16384
+
+
+def timed_methods() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name in the results -> method and options: what every method says is worth timing."""
+    names = sorted(registry.names("method"), key="dense".__ne__)  # the yardstick first
+    methods: dict[str, Any] = {name: registry.get("method", name) for name in names}
+    return {
+        f"{name}, {label}" if label else name: (name, options)
+        for name, method in methods.items()
+        for label, options in method.timed.items()
+    }
 
 
 def cases(quick: bool) -> list[Timed]:
@@ -55,7 +56,7 @@ def _layer(
     x = torch.randn(tokens, sizes[0], device=device, requires_grad=True)
     grad = torch.randn(tokens, sizes[1], device=device, dtype=torch.bfloat16)
     works: dict[str, Callable[[], Any]] = {"nn.Linear": _work(nn.Linear(*sizes), x, grad)}
-    for label, (method, options) in METHODS.items():
+    for label, (method, options) in timed_methods().items():
         layer = nn.Sequential(nn.Linear(*sizes).to(device))
         sparsify(layer, method, targets=["*"], total_steps=1000, **options)
         works[label] = _work(layer, x, grad)

@@ -1,4 +1,4 @@
-"""Short trainings of GPT-2 124M, the main methods beside dense (``suite=steps``).
+"""Short trainings of GPT-2 124M, every method beside dense (``suite=steps``).
 
 Plain PyTorch with ``sparsify``, on the bytes of this package's own sources: nothing is downloaded
 and nothing but torch and triton is imported. Steps of all methods alternate in one process.
@@ -20,14 +20,16 @@ from torch import Tensor
 import sparsepretrain
 from sparsepretrain.bench import gpu
 from sparsepretrain.bench.kernels import Timed, details
-from sparsepretrain.bench.linear import METHODS
+from sparsepretrain.bench.linear import timed_methods
 from sparsepretrain.bench.plain import PlainGPT2
 from sparsepretrain.bench.timing import interleaved
+from sparsepretrain.config.schema import AdamW
 from sparsepretrain.sparsity import Sparsifier, sparsify
 
 __all__ = ["cases", "details"]
 
 GPT2_124M = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50304}
+ADAMW: Any = {"name": "adamw", "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 TINY = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 256}
 
 
@@ -40,13 +42,13 @@ class Trained(Timed):
 
 
 def cases(quick: bool) -> list[Trained]:
-    """Train with the main methods; on a GPU compiled and in bf16, else tiny and eager in fp32."""
+    """Train with every method; on a GPU compiled and in bf16, else tiny and eager in fp32."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     steps = (10 if quick else 50) if cuda else 3
     sizes, batch = (GPT2_124M, 16) if cuda else (TINY, 2)
     data = source_bytes()
-    names = ["dense", "sste"] if quick or not cuda else list(METHODS)
+    names = ["dense", "sste"] if quick or not cuda else list(timed_methods())
     runs = {name: Training(name, sizes, batch, data, device, compiled=cuda) for name in names}
     works: dict[str, Callable[[], object]] = {n: run.step for n, run in runs.items()}
     seconds = interleaved(works, rounds=steps, warmup=2)
@@ -93,7 +95,7 @@ class Training:
         compiled: bool = False,
         lr: float = 6e-4,
     ) -> None:
-        method, options = METHODS[name]
+        method, options = timed_methods()[name]
         torch.manual_seed(0)
         model = PlainGPT2(SimpleNamespace(**sizes))
         for parameter in model.parameters():
@@ -103,8 +105,10 @@ class Training:
         self.sparsifier: Sparsifier = sparsify(
             model, method, targets=["*.up", "*.down"], total_steps=1000, **options
         )
+        groups = [{"params": list(model.parameters())}]
+        own = self.sparsifier.method.build_optimizer(groups, AdamW(**ADAMW, lr=lr))
         fused = device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=fused)
+        self.optimizer = own or torch.optim.AdamW(groups, lr=lr, fused=fused)
         self.sparsifier.attach(self.optimizer)
         self.model: Any = torch.compile(model) if compiled else model
         self.data, self.batch, self.length = data, batch, sizes["n_positions"]

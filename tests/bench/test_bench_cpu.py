@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsepretrain import kernels, registry
-from sparsepretrain.bench import cpu, cpu_kernels, timing
+from sparsepretrain.bench import cpu, cpu_kernels, operands, timing
 from sparsepretrain.bench.progress import Phase
 from sparsepretrain.config import compose, validate
 
@@ -82,3 +82,24 @@ def test_kernel_cases_have_limits_against_the_obvious():
         "transposable mask": None,
     }
     assert all(case.value > 0 and case.detail["rounds"] == 1 for case in cases.values())
+
+
+def test_pure_forwards_against_stored_operands(tiny, monkeypatch):
+    """Both runs of a pair are built of one configuration."""
+    seen = []
+
+    def build(overrides):
+        seen.append(overrides)
+        return tiny.build(*overrides, "compile=false", "batch.size=16")
+
+    monkeypatch.setattr(operands, "training", build)
+    monkeypatch.setattr(operands, "MICRO_BATCHES", (2,))
+    found = operands.cases(quick=True)
+    assert [case.name.partition(" operands, ")[2] for case in found] == [
+        f"{method}, {mode}, 2 micro-batches"
+        for mode in ("eager", "compiled")
+        for method in ("ste", "sste")
+    ]
+    assert all(case.value > 0 for case in found)
+    assert seen[0] == ["sparsity=ste", "batch.micro=8", "compile=False"]
+    assert seen[-1] == ["sparsity=sste", "batch.micro=8", "compile=True"]

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from sparsepretrain import bench, kernels
-from sparsepretrain.bench import gpu
+from sparsepretrain.bench import gpu, steps
 from sparsepretrain.bench import kernels as suite
-from sparsepretrain.bench.kernel_case import TINY, normal
-from sparsepretrain.bench.kernel_cases import kernel_cases
+from sparsepretrain.bench.kernel_cases import TINY, kernel_cases, normal
 from sparsepretrain.bench.kernels import Timed, difference
+from sparsepretrain.bench.linear import timed_methods
 
 CPU = torch.device("cpu")
 
@@ -62,11 +62,14 @@ def test_kernels_without_a_gpu(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-@pytest.mark.parametrize("name, impls", [("linear", 8), ("steps", 2)])
-def test_layers_and_steps_without_a_gpu(tmp_path, name, impls):
+@pytest.mark.parametrize("name", ["linear", "steps"])
+def test_layers_and_steps_without_a_gpu(tmp_path, name):
     path = tmp_path / "out.json"
     result = bench.run(suite=name, out=path, quick=True)
-    assert len(result["cases"]) == impls
+    every = ["nn.Linear", *timed_methods()]
+    assert [row["impl"] for row in result["cases"]] == (
+        every if name == "linear" else ["dense", "sste"]
+    )
     for row in result["cases"]:
         assert row["status"] == "ok"
         assert row["us"]["p50"] > 0
@@ -76,6 +79,13 @@ def test_layers_and_steps_without_a_gpu(tmp_path, name, impls):
         assert dense["losses"] != sste["losses"]
         assert dense["losses"][0] == pytest.approx(5.5, abs=0.5)  # ln 256 = 5.545
         assert sste["flip_rate"] > 0
+
+
+@pytest.mark.parametrize("name", timed_methods())
+def test_every_method_takes_steps(name):
+    run = steps.Training(name, steps.TINY, 2, steps.source_bytes(), CPU)
+    run.step()
+    assert len(run.losses) == 1
 
 
 def test_a_wrong_kernel_gets_no_time(monkeypatch):
@@ -250,7 +260,7 @@ for name in registry.names("method"):
 names = [m.name for m in pkgutil.iter_modules(sparsepretrain.kernels.__path__)]
 for name in names:
     importlib.import_module("sparsepretrain.kernels." + name)
-for name in ("kernels", "linear", "steps", "offline"):
+for name in ("kernels", "linear", "steps"):
     importlib.import_module("sparsepretrain.bench." + name)
 import sparsepretrain as sp
 sp.sparsify

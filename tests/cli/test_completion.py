@@ -46,7 +46,7 @@ def test_flags_and_arguments(capsys):
     assert complete(capsys, "train", "--c") == ["--config-dir", "--cfg"]
     assert complete(capsys, "completion", "") == ["--help", "bash", "zsh", "fish"]
     assert complete(capsys, "bench", "q") == ["quick="]
-    assert complete(capsys, "bench", "suite=o") == ["suite=offline"]
+    assert complete(capsys, "bench", "suite=o") == ["suite=operands"]
     assert complete(capsys, "eval", "run", "weights=") == ["weights=sparse", "weights=dense"]
     assert complete(capsys, "report", "r") == []
 

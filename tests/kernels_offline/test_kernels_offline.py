@@ -2,18 +2,16 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
+import machine_code
+import measure
 import pytest
 import torch
 
-from sparsepretrain.bench import assembly, offline
-from sparsepretrain.bench.kernel_case import KernelCase, Limit, normal
-from sparsepretrain.bench.kernel_cases import kernel_cases
+from sparsepretrain.bench.kernel_cases import KernelCase, Limit, kernel_cases, normal
 from sparsepretrain.kernels import flip_count, nm_mask, pack_24, soft_threshold, unpack_24
 
-ROOT = Path(__file__).parents[2]
-COMMITTED = json.loads((ROOT / "benchmarks/kernels_offline.json").read_text())
+COMMITTED = json.loads(measure.RECORD.read_text())
 FIGURES = ("registers", "spills", "shared", "loads", "wide_loads", "instructions", "loops")
 RERUN = "run make kernels-offline"
 CASES = kernel_cases()
@@ -31,7 +29,7 @@ KNOWN = {place(row): row for row in COMMITTED["cases"]}
     [pytest.param(case, cc, id=f"{case.name}-{cc}") for case in CASES for cc in case.architectures],
 )
 def test_compiles_within_limits(case, capability):
-    rows = offline.examine(case, capability)
+    rows = measure.examine(case, capability)
     assert rows
     assert [f"{row.name}: {p}" for row in rows for p in row.problems] == []
     for row in rows:
@@ -39,13 +37,13 @@ def test_compiles_within_limits(case, capability):
         assert place(row) in KNOWN, RERUN
         known = KNOWN[place(row)]
         assert (row["refused"] is None) == (known["refused"] is None), RERUN
-        if assembly.versions() == COMMITTED["compilers"]:
+        if machine_code.versions() == COMMITTED["compilers"]:
             assert [row[key] for key in FIGURES] == [known[key] for key in FIGURES], RERUN
 
 
 def test_every_kernel_has_a_case():
-    launched = {launch.name for case in CASES for launch in offline.launches(case)}
-    assert offline.entry_kernels() == launched
+    launched = {launch.name for case in CASES for launch in measure.launches(case)}
+    assert measure.entry_kernels() == launched
     assert "nm._mask_24" in launched
 
 
@@ -53,7 +51,7 @@ def test_committed_table_has_no_other_rows():
     wanted = {
         (case.name, launch.name, f"sm_{cc}")
         for case in CASES
-        for launch in offline.launches(case)
+        for launch in measure.launches(case)
         for cc in case.architectures
     }
     assert wanted == set(KNOWN), RERUN
@@ -88,23 +86,23 @@ def case_of(**changes):
     ],
 )
 def test_limits_are_judged(limits, problem):
-    (row,) = offline.examine(case_of(limits=limits), 90)
+    (row,) = measure.examine(case_of(limits=limits), 90)
     assert not row.ok
     assert problem in " ".join(row.problems)
 
 
 def test_a_kernel_that_should_be_refused_but_compiles():
-    (row,) = offline.examine(case_of(refused=(90,)), 90)
+    (row,) = measure.examine(case_of(refused=(90,)), 90)
     assert "compiles, although" in row.problems[0]
 
 
 def test_spills_are_seen():
-    with assembly.recording() as launches:
+    with machine_code.recording() as launches:
         soft_threshold(torch.empty(256, 1024), 4, 16, backend="triton")
-    roomy = assembly.compile_launch(launches[0], 90)
+    roomy = machine_code.compile_launch(launches[0], 90)
     assert roomy.spills == roomy.stack == 0
-    tight = dataclasses.replace(launches[0], options={**launches[0].options, "maxnreg": 24})
-    facts = assembly.compile_launch(tight, 90)
+    tight = dataclasses.replace(launches[0], keywords={**launches[0].keywords, "maxnreg": 24})
+    facts = machine_code.compile_launch(tight, 90)
     assert facts.registers <= 24
     assert facts.spills > 0
     assert facts.stack > 0
@@ -112,27 +110,29 @@ def test_spills_are_seen():
 
 def test_recording_follows_the_launcher():
     x = torch.empty(64, 257, dtype=torch.bfloat16)[:, 1:]  # two bytes off any alignment
-    with assembly.recording() as launches:
+    with machine_code.recording() as launches:
         result = nm_mask(x, backend="triton")
     (launch,) = launches
     assert result.shape == x.shape
+    source, options = machine_code.source_of(launch, machine_code.GPUTarget("cuda", 90, 32))
     names = launch.kernel.arg_names
-    assert launch.signature["x"] == "*bf16"
-    assert launch.signature["out"] == "*i8"
-    assert launch.signature["x_stride"] == launch.signature["ROWS"] == "constexpr"
-    assert launch.constants[names.index("x_stride"),] == 1
-    assert launch.constants[names.index("LOW"),] is False
-    assert (names.index("x"),) not in launch.attributes
-    assert (names.index("out"),) in launch.attributes
-    assert launch.options == {"enable_fp_fusion": False}
-    facts = assembly.compile_launch(launch, 90)
+    x, out = names.index("x"), names.index("out")
+    assert source.signature["x"] == ("*bf16", "constexpr", "i32", "constexpr", "constexpr")
+    assert source.signature["out"][0] == "*i8"
+    assert source.signature["TILE"] == "constexpr"
+    assert source.constants[x, 4] == 1  # the stride
+    assert source.constants[names.index("LOW"),] is False
+    assert ["tt.divisibility", 16] not in source.attrs.get((x, 0), [])
+    assert ["tt.divisibility", 16] in source.attrs[out, 0]
+    assert options["enable_fp_fusion"] is False
+    facts = machine_code.compile_launch(launch, 90)
     assert facts.wide_loads == 0  # what is not aligned cannot be loaded 128 bits at a time
 
 
 def test_nothing_is_launched_or_left_behind():
     with pytest.raises(ValueError, match="needs a CUDA tensor"):
         nm_mask(torch.empty(4, 8), backend="triton")
-    with assembly.recording():
+    with machine_code.recording():
         nm_mask(torch.empty(4, 8), backend="triton")
     with pytest.raises(ValueError, match="needs a CUDA tensor"):
         nm_mask(torch.empty(4, 8), backend="triton")
@@ -140,12 +140,12 @@ def test_nothing_is_launched_or_left_behind():
 
 def test_large_tensors_get_wide_indices():
     mask = torch.empty(2**31 + 64, dtype=torch.bool)  # untouched: takes no memory
-    with assembly.recording() as launches:
+    with machine_code.recording() as launches:
         code = pack_24(mask, backend="triton")
         unpack_24(code, mask.shape, backend="triton")
         flip_count(mask, mask, backend="triton")
         pack_24(mask[:1024], backend="triton")
-    wide = [launch.constants[launch.kernel.arg_names.index("WIDE"),] for launch in launches]
+    wide = [launch.keywords["WIDE"] for launch in launches]
     # flips are counted in words of four bytes
     assert wide == [True, True, False, False]
 
@@ -170,23 +170,25 @@ LISTING = """
 
 
 def test_reading_a_listing():
-    opcodes, loops = assembly.read_listing(LISTING)
+    opcodes, loops = machine_code.read_listing(LISTING)
     assert opcodes == ["LDC", "LDG.E.128", "LDS", "FADD", "BRA", "UMOV", "BRA", "EXIT"]
     assert loops == 1
-    facts = assembly.Facts(
+    facts = machine_code.Facts(
         registers=1, stack=0, shared=0, threads=128, opcodes=[*opcodes, "LDL", "STL.64"], loops=1
     )
     assert (facts.loads, facts.wide_loads, facts.spills, facts.instructions) == (1, 1, 2, 10)
 
 
 def test_the_count_is_per_element():
-    (small,) = offline.examine(case_of(offline=(64, 2048)), 90)
-    (large,) = offline.examine(case_of(offline=(640, 2048)), 90)
+    (small,) = measure.examine(case_of(offline=(64, 2048)), 90)
+    (large,) = measure.examine(case_of(offline=(640, 2048)), 90)
     assert small.instructions == large.instructions
 
 
-def test_the_suite_shows_how_far_it_is(capsys):
-    assert len(offline.cases(quick=True)) >= 3
+def test_measuring_shows_how_far_it_is(capsys, monkeypatch):
+    monkeypatch.setattr(measure, "kernel_cases", lambda: CASES[:1])
+    record = measure.measure()
+    assert len(record["cases"]) == 3 and record["within_limits"]
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert not out and lines[0] == "compiling: 0 of 3 kernels"

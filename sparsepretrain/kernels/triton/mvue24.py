@@ -7,6 +7,7 @@ the reference. Where the reference computes with 0.0 and 1.0, decisions are bool
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -59,7 +60,7 @@ def mvue_op(
         given = uniforms.reshape(uniforms.shape[:-2].numel(), *uniforms.shape[-2:])
         given = given.float().contiguous()
     key, most = key_arguments(tensors, numbers), torch.finfo(x.dtype).max
-    options = {"EXACT": exact, "GIVEN": given is not None}
+    options: Any = {"EXACT": exact, "GIVEN": given is not None}
 
     def launch(x: Tensor, out: Tensor, dim: int, first: int) -> None:
         """Sample the whole groups of ``x``, of which the first has the number ``first``."""

@@ -14,7 +14,8 @@ from sparsepretrain.kernels.triton.launch import (
     load_fours,
     load_groups,
     over_groups,
-    store_fours,
+    starts_of,
+    store_fours_at,
     store_groups,
     tile_of,
     widen,
@@ -96,11 +97,12 @@ def _mask_24(
     keep0, keep1, keep2, keep3 = top_two(
         magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), LOW
     )
-    store_fours(out, row, first, count, groups, keep0, keep1, keep2, keep3, TILE)
+    starts, mask = starts_of(out, row), row < count
+    store_fours_at(out, starts, first, mask, groups, keep0, keep1, keep2, keep3, TILE)
     if PRUNED:
         y0, y1 = tl.where(keep0, x0, 0.0), tl.where(keep1, x1, 0.0)
         y2, y3 = tl.where(keep2, x2, 0.0), tl.where(keep3, x3, 0.0)
-        store_fours(pruned, row, first, count, groups, y0, y1, y2, y3, TILE)
+        store_fours_at(pruned, starts, first, mask, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit

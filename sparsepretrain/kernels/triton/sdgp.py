@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -44,7 +45,8 @@ def prune_gradient_op(
 ) -> Tensor:
     """:func:`prune_gradient` with the key as :func:`key_parts` splits it."""
     out = empty_rows(g, dim, g.dtype)
-    kernel, pattern = (_prune_24, {}) if (n, m) == (2, 4) else (_prune_nm, {"N": n, "M": m})
+    kernel = _prune_24 if (n, m) == (2, 4) else _prune_nm
+    pattern: Any = {} if (n, m) == (2, 4) else {"N": n, "M": m}
     args = (*key_arguments(tensors, numbers), scale)
     over_groups(kernel, m, dim, g, out, *args, numbered=random, RANDOM=random, **pattern)
     return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -31,7 +33,7 @@ def soft_threshold(
     """``dtype(scale · S(x))``; see :func:`sparsepretrain.kernels.soft_threshold`."""
     out = empty_rows(x, dim, dtype)
     weights = (1.0 - gamma, gamma)
-    constants = {"SCALED": scale is not None, "BETWEEN": gamma != 0.0}
+    constants: Any = {"SCALED": scale is not None, "BETWEEN": gamma != 0.0}
     beta = x if scale is None else scale  # any pointer, where none is read
     if (n, m) == (2, 4):
         over_groups(_soft_24, m, dim, x, out, beta, *weights, **constants)

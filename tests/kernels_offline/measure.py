@@ -1,7 +1,6 @@
 """What every kernel compiles to, on a machine without a GPU: facts about machine code, no times.
 
-``make kernels-offline`` measures and renews ``benchmarks/kernels_offline.json`` and the table of
-``docs/kernels.md``.
+``make kernels-offline`` runs this file, which renews ``benchmarks/kernels_offline.json``.
 """
 
 from __future__ import annotations
@@ -10,18 +9,17 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import json
 import math
 import pkgutil
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from triton.errors import TritonError
-from triton.runtime.jit import JITFunction
-
-from sparsepretrain.bench.assembly import (
+from machine_code import (
     Facts,
     Launch,
     compile_launch,
@@ -29,10 +27,15 @@ from sparsepretrain.bench.assembly import (
     recording,
     versions,
 )
-from sparsepretrain.bench.kernel_case import KernelCase, Limit
-from sparsepretrain.bench.kernel_cases import kernel_cases
-from sparsepretrain.kernels import triton as kernels
+from triton.errors import TritonError
+from triton.runtime.jit import JITFunction
 
+from sparsepretrain.bench.kernel_cases import KernelCase, Limit, kernel_cases
+from sparsepretrain.bench.progress import Phase
+from sparsepretrain.kernels import triton as kernels
+from sparsepretrain.training.hardware import environment
+
+RECORD = Path(__file__).parents[2] / "benchmarks" / "kernels_offline.json"
 LIMITS_FOR = "3.9."
 """Triton that the limits were set with."""
 OTHER_COMPILER = 1.4
@@ -72,48 +75,26 @@ class Row:
         """Nothing spills, limits are kept, and refusals are the expected ones."""
         return not self.problems
 
-    @property
-    def value_text(self) -> str:
-        """For the table."""
-        if self.refused:
-            return "refused"
-        wide = f"{self.wide_loads}/{self.loads}"
-        return f"{self.registers} regs, {wide} wide loads, {self.instructions:.2f} instr/element"
-
-    @property
-    def limit_text(self) -> str:
-        """For the table."""
-        if self.limit is None:
-            return ""
-        return f"≤ {self.limit['registers']:g} regs, ≤ {self.limit['instructions']:g} instr"
-
     def as_dict(self) -> dict[str, Any]:
         """For the JSON."""
         return {**dataclasses.asdict(self), "ok": self.ok}
 
 
-def cases(quick: bool) -> list[Row]:
-    """All rows; ``quick``: of the first case only."""
-    from sparsepretrain.bench.progress import Phase  # needs rich, which a bare machine may lack
-
-    chosen = kernel_cases()[:1] if quick else kernel_cases()
-    pairs = [(case, capability) for case in chosen for capability in case.architectures]
+def measure() -> dict[str, Any]:
+    """The contents of ``benchmarks/kernels_offline.json``."""
+    pairs = [(case, capability) for case in kernel_cases() for capability in case.architectures]
     show, rows = Phase("compiling", len(pairs), "kernels"), []
     for done, (case, capability) in enumerate(pairs):
         show(done)
         rows += examine(case, capability)
     show(len(pairs))
-    if not quick:
-        rows += [
-            Row(case="", kernel=name, architecture="", problems=["no case launches this kernel"])
-            for name in sorted(entry_kernels() - {row.kernel for row in rows})
-        ]
-    return rows
-
-
-def details() -> dict[str, Any]:
-    """Goes into the JSON: what the figures depend on."""
-    return {"compilers": versions()}
+    return {
+        "command": "make kernels-offline",
+        "environment": environment(torch.device("cpu")),
+        "compilers": versions(),
+        "cases": [row.as_dict() for row in rows],
+        "within_limits": all(row.ok for row in rows),
+    }
 
 
 def examine(case: KernelCase, capability: int) -> list[Row]:
@@ -146,7 +127,7 @@ def _row(case: KernelCase, launch: Launch, capability: int) -> Row:
     row.registers, row.shared, row.loops = facts.registers, facts.shared, facts.loops
     row.spills = facts.spills + facts.stack
     row.loads, row.wide_loads = facts.loads, facts.wide_loads
-    executed = facts.instructions * facts.threads * launch.programs
+    executed = facts.instructions * facts.threads * math.prod(launch.grid)
     row.instructions = round(executed / math.prod(case.offline), 3)
     row.limit = None if limit is None else dataclasses.asdict(limit)
     row.problems += _problems(row, facts, limit)
@@ -192,3 +173,7 @@ def _callees(function: Any) -> set[str]:
     }
     found = [function.fn.__globals__.get(name) for name in names]
     return {kernel_name(f) for f in found if isinstance(f, JITFunction)}
+
+
+if __name__ == "__main__":
+    RECORD.write_text(json.dumps(measure(), indent=1) + "\n")

@@ -19,26 +19,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
-
-_TYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "i1",
-}
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,26 +31,14 @@ class Launch:
 
     kernel: Any
     grid: tuple[int, ...]
-    signature: dict[str, str]
-    """Parameter -> Triton type, ``constexpr`` where the value is part of the machine code."""
-    constants: dict[tuple[int], Any]
-    attributes: dict[tuple[int], list[list[Any]]]
-    """Arguments known to be multiples of 16: pointers above all."""
-    options: dict[str, Any]
-    """Compiler options: warps, stages, fusion."""
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+    """Constants by the names of parameters, and compiler options: warps, fusion."""
 
     @property
     def name(self) -> str:
         """Module and name of the kernel."""
         return kernel_name(self.kernel)
-
-    @property
-    def programs(self) -> int:
-        """Size of the grid."""
-        count = 1
-        for extent in self.grid:
-            count *= extent
-        return count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +97,7 @@ def recording() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
-        launches.append(_specialise(kernel, args, keywords, grid))
+        launches.append(Launch(kernel=kernel, grid=grid, args=args, keywords=keywords))
 
     # The variable makes dispatch accept CPU tensors; kernels were defined before, so that nothing
     # is interpreted.
@@ -133,54 +105,15 @@ def recording() -> Iterator[list[Launch]]:
         yield launches
 
 
-def _specialise(kernel: Any, args: tuple[Any, ...], keywords: Any, grid: Any) -> Launch:
-    """Types, constants and alignments, by the rules of Triton's launcher."""
-    names = kernel.arg_names
-    options = {key: value for key, value in keywords.items() if key not in names}
-    given = dict(zip(names, args, strict=False))
-    given |= {key: value for key, value in keywords.items() if key in names}
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    for index, parameter in enumerate(kernel.params):
-        name = parameter.name
-        value = given.get(name, parameter.default)
-        fixed = parameter.do_not_specialize
-        is_one = isinstance(value, int) and not isinstance(value, bool) and value == 1
-        if parameter.is_constexpr or value is None or (is_one and not fixed):
-            signature[name] = "constexpr"
-            constants[(index,)] = value
-            continue
-        signature[name] = _type_of(value)
-        if _multiple_of_16(value) and not (fixed or parameter.do_not_specialize_on_alignment):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    extent = grid(given) if callable(grid) else grid
-    return Launch(
-        kernel=kernel,
-        grid=tuple(extent) if isinstance(extent, (tuple, list)) else (extent,),
-        signature=signature,
-        constants=constants,
-        attributes=attributes,
-        options=options,
+def source_of(launch: Launch, target: GPUTarget) -> tuple[ASTSource, dict[str, Any]]:
+    """(what Triton's launcher would compile for the arguments of a launch, compiler options)."""
+    kernel, backend = launch.kernel, make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*launch.args, **launch.keywords)
+    packed, signature, constants, attributes = kernel._pack_args(
+        backend, launch.keywords, bound, specialization, options
     )
-
-
-def _multiple_of_16(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.data_ptr() % 16 == 0
-    return isinstance(value, int) and not isinstance(value, bool) and value % 16 == 0
-
-
-def _type_of(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return "*" + _TYPES[value.dtype]
-    if isinstance(value, bool):
-        return "u1"
-    if isinstance(value, int):
-        return "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
-    if isinstance(value, float):
-        return "fp32"
-    raise TypeError(f"a kernel argument of type {type(value).__name__}")
+    return ASTSource(kernel, signature, constants, attributes), packed.__dict__
 
 
 def compile_launch(launch: Launch, capability: int) -> Facts:
@@ -189,14 +122,9 @@ def compile_launch(launch: Launch, capability: int) -> Facts:
     Raises:
         TritonError: the architecture cannot run the kernel (fp8 e4m3 before sm_89).
     """
-    source = ASTSource(
-        fn=launch.kernel,
-        signature=launch.signature,
-        constexprs=launch.constants,
-        attrs=launch.attributes,
-    )
     target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options=launch.options)
+    source, options = source_of(launch, target)
+    compiled = triton.compile(source, target=target, options=options)
     return read_cubin(
         compiled.asm["cubin"], compiled.metadata.num_warps * 32, compiled.metadata.shared
     )
