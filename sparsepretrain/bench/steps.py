@@ -23,7 +23,7 @@ from sparsepretrain.bench.kernels import Timed, details
 from sparsepretrain.bench.linear import timed_methods
 from sparsepretrain.bench.plain import PlainGPT2
 from sparsepretrain.bench.timing import interleaved
-from sparsepretrain.config.schema import AdamW
+from sparsepretrain.optim.adamw import AdamWOptions
 from sparsepretrain.sparsity import Sparsifier, sparsify
 
 __all__ = ["cases", "details"]
@@ -106,7 +106,7 @@ class Training:
             model, method, targets=["*.up", "*.down"], total_steps=1000, **options
         )
         groups = [{"params": list(model.parameters())}]
-        own = self.sparsifier.method.build_optimizer(groups, AdamW(**ADAMW, lr=lr))
+        own = self.sparsifier.method.build_optimizer(groups, AdamWOptions(**ADAMW, lr=lr))
         fused = device.type == "cuda"
         self.optimizer = own or torch.optim.AdamW(groups, lr=lr, fused=fused)
         self.sparsifier.attach(self.optimizer)
