@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from sparsepretrain import registry
-from sparsepretrain.config.compose import compose, shipped
+from sparsepretrain.config.compose import compose
+from sparsepretrain.config.places import shipped
 from sparsepretrain.sparsity import MethodOptions
 from sparsepretrain.sparsity.row import COLUMNS
 

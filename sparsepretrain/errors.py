@@ -37,6 +37,11 @@ def own_warnings(show: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
+def one_line(error: BaseException) -> str:
+    """The text of ``error`` without line breaks."""
+    return " ".join(str(error).split())
+
+
 class SparsePretrainError(Exception):
     """Base of all errors that end a command with one line and a documented exit code."""
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsepretrain.bench.timing import Case, interleaved, ratio
-from sparsepretrain.config.compose import catalogue
+from sparsepretrain.config.places import catalogue
 from sparsepretrain.sparsity import densify
 from sparsepretrain.training.loop import train_step
 from sparsepretrain.training.session import Session

@@ -8,9 +8,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from sparsepretrain.config.compose import catalogue, compose
+from sparsepretrain.config.compose import compose
 from sparsepretrain.config.freeze import flat
 from sparsepretrain.config.groups import GROUPS, REGISTERED, key_of, options_of
+from sparsepretrain.config.places import catalogue
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 

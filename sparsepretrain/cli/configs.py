@@ -19,7 +19,8 @@ class Configs(Verb):
         add_config_dir(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        from sparsepretrain.config.compose import build, catalogue, read, shipped
+        from sparsepretrain.config.compose import build, read
+        from sparsepretrain.config.places import catalogue, shipped
 
         _, defaults = build(read((), args.config_dir))
         rows = [["group", "option", "from"]]

@@ -26,7 +26,7 @@ class Finetune(Train):
 
     def words(self, before: list[str], current: str) -> list[str]:
         """``task=`` takes recipes too."""
-        from sparsepretrain.config.compose import catalogue
+        from sparsepretrain.config.places import catalogue
 
         recipes = catalogue()["finetune"] if current.startswith("task=") else ()
         return [*(f"task={name}" for name in recipes), *super().words(before, current)]

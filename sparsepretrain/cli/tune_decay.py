@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from sparsepretrain.cli._verb import ConfiguredVerb, integer_from
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.registry import register
 
 DESCRIPTION = """\
@@ -106,7 +106,7 @@ class TuneDecay(ConfiguredVerb):
         try:
             console.info(f"plot: {reports.decay_report(out)}")
         except Exception as error:  # which does not undo the search
-            console.warn(f"no plot: {' '.join(str(error).split())}")
+            console.warn(f"no plot: {one_line(error)}")
         if outcome.decay is None:
             raise ConfigError(outcome.message)
         console.info(f"to train with λ = {outcome.decay:.3g}:\n{outcome.message}")

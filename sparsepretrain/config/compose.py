@@ -6,23 +6,18 @@ typed with ``++``, so that unknown keys reach the strict pass, which reports all
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import sparsepretrain
-from sparsepretrain.config.bounded import check_yaml
 from sparsepretrain.config.freeze import flat
-from sparsepretrain.config.messages import one_line, syntax, yaml_problem
+from sparsepretrain.config.places import check_yaml, options_below, search_path, yaml_files
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning, one_line
 from sparsepretrain.registry import choices, suggestion
 
 if TYPE_CHECKING:
@@ -34,9 +29,6 @@ PAIRS = "model_method"
 
 PRIMARY = "train"
 """The YAML file at the root of the shipped configuration."""
-
-ENVIRONMENT = "SPARSEPRETRAIN_CONFIG_DIR"
-"""Directories with a user's own configuration files, separated like PATH."""
 
 
 @dataclass(slots=True)
@@ -81,55 +73,6 @@ def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> 
     return build(request)[0]
 
 
-def shipped() -> Path:
-    """The directory of the shipped YAML files: inside the package (wheel) or next to it (checkout).
-
-    Relative to the running package, so that ``python -m sparsepretrain`` in a checkout uses the
-    checkout's files while a wheel is installed.
-    """
-    package = Path(sparsepretrain.__file__).resolve().parent
-    inside = package / "configs"
-    return inside if inside.is_dir() else package.parent / "configs"
-
-
-def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
-    """The shipped directory, then the user's, in the order in which they are searched.
-
-    Raises:
-        ConfigError: a directory that does not exist, or a file that exists in two of them.
-    """
-    named = [Path(d) for d in os.environ.get(ENVIRONMENT, "").split(os.pathsep) if d]
-    users = dict.fromkeys(d.expanduser().resolve() for d in [*_plugin_dirs(), *named, *config_dirs])
-    errors = [f"config directory {str(d)!r} does not exist" for d in users if not d.is_dir()]
-    path = list(dict.fromkeys([shipped(), *users]))
-    seen: dict[str, Path] = {}
-    for directory in path:
-        for name in sorted(_files(directory)):
-            if name not in seen:
-                seen[name] = directory
-                continue
-            owner = "the shipped" if seen[name] == path[0] else f"{seen[name]}'s"
-            errors.append(f"{directory / name}.yaml would shadow {owner} {name!r}; rename the file")
-    if errors:
-        raise ConfigError(errors)
-    return path
-
-
-def catalogue(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
-    """Group -> option -> the directory that it comes from; options sorted within a group."""
-    return _options(search_path(config_dirs))
-
-
-def _options(path: list[Path]) -> dict[str, dict[str, Path]]:
-    groups: dict[str, dict[str, Path]] = {}
-    for directory in path:
-        for name in _files(directory):
-            group, _, option = name.partition("/")
-            if option:
-                groups.setdefault(group, {})[option] = directory
-    return {group: dict(sorted(groups[group].items())) for group in sorted(groups)}
-
-
 def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Request:
     """Sort overrides into group choices and values, and collect what cannot be either.
 
@@ -141,14 +84,14 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Req
     from hydra.errors import HydraException
 
     request = Request(search_path(config_dirs))
-    groups = request.options = _options(request.path)
+    groups = request.options = options_below(request.path)
     parser = OverridesParser.create()
     for text in overrides:
         text = text.strip()
         try:
             override = parser.parse_override(text)
         except (HydraException, RecursionError):
-            request.errors.append(syntax(text))
+            request.errors.append(_syntax(text))
             continue
         key = override.key_or_group
         if override.type == OverrideType.DEL:
@@ -270,7 +213,7 @@ def _composing(request: Request) -> Iterator[None]:
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-    for file in (file for directory in request.path[1:] for file in _yaml_files(directory)):
+    for file in (file for directory in request.path[1:] for file in yaml_files(directory)):
         check_yaml(file)
     try:
         with hydra.initialize_config_dir(
@@ -278,7 +221,7 @@ def _composing(request: Request) -> Iterator[None]:
         ):
             yield
     except yaml.YAMLError as error:
-        raise ConfigError(yaml_problem(error)) from error
+        raise ConfigError(_yaml_problem(error)) from error
     except MissingConfigException as error:
         missing = str(error.missing_cfg_file)
         near = suggestion(missing.rpartition("/")[2], error.options or ())
@@ -347,38 +290,6 @@ def _choose(request: Request, group: str, value: Any, options: list[str]) -> str
     return f"{group} has no option {choice!r}{near}{listed}"
 
 
-def _files(directory: Path) -> set[str]:
-    """``group/option`` of every YAML file below ``directory``, and ``name`` of those at its root.
-
-    An option may lie one directory deeper: ``finetune/glue/mrpc``.
-    A leading underscore hides a file: it is a part of others.
-    """
-    if not directory.is_dir():
-        return set()
-    return {
-        file.relative_to(directory).with_suffix("").as_posix()
-        for file in _yaml_files(directory)
-        if not file.name.startswith(("_", "."))
-    }
-
-
-def _yaml_files(directory: Path) -> list[Path]:
-    return [file for depth in ("", "*/", "*/*/") for file in directory.glob(f"{depth}*.yaml")]
-
-
-def _plugin_dirs() -> list[Path]:
-    """``configs/`` next to the module of each installed plugin, where there is one."""
-    found = []
-    for entry in entry_points(group="sparsepretrain.plugins"):
-        try:
-            spec = importlib.util.find_spec(entry.module)
-        except ImportError:
-            continue  # validate says so when it loads the plugin
-        if spec is not None and spec.origin is not None:
-            found.append(Path(spec.origin).parent / "configs")
-    return [directory for directory in found if directory.is_dir()]
-
-
 def _quote(text: str) -> str:
     """A string of Hydra's grammar, whatever is in it."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${") + "'"
@@ -412,7 +323,7 @@ def _unreadable(request: Request) -> list[str]:
         except (OSError, ValueError) as error:
             problems.append(f"{file} cannot be read: {one_line(error)}")
         except yaml.YAMLError as error:
-            problems.append(yaml_problem(error))
+            problems.append(_yaml_problem(error))
     return problems
 
 
@@ -420,3 +331,26 @@ def _chosen_files(request: Request) -> list[Path]:
     """The user's files among those that were chosen."""
     named = [f"{group}/{option}.yaml" for group, option in request.choices.items()]
     return [d / name for name in named for d in request.path[1:] if (d / name).is_file()]
+
+
+def _syntax(text: str) -> str:
+    """What to say of an override that Hydra's grammar cannot read."""
+    if "=" not in text:
+        return f"override {text!r} has no value; write {text or 'key'}=value"
+    key, _, _ = text.partition("=")
+    shown = text if len(text) <= 60 else text[:57] + "..."
+    if not re.fullmatch(r"[+~]*[A-Za-z_]\w*([./@][A-Za-z_]\w*)*", key):
+        return f"override {shown!r}: {key!r} is not a key; write a.b.c=value"
+    return (
+        f"override {shown!r} cannot be read: close every bracket and quote, and put a value with "
+        f"special characters in quotes: {key}='\"…\"'"
+    )
+
+
+def _yaml_problem(error: Exception) -> str:
+    """File, line and problem of a YAML error."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is None:
+        return f"YAML error: {one_line(error)}"
+    problem = getattr(error, "problem", None) or getattr(error, "context", None)
+    return f"{mark.name}:{mark.line + 1}: YAML error: {problem}"

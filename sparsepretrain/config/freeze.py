@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sparsepretrain.config.bounded import check_yaml
 from sparsepretrain.config.groups import key_of
+from sparsepretrain.config.places import check_yaml
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, one_line
 
 NOT_IDENTITY = ("resume", "runs_dir", "tracker", "seed", "workers")
 """Root keys that leave the result alone; the seed stands next to the hash in the directory name."""
@@ -61,7 +61,7 @@ def from_yaml(file: Path) -> dict[str, Any]:
     try:
         plain = OmegaConf.to_container(OmegaConf.load(file))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{file} cannot be read: {one_line(error)}") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"{file} is not a configuration: it must be a mapping of keys")
     result = {str(key): value for key, value in plain.items()}

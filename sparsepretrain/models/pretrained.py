@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from sparsepretrain.config.messages import one_line
-from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.errors import CheckpointError, ConfigError, one_line
 from sparsepretrain.models import Head, Headable
 from sparsepretrain.registry import register
 

@@ -6,8 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sparsepretrain.config.messages import one_line
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.limits import Limited, Problems
 from sparsepretrain.models import Recipe
 from sparsepretrain.models._text import Activation, transformers_name

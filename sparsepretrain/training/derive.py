@@ -8,7 +8,8 @@ from typing import Any
 
 from sparsepretrain import registry
 from sparsepretrain.config import strict
-from sparsepretrain.config.compose import Request, amend, build, catalogue, read
+from sparsepretrain.config.compose import Request, amend, build, read
+from sparsepretrain.config.places import catalogue
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.validate import load_request, validate
 from sparsepretrain.data import load as load_data

@@ -11,7 +11,7 @@ import torch
 
 from sparsepretrain.bench import tasks
 from sparsepretrain.config import compose, validate
-from sparsepretrain.config.compose import shipped
+from sparsepretrain.config.places import shipped
 from sparsepretrain.sparsity import sparsify
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sparsepretrain.config import compose
-from sparsepretrain.config.compose import catalogue
 from sparsepretrain.config.freeze import flat
+from sparsepretrain.config.places import catalogue
 
 GLOBAL = "# @package _global_\n"
 

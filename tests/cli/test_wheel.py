@@ -89,7 +89,7 @@ def test_it_takes_a_plugin_and_a_config_directory(installed, tmp_path):
 
 
 def test_a_checkout_uses_its_own_configs(installed):
-    code = "from sparsepretrain.config.compose import shipped; print(shipped())"
+    code = "from sparsepretrain.config.places import shipped; print(shipped())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sparsepretrain.config import compose, load, validate
-from sparsepretrain.config.compose import ENVIRONMENT, build, catalogue, read, shipped
+from sparsepretrain.config.compose import build, read
+from sparsepretrain.config.places import ENVIRONMENT, catalogue, shipped
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 
 GLOBAL = "# @package _global_\n"

@@ -14,8 +14,8 @@ import yaml
 
 from sparsepretrain import config, registry
 from sparsepretrain.config import validate
-from sparsepretrain.config.compose import catalogue, shipped
 from sparsepretrain.config.groups import REGISTERED, Tracker, key_of, options_of
+from sparsepretrain.config.places import catalogue, shipped
 from sparsepretrain.config.schema import Run
 
 compose = functools.cache(lambda *overrides: config.compose(overrides))  # read only

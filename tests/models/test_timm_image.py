@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sparsepretrain import config
-from sparsepretrain.config.compose import catalogue
+from sparsepretrain.config.places import catalogue
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.models.timm_image import TimmImage
 from sparsepretrain.optim import build_optimizer

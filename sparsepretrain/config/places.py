@@ -1,0 +1,147 @@
+"""Where the YAML files of the configuration lie, and which of them are too large to read."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import sparsepretrain
+from sparsepretrain.errors import ConfigError
+
+ENVIRONMENT = "SPARSEPRETRAIN_CONFIG_DIR"
+"""Directories with a user's own configuration files, separated like PATH."""
+
+MOST_VALUES = 20_000
+"""Values and keys of a file, every alias counted as what it stands for: about a second of work."""
+
+DEEPEST = 50
+"""Levels of a file."""
+
+
+def shipped() -> Path:
+    """The directory of the shipped YAML files: inside the package (wheel) or next to it (checkout).
+
+    Relative to the running package, so that ``python -m sparsepretrain`` in a checkout uses the
+    checkout's files while a wheel is installed.
+    """
+    package = Path(sparsepretrain.__file__).resolve().parent
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
+    """The shipped directory, then the user's, in the order in which they are searched.
+
+    Raises:
+        ConfigError: a directory that does not exist, or a file that exists in two of them.
+    """
+    named = [Path(d) for d in os.environ.get(ENVIRONMENT, "").split(os.pathsep) if d]
+    users = dict.fromkeys(d.expanduser().resolve() for d in [*_plugin_dirs(), *named, *config_dirs])
+    errors = [f"config directory {str(d)!r} does not exist" for d in users if not d.is_dir()]
+    path = list(dict.fromkeys([shipped(), *users]))
+    seen: dict[str, Path] = {}
+    for directory in path:
+        for name in sorted(_files(directory)):
+            if name not in seen:
+                seen[name] = directory
+                continue
+            owner = "the shipped" if seen[name] == path[0] else f"{seen[name]}'s"
+            errors.append(f"{directory / name}.yaml would shadow {owner} {name!r}; rename the file")
+    if errors:
+        raise ConfigError(errors)
+    return path
+
+
+def catalogue(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
+    """Group -> option -> the directory that it comes from; options sorted within a group."""
+    return options_below(search_path(config_dirs))
+
+
+def options_below(path: list[Path]) -> dict[str, dict[str, Path]]:
+    """See :func:`catalogue`; ``path`` is the directories to look in."""
+    groups: dict[str, dict[str, Path]] = {}
+    for directory in path:
+        for name in _files(directory):
+            group, _, option = name.partition("/")
+            if option:
+                groups.setdefault(group, {})[option] = directory
+    return {group: dict(sorted(groups[group].items())) for group in sorted(groups)}
+
+
+def _files(directory: Path) -> set[str]:
+    """``group/option`` of every YAML file below ``directory``, and ``name`` of those at its root.
+
+    An option may lie one directory deeper: ``finetune/glue/mrpc``.
+    A leading underscore hides a file: it is a part of others.
+    """
+    if not directory.is_dir():
+        return set()
+    return {
+        file.relative_to(directory).with_suffix("").as_posix()
+        for file in yaml_files(directory)
+        if not file.name.startswith(("_", "."))
+    }
+
+
+def yaml_files(directory: Path) -> list[Path]:
+    """Those of ``directory``, of its groups, and one directory deeper."""
+    return [file for depth in ("", "*/", "*/*/") for file in directory.glob(f"{depth}*.yaml")]
+
+
+def _plugin_dirs() -> list[Path]:
+    """``configs/`` next to the module of each installed plugin, where there is one."""
+    found = []
+    for entry in entry_points(group="sparsepretrain.plugins"):
+        try:
+            spec = importlib.util.find_spec(entry.module)
+        except ImportError:
+            continue  # validate says so when it loads the plugin
+        if spec is not None and spec.origin is not None:
+            found.append(Path(spec.origin).parent / "configs")
+    return [directory for directory in found if directory.is_dir()]
+
+
+def check_yaml(file: Path) -> None:
+    """Refuse a YAML file that would take without end to read; anything else is left to its reader.
+
+    Raises:
+        ConfigError: it has too many values or levels, or an alias inside what it stands for.
+    """
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    sizes: dict[str | None, int] = {}  # anchor -> values, aliases counted in full
+    levels: list[tuple[str | None, int]] = []  # anchor, values before it
+    total = 0
+    try:
+        with open(file, "rb") as stream:
+            for event in yaml.parse(stream, Loader=loader):
+                if isinstance(event, yaml.AliasEvent):
+                    if any(event.anchor == anchor for anchor, _ in levels):
+                        raise _refused(file, event, f"*{event.anchor} is inside &{event.anchor}")
+                    total += sizes.get(event.anchor, 0)
+                elif isinstance(event, yaml.CollectionStartEvent):
+                    levels.append((event.anchor, total))
+                    total += 1
+                elif isinstance(event, yaml.CollectionEndEvent):
+                    anchor, before = levels.pop()
+                    if anchor is not None:
+                        sizes[anchor] = total - before
+                elif isinstance(event, yaml.ScalarEvent):
+                    total += 1
+                    if event.anchor is not None:
+                        sizes[event.anchor] = 1
+                if total > MOST_VALUES:
+                    raise _refused(file, event, f"more than {MOST_VALUES} values, aliases included")
+                if len(levels) > DEEPEST:
+                    raise _refused(file, event, f"more than {DEEPEST} levels")
+    except (OSError, yaml.YAMLError):
+        return  # its reader says more
+
+
+def _refused(file: Path, event: object, why: str) -> ConfigError:
+    line = event.start_mark.line + 1  # type: ignore[attr-defined]
+    return ConfigError(f"{file}, line {line}: {why}: this is no configuration")
