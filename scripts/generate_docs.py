@@ -29,7 +29,7 @@ from sparsepretrain import registry
 from sparsepretrain.config.compose import compose
 from sparsepretrain.config.places import shipped
 from sparsepretrain.sparsity import MethodOptions
-from sparsepretrain.sparsity.row import COLUMNS
+from sparsepretrain.sparsity.method import COLUMNS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "methods"

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import sparsepretrain as sp
+from sparsepretrain import registry
 from sparsepretrain.optim import StepAdamW
 
 FILE = Path(__file__).with_name("golden_losses.json")
@@ -46,17 +47,19 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mdgf": [{}, {"shape": "exponential"}],
     "sdgf": [{"n": 1, "m": 8}],
     "slope": [{}, {"mask": "random"}, {"adapters": {"rank": 8, "start": 0.5}}],
-    "act24": [{}],
 }
-"""Options that 50 losses tell apart from the others; AdamW hides ``ste_scale``, a factor of dW."""
+"""Options that 50 losses tell apart from the others; AdamW hides ``ste_scale``, a factor of dW.
+
+A method that is not listed is there with its defaults."""
 
 
 def cases() -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> method and options."""
+    others = [name for name in registry._builtin_names("method") if name not in VARIANTS]
     return {
         " ".join([method, *(f"{k}={v}" for k, v in options.items())]): (method, options)
-        for method, variants in VARIANTS.items()
-        for options in variants
+        for method in [*VARIANTS, *others]
+        for options in VARIANTS.get(method, [{}])
     }
 
 

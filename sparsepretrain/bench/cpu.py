@@ -24,7 +24,7 @@ from sparsepretrain.bench.plain import PlainGPT2
 from sparsepretrain.bench.progress import Phase
 from sparsepretrain.bench.timing import Case, amortised, interleaved, ratio
 from sparsepretrain.config import compose, validate
-from sparsepretrain.sparsity.row import G
+from sparsepretrain.sparsity.method import G
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.loop import train_step

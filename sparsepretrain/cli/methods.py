@@ -24,8 +24,7 @@ class Methods(ConfiguredVerb):
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config import compose
-        from sparsepretrain.sparsity.method import Method
-        from sparsepretrain.sparsity.row import COLUMNS
+        from sparsepretrain.sparsity.method import COLUMNS, Method
 
         plain = compose(args.overrides, args.config_dir)
         if problems := registry.load_plugins(plain["plugins"]):

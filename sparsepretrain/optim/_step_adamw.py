@@ -80,11 +80,8 @@ class StepAdamW(Optimizer):
         self.require_full_window = require_full_window
         self.steps = 0
         self.switched_at: int | None = None
-        self.last_change: float | None = None
         self._sparse: set[int] = set()
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         beta2 = self.param_groups[0]["betas"][1]
         self._changes: deque[float] = deque(maxlen=window or max(1, round(1 / (1 - beta2))))
 
@@ -102,10 +99,8 @@ class StepAdamW(Optimizer):
     def threshold(self) -> float:
         """ε of the sparse parameters: the phase ends when :attr:`window_mean` falls below it."""
         groups = self.param_groups
-        eps: float = next(
-            g["eps"] for g in groups if any(id(p) in self._sparse for p in g["params"])
-        )
-        return eps
+        sparse = (g for g in groups if any(id(p) in self._sparse for p in g["params"]))
+        return float(next(sparse)["eps"])
 
     def mark_sparse(self, params: Iterable[Tensor]) -> None:
         """Name the parameters whose second moments are watched and frozen.
@@ -125,13 +120,10 @@ class StepAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient, then decide about the switch."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self.steps += 1
-        change: list[Tensor] = []
-        count = 0
+        changes: list[tuple[Tensor, Any]] = []
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -139,33 +131,23 @@ class StepAdamW(Optimizer):
                 sparse = id(p) in self._sparse
                 delta = self._update(p, group, sparse)
                 if sparse and delta is not None and not self.sparse_phase:
-                    total, items = self._measure(delta)
-                    change.append(total)
-                    count = count + items
-        if change and not self.sparse_phase:
-            mean = float(torch.stack(change).sum()) / max(float(count), 1.0)
+                    changes.append(self._measure(delta))
+        if changes:
+            totals, counts = zip(*changes, strict=True)
+            mean = float(torch.stack(totals).sum()) / max(float(sum(counts)), 1.0)
             self._decide(mean if self.option == 1 else math.exp(mean))
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The optimiser's state; phase, step count and window included."""
-        return {
-            **super().state_dict(),
-            "autoswitch": {
-                "steps": self.steps,
-                "switched_at": self.switched_at,
-                "changes": list(self._changes),
-                "last_change": self.last_change,
-            },
-        }
+        own = {"steps": self.steps, "switched_at": self.switched_at, "changes": [*self._changes]}
+        return super().state_dict() | {"autoswitch": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
         own = state_dict["autoswitch"]
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "autoswitch"})
-        self.steps = own["steps"]
-        self.switched_at = own["switched_at"]
-        self.last_change = own["last_change"]
+        self.steps, self.switched_at = own["steps"], own["switched_at"]
         self._changes = deque(own["changes"], maxlen=self._changes.maxlen)
 
     def _update(self, p: Tensor, group: dict[str, Any], sparse: bool) -> Tensor | None:
@@ -187,27 +169,22 @@ class StepAdamW(Optimizer):
             v = state["exp_avg_sq"].add_(delta)
             if self.amsgrad:
                 v = torch.maximum(state["max_exp_avg_sq"], v, out=state["max_exp_avg_sq"])
-        if freeze:
-            denominator = self._frozen_denominator(state, group["eps"], beta2)
-        else:
+        if not freeze:
             correction = math.sqrt(1 - beta2**self.steps)
             denominator = v.sqrt().div_(correction).add_(group["eps"])
+        else:
+            if "frozen" not in state:  # had no gradient before the switch
+                state["frozen"] = v.clone()
+            frozen = state["frozen"]
+            if self.frozen_bias_correction:
+                assert self.switched_at is not None
+                frozen = frozen / (1 - beta2**self.switched_at)
+            if self.denominator == "sqrt_of_v_plus_eps":
+                denominator = (frozen + group["eps"]).sqrt_()
+            else:
+                denominator = frozen.sqrt().add_(group["eps"] ** 0.75)
         p.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**self.steps))
         return delta
-
-    def _frozen_denominator(self, state: dict[str, Tensor], eps: float, beta2: float) -> Tensor:
-        if "frozen" not in state:  # had no gradient before the switch
-            state["frozen"] = self._to_freeze(state)
-        frozen = state["frozen"]
-        if self.frozen_bias_correction:
-            assert self.switched_at is not None
-            frozen = frozen / (1 - beta2**self.switched_at)
-        if self.denominator == "sqrt_of_v_plus_eps":
-            return (frozen + eps).sqrt_()
-        return frozen.sqrt().add_(eps**0.75)
-
-    def _to_freeze(self, state: dict[str, Tensor]) -> Tensor:
-        return state["max_exp_avg_sq" if self.amsgrad else "exp_avg_sq"].clone()
 
     def _measure(self, delta: Tensor) -> tuple[Tensor, Any]:
         """(Σ|Δ|, number of coordinates), or the sum of logarithms over the non-zero ones."""
@@ -217,31 +194,27 @@ class StepAdamW(Optimizer):
         moved = size > 0
         return torch.where(moved, size, 1.0).log_().sum(), moved.sum()
 
-    def _warn_of_a_jump(self) -> None:
-        correction = 1 - self.param_groups[0]["betas"][1] ** self.steps
-        if correction < 0.99 and not self.frozen_bias_correction:
-            factor = correction**-0.5
-            warnings.warn(
-                f"StepAdamW switched at step {self.steps}, before its second moments had settled: "
-                f"steps become {factor:.2f} times longer; see frozen_bias_correction and clipping",
-                SparsePretrainWarning,
-                stacklevel=4,
-            )
-
     def _decide(self, change: float) -> None:
-        self.last_change = change
         self._changes.append(change)
-        low, high = self.clipping
         mean = self.window_mean
         assert mean is not None
-        full = len(self._changes) == self._changes.maxlen
-        settled = mean < self.threshold and (full or not self.require_full_window)
-        if (high is not None and self.steps > high) or (
-            settled and (low is None or self.steps > low)
-        ):
-            self.switched_at = self.steps
-            self._warn_of_a_jump()
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if id(p) in self._sparse and self.state[p]:
-                        self.state[p]["frozen"] = self._to_freeze(self.state[p])
+        low, high = self.clipping
+        full = len(self._changes) == self._changes.maxlen or not self.require_full_window
+        settled = mean < self.threshold and full and (low is None or self.steps > low)
+        if not settled and (high is None or self.steps <= high):
+            return
+        self.switched_at = self.steps
+        v = "max_exp_avg_sq" if self.amsgrad else "exp_avg_sq"
+        for group in self.param_groups:
+            for p in group["params"]:
+                if id(p) in self._sparse and self.state[p]:
+                    self.state[p]["frozen"] = self.state[p][v].clone()
+        correction = 1 - self.param_groups[0]["betas"][1] ** self.steps
+        if correction < 0.99 and not self.frozen_bias_correction:
+            warnings.warn(
+                f"StepAdamW switched at step {self.steps}, before its second moments had settled: "
+                f"steps become {correction**-0.5:.2f} times longer; see frozen_bias_correction and "
+                "clipping",
+                SparsePretrainWarning,
+                stacklevel=3,
+            )

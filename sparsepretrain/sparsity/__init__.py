@@ -8,8 +8,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sparsepretrain.sparsity.method import Method, MethodOptions, Projection, Window
-from sparsepretrain.sparsity.row import Operand, Phase, Row
+from sparsepretrain import registry
+from sparsepretrain.sparsity.method import (
+    Method,
+    MethodOptions,
+    Operand,
+    Phase,
+    Projection,
+    Row,
+    Window,
+)
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.sparsifier import Sparsifier
@@ -34,8 +42,6 @@ __all__ = [
 
 def list_methods() -> list[str]:
     """Names of all registered methods, plugins included, sorted."""
-    from sparsepretrain import registry
-
     return registry.names("method")
 
 

@@ -1,14 +1,18 @@
-"""The coverage report: which layers are sparse and what each product sees."""
+"""Two reports: which layers are sparse and what each product sees; that weights are N:M."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from sparsepretrain.sparsity.execution import EMULATE
+import torch
+
 from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
-from sparsepretrain.sparsity.row import Row
+from sparsepretrain.sparsity.method import Row
 from sparsepretrain.sparsity.state import ModelState
+
+if TYPE_CHECKING:
+    from sparsepretrain.sparsity.sparsifier import Sparsifier
 
 
 class CoveredLayer(NamedTuple):
@@ -46,16 +50,13 @@ class Coverage:
 
     def __str__(self) -> str:
         """Layers that differ in one index only share a row."""
-        head = ["layer", "out × in", "fprop", "dgrad", "wgrad"]
+        rows = [["layer", "out × in", "fprop", "dgrad", "wgrad"]]
         sizes = [(r.out_features, r.in_features, *r.kernel) for r in self.layers]
-        shapes = [" × ".join(map(str, size)) for size in sizes]
-        found = zip(self.layers, shapes, strict=True)
-        rows = collapsed([[r.name, shape, r.fprop, r.dgrad, r.wgrad] for r, shape in found])
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines = [
-            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-            for row in [head, *rows]
-        ]
+        cells = zip(self.layers, [" × ".join(map(str, size)) for size in sizes], strict=True)
+        rows += collapsed([[r.name, shape, r.fprop, r.dgrad, r.wgrad] for r, shape in cells])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows]
+        lines = ["  ".join(row).rstrip() for row in aligned]
         share = self.sparse_parameters / max(self.total_parameters, 1)
         lines.append(
             f"{self.title}: {len(self.layers)} layers, {self.sparse_parameters:,} "
@@ -71,17 +72,13 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
     """Build the report."""
     method, row = state.method, state.method.sparse_row
     n, m = method.options.n, method.options.m  # the one it ends with
+    words = [", ".join(map(str, operands)) for operands in row.products.values()]
     rows = []
     for name, layer in layers.items():
         axis, shape = layer.sparsity.dim, layer.weight.shape
         sizes = shape[axis], shape[1 - axis], tuple(shape[2:])
-        words = [", ".join(map(str, operands)) for operands in row.products.values()]
         rows.append(CoveredLayer(name, layer.replaces.__name__, *sizes, *words))
-    dense = [
-        name
-        for name, module in state.root.named_modules()
-        if sparse_class(type(module)) is not None  # None for layers that are sparse
-    ]
+    found = [(k, sparse_class(type(module))) for k, module in state.root.named_modules()]
     return Coverage(
         method=method.options.name,
         pattern=f"{n}:{m}",
@@ -90,8 +87,8 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         layers=rows,
         sparse_parameters=sum(layer.weight.numel() for layer in layers.values()),
         total_parameters=sum(p.numel() for p in state.root.parameters()),
-        dense_linears=dense,
-        precision=None if state.execution is EMULATE else str(state.execution),
+        dense_linears=[k for k, cls in found if cls is not None],  # None where sparse already
+        precision=str(state.execution) or None,
     )
 
 
@@ -106,6 +103,7 @@ def collapsed(rows: list[list[str]]) -> list[list[str]]:
         pattern = ".".join("#" if part.isdigit() else part for part in parts)
         alike.setdefault((pattern, *cells), []).append(parts)
     result: dict[tuple[str, ...], list[int]] = {}
+    lines: list[list[str]] = []
     for (_, *cells), names in alike.items():
         places = [i for i, values in enumerate(zip(*names, strict=True)) if len({*values}) > 1]
         for parts in names:
@@ -113,13 +111,57 @@ def collapsed(rows: list[list[str]]) -> list[list[str]]:
             if places:
                 index, parts[places[-1]] = [int(parts[places[-1]])], "#"
             result.setdefault((".".join(parts), *cells), []).extend(index)
-    return [[_with_range(name, found), *cells] for (name, *cells), found in result.items()]
+    for (name, *cells), found in result.items():
+        whole = len(found) > 1 and found == [*range(found[0], found[-1] + 1)]
+        span = f"{found[0]}–{found[-1]}" if whole else ",".join(map(str, found))
+        times = f"  ×{len(found)}" if len(found) > 1 else ""
+        lines.append([name.replace("#", span) + times, *cells])
+    return lines
 
 
-def _with_range(name: str, found: list[int]) -> str:
-    """``name`` with its ``#`` replaced by the indices, and their number."""
-    if len(found) < 2:
-        return name.replace("#", "".join(map(str, found)))
-    whole = found == [*range(found[0], found[-1] + 1)]
-    span = f"{found[0]}–{found[-1]}" if whole else ",".join(map(str, found))
-    return f"{name.replace('#', span)}  ×{len(found)}"
+@dataclass(slots=True, kw_only=True)
+class Proof:
+    """Counts over all sparse layers; :attr:`holds` says whether every group is N:M."""
+
+    pattern: str
+    sparse: bool  # False: a dense method or phase, nothing to prove
+    why_dense: str = ""  # the dense phase, if it is one
+    groups: int = 0
+    zeros: int = 0  # exact zeros
+    entries: int = 0
+    violations: tuple[str, ...] = ()  # layers with a group of more than N, or with a -0.0
+
+    @property
+    def holds(self) -> bool:
+        """Every group of every layer has at most N non-zeros, and all zeros are +0.0."""
+        return self.sparse and not self.violations
+
+    def __str__(self) -> str:
+        if not self.sparse:
+            return f"dense weights {self.why_dense}".rstrip()
+        if self.violations:
+            return f"NOT {self.pattern}: {', '.join(self.violations)}"
+        share = self.zeros / self.entries
+        return f"{self.pattern} in all {self.groups:,} groups, {share:.1%} exact zeros"
+
+
+@torch.no_grad()
+def prove(sparsifier: Sparsifier) -> Proof:
+    """Count non-zeros per group of M along in_features in every forward weight."""
+    (n, m), phase = sparsifier.method.pattern, sparsifier.method.phase
+    why = "" if phase.evaluation else phase.why
+    proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
+    for name, layer in sparsifier.layers.items():
+        weight = layer.sparsity.project(layer.weight).forward
+        if weight is None:
+            continue
+        proof.sparse = True
+        dim = layer.sparsity.dim
+        nonzeros = (weight != 0).unflatten(dim, (-1, m)).sum(dim + 1)
+        zero = weight == 0
+        if bool((nonzeros > n).any()) or bool((zero & weight.signbit()).any()):
+            proof.violations += (name,)
+        proof.groups += nonzeros.numel()
+        proof.zeros += int(zero.sum())
+        proof.entries += weight.numel()
+    return proof

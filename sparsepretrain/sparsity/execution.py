@@ -1,6 +1,6 @@
 """How a layer multiplies: what the operands become, and the three products of them.
 
-What the operands are belongs to the method (:class:`~sparsepretrain.sparsity.row.Row`); the
+What the operands are belongs to the method (:class:`~sparsepretrain.sparsity.method.Row`); the
 autograd function calls an execution and knows neither precision nor method.
 """
 
@@ -18,9 +18,8 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import dequantize_fp8, quantize_fp8
-from sparsepretrain.sparsity.method import Projection
 
-Kept = tuple[Tensor | None, ...]  # what a backward keeps of X
+Kept = tuple[Tensor, ...]  # what a backward keeps of X
 Estimate = Callable[[Tensor], Tensor]  # U: makes the output gradient of wgrad from G
 
 
@@ -31,13 +30,6 @@ class Operands(NamedTuple):
     backward: Tensor | None
     """The same for dgrad; None: ``forward`` (one tensor given twice breaks compiled graphs)."""
     wgrad_scale: Tensor | None  # 0-d factor of dW; None: 1
-
-
-class Like(NamedTuple):
-    """Shape and dtype of a gradient."""
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 class Linear(NamedTuple):
@@ -113,20 +105,23 @@ class Execution:
     Exact arithmetic with dense products of zero-filled operands, in the dtype of X.
     """
 
-    @property
-    def label(self) -> str:
-        """In two words; empty where the products follow autocast."""
-        return ""
+    def __str__(self) -> str:
+        return ""  # the products follow autocast; else a label and details behind a colon
 
-    def prepare(self, projection: Projection, dtype: torch.dtype, out: Operands | None) -> Operands:
-        """The operands of a projection with a forward weight, once per step where they are stored.
+    def cast(self, weight: Tensor, dtype: torch.dtype, backward: bool) -> Tensor:
+        """A, or B, as its product sees it."""
+        return weight.to(dtype)
+
+    def prepare(self, exact: Operands, dtype: torch.dtype, out: Operands | None) -> Operands:
+        """The operands of projected weights, once per step where they are stored.
 
         ``out``: earlier ones of the same layer, whose memory is used again.
         """
-        forward, _, backward, scale = projection
-        assert forward is not None
-        backward = None if backward is None else backward.to(dtype)
-        return _into(out, Operands(forward.to(dtype), backward, scale))
+        forward, backward, scale = exact
+        old_a, old_b, _ = out or (None, None, None)
+        a = _into(old_a, self.cast(forward, dtype, False))
+        b = None if backward is None else _into(old_b, self.cast(backward, dtype, True))
+        return Operands(a, b, scale)
 
     def fprop(
         self, how: Geometry, xs: tuple[Tensor, Tensor], operands: Operands, bias: Tensor | None
@@ -134,17 +129,15 @@ class Execution:
         """Y in the dtype of X, and what the backward needs of X; ``xs`` are Xf(X) and Xw(X)."""
         return how.fprop(xs[0], operands.forward, bias), (xs[1],)
 
-    def dgrad(self, how: Geometry, grad: Tensor, weight: Tensor, like: Like) -> Tensor:
-        """DX from P(G) and B."""
-        return how.dgrad(grad, weight, like.shape)
+    def dgrad(self, how: Geometry, grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        """DX, of ``shape``, from P(G) and B."""
+        return how.dgrad(grad, weight, shape)
 
     def wgrad(
-        self, how: Geometry, grad: Tensor, estimate: Estimate, kept: Kept, like: Like
+        self, how: Geometry, grad: Tensor, estimate: Estimate, kept: Kept, shape: torch.Size
     ) -> Tensor:
         """DW from X and the ``estimate`` U(G) of G, asked for in the form this product wants."""
-        x = kept[0]
-        assert x is not None
-        return how.wgrad(estimate(grad).to(x.dtype), x, like.shape).to(like.dtype)
+        return how.wgrad(estimate(grad).to(kept[0].dtype), kept[0], shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,26 +160,23 @@ class SimulatedFP8(Execution):
     """P(G) and U(G)."""
 
     @property
-    def label(self) -> str:
-        return f"{self.name} {self.recipe}"
-
-    @property
     def backward(self) -> str:
         """The other operand of dgrad (B) and of wgrad (X)."""
         return "e4m3" if self.recipe == "hybrid" else "e5m2"
 
     def __str__(self) -> str:
         other = f"{self.gradient}×{self.backward}"
-        return f"{self.label}: fprop {self.forward}×{self.forward}, dgrad and wgrad {other}"
+        both = f"{self.forward}×{self.forward}"
+        return f"{self.name} {self.recipe}: fprop {both}, dgrad and wgrad {other}"
 
-    def prepare(self, projection: Projection, dtype: torch.dtype, out: Operands | None) -> Operands:
-        """Round; B has a tensor of its own where its format is another one."""
-        forward, _, backward, scale = projection
-        assert forward is not None
-        if backward is None and self.backward != self.forward:
-            backward = forward
-        backward = None if backward is None else round_fp8(backward, self.backward)
-        return _into(out, Operands(round_fp8(forward, self.forward), backward, scale))
+    def prepare(self, exact: Operands, dtype: torch.dtype, out: Operands | None) -> Operands:
+        """B has a tensor of its own where its format is another one."""
+        if exact.backward is None and self.backward != self.forward:
+            exact = exact._replace(backward=exact.forward)
+        return super().prepare(exact, dtype, out)
+
+    def cast(self, weight: Tensor, dtype: torch.dtype, backward: bool) -> Tensor:
+        return round_fp8(weight, self.backward if backward else self.forward)
 
     def fprop(
         self, how: Geometry, xs: tuple[Tensor, Tensor], operands: Operands, bias: Tensor | None
@@ -198,18 +188,16 @@ class SimulatedFP8(Execution):
         bias = None if bias is None else bias.float()
         return how.fprop(rounded, operands.forward, bias).to(x.dtype), kept
 
-    def dgrad(self, how: Geometry, grad: Tensor, weight: Tensor, like: Like) -> Tensor:
+    def dgrad(self, how: Geometry, grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
         """DX of P(G), which was made in high precision, rounded once."""
-        rounded = round_fp8(grad.float(), self.gradient)
-        return how.dgrad(rounded, weight, like.shape).to(like.dtype)
+        return how.dgrad(round_fp8(grad.float(), self.gradient), weight, shape)
 
     def wgrad(
-        self, how: Geometry, grad: Tensor, estimate: Estimate, kept: Kept, like: Like
+        self, how: Geometry, grad: Tensor, estimate: Estimate, kept: Kept, shape: torch.Size
     ) -> Tensor:
         """DW of U(G), which is made in fp32 and rounded once."""
         rounded = round_fp8(estimate(grad.float()), self.gradient)
-        x = dequantize_fp8(*kept)  # type: ignore[arg-type]
-        return how.wgrad(rounded, x, like.shape).to(like.dtype)
+        return how.wgrad(rounded, dequantize_fp8(*kept), shape)
 
 
 def execution_of(precision: Any, backend: str = "emulate") -> Execution:
@@ -245,15 +233,9 @@ def round_fp8(x: Tensor, format: str) -> Tensor:
     return dequantize_fp8(*quantize_fp8(x, format))
 
 
-def _into(out: Operands | None, made: Operands) -> Operands:
-    """The new operands in the memory of earlier ones, where these have the same form."""
-    if out is None:
-        return made
-    forward, backward = (
-        new if old is None or new is None or old.dtype != new.dtype else old.copy_(new)
-        for old, new in zip(out[:2], made[:2], strict=True)
-    )
-    return Operands(forward, backward, made.wgrad_scale)  # type: ignore[arg-type]
+def _into(old: Tensor | None, new: Tensor) -> Tensor:
+    """``new`` in the memory of an earlier operand of the same dtype."""
+    return new if old is None or old.dtype != new.dtype else old.copy_(new)
 
 
 EMULATE = Execution()  # the execution of evaluation, whatever training uses

@@ -1,21 +1,132 @@
-"""Sparse layers: subclasses of the layers they replace, with products as a method says."""
+"""Sparse layers and their one autograd function.
+
+They are subclasses of the layers they replace; the method says what each product sees, the
+execution multiplies.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.execution import EMULATE, Convolution, Geometry, Linear
-from sparsepretrain.sparsity.products import SparseProducts
+from sparsepretrain.sparsity import reminder
+from sparsepretrain.sparsity.execution import (
+    EMULATE,
+    Convolution,
+    Execution,
+    Geometry,
+    Linear,
+    Operands,
+)
+from sparsepretrain.sparsity.method import DGRAD, WGRAD
 from sparsepretrain.sparsity.state import LayerState
+
+
+class SparseProducts(torch.autograd.Function):
+    """Y = fprop(Xf(X), A); dX = dgrad(P(G), B); dW = wgrad(U(G), Xw(X))."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        forward_weight: Tensor,
+        backward_weight: Tensor | None,
+        wgrad_scale: Tensor | None,
+        clock: Any,
+        state: LayerState | None,
+        how: Geometry,
+        execution: Execution,
+    ) -> Tensor:
+        """Y in the dtype of ``x``; ``weight``, as stored, receives dW, its values are not used.
+
+        ``clock`` is the reading that the draws in the backward belong to, ``state`` gives Xf, Xw, P
+        and U of the layer; None: X and G as they are.
+        """
+        # attributes, not only saved tensors: recomputation by activation checkpointing keeps them
+        ctx.clock, ctx.state, ctx.how, ctx.execution = clock, state, how, execution
+        ctx.shapes = x.shape, weight.shape
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        operands = Operands(forward_weight, backward_weight, wgrad_scale)
+        y, kept = execution.fprop(how, _inputs(state, x), operands, bias)
+        dgrad_weight = forward_weight if backward_weight is None else backward_weight
+        ctx.save_for_backward(dgrad_weight, wgrad_scale, *kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """DX, dW and db."""
+        backward_weight, wgrad_scale, *kept = ctx.saved_tensors
+        how, execution, state = ctx.how, ctx.execution, ctx.state
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        if state is not None and not torch.compiler.is_compiling():
+            state.model.begins = True  # what runs after it is another micro-batch
+        if need_db:
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            db = how.bgrad(grad, wide).to(ctx.dtypes[2])
+        if need_dx:
+            pruned = _pruned(state, how, ctx.clock, grad)
+            dx = execution.dgrad(how, pruned, backward_weight, ctx.shapes[0]).to(ctx.dtypes[0])
+        if need_dw:
+            estimate = partial(_sampled, state, how, ctx.clock)
+            dw = execution.wgrad(how, grad, estimate, tuple(kept), ctx.shapes[1]).to(ctx.dtypes[1])
+            dw = dw if wgrad_scale is None else dw * wgrad_scale
+        return dx, dw, db, *[None] * 7
+
+
+def _inputs(state: LayerState | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Xf(X) and Xw(X); one tensor where they are the same."""
+    if state is None:
+        return x, x
+    method, (fprop, wgrad, _, _) = state.method, state.method.changes
+    seen = method.fprop_input(x) if fprop else x
+    return seen, by_groups_of_tokens(x, method.wgrad_input) if wgrad else x
+
+
+def _pruned(state: LayerState | None, how: Geometry, clock: Any, grad: Tensor) -> Tensor:
+    """P(G)."""
+    if state is None or not state.method.changes[2]:
+        return grad
+    tokens = how.tokens(grad)
+    rows = tokens.numel() // tokens.shape[-1]  # one counter per token
+    key = state.key_at(clock, DGRAD, rows)
+    return how.from_tokens(state.method.dgrad_gradient(tokens, key), grad.shape)
+
+
+def _sampled(state: LayerState | None, how: Geometry, clock: Any, grad: Tensor) -> Tensor:
+    """U(G). Groups of four tokens never straddle a micro-batch; each has one counter."""
+    if state is None or not state.method.changes[3]:
+        return grad
+
+    def sample(rows: Tensor) -> Tensor:
+        key = state.key_at(clock, WGRAD, -(-rows.shape[0] // 4), per=4)
+        return state.method.wgrad_gradient(rows, key)
+
+    return how.from_tokens(by_groups_of_tokens(how.tokens(grad), sample), grad.shape)
+
+
+def by_groups_of_tokens(tokens: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """``function`` of (…, tokens of a sample, features) as rows, in groups of four tokens.
+
+    A sample of another length is filled with zero tokens (197 become 200), so that cutting the
+    batch elsewhere changes no group.
+    """
+    length, features = tokens.shape[-2:] if tokens.dim() > 2 else (0, tokens.shape[-1])
+    filled = F.pad(tokens, (0, 0, 0, -length % 4)) if length % 4 else tokens
+    result = function(filled.reshape(-1, features)).view(filled.shape)
+    return result[..., :length, :] if length % 4 else result
 
 
 class SparseLayer(nn.Module):
@@ -36,16 +147,16 @@ class SparseLayer(nn.Module):
         model = state.model
         if not torch.compiler.is_compiling():
             model.sync()
-            if training:  # without gradients too, for checkpoints that are recomputed
-                model.layer_runs(weight)
+            # without gradients too, for checkpoints that are recomputed
+            if training and model.counting and model.begins:
+                model.count()
         operands = state.operands(weight, dtype, training)
         if operands is None:
             y = self.replaces.forward(self, x)
         else:
             given, how = self._products(x.to(dtype) if autocast else x)
-            sees = state if training and model.method.phase.training else None
             execution = model.execution if training else EMULATE
-            rest = (*operands, model.now(), sees, how, execution)
+            rest = (*operands, model.now(), state if training else None, how, execution)
             in_fp32 = autocast and execution is not EMULATE  # products of simulated fp8
             with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
                 y = SparseProducts.apply(given, weight, self.bias, *rest)
@@ -55,12 +166,6 @@ class SparseLayer(nn.Module):
     def _products(self, x: Tensor) -> tuple[Tensor, Geometry]:
         """How this layer multiplies, and X as that wants it."""
         return x, Linear(self.in_dim)
-
-    @classmethod
-    def widths(cls, layer: Any) -> dict[str, int]:
-        """Sizes that groups run along, by the name a user knows: inputs first, outputs second."""
-        shape = layer.weight.shape
-        return {"in_features": shape[cls.in_dim], "out_features": shape[1 - cls.in_dim]}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         self.sparsity.rename_old_tensors(state_dict, prefix, self.weight)
@@ -74,7 +179,7 @@ class SparseLayer(nn.Module):
     def extra_repr(self) -> str:
         """The original representation and the method."""
         model = self.sparsity.model
-        words = (super().extra_repr(), model.method.title, model.execution.label)
+        words = (super().extra_repr(), model.method.title, str(model.execution).partition(":")[0])
         return ", ".join(filter(None, words))
 
 
@@ -98,27 +203,8 @@ class SparseConvolution(SparseLayer):
             padding = (top, left)
         return x, Convolution(self.stride, padding, self.dilation, self.groups)
 
-    @classmethod
-    def widths(cls, layer: Any) -> dict[str, int]:
-        """Channels that one group of a grouped convolution reduces over."""
-        outputs, inputs = layer.weight.shape[0] // layer.groups, layer.weight.shape[1]
-        each = "" if layer.groups == 1 else " / groups"
-        return {f"in_channels{each}": inputs, f"out_channels{each}": outputs}
 
-
-class SparseLinear(SparseLayer, nn.Linear):
-    """nn.Linear whose products see what a method decides; weight (out_features, in_features)."""
-
-    replaces = nn.Linear
-
-
-class SparseConv2d(SparseConvolution, nn.Conv2d):
-    """nn.Conv2d whose products see what a method decides."""
-
-    replaces = nn.Conv2d
-
-
-_made: dict[type, type[SparseLayer]] = {nn.Linear: SparseLinear, nn.Conv2d: SparseConv2d}
+_made: dict[type, type[SparseLayer]] = {}
 
 
 def sparse_class(cls: type[nn.Module]) -> type[SparseLayer] | None:
@@ -128,7 +214,10 @@ def sparse_class(cls: type[nn.Module]) -> type[SparseLayer] | None:
     """
     if cls not in _made:
         base = layer_family(cls)
-        if base is None or issubclass(cls, SparseLayer) or _has_own_forward(cls, base):
+        names = ("forward", "_conv_forward")
+        if base is None or any(getattr(cls, n, 0) is not getattr(base, n, 0) for n in names):
+            return None
+        if cls.__name__ == "NonDynamicallyQuantizableLinear":  # its attention bypasses the forward
             return None
         mixin = SparseConvolution if base is nn.Conv2d else SparseLayer
         axis = 0 if base.__name__ == "Conv1D" else 1
@@ -139,16 +228,19 @@ def sparse_class(cls: type[nn.Module]) -> type[SparseLayer] | None:
 
 def layer_family(cls: type[nn.Module]) -> type[nn.Module] | None:
     """nn.Linear, nn.Conv2d or transformers' Conv1D if ``cls`` is one of them or below."""
-    return next((c for c in cls.__mro__ if c in (nn.Linear, nn.Conv2d) or _is_conv1d(c)), None)
+    for c in cls.__mro__:
+        # by name: importing transformers to compare classes would cost seconds
+        conv1d = c.__name__ == "Conv1D" and c.__module__.startswith("transformers.")
+        if conv1d or c in (nn.Linear, nn.Conv2d):
+            return c
+    return None
 
 
 def refuse_sharded(layers: Mapping[str, nn.Module]) -> None:
     """Masks need whole weights: a ConfigError names a DTensor (FSDP2, tensor parallelism)."""
     distributed = sys.modules.get("torch.distributed.tensor")  # half a second to import
-    if distributed is None:
-        return
-    names = [k for k, v in layers.items() if isinstance(v.weight, distributed.DTensor)]
-    if names:
+    cls = () if distributed is None else distributed.DTensor
+    if names := [name for name, layer in layers.items() if isinstance(layer.weight, cls)]:
         more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
         raise ConfigError(
             f"the weight of {names[0]!r}{more} is sharded (DTensor): fully_shard and tensor "
@@ -156,35 +248,9 @@ def refuse_sharded(layers: Mapping[str, nn.Module]) -> None:
         )
 
 
-def _has_own_forward(cls: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Whether the layer, or the attention that owns it, would bypass our forward."""
-    names = ("forward", "_conv_forward")
-    changed = any(getattr(cls, n, None) is not getattr(base, n, None) for n in names)
-    return changed or cls.__name__ == "NonDynamicallyQuantizableLinear"
-
-
-class _Living(WeakSet[SparseLayer]):
-    """All sparse layers of the process, copies included."""
-
-    made = 0  # how many there ever were
-
-    def add(self, layer: SparseLayer) -> None:
-        super().add(layer)
-        self.made += 1
-
-
-living = _Living()
-
-
 def _blank(replaced: type[nn.Module]) -> SparseLayer:
     """An empty layer to unpickle and to copy into."""
-    cls = sparse_class(replaced)
-    assert cls is not None
-    layer = cls.__new__(cls)
-    living.add(layer)
+    cls: Any = sparse_class(replaced)
+    layer: SparseLayer = cls.__new__(cls)
+    reminder.watch(layer)
     return layer
-
-
-def _is_conv1d(cls: type) -> bool:
-    # by name: importing transformers to compare classes would cost seconds
-    return cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers.")

@@ -1,5 +1,9 @@
 """What a method is: options, a row of the operand table, and the functions behind its operands.
 
+    fprop   Y  = Xf(X) · A(W)ᵀ
+    dgrad   dX = P(G) · B(W)
+    wgrad   dW = U(G)ᵀ · Xw(X),  then the optimiser receives J(dW, W)
+
 A method is a subclass of :class:`Method` that overrides what differs from a dense layer. The file
 must not import torch at the top level, so that configurations are checked without it.
 """
@@ -13,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.limits import Limited, Problems
-from sparsepretrain.sparsity.row import G, Operand, Phase, Row, X
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +24,64 @@ if TYPE_CHECKING:
 
     from sparsepretrain.kernels import NoiseKey
     from sparsepretrain.sparsity.state import LayerState as Layer
+else:  # for annotations only
+    Layer = NoiseKey = Optimizer = Tensor = Any
 
 FPROP, DGRAD, WGRAD = 0, 1, 2  # numbers of the products in noise keys
+
+
+class Operand(NamedTuple):
+    """What one product sees in one place."""
+
+    text: str  # for people
+    pattern: tuple[int, int] | None = None  # (N, M) if N:M along the axis its product reduces over
+    axis: Literal["in", "out", "tokens"] | None = None  # of fprop, dgrad, wgrad; with a pattern
+
+    def __str__(self) -> str:
+        return f"{self.text} {':'.join(map(str, self.pattern))}" if self.pattern else self.text
+
+
+W, X, G = Operand("W"), Operand("X"), Operand("G")  # as they are
+MVUE = Operand("MVUE(G)", (2, 4), "tokens")  # an unbiased estimate (arXiv:2203.10991)
+
+
+class Row(NamedTuple):
+    """One row of the table; the default is a dense layer."""
+
+    A: Operand = W  # forward weight
+    B: Operand = Operand("A")  # backward weight; with the text `A` the forward weight serves both
+    Xf: Operand = X  # input of fprop
+    Xw: Operand = X  # input of wgrad
+    P: Operand = G  # output gradient of dgrad
+    U: Operand = G  # output gradient of wgrad
+    J: Operand = Operand("dW")  # what the optimiser receives
+
+    @property
+    def products(self) -> dict[str, tuple[Operand, ...]]:
+        """Product -> its operands: weights (in wgrad G) always, X and other G where changed."""
+        backward = Operand(self.A.text, *self.B[1:]) if self.B.text == "A" else self.B
+        return {
+            "fprop": (self.A, *[self.Xf] * (self.Xf != X)),
+            "dgrad": (backward, *[self.P] * (self.P != G)),
+            "wgrad": (self.U, *[self.Xw] * (self.Xw != X)),
+        }
+
+    @property
+    def sparse(self) -> list[str]:
+        """The products with an N:M operand, which sparse hardware could run."""
+        return [k for k, operands in self.products.items() if any(o.pattern for o in operands)]
+
+
+_HEADS = ("A(W)", "B(W)", "Xf(X)", "Xw(X)", "P(G)", "U(G)", "J(dW, W)")
+COLUMNS = dict(zip(Row._fields, _HEADS, strict=True))  # field of a row -> head of its column
+
+
+class Phase(NamedTuple):
+    """What the next step does; one value per step for the whole model."""
+
+    training: bool = True  # training products see the row's operands; else W, X and G
+    evaluation: bool = True  # whether evaluation, `densify` and proofs use A(W)
+    why: str = ""  # of dense training: until or since when, and the option that decides it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,6 +168,7 @@ class Method:
     row: Row = Row()  # what training products see in the present phase
     changes: tuple[bool, ...] = (False,) * 4
     """Whether sparse products see another X in fprop and wgrad, another G in dgrad and wgrad."""
+    ends_by: str = "window.stop"  # option that ends the sparse steps
     refresh: int = 1  # steps between two comparisons of masks, counted from the first sparse step
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
@@ -116,13 +176,16 @@ class Method:
         self.total_steps = total_steps
         self.refresh = getattr(options, "refresh", self.refresh)
         self.step = 0  # completed optimiser steps; not for `project`
+        cls = type(self)  # whether J changes gradients, and weights after the update
+        self.on_gradient = cls.adjust_gradient_ is not Method.adjust_gradient_
+        self.on_weight = cls.adjust_weight_ is not Method.adjust_weight_
         self.state = dict(self.scalars)  # the integers of `scalars`; `after_step` may change them
         self.window = self.window_steps(options.window)
         if self.window[0] >= self.window[1]:
             span = "from {} to {} of {}".format(*self.window, total_steps)
             raise ConfigError([("window", f": no step is sparse ({span})")])
         part = getattr(options, self.settles) if self.settles else 0
-        self.settled = max(self.steps_of(part, str(self.settles)) if part else 0, self.window[0])
+        self.settled = max(self.steps_of(part, str(self.settles)), self.window[0])
         """First step of the last phase."""
 
     @classmethod
@@ -146,21 +209,22 @@ class Method:
 
     def steps_of(self, fraction: float, key: str) -> int:
         """⌊fraction·total_steps + ½⌋; a ConfigError names ``key`` if the length is not known."""
+        if not fraction:
+            return 0
         if self.total_steps is None:
             raise ConfigError([(key, " is a fraction of the run: sparsify needs total_steps")])
         return math.floor(fraction * self.total_steps + 0.5)
 
     def window_steps(self, window: Window) -> tuple[int, float]:
         """(first sparse step, first dense step after it); sparse to the end is for ever."""
-        start = self.steps_of(window.start, "window.start") if window.start else 0
+        start = self.steps_of(window.start, "window.start")
         return start, math.inf if window.stop == 1 else self.steps_of(window.stop, "window.stop")
 
     def set_step(self, step: int) -> None:
         """Called with the completed steps when they or :attr:`state` changed; sets the phase."""
         self.step = step
         self.phase = self.phase_of(step)
-        row = self.present_row
-        self.row = row if self.phase.training else Row()
+        row = self.row = self.present_row if self.phase.training else Row()
         self.changes = row.Xf != X, row.Xw != X, row.P != G, row.U != G
 
     def phase_of(self, step: int) -> Phase:
@@ -169,7 +233,7 @@ class Method:
         if step < start:
             return Phase(False, False, f"until step {start} (window.start)")
         if step >= stop:
-            return Phase(False, False, f"since step {stop} (window.stop)")
+            return Phase(False, False, f"since step {stop} ({self.ends_by})")
         return Phase()
 
     @property
@@ -256,8 +320,12 @@ class Method:
         return grad
 
     def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
-        """U(G): what wgrad sees; (tokens, out_features), fp32 or as given. Called for a row's U."""
-        return grad
+        """U(G): what wgrad sees; (tokens, out_features), fp32 or as given. Called for a row's U.
+
+        Here :data:`MVUE`, by the option ``estimator`` if there is one.
+        """
+        estimator = getattr(self.options, "estimator", "approximate")
+        return kernels.mvue(grad, dim=0, estimator=estimator, key=key)
 
     def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
         """What is added to X·A(W)ᵀ by ordinary autograd; (…, out_features). None: nothing."""

@@ -8,7 +8,7 @@ guessed from forwards or from weights, and no device is waited for.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.optim import Optimizer
@@ -18,25 +18,31 @@ from torch.optim.optimizer import (
 )
 
 from sparsepretrain.errors import SparsePretrainWarning
-from sparsepretrain.sparsity.layers import SparseLayer, living
-from sparsepretrain.sparsity.state import ModelState
 
+if TYPE_CHECKING:
+    from sparsepretrain.sparsity.layers import SparseLayer
+    from sparsepretrain.sparsity.state import ModelState
+
+_Found = dict["ModelState", tuple["SparseLayer", int]]
+
+living: WeakSet[SparseLayer] = WeakSet()  # all sparse layers of the process, copies included
 _riders: WeakKeyDictionary[ModelState, tuple[ref[Optimizer], tuple[Any, ...]]] = WeakKeyDictionary()
-_changes = 0  # counts attaching and detaching
-_checked: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
-"""Optimiser -> what had been changed, made and added when nothing was wrong with it, or said."""
-_Found = dict[ModelState, tuple[SparseLayer, int]]
+# optimiser -> its param_groups when nothing was wrong with it, or was said; until a layer or rider
+# comes or goes
+_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 # during a step: models whose weights it holds without their hooks, and their steps so far
 _suspects: WeakKeyDictionary[Optimizer, _Found] = WeakKeyDictionary()
 _released: WeakSet[Optimizer] = WeakSet()  # carried the hooks of a model that was densified
 _listening: list[Any] = []  # the handles of the global hooks, once there are some
 
 
-def watch() -> None:
-    """Look at every step of every optimiser from now on, for as long as the process lives."""
+def watch(layer: SparseLayer) -> None:
+    """Look at every step of every optimiser that updates this sparse layer."""
     if not _listening:
         _listening.append(register_optimizer_step_pre_hook(_before))
         _listening.append(register_optimizer_step_post_hook(_after))
+    living.add(layer)
+    _checked.clear()
 
 
 def riding(state: ModelState) -> Optimizer | None:
@@ -44,50 +50,38 @@ def riding(state: ModelState) -> Optimizer | None:
     return _riders[state][0]() if state in _riders else None
 
 
-def ride(state: ModelState, optimizer: Optimizer, *hooks: Any) -> None:
-    """``optimizer`` carries ``hooks``, which :func:`dismount` removes."""
-    global _changes
-    _changes += 1
+def ride(state: ModelState, optimizer: Optimizer, before: Any, after: Any) -> None:
+    """``optimizer`` carries two step hooks from now on, which :func:`dismount` removes."""
+    _checked.clear()
+    hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
     _riders[state] = ref(optimizer), hooks
     state.expects_attach = True
 
 
-def dismount(state: ModelState) -> None:
-    """Remove the hooks; training without them is on purpose from now on."""
-    global _changes
-    _changes += 1
+def dismount(state: ModelState, *, densified: bool = False) -> None:
+    """Remove the hooks; training without them is on purpose now, but not what was densified."""
+    _checked.clear()
+    optimizer = riding(state)
     for hook in _riders.pop(state, (None, ()))[1]:
         hook.remove()
-    state.expects_attach = False
-
-
-def release(state: ModelState) -> None:
-    """Layers of the model were densified: whoever goes on training them hears of it."""
-    optimizer = riding(state)
-    dismount(state)
-    state.expects_attach = True
-    if optimizer is not None:
+    state.expects_attach = densified
+    if densified and optimizer is not None:
         _released.add(optimizer)
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    now = (_changes, living.made, len(optimizer.param_groups))
-    if _checked.get(optimizer) == now:
+    if _checked.get(optimizer) == len(optimizer.param_groups):
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    layers = [layer for layer in living if id(layer.weight) in held]
     found: _Found = {}
-    dense = True
-    for layer in living:
-        if isinstance(layer, SparseLayer) and id(layer.weight) in held:
-            dense = False
-            state = layer.sparsity.model
-            if state.expects_attach and riding(state) is not optimizer:
-                earlier = found.get(state, (layer, 0))[0]
-                first = min(layer, earlier, key=lambda layer: layer.sparsity.index)
-                found[state] = first, state.step
+    for layer in sorted(layers, key=lambda layer: layer.sparsity.index):
+        state = layer.sparsity.model
+        if state.expects_attach and riding(state) is not optimizer:
+            found.setdefault(state, (layer, state.step))
     if optimizer in _released:
         _released.discard(optimizer)
-        if dense:
+        if not layers:
             warnings.warn(
                 f"the model was densified, and {type(optimizer).__name__} goes on training it: its "
                 "zeros will not last",
@@ -97,7 +91,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if found:
         _suspects[optimizer] = found
     else:
-        _checked[optimizer] = now
+        _checked[optimizer] = len(optimizer.param_groups)
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -111,7 +105,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if state.step == step and layer.weight.grad is not None
     }
     if wrong or all(state.step != step for state, (_, step) in found.items()):
-        _checked[optimizer] = (_changes, living.made, len(optimizer.param_groups))
+        _checked[optimizer] = len(optimizer.param_groups)
     for state, layer in wrong.items():
         other = riding(state)
         rides = "no optimiser" if other is None else f"another optimiser ({type(other).__name__})"

@@ -14,7 +14,6 @@ from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainWa
 from sparsepretrain.kernels import boundary_magnitudes
 from sparsepretrain.sparsity import reminder
 from sparsepretrain.sparsity.coverage import Coverage, cover
-from sparsepretrain.sparsity.execution import Execution
 from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.state import ModelState
@@ -34,9 +33,12 @@ class Sparsifier:
             for layer in state.root.modules()
             if isinstance(layer, SparseLayer) and layer.sparsity.model is state
         }
+        # masks of the weights before an update, for methods that change weights after it
+        self._held: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
-        words = [self.method.title, f"{len(self.layers)} layers", self.execution.label]
+        label = str(self._state.execution).partition(":")[0]
+        words = [self.method.title, f"{len(self.layers)} layers", label]
         words += [f"step {self.completed_steps}", "densified" * self._densified]
         return f"Sparsifier({', '.join(filter(None, words))})"
 
@@ -47,11 +49,6 @@ class Sparsifier:
         return self._state.method
 
     @property
-    def execution(self) -> Execution:
-        """How training multiplies."""
-        return self._state.execution
-
-    @property
     def refreshed(self) -> bool:
         """Whether masks that are in use for more than one step were compared after the last one."""
         return self.method.refresh > 1 and self._state.compared_at == self.completed_steps
@@ -59,11 +56,9 @@ class Sparsifier:
     @property
     def flips(self) -> Tensor | None:
         """(layers,) int64, on the device: flips found after the last step; None: not compared."""
-        known = [layer.sparsity.flips for layer in self.layers.values()]
-        flips = [count for count in known if count is not None]
-        if self._state.compared_at != self.completed_steps or len(flips) < len(known):
+        if self._state.compared_at != self.completed_steps or not self._state.interval:
             return None
-        return torch.stack(flips)
+        return torch.stack([layer.sparsity.flips for layer in self.layers.values()])
 
     @property
     def completed_steps(self) -> int:
@@ -96,26 +91,24 @@ class Sparsifier:
             if optimizer is None or optimizer is outer:
                 raise ConfigError(f"attach needs a torch optimiser, got {kind}")
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}
-        weights = {k: v.weight for k, v in self.layers.items()}
+        weights = {name: layer.weight for name, layer in self.layers.items()}
         own = {
             f"{name}.sparsity.{key}": parameter
             for name, layer in self.layers.items()
             for key, parameter in layer.sparsity.named_parameters()
         }
-        trained = weights | own
-        missing = [k for k, p in trained.items() if p.requires_grad and id(p) not in held]
+        trained = (weights | own).items()
+        missing = [name for name, p in trained if p.requires_grad and id(p) not in held]
         if missing:
-            late = ": build the optimiser after sparsify" if set(missing) <= set(own) else ""
+            late = ": build the optimiser after sparsify" * (set(missing) <= set(own))
             text = f"sparse weights missing in the optimiser: {', '.join(missing)}"
             raise ConfigError(text + late)
         self.method.attached(optimizer, list(weights.values()))
         self._state.write()
-        before = optimizer.register_step_pre_hook(self._before_step)
-        after = optimizer.register_step_post_hook(self._after_step)
-        reminder.ride(self._state, optimizer, before, after)
+        reminder.ride(self._state, optimizer, self._before_step, self._after_step)
         if self.completed_steps == 0:
             for layer in self.layers.values():
-                layer.sparsity.take_baseline(layer.weight)
+                layer.sparsity.compare(layer.weight)
 
     def detach(self) -> None:
         """Undo :meth:`attach`; the layers stay sparse."""
@@ -144,7 +137,8 @@ class Sparsifier:
             rank, world: of the data-parallel group.
             capacity: most tokens of a layer in a micro-batch, padded; 0: all have equally many.
         """
-        self._state.state_micro_batch(index * world + rank, capacity)
+        self._state.capacity, self._state.counting = capacity, False
+        self._state.set_micro(index * world + rank)
 
     def refresh(self) -> None:
         """Project again where operands are stored: call it after changing weights by hand."""
@@ -175,12 +169,22 @@ class Sparsifier:
             per_layer: also ``flip_rate/<layer>`` and ``l1_gap/<layer>``.
         """
         self._require_sparse()
+        rows, found = [], self.flips
+        for layer in self.layers.values():
+            own, weight = layer.sparsity, layer.weight.detach()
+            forward = own.project(weight).forward if self.method.phase.training else None
+            used = weight if forward is None else forward
+            dropped, kept = boundary_magnitudes(weight, *self.method.pattern, dim=own.dim)
+            sizes = weight.new_tensor([weight.numel(), dropped.numel()], dtype=torch.float64)
+            gap = (kept - dropped).sum(dtype=torch.float64)
+            rows.append(torch.stack([*sizes, used.count_nonzero().double(), gap]))
         # one wait for the device; sums of integers below 2⁵³ are exact in fp64
-        table = torch.stack([self._measure(layer) for layer in self.layers.values()]).tolist()
-        entries, groups, nonzeros, gap, *flips = map(sum, zip(*table, strict=True))
+        numbers = torch.stack(rows)
+        table = (numbers if found is None else torch.column_stack([numbers, found])).tolist()
+        entries, groups, nonzeros, gaps, *flips = map(sum, zip(*table, strict=True))
         result = {
             "density": nonzeros / entries,
-            "l1_gap": gap / groups,
+            "l1_gap": gaps / groups,
             "sparse": float(self.sparse),
             **self.method.metrics(),
         }
@@ -227,8 +231,6 @@ class Sparsifier:
         own.compared_at, own.interval = int(state["compared_at"]), 0
         own.method.state = {key: int(state[key]) for key in own.method.scalars}
         own.set_step(int(state["completed_steps"]))
-        for layer in self.layers.values():
-            layer.sparsity.flips = None
         self.refresh()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -250,46 +252,67 @@ class Sparsifier:
 
     @property
     def _densified(self) -> bool:
-        sparse = [layer for layer in self.layers.values() if isinstance(layer, SparseLayer)]
-        own = [layer for layer in sparse if layer.sparsity.model is self._state]
-        return len(own) < len(self.layers)
+        own = (getattr(layer, "sparsity", None) for layer in self.layers.values())
+        return any(state is None or state.model is not self._state for state in own)
 
     def _require_sparse(self) -> None:
         if self._densified:
             raise ConfigError("the model was densified: call sparsify again for a new sparsifier")
+        present = set(self._state.root.modules())
+        gone = [name for name, layer in self.layers.items() if layer not in present]
+        if gone:
+            raise ConfigError(
+                f"sparse layers were replaced by others since: {', '.join(gone)}; "
+                "sparsifier_of(model) is a handle to those that are left"
+            )
 
     @torch.no_grad()
     def _adjust_gradients(self, optimizer: Optimizer) -> None:
-        method, cls = self.method, type(self.method)
-        on_gradient = cls.adjust_gradient_ is not Method.adjust_gradient_
-        on_weight = cls.adjust_weight_ is not Method.adjust_weight_
-        if not method.phase.training or not (on_gradient or on_weight):
+        state, method = self._state, self.method
+        if not method.phase.training or not (method.on_gradient or method.on_weight):
             return
         # fused optimisers unscale inside their kernel: the decay has to carry the scale until then
         scale = getattr(optimizer, "grad_scale", None)
-        for layer in self.layers.values():
+        decay = getattr(method, "decay", getattr(method.options, "decay", 0.0))
+        for name, layer in self.layers.items():
             weight, grad = layer.weight, layer.weight.grad
             if grad is None:
                 continue
             mask = layer.sparsity.mask_in_use(weight)
-            decay = getattr(method, "decay", getattr(method.options, "decay", 0.0))
-            rounds = decay > 0 and weight.dtype.itemsize < 4 and not self._state.told
+            if method.on_weight:
+                self._held[name] = mask
+            if not method.on_gradient:
+                continue
+            rounds = decay > 0 and weight.dtype.itemsize < 4 and not state.told
             before = grad.clone() if rounds else None
             method.adjust_gradient_(grad, weight, mask, 1.0 if scale is None else scale)
-            if before is not None:
-                self._state.told = True
-                _tell_lost_decay(layer, (grad == before) & ~mask & (weight != 0), ~mask)
-            # of the weight before the update: what ``adjust_weight_`` sees after it
-            layer.sparsity.held = mask if on_weight else None
+            if before is not None:  # looked at once, at the start
+                state.told = True
+                lost = ((grad == before) & ~mask & (weight != 0)).sum()
+                share = float(lost / (~mask).sum().clamp(min=1))
+                if share > 0.5:
+                    warnings.warn(
+                        f"masked decay changes only {1 - share:.0%} of the masked gradients of "
+                        f"layer {name!r}: {share:.0%} is lost to rounding in "
+                        f"{str(weight.dtype).removeprefix('torch.')}; keep fp32 parameters and "
+                        "autocast",
+                        SparsePretrainWarning,
+                        stacklevel=5,
+                    )
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        held, self._held = self._held, {}
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):
             return
         state, method = self._state, self.method
-        if method.phase.training:
-            self._adjust_weights(optimizer)
+        if held:
+            # looked up anew: the optimiser's load_state_dict replaces the group dictionaries
+            rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+            for name, mask in held.items():
+                weight = self.layers[name].weight
+                method.adjust_weight_(weight, mask, float(rates[id(weight)]))
         state.set_step(state.step + 1)
         method.after_step(optimizer)
         start, stop = method.window
@@ -300,39 +323,9 @@ class Sparsifier:
         for layer in self.layers.values():
             own, weight = layer.sparsity, layer.weight
             if inside:
-                own.update(weight)
+                method.update_(weight.detach(), own)
             own.restore(weight)
-            own.flips = own.compare(weight) if compares else None
-
-    def _adjust_weights(self, optimizer: Optimizer) -> None:
-        # looked up anew: the optimiser's load_state_dict replaces the group dictionaries
-        rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
-        for layer in self.layers.values():
-            mask, layer.sparsity.held = layer.sparsity.held, None
-            if mask is not None:
-                rate = float(rates[id(layer.weight)])
-                self._state.method.adjust_weight_(layer.weight, mask, rate)
-
-    def _measure(self, layer: SparseLayer) -> Tensor:
-        """Entries, groups, non-zeros, summed gap and flips, where masks were compared; fp64."""
-        state, weight = layer.sparsity, layer.weight.detach()
-        forward = state.project(weight).forward if self.method.phase.training else None
-        used = weight if forward is None else forward
-        dropped, kept = boundary_magnitudes(weight, *self.method.pattern, dim=state.dim)
-        sizes = weight.new_tensor([weight.numel(), dropped.numel()], dtype=torch.float64)
-        numbers = [used.count_nonzero().double(), (kept - dropped).sum(dtype=torch.float64)]
-        numbers += [] if state.flips is None else [state.flips.double()]
-        return torch.cat([sizes, torch.stack(numbers)])
-
-
-def _tell_lost_decay(layer: SparseLayer, lost: Tensor, masked: Tensor) -> None:
-    """Warn where low precision swallows most of the masked decay; looked at once, at its start."""
-    share = float(lost.sum() / masked.sum().clamp(min=1))
-    if share > 0.5:
-        warnings.warn(
-            f"masked decay changes only {1 - share:.0%} of the masked gradients of layer "
-            f"{layer.sparsity.layer_name!r}: {share:.0%} is lost to rounding in "
-            f"{str(layer.weight.dtype).removeprefix('torch.')}; keep fp32 parameters and autocast",
-            SparsePretrainWarning,
-            stacklevel=6,
-        )
+            if compares:
+                own.compare(weight)
+            if not (method.on_gradient or method.on_weight):
+                own.kept_mask = None

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparsepretrain import registry
 from sparsepretrain.config.strict import build
@@ -19,7 +19,6 @@ from sparsepretrain.sparsity.execution import execution_of
 from sparsepretrain.sparsity.layers import (
     SparseLayer,
     layer_family,
-    living,
     refuse_sharded,
     sparse_class,
 )
@@ -74,19 +73,28 @@ def sparsify(
             multiple of M; a bare layer as ``model``; sharded weights (DTensor).
     """
     targets, exclude = ([x] if isinstance(x, str) else x for x in (targets, exclude))
-    _check_arguments(model, method, targets, exclude, seed, total_steps)
+
+    def globs(given: Any) -> bool:
+        return isinstance(given, list | tuple) and all(isinstance(p, str) for p in given)
+
+    steps_fit = total_steps is None or (type(total_steps) is int and total_steps >= 1)
+    rules = [
+        ("model must be a torch.nn.Module", model, isinstance(model, nn.Module)),
+        ("method must be a name such as 'sste'", method, isinstance(method, str)),
+        ("targets must be a glob or a list of globs", targets, globs(targets)),
+        ("exclude must be a glob or a list of globs", exclude, globs(exclude)),
+        ("seed must be an integer in [0, 2^63)", seed, type(seed) is int and 0 <= seed < 2**63),
+        ("total_steps must be an integer ≥ 1 or None", total_steps, steps_fit),
+    ]
+    problems = [f"{rule}, got {_show(given)}" for rule, given, fits in rules if not fits]
+    if problems:
+        raise ConfigError(problems)
+
     cls: Any = registry.get("method", method)
     given = {"name": method, "n": n, "m": m, "targets": list(targets), **options}
-    return sparsify_with(
-        model,
-        build(cls.Options, given),
-        targets=targets,
-        exclude=exclude,
-        seed=seed,
-        total_steps=total_steps,
-        backend=backend,
-        precision=precision,
-    )
+    chosen = build(cls.Options, given)
+    rest: Any = {"total_steps": total_steps, "backend": backend, "precision": precision}
+    return sparsify_with(model, chosen, targets=targets, exclude=exclude, seed=seed, **rest)
 
 
 def sparsify_with(
@@ -114,12 +122,18 @@ def sparsify_with(
     layers = _select(model, [p for p in targets if not p.startswith("!")], dropped)
     _check_shapes(layers, method)
     device = next(iter(layers.values())).weight.device
-    state = ModelState(model, method, execution, seed, device)  # type: ignore[arg-type]
+    state = ModelState(model, method, execution, seed, device)
     first = sum(isinstance(module, SparseLayer) for module in model.modules())
     for index, (name, layer) in enumerate(layers.items(), first):
-        _swap(layer, name, index, state)
-    _let_layers_run(model)
-    reminder.watch()
+        cls = sparse_class(type(layer))
+        if layer.weight.requires_grad or state.example is None:
+            state.example = layer
+        with torch.no_grad():
+            own = LayerState(state, name, index, layer.weight.detach(), cls.in_dim)
+        # the object stays: references, hooks and second names keep working
+        layer.__class__ = cls
+        layer.add_module("sparsity", own)
+        reminder.watch(layer)
     return Sparsifier(state)
 
 
@@ -139,19 +153,6 @@ def sparsifier_of(model: nn.Module) -> Sparsifier:
     return Sparsifier(states[0])
 
 
-_FUSED = "_sparsity_activation_relu_or_gelu"
-
-
-def _let_layers_run(model: nn.Module) -> None:
-    # PyTorch's own condition for the kernel of encoder layers, which reads the stored weights
-    for module in model.modules():
-        sparse = any(isinstance(child, SparseLayer) for child in module.modules())
-        if sparse and isinstance(module, nn.TransformerEncoderLayer):
-            if not hasattr(module, _FUSED):  # sparse layers of an earlier call
-                setattr(module, _FUSED, module.activation_relu_or_gelu)
-            module.activation_relu_or_gelu = 0
-
-
 def densify(model: nn.Module) -> nn.Module:
     """Give the layers their original classes back, holding the weight that evaluation uses.
 
@@ -166,16 +167,23 @@ def densify(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {_show(model)}")
+    layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
+    states = {layer.sparsity.model for layer in layers}
     folded: list[str] = []
-    states: set[ModelState] = set()
-    for module in model.modules():
-        if hasattr(module, _FUSED):
-            module.activation_relu_or_gelu = module.__dict__.pop(_FUSED)
-        if isinstance(module, SparseLayer):
-            states.add(module.sparsity.model)
-            folded += _make_dense(module)
+    for layer in layers:
+        own, weight = layer.sparsity, layer.weight
+        with torch.no_grad():
+            forward, residual = own.project(weight).forward, own.method.fold(own)
+            if forward is not None:
+                weight.copy_(forward)
+            if residual is not None:
+                weight.add_(residual)
+                folded.append(own.layer_name)
+        del layer._modules["sparsity"]
+        reminder.living.discard(layer)
+        layer.__class__ = layer.replaces  # type: ignore[assignment]
     for state in states:
-        reminder.release(state)
+        reminder.dismount(state, densified=True)
         state.release()
     if folded:
         warnings.warn(
@@ -187,64 +195,30 @@ def densify(model: nn.Module) -> nn.Module:
     return model
 
 
-@torch.no_grad()
-def _make_dense(layer: SparseLayer) -> list[str]:
-    """Returns the layer's name if something was added to its weight."""
-    state = layer.sparsity
-    forward, residual = state.project(layer.weight).forward, state.method.fold(state)
-    if forward is not None:
-        layer.weight.copy_(forward)
-    if residual is not None:
-        layer.weight.add_(residual)
-    del layer._modules["sparsity"]
-    layer.__class__ = layer.replaces  # type: ignore[assignment]
-    return [] if residual is None else [state.layer_name]
-
-
-def _check_arguments(
-    model: Any, method: Any, targets: Any, exclude: Any, seed: Any, total_steps: Any
-) -> None:
-    problems = []
-    if not isinstance(model, nn.Module):
-        problems.append(f"model must be a torch.nn.Module, got {_show(model)}")
-    if not isinstance(method, str):
-        problems.append(f"method must be a name such as 'sste', got {_show(method)}")
-    for key, patterns in (("targets", targets), ("exclude", exclude)):
-        if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
-            problems.append(f"{key} must be a glob or a list of globs, got {_show(patterns)}")
-    if not _is_integer(seed) or not 0 <= seed < 2**63:
-        problems.append(f"seed must be an integer in [0, 2^63), got {_show(seed)}")
-    if total_steps is not None and (not _is_integer(total_steps) or total_steps < 1):
-        problems.append(f"total_steps must be an integer ≥ 1 or None, got {_show(total_steps)}")
-    if problems:
-        raise ConfigError(problems)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _show(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else type(value).__name__
 
 
-def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> dict[str, nn.Module]:
+def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> dict[str, Any]:
     """Matching layers by name, in the model's order; every problem is reported at once."""
     if sparse_class(type(model)) is not None or isinstance(model, SparseLayer):
         raise ConfigError("the model is a bare layer: wrap it in a module, which can be searched")
     problems: list[str | tuple[str, str]] = []
-    chosen: dict[str, nn.Module] = {}
+    chosen: dict[str, Any] = {}
     matched: set[str] = set()
-    names: dict[nn.Module, list[str]] = defaultdict(list)
+    owners: dict[Any, list[str]] = defaultdict(list)  # parameter -> its names
+    names: dict[nn.Module, list[str]] = defaultdict(list)  # and with a dot before, for `*.x`
     for name, module in model.named_modules(remove_duplicate=False):
-        names[module].append(name)
+        names[module] += name, f".{name}"
     for module, aliases in names.items():  # a module under two names appears once
         name = aliases[0]
-        hits = {p for p in patterns for a in aliases if _matches(a, p)}
+        for key, parameter in module._parameters.items():
+            owners[parameter].append(f"{name}.{key}")
+        hits = {p for p in patterns for alias in aliases if fnmatchcase(alias, p)}
         if not name or not hits:
             continue
-        if any(_matches(alias, pattern) for alias in aliases for pattern in exclude):
+        if any(fnmatchcase(alias, p) for alias in aliases for p in exclude):
             pass
         elif isinstance(module, SparseLayer):
             problems.append(f"layer {name!r} is sparse already: call densify(model) first")
@@ -259,16 +233,10 @@ def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> di
     for pattern in patterns:
         if pattern not in matched:
             known = [k for k, v in model.named_modules() if sparse_class(type(v)) is not None]
-            near = registry.suggestion(pattern, known[:8])
-            text = f": no linear layer or convolution matches {pattern!r}{near}"
-            problems.append(("targets", text))
-    owners = defaultdict(list)
-    for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                owners[id(parameter)].append(f"{name}.{key}")
+            text = f": no linear layer or convolution matches {pattern!r}"
+            problems.append(("targets", text + registry.suggestion(pattern, known[:8])))
     for name, module in chosen.items():
-        users = owners[id(module.weight)]
+        users = owners[module.weight]
         if len(users) > 1:
             problems.append(f"layer {name!r} shares its weight ({', '.join(users)}): exclude it")
     if not chosen and not problems:
@@ -278,33 +246,28 @@ def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> di
     return chosen
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(f".{name}", pattern)
-
-
-def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
+def _check_shapes(layers: dict[str, Any], method: Method) -> None:
     """Refuse shards, and widths that groups do not divide, one message for all of one width."""
     refuse_sharded(layers)
     problems: list[str | tuple[str, str]] = []
     m = method.options.m
     odd: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, layer in layers.items():
-        assert isinstance(layer.weight, Tensor)
         if torch.nn.parameter.is_lazy(layer.weight):
             problems.append(f"layer {name!r} has no shape yet: run one forward before sparsify")
             continue
-        cls = sparse_class(type(layer))
-        assert cls is not None
-        widths = cls.widths(layer)
-        for (axis, size), multiple in zip(widths.items(), reversed(method.multiples), strict=True):
+        cls: Any = sparse_class(type(layer))
+        convolution, groups = isinstance(layer, nn.Conv2d), getattr(layer, "groups", 1)
+        kind = ("channels" if convolution else "features") + " / groups" * (groups > 1)
+        sizes = layer.weight.shape[cls.in_dim], layer.weight.shape[1 - cls.in_dim] // groups
+        for axis, size, multiple in zip(("in", "out"), sizes, method.multiples[::-1], strict=True):
             if size % multiple:
-                key = "m" if multiple == m else ""
-                problem = f"{axis} = {size} is not a multiple of {multiple}; change the width"
-                odd[key, problem].append(name)
+                problem = f"{axis}_{kind} = {size} is not a multiple of {multiple}"
+                odd["m" if multiple == m else "", f"{problem}; change the width"].append(name)
         own = method.options.name
-        if method.linear_only and isinstance(layer, nn.Conv2d):
+        if method.linear_only and convolution:
             odd["", f"{own} exists for linear layers only; choose another method"].append(name)
-        if method.mixes_outputs and getattr(layer, "groups", 1) > 1:
+        if method.mixes_outputs and groups > 1:
             problem = f"{own} mixes output channels of all groups; choose another method"
             odd["", problem].append(name)
     for (key, problem), names in odd.items():
@@ -315,15 +278,3 @@ def _check_shapes(layers: dict[str, nn.Module], method: Method) -> None:
         problems.append((key, f" = {m}: {text}") if key else text)
     if problems:
         raise ConfigError(problems)
-
-
-def _swap(layer: nn.Module, name: str, index: int, model: ModelState) -> None:
-    """Make a layer sparse; the object stays: references, hooks and second names keep working."""
-    cls = sparse_class(type(layer))
-    assert cls is not None and isinstance(layer.weight, Tensor)
-    if layer.weight.requires_grad or not model.example:
-        model.example = name
-    state = LayerState(model, name, index, layer.weight.detach(), cls.in_dim)
-    layer.__class__ = cls
-    layer.add_module("sparsity", state)
-    living.add(layer)  # type: ignore[arg-type]

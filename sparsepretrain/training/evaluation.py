@@ -17,7 +17,7 @@ from sparsepretrain.runs import weights
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import densify
-from sparsepretrain.sparsity.proof import Proof, prove
+from sparsepretrain.sparsity.coverage import Proof, prove
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive, loop
 from sparsepretrain.training.assembly import build_session

@@ -16,7 +16,7 @@ from sparsepretrain.kernels import pack_24
 from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.resume import choose_checkpoint, named_checkpoint
-from sparsepretrain.sparsity.proof import Proof, prove
+from sparsepretrain.sparsity.coverage import Proof, prove
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login

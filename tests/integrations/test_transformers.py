@@ -150,8 +150,7 @@ def test_accelerate_wrapper_is_unwrapped():
 def test_fused_evaluation_of_encoder_layers_is_off_while_they_are_sparse(activation):
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, activation, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    fused = [block.activation_relu_or_gelu for block in model.layers]
-    assert all(fused)
+    assert all(block.activation_relu_or_gelu for block in model.layers)
     for name in ("linear1", "linear2"):
         sp.sparsify(model, "ste", targets=[f"*.{name}"])
     x = torch.randn(2, 8, 16)
@@ -159,6 +158,6 @@ def test_fused_evaluation_of_encoder_layers_is_off_while_they_are_sparse(activat
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)
     sp.densify(model)
-    assert [block.activation_relu_or_gelu for block in model.layers] == fused
+    assert not any(module._forward_pre_hooks for module in model.modules())
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)

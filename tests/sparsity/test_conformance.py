@@ -27,8 +27,7 @@ import sparsepretrain as sp
 from sparsepretrain import registry
 from sparsepretrain.errors import SparsePretrainWarning
 from sparsepretrain.sparsity.layers import SparseLayer
-from sparsepretrain.sparsity.method import DGRAD, WGRAD, Method
-from sparsepretrain.sparsity.row import G, Row, X
+from sparsepretrain.sparsity.method import DGRAD, WGRAD, G, Method, Row, X
 
 every_case = pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
 

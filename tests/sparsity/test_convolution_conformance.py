@@ -25,9 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sparsepretrain as sp
 from sparsepretrain import registry
-from sparsepretrain.sparsity.layers import SparseConv2d, SparseLayer
-from sparsepretrain.sparsity.method import DGRAD, WGRAD
-from sparsepretrain.sparsity.row import G
+from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
+from sparsepretrain.sparsity.method import DGRAD, WGRAD, G
 
 IDS = ids(CONVOLVED)
 every_case = pytest.mark.parametrize(("method", "options"), CONVOLVED, ids=IDS)
@@ -112,7 +111,7 @@ def test_gradient_rule_against_autograd_in_fp64(method, options, geometry):
     sparsifier = sparsify(model, method, **options | {"targets": "0"})
     into_sparse_phase(sparsifier)  # the rule of the sparse phase
     layer, state = model[0], model[0].sparsity
-    assert type(layer) is SparseConv2d
+    assert type(layer) is sparse_class(nn.Conv2d)
     x = draw(2, 16 * groups, 7, 6, seed=1)
     gy = draw(*plain(x).shape, seed=2)
     projection = state.project(layer.weight)

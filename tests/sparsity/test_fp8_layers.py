@@ -30,8 +30,8 @@ import sparsepretrain as sp
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import execution
+from sparsepretrain.sparsity.method import G, X
 from sparsepretrain.sparsity.methods import sste
-from sparsepretrain.sparsity.row import G, X
 
 HYBRID = {"precision": "fp8_sim"}
 REFERENCE = {"precision": {"name": "fp8_sim", "recipe": "reference"}}

@@ -12,7 +12,7 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain.errors import CheckpointError, ConfigError
-from sparsepretrain.sparsity.layers import SparseLayer, SparseLinear
+from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
 
 
 class Shared(nn.Module):
@@ -206,7 +206,7 @@ def test_a_module_under_two_names():
     weight = model.first.weight
     sparsifier = sp.sparsify(model, "srste", targets="*")
     assert list(sparsifier.layers) == ["first", "block.0"]
-    assert model.second is model.first and type(model.second) is SparseLinear
+    assert model.second is model.first and type(model.second) is sparse_class(nn.Linear)
     assert model.first.weight is weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sparsifier.attach(optimizer)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import Method, MethodOptions, Problems
-from sparsepretrain.sparsity.row import Operand, Row, X
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from sparsepretrain.sparsity import Method, MethodOptions, Operand, Row
+from sparsepretrain.sparsity.method import Problems, Tensor, X
 
 
 @dataclass(slots=True, kw_only=True)

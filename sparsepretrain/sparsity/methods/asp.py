@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import Method, MethodOptions, Projection
-from sparsepretrain.sparsity.row import Operand, Phase, Row
-
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.method import Layer, Tensor
+from sparsepretrain.sparsity import Method, MethodOptions, Operand, Phase, Projection, Row
+from sparsepretrain.sparsity.method import Layer, Tensor
 
 
 @dataclass(slots=True, kw_only=True)

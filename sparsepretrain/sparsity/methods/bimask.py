@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import DGRAD, Method, MethodOptions, Problems, Projection
-from sparsepretrain.sparsity.row import Operand, Row
-
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.method import Layer, Tensor
+from sparsepretrain.sparsity import MethodOptions, Operand, Projection, Row
+from sparsepretrain.sparsity.method import DGRAD, Layer, Problems, Tensor
+from sparsepretrain.sparsity.methods.srste import MaskedDecay
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +30,7 @@ class BiMaskOptions(MethodOptions):
 
 
 @register("method", "bimask")
-class BiMask(Method):
+class BiMask(MaskedDecay):
     """dX uses a second mask that is 2:4 along out_features after a permutation of the rows."""
 
     Options = BiMaskOptions
@@ -56,8 +54,7 @@ class BiMask(Method):
         """The identity; the first search follows at once."""
         import torch
 
-        rows = weight.shape[1 - layer.dim]
-        return {"permutation": torch.arange(rows, device=weight.device)}
+        return {"permutation": torch.arange(weight.shape[1 - layer.dim], device=weight.device)}
 
     def update_(self, weight: Tensor, layer: Layer) -> None:
         """Every ``every`` steps keep the permutation whose backward mask has the most ones."""
@@ -78,6 +75,3 @@ class BiMask(Method):
         parts = kernels.bimask_prune(rows, layer.permutation)
         forward, mask, backward = parts if layer.dim == 1 else (part.t() for part in parts)
         return Projection(forward, mask, backward)
-
-    def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
-        kernels.masked_decay_(grad, weight, mask, self.options.decay * scale)

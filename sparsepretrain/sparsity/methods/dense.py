@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import Method, MethodOptions, Problems
+from sparsepretrain.sparsity import Method, MethodOptions, Phase
+from sparsepretrain.sparsity.method import Problems, Tensor
 from sparsepretrain.sparsity.methods.tsrste import transposable
-from sparsepretrain.sparsity.row import Phase
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(slots=True, kw_only=True)

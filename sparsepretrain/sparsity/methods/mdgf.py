@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import MethodOptions, Projection
+from sparsepretrain.sparsity import MethodOptions, Operand, Projection, Row
+from sparsepretrain.sparsity.method import Layer, Tensor
 from sparsepretrain.sparsity.methods.ste import STE
-from sparsepretrain.sparsity.row import Operand, Row
-
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.method import Layer, Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,14 +54,15 @@ class MDGF(STE):
 
     def factor(self, step: Any) -> Any:
         """The factor d of pruned weights at a step: a float, or a 0-d tensor in a graph."""
-        first, length = self.window[0], self.settled - self.window[0]
-        if isinstance(step, int):
-            part = min(max(step - first, 0) / length, 1) if length else 1
-            return 0.0 if part == 1 else self._shape(part, math.exp)
-        return self._shape((step - first).double() / length, lambda x: x.exp())
-
-    def _shape(self, part: Any, exp: Callable[[Any], Any]) -> Any:
-        return 1 - part if self.options.shape == "linear" else exp(-self.options.rate * part)
+        if self.binary or self.settled == self.window[0]:
+            return 0.0
+        done = step - self.window[0]
+        done = max(done, 0) if isinstance(step, int) else done.double()
+        part = done / (self.settled - self.window[0])
+        if self.options.shape == "linear":
+            return 1 - part
+        left = -self.options.rate * part
+        return math.exp(left) if isinstance(step, int) else left.exp()
 
     def metrics(self) -> dict[str, float]:
         return {"mask_decay": self.factor(self.step)}

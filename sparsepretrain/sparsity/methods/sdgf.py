@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import MethodOptions
+from sparsepretrain.sparsity import MethodOptions, Operand, Row
 from sparsepretrain.sparsity.methods.ste import STE
-from sparsepretrain.sparsity.row import Operand, Row
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,13 +48,9 @@ class SDGF(STE):
         self.kept = self.stages[0]
 
     def set_step(self, step: int) -> None:
-        first, earlier = self.window[0], len(self.stages) - 1
-        if step >= self.settled:
-            self.kept = self.options.n
-        elif step <= first:
-            self.kept = self.stages[0]
-        else:
-            self.kept = self.stages[(step - first) * earlier // (self.settled - first)]
+        first, length = self.window[0], max(self.settled - self.window[0], 1)
+        stage = max(step - first, 0) * (len(self.stages) - 1) // length
+        self.kept = self.options.n if step >= self.settled else self.stages[stage]
         super().set_step(step)
 
     @property

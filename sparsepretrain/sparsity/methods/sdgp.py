@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import Method, MethodOptions, Problems
-from sparsepretrain.sparsity.row import Row
-
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.method import NoiseKey, Tensor
+from sparsepretrain.sparsity import Method, MethodOptions, Row
+from sparsepretrain.sparsity.method import NoiseKey, Problems, Tensor
 
 
 @dataclass(slots=True, kw_only=True)

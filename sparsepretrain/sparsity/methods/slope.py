@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.limits import Limited
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import FPROP, WGRAD, MethodOptions, Projection
+from sparsepretrain.sparsity import MethodOptions, Operand, Projection, Row
+from sparsepretrain.sparsity.method import FPROP, WGRAD, Layer, Tensor
 from sparsepretrain.sparsity.methods.asp import StoredMask
-from sparsepretrain.sparsity.row import Operand, Row
-
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.method import Layer, Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,9 +52,9 @@ class SLoPe(StoredMask):
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
-        rank, start = options.adapters.rank, options.adapters.start
-        self.linear_only = rank > 0
-        self._first = max(self.steps_of(start, "adapters.start"), self.window[0]) if rank else 0
+        self.linear_only = options.adapters.rank > 0
+        start = options.adapters.start if options.adapters.rank else 0.0
+        self._first = max(self.steps_of(start, "adapters.start"), self.window[0])
         self._adapting = False
 
     @property
@@ -75,8 +72,9 @@ class SLoPe(StoredMask):
         return ranks == (0, 0) and super().keeps_function(options, theirs)
 
     def set_step(self, step: int) -> None:
-        self._adapting = self.options.adapters.rank > 0 and step >= self._first
         super().set_step(step)
+        reached = step >= self._first and self.phase.evaluation
+        self._adapting = reached and self.options.adapters.rank > 0
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
         state = super().initial_state(weight, layer)
@@ -106,14 +104,14 @@ class SLoPe(StoredMask):
         return Projection(forward, layer.mask, kernels.apply_mask(forward, second))
 
     def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
-        if not self._adapting or not self.phase.evaluation:
+        if not self._adapting:
             return None
         from torch.nn.functional import linear
 
         return linear(linear(x, layer.right), layer.left)
 
     def fold(self, layer: Layer) -> Tensor | None:
-        if not self._adapting or not self.phase.evaluation:
+        if not self._adapting:
             return None
         product: Tensor = layer.left @ layer.right
         return product if layer.dim == 1 else product.t()

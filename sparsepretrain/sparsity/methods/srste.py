@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import Method, MethodOptions
+from sparsepretrain.sparsity import Method, MethodOptions, Operand, Row
+from sparsepretrain.sparsity.method import Tensor
 from sparsepretrain.sparsity.methods.ste import STE
-from sparsepretrain.sparsity.row import Operand, Row
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(slots=True, kw_only=True)
 class RampedDecayOptions(MethodOptions):
-    """Options of methods with masked decay."""
+    """Options of methods with masked decay that may be ramped."""
 
     decay: float = 2.0e-4
     """λ of the masked decay (authors' default)."""
@@ -26,17 +23,17 @@ class RampedDecayOptions(MethodOptions):
     limits: ClassVar[dict[str, str]] = {"decay": "≥ 0", "decay_ramp": "[0, 1]"}
 
 
-class RampedDecay(Method):
+class MaskedDecay(Method):
     """Masked decay on gradients; :attr:`decay` is the λ of the current step.
 
-    The linear ramp is the annealed decay of AST (Huang et al., AAAI 2025, arXiv:2407.20584),
-    which the published SR-STE and T-SR-STE do not have.
+    The linear ramp of some is the annealed decay of AST (Huang et al., AAAI 2025,
+    arXiv:2407.20584), which the published SR-STE and T-SR-STE do not have.
     """
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
-        ramp = options.decay_ramp
-        self._ramp_steps = self.steps_of(ramp, "decay_ramp") if ramp else 0
+        self._ramp_steps = self.steps_of(getattr(options, "decay_ramp", 0.0), "decay_ramp")
+        self.on_gradient = options.decay > 0
 
     @property
     def decay(self) -> float:
@@ -59,22 +56,22 @@ class SRSTEOptions(RampedDecayOptions):
 
 
 @register("method", "srste")
-class SRSTE(RampedDecay, STE):
+class SRSTE(MaskedDecay, STE):
     """STE with masked decay, added once per optimiser step after clipping."""
 
     Options = SRSTEOptions
     summary = "STE plus masked decay λ on pruned weights"
     paper = "arXiv:2102.04010 (ICLR 2021)"
 
+    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+        super().__init__(options, total_steps)
+        self.on_gradient = options.decay_on == "gradient"
+        self.on_weight = not self.on_gradient
+
     @property
     def sparse_row(self) -> Row:
         return super().sparse_row._replace(J=Operand("dW + λ(1-M)∘W"))
 
-    def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
-        if self.options.decay_on == "gradient":
-            super().adjust_gradient_(grad, weight, mask, scale)
-
     def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:
         """Masked decay on weights, outside the moments as AdamW treats weight decay."""
-        if self.options.decay_on == "weight":
-            kernels.masked_decay_(weight, weight, mask, -lr * self.decay)
+        kernels.masked_decay_(weight, weight, mask, -lr * self.decay)

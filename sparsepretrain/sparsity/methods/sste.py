@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import DGRAD, Method, MethodOptions, Problems, Projection
-from sparsepretrain.sparsity.row import Operand, Row
-
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.method import Layer, NoiseKey, Tensor
+from sparsepretrain.sparsity import Method, MethodOptions, Projection, Row
+from sparsepretrain.sparsity.method import DGRAD, MVUE, Layer, Problems, Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +52,7 @@ class SSTE(Method):
     def sparse_row(self) -> Row:
         row = Row(A=self.nm("β·S(W)"))
         if self.options.mvue == "gradient":
-            return row._replace(U=Operand("MVUE(G)", (2, 4), "tokens"))
+            return row._replace(U=MVUE)
         if self.options.mvue == "weight":
             return row._replace(B=self.nm("MVUE(β·S(W))", "out"))
         return row
@@ -89,10 +86,6 @@ class SSTE(Method):
             backward = kernels.mvue(forward, dim=1 - layer.dim, estimator=estimator, key=key)
         scale = beta if self.options.ste_scale == "beta" else None
         return Projection(forward, forward != 0, backward, scale)
-
-    def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
-        """U(G) = MVUE along tokens (arXiv:2203.10991)."""
-        return kernels.mvue(grad, dim=0, estimator=self.options.estimator, key=key)
 
     def _soft(self, weight: Tensor, dim: int, scale: Tensor | None = None) -> Tensor:
         gamma = self.options.gamma

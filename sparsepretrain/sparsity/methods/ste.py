@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import Method, Projection
-from sparsepretrain.sparsity.row import Row
-
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.method import Layer, Tensor
+from sparsepretrain.sparsity import Method, Projection, Row
+from sparsepretrain.sparsity.method import Layer, Tensor
 
 
 @register("method", "ste")

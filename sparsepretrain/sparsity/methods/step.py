@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim.adamw import AdamWOptions
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import Method, MethodOptions, Problems
+from sparsepretrain.sparsity import Method, MethodOptions, Operand, Phase, Row
+from sparsepretrain.sparsity.method import Optimizer, Problems, Tensor
+from sparsepretrain.sparsity.methods.srste import MaskedDecay
 from sparsepretrain.sparsity.methods.ste import STE
-from sparsepretrain.sparsity.row import Operand, Phase, Row
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.optim import Optimizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +40,7 @@ class STEPOptions(MethodOptions):
 
 
 @register("method", "step")
-class STEP(STE):
+class STEP(MaskedDecay, STE):
     """Two phases that the optimiser decides; evaluation is N:M in both."""
 
     Options = STEPOptions
@@ -82,10 +78,9 @@ class STEP(STE):
             raise ConfigError(
                 f"sparsity=step needs optim=adamw (it freezes its moments), got {options.name}"
             )
-        keys = ("lr", "betas", "eps", "weight_decay")
-        own_keys = ("option", "frozen_bias_correction", "denominator")
-        given: dict[str, Any] = {key: getattr(options, key) for key in keys}
-        given |= {key: getattr(self.options, key) for key in own_keys}
+        own = ("option", "frozen_bias_correction", "denominator")
+        given: dict[str, Any] = {key: getattr(self.options, key) for key in own}
+        given |= {key: getattr(options, key) for key in ("lr", "betas", "eps", "weight_decay")}
         clipping, window = (self._bound(0), self._bound(1)), self.options.window_length
         return StepAdamW(groups, **given, clipping=clipping, window=window)
 
@@ -108,10 +103,7 @@ class STEP(STE):
         self.state["trains_dense"] = int(not optimizer.sparse_phase)
 
     def metrics(self) -> dict[str, float]:
-        """What AutoSwitch saw at a dense step: Z̄, the mean change in its window, and ε.
-
-        It switches when Z̄ < ε, unless ``clipping`` decides.
-        """
+        """Of AutoSwitch at a dense step: it switches when Z̄ < ε, unless ``clipping`` decides."""
         return self._watched
 
     def _bound(self, place: int) -> int | None:
@@ -120,7 +112,3 @@ class STEP(STE):
 
     def may_be_sparse(self, step: int) -> bool:
         return max(self._bound(0) or 0, self.window[0]) <= step < self.window[1]
-
-    def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
-        if self.options.decay:
-            kernels.masked_decay_(grad, weight, mask, self.options.decay * scale)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity.method import Method, Problems, Window
+from sparsepretrain.sparsity import Method, Operand, Row, Window
+from sparsepretrain.sparsity.method import MVUE, Layer, Problems, Tensor
 from sparsepretrain.sparsity.methods.asp import StoredMask
-from sparsepretrain.sparsity.methods.srste import RampedDecay, RampedDecayOptions
-from sparsepretrain.sparsity.row import Operand, Phase, Row
-
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.method import Layer, NoiseKey, Tensor
+from sparsepretrain.sparsity.methods.srste import MaskedDecay, RampedDecayOptions
 
 
 def transposable(weight: Tensor) -> Tensor:
@@ -51,7 +48,7 @@ class TSRSTEOptions(RampedDecayOptions):
 
 
 @register("method", "tsrste")
-class TSRSTE(RampedDecay, StoredMask):
+class TSRSTE(MaskedDecay, StoredMask):
     """One mask for W and Wᵀ, refreshed every few steps, so that all three products are sparse."""
 
     Options = TSRSTEOptions
@@ -63,15 +60,14 @@ class TSRSTE(RampedDecay, StoredMask):
     finetunes_as = "dense"
     finetune_options: ClassVar[dict[str, Any]] = {"mvue": "none"}
     timed: ClassVar[dict[str, dict[str, Any]]] = {"mvue=none": {"mvue": "none"}, "": {}}
-    searches = "refresh"
     """As in S-STE, Table 6, and the authors' code."""
+    searches = "refresh"
 
     @property
     def sparse_row(self) -> Row:
         """One operand for fprop and dgrad: the mask is 2:4 along both axes."""
         row = Row(self.nm("Mt∘W"), self.nm("A", "out"), J=Operand("dW + λ(1-Mt)∘W"))
-        sampled = Operand("MVUE(G)", (2, 4), "tokens")
-        return row._replace(U=sampled) if self.options.mvue == "gradient" else row
+        return row._replace(U=MVUE) if self.options.mvue == "gradient" else row
 
     @property
     def multiples(self) -> tuple[int, int]:
@@ -81,13 +77,9 @@ class TSRSTE(RampedDecay, StoredMask):
     def window_steps(self, window: Window) -> tuple[int, float]:
         start, stop = Method.window_steps(self, window)
         tail = self.options.dense_tail
-        self._tail = self.steps_of(1 - tail, "dense_tail") if tail else math.inf
-        return start, min(stop, self._tail)
-
-    def phase_of(self, step: int) -> Phase:
-        if step >= self.window[1] == self._tail:
-            return Phase(False, False, f"since step {self._tail} (dense_tail)")
-        return Method.phase_of(self, step)
+        first = self.steps_of(1 - tail, "dense_tail") if tail else math.inf
+        self.ends_by = "dense_tail" if first <= stop else self.ends_by
+        return start, min(stop, first)
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         return transposable(weight)
@@ -96,7 +88,3 @@ class TSRSTE(RampedDecay, StoredMask):
         """Search again at the first sparse step and every ``refresh`` steps after it."""
         if self.compares:
             layer.mask.copy_(self.mask(weight, layer.dim))
-
-    def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
-        """U(G) = MVUE along tokens (arXiv:2203.10991)."""
-        return kernels.mvue(grad, dim=0, estimator=self.options.estimator, key=key)
