@@ -55,7 +55,7 @@ A method that is not listed is there with its defaults."""
 
 def cases() -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> method and options."""
-    others = [name for name in registry._builtin_names("method") if name not in VARIANTS]
+    others = [name for name in registry.built_in("method") if name not in VARIANTS]
     return {
         " ".join([method, *(f"{k}={v}" for k, v in options.items())]): (method, options)
         for method in [*VARIANTS, *others]

@@ -95,3 +95,17 @@ def test_sharded_weights_are_refused(mesh):
     with pytest.raises(ConfigError, match="the weight of 'fc2' is sharded"):
         sparsify(before, "ste")
     assert sparsify(before, "ste", targets="fc1").layers.keys() == {"fc1"}, "the others may be"
+
+
+def test_a_handle_whose_layers_were_replaced_says_so():
+    model = Net()
+    sparsifier = sparsify(model, "srste")
+    model.fc1 = nn.Linear(16, 32, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for call in (lambda: sparsifier.attach(optimizer), sparsifier.metrics, sparsifier.masks):
+        with pytest.raises(ConfigError, match=r"were replaced by others since: fc1; sparsifier_of"):
+            call()
+    again = sp.sparsifier_of(model)
+    again.attach(optimizer)
+    train(model, optimizer)
+    assert list(again.layers) == ["fc2"] and again.completed_steps == 3

@@ -417,3 +417,13 @@ def test_loading_only_a_scale_is_seen():
     model.load_state_dict({"fc1.sparsity.beta": model.fc1.sparsity.beta * 2}, strict=False)
     bias = model.fc1.bias
     torch.testing.assert_close(model.fc1(x) - bias, 2 * (before - bias))
+
+
+@pytest.mark.parametrize(("method", "needed"), [("ste", False), ("sste", False), ("srste", True)])
+def test_masks_are_stored_only_where_decay_needs_them(method, needed):
+    model, optimizer, sparsifier = build(method)
+    sparsifier.store_operands()
+    train(model, optimizer, 0, 2)
+    state = model.fc1.sparsity
+    assert (state.kept_mask is not None) == needed and "flip_rate" in sparsifier.metrics()
+    assert torch.equal(sparsifier.masks()["fc1"], state.project(model.fc1.weight).mask)
