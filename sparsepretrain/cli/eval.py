@@ -54,9 +54,13 @@ class Eval(ConfiguredVerb):
         settings = read_settings(Settings, args.overrides, others=overrides)
         if "=" in args.checkpoint and not Path(args.checkpoint).exists():
             raise ConfigError(f"{args.checkpoint!r} is no checkpoint: name one before KEY=VALUE")
-        from sparsepretrain import training
+        from sparsepretrain.tracking.console import Console
 
-        training.evaluate(
+        console = Console()
+        console.loading(args.checkpoint)
+        from sparsepretrain.training.evaluation import evaluate_checkpoint
+
+        evaluate_checkpoint(
             args.checkpoint,
             overrides,
             args.config_dir,
@@ -64,5 +68,6 @@ class Eval(ConfiguredVerb):
             average=settings.average,
             dense=settings.weights == "dense",
             out=None if settings.out is None else Path(settings.out),
+            console=console,
         )
         return 0

@@ -53,15 +53,26 @@ class Train(ConfiguredVerb):
         if args.cfg:
             print(to_yaml(run.plain), end="")
             return 0
-        from sparsepretrain import training
+        from sparsepretrain.tracking.console import Console
+        from sparsepretrain.training.schedules import settle
 
-        run = training.settle(run)
+        run, console = settle(run), Console()
+        directory, code = RunDirectory.of(run), 0
         if args.dry_run:
-            training.dry_run(run)
+            console.loading(run.name)
+            from sparsepretrain.training.plan import dry_run
+
+            dry_run(run, console)
             return 0
-        code = training.train(run)
+        if run.resume == "auto" and directory.is_finished(run, run.steps):  # known without torch
+            console.info(f"{directory} is finished ({run.steps} steps): nothing to do")
+        else:
+            console.loading(run.name)
+            from sparsepretrain.training.trainer import train
+
+            code = train(run, console)
         if code == 0:
-            illustrate(RunDirectory.of(run))
+            illustrate(directory)
         return code
 
 

@@ -16,7 +16,6 @@ from sparsepretrain.studies import decay as rules
 from sparsepretrain.studies.decay import Search
 from sparsepretrain.studies.engine import Cell, CellError, Study
 from sparsepretrain.tracking.console import Console, count
-from sparsepretrain.training import loading
 
 RESULT = "tune.json"
 """Everything that a search found, in its directory."""
@@ -117,14 +116,13 @@ def tune_decay(
 
 def show_plan(search: Search, out: Path, console: Console | None = None) -> None:
     """Print the runs of a search, what is left of each, and what they cost; runs nothing."""
-    loading(search.run.name)
-
+    console = console or Console()
+    console.loading(search.run.name)
     from sparsepretrain.tasks import build_task
     from sparsepretrain.training.assembly import META, build_model, sparsify_model
     from sparsepretrain.training.plan import duration, step_cost
     from sparsepretrain.training.world import World
 
-    console = console or Console()
     cells = [search.reference(), *map(search.sparse, search.grid)]
     rows = [(cell.label, search.steps, cell.left, cell.directory) for cell in cells]
     title = f"decay search for {search.run.sparsity.name} (dry run)"

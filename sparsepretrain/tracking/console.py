@@ -58,6 +58,11 @@ class Console:
         """Print one line that starts with ``warning:``."""
         self._rich.print(f"warning: {line}", soft_wrap=True, style="yellow")
 
+    def loading(self, what: str) -> None:
+        """Say what the next seconds are spent on, before PyTorch is imported."""
+        if "torch" not in sys.modules:
+            self.info(f"{what}: loading PyTorch and the model")
+
     def own_warnings(self) -> contextlib.AbstractContextManager[None]:
         """Print this package's Python warnings with :meth:`warn`; others appear as ever."""
         return own_warnings(self.warn)

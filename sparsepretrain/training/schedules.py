@@ -1,12 +1,34 @@
-"""Learning-rate schedules: pure functions of the step."""
+"""How long a run is, and its learning rate: pure functions of the step."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from sparsepretrain.config.groups import Decay, Triangle, Warmup
+from sparsepretrain.config.schema import MOST_STEPS, Run
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.tasks import build_task
 
 Schedule = Decay | Warmup | Triangle
+
+
+def settle(run: Run) -> Run:
+    """Replace ``steps=0`` by what ``epochs`` comes to; opens (and prepares) data only for that.
+
+    Raises:
+        ConfigError: these are too many steps.
+        DataError: the data is not there.
+    """
+    if run.steps:
+        return run
+    assert run.epochs is not None
+    task = build_task(run)
+    task.open_data(("train",))
+    steps = max(1, round(run.epochs * task.samples("train") / run.batch.size))
+    if steps > MOST_STEPS:
+        raise ConfigError(f"epochs={run.epochs} are {steps} steps, more than {MOST_STEPS}")
+    return dataclasses.replace(run, steps=steps)
 
 
 def warmup_steps(schedule: Schedule, steps: int) -> int:

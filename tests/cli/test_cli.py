@@ -26,8 +26,13 @@ def run(*argv: str, **options) -> subprocess.CompletedProcess[str]:
 
 
 def replace(monkeypatch, room: str, **functions) -> None:
-    room_functions = {"settle": lambda run: run, **functions}
-    monkeypatch.setattr(sparsepretrain, room, SimpleNamespace(**room_functions), raising=False)
+    monkeypatch.setattr(sparsepretrain, room, SimpleNamespace(**functions), raising=False)
+
+
+def replace_training(monkeypatch, module: str, **functions) -> None:
+    """A module of the room that trains, imported by a verb when it is needed."""
+    name = f"sparsepretrain.training.{module}"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**functions))
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["help"]])
@@ -70,14 +75,14 @@ def test_cfg_job_is_the_resolved_configuration(capsys):
 
 def test_train_passes_the_run_and_returns_its_code(monkeypatch):
     calls = []
-    replace(monkeypatch, "training", train=lambda run: calls.append(run) or 143)
+    replace_training(monkeypatch, "trainer", train=lambda run, console: calls.append(run) or 143)
     assert cli.main(["train", "seed=4"]) == 143
     assert calls[0].seed == calls[0].plain["seed"] == 4
 
 
 def test_dry_run(monkeypatch):
     calls = []
-    replace(monkeypatch, "training", dry_run=lambda run: calls.append(run.steps))
+    replace_training(monkeypatch, "plan", dry_run=lambda run, console: calls.append(run.steps))
     assert cli.main(["train", "--dry-run", "steps=9"]) == 0
     assert calls == [9]
 
@@ -97,35 +102,35 @@ def test_dry_run(monkeypatch):
     ],
 )
 def test_exit_codes(monkeypatch, capsys, error, code, line):
-    def train(run):
+    def train(run, console):
         raise error
 
-    replace(monkeypatch, "training", train=train)
+    replace_training(monkeypatch, "trainer", train=train)
     assert cli.main(["train"]) == code
     assert capsys.readouterr().err == line
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):
-    def train(run):
+    def train(run, console):
         raise RuntimeError("bug")
 
-    replace(monkeypatch, "training", train=train)
+    replace_training(monkeypatch, "trainer", train=train)
     with pytest.raises(RuntimeError, match="bug"):
         cli.main(["train"])
 
 
 def test_a_plugin_that_exits_is_an_error(monkeypatch, capsys):
-    replace(monkeypatch, "training", train=lambda run: sys.exit(0))
+    replace_training(monkeypatch, "trainer", train=lambda run, console: sys.exit(0))
     assert cli.main(["train"]) == 1
     line = capsys.readouterr().err
     assert "test_cli.py, line" in line and "called sys.exit(0)" in line and line.count("\n") == 1
 
 
 def test_somebody_elses_broken_pipe_is_not_ours(monkeypatch, capfd):
-    def train(run):
+    def train(run, console):
         raise BrokenPipeError
 
-    replace(monkeypatch, "training", train=train)
+    replace_training(monkeypatch, "trainer", train=train)
     with capfd.disabled(), pytest.raises(BrokenPipeError), open(os.devnull, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
         cli.main(["train"])
@@ -263,16 +268,15 @@ def test_what_starting_costs(argv, absent, seconds):
     assert min(times) < seconds
 
 
-def test_a_finished_run_answers_without_torch(tiny, capfd):
+def test_a_finished_run_answers_without_torch(tiny, capfd, monkeypatch):
     """Neither its steps nor its epochs need the model; its report is left as it is."""
-    from sparsepretrain import config, training
+    from sparsepretrain.cli import train
 
     loaded = "torch" in sys.modules
     runs = [tiny.overrides("steps=2"), tiny.overrides("steps=0", "epochs=0.002")]
     for words in runs:
-        run = training.settle(config.load(words))
-        assert training.train(run) == 0
-        (config.freeze.run_directory(run) / "report.md").touch()
+        monkeypatch.setattr(train, "illustrate", lambda run: run.report_file.touch())
+        assert cli.main(["train", *words]) == 0
     said = capfd.readouterr().out.count("loading PyTorch and the model")
     assert said == (not loaded), "once, and only where it takes seconds"
     code = (

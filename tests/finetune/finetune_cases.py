@@ -11,6 +11,7 @@ from sparsepretrain.config import freeze
 from sparsepretrain.runs import weights
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive
+from sparsepretrain.training.schedules import settle
 
 QUICK = (
     "tracker.mode=disabled",
@@ -69,11 +70,10 @@ def load(checkpoint: Path, *overrides: str) -> Any:
 
 def train(checkpoint: Path, *overrides: str) -> tuple[Path, str, list[dict[str, Any]]]:
     """(run directory, output, record) of a fine-tuning run."""
-    from sparsepretrain import training
     from sparsepretrain.training.trainer import train as start
 
     out = io.StringIO()
-    run = training.settle(load(checkpoint, *overrides))
+    run = settle(load(checkpoint, *overrides))
     assert start(run, Console(out)) == 0
     directory = freeze.run_directory(run)
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -82,9 +82,8 @@ def train(checkpoint: Path, *overrides: str) -> tuple[Path, str, list[dict[str, 
 
 def build(checkpoint: Path, *overrides: str) -> Any:
     """Everything the loop touches, before the first step."""
-    from sparsepretrain import training
     from sparsepretrain.training.assembly import build_session
 
-    run = training.settle(load(checkpoint, *overrides))
+    run = settle(load(checkpoint, *overrides))
     console = Console(io.StringIO())
     return build_session(run, console, initial=weights.find(run.init.path))

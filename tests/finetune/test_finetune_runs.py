@@ -16,6 +16,7 @@ from sparsepretrain.cli import main
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.runs import weights
 from sparsepretrain.training import assembly
+from sparsepretrain.training.schedules import settle
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +82,10 @@ def test_a_stopped_run_continues_bit_for_bit_without_its_source(tiny, tmp_path, 
     words = [*glue(tmp_path), "epochs=1", "checkpoint.every=2"]
     whole, _, _ = train(source, *words, f"runs_dir='{tmp_path / 'a'}'")
     run = load(source, *words, f"runs_dir='{tmp_path / 'b'}'")
-    from sparsepretrain import training
     from sparsepretrain.config import freeze
     from sparsepretrain.training.trainer import train as start
 
-    run = training.settle(run)
+    run = settle(run)
     with pytest.MonkeyPatch.context() as patch:
         from sparsepretrain.training import loop
 

@@ -9,11 +9,12 @@ import torch
 from tiny_runs import assert_same_run, metrics
 
 import sparsepretrain as sp
-from sparsepretrain import config, registry, training
+from sparsepretrain import config, registry
 from sparsepretrain.config import freeze
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive, trainer
 from sparsepretrain.training.evaluation import evaluate_checkpoint
+from sparsepretrain.training.schedules import settle
 
 pytestmark = pytest.mark.filterwarnings("ignore:low-rank adapters were folded")
 METHOD = '''
@@ -164,7 +165,7 @@ def test_it_fine_tunes(tiny, configs):
         "tracker.mode=disabled", "parallel.device=cpu", "batch.size=4", "batch.micro=4",
         "steps=3", "log.every=1", f"runs_dir='{tiny.root / 'tuned'}'",
     ]  # fmt: skip
-    loaded = training.settle(derive.finetuned(str(source), overrides, [configs], quiet()))
+    loaded = settle(derive.finetuned(str(source), overrides, [configs], quiet()))
     code, _, text = run(loaded)
     assert code == 0 and "gated), stored weights" in text
     assert loaded.sparsity.name == "gated"

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from sparsepretrain import training
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.tasks import build_task
 from sparsepretrain.training.batches import TrainingBatches, split_requests, stream
-from sparsepretrain.training.schedules import learning_rate, warmup_steps
+from sparsepretrain.training.schedules import learning_rate, settle, warmup_steps
+from sparsepretrain.training.trainer import train
 
 CPU = torch.device("cpu")
 
@@ -89,12 +89,12 @@ def test_epochs_become_steps_and_the_waiting_is_recorded(tiny):
 
     run = config.load(overrides)
     assert run.steps == 0
-    settled = training.settle(run)
+    settled = settle(run)
     task = build_task(run)
     task.open_data(("train",))
     assert settled.steps == settled.plain["steps"] == round(1.5 * task.samples("train") / 4) > 1
     settled = dataclasses.replace(settled, steps=2)
-    assert training.train(settled) == 0
+    assert train(settled) == 0
     from sparsepretrain.config import freeze
 
     lines = (freeze.run_directory(settled) / "metrics.jsonl").read_text()

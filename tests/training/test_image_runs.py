@@ -8,7 +8,7 @@ from tiny_runs import assert_same_run, metrics
 from sparsepretrain import config, registry
 from sparsepretrain.cli import main
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.training import settle
+from sparsepretrain.training.schedules import settle
 
 COMMON = (
     "batch.size=8",

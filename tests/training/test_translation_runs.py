@@ -80,7 +80,7 @@ def test_a_dense_run_does_not_depend_on_the_micro_batches(tiny):
 
 
 def test_a_few_epochs_in_steps(tiny):
-    from sparsepretrain.training import settle
+    from sparsepretrain.training.schedules import settle
 
     run = settle(tiny.load("steps=0", "epochs=2.0"))
     task = tiny.build("epochs=null").task
