@@ -6,6 +6,9 @@ Every message is one line that names the key, file or layer and says what to do.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -87,3 +90,25 @@ class DivergedError(SparsePretrainError):
 
     exit_code = 5
     label = "diverged"
+
+
+def reason(error: BaseException) -> str:
+    """Why something failed, in one line; a full disk by its name, whatever was made of it."""
+    return _full_disk(error) or " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def cannot_write(path: object, error: OSError) -> SparsePretrainError:
+    """The error to raise where ``path`` could not be written; of exit code 4 on a full disk."""
+    cls = CheckpointError if _full_disk(error) else SparsePretrainError
+    return cls(f"cannot write {path}: {_full_disk(error) or error.strerror or error}")
+
+
+def _full_disk(error: BaseException | None) -> str | None:
+    while error is not None:
+        number = error.errno if isinstance(error, OSError) else None
+        if (told := re.search(r"\(os error (\d+)\)", str(error))) is not None:  # by safetensors
+            number = int(told[1])
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            return f"disk full ({os.strerror(number)}); free some space and start again"
+        error = error.__context__
+    return None

@@ -25,10 +25,10 @@ from sparsepretrain.reports.comparison import (
     overlay_figure,
     pair,
 )
-from sparsepretrain.reports.glue import glue_average, glue_scores
 from sparsepretrain.reports.runs import (
     RunData,
     differences,
+    glue_scores,
     load,
     smooth,
     uneven_validation,
@@ -121,7 +121,9 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
     lines += [*_overview(paired, labels), ""]
     losses, rates = (plots.means_label(runs, key) for key in ("loss", "flip_rate"))
     lines += [f"Train loss ({losses}) and flip rate ({rates}) are those of the end.", ""]
-    lines += _glue_average(runs)
+    if len(scores := glue_scores(runs)) > 1:
+        average = f"{sum(scores.values()) / len(scores):.2f} %"
+        lines += [f"GLUE average, each task once ({', '.join(scores)}): {average}.", ""]
     lines += ["## What differs", ""]
     differing = differences(runs)
     if differing:
@@ -169,15 +171,6 @@ def _minus(run: RunData, partner: RunData | None) -> str:
     """Last validation loss, minus that of the run it is compared with at the same step."""
     found = None if partner is None or partner is run else last_difference([(run, partner)])
     return "–" if found is None else f"{found[0]:+.4f}"
-
-
-def _glue_average(runs: Sequence[RunData]) -> list[str]:
-    """One line where several runs are tasks of GLUE; a task with two metrics counts once."""
-    scores = glue_scores(run.path for run in runs)
-    if len(scores) < 2:
-        return []
-    average = f"{glue_average(scores):.2f} %"
-    return [f"GLUE average, each task once ({', '.join(scores)}): {average}.", ""]
 
 
 def _numbers(run: RunData) -> list[tuple[str, str]]:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from sparsepretrain import registry
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.config import freeze
+from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.runs.directory import RunDirectory
 
 SMOOTH = 40
@@ -156,7 +157,7 @@ def differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
 
     The most telling come first: the method, its options, the rest, the name of the run.
     """
-    flat = [_flatten(run.config) for run in runs]
+    flat = [_flat(run.config) for run in runs]
     rows = {key: [c.get(key, ABSENT) for c in flat] for c in flat for key in c}
     keys = [
         key
@@ -210,10 +211,10 @@ def _choices(run: RunData) -> list[str]:
     options = run.config.get("sparsity") or {}
     try:
         cls: Any = registry.get("method", str(options.get("name")))
-        defaults = _flatten(asdict(cls.Options(name=options["name"])))
+        defaults = _flat(asdict(cls.Options(name=options["name"])))
     except (ConfigError, TypeError):  # a plug-in's that is not loaded, or has options to be given
         return []
-    given = {k: v for k, v in _flatten(options).items() if k not in ("name", "n", "m", "targets")}
+    given = {k: v for k, v in _flat(options).items() if k not in ("name", "n", "m", "targets")}
     return [
         f"{key}={value}"
         for key, value in given.items()
@@ -241,14 +242,29 @@ def uneven_validation(runs: Sequence[RunData], labels: Sequence[str]) -> str | N
     return f"validation differs in eval.batches or batch.micro, so its losses do too: {parts}"
 
 
-def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+def glue_scores(runs: Sequence[RunData]) -> dict[str, float]:
+    """Task of GLUE -> its one number, in percent: the last ``score``, averaged over seeds.
+
+    A task with two metrics counts their mean, and MNLI the mean of its two parts, so nothing is
+    counted twice. Runs on other data are left out.
+
+    Raises:
+        DataError: a run of GLUE has no evaluation.
+    """
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        name = str((run.config.get("data") or {}).get("name"))
+        if not name.startswith("glue_"):
+            continue
+        scores = [line["score"] for line in run.records if line.get("score") is not None]
+        if not scores:
+            raise DataError(f"{run.path} has no evaluation: finish the run first")
+        found.setdefault(name.removeprefix("glue_"), []).append(scores[-1])
+    return {task: sum(scores) / len(scores) for task, scores in sorted(found.items())}
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in freeze.flat(config).items() if value != {}}
 
 
 def _is_number(value: object) -> bool:

@@ -10,20 +10,18 @@ Format 1 has all parts in ``state.pt``, which is read without running code.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
 import os
 import pickle
-import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config import freeze
-from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.errors import CheckpointError, ConfigError, reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +95,7 @@ class Checkpoint:
         try:
             return dict(json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{file} cannot be read: {_reason(error)}") from error
+            raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
 
     def _with_tensors(self, name: str, part: Any) -> Any:
         if self._manifest["format"] == 1:
@@ -112,7 +110,7 @@ class Checkpoint:
                     tensors = {key: opened.get_tensor(key).clone() for key in list(opened.keys())}
             return _join(part, tensors)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {_reason(error)}") from error
+            raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
 
     def require(self, parts: Iterable[str] | None = None) -> None:
         """Do nothing where :meth:`problem` finds nothing.
@@ -204,7 +202,7 @@ def save(directory: Path, step: int, parts: dict[str, Any], *, config: str, keep
         _whole[final.absolute()] = _stamp(final)
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, SafetensorError) as error:
         shutil.rmtree(stage, ignore_errors=True)
-        raise CheckpointError(f"cannot write checkpoint {final}: {_reason(error)}") from error
+        raise CheckpointError(f"cannot write checkpoint {final}: {reason(error)}") from error
     _prune(directory, final, keep_last)
     return final
 
@@ -249,7 +247,7 @@ def read_tensors(file: Path) -> dict[str, Any]:
             "values, which may run code when they are loaded"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
     return state
 
 
@@ -318,19 +316,6 @@ def _join(value: Any, tensors: dict[str, Tensor]) -> Any:
         case dict():
             return {key: _join(item, tensors) for key, item in value.items()}
     return value
-
-
-def _reason(error: BaseException) -> str:
-    """Why something failed, in one line; a full disk by its name, whatever was made of it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        number = cause.errno if isinstance(cause, OSError) else None
-        if (told := re.search(r"\(os error (\d+)\)", str(cause))) is not None:  # by safetensors
-            number = int(told[1])
-        if number in (errno.ENOSPC, errno.EDQUOT):
-            return f"disk full ({os.strerror(number)}); free some space and start again"
-        cause = cause.__context__
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _prune(directory: Path, newest: Path, keep_last: int) -> None:

@@ -19,6 +19,7 @@ from sparsepretrain.errors import (
     DataError,
     SparsePretrainError,
     SparsePretrainWarning,
+    cannot_write,
 )
 from sparsepretrain.files import write_atomic
 from sparsepretrain.runs import checkpoint, record
@@ -130,13 +131,13 @@ class RunDirectory:
         """Write one of the run's files as a whole; its directory is made.
 
         Raises:
-            SparsePretrainError: it cannot be written.
+            SparsePretrainError: it cannot be written; a CheckpointError where the disk is full.
         """
         try:
             file.parent.mkdir(exist_ok=True)
             write_atomic(file, content)
         except OSError as error:
-            raise SparsePretrainError(f"cannot write {file}: {error.strerror or error}") from error
+            raise cannot_write(file, error) from error
 
     def set_aside(self) -> Path:
         """Move everything into ``<name>.old-<k>`` beside it; returns that path."""

@@ -13,6 +13,7 @@ its name in older records, whose ``flip_rate`` was that of the last comparison.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError
+from sparsepretrain.errors import ConfigError, DataError, cannot_write
 from sparsepretrain.files import write_atomic
 
 
@@ -76,7 +77,7 @@ class Record:
             nothing is written then.
 
         Raises:
-            SparsePretrainError: the line could not be written, for example on a full disk.
+            SparsePretrainError: the line could not be written; a CheckpointError on a full disk.
         """
         values = {key: _plain(key, value) for key, value in record.items()}
         step, split = values["step"], values.get("split")
@@ -86,9 +87,9 @@ class Record:
         data = _dump(line).encode()
         try:
             if self._file.write(data) != len(data):
-                raise OSError(None, "disk full")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise SparsePretrainError(f"cannot write {self.path}: {error.strerror}") from error
+            raise cannot_write(self.path, error) from error
         self._last[split] = step
         self.lines += 1
         return line

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsepretrain import registry
-from sparsepretrain.errors import CheckpointError
+from sparsepretrain.errors import CheckpointError, reason
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.directory import RunDirectory
@@ -123,8 +123,7 @@ def model_state(source: Source) -> dict[str, Tensor]:
         except CheckpointError:
             raise
         except Exception as error:  # safetensors and pickle raise errors of their own
-            reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(f"{file} cannot be read: {reason}") from error
+            raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
     return tensors
 
 
@@ -159,7 +158,8 @@ def locate(source: Source, name: str) -> Path | None:
 def _fetch(repository: str, name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
-    from sparsepretrain.data.hub import hub_access, reason
+    from sparsepretrain.data.hub import hub_access
+    from sparsepretrain.data.hub import reason as first_line
 
     try:
         with hub_access():
@@ -167,7 +167,7 @@ def _fetch(repository: str, name: str) -> Path:
     except (OSError, ValueError) as error:  # not there, no network, no legal name
         raise CheckpointError(
             f"{repository}: no such directory{_near(repository)}, and the hub gives no {name}: "
-            f"{reason(error)}"
+            f"{first_line(error)}"
         ) from error
 
 

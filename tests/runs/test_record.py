@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError
+from sparsepretrain.errors import CheckpointError, ConfigError, DataError
 from sparsepretrain.runs.record import Record, read
 
 FILE = "metrics.jsonl"
@@ -111,8 +111,9 @@ def test_full_disk_is_one_line(tmp_path: Path) -> None:
     record = write(tmp_path, [1])
     full = Path("/dev/full")
     record._file = full.open("ab", buffering=0)
-    with pytest.raises(SparsePretrainError, match=r"cannot write .*No space left"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*No space left") as caught:
         record.write({"step": 2})
+    assert caught.value.exit_code == 4
 
 
 def test_values_that_json_cannot_hold_are_a_bug(tmp_path: Path) -> None:

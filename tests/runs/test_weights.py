@@ -69,6 +69,31 @@ def test_nothing_there_is_one_line(tmp_path):
         weights.find(tmp_path)
 
 
+def test_a_run_that_was_mistyped(tmp_path, monkeypatch):
+    from sparsepretrain.data import hub
+
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs/default/1a2b3c4d-s0"
+    (run / "checkpoints/step_00000020").mkdir(parents=True)
+    monkeypatch.setattr(hub, "_reachable", lambda: pytest.fail("the hub was asked"))
+    for name, near in {
+        "runs/default/1a2b3c4d-s1": "did you mean 'runs/default/1a2b3c4d-s0'?",
+        "runs/defualt/1a2b3c4d-s0": "did you mean 'runs/default/1a2b3c4d-s0'?",
+        "./runs/default/1a2b-s0": "did you mean 'runs/default/1a2b3c4d-s0'?",
+        f"{run}/checkpoints/step_00000002": "step_00000020'?",
+        "runs/x": "choose from default/1a2b3c4d-s0",
+        "runs/default": "has no checkpoints/",
+        "other/default/1a2b3c4d-s0": "there is no directory",
+    }.items():
+        with pytest.raises(CheckpointError) as caught:
+            weights.find(name)
+        assert near in str(caught.value) and "hub" not in str(caught.value)
+        assert "no such checkpoint, there is no directory" in str(caught.value) or "/x" not in name
+    monkeypatch.setattr(hub, "_reachable", lambda: False)
+    with pytest.raises(CheckpointError, match=r"^gpt2x: no such directory, and the hub gives no"):
+        weights.find("gpt2x")
+
+
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 def test_hugging_face_weights_in_one_file_or_several(tmp_path, shard):
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from sparsepretrain.errors import DataError
-from sparsepretrain.reports.glue import glue_average, glue_scores
+from sparsepretrain.reports.runs import RunData, glue_scores, load
 
 
-def run(root: Path, name: str, *scores: float) -> Path:
+def run(root: Path, name: str, *scores: float) -> RunData:
     directory = root / f"{name}-{len(list(root.iterdir()))}"
     directory.mkdir()
     (directory / "config.yaml").write_text(f"data:\n  name: {name}\n")
@@ -19,7 +19,7 @@ def run(root: Path, name: str, *scores: float) -> Path:
         for i, s in enumerate(scores)
     ]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    return directory
+    return load(directory)
 
 
 def test_every_task_counts_once(tmp_path):
@@ -29,10 +29,6 @@ def test_every_task_counts_once(tmp_path):
         run(tmp_path, "glue_cola", 50.0),  # another seed, not another task
         run(tmp_path, "squad", 99.0),
     ]
-    scores = glue_scores(runs)
-    assert scores == {"cola": 45.0, "mnli": 80.0}
-    assert glue_average(scores) == 62.5
+    assert glue_scores(runs) == {"cola": 45.0, "mnli": 80.0}
     with pytest.raises(DataError, match="has no evaluation"):
         glue_scores([run(tmp_path, "glue_rte")])
-    with pytest.raises(DataError, match="none of these runs"):
-        glue_average({})
