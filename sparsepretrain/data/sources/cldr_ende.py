@@ -199,7 +199,7 @@ class Options(TokenOptions):
     """Decides which sentences there are; the order of training follows from the run's seed."""
 
     limits: ClassVar[dict[str, str]] = {
-        "train_pairs": "≥ 1",
+        "train_pairs": "> 0",
         "validation_pairs": "≥ 0",
         "test_pairs": "≥ 0",
     }
