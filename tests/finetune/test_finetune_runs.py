@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import socket
 from dataclasses import replace
@@ -28,9 +29,15 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, small_corpus: Path):
+    """A run of each method, trained when it is first asked for, for tests that only read it."""
+    own = Tiny(tmp_path_factory.mktemp("sources"), small_corpus)
+    return functools.cache(lambda method: own.train(f"sparsity={method}").directory)
+
+
 def pretrain(tiny: Tiny, *overrides: str) -> Path:
-    directory = tiny.train(*overrides).directory
-    return directory
+    return tiny.train(*overrides).directory
 
 
 def test_the_whole_path(tiny, tmp_path, capfd):
@@ -137,8 +144,10 @@ def logits(model: torch.nn.Module, task: object) -> torch.Tensor:
         ("dense", "sste", False),  # a dense function is not sparse
     ],
 )
-def test_the_function_at_step_0_is_that_of_the_source(tiny, tmp_path, before, after, exact):
-    source = pretrain(tiny, f"sparsity={before}")
+def test_the_function_at_step_0_is_that_of_the_source(
+    tiny, trained, tmp_path, before, after, exact
+):
+    source = trained(before)
     from sparsepretrain.tasks import build_task
     from sparsepretrain.training.assembly import build_model
 
@@ -152,8 +161,8 @@ def test_the_function_at_step_0_is_that_of_the_source(tiny, tmp_path, before, af
     assert torch.allclose(found, expected, atol=1e-5) is exact
 
 
-def test_the_frozen_scale_comes_with_the_stored_weights(tiny, tmp_path):
-    source = pretrain(tiny, "sparsity=sste")
+def test_the_frozen_scale_comes_with_the_stored_weights(tiny, trained, tmp_path):
+    source = trained("sste")
     stored = weights.model_state(weights.find(source))
     name = "transformer.h.0.mlp.c_fc"
     t = build(source, *glue(tmp_path))
