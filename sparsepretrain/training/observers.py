@@ -128,11 +128,9 @@ class Flips(Observer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint between two lines keeps."""
         return {"sums": self._sums.tolist(), "compared": self._compared}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
         self._sums.copy_(torch.as_tensor(state["sums"]))
         self._compared = list(state["compared"])
 
