@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 import types
 import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.limits import outside
 from sparsepretrain.registry import suggestion
 
 T = TypeVar("T")
@@ -76,16 +76,8 @@ def walk(cls: type, data: Any, path: str, errors: list[str]) -> Any:
 def out_of_range(options: Any) -> Iterator[tuple[str, str]]:
     """(key, message) of every number of a dataclass outside the range declared with its type."""
     for key, (limit, nullable) in _ranges(options.__class__).items():
-        value = getattr(options, key)
-        many = isinstance(value, list | tuple)
-        if value is None or all(_inside(v, limit) for v in (value if many else [value])):
-            continue
-        verb = "be" if limit[0] in _COMPARE else "lie in"
-        null = f" or {'be ' * (verb != 'be')}null" if nullable else ""
-        yield key, f"must {verb} {limit}{null}, got {list(value) if many else value}"
-
-
-_COMPARE = {"≥": operator.ge, ">": operator.gt, "≤": operator.le, "<": operator.lt}
+        if message := outside(getattr(options, key), limit, nullable=nullable):
+            yield key, message
 
 
 @functools.cache
@@ -97,19 +89,6 @@ def _ranges(cls: Any) -> dict[str, tuple[str, bool]]:
         for key, hint in hints.items()
         if typing.get_origin(hint) is Annotated
     }
-
-
-def _inside(value: float, limit: str) -> bool:
-    if limit[0] in _COMPARE:
-        return _COMPARE[limit[0]](value, _number(limit[2:]))
-    low, high = map(_number, limit[1:-1].split(", "))
-    above = value > low if limit[0] == "(" else value >= low
-    return above and (value < high if limit[-1] == ")" else value <= high)
-
-
-def _number(text: str) -> float:
-    base, power, exponent = text.partition("^")
-    return int(base) ** int(exponent) if power else float(text)
 
 
 def _convert(hint: Any, value: Any, key: str, errors: list[str]) -> Any:

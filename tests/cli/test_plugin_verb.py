@@ -1,10 +1,9 @@
 """A verb of one's own is one file."""
 
-import sys
-
 import pytest
+from plugin_files import forget
 
-from sparsepretrain import cli, registry
+from sparsepretrain import cli
 
 VERB = """
 from dataclasses import dataclass
@@ -57,19 +56,10 @@ def call(capsys, *argv: str) -> tuple[int, str]:
 
 
 @pytest.fixture(autouse=True)
-def only_when_named(monkeypatch):
+def forgotten():
     """What one test registers the next one does not find."""
-
     yield
-    registry._registered["verb"] = {
-        name: verb
-        for name, verb in registry._registered["verb"].items()
-        if not verb.__module__.startswith("sparsepretrain_plugin_")
-    }
-    for module in [
-        name for name in sys.modules if name.startswith("sparsepretrain_plugin_my_verb")
-    ]:
-        del sys.modules[module]
+    forget("my_verb")
 
 
 def test_it_runs(plugin, capsys):

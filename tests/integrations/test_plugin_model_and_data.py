@@ -1,0 +1,49 @@
+"""The example of a model, a source and an optimiser of one's own, from the shell."""
+
+import json
+from pathlib import Path
+
+import pytest
+from plugin_files import forget
+
+from sparsepretrain import cli
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+WORDS = [
+    "--config-dir", str(EXAMPLES / "my_configs"),
+    f"plugins=['{EXAMPLES / 'my_model_and_data.py'}']",
+    "model=my_averages", "parallel.device=cpu", "tracker.mode=disabled",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch, tmp_path):
+    """What is registered here is unknown elsewhere."""
+    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
+    yield
+    forget("my_model_and_data")
+
+
+def test_it_trains_and_is_evaluated(tmp_path, capsys):
+    runs = f"runs_dir='{tmp_path / 'runs'}'"
+    assert cli.main(["train", *WORDS, runs, "steps=20", "log.every=1"]) == 0
+    out = capsys.readouterr().out
+    assert "my_averages" in out
+    (record,) = (tmp_path / "runs").rglob("metrics.jsonl")
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "split" not in line]
+    assert losses[-1] < losses[0] and any("flip_rate" in line for line in lines)
+    assert cli.main(["eval", str(record.parent), *WORDS[:2], "split=validation"]) == 0
+    assert "every one once" in capsys.readouterr().out
+
+
+def test_its_keys_are_checked_and_completed(capsys):
+    assert cli.main(["train", *WORDS, "model.width=0", "data.documents=1", "optim.lrr=1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("error: ")[2] for line in lines] == [
+        "model.width must be > 0, got 0",
+        "data.documents must be ≥ 2, got 1",
+        "unknown key 'optim.lrr' (did you mean 'optim.lr'?)",
+    ]
+    assert cli.main(["__complete", "train", *WORDS, "optim.m"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["optim.momentum="]
