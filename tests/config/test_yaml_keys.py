@@ -1,7 +1,6 @@
 """The YAML files are the documentation: every key, and nothing else, with a comment."""
 
 import dataclasses
-import functools
 import re
 import subprocess
 import sys
@@ -11,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tiny_runs import composed as compose
 
-from sparsepretrain import config, registry
+from sparsepretrain import registry
 from sparsepretrain.config import validate
 from sparsepretrain.config.groups import REGISTERED, Tracker, key_of, options_of
 from sparsepretrain.config.places import catalogue, shipped
 from sparsepretrain.config.schema import Run
 
-compose = functools.cache(lambda *overrides: config.compose(overrides))  # read only
 OPTIONS = [(group, option) for group, options in catalogue().items() for option in options]
 MODELS, METHODS = catalogue()["model"], registry.names("method")
 ROOT = shipped().parent

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from tiny_runs import composed
 
 from sparsepretrain import registry
-from sparsepretrain.config import compose
 from sparsepretrain.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "configs" / "data"
@@ -17,7 +17,7 @@ CONFIGS = sorted(file for file in FOLDER.glob("*.yaml") if not file.name.startsw
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda f: f.stem)
 def test_keys_are_the_fields_and_every_key_is_commented(file, options):
-    plain = compose([f"data={file.stem}"])["data"]
+    plain = composed(f"data={file.stem}")["data"]
     cls = registry.get("source", plain["source"]).Options
     assert set(plain) == {f.name for f in dataclasses.fields(cls)}
     assert plain["name"] == file.stem
@@ -32,7 +32,7 @@ def test_keys_are_the_fields_and_every_key_is_commented(file, options):
 
 
 def test_every_source_has_a_config():
-    used = {compose([f"data={file.stem}"])["data"]["source"] for file in CONFIGS}
+    used = {composed(f"data={file.stem}")["data"]["source"] for file in CONFIGS}
     assert used == set(registry.names("source"))
 
 
