@@ -37,8 +37,7 @@ def decay_report(directory: Path) -> Path:
 def decay_figure(result: dict[str, Any]) -> Figure:
     """Left: μ of every λ with the feasible interval; right: flip rates over the steps.
 
-    Args:
-        result: what ``tune.json`` holds; the run directories are read.
+    ``result`` is what ``tune.json`` holds; the run directories are read.
     """
     from matplotlib import colormaps
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -103,7 +103,15 @@ def _one(run: RunData, out: Path) -> list[Path]:
             lines += [f"![{name}](plots/{name}.png)", ""]
         elif missing:
             lines += [f"{missing}: the plot `{name}` is left out.", ""]
-    lines += _sources(run)
+    environment = json.dumps(
+        run.environment or "environment.json is missing", indent=2, ensure_ascii=False
+    )
+    lines += [
+        *(f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.", ""),
+        *("## Configuration", "", "```yaml"),
+        *(run.config_text.rstrip() or "# config.yaml is missing", "```", ""),
+        *("## Environment", "", "```json", environment, "```"),
+    ]
     return [*written, _write(out / "report.md", lines)]
 
 
@@ -111,7 +119,7 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
     paired = pair(runs, labels)
     drawn = {"difference": difference_figure(paired), "overlay": overlay_figure(runs, labels)}
     figures = {name: figure for name, figure in drawn.items() if figure is not None}
-    lines = [f"# {' / '.join(labels)}", "", f"Written {_today()}.", ""]
+    lines = [f"# {' / '.join(labels)}", "", f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.", ""]
     for name in figures:
         lines += [f"![{name}]({name}.png)", ""]
     lines += [*_about(paired), ""]
@@ -127,22 +135,23 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
     lines += ["## What differs", ""]
     differing = differences(runs)
     if differing:
-        rows = [(f"`{key}`", *map(_cell, values)) for key, values in differing.items()]
+        texts = {k: ["null" if v is None else str(v) for v in vs] for k, vs in differing.items()}
+        rows = [(f"`{key}`", *values) for key, values in texts.items()]
         lines += _table(("key", *labels), rows)
     else:
         lines.append("Nothing in the configurations.")
     lines += ["", "## Where from", ""]
-    where = [
-        (label, f"`{_relative(run.path, out)}`", _code(run, "command"), _code(run, "commit"))
-        for label, run in zip(labels, runs, strict=True)
-    ]
+    where = []
+    for label, run in zip(labels, runs, strict=True):
+        told = [run.environment.get(key) for key in ("command", "commit")]
+        path = Path(os.path.relpath(run.path, out)).as_posix()
+        where.append((label, f"`{path}`", *(f"`{value}`" if value else "–" for value in told)))
     lines += _table(("run", "directory", "command", "commit"), where)
     written = [_save(figure, out / f"{name}.png") for name, figure in figures.items()]
     return [*written, _write(out / "report.md", lines)]
 
 
 def _overview(paired: Paired, labels: Sequence[str]) -> list[str]:
-    """The table of the runs: a row each, with its last numbers."""
     metrics = list(dict.fromkeys(name for run in paired.runs for name in run.metrics()))
     units = {run.unit for run in paired.runs}
     rate = f"{units.pop() if len(units) == 1 else 'items'}/s"
@@ -153,7 +162,6 @@ def _overview(paired: Paired, labels: Sequence[str]) -> list[str]:
 
 
 def _about(paired: Paired) -> list[str]:
-    """What the differences are of."""
     dense = any(run.method == "dense" for run in paired.runs)
     none = "" if dense else "No dense run is among these. "
     if not paired.groups():
@@ -165,12 +173,6 @@ def _about(paired: Paired) -> list[str]:
     if alone := paired.unpaired():
         text += f" No such run for {', '.join(alone)}."
     return [text]
-
-
-def _minus(run: RunData, partner: RunData | None) -> str:
-    """Last validation loss, minus that of the run it is compared with at the same step."""
-    found = None if partner is None or partner is run else last_difference([(run, partner)])
-    return "–" if found is None else f"{found[0]:+.4f}"
 
 
 def _numbers(run: RunData) -> list[tuple[str, str]]:
@@ -224,29 +226,18 @@ def _numbers(run: RunData) -> list[tuple[str, str]]:
 def _row(run: RunData, partner: RunData | None, metrics: Sequence[str]) -> tuple[str, ...]:
     loss, validation = run.series("loss")[1], run.series("loss", "validation")[1]
     flips, rates = run.series("flip_rate")[1], run.series("tokens_per_second")[1]
+    compared = None if partner is None or partner is run else last_difference([(run, partner)])
     return (
         str((run.config.get("sparsity") or {}).get("name", "–")),
         str(max(record["step"] for record in run.records)),
         _loss(smooth(loss)[0][-1]) if len(loss) else "–",
         _loss(validation[-1]) if len(validation) else "–",
-        _minus(run, partner),
+        "–" if compared is None else f"{compared[0]:+.4f}",
         *(_score(run.series(name, "validation")[1]) for name in metrics),
         f"{smooth(flips)[0][-1]:.2e}{plots.over(run)}" if np.any(np.isfinite(flips)) else "–",
         count(_median(rates)) if len(rates) else "–",
         str(run.config.get("seed", "–")),
     )
-
-
-def _sources(run: RunData) -> list[str]:
-    config = run.config_text.rstrip() or "# config.yaml is missing"
-    environment = json.dumps(run.environment, indent=2, ensure_ascii=False)
-    if not run.environment:
-        environment = '"environment.json is missing"'
-    return [
-        *(f"Written {_today()}.", ""),
-        *("## Configuration", "", "```yaml", config, "```", ""),
-        *("## Environment", "", "```json", environment, "```"),
-    ]
 
 
 def _save(figure: Figure, path: Path) -> Path:
@@ -271,30 +262,12 @@ def _loss(value: float) -> str:
 
 
 def _score(values: np.ndarray) -> str:
-    """The last value of a metric."""
     return f"{values[-1]:.2f}" if len(values) and math.isfinite(values[-1]) else "–"
-
-
-def _cell(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def _median(values: np.ndarray) -> float:
     known = values[np.isfinite(values)]
     return float(np.median(known)) if len(known) else math.nan
-
-
-def _code(run: RunData, key: str) -> str:
-    value = run.environment.get(key)
-    return f"`{value}`" if value else "–"
-
-
-def _relative(path: Path, start: Path) -> str:
-    return Path(os.path.relpath(path, start)).as_posix()
-
-
-def _today() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _file_name(labels: Sequence[str]) -> str:

@@ -93,8 +93,7 @@ class RunData:
             if key in record and record.get("split") == split
         ]
         steps = np.array([step for step, _ in pairs], dtype=np.int64)
-        values = [math.nan if value is None else value for _, value in pairs]
-        return steps, np.array(values, dtype=np.float64)
+        return steps, np.array([value for _, value in pairs], dtype=np.float64)
 
     def layers(self, key: str = "flip_rate") -> tuple[np.ndarray, list[str], np.ndarray]:
         """Steps (S,), layer names (L) and values (L, S) of the keys ``<key>/<layer>``."""
@@ -103,10 +102,14 @@ class RunData:
             r for r in self.records if any(n.startswith(prefix) for n in r) and "split" not in r
         ]
         names = list(dict.fromkeys(n for r in rows for n in r if n.startswith(prefix)))
-        values = [[_nan(r.get(name)) for r in rows] for name in names]
+        values = [[r.get(name) for r in rows] for name in names]
         steps = np.array([r["step"] for r in rows], dtype=np.int64)
         shape = (len(names), len(rows))
-        return steps, [n.removeprefix(prefix) for n in names], np.array(values).reshape(shape)
+        return (
+            steps,
+            [n.removeprefix(prefix) for n in names],
+            np.array(values, dtype=np.float64).reshape(shape),
+        )
 
     def switches(self) -> list[tuple[int, str]]:
         """(step, "dense → sparse" or "sparse → dense") at every change in the record."""
@@ -215,15 +218,8 @@ def _choices(run: RunData) -> list[str]:
     except (ConfigError, TypeError):  # a plug-in's that is not loaded, or has options to be given
         return []
     given = {k: v for k, v in _flat(options).items() if k not in ("name", "n", "m", "targets")}
-    return [
-        f"{key}={value}"
-        for key, value in given.items()
-        if key in defaults and str(value) != str(_plain(defaults[key]))
-    ]
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    lists = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items()}
+    return [f"{k}={v}" for k, v in given.items() if k in lists and str(v) != str(lists[k])]
 
 
 def uneven_validation(runs: Sequence[RunData], labels: Sequence[str]) -> str | None:
@@ -269,7 +265,3 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 def _is_number(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
-def _nan(value: float | None) -> float:
-    return math.nan if value is None else value

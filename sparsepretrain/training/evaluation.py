@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsepretrain.data.tokenizer import tokenizer
-from sparsepretrain.errors import CheckpointError, ConfigError, DataError, SparsePretrainError
+from sparsepretrain.errors import CheckpointError, ConfigError, DataError, cannot_write
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.weights import Source
@@ -179,4 +179,4 @@ def _append(result: dict[str, Any], file: Path) -> None:
         with open(file, "ab", buffering=0) as stream:
             stream.write(line.encode())
     except OSError as error:
-        raise SparsePretrainError(f"cannot write {file}: {error.strerror or error}") from error
+        raise cannot_write(file, error) from error
