@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.files import write_atomic
@@ -17,34 +17,11 @@ SUITES = {
     "steps": "sparsepretrain.bench.steps",
     "operands": "sparsepretrain.bench.operands",
 }
-"""Name -> module with ``cases(quick) -> list[Result]``.
+"""Name -> module with ``cases(quick)``, a list of :class:`timing.Case` or ``kernels.Timed``.
 
 A module may also have ``details() -> dict``, which goes into the JSON after the cases ran, and
 ``draw(result, path)``, which is given a path for a plot.
 """
-
-
-class Result(Protocol):
-    """One figure of a suite, and what it is held against."""
-
-    @property
-    def name(self) -> str:
-        """What was measured."""
-
-    @property
-    def ok(self) -> bool | None:
-        """Whether the limit is kept; None without one."""
-
-    @property
-    def value_text(self) -> str:
-        """The figure as shown in the table."""
-
-    @property
-    def limit_text(self) -> str:
-        """The limit as shown in the table."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the JSON."""
 
 
 def run(*, suite: str, out: Path | None = None, quick: bool = False) -> dict[str, Any]:
@@ -71,7 +48,7 @@ def run(*, suite: str, out: Path | None = None, quick: bool = False) -> dict[str
         raise ConfigError(f"out: cannot write {path}: {error.strerror}") from error
     console = Console()
     module = import_module(SUITES[suite])
-    cases: list[Result] = module.cases(quick)
+    cases = module.cases(quick)
     result = {
         "suite": suite,
         "quick": quick,

@@ -7,10 +7,12 @@ small inputs, to see that the suite works.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from sparsepretrain.bench.kernel_cases import TINY, KernelCase, Shape, kernel_ca
 from sparsepretrain.bench.timing import interleaved
 
 OURS, REFERENCE, COMPILED, COPY = "triton", "reference", "compiled reference", "device copy"
+SHADES = {OURS: "0.25", COMPILED: "0.6", REFERENCE: "0.8"}
+"""Of bars, readable in grey."""
 SKIPPED = "skipped: needs a CUDA GPU"
 ROUNDS = 25
 CUDA = torch.device("cuda")
@@ -125,11 +129,12 @@ def on_cpu(case: KernelCase) -> list[Timed]:
         REFERENCE: functools.partial(case.run, "reference"),
         **case.others,
     }
-    results = [_skipped(case)]
+    shape, goals = list(TINY), {"goal": case.goal, "goal_us": case.goal_us}
+    results = [Timed(case=case.name, shape=shape, impl=OURS, status=SKIPPED, **goals)]
     right: dict[str, Callable[[], object]] = {}
     for impl, work in works.items():
         error = difference(work(*_fresh(inputs)), expected)
-        result = Timed(case=case.name, shape=list(TINY), impl=impl, max_err=error)
+        result = Timed(case=case.name, shape=shape, impl=impl, max_err=error)
         results.append(result)
         if error > max(case.tolerance, 1e-2 if impl in case.others else 0.0):
             result.status = "wrong"
@@ -142,17 +147,6 @@ def on_cpu(case: KernelCase) -> list[Timed]:
             result.us = gpu.Series(us=us, mode="eager").percentiles()
             result.mode = "eager"
     return results
-
-
-def _skipped(case: KernelCase) -> Timed:
-    return Timed(
-        case=case.name,
-        shape=list(TINY),
-        impl=OURS,
-        status=SKIPPED,
-        goal=case.goal,
-        goal_us=case.goal_us,
-    )
 
 
 def on_gpu(case: KernelCase, shape: Shape, rounds: int, device: torch.device = CUDA) -> list[Timed]:
@@ -256,10 +250,38 @@ def difference(got: Any, expected: Any) -> float:
     return torch.where(same, 0.0, (a - b).abs() / largest).max().item()
 
 
-def draw(result: dict[str, Any], path: Any) -> None:
-    """Fraction of the copy per case as bars, with the goals; nothing without times on a GPU."""
-    from sparsepretrain.bench.plot import bars
-
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Fraction of the copy per case as bars, goals as ticks; nothing without times on a GPU."""
     rows = [c for c in result["cases"] if c["frac_of_copy"] is not None]
-    if rows:
-        bars(rows, result, path)
+    if not rows:
+        return
+    with contextlib.suppress(ImportError):
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(9, 1 + 0.22 * len(rows)))
+        for place, row in enumerate(rows):
+            value, us = row["frac_of_copy"], row["us"]
+            shade = SHADES.get(row["impl"], "0.9")
+            axes.barh(place, value, color=shade, edgecolor="black", linewidth=0.4)
+            ends = [value * us["p50"] / us[p] for p in ("p90", "p10")]
+            axes.plot(ends, [place, place], color="black", linewidth=0.8)
+            if row["goal"] is not None:
+                axes.plot([row["goal"]] * 2, [place - 0.45, place + 0.45], color="red")
+        shape = ["×".join(map(str, row["shape"])) for row in rows]
+        labels = [f"{r['case']}, {s}: {r['impl']}" for r, s in zip(rows, shape, strict=True)]
+        axes.set_yticks(range(len(rows)), labels, fontsize=6)
+        axes.invert_yaxis()
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set_xlabel(
+            "ideal bytes ÷ time ÷ bandwidth of a device copy (line: p10–p90; tick: goal)"
+        )
+        environment = result["environment"]
+        device = environment["hardware"]["device"]
+        torch_version = environment["packages"].get("torch")
+        axes.set_title(f"{device}, torch {torch_version}, {environment['commit']}", fontsize=8)
+        figure.tight_layout()
+        figure.savefig(path, dpi=150)
+        pyplot.close(figure)

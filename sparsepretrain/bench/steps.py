@@ -7,6 +7,7 @@ and nothing but torch and triton is imported. Steps of all methods alternate in 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,7 @@ def cases(quick: bool) -> list[Trained]:
             case="training step, " + ("GPT-2 124M, bf16, compiled" if cuda else "tiny"),
             shape=[batch, sizes["n_positions"]],
             impl=name,
-            status="ok" if all(map(_finite, run.losses)) else "wrong",
+            status="ok" if all(map(math.isfinite, run.losses)) else "wrong",
             mode="step",
             us=series[name].percentiles(),
             ratio_to={"dense": gpu.median_ratio(series["dense"], series[name])},
@@ -67,10 +68,6 @@ def cases(quick: bool) -> list[Trained]:
         )
         for name, run in runs.items()
     ]
-
-
-def _finite(value: float) -> bool:
-    return abs(value) < float("inf")
 
 
 @functools.cache

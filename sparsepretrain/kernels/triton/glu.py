@@ -99,29 +99,29 @@ def _activation(gate, GELU: tl.constexpr):
 
 
 @triton.jit
-def _forward(
-    x, out, count, columns, gate, TILE: tl.constexpr, GELU: tl.constexpr
-):  # fmt: skip
-    row, start = tile_of(count, columns, TILE)
-    column = start + tl.arange(0, TILE.GROUPS)
-    mask = (row < count)[:, None] & (column < columns)[None, :]
-    offsets = element_offsets(x, row, column)
-    value = widen(tl.load(x.data + offsets, mask, 0))
-    activation, _ = _activation(widen(tl.load(gate + offsets, mask, 0)), GELU)
-    offsets = element_offsets(out, row, column)
-    tl.store(out.data + offsets, narrow(value * activation, out.data), mask)
-
-
-@triton.jit
-def _backward(
-    x, out, count, columns, gate, to_gate, grad, TILE: tl.constexpr, GELU: tl.constexpr
-):  # fmt: skip
+def _gates(x, gate, count, columns, TILE: tl.constexpr, GELU: tl.constexpr):
+    """(row, column, mask, value, activation, derivative) of this program's elements."""
     row, start = tile_of(count, columns, TILE)
     column = start + tl.arange(0, TILE.GROUPS)
     mask = (row < count)[:, None] & (column < columns)[None, :]
     offsets = element_offsets(x, row, column)
     value = widen(tl.load(x.data + offsets, mask, 0))
     activation, derivative = _activation(widen(tl.load(gate + offsets, mask, 0)), GELU)
+    return row, column, mask, value, activation, derivative
+
+
+@triton.jit
+def _forward(x, out, count, columns, gate, TILE: tl.constexpr, GELU: tl.constexpr):
+    row, column, mask, value, activation, _ = _gates(x, gate, count, columns, TILE, GELU)
+    result = narrow(value * activation, out.data)
+    tl.store(out.data + element_offsets(out, row, column), result, mask)
+
+
+@triton.jit
+def _backward(
+    x, out, count, columns, gate, to_gate, grad, TILE: tl.constexpr, GELU: tl.constexpr
+):  # fmt: skip
+    row, column, mask, value, activation, derivative = _gates(x, gate, count, columns, TILE, GELU)
     incoming = widen(tl.load(grad.data + element_offsets(grad, row, column), mask, 0))
     offsets = element_offsets(out, row, column)
     tl.store(out.data + offsets, narrow(incoming * activation, out.data), mask)
