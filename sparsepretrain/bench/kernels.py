@@ -129,7 +129,8 @@ def on_cpu(case: KernelCase) -> list[Timed]:
         REFERENCE: functools.partial(case.run, "reference"),
         **case.others,
     }
-    shape, goals = list(TINY), {"goal": case.goal, "goal_us": case.goal_us}
+    shape = list(TINY)
+    goals: dict[str, Any] = {"goal": case.goal, "goal_us": case.goal_us}
     results = [Timed(case=case.name, shape=shape, impl=OURS, status=SKIPPED, **goals)]
     right: dict[str, Callable[[], object]] = {}
     for impl, work in works.items():
