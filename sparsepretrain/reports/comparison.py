@@ -84,6 +84,10 @@ def pair(runs: Sequence[RunData], labels: Sequence[str]) -> Paired:
     ]
     candidates = dense or [i for i, name in enumerate(names) if name == names[0]]
     models = [run.config.get("model") for run in runs]
+    settings = [
+        [run.config.get(key) for key in SETTING] + [(run.config.get("batch") or {}).get("size")]
+        for run in runs
+    ]
     # a narrower dense model is compared with the one that the methods have
     main = names[max(candidates, key=lambda i: models.count(models[i]))]
     partners: list[RunData | None] = []
@@ -91,7 +95,7 @@ def pair(runs: Sequence[RunData], labels: Sequence[str]) -> Paired:
         if names[i] == main and i in candidates:
             partners.append(run)
             continue
-        same = [k for k in candidates if k != i and _setting(runs[k]) == _setting(run)]
+        same = [k for k in candidates if k != i and settings[k] == settings[i]]
         same.sort(key=lambda k: (models[k] != models[i], names[k] != main))
         partners.append(runs[same[0]] if same else run if i in candidates else None)
     return Paired(main, names, runs, partners)
@@ -186,10 +190,6 @@ def _style(index: int) -> dict[str, Any]:
         "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
         "marker": MARKERS[index % len(MARKERS)],
     }
-
-
-def _setting(run: RunData) -> list[Any]:
-    return [run.config.get(key) for key in SETTING] + [(run.config.get("batch") or {}).get("size")]
 
 
 def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:

@@ -23,11 +23,7 @@ def choose_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint to continue from according to ``resume``; None: from the start.
 
-    Args:
-        directory: of the run.
-        run: its configuration.
-        named: what :func:`named_checkpoint` returned.
-        console: says what is passed over.
+    ``named`` is what :func:`named_checkpoint` returned.
 
     Raises:
         CheckpointError: none of the run's checkpoints is whole.
