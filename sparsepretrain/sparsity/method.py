@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.limits import Limited, Problems
+from sparsepretrain.limits import Problems
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,13 +100,13 @@ class Window:
 
 
 @dataclass(slots=True, kw_only=True)
-class MethodOptions(Limited):
+class MethodOptions:
     """Options that every method has; a method's ``Options`` adds its own."""
 
     name: str
     n: int = 2
     """Elements kept of every m."""
-    m: int = 4
+    m: Annotated[int, "≥ 1"] = 4
     """Group size."""
     targets: str | list[str] = "ffn"
     """Layers: an alias of the recipe (ffn, ffn_out, attention, all) or globs of module names."""
@@ -114,13 +114,10 @@ class MethodOptions(Limited):
 
     def problems(self) -> Problems:
         """Range errors as (key, message)."""
-        if self.m < 1:
-            yield "m", f"must be ≥ 1, got {self.m}"
-        elif not 1 <= self.n <= self.m:
+        if self.m >= 1 and not 1 <= self.n <= self.m:
             yield "n", f"must satisfy 1 ≤ n ≤ m (m = {self.m}), got {self.n}"
         if not self.targets:
             yield "targets", "must name at least one layer pattern"
-        yield from Limited.problems(self)
 
     def two_of_four(self, what: str) -> Problems:
         """A possible pattern must be 2:4, because ``what`` exists for no other."""

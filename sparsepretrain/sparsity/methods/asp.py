@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
@@ -15,9 +15,8 @@ from sparsepretrain.sparsity.method import Layer, Tensor
 class ASPOptions(MethodOptions):
     """Options of one-shot pruning."""
 
-    at: float = 0.5
+    at: Annotated[float, "[0, 1)"] = 0.5
     """When the zeros are written, as a fraction of the run; 0: before the first forward."""
-    limits: ClassVar[dict[str, str]] = {"at": "[0, 1)"}
 
 
 class StoredMask(Method):

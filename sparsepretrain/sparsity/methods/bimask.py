@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
@@ -16,13 +16,12 @@ from sparsepretrain.sparsity.methods.srste import MaskedDecay
 class BiMaskOptions(MethodOptions):
     """Options of Bi-Mask; the pattern is 2:4."""
 
-    decay: float = 2.0e-4
+    decay: Annotated[float, "≥ 0"] = 2.0e-4
     """λ of the masked decay on gradients, with the forward mask."""
-    every: int = 100
+    every: Annotated[int, "≥ 1"] = 100
     """Optimiser steps between two searches for a row permutation."""
-    candidates: int = 100
+    candidates: Annotated[int, "≥ 1"] = 100
     """Random permutations per search; the current one is always a candidate too."""
-    limits: ClassVar[dict[str, str]] = {"decay": "≥ 0", "every": "≥ 1", "candidates": "≥ 1"}
 
     def problems(self) -> Problems:
         yield from MethodOptions.problems(self)

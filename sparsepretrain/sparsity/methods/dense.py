@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Phase
@@ -17,9 +17,8 @@ class DenseOptions(MethodOptions):
 
     flip_rule: Literal["magnitude", "transposable"] = "magnitude"
     """Masks compared: N:M by magnitude, or the transposable ones of T-SR-STE (2:4 only)."""
-    refresh: int = 1
+    refresh: Annotated[int, "≥ 1"] = 1
     """Optimiser steps between two comparisons; T-SR-STE's is 40."""
-    limits: ClassVar[dict[str, str]] = {"refresh": "≥ 1"}
 
     def problems(self) -> Problems:
         yield from MethodOptions.problems(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Projection, Row
@@ -18,11 +18,10 @@ class MDGFOptions(MethodOptions):
 
     shape: Literal["linear", "exponential"] = "linear"
     """Of d between 1 and 0: 1 - f or e^(-rate·f), where f is the completed part of the decay."""
-    rate: float = 5.0
+    rate: Annotated[float, "≥ 0"] = 5.0
     """Of ``exponential``: what is left just before the end is e^-rate."""
-    until: float = 0.5
+    until: Annotated[float, "[0, 1]"] = 0.5
     """Fraction of the run at which d becomes 0 and the weights N:M."""
-    limits: ClassVar[dict[str, str]] = {"rate": "≥ 0", "until": "[0, 1]"}
 
 
 @register("method", "mdgf")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Row
@@ -14,10 +14,9 @@ from sparsepretrain.sparsity.methods.ste import STE
 class SDGFOptions(MethodOptions):
     """Options of the progressive pattern; n:m is the last one."""
 
-    until: float = 0.5
+    until: Annotated[float, "[0, 1]"] = 0.5
     """Fraction of the run at which the last stage, n:m, begins; the others share the time before
     it equally."""
-    limits: ClassVar[dict[str, str]] = {"until": "[0, 1]"}
 
 
 def stages(n: int, m: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
@@ -20,10 +20,9 @@ class SDGPOptions(MethodOptions):
     scope: Literal["channel", "group", "tensor"] = "channel"
     """What shares one factor of ``rescaled``; channel: per sample and out_feature (per micro-batch
     and out_feature where a sample is one row); tensor: per micro-batch."""
-    epsilon: float = 0.0
+    epsilon: Annotated[float, "≥ 0"] = 0.0
     """Added to the divisor of ``rescaled``; the authors' 1e-4 shrinks gradients whose sums are near
     it, so that results depend on the loss scale; 0 restores the norm exactly."""
-    limits: ClassVar[dict[str, str]] = {"epsilon": "≥ 0"}
 
     def problems(self) -> Problems:
         yield from MethodOptions.problems(self)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from sparsepretrain import kernels
-from sparsepretrain.limits import Limited
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Projection, Row
 from sparsepretrain.sparsity.method import FPROP, WGRAD, Layer, Tensor
@@ -14,14 +13,13 @@ from sparsepretrain.sparsity.methods.asp import StoredMask
 
 
 @dataclass(slots=True, kw_only=True)
-class Adapters(Limited):
+class Adapters:
     """Low-rank adapters: Y = X·(M∘W)ᵀ + (X·Rᵀ)·Lᵀ in the last part of the run."""
 
-    rank: int = 0
+    rank: Annotated[int, "≥ 0"] = 0
     """Columns of L and rows of R; 0: no adapters."""
-    start: float = 0.99
+    start: Annotated[float, "[0, 1)"] = 0.99
     """First step with them, as a fraction of the run (the paper: the last 1 %)."""
-    limits: ClassVar[dict[str, str]] = {"rank": "≥ 0", "start": "[0, 1)"}
 
 
 @dataclass(slots=True, kw_only=True)

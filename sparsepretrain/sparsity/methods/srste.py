@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
@@ -16,11 +16,10 @@ from sparsepretrain.sparsity.methods.ste import STE
 class RampedDecayOptions(MethodOptions):
     """Options of methods with masked decay that may be ramped."""
 
-    decay: float = 2.0e-4
+    decay: Annotated[float, "≥ 0"] = 2.0e-4
     """λ of the masked decay (authors' default)."""
-    decay_ramp: float = 0.0
+    decay_ramp: Annotated[float, "[0, 1]"] = 0.0
     """λ rises linearly from 0 over this fraction of the run; 0: constant."""
-    limits: ClassVar[dict[str, str]] = {"decay": "≥ 0", "decay_ramp": "[0, 1]"}
 
 
 class MaskedDecay(Method):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
@@ -15,7 +15,7 @@ from sparsepretrain.sparsity.method import DGRAD, MVUE, Layer, Problems, Tensor
 class SSTEOptions(MethodOptions):
     """Options of S-STE."""
 
-    gamma: float = 0.0
+    gamma: Annotated[float, "[0, 1]"] = 0.0
     """Threshold between |t2| (0, the authors' code) and |t3| (1); S-STE Table 1."""
     beta: Literal["mse", "l1", "none"] = "mse"
     """Scale: least squares ⟨W,S⟩/⟨S,S⟩, same L1 norm, or 1; S-STE Table 2."""
@@ -27,7 +27,6 @@ class SSTEOptions(MethodOptions):
     """The published sampler, or the one of least variance."""
     ste_scale: Literal["identity", "beta"] = "identity"
     """Factor of dW: 1 (authors' code) or β, the derivative of β·S."""
-    limits: ClassVar[dict[str, str]] = {"gamma": "[0, 1]"}
 
     def problems(self) -> Problems:
         yield from MethodOptions.problems(self)

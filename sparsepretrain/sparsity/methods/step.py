@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim.adamw import AdamWOptions
@@ -22,15 +22,14 @@ class STEPOptions(MethodOptions):
     """AutoSwitch: arithmetic (1) or geometric (2) mean of the change of the second moment."""
     clipping: tuple[float | None, float | None] = (0.1, 0.5)
     """Earliest and latest switch, fractions of the run; null: no bound."""
-    window_length: int | None = None
+    window_length: Annotated[int | None, "≥ 1"] = None
     """Steps that the change is averaged over; null: round(1/(1 - beta2))."""
-    decay: float = 0.0
+    decay: Annotated[float, "≥ 0"] = 0.0
     """λ of masked decay on gradients in the sparse phase; the paper has none."""
     frozen_bias_correction: bool = False
     """Divide the frozen second moment by 1 - beta2^t0; the authors' code does not."""
     denominator: Literal["sqrt_v_plus_eps34", "sqrt_of_v_plus_eps"] = "sqrt_v_plus_eps34"
     """√v* + ε^¾ (authors' code) or √(v* + ε) (paper)."""
-    limits: ClassVar[dict[str, str]] = {"window_length": "≥ 1", "decay": "≥ 0"}
 
     def problems(self) -> Problems:
         yield from MethodOptions.problems(self)

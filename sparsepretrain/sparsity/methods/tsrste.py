@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
@@ -28,17 +28,16 @@ def transposable(weight: Tensor) -> Tensor:
 class TSRSTEOptions(RampedDecayOptions):
     """Options of T-SR-STE; the pattern is 2:4."""
 
-    decay: float = 6.0e-5
+    decay: Annotated[float, "≥ 0"] = 6.0e-5
     """λ of the masked decay on gradients (GPT-2 124M; between 6e-6 and 1e-3 elsewhere)."""
-    refresh: int = 40
+    refresh: Annotated[int, "≥ 1"] = 40
     """Optimiser steps between two mask searches (GPT-2, BERT)."""
     mvue: Literal["gradient", "none"] = "gradient"
     """Unbiased 2:4 sampling of the output gradient for wgrad, or none."""
     estimator: Literal["approximate", "exact"] = "approximate"
     """The published sampler, or the one of least variance."""
-    dense_tail: float = 0.16666667
+    dense_tail: Annotated[float, "[0, 1)"] = 0.16666667
     """Last part of the run that trains dense, as a fraction (250,000 of 300,000 steps sparse)."""
-    limits: ClassVar = RampedDecayOptions.limits | {"refresh": "≥ 1", "dense_tail": "[0, 1)"}
 
     def problems(self) -> Problems:
         yield from RampedDecayOptions.problems(self)
