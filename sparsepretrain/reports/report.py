@@ -34,7 +34,7 @@ from sparsepretrain.reports.runs import (
     uneven_validation,
 )
 from sparsepretrain.reports.runs import labels as default_labels
-from sparsepretrain.runs.directory import find_runs
+from sparsepretrain.runs.directory import RunDirectory, find_runs
 from sparsepretrain.tracking.console import clock, count
 
 if TYPE_CHECKING:
@@ -91,10 +91,11 @@ def report(
 
 
 def _one(run: RunData, out: Path) -> list[Path]:
+    place = RunDirectory(out)
     # everything is drawn before anything is written
     figures = {name: draw(run) for name, (draw, _) in PICTURES.items()}
     written = [
-        _save(figure, out / "plots" / f"{name}.png") for name, figure in figures.items() if figure
+        _save(figure, place.plots / f"{name}.png") for name, figure in figures.items() if figure
     ]
     lines = [f"# {plots.title(run)}", "", *_table(("quantity", "value"), _numbers(run)), ""]
     for name, figure in figures.items():
@@ -112,11 +113,11 @@ def _one(run: RunData, out: Path) -> list[Path]:
         *(run.config_text.rstrip() or "# config.yaml is missing", "```", ""),
         *("## Environment", "", "```json", environment, "```"),
     ]
-    return [*written, _write(out / "report.md", lines)]
+    return [*written, _write(place.report_file, lines)]
 
 
 def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
-    paired = pair(runs, labels)
+    paired, place = pair(runs, labels), RunDirectory(out)
     drawn = {"difference": difference_figure(paired), "overlay": overlay_figure(runs, labels)}
     figures = {name: figure for name, figure in drawn.items() if figure is not None}
     lines = [f"# {' / '.join(labels)}", "", f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.", ""]
@@ -148,7 +149,7 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
         where.append((label, f"`{path}`", *(f"`{value}`" if value else "–" for value in told)))
     lines += _table(("run", "directory", "command", "commit"), where)
     written = [_save(figure, out / f"{name}.png") for name, figure in figures.items()]
-    return [*written, _write(out / "report.md", lines)]
+    return [*written, _write(place.report_file, lines)]
 
 
 def _overview(paired: Paired, labels: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from tiny_runs import Tiny, final_state, metrics
 
 from sparsepretrain.cli import main
-from sparsepretrain.runs import weights
+from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import loop
@@ -122,6 +122,16 @@ def test_averaged_checkpoints(tiny, trained, evaluate):
     assert result["metrics"] == whole_split(t)
     assert result["metrics"] != evaluate(trained)["metrics"]
     assert "mean of the last 3" in result["output"] and "2:4 in all" in result["output"]
+
+
+def test_an_evaluation_sums_what_it_reads_once(trained, evaluate, monkeypatch):
+    read, original = [], checkpoint._sum
+    monkeypatch.setattr(checkpoint, "_sum", lambda path: read.append(path.name) or original(path))
+    evaluate(trained)
+    assert sorted(read) == ["config.yaml", "shard-00000-model.safetensors", "state.json"]
+    read.clear()
+    evaluate(trained, average=3)
+    assert read.count("shard-00000-model.safetensors") == 3 and len(read) == 9
 
 
 def test_a_dense_tail_is_no_sparse_model(tiny, evaluate):
