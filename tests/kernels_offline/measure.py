@@ -89,8 +89,7 @@ def measure() -> dict[str, Any]:
         rows += examine(case, capability)
     show(len(pairs))
     return {
-        "command": "make kernels-offline",
-        "environment": environment(torch.device("cpu")),
+        "environment": environment(torch.device("cpu")) | {"command": "make kernels-offline"},
         "compilers": versions(),
         "cases": [row.as_dict() for row in rows],
         "within_limits": all(row.ok for row in rows),
