@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.limits import Problems
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,8 +20,7 @@ class Warmup:
     start: Annotated[float | None, "[0, 1]"]
     """Learning rate of the first update, as a fraction of the peak; null: 1 / (warmup + 1)."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """What is wrong beyond types and ranges, as (key, message)."""
+    def problems(self) -> Problems:
         if self.warmup >= 1 and not float(self.warmup).is_integer():
             yield "warmup", f"must be whole steps or a fraction below 1, got {self.warmup}"
 

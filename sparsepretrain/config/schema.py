@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from sparsepretrain import registry
 from sparsepretrain.config.groups import Tracker
 from sparsepretrain.files import is_plain_name
+from sparsepretrain.limits import Problems
 
 MOST_STEPS = 10**9
 """Steps of a run, and passes over its data: more is a slip of the hand."""
-
-Problems = Iterator[tuple[str, str]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,7 +24,6 @@ class Batch:
     """Samples per forward and backward on one device; divides ``size``."""
 
     def problems(self) -> Problems:
-        """What is wrong beyond types and ranges, as (key, message)."""
         if self.micro > 0 and self.size % self.micro:
             yield "micro", f"must divide batch.size ({self.size}), got {self.micro}"
 
@@ -125,7 +122,6 @@ class Run:
         return plain
 
     def problems(self) -> Problems:
-        """What is wrong beyond types and ranges, as (key, message)."""
         if self.steps == 0 and self.epochs is None:
             yield "steps", "must be > 0, or give epochs"
         if not self.runs_dir:

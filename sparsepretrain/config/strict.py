@@ -11,11 +11,10 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.limits import outside
+from sparsepretrain.limits import Problems, outside
 from sparsepretrain.registry import suggestion
 
 T = TypeVar("T")
@@ -73,7 +72,7 @@ def walk(cls: type, data: Any, path: str, errors: list[str]) -> Any:
     return result if len(errors) == before else None
 
 
-def out_of_range(options: Any) -> Iterator[tuple[str, str]]:
+def out_of_range(options: Any) -> Problems:
     """(key, message) of every number of a dataclass outside the range declared with its type."""
     for key, (limit, nullable) in _ranges(options.__class__).items():
         if message := outside(getattr(options, key), limit, nullable=nullable):

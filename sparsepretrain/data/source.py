@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from sparsepretrain.data.tokenizer import BYTES, Tokenizer, tokenizer
 from sparsepretrain.files import is_plain_name
-from sparsepretrain.limits import Limited, Problems
+from sparsepretrain.limits import Problems
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SPLITS = (TRAIN, VALIDATION, TEST)
@@ -20,7 +20,7 @@ Document = tuple[bytes | str, bool]
 
 
 @dataclass(slots=True, kw_only=True)
-class SourceOptions(Limited):
+class SourceOptions:
     """Keys that every source has. ``seed`` is checked here where a source has one."""
 
     name: str
@@ -37,7 +37,6 @@ class SourceOptions(Limited):
             yield "name", f"must be a plain directory name, got {self.name!r}"
         if not 0 <= (seed := getattr(self, "seed", 0)) < 2**32:
             yield "seed", f"must lie in [0, 2^32), got {seed}"
-        yield from Limited.problems(self)
 
 
 @dataclass(slots=True, kw_only=True)

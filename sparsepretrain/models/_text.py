@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from sparsepretrain.limits import Limited, Problems
+from sparsepretrain.limits import Problems
 from sparsepretrain.models import Headable
 
 if TYPE_CHECKING:
@@ -52,29 +52,24 @@ def ffn_problems(full: int, factor: float) -> Problems:
 
 
 @dataclass(slots=True, kw_only=True)
-class TransformerOptions(Limited):
+class TransformerOptions:
     """Architecture; names as in transformers' GPT2Config."""
-
-    limits: ClassVar[dict[str, str]] = {
-        **dict.fromkeys((*SIZES, "n_inner"), "> 0"),
-        "dropout": "[0, 1)",
-    }
 
     name: str
     family: str
-    vocab_size: int
+    vocab_size: Annotated[int, "> 0"]
     """Rows of the embedding, which is also the output layer; may exceed the tokenizer's size."""
-    n_positions: int
+    n_positions: Annotated[int, "> 0"]
     """Longest sequence."""
-    n_embd: int
+    n_embd: Annotated[int, "> 0"]
     """Width."""
-    n_layer: int
-    n_head: int
-    n_inner: int | None
+    n_layer: Annotated[int, "> 0"]
+    n_head: Annotated[int, "> 0"]
+    n_inner: Annotated[int | None, "> 0"]
     """FFN width: out_features of its first linear layer; null: 4·n_embd."""
     ffn_factor: float
     """Factor of the FFN width; 0.5 is the baseline "Half" of arXiv:2404.01847."""
-    dropout: float
+    dropout: Annotated[float, "[0, 1)"]
     """Probability, on embeddings, attention and residuals."""
 
     @property
@@ -87,7 +82,6 @@ class TransformerOptions(Limited):
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     def problems(self) -> Problems:
-        yield from Limited.problems(self)
         if self.n_head > 0 and self.n_embd % self.n_head:
             yield "n_head", f"must divide model.n_embd ({self.n_embd}), got {self.n_head}"
         yield from ffn_problems(self._full_ffn, self.ffn_factor)
@@ -97,11 +91,9 @@ class TransformerOptions(Limited):
 class EncoderOptions(TransformerOptions):
     """Architecture; the same names as for GPT-2."""
 
-    limits: ClassVar = TransformerOptions.limits | {"layer_norm_eps": "> 0"}
-
-    n_inner: int
+    n_inner: Annotated[int, "> 0"]
     """FFN width: out_features of its first linear layer."""
-    layer_norm_eps: float
+    layer_norm_eps: Annotated[float, "> 0"]
 
 
 class Encoder(Headable):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from sparsepretrain.limits import Limited, Problems
+from sparsepretrain.limits import Problems
 from sparsepretrain.models import Recipe
 from sparsepretrain.models._text import (
     Activation,
@@ -28,32 +28,30 @@ DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
 
 
 @dataclass(slots=True, kw_only=True)
-class MarianOptions(Limited):
+class MarianOptions:
     """Architecture; names as in transformers' MarianConfig where that has them."""
-
-    limits: ClassVar = dict.fromkeys(SIZES, "> 0") | dict.fromkeys(DROPOUTS, "[0, 1)")
 
     name: str
     family: Literal["marian"]
-    vocab_size: int
+    vocab_size: Annotated[int, "> 0"]
     """Rows of the one embedding of source, target and output; may exceed the tokenizer's size."""
-    max_position_embeddings: int
+    max_position_embeddings: Annotated[int, "> 0"]
     """Longest sentence on either side, tokens."""
-    d_model: int
+    d_model: Annotated[int, "> 0"]
     """Width."""
-    encoder_layers: int
-    decoder_layers: int
-    attention_heads: int
-    ffn_dim: int
+    encoder_layers: Annotated[int, "> 0"]
+    decoder_layers: Annotated[int, "> 0"]
+    attention_heads: Annotated[int, "> 0"]
+    ffn_dim: Annotated[int, "> 0"]
     """Width of the FFN, encoder and decoder."""
     ffn_factor: float
     """Factor of the FFN width; 0.5 is the baseline "Half" of arXiv:2404.01847."""
     activation: Activation
     """Of the FFN; Transformer-base has ReLU."""
-    dropout: float
+    dropout: Annotated[float, "[0, 1)"]
     """On embeddings and on the output of every sublayer."""
-    attention_dropout: float
-    activation_dropout: float
+    attention_dropout: Annotated[float, "[0, 1)"]
+    activation_dropout: Annotated[float, "[0, 1)"]
     activation_checkpointing: bool
     """Recompute each layer in the backward: less memory, about a third more time."""
 
@@ -63,7 +61,6 @@ class MarianOptions(Limited):
         return self.ffn_dim * self.ffn_factor
 
     def problems(self) -> Problems:
-        yield from Limited.problems(self)
         if self.attention_heads > 0 and self.d_model % self.attention_heads:
             known = f"model.d_model ({self.d_model})"
             yield "attention_heads", f"must divide {known}, got {self.attention_heads}"

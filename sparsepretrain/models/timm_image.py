@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sparsepretrain.errors import ConfigError, one_line
-from sparsepretrain.limits import Limited, Problems
+from sparsepretrain.limits import Problems
 from sparsepretrain.models import Recipe
 from sparsepretrain.models._text import Activation, transformers_name
 from sparsepretrain.registry import register, suggestion
@@ -36,31 +36,26 @@ and kernel positions together (arXiv:2102.04010); it is 0.04 % of ResNet-50's we
 
 
 @dataclass(slots=True, kw_only=True)
-class TimmOptions(Limited):
+class TimmOptions:
     """Architecture; null: as timm's model of that name has it."""
-
-    limits: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("image_size", "classes", "patch_size", "heads"), "> 0"),
-        **dict.fromkeys(("drop_path", "dropout"), "[0, 1)"),
-    }
 
     name: str
     family: Literal["timm_image"]
     architecture: str
     """Name of a timm model; its weights are never downloaded."""
-    image_size: int
+    image_size: Annotated[int, "> 0"]
     """Height and width of the input, pixels; must equal ``task.image_size``."""
-    classes: int
+    classes: Annotated[int, "> 0"]
     """Outputs."""
     stem: Literal["imagenet", "cifar"]
     """cifar: a 3×3 convolution of stride 1 and no pooling, for small images (ResNets only)."""
-    patch_size: int | None
+    patch_size: Annotated[int | None, "> 0"]
     """Pixels per patch and axis (vision transformers)."""
     depth: int | list[int] | None
     """Blocks (vision transformers), or blocks per stage (ResNets)."""
     width: int | list[int] | None
     """Embedding (vision transformers), or channels per stage (ResNets)."""
-    heads: int | None
+    heads: Annotated[int | None, "> 0"]
     """Attention heads (vision transformers); divides ``width``."""
     activation: Activation | None
     """Of the FFN (vision transformers); timm's is the exact GELU."""
@@ -69,9 +64,9 @@ class TimmOptions(Limited):
 
     timm's does, SR-STE's and SDGP's networks do not. Convolutions start as N(0, 2/(k²·out)) anyway.
     """
-    drop_path: float
+    drop_path: Annotated[float, "[0, 1)"]
     """Probability with which the last block is skipped; it grows linearly with the depth."""
-    dropout: float
+    dropout: Annotated[float, "[0, 1)"]
     """Probability, before the classifier."""
 
     @property
@@ -80,7 +75,6 @@ class TimmOptions(Limited):
         return next((kind for kind in _ROLES if self.architecture.startswith(kind)), None)
 
     def problems(self) -> Problems:
-        yield from Limited.problems(self)
         if self.kind is None:
             kinds = ", ".join(_ROLES)
             yield "architecture", f"must begin with {kinds}, got {self.architecture!r}"

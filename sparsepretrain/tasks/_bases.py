@@ -8,13 +8,13 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from sparsepretrain import data as datasets
 from sparsepretrain import registry
 from sparsepretrain.data.source import BYTES
 from sparsepretrain.errors import ConfigError, DataError
-from sparsepretrain.limits import Limited, Problems
+from sparsepretrain.limits import Problems
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages
 
 if TYPE_CHECKING:
@@ -69,18 +69,15 @@ class WindowTask(Task):
 
 
 @dataclass(slots=True, kw_only=True)
-class RecordOptions(Limited):
+class RecordOptions:
     """Keys of every task on records."""
-
-    limits: ClassVar[dict[str, str]] = {"max_length": "≥ 8"}
 
     tokenizer: str
     """tokenizer.json of the model, or bytes."""
-    max_length: int
+    max_length: Annotated[int, "≥ 8"]
     """Most tokens of a sample, special tokens included."""
 
     def problems(self) -> Problems:
-        yield from Limited.problems(self)
         if self.tokenizer != BYTES and not self.tokenizer.endswith(".json"):
             yield "tokenizer", f"must be bytes or a tokenizer.json file, got {self.tokenizer!r}"
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from sparsepretrain.limits import Limited
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, cross_entropy
 from sparsepretrain.tasks._bases import WindowTask
@@ -17,13 +16,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class CausalLMOptions(Limited):
+class CausalLMOptions:
     """Options of the task."""
 
-    limits: ClassVar[dict[str, str]] = {"sequence_length": "> 0"}
-
     name: Literal["causal_lm"]
-    sequence_length: int
+    sequence_length: Annotated[int, "> 0"]
     """Tokens per sample."""
     replacement: bool
     """Draw each training window for itself, from anywhere in the text, as nanoGPT does; false: an

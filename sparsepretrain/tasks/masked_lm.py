@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sparsepretrain.data.source import SPLITS
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.limits import Limited, Problems
+from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, Task, cross_entropy
 from sparsepretrain.tasks._bases import WindowTask
@@ -22,28 +22,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class MaskedLMOptions(Limited):
+class MaskedLMOptions:
     """Options of the task."""
 
-    limits: ClassVar[dict[str, str]] = {
-        "sequence_length": "> 0",
-        "probability": "(0, 1]",
-        "mask_fraction": "[0, 1]",
-        "random_fraction": "[0, 1]",
-    }
-
     name: Literal["masked_lm"]
-    sequence_length: int
+    sequence_length: Annotated[int, "> 0"]
     """Tokens per sample."""
-    probability: float
+    probability: Annotated[float, "(0, 1]"]
     """Fraction of a sample's tokens that are selected, rounded to whole tokens, at least one."""
-    mask_fraction: float
+    mask_fraction: Annotated[float, "[0, 1]"]
     """Of the selected tokens, those that the mask token replaces."""
-    random_fraction: float
+    random_fraction: Annotated[float, "[0, 1]"]
     """Of the selected tokens, those that a random token replaces; the others stay."""
 
     def problems(self) -> Problems:
-        yield from Limited.problems(self)
         total = self.mask_fraction + self.random_fraction
         if total > 1:
             yield "random_fraction", f"and mask_fraction must sum to at most 1, got {total:g}"

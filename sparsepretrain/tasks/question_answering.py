@@ -7,7 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from sparsepretrain.data.sources.questions import QUESTIONS
 from sparsepretrain.limits import Problems
@@ -29,14 +29,12 @@ BEST = 20
 class QuestionAnsweringOptions(RecordOptions):
     """Options of the task."""
 
-    limits: ClassVar = RecordOptions.limits | {"max_question": "≥ 1", "max_answer": "≥ 1"}
-
     name: Literal["question_answering"]
     stride: int
     """Tokens that two windows of a long context share."""
-    max_question: int
+    max_question: Annotated[int, "≥ 1"]
     """Most tokens of a question; the rest is cut."""
-    max_answer: int
+    max_answer: Annotated[int, "≥ 1"]
     """Most tokens of an answer in evaluation."""
     end: Literal["last", "next"]
     """Where the end is read: at the answer's last token (SQuAD's code), or at the one after it,

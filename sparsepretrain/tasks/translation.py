@@ -6,11 +6,11 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sparsepretrain import data as datasets
 from sparsepretrain.errors import DataError, SparsePretrainWarning
-from sparsepretrain.limits import Limited, Problems
+from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, cross_entropy
 
@@ -25,26 +25,19 @@ IGNORED = -100
 
 
 @dataclass(slots=True, kw_only=True)
-class TranslationOptions(Limited):
+class TranslationOptions:
     """Options of the task."""
 
-    limits: ClassVar[dict[str, str]] = {
-        "max_tokens": "> 0",
-        "max_length": "> 0",
-        "beam": "> 0",
-        "label_smoothing": "[0, 1)",
-    }
-
     name: Literal["translation"]
-    max_tokens: int
+    max_tokens: Annotated[int, "> 0"]
     """Most tokens of a bucket: pairs times the longer of source and target, padding included."""
-    max_length: int
+    max_length: Annotated[int, "> 0"]
     """Longest sentence of a training pair in tokens, its end included; longer ones are left out."""
-    label_smoothing: float
+    label_smoothing: Annotated[float, "[0, 1)"]
     """Share of the target's probability that is spread over the vocabulary."""
     bleu: bool
     """Whether final evaluations translate and score what they are given."""
-    beam: int
+    beam: Annotated[int, "> 0"]
     """Hypotheses kept by the search; 1: greedy."""
     length_penalty: float
     """Hypotheses compete by log-probability / length^length_penalty; unused by greedy search."""
@@ -52,7 +45,6 @@ class TranslationOptions(Limited):
     """[a, b]: a hypothesis has at most a · (source tokens) + b tokens."""
 
     def problems(self) -> Problems:
-        yield from Limited.problems(self)
         if 0 < self.max_tokens < -(-self.max_length // 4) * 4:
             yield (
                 "max_tokens",

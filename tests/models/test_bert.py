@@ -13,6 +13,7 @@ from torch import nn
 from transformers.models.bert import modeling_bert
 
 from sparsepretrain import config, registry
+from sparsepretrain.config.strict import out_of_range
 
 SIZES = {
     "vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24,
@@ -201,14 +202,14 @@ def test_dropout_is_for_training(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_options_are_checked(family):
     good = options(family)
-    assert list(good.problems()) == []
+    assert [*out_of_range(good), *good.problems()] == []
     for key, value in (
         ("n_embd", 0), ("n_layer", -1), ("n_head", 3), ("n_inner", 0), ("dropout", 1.0),
         ("ffn_factor", 0.33), ("ffn_factor", 0.0), ("layer_norm_eps", 0.0),
     ):  # fmt: skip
         bad = copy.copy(good)
         setattr(bad, key, value)
-        assert [k for k, _ in bad.problems()] == [key], key
+        assert [k for k, _ in (*out_of_range(bad), *bad.problems())] == [key], key
 
 
 def test_options_of_the_gated_bert():

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 import sparsepretrain as sp
 from sparsepretrain import config
+from sparsepretrain.config.strict import out_of_range
 from sparsepretrain.models.bert import Bert
 from sparsepretrain.models.gpt2 import GPT2, GPT2Options
 from sparsepretrain.models.timm_image import TimmImage
@@ -198,7 +199,7 @@ def test_activation_checkpointing_gives_equal_gradients(method):
 
 def test_options_are_checked():
     good = GPT2Options(**TINY)
-    assert list(good.problems()) == []
+    assert [*out_of_range(good), *good.problems()] == []
     for key, value in (
         ("n_embd", 0),
         ("n_head", 3),
@@ -209,6 +210,6 @@ def test_options_are_checked():
     ):
         bad = copy.copy(good)
         setattr(bad, key, value)
-        assert [k for k, _ in bad.problems()] == [key]
+        assert [k for k, _ in (*out_of_range(bad), *bad.problems())] == [key]
     assert build(n_inner=24, ffn_factor=0.5).transformer.h[0].mlp.c_fc.weight.shape == (12, 16)
     assert build(n_inner=24).transformer.h[0].mlp.c_fc.weight.shape == (24, 16)

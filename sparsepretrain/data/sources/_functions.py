@@ -8,7 +8,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from sparsepretrain.data.source import Document, Shard, SourceOptions
 from sparsepretrain.data.sources._records import Row, encode
@@ -22,14 +22,12 @@ class FunctionOptions(SourceOptions):
 
     roots: list[str] | None
     """Directories that are searched for .py files; null: the standard library."""
-    per_file: int
+    per_file: Annotated[int, "≥ 1"]
     """Most records of one file, so that a large file does not dominate."""
-    validation: float
+    validation: Annotated[float, "(0, 1)"]
     """Fraction of the text that is held out, by whole files, in (0, 1)."""
     seed: int
     """Decides which files are held out."""
-
-    limits: ClassVar[dict[str, str]] = {"per_file": "≥ 1", "validation": "(0, 1)"}
 
     def problems(self) -> Problems:
         yield from SourceOptions.problems(self)

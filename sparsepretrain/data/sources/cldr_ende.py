@@ -15,7 +15,7 @@ from datetime import date, time
 from functools import cache
 from importlib import metadata
 from random import Random
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from sparsepretrain.data.source import (
     TEST,
@@ -189,20 +189,14 @@ def sentence(draws: Random) -> tuple[str, str]:
 class Options(TokenOptions):
     """Options of ``source: cldr_ende``."""
 
-    train_pairs: int
+    train_pairs: Annotated[int, "> 0"]
     """Sentence pairs to train on."""
-    validation_pairs: int
+    validation_pairs: Annotated[int, "≥ 0"]
     """Sentence pairs of the validation split; 0: none."""
-    test_pairs: int
+    test_pairs: Annotated[int, "≥ 0"]
     """Sentence pairs of the test split; 0: none."""
     seed: int
     """Decides which sentences there are; the order of training follows from the run's seed."""
-
-    limits: ClassVar[dict[str, str]] = {
-        "train_pairs": "> 0",
-        "validation_pairs": "≥ 0",
-        "test_pairs": "≥ 0",
-    }
 
 
 @register("source", "cldr_ende")

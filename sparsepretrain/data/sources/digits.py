@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from sparsepretrain.data.source import TEST, TRAIN, VALIDATION, Shard, SourceOptions
 from sparsepretrain.data.sources._images import PixelSource
@@ -22,14 +22,12 @@ SMALLEST_CLASS = 174
 class Options(SourceOptions):
     """Options of ``source: digits``."""
 
-    validation: int
+    validation: Annotated[int, "≥ 1"]
     """Images of each digit that are held out for validation."""
-    test: int
+    test: Annotated[int, "≥ 1"]
     """Images of each digit that are held out for the final test."""
     seed: int
     """Decides which ones."""
-
-    limits: ClassVar[dict[str, str]] = {"validation": "≥ 1", "test": "≥ 1"}
 
     def problems(self) -> Problems:
         yield from SourceOptions.problems(self)
