@@ -205,7 +205,7 @@ class Translation(Task):
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Sums of both losses; with ``final`` and ``bleu`` also hypotheses and references."""
-        logits, count = self._logits(model, batch), self.count(batch)
+        logits, count = self._logits(model, batch).detach(), self.count(batch)
         smoothings = {"loss": self.options.label_smoothing, "nll": 0.0}
         seen: Observation = {
             key: (float(cross_entropy(logits, batch["targets"], label_smoothing=smoothing)), count)
