@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.reports.plots import COLOURS, GREY, _new, _positive
+from sparsepretrain.reports.plots import COLOURS, GREY, new_figure, point_marker, visible
 from sparsepretrain.reports.runs import load
 
 if TYPE_CHECKING:
@@ -41,33 +41,29 @@ def decay_figure(result: dict[str, Any]) -> Figure:
     """
     from matplotlib import colormaps
 
-    figure, (left, right) = _new((12, 5.2), columns=2)
+    figure, (left, right) = new_figure((12, 5.2), columns=2)
     low, high = result["interval"]
-    decays = [run["decay"] for run in result["runs"]]
+    decays, ratios = ([run[key] for run in result["runs"]] for key in ("decay", "mu"))
     left.axhspan(low, high, color=COLOURS[2], alpha=0.18, label=f"feasible: {low:g} to {high:g}")
-    ratios = [run["mu"] for run in result["runs"]]
     left.plot(decays, ratios, color=COLOURS[0], marker="o", markersize=5, label="μ")
-    for decay, mu in zip(decays, ratios, strict=True):
-        if decay == result["chosen"]:
-            label = f"chosen: λ = {decay:.3g}"
-            ring: dict[str, Any] = {"markersize": 12, "fillstyle": "none", "linestyle": " "}
-            left.plot([decay], [mu], color=COLOURS[1], marker="o", label=label, **ring)
+    if (decay := result["chosen"]) is not None:
+        ring: dict[str, Any] = {"markersize": 12, "fillstyle": "none", "linestyle": " "}
+        ring |= {"color": COLOURS[1], "marker": "o", "label": f"chosen: λ = {decay:.3g}"}
+        left.plot([decay], [ratios[decays.index(decay)]], **ring)
     left.axhline(1, color=GREY, linewidth=0.8, linestyle=":")
-    left.set_xscale("log")
+    left.set(
+        xscale="log", xlabel="decay factor λ", ylabel="μ = flip rate over that of the dense run"
+    )
     left.set_ylim(bottom=0)
-    left.set_xlabel("decay factor λ")
-    left.set_ylabel("μ = flip rate over that of the dense run")
-    left.legend(frameon=False, fontsize=8)
     shades = colormaps["viridis"](np.linspace(0, 0.9, len(decays)))
     _curve(right, result, result["dense"], label="dense", color="black", linewidth=2)
     for run, shade in zip(result["runs"], shades, strict=True):
         _curve(right, result, run, label=f"λ = {run['decay']:.3g}", color=shade)
-    right.set_yscale("log")
-    right.set_xlabel("step")
     refresh = result["refresh"]
     interval = "per step" if refresh == 1 else f"per mask refresh, every {refresh} steps"
-    right.set_ylabel(f"flip rate ({interval})")
-    right.legend(frameon=False, fontsize=8)
+    right.set(yscale="log", xlabel="step", ylabel=f"flip rate ({interval})")
+    for axes in (left, right):
+        axes.legend(frameon=False, fontsize=8)
     name, seed = result["config"]["name"], result["config"]["seed"]
     figure.suptitle(
         f"Decay search: {result['method']} on {name}, seed {seed}, first {result['steps']} steps",
@@ -79,5 +75,5 @@ def decay_figure(result: dict[str, Any]) -> Figure:
 def _curve(axes: Any, result: dict[str, Any], run: dict[str, Any], **style: Any) -> None:
     steps, flips = load(Path(run["directory"])).series("flip_rate")
     inside = steps <= result["steps"]
-    marker = "." if inside.sum() <= 40 else None
-    axes.plot(steps[inside], _positive(flips[inside]), marker=marker, **style)
+    shown = visible(flips[inside])
+    axes.plot(steps[inside], shown, marker=point_marker(shown), **style)

@@ -6,7 +6,8 @@ Colours are Okabe and Ito's, which stay apart for colour-blind readers; runs als
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,15 +32,15 @@ def loss_figure(run: RunData) -> Figure | None:
     """Training loss, as logged and averaged, and validation loss; None without a loss."""
     steps, loss = run.series("loss")
     evaluated, validation = run.series("loss", "validation")
-    if not _drawable(loss) and not _drawable(validation):
+    if not drawable(loss) and not drawable(validation):
         return None
     figure, axes = _single(run)
-    if _drawable(loss):
+    if drawable(loss):
         _smoothed(axes, steps, loss, "train, ")
-    if _drawable(validation):
+    if drawable(validation):
         style: dict[str, Any] = {"color": VALIDATION, "marker": "o", "markersize": 3.5}
         axes.plot(evaluated, validation, linewidth=1.2, label="validation", **style)
-    axes.set_ylabel(_loss_label(run))
+    axes.set_ylabel(loss_label(run))
     return _finish(figure, run)
 
 
@@ -66,18 +67,18 @@ def metric_figure(run: RunData) -> Figure | None:
 def flip_figure(run: RunData) -> Figure | None:
     """Flip rate over all sparse layers, log axis; None when there is none above zero."""
     steps, flips = run.series("flip_rate")
-    if not _drawable(flips, log=True):
+    if not drawable(flips, log=True):
         return None
     figure, axes = _single(run)
-    _smoothed(axes, steps, flips, "", _positive)
-    _flip_axis(axes, [run])
+    _smoothed(axes, steps, flips, "", log=True)
+    flip_axis(axes, [run])
     return _finish(figure, run)
 
 
 def lr_figure(run: RunData) -> Figure | None:
     """Learning rate; None when it was not logged."""
     steps, rate = run.series("lr")
-    if not _drawable(rate):
+    if not drawable(rate):
         return None
     figure, axes = _single(run, height=3.6)
     axes.plot(steps, rate, color=TRAIN, linewidth=1.6, label="learning rate")
@@ -96,21 +97,21 @@ def layers_figure(run: RunData) -> Figure | None:
     from matplotlib.colors import LogNorm
 
     steps, names, values = run.layers()
-    if not _drawable(values, log=True) or len(steps) < 2:
+    if not drawable(values, log=True) or len(steps) < 2:
         return None
-    figure, axes = _new((9, min(16.0, max(3.2, 1.9 + 0.19 * len(names)))))
+    figure, axes = new_figure((9, min(16.0, max(3.2, 1.9 + 0.19 * len(names)))))
     map_ = colormaps["viridis"].with_extremes(bad="#dddddd")
-    shown = np.ma.masked_invalid(_positive(values))
-    low, high = float(shown.min()), float(shown.max())
-    norm = LogNorm(vmin=min(low, high / 10), vmax=high)
+    shown = np.ma.masked_invalid(visible(values))
+    norm = LogNorm(vmin=min(shown.min(), shown.max() / 10), vmax=shown.max())
     edges = np.arange(len(names) + 1) - 0.5
-    mesh = axes.pcolormesh(_edges(steps), edges, shown, cmap=map_, norm=norm, rasterized=True)
+    columns = np.append(2 * steps[0] - steps[1], steps)  # each reaches back to the one before
+    mesh = axes.pcolormesh(columns, edges, shown, cmap=map_, norm=norm, rasterized=True)
     stem, short = _shorten(names)
     every = -(-len(names) // 70)
     axes.set_yticks(range(0, len(names), every), short[::every], fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_ylabel(f"layer of {stem}" if stem else "layer")
-    _step_axis(axes)
+    step_axis(axes)
     none = "; grey: none" if np.any(values == 0) else ""
     figure.colorbar(mesh, ax=axes, label=f"flip rate{over(run)}{none}", fraction=0.05, pad=0.02)
     for step, _ in run.switches():
@@ -119,11 +120,13 @@ def layers_figure(run: RunData) -> Figure | None:
     return _finish(figure, run, legend=False)
 
 
-def _loss_label(run: RunData) -> str:
+def loss_label(run: RunData) -> str:
+    """What a loss axis shows."""
     return "loss (cross-entropy, nats)" if run.unit == "tokens" else f"loss per {run.unit[:-1]}"
 
 
-def _new(size: tuple[float, float], columns: int = 1) -> tuple[Figure, Any]:
+def new_figure(size: tuple[float, float], columns: int = 1) -> tuple[Figure, Any]:
+    """An empty figure and its axes, as an array if there is more than one."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained", dpi=150)
@@ -136,13 +139,13 @@ def _new(size: tuple[float, float], columns: int = 1) -> tuple[Figure, Any]:
 
 
 def _single(run: RunData, height: float = 4.8) -> tuple[Figure, Axes]:
-    figure, axes = _new((8.5, height))
+    figure, axes = new_figure((8.5, height))
     axes.set_title(title(run), loc="left", fontsize=10)
-    _step_axis(axes)
+    step_axis(axes)
     return figure, axes
 
 
-def _step_axis(axes: Axes) -> None:
+def step_axis(axes: Axes) -> None:
     """Steps are whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
@@ -151,22 +154,19 @@ def _step_axis(axes: Axes) -> None:
 
 
 def _smoothed(
-    axes: Axes,
-    steps: np.ndarray,
-    values: np.ndarray,
-    name: str,
-    shown: Callable[[np.ndarray], np.ndarray] = lambda values: values,
+    axes: Axes, steps: np.ndarray, values: np.ndarray, name: str, *, log: bool = False
 ) -> None:
     """A curve as logged and, where it has points enough, its running mean above it."""
     mean, width = smooth(values)
     if width > 1:
         faint: dict[str, Any] = {"color": TRAIN, "alpha": 0.35, "linewidth": 0.8}
-        axes.plot(steps, shown(values), label=f"{name}as logged", **faint)
-    style: dict[str, Any] = {"color": TRAIN, "linewidth": 1.6, "marker": _points(shown(mean))}
-    axes.plot(steps, shown(mean), label=name + mean_label(steps, width), **style)
+        axes.plot(steps, visible(values, log), label=f"{name}as logged", **faint)
+    mean = visible(mean, log)
+    style: dict[str, Any] = {"color": TRAIN, "linewidth": 1.6, "marker": point_marker(mean)}
+    axes.plot(steps, mean, label=name + mean_label(steps, width), **style)
 
 
-def _points(values: np.ndarray) -> str | None:
+def point_marker(values: np.ndarray) -> str | None:
     """The marker of a curve: a dot where few points, or lone ones between gaps, would not show."""
     known = np.isfinite(values)
     beside = np.concatenate([[False], known, [False]])
@@ -185,17 +185,18 @@ def _finish(figure: Figure, run: RunData, *, legend: bool = True) -> Figure:
             axes.text(step, 1, name, transform=where, ha="right", va="top", **style)
         if len(axes.get_legend_handles_labels()[0]) > 1:
             figure.legend(loc="outside upper right", ncols=3, frameon=False, fontsize=8)
-    figure.supxlabel(_footer([run], 125), fontsize=7, color=GREY, x=0.01, ha="left")
+    figure.supxlabel(footer([run], 125), fontsize=7, color=GREY, x=0.01, ha="left")
     return figure
 
 
-def _intervals(runs: Sequence[RunData]) -> set[int]:
+def flip_intervals(runs: Sequence[RunData]) -> set[int]:
     """Steps between compared masks, of the runs that have a flip rate to show."""
-    return {run.flip_interval() for run in runs if _drawable(run.series("flip_rate")[1], log=True)}
+    return {run.flip_interval() for run in runs if drawable(run.series("flip_rate")[1], log=True)}
 
 
-def _flip_axis(axes: Axes, runs: Sequence[RunData]) -> None:
-    intervals = _intervals(runs)
+def flip_axis(axes: Axes, runs: Sequence[RunData]) -> None:
+    """A log axis of flip rates that says over how many steps they are."""
+    intervals = flip_intervals(runs)
     if intervals == {1}:
         interval = "per step"
     elif len(intervals) == 1:
@@ -214,34 +215,29 @@ def over(run: RunData) -> str:
 
 def title(run: RunData) -> str:
     """What a run is called in titles: its name, method and seed, as far as they are known."""
-    parts = [run.config.get("name"), run.method, run.precision]
+    parts = [run.config.get("name"), run.method, run.option("precision")]
     parts = [part for part in parts if part != "fp32"]
     if "seed" in run.config:
         parts.append(f"seed {run.config['seed']}")
     return ", ".join(dict.fromkeys(str(part) for part in parts if part)) or run.path.name
 
 
-def _footer(runs: Sequence[RunData], width: int) -> str:
+def footer(runs: Sequence[RunData], width: int) -> str:
     """Command, commit and hardware of the first run, as far as environment.json knows them."""
-    first = runs[0].environment
-    parts = []
-    for key in ("command", "commit", "hardware"):
-        value = first.get(key)
-        if isinstance(value, dict):
-            value = ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
-        if value and key == "command" and len({str(r.environment.get(key)) for r in runs}) > 1:
-            value = f"{value} (and {len(runs) - 1} more)"
-        if value:
-            parts.append(f"commit {str(value)[:12]}" if key == "commit" else str(value))
-    return textwrap.fill(" · ".join(parts), width, max_lines=3)
+    command, commit, hardware = map(runs[0].environment.get, ("command", "commit", "hardware"))
+    if command and any(run.environment.get("command") != command for run in runs):
+        command = f"{command} (and {len(runs) - 1} more)"
+    if isinstance(hardware, dict):
+        hardware = ", ".join(f"{k} {v}" for k, v in hardware.items() if v is not None)
+    parts = [command, f"commit {commit[:12]}" if commit else None, hardware]
+    return textwrap.fill(" · ".join(part for part in parts if part), width, max_lines=3)
 
 
 def mean_label(steps: np.ndarray, width: int) -> str:
     """What a smoothed line shows, with the width in steps."""
     if width == 1:
         return "as logged"
-    span = int(np.median(np.diff(steps))) * width
-    return f"running mean over {span} steps"
+    return f"running mean over {int(np.median(np.diff(steps))) * width} steps"
 
 
 def means_label(runs: Sequence[RunData], key: str) -> str:
@@ -251,30 +247,21 @@ def means_label(runs: Sequence[RunData], key: str) -> str:
     return found.pop() if len(found) == 1 else "running means" if found else "as logged"
 
 
-def _drawable(values: np.ndarray, *, log: bool = False) -> bool:
-    return bool(np.any(np.isfinite(values) & ((values > 0) | (not log))))
+def visible(values: np.ndarray, log: bool = True) -> np.ndarray:
+    """What a curve can show: zeros have no place on a log axis and are gaps."""
+    return np.where(values > 0, values, np.nan) if log else values
 
 
-def _positive(values: np.ndarray) -> np.ndarray:
-    """Zeros have no place on a log axis: gaps."""
-    return np.where(values > 0, values, np.nan)
-
-
-def _edges(steps: np.ndarray) -> np.ndarray:
-    """Cell borders: a column reaches back to the step logged before it."""
-    first = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)
-    return np.concatenate([[first], steps]).astype(float)
+def drawable(values: np.ndarray, *, log: bool = False) -> bool:
+    """Whether there is anything to show."""
+    return bool(np.isfinite(visible(values, log)).any())
 
 
 def _shorten(names: Sequence[str]) -> tuple[str, list[str]]:
     """Split off the dotted prefix that all names share."""
-    parts = [name.split(".") for name in names]
-    shared = 0
     # the last part always stays, and so does the only name of a single layer
-    while (
-        len(parts) > 1
-        and all(len(p) > shared + 1 for p in parts)
-        and (len({p[shared] for p in parts}) == 1)
-    ):
-        shared += 1
-    return ".".join(parts[0][:shared]), [".".join(p[shared:]) for p in parts]
+    parents = [name.split(".")[:-1] for name in names] if len(names) > 1 else []
+    alike = takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))
+    shared = [parts[0] for parts in alike]
+    start = len("".join(f"{part}." for part in shared))
+    return ".".join(shared), [name[start:] for name in names]

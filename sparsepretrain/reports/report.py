@@ -8,7 +8,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,16 +91,11 @@ def report(
 
 
 def _one(run: RunData, out: Path) -> list[Path]:
-    place = RunDirectory(out)
-    # everything is drawn before anything is written
-    figures = {name: draw(run) for name, (draw, _) in PICTURES.items()}
-    written = [
-        _save(figure, place.plots / f"{name}.png") for name, figure in figures.items() if figure
-    ]
+    figures = {}
     lines = [f"# {plots.title(run)}", "", *_table(("quantity", "value"), _numbers(run)), ""]
-    for name, figure in figures.items():
-        missing = PICTURES[name][1]
-        if figure:
+    for name, (draw, missing) in PICTURES.items():
+        if figure := draw(run):
+            figures[f"plots/{name}.png"] = figure
             lines += [f"![{name}](plots/{name}.png)", ""]
         elif missing:
             lines += [f"{missing}: the plot `{name}` is left out.", ""]
@@ -113,17 +108,17 @@ def _one(run: RunData, out: Path) -> list[Path]:
         *(run.config_text.rstrip() or "# config.yaml is missing", "```", ""),
         *("## Environment", "", "```json", environment, "```"),
     ]
-    return [*written, _write(place.report_file, lines)]
+    return _write(out, figures, lines)
 
 
 def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
-    paired, place = pair(runs, labels), RunDirectory(out)
+    paired = pair(runs, labels)
     drawn = {"difference": difference_figure(paired), "overlay": overlay_figure(runs, labels)}
-    figures = {name: figure for name, figure in drawn.items() if figure is not None}
+    figures = {f"{name}.png": figure for name, figure in drawn.items() if figure is not None}
     lines = [f"# {' / '.join(labels)}", "", f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.", ""]
-    for name in figures:
-        lines += [f"![{name}]({name}.png)", ""]
-    lines += [*_about(paired), ""]
+    for file in figures:
+        lines += [f"![{Path(file).stem}]({file})", ""]
+    lines += [_about(paired), ""]
     if (uneven := uneven_validation(runs, labels)) is not None:
         warnings.warn(uneven, SparsePretrainWarning, stacklevel=3)
         lines += [f"Warning: {uneven}.", ""]
@@ -134,10 +129,11 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
         average = f"{sum(scores.values()) / len(scores):.2f} %"
         lines += [f"GLUE average, each task once ({', '.join(scores)}): {average}.", ""]
     lines += ["## What differs", ""]
-    differing = differences(runs)
-    if differing:
-        texts = {k: ["null" if v is None else str(v) for v in vs] for k, vs in differing.items()}
-        rows = [(f"`{key}`", *values) for key, values in texts.items()]
+    if differing := differences(runs):
+        rows = [
+            (f"`{key}`", *("null" if v is None else str(v) for v in values))
+            for key, values in differing.items()
+        ]
         lines += _table(("key", *labels), rows)
     else:
         lines.append("Nothing in the configurations.")
@@ -148,8 +144,7 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
         path = Path(os.path.relpath(run.path, out)).as_posix()
         where.append((label, f"`{path}`", *(f"`{value}`" if value else "–" for value in told)))
     lines += _table(("run", "directory", "command", "commit"), where)
-    written = [_save(figure, out / f"{name}.png") for name, figure in figures.items()]
-    return [*written, _write(place.report_file, lines)]
+    return _write(out, figures, lines)
 
 
 def _overview(paired: Paired, labels: Sequence[str]) -> list[str]:
@@ -162,18 +157,18 @@ def _overview(paired: Paired, labels: Sequence[str]) -> list[str]:
     return _table(header, [(label, *_row(run, partner, metrics)) for label, run, partner in runs])
 
 
-def _about(paired: Paired) -> list[str]:
+def _about(paired: Paired) -> str:
     dense = any(run.method == "dense" for run in paired.runs)
     none = "" if dense else "No dense run is among these. "
     if not paired.groups():
-        return [f"{none}No two runs share seed, data and batch: the curves only."]
+        return f"{none}No two runs share seed, data and batch: the curves only."
     text = (
         f"{none}Differences are to {paired.reference}, of the same seed, data and batch, step by "
         "step; of several seeds their mean."
     )
     if alone := paired.unpaired():
         text += f" No such run for {', '.join(alone)}."
-    return [text]
+    return text
 
 
 def _numbers(run: RunData) -> list[tuple[str, str]]:
@@ -182,8 +177,7 @@ def _numbers(run: RunData) -> list[tuple[str, str]]:
     evaluated, validation = run.series("loss", "validation")
     flipped, flips = run.series("flip_rate")
     total = run.config.get("steps")
-    done = max(record["step"] for record in run.records)
-    rows = [("steps", f"{done} of {total}" if total else f"{done}")]
+    rows = [("steps", f"{run.end} of {total}" if total else f"{run.end}")]
     if len(loss):
         rows.append((f"train loss at step {steps[0]}", _loss(loss[0])))
     if len(loss) > 1:
@@ -191,66 +185,54 @@ def _numbers(run: RunData) -> list[tuple[str, str]]:
         rows.append((f"train loss at the end ({plots.mean_label(steps, width)})", _loss(mean[-1])))
     ends = dict(zip(evaluated[[0, -1]], validation[[0, -1]], strict=True)) if len(evaluated) else {}
     rows += [(f"validation loss at step {step}", _loss(value)) for step, value in ends.items()]
-    rows += [
-        (f"validation {name} at step {at[-1]}", _score(values))
-        for name in run.metrics()
-        for at, values in [run.series(name, "validation")]
-    ]
+    for name in run.metrics():
+        at = run.series(name, "validation")[0][-1]
+        rows.append((f"validation {name} at step {at}", _score(run.last(name, "validation"))))
     if np.any(np.isfinite(flips)):
         peak = int(np.nanargmax(flips))
         over = plots.over(run)
         rows.append((f"flip rate{over} at step {flipped[0]}", f"{flips[0]:.2e}"))
         rows.append((f"flip rate{over} at its peak, step {flipped[peak]}", f"{flips[peak]:.2e}"))
         mean, width = smooth(flips)
-        rows.append(
-            (f"flip rate{over} at the end ({plots.mean_label(flipped, width)})", f"{mean[-1]:.2e}")
-        )
+        end = f"at the end ({plots.mean_label(flipped, width)})"
+        rows.append((f"flip rate{over} {end}", f"{mean[-1]:.2e}"))
     rows += [(change, f"at step {step}") for step, change in run.switches()]
-    density = run.series("density")[1]
-    if len(density):
-        rows.append(("density of the sparse layers at the end", f"{density[-1]:.4f}"))
-    rates = run.series("tokens_per_second")[1]
-    if len(rates):
-        rows.append((f"{run.unit}/s (median)", count(_median(rates))))
-    use = np.concatenate([run.series(key)[1] for key in ("mfu", "mfu_dense")])
-    if len(use):
-        name = "MFU (median; sparse products counted as dense, of the dense peak)"
-        rows.append((name, f"{100 * _median(use):.1f} %"))
-    tokens, seconds = run.series("tokens")[1], run.series("time")[1]
-    if len(tokens):
-        rows.append((run.unit, count(float(tokens[-1]))))
-    if len(seconds):
-        rows.append(("time", clock(float(seconds[-1]))))
-    return rows
+    use = "MFU (median; sparse products counted as dense, of the dense peak)"
+    numbers: list[tuple[str, float | None, Callable[[float], str]]] = [
+        ("density of the sparse layers at the end", run.last("density"), "{:.4f}".format),
+        (f"{run.unit}/s (median)", run.median("tokens_per_second"), count),
+        (use, run.median("mfu", "mfu_dense"), lambda share: f"{100 * share:.1f} %"),
+        (run.unit, run.last("tokens"), count),
+        ("time", run.last("time"), clock),
+    ]
+    return rows + [(name, text(value)) for name, value, text in numbers if value is not None]
 
 
 def _row(run: RunData, partner: RunData | None, metrics: Sequence[str]) -> tuple[str, ...]:
-    loss, validation = run.series("loss")[1], run.series("loss", "validation")[1]
-    flips, rates = run.series("flip_rate")[1], run.series("tokens_per_second")[1]
+    loss, flips = (run.series(key)[1] for key in ("loss", "flip_rate"))
+    validation, rate = run.last("loss", "validation"), run.median("tokens_per_second")
     compared = None if partner is None or partner is run else last_difference([(run, partner)])
     return (
-        str((run.config.get("sparsity") or {}).get("name", "–")),
-        str(max(record["step"] for record in run.records)),
+        str(run.option("sparsity", "name", "–")),
+        str(run.end),
         _loss(smooth(loss)[0][-1]) if len(loss) else "–",
-        _loss(validation[-1]) if len(validation) else "–",
+        "–" if validation is None else _loss(validation),
         "–" if compared is None else f"{compared[0]:+.4f}",
-        *(_score(run.series(name, "validation")[1]) for name in metrics),
+        *(_score(run.last(name, "validation")) for name in metrics),
         f"{smooth(flips)[0][-1]:.2e}{plots.over(run)}" if np.any(np.isfinite(flips)) else "–",
-        count(_median(rates)) if len(rates) else "–",
+        "–" if rate is None else count(rate),
         str(run.config.get("seed", "–")),
     )
 
 
-def _save(figure: Figure, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
-
-
-def _write(path: Path, lines: Iterable[str]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, "\n".join(lines).rstrip() + "\n")
-    return path
+def _write(out: Path, figures: dict[str, Figure], lines: Iterable[str]) -> list[Path]:
+    page = RunDirectory(out).report_file
+    for file in [*map(out.joinpath, figures), page]:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    for name, figure in figures.items():
+        figure.savefig(out / name)
+    write_atomic(page, "\n".join(lines).rstrip() + "\n")
+    return [*map(out.joinpath, figures), page]
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -262,13 +244,8 @@ def _loss(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else "not finite"
 
 
-def _score(values: np.ndarray) -> str:
-    return f"{values[-1]:.2f}" if len(values) and math.isfinite(values[-1]) else "–"
-
-
-def _median(values: np.ndarray) -> float:
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else math.nan
+def _score(value: float | None) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.2f}"
 
 
 def _file_name(labels: Sequence[str]) -> str:

@@ -46,21 +46,24 @@ class RunData:
     environment: dict[str, Any]
 
     @property
+    def end(self) -> int:
+        """The last step in the record."""
+        return int(max(line["step"] for line in self.records))
+
+    @property
     def unit(self) -> str:
         """What the task counts, in the plural; tokens where it is not known."""
         return str(getattr(self._task(), "unit", "tokens"))
 
+    def option(self, group: str, key: str = "name", default: Any = "") -> Any:
+        """An option of a group of the configuration; ``default``: not known."""
+        return (self.config.get(group) or {}).get(key, default)
+
     @property
     def method(self) -> str:
         """Name of the method, with its pattern where that is not 2:4; empty: not known."""
-        options = self.config.get("sparsity") or {}
-        n, m = options.get("n", 2), options.get("m", 4)
-        return " ".join([str(options.get("name", "")), *[f"{n}:{m}"] * ((n, m) != (2, 4))]).strip()
-
-    @property
-    def precision(self) -> str:
-        """Name of the precision; empty: not known."""
-        return str((self.config.get("precision") or {}).get("name", ""))
+        pattern = f"{self.option('sparsity', 'n', 2)}:{self.option('sparsity', 'm', 4)}"
+        return f"{self.option('sparsity')} {pattern}".removesuffix(" 2:4").strip()
 
     @property
     def metric(self) -> str | None:
@@ -72,7 +75,12 @@ class RunData:
     def metrics(self) -> list[str]:
         """Names of the numbers of evaluations on the validation split, beside the loss."""
         lines = [r for r in self.records if r.get("split") == "validation"]
-        names = dict.fromkeys(k for r in lines for k, v in r.items() if _is_number(v))
+        names = dict.fromkeys(
+            key
+            for line in lines
+            for key, value in line.items()
+            if isinstance(value, int | float | None) and not isinstance(value, bool)
+        )
         return [name for name in names if name not in ABOUT]
 
     def scores(self) -> list[str]:
@@ -81,35 +89,38 @@ class RunData:
 
     def _task(self) -> type | None:
         try:
-            return registry.get("task", str((self.config.get("task") or {}).get("name")))
+            return registry.get("task", str(self.option("task")))
         except ConfigError:  # a plug-in's that is not loaded, or no configuration
             return None
 
     def series(self, key: str, split: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Steps (int64) and values (float64, NaN for null) of the records that have ``key``."""
-        pairs = [
-            (record["step"], record[key])
-            for record in self.records
-            if key in record and record.get("split") == split
-        ]
-        steps = np.array([step for step, _ in pairs], dtype=np.int64)
-        return steps, np.array([value for _, value in pairs], dtype=np.float64)
+        lines = [line for line in self.records if key in line and line.get("split") == split]
+        steps = np.array([line["step"] for line in lines], dtype=np.int64)
+        return steps, np.array([line[key] for line in lines], dtype=np.float64)
 
-    def layers(self, key: str = "flip_rate") -> tuple[np.ndarray, list[str], np.ndarray]:
-        """Steps (S,), layer names (L) and values (L, S) of the keys ``<key>/<layer>``."""
-        prefix = f"{key}/"
-        rows = [
-            r for r in self.records if any(n.startswith(prefix) for n in r) and "split" not in r
-        ]
-        names = list(dict.fromkeys(n for r in rows for n in r if n.startswith(prefix)))
-        values = [[r.get(name) for r in rows] for name in names]
-        steps = np.array([r["step"] for r in rows], dtype=np.int64)
-        shape = (len(names), len(rows))
-        return (
-            steps,
-            [n.removeprefix(prefix) for n in names],
-            np.array(values, dtype=np.float64).reshape(shape),
-        )
+    def last(self, key: str, split: str | None = None) -> float | None:
+        """The newest value; None: there is none."""
+        values = self.series(key, split)[1]
+        return float(values[-1]) if len(values) else None
+
+    def median(self, *keys: str) -> float | None:
+        """The median of the finite values of all ``keys``; None: none was recorded."""
+        values = np.concatenate([self.series(key)[1] for key in keys])
+        known = values[np.isfinite(values)]
+        if not len(values):
+            return None
+        return float(np.median(known)) if len(known) else math.nan
+
+    def layers(self) -> tuple[np.ndarray, list[str], np.ndarray]:
+        """Steps (S,), layer names (L) and flip rates (L, S)."""
+        prefix = "flip_rate/"
+        lines = [line for line in self.records if "split" not in line]
+        names = list(dict.fromkeys(n for line in lines for n in line if n.startswith(prefix)))
+        lines = [line for line in lines if not line.keys().isdisjoint(names)]
+        steps = np.array([line["step"] for line in lines], dtype=np.int64)
+        values = np.array([[line.get(n) for line in lines] for n in names], dtype=np.float64)
+        return steps, [n.removeprefix(prefix) for n in names], values
 
     def switches(self) -> list[tuple[int, str]]:
         """(step, "dense → sparse" or "sparse → dense") at every change in the record."""
@@ -178,10 +189,10 @@ def labels(runs: Sequence[RunData]) -> list[str]:
     beyond its defaults; where one method is compared with itself, what differs.
     """
     differing = {k: v for k, v in differences(runs).items() if k.split(".")[0] not in BOOKKEEPING}
-    precisions = [run.precision if "precision.name" in differing else "" for run in runs]
+    precisions = [run.option("precision") * ("precision.name" in differing) for run in runs]
     methods = [run.method if "sparsity.name" in differing else "" for run in runs]
     if "sparsity.name" not in differing and {"sparsity.n", "sparsity.m"} & {*differing}:
-        methods = [":".join(str(run.config["sparsity"].get(k)) for k in "nm") for run in runs]
+        methods = [":".join(str(run.option("sparsity", k, None)) for k in "nm") for run in runs]
     chosen = [_choices(run) if "sparsity.name" in differing else [] for run in runs]
     names = [
         " ".join(word for word in (method, precision, *options) if word)
@@ -211,24 +222,24 @@ def labels(runs: Sequence[RunData]) -> list[str]:
 
 def _choices(run: RunData) -> list[str]:
     """``key=value`` of the options of the method that are not its defaults."""
-    options = run.config.get("sparsity") or {}
+    name = run.option("sparsity")
     try:
-        cls: Any = registry.get("method", str(options.get("name")))
-        defaults = _flat(asdict(cls.Options(name=options["name"])))
+        cls: Any = registry.get("method", name)
+        defaults = _flat(asdict(cls.Options(name=name)))
     except (ConfigError, TypeError):  # a plug-in's that is not loaded, or has options to be given
         return []
-    given = {k: v for k, v in _flat(options).items() if k not in ("name", "n", "m", "targets")}
     lists = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items()}
-    return [f"{k}={v}" for k, v in given.items() if k in lists and str(v) != str(lists[k])]
+    keys = lists.keys() - {"name", "n", "m", "targets"}
+    given = _flat(run.config["sparsity"]).items()
+    return [f"{k}={v}" for k, v in given if k in keys and str(v) != str(lists[k])]
 
 
 def uneven_validation(runs: Sequence[RunData], labels: Sequence[str]) -> str | None:
     """Why validation losses are not comparable; None: all runs see as many samples."""
     found: dict[str, list[str]] = {}
     for run, label in zip(runs, labels, strict=True):
-        options, batch = run.config.get("eval") or {}, run.config.get("batch") or {}
-        batches, micro = options.get("batches"), batch.get("micro")
-        if "batches" not in options or (batches is not None and micro is None):
+        batches, micro = run.option("eval", "batches"), run.option("batch", "micro", None)
+        if batches == "" or (batches is not None and micro is None):
             continue  # not known
         what = "the whole split" if batches is None else f"{batches * micro:,} samples"
         found.setdefault(what, []).append(label)
@@ -249,7 +260,7 @@ def glue_scores(runs: Sequence[RunData]) -> dict[str, float]:
     """
     found: dict[str, list[float]] = {}
     for run in runs:
-        name = str((run.config.get("data") or {}).get("name"))
+        name = run.option("data")
         if not name.startswith("glue_"):
             continue
         scores = [line["score"] for line in run.records if line.get("score") is not None]
@@ -261,7 +272,3 @@ def glue_scores(runs: Sequence[RunData]) -> dict[str, float]:
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in freeze.flat(config).items() if value != {}}
-
-
-def _is_number(value: object) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
