@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,66 +26,20 @@ CHUNK = 1 << 24
 """Tokens looked at in one go."""
 
 
-class Format:
-    """One stream of tokens, as text is."""
+class Format(NamedTuple):
+    """What is counted, and of how many documents one consists."""
 
-    unit = "tokens"
-    """What is counted, in the plural."""
-    keeps_parts = True
-    """Whether finished shards serve after an error: hours of tokenising go on after a repair."""
-
-    def count(self, source: Source, tokens: np.ndarray, end: int | None) -> int:
-        """How many there are in the stream of a split whose documents end with ``end``."""
-        return len(tokens)
-
-    def references(self, source: Source, shards: Sequence[Shard]) -> dict[str, bytes]:
-        """Split -> text that is kept as it is, for scores."""
-        return {}
+    unit: str
+    """In the plural."""
+    documents: int
+    """0: tokens are counted."""
 
 
-class Documents(Format):
-    """Documents, so many of which make one."""
-
-    keeps_parts = False
-
-    def __init__(self, unit: str, size: int = 1) -> None:
-        self.unit, self.size = unit, size
-
-    def count(self, source: Source, tokens: np.ndarray, end: int | None) -> int:
-        """Documents by their ends; a part at a time, since a split may not fit into memory."""
-        chunks = (tokens[i : i + CHUNK] == end for i in range(0, len(tokens), CHUNK))
-        return sum(int(np.count_nonzero(chunk)) for chunk in chunks) // self.size
-
-
-class PairFormat(Documents):
-    """Pair i is documents 2i (source) and 2i + 1 (target)."""
-
-    def references(self, source: Source, shards: Sequence[Shard]) -> dict[str, bytes]:
-        """The targets of held-out pairs, each ended by byte 0."""
-        texts: dict[str, bytearray] = {}
-        for shard in shards:
-            if shard.split != TRAIN:
-                for text, _ in itertools.islice(source.documents(shard), 1, None, 2):
-                    line = text.encode() if isinstance(text, str) else text
-                    texts.setdefault(shard.split, bytearray()).extend(line + b"\0")
-        return {split: bytes(text) for split, text in texts.items()}
-
-
-class ImageFormat(Documents):
-    """Documents of an index, or rows of equal length, which have no end."""
-
-    def count(self, source: Source, tokens: np.ndarray, end: int | None) -> int:
-        """Images."""
-        if source.shape is None:
-            return super().count(source, tokens, end)
-        return len(tokens) // (LABEL_BYTES + math.prod(source.shape))
-
-
-FORMATS: dict[str, Format] = {
-    "text": Format(),
-    "pairs": PairFormat("pairs", 2),
-    "records": Documents("examples"),
-    "images": ImageFormat("images"),
+FORMATS = {
+    "text": Format("tokens", 0),
+    "pairs": Format("pairs", 2),  # pair i is documents 2i (source) and 2i + 1 (target)
+    "records": Format("examples", 1),
+    "images": Format("images", 1),
 }
 """By ``Source.kind``."""
 
@@ -93,6 +47,29 @@ FORMATS: dict[str, Format] = {
 def format_of(source: Source) -> Format:
     """What the documents of ``source`` are; of a kind that a plug-in made up: tokens."""
     return FORMATS.get(source.kind, FORMATS["text"])
+
+
+def count(source: Source, tokens: np.ndarray, end: int | None) -> int:
+    """How many there are in the stream of a split whose documents end with ``end``."""
+    documents = format_of(source).documents
+    if source.kind == "images" and source.shape is not None:  # rows of equal length have no end
+        return len(tokens) // (LABEL_BYTES + math.prod(source.shape))
+    if not documents:
+        return len(tokens)
+    # a part at a time, since a split may not fit into memory
+    chunks = (tokens[i : i + CHUNK] == end for i in range(0, len(tokens), CHUNK))
+    return sum(int(np.count_nonzero(chunk)) for chunk in chunks) // documents
+
+
+def raw_targets(source: Source, shards: Sequence[Shard]) -> dict[str, bytes]:
+    """Split -> the targets of held-out pairs as they are, each ended by byte 0, for scores."""
+    texts: dict[str, bytearray] = {}
+    for shard in shards if source.kind == "pairs" else ():
+        if shard.split != TRAIN:
+            for text, _ in itertools.islice(source.documents(shard), 1, None, 2):
+                line = text.encode() if isinstance(text, str) else text
+                texts.setdefault(shard.split, bytearray()).extend(line + b"\0")
+    return {split: bytes(text) for split, text in texts.items()}
 
 
 def amounts(options: Any, data: TokenData) -> tuple[str, dict[str, int]]:
@@ -103,11 +80,8 @@ def amounts(options: Any, data: TokenData) -> tuple[str, dict[str, int]]:
         data: what was prepared from it.
     """
     source: Any = registry.get("source", options.source)(options)
-    form = format_of(source)
-    counts = {
-        split: form.count(source, tokens, data.end_of_text) for split, tokens in data.tokens.items()
-    }
-    return form.unit, counts
+    counts = {split: count(source, t, data.end_of_text) for split, t in data.tokens.items()}
+    return format_of(source).unit, counts
 
 
 def records(data: TokenData, split: str) -> list[dict[str, Any]]:

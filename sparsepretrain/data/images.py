@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsepretrain import registry
-from sparsepretrain.data.formats import LABEL_BYTES, format_of
+from sparsepretrain.data.formats import LABEL_BYTES, count
 from sparsepretrain.data.preparation import OnProgress, load
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
@@ -29,7 +29,7 @@ class Images(ABC):
         """
         self._source, self._bytes, self._classes = source, data.tokens[split], classes
         self._where = f"{data.name}, {split} split"
-        self.count = format_of(source).count(source, self._bytes, data.end_of_text)
+        self.count = count(source, self._bytes, data.end_of_text)
         """Images."""
         if not self.count:
             raise DataError(f"{self._where}: no images")

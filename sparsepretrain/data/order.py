@@ -7,8 +7,8 @@ neither resuming nor the number of processes can change it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from functools import lru_cache, partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,28 +37,18 @@ def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.argsort(epoch_words(seed, epoch, count), kind="stable")
 
 
-class PerEpoch(Generic[T]):
-    """``draw(epoch)``, remembered for two epochs: a batch touches no more at most times."""
+def _per_epoch(draw: Callable[[int], T]) -> Callable[[int], T]:
+    """``draw``, remembered for two epochs: a batch touches no more at most times."""
+    return lru_cache(2)(draw)
 
-    def __init__(self, draw: Callable[[int], T]) -> None:
-        self._draw = draw
-        self._drawn: dict[int, T] = {}
 
-    def __getitem__(self, epoch: int) -> T:
-        """What belongs to ``epoch``."""
-        if epoch not in self._drawn:
-            if len(self._drawn) > 1:
-                del self._drawn[min(self._drawn)]
-            self._drawn[epoch] = self._draw(epoch)
-        return self._drawn[epoch]
-
-    def take(self: PerEpoch[np.ndarray], samples: np.ndarray, count: int) -> np.ndarray:
-        """Entry ``sample % count`` of what belongs to epoch ``sample // count``, for each."""
-        epochs, taken = np.divmod(samples, count)
-        for epoch in np.unique(epochs):
-            mine = epochs == epoch
-            taken[mine] = self[int(epoch)][taken[mine]]
-        return taken
+def _take(draw: Callable[[int], np.ndarray], samples: np.ndarray, count: int) -> np.ndarray:
+    """Entry ``sample % count`` of what is drawn for epoch ``sample // count``, for each sample."""
+    epochs, taken = np.divmod(samples, count)
+    for epoch in np.unique(epochs):
+        mine = epochs == epoch
+        taken[mine] = draw(int(epoch))[taken[mine]]
+    return taken
 
 
 class Windows:
@@ -98,7 +88,7 @@ class Windows:
         self.count = max(1, (len(tokens) - length) // length) if shuffled else places
         """Windows per epoch."""
         self._offsets = min(length, len(tokens) - self.count * length)
-        self._epochs = PerEpoch(self._draw)
+        self._epoch = _per_epoch(self._draw)
         self._full, self._complete = self.count, complete
         self._rest = self._left_out() if complete else []
         self.count += len(self._rest)
@@ -129,14 +119,14 @@ class Windows:
     def _windows(self, samples: np.ndarray) -> np.ndarray:
         """Whole windows, by their place in the sequence of epochs."""
         if self._shuffled:
-            starts = self._epochs.take(samples, self._full)
+            starts = _take(self._epoch, samples, self._full)
         else:
             starts = samples % self._full * self._length
         return self._tokens[starts[:, None] + np.arange(self._length + 1)].astype(np.int64)
 
     def _left_out(self) -> list[tuple[int, int]]:
         """(start, stop) of the windows before and after those of the first epoch."""
-        begin = int(self._epochs[0].min()) if self._shuffled else 0
+        begin = int(self._epoch(0).min()) if self._shuffled else 0
         end, last = begin + self._full * self._length, len(self._tokens) - 1
         starts = [*([0] if begin else []), *range(end, last, self._length)]
         return [(s, min(s + self._length, begin if s < begin else last) + 1) for s in starts]
@@ -214,7 +204,7 @@ class Buckets:
         self._longest = int(longest.max())
         self.starts = _cut(np.sort(longest), max_tokens)
         """(buckets + 1,) places in the sorted order where buckets begin, and its end."""
-        self._epochs = PerEpoch(self._draw)
+        self._epoch = _per_epoch(self._draw)
 
     @property
     def count(self) -> int:
@@ -229,7 +219,7 @@ class Buckets:
     def pairs(self, sample: int) -> np.ndarray:
         """Indices of the pairs of the bucket that is ``sample`` of the whole order, from 0."""
         epoch, place = divmod(sample, self.count)
-        order, permutation = self._epochs[epoch]
+        order, permutation = self._epoch(epoch)
         bucket = permutation[place]
         return order[self.starts[bucket] : self.starts[bucket + 1]]
 
@@ -262,19 +252,6 @@ def _cut(longest: np.ndarray, max_tokens: int) -> np.ndarray:
     return np.array(starts)
 
 
-class Shuffle:
-    """Places 0 … count - 1, each once per epoch, in an order that (seed, epoch) decides."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        self.count = count
-        self._permutations = PerEpoch(partial(permutation, seed, count=count))
-
-    def places(self, step: int, positions: Sequence[int], size: int) -> np.ndarray:
-        """int64 (len(positions),): what is at ``positions`` of the global batch of ``step``."""
-        samples = np.asarray(positions, dtype=np.int64) + step * size
-        return self._permutations.take(samples, self.count)
-
-
 class Place(NamedTuple):
     """Where a sample stands in the order of training: with the seed, the key of what is random."""
 
@@ -284,7 +261,20 @@ class Place(NamedTuple):
     image: int
 
 
-class ImageOrder:
+class Shuffle:
+    """Places 0 … count - 1, each once per epoch, in an order that (seed, epoch) decides."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count = count
+        self._epoch = _per_epoch(partial(permutation, seed, count=count))
+
+    def places(self, step: int, positions: Sequence[int], size: int) -> np.ndarray:
+        """int64 (len(positions),): what is at ``positions`` of the global batch of ``step``."""
+        samples = np.asarray(positions, dtype=np.int64) + step * size
+        return _take(self._epoch, samples, self.count)
+
+
+class ImageOrder(Shuffle):
     """Every epoch is ``count`` samples in an order of its own, a function of (seed, epoch).
 
     With ``copies`` > 1 an image is followed by itself, differently augmented, and an epoch visits
@@ -293,10 +283,10 @@ class ImageOrder:
     """
 
     def __init__(self, count: int, seed: int, copies: int = 1) -> None:
-        self._count, self._copies = count, copies
-        self._permutations = PerEpoch(partial(permutation, seed, count=count))
+        super().__init__(count, seed)
+        self._copies = copies
 
     def place(self, sample: int) -> Place:
         """Of sample ``step * batch + position`` of the run."""
-        epoch, position = divmod(sample, self._count)
-        return Place(epoch, position, int(self._permutations[epoch][position // self._copies]))
+        epoch, position = divmod(sample, self.count)
+        return Place(epoch, position, int(self._epoch(epoch)[position // self._copies]))

@@ -25,7 +25,7 @@ import numpy as np
 
 from sparsepretrain import registry
 from sparsepretrain.data.encoding import open_codec
-from sparsepretrain.data.formats import format_of
+from sparsepretrain.data.formats import format_of, raw_targets
 from sparsepretrain.data.shards import Job, run
 from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, Shard, Source
 from sparsepretrain.data.tokens import (
@@ -118,7 +118,7 @@ def prepare(
             try:
                 _build(source, directory, workers, report)
             except DataError:
-                if not format_of(source).keeps_parts:
+                if format_of(source).documents:  # hours of tokenising text go on after a repair
                     shutil.rmtree(f"{directory}.partial", ignore_errors=True)
                 raise
             return _open(directory, report, known=False)
@@ -273,7 +273,7 @@ def _merge(job: Job, shards: list[Shard], report: OnProgress) -> Path:
         digests[TOKENIZER], tokenizer_bytes = hashlib.sha256(content).hexdigest(), len(content)
         write_atomic(final / TOKENIZER, content)
     references = {}
-    for split, text in format_of(job.source).references(job.source, shards).items():
+    for split, text in raw_targets(job.source, shards).items():
         references[f"{split}.references"] = hashlib.sha256(text).hexdigest()
         write_atomic(final / f"{split}.references", text)
     manifest = {

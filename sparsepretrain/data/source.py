@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -102,16 +103,6 @@ def ranges(split: str, total: int, size: int) -> list[Shard]:
     return [Shard(split, i, end - begin, (begin, end)) for i, (begin, end) in enumerate(bounds)]
 
 
-def numbered(shards: Iterable[Shard]) -> list[Shard]:
-    """The shards with their places in their splits."""
-    counts: Counter[str] = Counter()
-    found = []
-    for shard in shards:
-        found.append(replace(shard, index=counts[shard.split]))
-        counts[shard.split] += 1
-    return found
-
-
 class Source(ABC):
     """Base of the sources. Instances are sent to worker processes, so they must pickle."""
 
@@ -162,6 +153,12 @@ class Source(ABC):
         Raises:
             DataError: it cannot be read.
         """
+
+    @staticmethod
+    def numbered(shards: Iterable[Shard]) -> list[Shard]:
+        """The shards with their places in their splits."""
+        counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        return [replace(shard, index=next(counts[shard.split])) for shard in shards]
 
     def missing(self) -> str:
         """The message when nothing is prepared and training may not prepare on its own."""

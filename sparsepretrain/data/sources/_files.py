@@ -33,6 +33,11 @@ class TextFile:
     identity: tuple[int, int]
     """Device and inode: a file reached in two ways is read once."""
 
+    @property
+    def stamp(self) -> list[Any]:
+        """By which a change is noticed, in :meth:`Source.state`."""
+        return [self.name, self.size, self.mtime_ns]
+
     @classmethod
     def at(cls, path: str, name: str, key: str = "") -> TextFile:
         """The file at ``path``.
@@ -98,12 +103,8 @@ class FileSource(Source):
 
     def state(self) -> list[Any]:
         """Name, size and modification time of every file."""
-        named = [
-            [split, file.name, file.size, file.mtime_ns]
-            for split, files in self.held_out.items()
-            for file in files
-        ]
-        return [[file.name, file.size, file.mtime_ns] for file in self.files] + named
+        named = [[split, *f.stamp] for split, files in self.held_out.items() for f in files]
+        return [file.stamp for file in self.files] + named
 
     def shards(self) -> list[Shard]:
         """Shards of about ``SHARD_BYTES``; the pieces of a file stay in order."""

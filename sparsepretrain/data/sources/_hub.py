@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sparsepretrain.data.hub import quiet_datasets, reason
-from sparsepretrain.data.source import SPLITS, Shard, Source, ranges
+from sparsepretrain.data.source import SPLITS, TRAIN, Shard, Source, ranges
 from sparsepretrain.data.sources._files import match
 from sparsepretrain.errors import DataError
 
@@ -37,6 +36,8 @@ class HubSource(Source):
     offline = False
     shard_rows: ClassVar[int]
     """Rows per shard."""
+    columns: ClassVar[tuple[str, ...]] = ()
+    """Keys of the options that name columns, which every split must have."""
     instead: ClassVar[str]
     """Data that needs no network, for messages."""
 
@@ -47,18 +48,25 @@ class HubSource(Source):
     @property
     def local(self) -> bool:
         """Whether nothing is fetched."""
-        return os.path.isdir(os.path.expanduser(self.options.path))
+        return bool(self.files) or os.path.isdir(os.path.expanduser(self.options.path))
+
+    @property
+    def files(self) -> dict[str, list[str]]:
+        """Local files of each split, where ``path`` is a file format."""
+        files = getattr(self.options, "data_files", None) or {}
+        return files if isinstance(files, dict) else {TRAIN: files}
 
     def state(self) -> list[Any]:
         """Size and time of local files; nothing for the hub, where only the options speak."""
-        path = os.path.expanduser(self.options.path)
-        files = match("data.path", os.path.join(path, "**")) if self.local else []
-        return [[file.name, file.size, file.mtime_ns] for file in files]
+        key, patterns = "data.data_files", [p for each in self.files.values() for p in each]
+        if self.local and not self.files:
+            key, patterns = "data.path", [os.path.join(self.options.path, "**")]
+        return [file.stamp for pattern in patterns for file in match(key, pattern)]
 
     @property
     def splits(self) -> list[str]:
         """Those that there are."""
-        return [split for split in SPLITS if getattr(self.options, split, None) is not None]
+        return [split for split in SPLITS if getattr(self.options, split, None)]
 
     def shards(self) -> list[Shard]:
         """Ranges of rows; downloads the data set if that has not happened."""
@@ -71,40 +79,25 @@ class HubSource(Source):
     def rows(self, split: str) -> Any:
         """A split as ``datasets`` gives it, checked and remembered."""
         if split not in self._opened:
-            self._opened[split] = self.load(split, getattr(self.options, split))
+            options, name = self.options, getattr(self.options, split)
+            instead = f"train offline with data={self.instead}"
+            rows = load_rows(options, name, instead=instead, data_files=self.files)
+            for key in self.columns:
+                if (column := getattr(options, key)) not in rows.column_names:
+                    has = f"no column {column!r} (it has {', '.join(rows.column_names)})"
+                    raise DataError(f"data.{key}: {options.name} has {has}")
+            self.check(split, name, rows)
+            self._opened[split] = rows
         return self._opened[split]
 
-    def load(self, split: str, name: str) -> Any:
-        """The split that the data set calls ``name``, checked.
-
-        Raises:
-            DataError: it cannot be had, or does not have what it must.
-        """
-        instead = f"train offline with data={self.instead}"
-        rows = load_rows(self.options, name, instead=instead, data_files=self.files)
-        self.check(split, name, rows)
-        return rows
-
-    @property
-    def files(self) -> dict[str, list[str]]:
-        """Local files of each split, where ``path`` is a file format."""
-        return {}
-
-    @abstractmethod
     def check(self, split: str, name: str, rows: Any) -> None:
-        """Refuse a split without the columns that are read; the error names the key."""
+        """Refuse a split, ``name`` in the data set, that has not what is read."""
 
     def missing(self) -> str:
         size = self.options.size_gb
         amount = f", about {size:g} GB" if size else ""
         needs = "" if self.local else f" (needs the network{amount})"
         return f"{super().missing()}{needs}, or train offline with data={self.instead}"
-
-    def no_column(self, key: str, rows: Any) -> DataError:
-        """The error of a data set that lacks the column that ``data.<key>`` names."""
-        column, known = getattr(self.options, key), ", ".join(rows.column_names)
-        name = self.options.name
-        return DataError(f"data.{key}: {name} has no column {column!r} (it has {known})")
 
 
 def load_rows(

@@ -8,17 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from sparsepretrain.data.source import (
-    TEST,
-    TRAIN,
-    VALIDATION,
-    Document,
-    Shard,
-    Source,
-    SourceOptions,
-    numbered,
-    ranges,
-)
+from sparsepretrain.data.source import SPLITS, Document, Shard, Source, SourceOptions, ranges
 from sparsepretrain.data.sources._files import TextFile, match, refuse_shared, unreadable
 from sparsepretrain.data.sources._hub import load_rows
 from sparsepretrain.errors import DataError
@@ -52,7 +42,7 @@ class RecordOptions(SourceOptions):
     @property
     def entries(self) -> dict[str, list[str]]:
         """Split -> what it is read from."""
-        return {TRAIN: self.train, VALIDATION: self.validation, TEST: self.test}
+        return {split: getattr(self, split) for split in SPLITS}
 
     @property
     def local(self) -> bool:
@@ -105,14 +95,16 @@ class RecordSource(Source):
             return []
         files = list(self._files())
         refuse_shared((f"data.{split}", file) for split, _, file in files)
-        return [[split, part, file.name, file.size, file.mtime_ns] for split, part, file in files]
+        return [[split, part, *file.stamp] for split, part, file in files]
 
     def shards(self) -> list[Shard]:
         """A shard per local file, or ranges of the rows of a hub split."""
         if self.options.local:
             files = self._files()
-            return numbered(Shard(split, 0, f.size, (part, f.path)) for split, part, f in files)
-        return numbered(
+            return self.numbered(
+                Shard(split, 0, f.size, (part, f.path)) for split, part, f in files
+            )
+        return self.numbered(
             replace(shard, items=(part, entry, *shard.items))
             for split, entries in self.options.entries.items()
             for part, entry in enumerate(entries)
@@ -184,22 +176,21 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row]]:
     try:
         with open(file, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, _json_row(f"{file}:{number}", line)
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    problem = f"not a JSON object per line ({error})"
+                    raise DataError(f"{file}:{number}: {problem}") from error
+                if not isinstance(row, dict):
+                    kind = type(row).__name__
+                    raise DataError(f"{file}:{number}: must be a JSON object, got {kind}")
+                yield number, row
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8 text") from error
     except OSError as error:
         raise unreadable(file, error) from error
-
-
-def _json_row(place: str, line: str) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not a JSON object per line ({error})") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: must be a JSON object, got {type(row).__name__}")
-    return row
 
 
 def _parquet_rows(file: str) -> Iterator[tuple[int, Row]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sparsepretrain.data.source import TRAIN, VALIDATION, Shard, SourceOptions, numbered
+from sparsepretrain.data.source import TRAIN, VALIDATION, Shard, SourceOptions
 from sparsepretrain.data.sources._files import TextFile
 from sparsepretrain.data.sources._images import PixelSource
 from sparsepretrain.errors import DataError
@@ -92,10 +92,10 @@ class Cifar(PixelSource):
                 f"{error}; download {base}-python.tar.gz from "
                 "https://www.cs.toronto.edu/~kriz/cifar.html, or train offline with data=digits"
             ) from error
-        return [[file.name, file.size, file.mtime_ns] for file in files]
+        return [file.stamp for file in files]
 
     def shards(self) -> list[Shard]:
-        return numbered(
+        return self.numbered(
             Shard(split, 0, images, (name,))
             for name, (split, _, images) in self.edition.files.items()
         )

@@ -36,6 +36,7 @@ class HfImages(HubSource, IndexSource):
 
     Options: ClassVar[type[SourceOptions]] = Options
     shard_rows = 1 << 16  # only their labels are read
+    columns = ("image_column", "label_column")
     instead = "digits"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,8 +69,3 @@ class HfImages(HubSource, IndexSource):
         except Exception as error:  # Pillow's decoders raise whatever they raise
             where = f"{self.options.name}: row {row} of {getattr(self.options, split)}"
             raise undecodable(where, error) from error
-
-    def check(self, split: str, name: str, rows: Any) -> None:
-        for key in ("image_column", "label_column"):
-            if getattr(self.options, key) not in rows.column_names:
-                raise self.no_column(key, rows)

@@ -6,16 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from sparsepretrain.data.source import (
-    TEST,
-    TRAIN,
-    VALIDATION,
-    Document,
-    Shard,
-    SourceOptions,
-    TextOptions,
-)
-from sparsepretrain.data.sources._files import match
+from sparsepretrain.data.source import TEST, TRAIN, VALIDATION, Document, Shard, TextOptions
 from sparsepretrain.data.sources._hub import HubOptions, HubSource
 from sparsepretrain.errors import DataError
 from sparsepretrain.limits import Problems
@@ -43,6 +34,11 @@ class Options(HubOptions, TextOptions):
     rows: Literal["documents", "lines"]
     """What a row is; lines of one running text keep their order, blank ones included."""
 
+    @property
+    def train(self) -> str:
+        """The split that is read, by the name that it has in other sources."""
+        return self.split
+
     def problems(self) -> Problems:
         yield from TextOptions.problems(self)
         if self.path in LOADERS and not self.data_files:
@@ -64,56 +60,23 @@ class HfText(HubSource):
     With seed 2357 and 0.05 % this is nanoGPT's split of OpenWebText, which the papers use.
     """
 
-    Options: ClassVar[type[SourceOptions]] = Options
+    Options: ClassVar[type[TextOptions]] = Options
     unit = "documents"
     shard_rows = 4096  # OpenWebText has 5 kB each, so 20 MB, about 10 s on one core
+    columns = ("text_column",)
     instead = "python_source"
-
-    @property
-    def local(self) -> bool:
-        return bool(self.options.data_files) or super().local
-
-    @property
-    def files(self) -> dict[str, list[str]]:
-        """Local files of each split, for the formats that need them."""
-        files = self.options.data_files or {}
-        return files if isinstance(files, dict) else {TRAIN: files}
-
-    def state(self) -> list[Any]:
-        """Size and time of local files; nothing for the hub, where only the options speak."""
-        if not self.options.data_files:
-            return super().state()
-        patterns = [pattern for each in self.files.values() for pattern in each]
-        files = [file for pattern in patterns for file in match("data.data_files", pattern)]
-        return [[file.name, file.size, file.mtime_ns] for file in files]
-
-    @property
-    def splits(self) -> list[str]:
-        held_out = {VALIDATION: self.options.validation, TEST: self.options.test}
-        return [TRAIN, *(split for split, what in held_out.items() if what)]
 
     def rows(self, split: str) -> Any:
         """A split of the data set, or its part of the one that is divided."""
         fraction = self.options.validation
-        if split in self._opened:
-            pass
-        elif split == TEST or isinstance(fraction, str):
-            name = self.options.split if split == TRAIN else getattr(self.options, split)
-            self._opened[split] = self.load(split, name)
-        else:
-            rows = self.load(TRAIN, self.options.split)
-            self._opened[TRAIN] = rows
-            if fraction > 0:
-                parts = rows.train_test_split(
-                    test_size=fraction, seed=self.options.seed, shuffle=True
-                )
-                self._opened |= {TRAIN: parts["train"], VALIDATION: parts["test"]}
-        return self._opened[split]
+        divided = not isinstance(fraction, str) and fraction > 0 and split != TEST
+        if divided and split not in self._opened:
+            seed, whole = self.options.seed, super().rows(TRAIN)
+            parts = whole.train_test_split(test_size=fraction, seed=seed, shuffle=True)
+            self._opened |= {TRAIN: parts["train"], VALIDATION: parts["test"]}
+        return super().rows(split)
 
     def check(self, split: str, name: str, rows: Any) -> None:
-        """Refuse a split without text, or too small to be divided."""
-        if self.options.text_column not in rows.column_names:
-            raise self.no_column("text_column", rows)
         fraction = self.options.validation
         if len(rows) < 2 and isinstance(fraction, float) and fraction > 0:
             few = f"has {len(rows)} documents: too few for a validation split"

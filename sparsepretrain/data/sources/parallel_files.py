@@ -8,14 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sparsepretrain.data.source import (
-    SPLITS,
-    Document,
-    Shard,
-    Source,
-    SourceOptions,
-    TokenOptions,
-)
+from sparsepretrain.data.source import SPLITS, Document, Shard, Source, TokenOptions
 from sparsepretrain.data.sources._files import TextFile, refuse_shared, unreadable
 from sparsepretrain.errors import DataError
 from sparsepretrain.limits import Problems
@@ -52,7 +45,7 @@ class Options(TokenOptions):
 class ParallelFiles(Source):
     """A pair is a line of both files, or a line of the TSV."""
 
-    Options: ClassVar[type[SourceOptions]] = Options
+    Options: ClassVar[type[TokenOptions]] = Options
     kind = "pairs"
     offline = True
     unit = "pairs"
@@ -65,7 +58,7 @@ class ParallelFiles(Source):
             for path in paths
         ]
         refuse_shared((f"data.{split}", file) for split, file in files)
-        return [[split, file.name, file.size, file.mtime_ns] for split, file in files]
+        return [[split, *file.stamp] for split, file in files]
 
     def shards(self) -> list[Shard]:
         """Ranges of lines; reads everything once, so that a bad line stops it at the start."""
