@@ -37,3 +37,12 @@ def write_atomic(path: Path, content: str | bytes | memoryview, *, tag: str = ""
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a directory, to disk: so they survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -67,12 +67,11 @@ class Augmentation:
     def train(self, image: Image, epoch: int, position: int) -> Tensor:
         """The image (RGB) at ``position`` of ``epoch``, augmented: (3, size, size) fp32."""
         words = keyed_words(self._seed, epoch, position, AUGMENT)
-        tensor: Tensor
         if self._options.crop == "shift":
             tensor = self._shift(image, words)
         else:
             with keyed_generators(words):
-                tensor = self._timm_train(image)
+                tensor = self._timm[0](image)
         return tensor + self._light(epoch, position) if self._options.lighting else tensor
 
     def _light(self, epoch: int, position: int) -> Tensor:
@@ -91,7 +90,7 @@ class Augmentation:
 
         if self._options.crop == "shift":
             return torch.from_numpy(self._pixels(image, self._options.eval_interpolation))
-        tensor: Tensor = self._timm_eval(image)
+        tensor: Tensor = self._timm[1](image)
         return tensor
 
     def _shift(self, image: Image, words: np.ndarray) -> Tensor:
@@ -103,8 +102,7 @@ class Augmentation:
         places = words.astype(np.uint64)
         if border:
             top, left = (int(word % np.uint64(2 * border + 1)) for word in places[:2])
-            padded = np.zeros((3, size + 2 * border, size + 2 * border), dtype=np.float32)
-            padded[:, border : border + size, border : border + size] = pixels
+            padded = np.pad(pixels, ((0, 0), (border, border), (border, border)))
             pixels = padded[:, top : top + size, left : left + size]
         if float(words[2]) * 2.0**-32 < options.flip:
             pixels = pixels[:, :, ::-1]
@@ -122,52 +120,38 @@ class Augmentation:
         size = self._options.image_size
         if image.size != (size, size):
             image = image.resize((size, size), Resampling[interpolation.upper()])
-        scale, offset = self._scale_and_offset
-        return np.asarray(image, dtype=np.float32).transpose(2, 0, 1) * scale - offset
+        mean, std = np.array([self._options.mean, self._options.std], dtype=np.float32)
+        scaled = np.asarray(image, dtype=np.float32) * (1 / (255 * std)) - mean / std
+        return scaled.transpose(2, 0, 1)
 
     @cached_property
-    def _scale_and_offset(self) -> tuple[np.ndarray, np.ndarray]:
-        mean, std = (
-            np.array(values, dtype=np.float32).reshape(3, 1, 1)
-            for values in (self._options.mean, self._options.std)
-        )
-        return 1 / (255 * std), mean / std
-
-    @cached_property
-    def _timm_train(self) -> Any:
-        options = self._options
-        return self._timm(
-            is_training=True,
-            scale=tuple(options.scale),
-            ratio=tuple(options.ratio),
-            hflip=options.flip,
-            color_jitter=options.color_jitter or None,
-            auto_augment=options.rand_augment,
-            interpolation=options.interpolation,
-            re_prob=options.random_erasing,
-            re_mode="pixel",
-        )
-
-    @cached_property
-    def _timm_eval(self) -> Any:
-        options = self._options
-        return self._timm(
-            is_training=False,
-            crop_pct=options.eval_crop,
-            interpolation=options.eval_interpolation,
-        )
-
-    def _timm(self, **arguments: Any) -> Any:
+    def _timm(self) -> tuple[Any, Any]:
+        """For training and for evaluation."""
         try:
             from timm.data import create_transform
         except ImportError as error:
             raise DataError(
                 "task.crop=resized needs the package timm: pip install 'sparsepretrain[vision]'"
             ) from error
-        options = self._options
-        size = (3, options.image_size, options.image_size)
-        normalised: dict[str, Any] = {"mean": tuple(options.mean), "std": tuple(options.std)}
-        return create_transform(input_size=size, **normalised, **arguments)
+        o = self._options
+        both: dict[str, Any] = {"mean": tuple(o.mean), "std": tuple(o.std)}
+        both["input_size"] = (3, o.image_size, o.image_size)
+        jitter: Any = o.color_jitter or None
+        training = create_transform(
+            is_training=True,
+            scale=tuple(o.scale),
+            ratio=tuple(o.ratio),
+            hflip=o.flip,
+            color_jitter=jitter,
+            auto_augment=o.rand_augment,
+            interpolation=o.interpolation,
+            re_prob=o.random_erasing,
+            re_mode="pixel",
+            **both,
+        )
+        return training, create_transform(
+            crop_pct=o.eval_crop, interpolation=o.eval_interpolation, **both
+        )
 
 
 def mix(

@@ -122,30 +122,25 @@ class FileCodec:
 
     def encode(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
         """One int64 array per text; bytes that are not UTF-8 become U+FFFD."""
-        encodings = self._tokenizer.encode_batch_fast(
-            [_text(text) for text in texts], add_special_tokens=False
-        )
+        strings = [_text(text) for text in texts]
+        encodings = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each text its tokens, and (tokens, 2) int64: the characters that each comes from."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [
-            (
-                np.array(encoding.ids, dtype=np.int64),
-                np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2),
-            )
-            for encoding in encodings
-        ]
+        pairs = ((each.ids, each.offsets) for each in encodings)
+        return [(np.array(i, np.int64), np.array(o, np.int64).reshape(-1, 2)) for i, o in pairs]
 
     def template(self) -> Template:
         """The tokenizer's own, else [CLS] a [SEP] b [SEP], else end of text between the texts."""
         tokenizer = self._tokenizer
         if tokenizer.num_special_tokens_to_add(True):
             pair, single = tokenizer.encode("a", "a"), tokenizer.encode("a")
-            first = [i for i, sequence in enumerate(pair.sequence_ids) if sequence == 0]
-            second = [i for i, sequence in enumerate(pair.sequence_ids) if sequence == 1]
-            alone = [i for i, sequence in enumerate(single.sequence_ids) if sequence == 0]
+            first, second, alone = (
+                [i for i, sequence in enumerate(encoding.sequence_ids) if sequence == text]
+                for encoding, text in ((pair, 0), (pair, 1), (single, 0))
+            )
             return Template(
                 tuple(pair.ids[: first[0]]),
                 tuple(pair.ids[first[-1] + 1 : second[0]]),

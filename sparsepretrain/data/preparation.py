@@ -36,13 +36,12 @@ from sparsepretrain.data.tokens import (
     TokenData,
     cache_directory,
     fingerprint,
-    is_prepared,
     open_tokens,
     token_dtype,
     verify,
 )
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainWarning
-from sparsepretrain.files import write_atomic
+from sparsepretrain.files import sync, write_atomic
 
 TRAINING_TEXT = 256 << 20
 """Bytes of the train split that a tokenizer is trained on at most; more hardly changes it."""
@@ -103,7 +102,7 @@ def prepare(
             "under `if __name__ == '__main__':`, or run `sparsepretrain prepare` first"
         )
     source, directory = _locate(options)
-    report = on_progress or _silent
+    report = on_progress or (lambda progress: None)
     with contextlib.suppress(Damaged):
         return _open(directory, report, known=False)
     try:
@@ -137,9 +136,9 @@ def load(options: Any, *, on_progress: OnProgress | None = None) -> TokenData:
         DataError: it is damaged or not prepared, and preparing needs the network.
     """
     source, directory = _locate(options)
-    if is_prepared(directory):
+    if (directory / MANIFEST).is_file():
         try:
-            return _open(directory, on_progress or _silent, known=True)
+            return _open(directory, on_progress or (lambda progress: None), known=True)
         except Damaged:
             if not source.offline:
                 raise
@@ -192,7 +191,7 @@ def _build(source: Source, directory: Path, workers: int | None, report: OnProgr
     shards = source.shards()
     tokenizer = None if source.tokenizer.is_bytes else parts / TOKENIZER
     if tokenizer is not None and not tokenizer.exists():
-        text = _TrainingText(source, [s for s in shards if s.split == TRAIN], report)
+        text = _TrainingText(source, shards, report)
         known = source.tokenizer
         content = known.train(text, source.vocab_size) if known.is_trained else known.read()
         parts.mkdir(exist_ok=True)
@@ -219,9 +218,10 @@ class _TrainingText:
     report: OnProgress
 
     def __iter__(self) -> Iterator[bytes | str]:
-        seen, done, total = 0, 0, sum(shard.size for shard in self.shards)
+        shards = [shard for shard in self.shards if shard.split == TRAIN]
+        seen, done, total = 0, 0, sum(shard.size for shard in shards)
         phase = _Phase(self.report, "training the tokenizer", total, self.source.unit)
-        for shard in self.shards:
+        for shard in shards:
             for text, _ in self.source.documents(shard):
                 yield text
                 seen += len(text)
@@ -234,7 +234,9 @@ class _TrainingText:
 def _tokenize(job: Job, shards: list[Shard], workers: int | None, report: OnProgress) -> None:
     pending = [shard for shard in shards if not job.file(shard).exists()]
     if workers is None:
-        workers = 1 if job.tokenizer is None else _cores()
+        # the cores that the scheduler allows, where it says so
+        allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+        workers = 1 if job.tokenizer is None else len(allowed)
     total = sum(shard.size for shard in shards)
     done, tokens = total - sum(shard.size for shard in pending), 0
     phase = _Phase(report, "tokenizing", total, job.source.unit)
@@ -249,7 +251,8 @@ def _merge(job: Job, shards: list[Shard], report: OnProgress) -> Path:
     final = job.directory / "final"
     shutil.rmtree(final, ignore_errors=True)
     final.mkdir()
-    done, phase = 0, _Phase(report, "writing", sum(map(job.size, shards)), "bytes")
+    total = sum(job.file(shard).stat().st_size for shard in shards)
+    done, phase = 0, _Phase(report, "writing", total, "bytes")
     counts, digests = {}, {}
     made = {shard.split for shard in shards} | {TRAIN, VALIDATION}
     for split in (split for split in SPLITS if split in made):
@@ -267,11 +270,11 @@ def _merge(job: Job, shards: list[Shard], report: OnProgress) -> Path:
         digests[f"{split}.bin"] = digest.hexdigest()
     if counts[TRAIN] == 0:
         raise DataError(f"{job.source.options.name}: the train split has no text")
-    tokenizer_bytes = None
+    tokenizer = None
     if job.tokenizer is not None:
-        content = job.tokenizer.read_bytes()
-        digests[TOKENIZER], tokenizer_bytes = hashlib.sha256(content).hexdigest(), len(content)
-        write_atomic(final / TOKENIZER, content)
+        tokenizer = job.tokenizer.read_bytes()
+        digests[TOKENIZER] = hashlib.sha256(tokenizer).hexdigest()
+        write_atomic(final / TOKENIZER, tokenizer)
     references = {}
     for split, text in raw_targets(job.source, shards).items():
         references[f"{split}.references"] = hashlib.sha256(text).hexdigest()
@@ -284,7 +287,7 @@ def _merge(job: Job, shards: list[Shard], report: OnProgress) -> Path:
         "dtype": job.dtype,
         "tokens": counts,
         "end_of_text": open_codec(job.tokenizer).end_of_text,
-        "tokenizer_bytes": tokenizer_bytes,
+        "tokenizer_bytes": None if tokenizer is None else len(tokenizer),
         "sha256": digests,
         "references": references,
         "options": asdict(job.source.options),
@@ -296,30 +299,11 @@ def _merge(job: Job, shards: list[Shard], report: OnProgress) -> Path:
 def _publish(final: Path, directory: Path) -> None:
     """Move ``final`` to its place, and what was damaged there out of the way."""
     parts = final.parent
-    _sync(final)
+    sync(final)
     if directory.exists():
         damaged = parts / "damaged"
         shutil.rmtree(damaged, ignore_errors=True)
         os.rename(directory, damaged)
     os.rename(final, directory)
-    _sync(directory.parent)
+    sync(directory.parent)
     shutil.rmtree(parts, ignore_errors=True)
-
-
-def _sync(directory: Path) -> None:
-    """Make renames in ``directory`` survive a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _silent(progress: Progress) -> None:
-    pass
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # what the scheduler allows, not what the machine has
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -36,10 +36,6 @@ class Job:
         """The token file of ``shard``; it exists only when it is complete."""
         return self.directory / f"{shard.split}-{shard.index:06d}.bin"
 
-    def size(self, shard: Shard) -> int:
-        """Bytes of that file."""
-        return self.file(shard).stat().st_size
-
 
 def run(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[Shard, int]]:
     """Tokenise ``shards`` and yield each with its number of tokens as it is finished.
@@ -70,13 +66,10 @@ def run(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[Shard, in
 def _tokenize(job: Job, codec: Codec, shard: Shard) -> int:
     documents = list(job.source.documents(shard))
     encoded = codec.encode([text for text, _ in documents])
-    dtype = np.dtype(job.dtype)
-    end = np.array([] if codec.end_of_text is None else [codec.end_of_text], dtype=dtype)
-    parts = [np.zeros(0, dtype=dtype)]
+    end = np.array([] if codec.end_of_text is None else [codec.end_of_text], dtype=job.dtype)
+    parts = [end[:0]]
     for ids, (_, last) in zip(encoded, documents, strict=True):
-        parts.append(ids.astype(dtype, copy=False))
-        if last:
-            parts.append(end)
+        parts += [ids.astype(job.dtype, copy=False), end if last else end[:0]]
     tokens = np.concatenate(parts)
     # a worker whose parent was killed may still write the shard that another process has taken up
     write_atomic(job.file(shard), tokens.data, tag=f".{os.getpid()}")
@@ -103,5 +96,4 @@ def _die_with_parent() -> None:
 
 
 def _in_worker(shard: Shard) -> int:
-    job, codec = _worker
-    return _tokenize(job, codec, shard)
+    return _tokenize(*_worker, shard)

@@ -85,11 +85,6 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def is_prepared(directory: Path) -> bool:
-    """Whether ``directory`` was completed; its files may have been damaged since."""
-    return (directory / MANIFEST).is_file()
-
-
 def open_tokens(directory: Path) -> TokenData:
     """Open a prepared directory.
 
@@ -102,24 +97,20 @@ def open_tokens(directory: Path) -> TokenData:
     for split, count in manifest["tokens"].items():
         file = directory / f"{split}.bin"
         _check_size(file, count * dtype.itemsize, name)
-        tokens[split] = (
-            np.memmap(file, dtype=dtype, mode="r") if count else np.zeros(0, dtype=dtype)
-        )
+        tokens[split] = np.memmap(file, dtype, mode="r") if count else np.zeros(0, dtype)
     tokenizer = None
     if manifest["tokenizer_bytes"] is not None:
         tokenizer = directory / TOKENIZER
         _check_size(tokenizer, manifest["tokenizer_bytes"], name)
     return TokenData(
-        name=name,
-        directory=directory,
-        fingerprint=manifest["fingerprint"],
-        vocab_size=manifest["vocab_size"],
-        tokens=tokens,
-        tokenizer_file=tokenizer,
-        end_of_text=manifest["end_of_text"],
-        references={
-            file.partition(".")[0]: directory / file for file in manifest.get("references", {})
-        },
+        name,
+        directory,
+        manifest["fingerprint"],
+        manifest["vocab_size"],
+        tokens,
+        tokenizer,
+        manifest["end_of_text"],
+        {file.partition(".")[0]: directory / file for file in manifest.get("references", {})},
     )
 
 
@@ -138,10 +129,14 @@ def verify(
     """
     manifest = _read_manifest(directory)
     sums: dict[str, str] = manifest["sha256"] | manifest.get("references", {})
+    remembered = None
+    with contextlib.suppress(OSError, ValueError):
+        remembered = json.loads((directory / VERIFIED).read_text(encoding="utf-8"))
     try:
-        if known and _remembered(directory) == _stamps(directory, sums):
+        stats, done = {name: os.stat(directory / name) for name in sums}, 0
+        stamps = {name: [s.st_size, s.st_mtime_ns, s.st_ino] for name, s in stats.items()}
+        if known and remembered == stamps:
             return
-        stamps, done = _stamps(directory, sums), 0
         total = sum(size for size, _, _ in stamps.values())
         for name, expected in sums.items():
             digest = hashlib.sha256()
@@ -165,18 +160,6 @@ def fingerprint(dtype: str, sums: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps([dtype, sorted(sums.items())]).encode()).hexdigest()[:16]
 
 
-def _stamps(directory: Path, names: dict[str, str]) -> dict[str, list[int]]:
-    stats = {name: os.stat(directory / name) for name in names}
-    return {name: [s.st_size, s.st_mtime_ns, s.st_ino] for name, s in stats.items()}
-
-
-def _remembered(directory: Path) -> Any:
-    try:
-        return json.loads((directory / VERIFIED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 def _read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest, whose fingerprint stands for the dtype and the checksums in it."""
     file = directory / MANIFEST
@@ -197,10 +180,8 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def _check_size(file: Path, expected: int, name: str) -> None:
-    try:
-        actual: int | None = file.stat().st_size
-    except OSError:
-        actual = None
-    if actual != expected:
-        found = "is missing" if actual is None else f"has {actual} bytes"
+    found = "is missing"
+    with contextlib.suppress(OSError):
+        found = f"has {file.stat().st_size} bytes"
+    if found != f"has {expected} bytes":
         raise Damaged(file.parent, f"{file} {found}, expected {expected} bytes", name)

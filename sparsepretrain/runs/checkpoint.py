@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import CheckpointError, ConfigError, reason
+from sparsepretrain.files import sync
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,15 +191,15 @@ def save(directory: Path, step: int, parts: dict[str, Any], *, config: str, keep
         (stage / CONFIG).write_text(config, encoding="utf-8")
         sums = {}
         for file in sorted(stage.iterdir()):
-            _sync(file)
+            sync(file)
             sums[file.name] = _sum(file)
         _write_json(stage / MANIFEST, {"format": FORMAT, "step": step, "sha256": sums})
-        _sync(stage / MANIFEST)
-        _sync(stage)
+        sync(stage / MANIFEST)
+        sync(stage)
         if final.exists():  # damaged
             shutil.rmtree(final)
         os.replace(stage, final)
-        _sync(directory)
+        sync(directory)
         _whole[final.absolute()] = _stamp(final)
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, SafetensorError) as error:
         shutil.rmtree(stage, ignore_errors=True)
@@ -345,12 +346,3 @@ def _sum(path: Path) -> str:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or a directory to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from sparsepretrain import registry
-from sparsepretrain.data import load, preparation, prepare, windows
+from sparsepretrain.data import load, prepare, windows
 from sparsepretrain.data.encoding import BPE_WORDS, LONGEST_WORD, FileCodec, _pieces, train_bpe
 from sparsepretrain.data.sources import _files
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainWarning
@@ -149,7 +149,7 @@ def test_tokenizer_file(options, corpus, tmp_path, cache):
 
 @pytest.mark.parametrize("name", ["train.bin", "validation.bin", "tokenizer.json"])
 def test_damage_is_named_and_repaired(options, corpus, cache, monkeypatch, name):
-    monkeypatch.setattr(preparation, "_cores", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     chosen = options("python_source", roots=[str(corpus)], tokenizer="bpe", vocab_size=270)
     data = prepare(chosen)
     file, whole = data.directory / name, (data.directory / name).read_bytes()

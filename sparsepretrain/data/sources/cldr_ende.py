@@ -17,17 +17,7 @@ from importlib import metadata
 from random import Random
 from typing import Annotated, Any, ClassVar
 
-from sparsepretrain.data.source import (
-    TEST,
-    TRAIN,
-    VALIDATION,
-    Document,
-    Shard,
-    Source,
-    SourceOptions,
-    TokenOptions,
-    ranges,
-)
+from sparsepretrain.data.source import SPLITS, Document, Shard, Source, TokenOptions, ranges
 from sparsepretrain.errors import DataError
 from sparsepretrain.registry import register
 
@@ -120,12 +110,9 @@ def slots() -> dict[str, tuple[Any, ...]]:
     def unit(to: str, amount: int, name: str) -> str:
         return str(format_unit(amount / 2, name, "long", locale=to))
 
-    english, german = Locale("en").languages, Locale("de").languages
-    languages = [  # of one word in both
-        code
-        for code in sorted(english)
-        if len(code) == 2 and english[code].isalpha() and german.get(code, "").isalpha()
-    ]
+    both = [Locale(to).languages for to in ("en", "de")]
+    codes = (code for code in sorted(both[0]) if len(code) == 2)
+    languages = [code for code in codes if all(names.get(code, "").isalpha() for names in both)]
     amounts, scales = range(1, 1000), (0.5, 10, 1000)
     spans = [f"duration-{name}" for name in ("hour", "day", "week", "year")]
     return {
@@ -163,26 +150,20 @@ def choose(draws: Random, choices: Any) -> Any:
 def clause(draws: Random) -> tuple[str, str]:
     """One of :data:`CLAUSES` with values in its slots."""
     lines = CLAUSES.strip().splitlines()
-    templates = choose(draws, list(zip(lines[::2], lines[1::2], strict=True)))
-    found = {
-        slot: value(slot, *(choose(draws, choices) for choices in slots()[slot][1:]))
-        for slot in re.findall(r"{(\w+)}", templates[0])
-    }
-    english, german = (
-        template.format(**{slot: pair[side] for slot, pair in found.items()})
-        for side, template in enumerate(templates)
-    )
+    english, german = choose(draws, list(zip(lines[::2], lines[1::2], strict=True)))
+    for slot in re.findall(r"{(\w+)}", english):
+        one, other = value(slot, *(choose(draws, choices) for choices in slots()[slot][1:]))
+        english, german = english.replace(f"{{{slot}}}", one), german.replace(f"{{{slot}}}", other)
     return english, german
 
 
 def sentence(draws: Random) -> tuple[str, str]:
     """English and German: one clause or two."""
-    sides = clause(draws)
+    parts = [clause(draws)]
     if choose(draws, (True, False)):
-        parts = sides, choose(draws, JOINTS), clause(draws)
-        sides = "".join(part[0] for part in parts), "".join(part[1] for part in parts)
-    english, german = (f"{text[0].upper()}{text[1:]}." for text in sides)
-    return english, german
+        parts += [choose(draws, JOINTS), clause(draws)]
+    english, german = ("".join(texts) for texts in zip(*parts, strict=True))
+    return f"{english[0].upper()}{english[1:]}.", f"{german[0].upper()}{german[1:]}."
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,7 +188,7 @@ class CldrEnDe(Source):
     sentences come first: how many there are to train on does not change them.
     """
 
-    Options: ClassVar[type[SourceOptions]] = Options
+    Options: ClassVar[type[TokenOptions]] = Options
     kind = "pairs"
     offline = True
     unit = "pairs"
@@ -224,21 +205,18 @@ class CldrEnDe(Source):
 
     def shards(self) -> list[Shard]:
         """All sentences, made here: about a second for 5,000."""
-        draws, options = Random(self.options.seed), self.options
-        seen: set[str] = set()
+        draws, seen = Random(self.options.seed), set[str]()
         shards = []
-        sizes = {VALIDATION: options.validation_pairs, TEST: options.test_pairs}
-        for split, size in (sizes | {TRAIN: options.train_pairs}).items():
+        for split in (*SPLITS[1:], SPLITS[0]):
+            size, tries = getattr(self.options, f"{split}_pairs"), 0
             kept: list[tuple[str, str]] = []
-            for _ in range(TRIES * size):
-                if len(kept) == size:
-                    break
-                pair = sentence(draws)
+            while len(kept) < size:
+                pair, tries = sentence(draws), tries + 1
                 if seen.isdisjoint(pair):
                     seen.update(pair)
                     kept.append(pair)
-            if len(kept) < size:
-                raise DataError(f"data.{split}_pairs: there are too few different sentences")
+                elif tries >= TRIES * size:
+                    raise DataError(f"data.{split}_pairs: there are too few different sentences")
             parts = ranges(split, size, SHARD_PAIRS)
             shards += [replace(part, items=tuple(kept[slice(*part.items)])) for part in parts]
         return shards
