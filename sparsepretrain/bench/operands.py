@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable
 from unittest.mock import patch
 
+import torch
+
 from sparsepretrain.bench.cpu import training
 from sparsepretrain.bench.progress import Phase
 from sparsepretrain.bench.timing import Case, interleaved, ratio
@@ -26,31 +28,25 @@ def cases(quick: bool) -> list[Case]:
     """One ratio per method, number of micro-batches, and mode."""
     rounds = 2 if quick else 40
     return [
-        case
+        _case(method, compiled, count, rounds)
         for compiled in (False, True)
         for count in MICRO_BATCHES
-        for case in _ratios(compiled, count, rounds)
-    ]
-
-
-def _ratios(compiled: bool, count: int, rounds: int) -> list[Case]:
-    """All methods side by side, so that steps of all are interleaved."""
-    setting = f"{'compiled' if compiled else 'eager'}, {count} micro-batch{'es' * (count > 1)}"
-    micro = compose([])["batch"]["size"] // count
-    works: dict[str, Callable[[], object]] = {}
-    for method in METHODS:
-        overrides = [f"sparsity={method}", f"batch.micro={micro}", f"compile={compiled}"]
-        stored = training(overrides)
-        with patch.object(Sparsifier, "store_operands", lambda *_: None):
-            pure = training(overrides)
-        works[f"{method}, pure"] = functools.partial(train_step, pure)
-        works[f"{method}, stored"] = functools.partial(train_step, stored)
-    seconds = interleaved(works, rounds=rounds, on_round=Phase(setting, rounds, "rounds"))
-    return [
-        ratio(
-            f"pure over stored operands, {method}, {setting}",
-            seconds[f"{method}, pure"],
-            seconds[f"{method}, stored"],
-        )
         for method in METHODS
     ]
+
+
+def _case(method: str, compiled: bool, count: int, rounds: int) -> Case:
+    mode = "compiled" if compiled else "eager"
+    setting = f"{method}, {mode}, {count} micro-batch{'es' * (count > 1)}"
+    micro = compose([])["batch"]["size"] // count
+    overrides = [f"sparsity={method}", f"batch.micro={micro}", f"compile={compiled}"]
+    torch.compiler.reset()  # few models may share compiled code: more would run eagerly
+    stored = training(overrides)
+    with patch.object(Sparsifier, "store_operands", lambda *_: None):
+        pure = training(overrides)
+    works: dict[str, Callable[[], object]] = {
+        "pure": functools.partial(train_step, pure),
+        "stored": functools.partial(train_step, stored),
+    }
+    seconds = interleaved(works, rounds=rounds, on_round=Phase(setting, rounds, "rounds"))
+    return ratio(f"pure over stored operands, {setting}", seconds["pure"], seconds["stored"])
