@@ -13,23 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsepretrain.sparsity import (
-        Sparsifier,
-        densify,
-        list_methods,
-        sparsifier_of,
-        sparsify,
-    )
+    from sparsepretrain.sparsity import Sparsifier, densify, list_methods, sparsifier_of, sparsify
 
 __version__ = "0.1.0"
-__all__ = [
-    "Sparsifier",
-    "__version__",
-    "densify",
-    "list_methods",
-    "sparsifier_of",
-    "sparsify",
-]
+__all__ = ["Sparsifier", "__version__", "densify", "list_methods", "sparsifier_of", "sparsify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config.freeze import flat
-from sparsepretrain.config.places import check_yaml, options_below, search_path, yaml_files
+from sparsepretrain.config.places import catalogue, check_yaml, search_path, yaml_files
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning, one_line
 from sparsepretrain.registry import choices, suggestion
@@ -35,21 +35,16 @@ PRIMARY = "train"
 class Request:
     """What the overrides ask for."""
 
-    path: list[Path]
-    """Where YAML files are searched; the shipped directory first."""
-    choices: dict[str, str] = field(default_factory=dict)
-    """Group -> option."""
-    values: list[tuple[str, Any]] = field(default_factory=list)
-    """Dotted key and value of every other override, in order."""
+    path: list[Path]  # where YAML files are searched; the shipped directory first
+    options: dict[str, dict[str, Path]]  # what there is: group -> option -> directory
+    choices: dict[str, str] = field(default_factory=dict)  # group -> option
+    values: list[tuple[str, Any]] = field(default_factory=list)  # of all other keys, in order
     errors: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)  # groups whose choice was refused
+    # group -> keys that take the place of the composed ones, before any value is set
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Group -> keys that take the place of the composed ones, before any value is set."""
-    broken: set[str] = field(default_factory=set)
-    """Groups whose choice was refused."""
+    # values that neither the user nor a chosen file set, with where they come from
     notes: list[str] = field(default_factory=list)
-    """Values that neither the user nor a chosen file set, with where they come from."""
-    options: dict[str, dict[str, Path]] = field(default_factory=dict)
-    """See :func:`catalogue`."""
 
 
 def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
@@ -83,8 +78,8 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Req
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
 
-    request = Request(search_path(config_dirs))
-    groups = request.options = options_below(request.path)
+    groups = catalogue(config_dirs)
+    request = Request(search_path(config_dirs), groups)
     parser = OverridesParser.create()
     for text in overrides:
         text = text.strip()
@@ -135,8 +130,8 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
         f"{'' if (ours / group).is_dir() else '+'}{group}={_quote(option)}"
         for group, option in request.choices.items()
     ]
-    with _composing(request):
-        composed = hydra.compose(PRIMARY, overrides + _search(request), return_hydra_config=True)
+    with _composing(request) as search:
+        composed = hydra.compose(PRIMARY, [*overrides, search], return_hydra_config=True)
         choices = dict(composed.hydra.runtime.choices)
         with open_dict(composed):
             del composed["hydra"]
@@ -145,30 +140,23 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
             composed.steps = 0
         for group, block in request.blocks.items():
             OmegaConf.update(composed, group, block, merge=False, force_add=True)
-        _force(composed, request.values)
-        _warn_of_secrets(composed)
-        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    assert isinstance(plain, dict)
+        plain = _resolved(composed, request.values)
     # the file's label; a mapping here means a file without the _global_ package, see validate
     if not isinstance(plain.get("experiment"), dict):
         plain["experiment"] = choices.get("experiment")
     request.notes = _of_the_pair(request, f"_{choices['model']}_{choices['sparsity']}.yaml", plain)
-    order = [f.name for f in fields(Run)]
-    known = {key: plain[key] for key in order if key in plain}
-    return {**known, **{str(k): v for k, v in plain.items() if k not in known}}, {
-        group: option for group, option in choices.items() if not group.startswith("hydra/")
-    }
+    chosen = {group: option for group, option in choices.items() if "hydra/" not in group}
+    return dict.fromkeys(f.name for f in fields(Run) if f.name in plain) | plain, chosen
 
 
 def _of_the_pair(request: Request, name: str, plain: Any) -> list[str]:
     """``key=value, source`` of what the file for this model and this method has decided."""
     from omegaconf import OmegaConf
 
-    files = (directory / PAIRS / name for directory in request.path)
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
+    files = [f for directory in request.path if (f := directory / PAIRS / name).is_file()]
+    if not files:
         return []
-    given, now = flat(OmegaConf.to_container(OmegaConf.load(file))), flat(plain)
+    given, now = flat(OmegaConf.to_container(OmegaConf.load(files[0]))), flat(plain)
     return [
         f"{key}={value}: from {PAIRS}/{name}, for this model and method"
         for key, value in given.items()
@@ -187,39 +175,28 @@ def amend(plain: dict[str, Any], request: Request) -> dict[str, Any]:
     import hydra
     from omegaconf import OmegaConf
 
-    with _composing(request):
+    with _composing(request) as search:
         amended = OmegaConf.create(plain)
         for group, option in request.choices.items():
-            chosen = hydra.compose(None, [f"+{group}={_quote(option)}", *_search(request)])
+            chosen = hydra.compose(None, [f"+{group}={_quote(option)}", search])
             amended[group] = OmegaConf.select(chosen, group)
-        _force(amended, request.values)
-        _warn_of_secrets(amended)
-        result = OmegaConf.to_container(amended, resolve=True, throw_on_missing=True)
-    assert isinstance(result, dict)
-    return {str(key): value for key, value in result.items()}
-
-
-def _search(request: Request) -> list[str]:
-    """Hydra's override for the directories of the user."""
-    quoted = ",".join(_quote(f"file://{directory}") for directory in request.path[1:])
-    return [f"hydra.searchpath=[{quoted}]"] if quoted else []
+        return _resolved(amended, request.values)
 
 
 @contextmanager
-def _composing(request: Request) -> Iterator[None]:
-    """Hydra at work; what it raises becomes one line."""
+def _composing(request: Request) -> Iterator[str]:
+    """Hydra at work, with its override for the user's directories; what it raises is one line."""
     import hydra
     import yaml
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-    for file in (file for directory in request.path[1:] for file in yaml_files(directory)):
+    ours, *users = request.path
+    for file in (file for directory in users for file in yaml_files(directory)):
         check_yaml(file)
     try:
-        with hydra.initialize_config_dir(
-            str(request.path[0]), job_name=PRIMARY, version_base="1.3"
-        ):
-            yield
+        with hydra.initialize_config_dir(str(ours), job_name=PRIMARY, version_base="1.3"):
+            yield f"hydra.searchpath=[{','.join(_quote(f'file://{user}') for user in users)}]"
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_problem(error)) from error
     except MissingConfigException as error:
@@ -239,8 +216,8 @@ def _composing(request: Request) -> Iterator[None]:
         raise ConfigError(_unreadable(request) or one_line(error)) from error
 
 
-def _force(composed: DictConfig, values: list[tuple[str, Any]]) -> None:
-    """Set every value, known key or not: what Hydra does for ``++``, with all errors at once."""
+def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Plain values, after each of ``values`` was forced in as by ``++``; all errors at once."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -256,12 +233,6 @@ def _force(composed: DictConfig, values: list[tuple[str, Any]]) -> None:
             errors.append(f"{key} cannot be set: {parent} has no keys of its own")
     if errors:
         raise ConfigError(errors)
-
-
-def _warn_of_secrets(composed: DictConfig) -> None:
-    """Environment variables are resolved, and what they hold goes where the configuration goes."""
-    from omegaconf import OmegaConf
-
     text = str(OmegaConf.to_container(composed, resolve=False))
     for name in dict.fromkeys(re.findall(r"\$\{oc\.env:(\w+)", text)):
         if re.search("TOKEN|KEY|SECRET|PASSWORD", name, re.IGNORECASE):
@@ -271,6 +242,8 @@ def _warn_of_secrets(composed: DictConfig) -> None:
                 SparsePretrainWarning,
                 stacklevel=2,
             )
+    plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    return {str(key): value for key, value in plain.items()}
 
 
 def _choose(request: Request, group: str, value: Any, options: list[str]) -> str:
@@ -296,7 +269,6 @@ def _quote(text: str) -> str:
 
 
 def _absent(request: Request, error: OmegaConfBaseException) -> str:
-    """What to say when a value is taken from a key that is not there."""
     text = str(error).splitlines()[0]
     wanted = re.search(r"'([\w.]+)'", text)
     source = wanted[1].partition(".")[0] if wanted else ""
@@ -328,13 +300,11 @@ def _unreadable(request: Request) -> list[str]:
 
 
 def _chosen_files(request: Request) -> list[Path]:
-    """The user's files among those that were chosen."""
     named = [f"{group}/{option}.yaml" for group, option in request.choices.items()]
     return [d / name for name in named for d in request.path[1:] if (d / name).is_file()]
 
 
 def _syntax(text: str) -> str:
-    """What to say of an override that Hydra's grammar cannot read."""
     if "=" not in text:
         return f"override {text!r} has no value; write {text or 'key'}=value"
     key, _, _ = text.partition("=")
@@ -348,7 +318,6 @@ def _syntax(text: str) -> str:
 
 
 def _yaml_problem(error: Exception) -> str:
-    """File, line and problem of a YAML error."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is None:
         return f"YAML error: {one_line(error)}"

@@ -57,13 +57,8 @@ def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
 
 def catalogue(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
     """Group -> option -> the directory that it comes from; options sorted within a group."""
-    return options_below(search_path(config_dirs))
-
-
-def options_below(path: list[Path]) -> dict[str, dict[str, Path]]:
-    """See :func:`catalogue`; ``path`` is the directories to look in."""
     groups: dict[str, dict[str, Path]] = {}
-    for directory in path:
+    for directory in search_path(config_dirs):
         for name in _files(directory):
             group, _, option = name.partition("/")
             if option:
