@@ -45,6 +45,13 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """``error`` and what was being handled when it was raised, and so on."""
+    while error is not None:
+        yield error
+        error = error.__context__
+
+
 class SparsePretrainError(Exception):
     """Base of all errors that end a command with one line and a documented exit code."""
 
@@ -94,7 +101,7 @@ class DivergedError(SparsePretrainError):
 
 def reason(error: BaseException) -> str:
     """Why something failed, in one line; a full disk by its name, whatever was made of it."""
-    return _full_disk(error) or " ".join(str(error).split())[:200] or type(error).__name__
+    return _full_disk(error) or one_line(error)[:200] or type(error).__name__
 
 
 def cannot_write(path: object, error: OSError) -> SparsePretrainError:
@@ -103,12 +110,11 @@ def cannot_write(path: object, error: OSError) -> SparsePretrainError:
     return cls(f"cannot write {path}: {_full_disk(error) or error.strerror or error}")
 
 
-def _full_disk(error: BaseException | None) -> str | None:
-    while error is not None:
-        number = error.errno if isinstance(error, OSError) else None
-        if (told := re.search(r"\(os error (\d+)\)", str(error))) is not None:  # by safetensors
+def _full_disk(error: BaseException) -> str | None:
+    for cause in causes(error):
+        number = cause.errno if isinstance(cause, OSError) else None
+        if (told := re.search(r"\(os error (\d+)\)", str(cause))) is not None:  # by safetensors
             number = int(told[1])
         if number in (errno.ENOSPC, errno.EDQUOT):
             return f"disk full ({os.strerror(number)}); free some space and start again"
-        error = error.__context__
     return None

@@ -56,13 +56,9 @@ def register(kind: str, name: str) -> Callable[[type[T]], type[T]]:
         raise ConfigError(f"there is no kind {kind!r}{suggestion(kind, PACKAGES)}")
 
     def decorate(cls: type[T]) -> type[T]:
-        known = _registered[kind].get(name)
-        same = known is not None and (known.__module__, known.__qualname__) == (
-            cls.__module__,
-            cls.__qualname__,
-        )
-        owner = built_in(kind).get(name, cls.__module__)
-        if (known is not None and not same) or cls.__module__ != owner:
+        known = _registered[kind].get(name, cls)
+        same = (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__)
+        if not same or cls.__module__ != built_in(kind).get(name, cls.__module__):
             raise ConfigError(f"{kind} {name!r} exists already; choose another name")
         _registered[kind][name] = cls
         return cls
@@ -143,16 +139,12 @@ def load_plugin(plugin: str) -> None:
                 _import_file(plugin)
             else:
                 importlib.import_module(plugin)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # sys.exit as well
+    except (Exception, SystemExit) as error:
         text = getattr(error, "msg", None) or str(error)  # of a SyntaxError without its place
         reason = text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
-        place = origin(error)
-        where = f" ({place})" if place else ""
-        raise ConfigError(
-            f"plugin {plugin!r} does not import: {reason.splitlines()[0]}{where}"
-        ) from error
+        where = f" ({place})" if (place := origin(error)) else ""
+        problem = f"plugin {plugin!r} does not import: {reason.splitlines()[0]}{where}"
+        raise ConfigError(problem) from error
 
 
 def _import_file(plugin: str) -> None:

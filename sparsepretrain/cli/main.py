@@ -18,10 +18,17 @@ from sparsepretrain.errors import (
     CheckpointError,
     ConfigError,
     SparsePretrainError,
+    causes,
     own_warnings,
 )
 
-EXAMPLES = """\
+HELP = """\
+usage: sparsepretrain VERB [arguments]   (sparsepretrain VERB --help says more)
+
+Pre-train 2:4 and N:M sparse networks.
+
+{verbs}
+
 examples:
   sparsepretrain train                                     gpt2_nano with S-STE: offline, minutes
   sparsepretrain train sparsity=srste sparsity.decay=1e-4 seed=1
@@ -77,9 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = registry.origin(stop) or "some code"
         _complain(f"error: {place} called sys.exit({stop.code!r}), which ended the command")
         return 1
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        return INTERRUPTED
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
@@ -90,12 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence_stdout()
         _complain(f"error: disk full: cannot write {error.filename or 'the output'}")
         return CheckpointError.exit_code
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         # argparse and OmegaConf can turn an interrupt into an error of their own
-        context = error.__context__
-        while context is not None and not isinstance(context, KeyboardInterrupt):
-            context = context.__context__
-        if context is None:
+        if not any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
             raise
         _complain("interrupted")
         return INTERRUPTED
@@ -173,17 +174,7 @@ def _help() -> str:
     found = verbs()
     width = max(map(len, found)) + 2
     lines = [f"  {name:<{width}}{verb.summary}" for name, verb in found.items()]
-    return "\n".join(
-        [
-            "usage: sparsepretrain VERB [arguments]   (sparsepretrain VERB --help says more)",
-            "",
-            "Pre-train 2:4 and N:M sparse networks.",
-            "",
-            *lines,
-            "",
-            EXAMPLES,
-        ]
-    )
+    return HELP.format(verbs="\n".join(lines))
 
 
 def _complete(words: list[str]) -> int:
@@ -206,8 +197,7 @@ def _complete(words: list[str]) -> int:
 
 
 def _complain(text: str) -> None:
-    """One line on the standard error, which may be closed."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # the standard error may be closed
         print(f"sparsepretrain: {' '.join(text.split())}", file=sys.stderr)
 
 
@@ -232,6 +222,5 @@ def _stdout_is_closed() -> bool:
     return True
 
 
-def _silence_stdout() -> None:
-    """What is still buffered would fail once more when the interpreter exits."""
+def _silence_stdout() -> None:  # what is buffered would fail once more at exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -96,18 +96,19 @@ def _renamed(request: Request, errors: list[str]) -> list[str]:
 
 
 def _misfit(root: dict[str, Any]) -> str | None:
-    """What to say of a task that the chosen model cannot do."""
     model, task = (root.get(group) for group in ("model", "task"))
     if not isinstance(model, dict) or not isinstance(task, dict):
         return None
     family, name = model.get("family"), task.get("name")
     if family not in registry.names("model") or name not in registry.names("task"):
         return None
-    known: Collection[str] = registry.get("model", family).tasks  # type: ignore[attr-defined]
-    if name in known:
+    recipe: Any = registry.get("model", family)
+    if name in recipe.tasks:
         return None
     chosen = f"model={model.get('name')} (family {family})"
-    return f"task {name} does not work with {chosen}: its tasks are {', '.join(sorted(known))}"
+    return (
+        f"task {name} does not work with {chosen}: its tasks are {', '.join(sorted(recipe.tasks))}"
+    )
 
 
 def _part(group: str, data: Any, errors: list[str]) -> Any:
