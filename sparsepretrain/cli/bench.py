@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsepretrain.cli._verb import Verb, add_settings, read_settings
+from sparsepretrain.cli._verb import Verb, add_settings, read_settings, setting_words
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register, suggestion
 
@@ -25,8 +25,6 @@ class Settings:
 
 @register("verb", "bench")
 class Bench(Verb):
-    """Run a suite; the exit code says whether it kept its limits."""
-
     summary = "measure step times and memory; writes JSON"
     place = 9
 
@@ -35,7 +33,6 @@ class Bench(Verb):
 
     def words(self, before: list[str], current: str) -> list[str]:
         from sparsepretrain.bench import SUITES
-        from sparsepretrain.cli._words import setting_words
 
         return [*setting_words(Settings, current), *(f"suite={name}" for name in SUITES)]
 

@@ -45,8 +45,6 @@ complete -c sparsepretrain -a '(__sparsepretrain)'
 
 @register("verb", "completion")
 class Completion(Verb):
-    """Print a script for the shell that is named."""
-
     summary = "print a completion script for bash, zsh or fish"
     place = 10
 

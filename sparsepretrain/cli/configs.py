@@ -10,8 +10,6 @@ from sparsepretrain.registry import register
 
 @register("verb", "configs")
 class Configs(Verb):
-    """Print a table of groups, options and files."""
-
     summary = "list the configuration groups, their options and where they come from"
     place = 7
 

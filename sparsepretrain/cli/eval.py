@@ -36,8 +36,6 @@ class Settings:
 
 @register("verb", "eval")
 class Eval(ConfiguredVerb):
-    """Evaluate, print and append a line of JSON."""
-
     summary = "metrics of a checkpoint on a whole split; sparse or densified, averaged"
     place = 4
     settings = Settings

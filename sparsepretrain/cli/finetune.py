@@ -11,8 +11,6 @@ from sparsepretrain.registry import register
 
 @register("verb", "finetune")
 class Finetune(Train):
-    """Train with a recipe for fine-tuning and the model of a checkpoint."""
-
     summary = "fine-tune a run or a Hugging Face checkpoint on task=…"
     place = 2
 

@@ -17,8 +17,6 @@ WIDTH = 100
 
 @register("verb", "methods")
 class Methods(ConfiguredVerb):
-    """Print every method, below it a summary and the paper; ``plugins=[…]`` adds a user's."""
-
     summary = "list the methods: what each matrix product sees, and the paper"
     place = 6
 

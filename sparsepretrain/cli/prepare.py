@@ -15,8 +15,6 @@ from sparsepretrain.registry import register
 
 @register("verb", "prepare")
 class Prepare(ConfiguredVerb):
-    """Prepare the data and say how much there is."""
-
     summary = "download, tokenize and store a data set without training"
     place = 5
 

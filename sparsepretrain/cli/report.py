@@ -11,8 +11,6 @@ from sparsepretrain.registry import register
 
 @register("verb", "report")
 class Report(Verb):
-    """Draw, write, and print what was written."""
-
     summary = "draw plots and write a report from run directories"
     place = 8
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 @register("verb", "train")
 class Train(ConfiguredVerb):
-    """Train or continue a run, and draw its report at the end."""
-
     summary = "train a model; model=… brings the paper's recipe, everything can be changed"
     place = 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from pathlib import Path
 
@@ -27,8 +28,6 @@ others are those of train.
 
 @register("verb", "tune-decay")
 class TuneDecay(ConfiguredVerb):
-    """Search, draw, and print the command that trains with the chosen λ."""
-
     summary = "find the decay factor of tsrste or srste on the warm-up alone"
     place = 3
 
@@ -39,40 +38,24 @@ class TuneDecay(ConfiguredVerb):
             last=decay.LAST, bisections=decay.BISECTIONS, default=decay.DEFAULT
         )
         super().add_arguments(parser)
-        (low, high), (least, most) = decay.GRID, decay.INTERVAL
+        for flag, (low, high), meaning in (
+            ("--grid", decay.GRID, "smallest and largest λ of the grid"),
+            ("--interval", decay.INTERVAL, "feasible μ"),
+        ):
+            text = f"{meaning}; default: {low:g},{high:g}"
+            parser.add_argument(
+                flag, type=_pair, default=(low, high), metavar="LOW,HIGH", help=text
+            )
+        text = f"λ in the grid, evenly spaced in the logarithm; default: {decay.POINTS}"
         parser.add_argument(
-            "--grid",
-            type=_pair,
-            default=decay.GRID,
-            metavar="LOW,HIGH",
-            help=f"smallest and largest λ of the grid; default: {low:g},{high:g}",
+            "--points", type=integer_from(2), default=decay.POINTS, metavar="K", help=text
         )
-        parser.add_argument(
-            "--points",
-            type=integer_from(2),
-            default=decay.POINTS,
-            metavar="K",
-            help=f"λ in the grid, evenly spaced in the logarithm; default: {decay.POINTS}",
-        )
-        parser.add_argument(
-            "--interval",
-            type=_pair,
-            default=decay.INTERVAL,
-            metavar="LOW,HIGH",
-            help=f"feasible μ; default: {least:g},{most:g}",
-        )
-        parser.add_argument(
-            "--steps",
-            type=integer_from(1),
-            metavar="T",
-            help="steps of each run; default: schedule.warmup",
-        )
-        parser.add_argument(
-            "--out", type=Path, metavar="DIR", help="for the results; default: beside the runs"
-        )
-        parser.add_argument(
-            "--dry-run", action="store_true", help="print the runs, what they cost, and stop"
-        )
+        text = "steps of each run; default: schedule.warmup"
+        parser.add_argument("--steps", type=integer_from(1), metavar="T", help=text)
+        text = "for the results; default: beside the runs"
+        parser.add_argument("--out", type=Path, metavar="DIR", help=text)
+        text = "print the runs, what they cost, and stop"
+        parser.add_argument("--dry-run", action="store_true", help=text)
 
     def words(self, before: list[str], current: str) -> list[str]:
         """The keys of the method that is tuned when none is chosen."""
@@ -87,10 +70,8 @@ class TuneDecay(ConfiguredVerb):
 
         overrides = decay.with_default(args.overrides)
         run = config.load(overrides, args.config_dir)
-        warmup = warmup_steps(run.schedule, run.steps)
-        steps = warmup if args.steps is None else args.steps
-        low, high = args.grid
-        grid = decay.log_grid(low, high, args.points)
+        steps = args.steps or warmup_steps(run.schedule, run.steps)
+        grid = decay.log_grid(*args.grid, args.points)
         search = decay.Search(run, grid, args.interval, steps)
         out = args.out or search.out
         from sparsepretrain import reports
@@ -114,10 +95,8 @@ class TuneDecay(ConfiguredVerb):
 
 
 def _pair(text: str) -> tuple[float, float]:
-    try:
+    with contextlib.suppress(ValueError):
         low, high = (float(part) for part in text.split(","))
-    except ValueError:
-        low, high = 0.0, 0.0
-    if not 0 < low < high < math.inf:
-        raise argparse.ArgumentTypeError(f"must be LOW,HIGH with 0 < LOW < HIGH, got {text!r}")
-    return low, high
+        if 0 < low < high < math.inf:
+            return low, high
+    raise argparse.ArgumentTypeError(f"must be LOW,HIGH with 0 < LOW < HIGH, got {text!r}")

@@ -72,8 +72,6 @@ def _files(directory: Path) -> set[str]:
     An option may lie one directory deeper: ``finetune/glue/mrpc``.
     A leading underscore hides a file: it is a part of others.
     """
-    if not directory.is_dir():
-        return set()
     return {
         file.relative_to(directory).with_suffix("").as_posix()
         for file in yaml_files(directory)
