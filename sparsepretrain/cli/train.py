@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sparsepretrain.cli._verb import ConfiguredVerb
@@ -35,26 +36,23 @@ class Train(ConfiguredVerb):
 
         request = read(args.overrides, args.config_dir)
         run = load_request(request)
-        if args.cfg:
-            print("".join(f"# {note}\n" for note in request.notes), end="")
-        elif request.notes:
-            from sparsepretrain.tracking.console import Console
+        return self.start(args, run, request.notes)
 
-            Console().info("\n".join(request.notes))
-        return self.start(args, run)
-
-    def start(self, args: argparse.Namespace, run: Run) -> int:
-        """Do what the flags say with a checked run."""
+    def start(self, args: argparse.Namespace, run: Run, notes: Sequence[str] = ()) -> int:
+        """Do what the flags say with a checked run, after showing ``notes``."""
         from sparsepretrain.config.freeze import to_yaml
         from sparsepretrain.runs.directory import RunDirectory
 
         if args.cfg:
-            print(to_yaml(run.plain), end="")
+            print("".join(f"# {note}\n" for note in notes) + to_yaml(run.plain), end="")
             return 0
         from sparsepretrain.tracking.console import Console
         from sparsepretrain.training.schedules import settle
 
-        run, console = settle(run), Console()
+        console = Console()
+        if notes:
+            console.info("\n".join(notes))
+        run = settle(run)
         directory, code = RunDirectory.of(run), 0
         if args.dry_run:
             console.loading(run.name)
@@ -82,9 +80,10 @@ def illustrate(directory: RunDirectory) -> None:
     from sparsepretrain import reports
     from sparsepretrain.tracking.console import Console
 
+    console = Console()
     try:
         written = reports.report([directory.path])
     except Exception as error:
-        Console().warn(f"no report: {error}; try `sparsepretrain report {directory}`")
+        console.warn(f"no report: {error}; try `sparsepretrain report {directory}`")
         return
-    Console().info(f"plots: {directory.plots}\nreport: {written[-1]}")
+    console.info(f"plots: {directory.plots}\nreport: {written[-1]}")

@@ -71,7 +71,8 @@ class TuneDecay(ConfiguredVerb):
         overrides = decay.with_default(args.overrides)
         run = config.load(overrides, args.config_dir)
         steps = args.steps or warmup_steps(run.schedule, run.steps)
-        grid = decay.log_grid(*args.grid, args.points)
+        low, high = args.grid
+        grid = decay.log_grid(low, high, args.points)
         search = decay.Search(run, grid, args.interval, steps)
         out = args.out or search.out
         from sparsepretrain import reports

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError
@@ -107,20 +107,12 @@ class Tracker:
 
 
 GROUPS: dict[str, dict[str, type]] = {
-    "schedule": {
-        "cosine": Decay,
-        "linear": Decay,
-        "inverse_sqrt": Warmup,
-        "constant": Warmup,
-        "triangle": Triangle,
-    },
-    "precision": {
-        "fp32": Precision,
-        "bf16": Precision,
-        "fp16": ScaledPrecision,
-        "fp8_sim": SimulatedFP8,
-    },
-    "parallel": {"single": Parallel},
+    group: {name: cls for cls in classes for name in get_args(get_type_hints(cls)["name"])}
+    for group, classes in {
+        "schedule": (Decay, Warmup, Triangle),
+        "precision": (Precision, ScaledPrecision, SimulatedFP8),
+        "parallel": (Parallel,),
+    }.items()
 }
 """Groups whose ``name`` selects a dataclass of this file."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -88,12 +89,10 @@ def _plugin_dirs() -> list[Path]:
     """``configs/`` next to the module of each installed plugin, where there is one."""
     found = []
     for entry in entry_points(group="sparsepretrain.plugins"):
-        try:
+        with contextlib.suppress(ImportError):  # validate says so when it loads the plugin
             spec = importlib.util.find_spec(entry.module)
-        except ImportError:
-            continue  # validate says so when it loads the plugin
-        if spec is not None and spec.origin is not None:
-            found.append(Path(spec.origin).parent / "configs")
+            if spec is not None and spec.origin is not None:
+                found.append(Path(spec.origin).parent / "configs")
     return [directory for directory in found if directory.is_dir()]
 
 

@@ -54,15 +54,14 @@ def walk(cls: type, data: Any, path: str, errors: list[str]) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in data:
         if key not in fields:
-            errors.append(f"unknown key {_join(path, key)!r}{_near(path, key, fields)}")
+            near = suggestion(str(key), fields, _join(path, ""), listing="train --cfg job")
+            errors.append(f"unknown key {_join(path, key)!r}{near}")
     values = {}
     for name, field in fields.items():
         key = _join(path, name)
         if name in data:
             values[name] = _convert(hints[name], data[name], key, errors)
-        elif field.default is dataclasses.MISSING and (
-            field.default_factory is dataclasses.MISSING
-        ):
+        elif field.default is field.default_factory is dataclasses.MISSING:
             errors.append(f"missing key {key!r}")
     if len(errors) > before:
         return None
@@ -117,12 +116,10 @@ def _match(hint: Any, value: Any, key: str, errors: list[str]) -> Any:
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
             return _MISSING
-        if origin is tuple and args[-1] is not Ellipsis:
-            if len(value) != len(args):
-                return _MISSING
-            hints = list(args)
-        else:
-            hints = [args[0]] * len(value)
+        fixed = origin is tuple and args[-1] is not Ellipsis
+        hints = args if fixed else args[:1] * len(value)
+        if len(value) != len(hints):
+            return _MISSING
         return origin(
             _convert(h, v, f"{key}[{i}]", errors)
             for i, (h, v) in enumerate(zip(hints, value, strict=True))
@@ -139,10 +136,6 @@ def _match(hint: Any, value: Any, key: str, errors: list[str]) -> Any:
     return value if isinstance(value, hint) else _MISSING
 
 
-def _near(path: str, key: str, fields: dict[str, Any]) -> str:
-    return suggestion(str(key), fields, f"{path}." if path else "", listing="train --cfg job")
-
-
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
@@ -152,8 +145,16 @@ def _show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    type(None): "null",
+}
+
+
 def _name(hint: Any) -> str:
-    """A type as a user would say it."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_name(a) for a in args)
@@ -163,11 +164,4 @@ def _name(hint: Any) -> str:
         return f"a list of {_name(args[0])}"
     if origin is tuple:
         return f"a list of {len(args)} values ({', '.join(_name(a) for a in args)})"
-    simple = {
-        int: "an integer",
-        float: "a number",
-        bool: "true or false",
-        str: "a string",
-        type(None): "null",
-    }
-    return simple.get(hint, "a mapping of keys")
+    return _NAMES.get(hint, "a mapping of keys")

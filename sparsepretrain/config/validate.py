@@ -37,7 +37,7 @@ def load_request(request: Request) -> Run:
     # experiment brings settings for every group
     recipe = request.broken & {"model", "experiment"}
     skip = {*GROUPS, *REGISTERED} if recipe else request.broken
-    run, errors = check(plain, skip)
+    run, errors = _check(plain, skip)
     if recipe:  # what is wrong with the rest may follow from the missing recipe
         errors = [error for error in errors if error.startswith("unknown key")]
     errors = [*request.errors, *_renamed(request, errors)]
@@ -46,22 +46,25 @@ def load_request(request: Request) -> Run:
     return run
 
 
-def validate(plain: dict[str, Any]) -> Run:
+def validate(plain: dict[str, Any], skip: Collection[str] = ()) -> Run:
     """Check a composed configuration against the schema, the registry and the ranges.
 
     Torch is not imported: option classes and their rules are plain Python.
 
+    Args:
+        plain: see :func:`compose.compose`.
+        skip: groups that are not looked at, and None in the result.
+
     Raises:
         ConfigError: every problem, one message each, naming the dotted key.
     """
-    run, errors = check(plain)
+    run, errors = _check(plain, skip)
     if errors or run is None:
         raise ConfigError(errors)
     return run
 
 
-def check(plain: dict[str, Any], skip: Collection[str] = ()) -> tuple[Run | None, list[str]]:
-    """Like :func:`validate`, but return the problems; groups in ``skip`` are not looked at."""
+def _check(plain: dict[str, Any], skip: Collection[str]) -> tuple[Run | None, list[str]]:
     errors = registry.load_plugins(plain.get("plugins"))
     if isinstance(plain.get("experiment"), dict):
         errors.append("the experiment file must begin with the line '# @package _global_'")
@@ -113,19 +116,18 @@ def _misfit(root: dict[str, Any]) -> str | None:
 
 def _part(group: str, data: Any, errors: list[str]) -> Any:
     """Build the options of ``group`` with the class that its discriminating key names."""
-    key = key_of(group)
+    key, problem = key_of(group), ""
     if not isinstance(data, dict):
-        errors.append(f"{group} must be a mapping of keys, got {data!r}")
-        return None
-    name = data.get(key)
-    if key not in data:
-        errors.append(f"missing key '{group}.{key}'")
-        return None
-    if not isinstance(name, str):
-        errors.append(f"{group}.{key} must be a string, got {name!r}")
+        problem = f"{group} must be a mapping of keys, got {data!r}"
+    elif key not in data:
+        problem = f"missing key '{group}.{key}'"
+    elif not isinstance(data[key], str):
+        problem = f"{group}.{key} must be a string, got {data[key]!r}"
+    if problem:
+        errors.append(problem)
         return None
     try:
-        options = options_of(group, name)
+        options = options_of(group, data[key])
     except ConfigError as error:
         errors += [f"{group}.{key}: {message}" for message in error.messages]
         return None
