@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*<>ph8d"
 """Twice as many as colours, so that runs of one colour differ."""
-FEW = 40
-"""Points up to which a curve shows each of them."""
 DASHES = ("-", "--", "-.", ":")
 TRAIN, VALIDATION = COLOURS[0], COLOURS[1]
 GREY = "#707070"
@@ -168,10 +166,9 @@ def _smoothed(
 
 def point_marker(values: np.ndarray) -> str | None:
     """The marker of a curve: a dot where few points, or lone ones between gaps, would not show."""
-    known = np.isfinite(values)
-    beside = np.concatenate([[False], known, [False]])
-    lone = known & ~beside[:-2] & ~beside[2:]
-    return "." if len(values) <= FEW or lone.any() else None
+    known = np.pad(np.isfinite(values), 1)
+    lone = known[1:-1] & ~known[:-2] & ~known[2:]
+    return "." if len(values) <= 40 or lone.any() else None
 
 
 def _finish(figure: Figure, run: RunData, *, legend: bool = True) -> Figure:
@@ -179,10 +176,9 @@ def _finish(figure: Figure, run: RunData, *, legend: bool = True) -> Figure:
     if legend:
         for step, change in run.switches():
             axes.axvline(step, color=GREY, linewidth=1, linestyle=":")
-            name = f"{change} at {step} "
             style: dict[str, Any] = {"rotation": 90, "fontsize": 7, "color": GREY}
-            where = axes.get_xaxis_transform()
-            axes.text(step, 1, name, transform=where, ha="right", va="top", **style)
+            style |= {"transform": axes.get_xaxis_transform(), "ha": "right", "va": "top"}
+            axes.text(step, 1, f"{change} at {step} ", **style)
         if len(axes.get_legend_handles_labels()[0]) > 1:
             figure.legend(loc="outside upper right", ncols=3, frameon=False, fontsize=8)
     figure.supxlabel(footer([run], 125), fontsize=7, color=GREY, x=0.01, ha="left")
@@ -196,13 +192,10 @@ def flip_intervals(runs: Sequence[RunData]) -> set[int]:
 
 def flip_axis(axes: Axes, runs: Sequence[RunData]) -> None:
     """A log axis of flip rates that says over how many steps they are."""
-    intervals = flip_intervals(runs)
-    if intervals == {1}:
-        interval = "per step"
-    elif len(intervals) == 1:
-        interval = f"per refresh, every {intervals.pop()} steps"
-    else:
-        interval = "over the steps in the legend: not comparable"
+    interval = "over the steps in the legend: not comparable"
+    if len(intervals := flip_intervals(runs)) == 1:
+        steps = intervals.pop()
+        interval = "per step" if steps == 1 else f"per refresh, every {steps} steps"
     axes.set_yscale("log")
     axes.set_ylabel(f"flip rate (share of mask entries that change,\n{interval})", fontsize=9)
 

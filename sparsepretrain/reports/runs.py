@@ -24,12 +24,6 @@ NOT_COMPARED = ("runs_dir", "resume", "tracker", "experiment")
 BOOKKEEPING = (*NOT_COMPARED, "name", "eval", "log", "checkpoint", "workers", "plugins", "guard")
 """Keys that do not change what a whole run computes: no name for it."""
 
-ABOUT = ("step", "time", "tokens", "loss")
-"""Numbers of an evaluation that are no metrics of the task."""
-
-NO_SCORES = ("perplexity", "nll")
-"""Metrics that are not percentages; other losses are not either."""
-
 ABSENT = "–"
 """Stands for the value of a key that a configuration does not have."""
 
@@ -74,18 +68,14 @@ class RunData:
 
     def metrics(self) -> list[str]:
         """Names of the numbers of evaluations on the validation split, beside the loss."""
-        lines = [r for r in self.records if r.get("split") == "validation"]
-        names = dict.fromkeys(
-            key
-            for line in lines
-            for key, value in line.items()
-            if isinstance(value, int | float | None) and not isinstance(value, bool)
-        )
-        return [name for name in names if name not in ABOUT]
+        lines = [line for line in self.records if line.get("split") == "validation"]
+        names = dict.fromkeys(k for line in lines for k, v in line.items() if _number_or_null(v))
+        return [name for name in names if name not in ("step", "time", "tokens", "loss")]
 
     def scores(self) -> list[str]:
-        """Those of :meth:`metrics` that are percentages."""
-        return [m for m in self.metrics() if not m.endswith(NO_SCORES) and "loss" not in m]
+        """Those of :meth:`metrics` that are percentages, which losses and the like are not."""
+        losses = ("perplexity", "nll")
+        return [m for m in self.metrics() if not m.endswith(losses) and "loss" not in m]
 
     def _task(self) -> type | None:
         try:
@@ -173,12 +163,8 @@ def differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
     """
     flat = [_flat(run.config) for run in runs]
     rows = {key: [c.get(key, ABSENT) for c in flat] for c in flat for key in c}
-    keys = [
-        key
-        for key, values in rows.items()
-        if key.split(".")[0] not in NOT_COMPARED and any(v != values[0] for v in values)
-    ]
-    keys.sort(key=lambda k: (k == "name", k != "sparsity.name", k.split(".")[0] != "sparsity"))
+    keys = [k for k, v in rows.items() if _group(k) not in NOT_COMPARED and v != v[:1] * len(v)]
+    keys.sort(key=lambda k: (k == "name", k != "sparsity.name", _group(k) != "sparsity"))
     return {key: rows[key] for key in keys}
 
 
@@ -188,15 +174,15 @@ def labels(runs: Sequence[RunData]) -> list[str]:
     The method with its pattern, the precision where runs differ in it, and what a method was told
     beyond its defaults; where one method is compared with itself, what differs.
     """
-    differing = {k: v for k, v in differences(runs).items() if k.split(".")[0] not in BOOKKEEPING}
+    differing = {k: v for k, v in differences(runs).items() if _group(k) not in BOOKKEEPING}
+    named = "sparsity.name" in differing
     precisions = [run.option("precision") * ("precision.name" in differing) for run in runs]
-    methods = [run.method if "sparsity.name" in differing else "" for run in runs]
-    if "sparsity.name" not in differing and {"sparsity.n", "sparsity.m"} & {*differing}:
+    methods = [run.method if named else "" for run in runs]
+    if not named and {"sparsity.n", "sparsity.m"} & {*differing}:
         methods = [":".join(str(run.option("sparsity", k, None)) for k in "nm") for run in runs]
-    chosen = [_choices(run) if "sparsity.name" in differing else [] for run in runs]
+    chosen = [" ".join(_choices(run)) if named else "" for run in runs]
     names = [
-        " ".join(word for word in (method, precision, *options) if word)
-        for method, precision, options in zip(methods, precisions, chosen, strict=True)
+        " ".join(filter(None, words)) for words in zip(methods, precisions, chosen, strict=True)
     ]
     for key in ("sparsity.name", "sparsity.n", "sparsity.m", "precision.name"):
         differing.pop(key, None)
@@ -268,6 +254,14 @@ def glue_scores(runs: Sequence[RunData]) -> dict[str, float]:
             raise DataError(f"{run.path} has no evaluation: finish the run first")
         found.setdefault(name.removeprefix("glue_"), []).append(scores[-1])
     return {task: sum(scores) / len(scores) for task, scores in sorted(found.items())}
+
+
+def _group(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def _number_or_null(value: object) -> bool:
+    return isinstance(value, int | float | None) and not isinstance(value, bool)
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

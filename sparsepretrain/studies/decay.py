@@ -102,8 +102,7 @@ class Search:
     @property
     def doubt(self) -> str:
         """Why μ will be noisy, or nothing."""
-        few = self.comparisons
-        if few >= LAST:
+        if (few := self.comparisons) >= LAST:
             return ""
         rests = "a single comparison" if few == 1 else f"{few} comparisons"
         return (
@@ -215,28 +214,23 @@ def verdict(mu: float, interval: tuple[float, float]) -> str:
 
 def in_order(found: dict[float, float], interval: tuple[float, float]) -> bool:
     """Whether the verdicts go from too small over feasible to too large as λ grows."""
-    order = ["too small", "feasible", "too large"]
-    ranks = [order.index(verdict(mu, interval)) for _, mu in sorted(_measured(found).items())]
-    return ranks == sorted(ranks)
+    verdicts = [verdict(mu, interval) for _, mu in sorted(_measured(found).items())]
+    return verdicts == sorted(verdicts, key=["too small", "feasible", "too large"].index)
 
 
 def why_none(found: dict[float, float], interval: tuple[float, float]) -> str:
     """One line: why no λ was chosen, and what to change."""
     missed = f"no λ from {min(found):.3g} to {max(found):.3g} has μ in {list(interval)}"
     ratios = set(_measured(found).values())
-    verdicts = {verdict(mu, interval) for mu in ratios}
     if ratios == {1.0}:
         return f"{missed}: all flip exactly like the dense run; is the method dense in these steps?"
-    gap = _jump(found, interval)
-    if gap is not None:
-        first, second = (
-            "failure" if math.isnan(found[decay]) else f"{found[decay]:.3f}" for decay in gap
-        )
+    if (gap := _jump(found, interval)) is not None:
+        ends = [f"{found[d]:.3f} at {d:.3g}".replace("nan", "failure") for d in gap]
         return (
-            f"{missed}: it jumps from {first} at {gap[0]:.3g} to {second} at {gap[1]:.3g}; "
+            f"{missed}: it jumps from {' to '.join(ends)}; "
             "compare more masks (--steps, sparsity.refresh) or widen --interval"
         )
-    if verdicts == {"too small"}:
+    if min(ratios) > interval[1]:
         return f"{missed}: μ falls to {min(ratios):.3f} only; raise the end of --grid"
     return f"{missed}: μ rises to {max(ratios):.3f} only; lower the start of --grid"
 

@@ -96,8 +96,8 @@ class Cell:
 
     def look(self) -> None:
         """Read how far the run is."""
-        lines = record.tail(self.directory.record_file)
-        lines = [line for line in lines if "split" not in line]
+        tail = record.tail(self.directory.record_file)
+        lines = [line for line in tail if "split" not in line]
         if not lines:
             return
         first, last = lines[0], lines[-1]
@@ -132,7 +132,7 @@ class CellError(SparsePretrainError):
         super().__init__(f"{cell.label} failed: {cell.error}; see {cell.directory.console_log}")
 
 
-class Study:
+class Study(contextlib.AbstractContextManager["Study"]):
     """Runs cells in child processes and shows one table of all that it was given.
 
     Finished cells are not run again, partial ones continue, and one that fails stays as a row with
@@ -153,9 +153,6 @@ class Study:
         self.cells: list[Cell] = []
         self._console = console
         self._children: dict[Cell, ForkServerProcess] = {}
-
-    def __enter__(self) -> Study:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._console.stop()
@@ -198,8 +195,7 @@ class Study:
         if left == "finished":
             cell.state = "finished"
             cell.look()
-            done = f"{cell.directory} is finished ({cell.end} steps): nothing to do"
-            self._say(f"{cell.label}: {done}")
+            self._say(cell, f"{cell.directory} is finished ({cell.end} steps): nothing to do")
             return
         try:
             with cell.directory.claim():  # or another process trains it
@@ -208,7 +204,7 @@ class Study:
             self._fail(cell, error.exit_code, f"{error.label}: {error}")
             return
         cell.state = "running"
-        self._say(f"{cell.label}: {left}, {cell.end} steps; prints to {log}")
+        self._say(cell, f"{left}, {cell.end} steps; prints to {log}")
         self._show()
         _start_server(cell.run)
         job = (cell.run.plain, cell.stop_after, str(log), self.jobs, dict(os.environ))
@@ -227,7 +223,7 @@ class Study:
         cell.look()
         if code == 0 or stopping:
             cell.state = "stopped" if code else "finished"
-            self._say(f"{cell.label}: {cell.state}")
+            self._say(cell, cell.state)
         elif code < 0:
             self._fail(cell, code, f"killed by {signal.Signals(-code).name}")
         else:
@@ -258,9 +254,9 @@ class Study:
                 cell.state = "stopped"
             self._children.clear()
 
-    def _say(self, line: str) -> None:
+    def _say(self, cell: Cell, what: str) -> None:
         if not self._console.live:
-            self._console.info(line)
+            self._console.info(f"{cell.label}: {what}")
 
     def _show(self) -> None:
         if not self._console.live:
@@ -290,9 +286,8 @@ def _start_server(run: Run) -> None:
     resource_tracker.ensure_running()  # which unblocks signals on its way
     family = run.model.family
     library = f"transformers.models.{family}.modeling_{family}"  # passed over if there is none
-    forkserver.set_forkserver_preload(
-        ["sparsepretrain.training.trainer", "numba", "omegaconf", library]
-    )
+    modules = ["sparsepretrain.training.trainer", "numba", "omegaconf", library]
+    forkserver.set_forkserver_preload(modules)
     # the server must outlive a signal to the whole process group, and its children their start
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     try:

@@ -73,28 +73,18 @@ def tune_decay(
             return float(_measure(search, cells[decay])["flip_rate"] / reference["flip_rate"])
 
         found = rules.search(ratio, search.grid, search.interval)
-    rows = [
-        {"decay": decay, "mu": mu, "verdict": rules.verdict(mu, search.interval)}
-        | _measure(search, cells[decay])
-        for decay, mu in found.items()
-        if not math.isnan(mu)
-    ]
+    rows, failed = [], []
+    for decay, mu in found.items():
+        cell = cells[decay]
+        if math.isnan(mu):
+            failed.append({"decay": decay, "error": cell.error, "exit_code": cell.exit_code})
+            failed[-1]["directory"] = str(cell.directory)
+        else:
+            judged = {"decay": decay, "mu": mu, "verdict": rules.verdict(mu, search.interval)}
+            rows.append(judged | _measure(search, cell))
     if not rows:
         raise CellError(cells[search.grid[0]])
     chosen = rules.choose(found, search.interval)
-    in_order = rules.in_order(found, search.interval)
-    if not in_order:
-        console.warn("μ does not fall steadily with λ: few flips make it noisy, average over more")
-    failed = [
-        {"decay": d, "error": c.error, "exit_code": c.exit_code, "directory": str(c.directory)}
-        for d, c in sorted(cells.items())
-        if c.state == "failed"
-    ]
-    _show(search, reference, rows, failed, chosen, console)
-    if chosen is None:
-        message = rules.why_none(found, search.interval)
-    else:
-        message = _write_option(search, chosen, out, overrides, [*config_dirs, out])
     result = {
         "method": search.run.sparsity.name,
         "steps": search.steps,
@@ -105,11 +95,18 @@ def tune_decay(
         "dense": reference,
         "runs": rows,
         "failed": failed,
-        "in_order": in_order,
+        "in_order": rules.in_order(found, search.interval),
         "config": search.run.plain,
         "chosen": chosen,
-        "message": message,
     }
+    if not result["in_order"]:
+        console.warn("μ does not fall steadily with λ: few flips make it noisy, average over more")
+    _show(search, result, console)
+    if chosen is None:
+        message = rules.why_none(found, search.interval)
+    else:
+        message = _write_option(search, chosen, out, overrides, [*config_dirs, out])
+    result["message"] = message
     _write(out / RESULT, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     return Outcome(chosen, message)
 
@@ -133,13 +130,10 @@ def show_plan(search: Search, out: Path, console: Console | None = None) -> None
     flops, _, items = step_cost(run, task, model)
     sparsify_model(run, task, model)
     most = (len(cells) + rules.BISECTIONS) * search.steps
-    low, high = search.interval
+    more = f"up to {rules.BISECTIONS} more where μ jumps over the interval"
     facts = [
-        ("feasible μ", f"{low:g} to {high:g}, from {_comparisons(search.comparisons)} of masks"),
-        (
-            "runs",
-            f"{len(cells)}, and up to {rules.BISECTIONS} more where μ jumps over the interval",
-        ),
+        ("feasible μ", f"{_feasible(search)}, from {_comparisons(search.comparisons)} of masks"),
+        ("runs", f"{len(cells)}, and {more}"),
         ("steps", f"{search.steps:,} each of {run.steps:,}; at most {most:,}"),
         (task.unit, f"at most {count(most * items)}"),
         ("compute", f"at most {duration(run, device, most * flops)}"),
@@ -173,50 +167,36 @@ def _comparisons(number: int) -> str:
     return f"{number} comparison{'s' * (number != 1)}"
 
 
-def _show(
-    search: Search,
-    reference: dict[str, Any],
-    rows: Sequence[dict[str, Any]],
-    failed: Sequence[dict[str, Any]],
-    chosen: float | None,
-    console: Console,
-) -> None:
-    shown = [
-        ("dense", f"{reference['flip_rate']:.3e}", "1", "reference", f"{reference['loss']:.4f}")
-    ]
-    for row in rows:
-        says = "chosen" if row["decay"] == chosen else row["verdict"]
+def _feasible(search: Search) -> str:
+    return "{:g} to {:g}".format(*search.interval)
+
+
+def _show(search: Search, result: dict[str, Any], console: Console) -> None:
+    dense = result["dense"]
+    shown = [("dense", f"{dense['flip_rate']:.3e}", "1", "reference", f"{dense['loss']:.4f}")]
+    for row in result["runs"]:
+        says = "chosen" if row["decay"] == result["chosen"] else row["verdict"]
         numbers = f"{row['flip_rate']:.3e}", f"{row['mu']:.3f}", says, f"{row['loss']:.4f}"
         shown.append((f"{row['decay']:.3g}", *numbers))
-    shown += [(f"{row['decay']:.3g}", "–", "–", "failed", "–") for row in failed]
+    shown += [(f"{row['decay']:.3g}", "–", "–", "failed", "–") for row in result["failed"]]
     console.table("decay search", shown, header=("λ", "flip rate", "μ", "λ is", "train loss"))
-    low, high = search.interval
     console.info(
-        f"{search.run.sparsity.name}, first {search.steps} of {search.run.steps} steps; flip rates "
-        f"are means of the last {_comparisons(reference['compared'])}; "
-        f"feasible μ: {low:g} to {high:g}"
+        f"{result['method']}, first {search.steps} of {search.run.steps} steps; flip rates are "
+        f"means of the last {_comparisons(dense['compared'])}; feasible μ: {_feasible(search)}"
     )
 
 
 def _write_option(
-    search: Search,
-    chosen: float,
-    out: Path,
-    overrides: Sequence[str],
-    config_dirs: Sequence[Path],
+    search: Search, chosen: float, out: Path, overrides: Sequence[str], config_dirs: Sequence[Path]
 ) -> str:
     """Write ``sparsity/<method>_tuned.yaml``; returns the command that trains with it."""
     method, plain = search.run.sparsity.name, search.run.plain
-    low, high = search.interval
-    head = (
-        f"# {method} with the decay that `sparsepretrain tune-decay` chose: μ in "
-        f"[{low:g}, {high:g}] after {search.steps} steps.\n"
-    )
+    head = f"# {method} with the decay that `sparsepretrain tune-decay` chose: μ in "
+    head += "[{:g}, {:g}] after {} steps.\n".format(*search.interval, search.steps)
     text = freeze.to_yaml(plain["sparsity"] | {"decay": chosen})
     _write(out / "sparsity" / f"{method}_tuned.yaml", head + text)
     words = ["sparsepretrain", "train"]
-    for directory in config_dirs:
-        words += ["--config-dir", str(directory)]
+    words += [word for directory in config_dirs for word in ("--config-dir", str(directory))]
     # the file holds all of the group
     words += [w for w in overrides if rules.key_of(w).partition(".")[0] != "sparsity"]
     words.append(f"sparsity={method}_tuned")

@@ -96,13 +96,12 @@ class Console:
                 left = state.seconds * (state.total - state.done) / state.done
                 text += f"  ETA {clock(left)}"
         finished = state.done == state.total
+        phase, at = self._printed
         if self.live:
             self._draw_bar(state.phase, state.done, state.total, text)
             if finished:
                 self.stop()
-            return
-        phase, at = self._printed
-        if phase != state.phase or finished or time.monotonic() - at >= PLAIN_SECONDS:
+        elif phase != state.phase or finished or time.monotonic() - at >= PLAIN_SECONDS:
             self._printed = (state.phase, time.monotonic())
             self.info(f"{state.phase}: {text}" if text else state.phase)
 
@@ -161,12 +160,9 @@ class Console:
         """From the speed since the first line shown, so that a resume does not distort it."""
         if total is None or "time" not in line:
             return None
-        if self._first is None:
-            self._first = (line["step"], line["time"])
-        step, at = self._first
-        if line["step"] == step:
-            return None
-        return (total - line["step"]) * (line["time"] - at) / (line["step"] - step)
+        self._first = self._first or (line["step"], line["time"])
+        steps, seconds = line["step"] - self._first[0], line["time"] - self._first[1]
+        return (total - line["step"]) * seconds / steps if steps else None
 
 
 def _table(title: str, rows: Sequence[Sequence[object]], header: Sequence[str] | None) -> Table:
@@ -183,7 +179,7 @@ def describe(
 ) -> str:
     """The numbers of a training line, in columns of a fixed width; ``short`` fits a terminal."""
     # the record holds null for a loss that is not finite
-    loss, flips, rate = line.get("loss"), line.get("flip_rate"), line.get("tokens_per_second")
+    loss, flips, rate = map(line.get, ("loss", "flip_rate", "tokens_per_second"))
     parts = ["loss    nan" if loss is None else f"loss {loss:6.4f}"]
     parts.append("flip       –" if flips is None else f"flip {flips:.1e}")
     if _number(line.get("lr")) and not short:

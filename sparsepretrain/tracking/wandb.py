@@ -117,13 +117,10 @@ def logged_in() -> bool:
 
 
 def _in_netrc(host: str) -> bool:
-    choices = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
-    paths = [Path(choice).expanduser() for choice in choices if choice]
-    path = next((p for p in paths if p.is_file()), None)
-    if path is None:
-        return False
+    choices = filter(None, (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"))
+    paths = [Path(choice).expanduser() for choice in choices]
     try:
-        known = netrc.netrc(path)
+        known = netrc.netrc(next(filter(Path.is_file, paths), paths[0]))
     except (OSError, netrc.NetrcParseError):
         return False
     # wandb also accepts the entry of its public server for that server's newer addresses
