@@ -32,16 +32,9 @@ __all__ = [
     "windows",
 ]
 
-_HOMES = {
-    "formats": ("Pairs", "amounts", "pairs"),
-    "order": ("Buckets", "Windows", "windows"),
-    "preparation": ("Progress", "load", "prepare"),
-    "tokens": ("TokenData", "cache_directory"),
-}
-
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"sparsepretrain.data.{module}"), name)
+    for module in ("tokens", "formats", "order", "preparation") if name in __all__ else ():
+        if hasattr(home := import_module(f"sparsepretrain.data.{module}"), name):
+            return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

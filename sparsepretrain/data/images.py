@@ -95,10 +95,9 @@ class _Index(Images):
         image: Image = self._source.read(self._entry(index)).convert("RGB")
         return image
 
-    def _entry(self, index: int) -> dict[str, Any]:
+    def _entry(self, index: int) -> Any:
         begin = int(self._ends[index - 1]) + 1 if index else 0
-        entry: dict[str, Any] = json.loads(bytes(self._bytes[begin : self._ends[index]]))
-        return entry
+        return json.loads(bytes(self._bytes[begin : self._ends[index]]))
 
 
 def open_images(

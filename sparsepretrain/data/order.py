@@ -70,17 +70,7 @@ class Windows:
         replacement: bool = False,
         complete: bool = False,
     ) -> None:
-        """Take windows of ``tokens``, which has at least ``length + 1`` entries.
-
-        Args:
-            tokens: of one split.
-            length: inputs per window.
-            seed: of the order.
-            shuffled: whether to permute and to shift the windows.
-            replacement: of shuffled windows: draw every one anew, as nanoGPT does.
-            complete: every pass is the first epoch, followed by shorter windows of what that
-                leaves out, so that each token but the first is the target of one window.
-        """
+        """Take windows of ``tokens``, at least ``length + 1``; the rest as in :func:`windows`."""
         self._tokens, self._length, self._seed, self._shuffled = tokens, length, seed, shuffled
         self._replacement = replacement
         places = (len(tokens) - 1) // length
@@ -159,8 +149,9 @@ def windows(
         length: sequence length in tokens.
         seed: seed of the order, in [0, 2^64); unused where windows are not shuffled.
         shuffled: None: shuffled for ``train``; the windows of ``validation`` come in file order.
-        replacement: see :class:`Windows`.
-        complete: see :class:`Windows`.
+        replacement: of shuffled windows: draw every one anew, as nanoGPT does.
+        complete: every pass is the first epoch, followed by shorter windows of what that
+            leaves out, so that each token but the first is the target of one window.
 
     Raises:
         DataError: the split has no window of ``length + 1`` tokens.

@@ -64,7 +64,6 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return self.end - self.begin
 
 
@@ -91,7 +90,7 @@ class FileSource(Source):
     @cached_property
     def files(self) -> list[TextFile]:
         """Non-empty files in the order of their hashes."""
-        unique = {file.identity: file for file in self.find() if file.size > 0}
+        unique = {file.identity: file for file in self.find() if file.size}
         if not unique:
             raise DataError(f"{self.options.name}: all files are empty")
         return sorted(unique.values(), key=lambda file: (self._hash(file.name), file.path))
@@ -108,9 +107,11 @@ class FileSource(Source):
 
     def shards(self) -> list[Shard]:
         """Shards of about ``SHARD_BYTES``; the pieces of a file stay in order."""
+        splits = self._by_fraction(0.0 if VALIDATION in self.held_out else self.options.validation)
+        splits |= {split: _whole(files) for split, files in self.held_out.items()}
         return [
             shard
-            for split, pieces in self._split().items()
+            for split, pieces in splits.items()
             for shard in _pack(split, (part for piece in pieces for part in _cut(piece)))
         ]
 
@@ -129,15 +130,8 @@ class FileSource(Source):
     def _hash(self, name: str) -> bytes:
         return hashlib.sha256(f"{self.options.seed}:{name}".encode(errors="replace")).digest()
 
-    def _split(self) -> dict[str, list[Piece]]:
-        fraction = 0.0 if VALIDATION in self.held_out else self.options.validation
-        pieces = self._by_fraction(self.files, fraction)
-        for split, files in self.held_out.items():
-            pieces[split] = [Piece(file.path, 0, file.size, True) for file in files]
-        return pieces
-
-    @staticmethod
-    def _by_fraction(files: list[TextFile], fraction: float) -> dict[str, list[Piece]]:
+    def _by_fraction(self, fraction: float) -> dict[str, list[Piece]]:
+        files = self.files
         budget = fraction * sum(file.size for file in files)
         if len(files) == 1 and fraction > 0:
             whole = files[0]
@@ -148,18 +142,19 @@ class FileSource(Source):
                 TRAIN: [Piece(whole.path, 0, at, True)],
                 VALIDATION: [Piece(whole.path, at, whole.size, True)] if at < whole.size else [],
             }
-        held_out = set()
+        held_out = []
         for file in files:
             if file.size <= budget:
-                held_out.add(file)
+                held_out.append(file)
                 budget -= file.size
         if fraction > 0 and not held_out:
-            held_out = {min(files, key=lambda file: file.size)}
-        split: dict[str, list[Piece]] = {TRAIN: [], VALIDATION: []}
-        for file in files:
-            where = VALIDATION if file in held_out else TRAIN
-            split[where].append(Piece(file.path, 0, file.size, True))
-        return split
+            held_out = [min(files, key=lambda file: file.size)]
+        rest = set(files) - set(held_out)
+        return {TRAIN: _whole(f for f in files if f in rest), VALIDATION: _whole(held_out)}
+
+
+def _whole(files: Iterable[TextFile]) -> list[Piece]:
+    return [Piece(file.path, 0, file.size, True) for file in files]
 
 
 def match(key: str, pattern: str) -> list[TextFile]:
@@ -231,7 +226,5 @@ def _pack(split: str, pieces: Iterator[Piece]) -> list[Shard]:
             room = SHARD_BYTES
         groups[-1].append(piece)
         room -= piece.size
-    return [
-        Shard(split, index, sum(piece.size for piece in group), tuple(group))
-        for index, group in enumerate(groups)
-    ]
+    sizes = [sum(piece.size for piece in group) for group in groups]
+    return [Shard(split, i, sizes[i], tuple(group)) for i, group in enumerate(groups)]

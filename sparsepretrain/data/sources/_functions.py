@@ -10,29 +10,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from sparsepretrain.data.source import Document, Shard, SourceOptions
+from sparsepretrain.data.source import Document, Shard
 from sparsepretrain.data.sources._records import Row, encode
-from sparsepretrain.data.sources.python_source import PythonSource
-from sparsepretrain.limits import Problems
+from sparsepretrain.data.sources.python_source import PythonSource, RootOptions
 
 
 @dataclass(slots=True, kw_only=True)
-class FunctionOptions(SourceOptions):
+class FunctionOptions(RootOptions):
     """Keys of the sources that are made of functions."""
 
-    roots: list[str] | None
-    """Directories that are searched for .py files; null: the standard library."""
     per_file: Annotated[int, "≥ 1"]
     """Most records of one file, so that a large file does not dominate."""
     validation: Annotated[float, "(0, 1)"]
     """Fraction of the text that is held out, by whole files, in (0, 1)."""
     seed: int
     """Decides which files are held out."""
-
-    def problems(self) -> Problems:
-        yield from SourceOptions.problems(self)
-        if self.roots is not None and not self.roots:
-            yield "roots", "must name at least one directory, or be null (standard library)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +74,8 @@ def functions(source: str) -> Iterator[Function]:
         return
     lines = source.replace("\r\n", "\n").split("\n")  # as ast counts them
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            function = _function(node, lines)
-            if function is not None:
-                yield function
+        if isinstance(node, ast.FunctionDef) and (function := _function(node, lines)) is not None:
+            yield function
 
 
 def _function(node: ast.FunctionDef, lines: list[str]) -> Function | None:
@@ -98,19 +88,15 @@ def _function(node: ast.FunctionDef, lines: list[str]) -> Function | None:
     source = textwrap.dedent(text).rstrip() + "\n"
     body = textwrap.dedent("\n".join(lines[statements[0].lineno - 1 : node.end_lineno]))
     head = f"def {node.name}({ast.unparse(node.args)})"
-    returns = [
-        child
-        for child in ast.walk(node)
-        if isinstance(child, ast.Return) and child.value is not None
-    ]
-    returned = _returned(returns[0], lines, source) if len(returns) == 1 else None
+    returns = [child.value for child in ast.walk(node) if isinstance(child, ast.Return)]
+    values = [value for value in returns if value is not None]
+    returned = _returned(values[0], lines, source) if len(values) == 1 else None
     return Function(node.name, head, docstring, body, source, returned)
 
 
-def _returned(statement: ast.Return, lines: list[str], source: str) -> tuple[str, int] | None:
+def _returned(value: ast.expr, lines: list[str], source: str) -> tuple[str, int] | None:
     """The returned expression and its place in ``source``; None if it takes several lines."""
-    value = statement.value
-    if value is None or value.lineno != value.end_lineno:
+    if value.lineno != value.end_lineno:
         return None
     line = lines[value.lineno - 1].encode()  # columns count bytes
     expression = line[value.col_offset : value.end_col_offset].decode()

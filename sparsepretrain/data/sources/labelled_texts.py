@@ -41,8 +41,7 @@ class LabelledTexts(RecordSource):
     holds = LABELLED
 
     def record(self, row: Row, part: int) -> Row:
-        options = self.options
-        texts = [text(row, column) for column in options.texts]
+        texts = [text(row, column) for column in self.options.texts]
         return {"texts": texts, "label": self._label(row), "part": part}
 
     def _label(self, row: Row) -> int | float:

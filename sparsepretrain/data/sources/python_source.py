@@ -18,17 +18,22 @@ SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Directories below a root that hold other people's code or none."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Options(TextOptions):
-    """Options of ``source: python_source``."""
+@dataclass(kw_only=True)  # no slots: it stands beside another base that has some
+class RootOptions(SourceOptions):
+    """Keys of the sources that are made of Python files."""
 
     roots: list[str] | None
     """Directories that are searched for .py files; null: the standard library."""
 
     def problems(self) -> Problems:
-        yield from TextOptions.problems(self)
+        yield from super().problems()
         if self.roots is not None and not self.roots:
             yield "roots", "must name at least one directory, or be null (standard library)"
+
+
+@dataclass(slots=True, kw_only=True)
+class Options(RootOptions, TextOptions):
+    """Options of ``source: python_source``."""
 
 
 @register("source", "python_source")
