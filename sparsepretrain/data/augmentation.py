@@ -61,7 +61,6 @@ class Augmentation:
     """
 
     def __init__(self, options: Any, seed: int) -> None:
-        """Take the options of the task and the seed of the run."""
         self._options, self._seed = options, seed
 
     def train(self, image: Image, epoch: int, position: int) -> Tensor:
@@ -126,7 +125,6 @@ class Augmentation:
 
     @cached_property
     def _timm(self) -> tuple[Any, Any]:
-        """For training and for evaluation."""
         try:
             from timm.data import create_transform
         except ImportError as error:

@@ -107,7 +107,6 @@ class Windows:
         return rows
 
     def _windows(self, samples: np.ndarray) -> np.ndarray:
-        """Whole windows, by their place in the sequence of epochs."""
         if self._shuffled:
             starts = _take(self._epoch, samples, self._full)
         else:
@@ -122,7 +121,6 @@ class Windows:
         return [(s, min(s + self._length, begin if s < begin else last) + 1) for s in starts]
 
     def _draw(self, epoch: int) -> np.ndarray:
-        """Where the windows of an epoch start, in their order."""
         words = epoch_words(self._seed, epoch, self._full + 1)
         if self._replacement:
             places = np.uint64(len(self._tokens) - self._length)
@@ -215,7 +213,6 @@ class Buckets:
         return order[self.starts[bucket] : self.starts[bucket + 1]]
 
     def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sorted pairs and the permutation of the buckets."""
         size = len(self._keys[0])
         words = epoch_words(self._seed, epoch, size + self.count)
         order = np.lexsort((words[:size], *self._keys))

@@ -67,8 +67,6 @@ OnProgress = Callable[[Progress], None]
 
 
 class _Phase:
-    """Reports the progress of a phase that begins now."""
-
     def __init__(self, report: OnProgress, name: str, total: int | None, unit: str) -> None:
         self._report, self._what, self._begin = report, (name, total, unit), time.monotonic()
 
@@ -297,7 +295,6 @@ def _merge(job: Job, shards: list[Shard], report: OnProgress) -> Path:
 
 
 def _publish(final: Path, directory: Path) -> None:
-    """Move ``final`` to its place, and what was damaged there out of the way."""
     parts = final.parent
     sync(final)
     if directory.exists():

@@ -101,17 +101,14 @@ class FileSource(Source):
         return {}
 
     def state(self) -> list[Any]:
-        """Name, size and modification time of every file."""
         named = [[split, *f.stamp] for split, files in self.held_out.items() for f in files]
         return [file.stamp for file in self.files] + named
 
     def shards(self) -> list[Shard]:
         """Shards of about ``SHARD_BYTES``; the pieces of a file stay in order."""
-        splits = self._by_fraction(0.0 if VALIDATION in self.held_out else self.options.validation)
-        splits |= {split: _whole(files) for split, files in self.held_out.items()}
         return [
             shard
-            for split, pieces in splits.items()
+            for split, pieces in self._split().items()
             for shard in _pack(split, (part for piece in pieces for part in _cut(piece)))
         ]
 
@@ -129,6 +126,10 @@ class FileSource(Source):
 
     def _hash(self, name: str) -> bytes:
         return hashlib.sha256(f"{self.options.seed}:{name}".encode(errors="replace")).digest()
+
+    def _split(self) -> dict[str, list[Piece]]:
+        splits = self._by_fraction(0.0 if VALIDATION in self.held_out else self.options.validation)
+        return splits | {split: _whole(files) for split, files in self.held_out.items()}
 
     def _by_fraction(self, fraction: float) -> dict[str, list[Piece]]:
         files = self.files

@@ -98,7 +98,6 @@ class RecordSource(Source):
         return [[split, part, *file.stamp] for split, part, file in files]
 
     def shards(self) -> list[Shard]:
-        """A shard per local file, or ranges of the rows of a hub split."""
         if self.options.local:
             files = self._files()
             return self.numbered(
@@ -115,10 +114,9 @@ class RecordSource(Source):
         """The records of one shard; the error of an unsuitable row names the file and the line."""
         part, entry, *rest = shard.items
         if rest:
-            begin, end = rest
             where = f"{self.options.path} {entry}, row "
-            part_of = self._open(entry).select(range(begin, end))
-            rows: Iterable[tuple[int, Row]] = enumerate(part_of, begin)
+            chosen = self._open(entry).select(range(*rest))
+            rows: Iterable[tuple[int, Row]] = enumerate(chosen, rest[0])
         elif entry.endswith(".parquet"):
             where, rows = f"{entry}, row ", _parquet_rows(entry)
         else:
@@ -148,7 +146,6 @@ class RecordSource(Source):
                     yield split, part, file
 
     def _open(self, split: str) -> Any:
-        """A split of the hub's data set."""
         instead = "let data.train and data.validation name local files"
         return load_rows(self.options, split, instead=instead)
 
@@ -172,7 +169,6 @@ def text(row: Row, column: str) -> str:
 
 
 def _json_rows(file: str) -> Iterator[tuple[int, Row]]:
-    """(line number, row) of every line that is not empty."""
     try:
         with open(file, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):

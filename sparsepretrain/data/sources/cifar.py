@@ -81,7 +81,6 @@ class Cifar(PixelSource):
         self.edition = EDITIONS[options.classes]
 
     def state(self) -> list[Any]:
-        """Size and modification time of the archive, or of each file."""
         path = Path(self.options.path).expanduser()
         try:
             paths = [path / name for name in self.edition.files] if path.is_dir() else [path]

@@ -48,16 +48,15 @@ class HfImages(HubSource, IndexSource):
         begin, end = shard.items
         column = self.options.label_column
         labels = self.rows(shard.split).select_columns([column])[begin:end][column]
+        entries = []
         for row, label in enumerate(labels, begin):
             if not isinstance(label, int) or label < 0:
                 raise DataError(
                     f"{self.options.name}: row {row} of {getattr(self.options, shard.split)} has "
                     f"label {label!r}, not an integer from 0"
                 )
-        return index_documents(
-            {"split": shard.split, "row": row, "label": label}
-            for row, label in enumerate(labels, begin)
-        )
+            entries.append({"split": shard.split, "row": row, "label": label})
+        return index_documents(entries)
 
     def read(self, entry: dict[str, Any]) -> Image:
         split, row = entry["split"], entry["row"]

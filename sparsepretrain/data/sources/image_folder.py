@@ -70,11 +70,8 @@ class ImageFolder(IndexSource):
         Listing the files of ImageNet takes too long for every start of a run. So a file that is
         rewritten under its old name is not noticed.
         """
-        return [
-            [split, path.name, path.stat().st_mtime_ns]
-            for split, paths in self._classes().items()
-            for path in paths
-        ]
+        found = [(split, path) for split, paths in self._classes().items() for path in paths]
+        return [[split, path.name, path.stat().st_mtime_ns] for split, path in found]
 
     def shards(self) -> list[Shard]:
         classes = self._classes()

@@ -51,7 +51,6 @@ class ParallelFiles(Source):
     unit = "pairs"
 
     def state(self) -> list[Any]:
-        """Split, size and modification time of every file; none is one of two splits."""
         files = [
             (split, TextFile.at(path, os.path.basename(path), f"data.{split}"))
             for split, paths in self._files()
@@ -82,7 +81,6 @@ class ParallelFiles(Source):
             yield from ((side, True) for side in pair)
 
     def _files(self) -> list[tuple[str, list[str]]]:
-        """Split -> files, for the splits that there are."""
         return [
             (split, [os.path.expanduser(path) for path in getattr(self.options, split)])
             for split in SPLITS
@@ -110,7 +108,6 @@ class ParallelFiles(Source):
             raise unreadable(str(error.filename), error, f"data.{split}") from error
 
     def _columns(self, line: str, place: str) -> list[str]:
-        """Both sides of a line of a TSV."""
         row = line.split("\t")
         if (last := max(self.options.columns)) >= len(row):
             raise DataError(

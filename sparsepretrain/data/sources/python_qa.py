@@ -51,9 +51,6 @@ class PythonQA(FunctionSource):
             else:
                 question = f"where is {asked.name} defined?"
                 answer, start = asked.source.partition("\n")[0], 0
-            yield {
-                "question": question,
-                "context": context,
-                "answers": [(answer, offset + start)],
-            }
+            answers = [(answer, offset + start)]
+            yield {"question": question, "context": context, "answers": answers}
             made += 1

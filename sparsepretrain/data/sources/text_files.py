@@ -54,7 +54,6 @@ class TextFiles(FileSource):
         return named
 
     def _match(self, key: str) -> list[TextFile]:
-        """The files of all patterns, each once."""
         patterns = getattr(self.options, key)
         found = [file for pattern in patterns for file in match(f"data.{key}", pattern)]
         return list({file.identity: file for file in found}.values())
