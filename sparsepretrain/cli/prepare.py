@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from sparsepretrain.cli._verb import ConfiguredVerb, integer_from
 from sparsepretrain.registry import register
@@ -21,12 +24,7 @@ class Prepare(ConfiguredVerb):
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        from sparsepretrain.config import compose, validate
-        from sparsepretrain.config.groups import GROUPS, REGISTERED
-
-        plain = compose(args.overrides, args.config_dir)
-        # whatever model and task the data are for; root keys are checked as well
-        options = validate(plain, {*GROUPS, *REGISTERED} - {"data"}).data
+        options = data_options(args.overrides, args.config_dir)
         from sparsepretrain import data
         from sparsepretrain.tracking.console import Console, count
 
@@ -41,3 +39,15 @@ class Prepare(ConfiguredVerb):
         console.info(f"prepared {count(total)} {unit} ({parts}) in {prepared.directory}")
         console.info(f"{seconds:.1f} s, {count(total / max(seconds, 1e-9))} {unit}/s")
         return 0
+
+
+def data_options(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Any:
+    """The group ``data``, whatever model and task it is for; root keys are checked as well.
+
+    Raises:
+        ConfigError: every problem, one message each.
+    """
+    from sparsepretrain.config import compose, validate
+    from sparsepretrain.config.groups import GROUPS, REGISTERED
+
+    return validate(compose(overrides, config_dirs), {*GROUPS, *REGISTERED} - {"data"}).data
