@@ -22,8 +22,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.utils.flop_counter
+import safetensors.torch
+import torch.utils.flop_counter  # noqa: F401
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
 import sparsepretrain.training.trainer  # noqa: F401
@@ -49,8 +49,6 @@ StopSignals.__enter__ = unblocked  # type: ignore[method-assign]
 
 def child(argv: list[str], log: int, call: int | None) -> None:
     code = 99
-    # argparse and omegaconf turn an interrupt into errors of their own: an early one waits
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -83,7 +81,7 @@ def kill_at(call: int) -> None:
 
     for owner, name in (
         (os, "replace"), (os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "unlink"),
-        (shutil, "rmtree"), (torch, "save"), (Path, "write_text"), (Path, "mkdir"),
+        (shutil, "rmtree"), (safetensors.torch, "save_file"), (Path, "write_text"), (Path, "mkdir"),
     ):  # fmt: skip
         setattr(owner, name, wrap(getattr(owner, name)))
 
@@ -99,9 +97,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     at = job["at"] or {}
     with tempfile.TemporaryFile() as log:
         start = time.monotonic()
+        # argparse and omegaconf turn an interrupt into errors of their own: an early one waits
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pid = os.fork()
         if pid == 0:
             child(job["argv"], log.fileno(), at.get("call"))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         todo = list(job.get("signals", [signal.SIGKILL])) if at and "call" not in at else []
         status = None
         while status is None:
