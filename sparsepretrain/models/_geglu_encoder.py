@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from sparsepretrain.kernels import geglu
 
 if TYPE_CHECKING:
-    from sparsepretrain.models.bert_geglu import BertGEGLUOptions
+    from sparsepretrain.models._text import EncoderOptions
 
 
 class Attention(nn.Module):
     """Multi-head self-attention over all positions, by SDPA."""
 
-    def __init__(self, options: BertGEGLUOptions) -> None:
+    def __init__(self, options: EncoderOptions) -> None:
         super().__init__()
         width = options.n_embd
         self.heads, self.dropout = options.n_head, options.dropout
@@ -44,7 +44,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """GEGLU: value half first, gate half second."""
 
-    def __init__(self, options: BertGEGLUOptions) -> None:
+    def __init__(self, options: EncoderOptions) -> None:
         super().__init__()
         inner = int(options.ffn_width)
         self.dense_in = nn.Linear(options.n_embd, inner, bias=False)
@@ -57,7 +57,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and FFN, each after a norm and around a residual."""
 
-    def __init__(self, options: BertGEGLUOptions) -> None:
+    def __init__(self, options: EncoderOptions) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(options.n_embd, options.layer_norm_eps)
         self.attention = Attention(options)
@@ -75,7 +75,7 @@ class Embedding(nn.Module):
 
     sinusoids: Tensor
 
-    def __init__(self, options: BertGEGLUOptions) -> None:
+    def __init__(self, options: EncoderOptions) -> None:
         super().__init__()
         width = options.n_embd
         self.tokens = nn.Embedding(options.vocab_size, width)
@@ -94,7 +94,7 @@ class Embedding(nn.Module):
 class Encoder(nn.Module):
     """Embedding, blocks, final norm."""
 
-    def __init__(self, options: BertGEGLUOptions) -> None:
+    def __init__(self, options: EncoderOptions) -> None:
         super().__init__()
         self.embedding = Embedding(options)
         self.dropout = nn.Dropout(options.dropout)
@@ -118,7 +118,7 @@ class Encoder(nn.Module):
 class GEGLUForMaskedLM(nn.Module):
     """The encoder with its embedding as output layer."""
 
-    def __init__(self, options: BertGEGLUOptions) -> None:
+    def __init__(self, options: EncoderOptions) -> None:
         super().__init__()
         self.encoder = Encoder(options)
         self.decoder = nn.Linear(options.n_embd, options.vocab_size, bias=False)

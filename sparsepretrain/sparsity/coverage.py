@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
 from sparsepretrain.sparsity.method import Row
 from sparsepretrain.sparsity.state import ModelState
-
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.sparsifier import Sparsifier
 
 
 class CoveredLayer(NamedTuple):
@@ -143,25 +138,3 @@ class Proof:
             return f"NOT {self.pattern}: {', '.join(self.violations)}"
         share = self.zeros / self.entries
         return f"{self.pattern} in all {self.groups:,} groups, {share:.1%} exact zeros"
-
-
-@torch.no_grad()
-def prove(sparsifier: Sparsifier) -> Proof:
-    """Count non-zeros per group of M along in_features in every forward weight."""
-    (n, m), phase = sparsifier.method.pattern, sparsifier.method.phase
-    why = "" if phase.evaluation else phase.why
-    proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
-    for name, layer in sparsifier.layers.items():
-        weight = layer.sparsity.project(layer.weight).forward
-        if weight is None:
-            continue
-        proof.sparse = True
-        dim = layer.sparsity.dim
-        nonzeros = (weight != 0).unflatten(dim, (-1, m)).sum(dim + 1)
-        zero = weight == 0
-        if bool((nonzeros > n).any()) or bool((zero & weight.signbit()).any()):
-            proof.violations += (name,)
-        proof.groups += nonzeros.numel()
-        proof.zeros += int(zero.sum())
-        proof.entries += weight.numel()
-    return proof

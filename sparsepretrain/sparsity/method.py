@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from sparsepretrain.kernels import NoiseKey
-    from sparsepretrain.sparsity.state import LayerState as Layer
 else:  # for annotations only
-    Layer = NoiseKey = Optimizer = Tensor = Any
+    NoiseKey = Optimizer = Tensor = Any
 
 FPROP, DGRAD, WGRAD = 0, 1, 2  # numbers of the products in noise keys
 
@@ -135,6 +134,23 @@ class Projection(NamedTuple):
     None: what :meth:`Method.mask` chooses, computed when it is asked for."""
     backward: Tensor | None = None  # B(W), shape of W; None: the same as `forward`
     wgrad_scale: Tensor | None = None  # 0-d factor of dW; None: 1
+
+
+class Layer(Protocol):
+    """What a method sees of a sparse layer, beside the tensors that it gave it."""
+
+    dim: int
+    """Of in_features, or of the input channels, in the stored weight."""
+
+    @property
+    def step(self) -> Any:
+        """Completed optimiser steps: an integer, or a 0-d int64 tensor in compiled graphs."""
+
+    def key(self, product: int) -> NoiseKey:
+        """Noise stream of a product at this step."""
+
+    def __getattr__(self, name: str) -> Any:
+        """A tensor of :meth:`Method.initial_state`."""
 
 
 class Method:

@@ -20,12 +20,11 @@ from torch.optim.optimizer import (
 from sparsepretrain.errors import SparsePretrainWarning
 
 if TYPE_CHECKING:
-    from sparsepretrain.sparsity.layers import SparseLayer
     from sparsepretrain.sparsity.state import ModelState
 
-_Found = dict["ModelState", tuple["SparseLayer", int]]
+_Found = dict["ModelState", tuple[Any, int]]
 
-living: WeakSet[SparseLayer] = WeakSet()  # all sparse layers of the process, copies included
+living: WeakSet[Any] = WeakSet()  # all sparse layers of the process, copies included
 _riders: WeakKeyDictionary[ModelState, tuple[ref[Optimizer], tuple[Any, ...]]] = WeakKeyDictionary()
 # optimiser -> its param_groups when nothing was wrong with it, or was said; until a layer or rider
 # comes or goes
@@ -36,7 +35,7 @@ _released: WeakSet[Optimizer] = WeakSet()  # carried the hooks of a model that w
 _listening: list[Any] = []  # the handles of the global hooks, once there are some
 
 
-def watch(layer: SparseLayer) -> None:
+def watch(layer: Any) -> None:
     """Look at every step of every optimiser that updates this sparse layer."""
     if not _listening:
         _listening.append(register_optimizer_step_pre_hook(_before))

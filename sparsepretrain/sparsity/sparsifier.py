@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainWarning
 from sparsepretrain.kernels import boundary_magnitudes
 from sparsepretrain.sparsity import reminder
-from sparsepretrain.sparsity.coverage import Coverage, cover
+from sparsepretrain.sparsity.coverage import Coverage, Proof, cover
 from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.state import ModelState
@@ -329,3 +329,25 @@ class Sparsifier:
                 own.compare(weight)
             if not (method.on_gradient or method.on_weight):
                 own.kept_mask = None
+
+
+@torch.no_grad()
+def prove(sparsifier: Sparsifier) -> Proof:
+    """Count non-zeros per group of M along in_features in every forward weight."""
+    (n, m), phase = sparsifier.method.pattern, sparsifier.method.phase
+    why = "" if phase.evaluation else phase.why
+    proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
+    for name, layer in sparsifier.layers.items():
+        weight = layer.sparsity.project(layer.weight).forward
+        if weight is None:
+            continue
+        proof.sparse = True
+        dim = layer.sparsity.dim
+        nonzeros = (weight != 0).unflatten(dim, (-1, m)).sum(dim + 1)
+        zero = weight == 0
+        if bool((nonzeros > n).any()) or bool((zero & weight.signbit()).any()):
+            proof.violations += (name,)
+        proof.groups += nonzeros.numel()
+        proof.zeros += int(zero.sum())
+        proof.entries += weight.numel()
+    return proof

@@ -20,9 +20,8 @@ from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, 
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.batches import TrainingBatches
-from sparsepretrain.training.observers import EMA
 from sparsepretrain.training.precision import Options, compute_dtype
-from sparsepretrain.training.session import Session
+from sparsepretrain.training.session import EMA, Session
 from sparsepretrain.training.world import World
 
 META = torch.device("meta")

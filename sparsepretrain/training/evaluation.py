@@ -17,13 +17,13 @@ from sparsepretrain.runs import weights
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import densify
-from sparsepretrain.sparsity.coverage import Proof, prove
+from sparsepretrain.sparsity.coverage import Proof
+from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive, loop
 from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.hardware import environment
-from sparsepretrain.training.observers import put
-from sparsepretrain.training.session import Session, averages
+from sparsepretrain.training.session import Session, averages, put
 
 
 def evaluate_checkpoint(

@@ -21,10 +21,9 @@ from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import DataError, DivergedError
 from sparsepretrain.tasks import Batch, Observation
 from sparsepretrain.training.batches import Request, split_requests, stream, to_device
-from sparsepretrain.training.observers import AVERAGED
 from sparsepretrain.training.precision import autocast
 from sparsepretrain.training.schedules import learning_rate
-from sparsepretrain.training.session import Session
+from sparsepretrain.training.session import AVERAGED, Session
 from sparsepretrain.training.signals import StopSignals
 
 MAX_SKIPS = 10

@@ -16,7 +16,8 @@ from sparsepretrain.kernels import pack_24
 from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.resume import choose_checkpoint, named_checkpoint
-from sparsepretrain.sparsity.coverage import Proof, prove
+from sparsepretrain.sparsity.coverage import Proof
+from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
@@ -24,9 +25,8 @@ from sparsepretrain.training import plan
 from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.hardware import environment
 from sparsepretrain.training.loop import run_steps
-from sparsepretrain.training.observers import Throughput
 from sparsepretrain.training.precision import describe
-from sparsepretrain.training.session import Session
+from sparsepretrain.training.session import Session, Throughput
 from sparsepretrain.training.signals import StopSignals
 
 

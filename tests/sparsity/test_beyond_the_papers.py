@@ -10,8 +10,8 @@ from torch import nn
 import sparsepretrain as sp
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.coverage import prove
 from sparsepretrain.sparsity.methods.sdgf import stages
+from sparsepretrain.sparsity.sparsifier import prove
 
 
 @pytest.mark.parametrize("shape", ["linear", "exponential"])

@@ -13,8 +13,8 @@ from torch import nn
 import sparsepretrain as sp
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.coverage import prove
 from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
+from sparsepretrain.sparsity.sparsifier import prove
 
 
 def conv(*arguments, **options):
