@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor
 
 from sparsepretrain import registry
@@ -117,9 +117,10 @@ def model_state(source: Source) -> dict[str, Tensor]:
     if source.checkpoint is not None:
         tensors = source.checkpoint.part("model")
         return tensors
+    read = {".safetensors": load_file}
     for file in _weight_files(source):
         try:
-            tensors |= _read_tensors(file)
+            tensors |= read.get(file.suffix, checkpoint.read_tensors)(file)
         except CheckpointError:
             raise
         except Exception as error:  # safetensors and pickle raise errors of their own
@@ -136,11 +137,11 @@ def _weight_files(source: Source) -> list[Path]:
                 names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             except (OSError, ValueError, KeyError, AttributeError) as error:
                 raise CheckpointError(f"{index} is damaged: it names no files") from error
-            files = [(name, locate(source, name)) for name in sorted(set(names))]
-            for name, part in files:
-                if part is None:
-                    raise CheckpointError(f"{source.path}: {name} is missing")
-            return [part for _, part in files if part is not None]
+            files = {name: locate(source, name) for name in sorted(set(names))}
+            if None in files.values():
+                missing = next(name for name, file in files.items() if file is None)
+                raise CheckpointError(f"{source.path}: {missing} is missing")
+            return [file for file in files.values() if file is not None]
     raise CheckpointError(f"{source.path} has no weights: neither {' nor '.join(HF_FILES)}")
 
 
@@ -181,11 +182,3 @@ def _near(name: str) -> str:
     known = sorted(str(p.relative_to(above)) for p in [*runs, *above.glob("step_*")])
     prefix = "" if above == Path() else f"{above}/"
     return registry.suggestion(str(path.relative_to(above)), known, prefix)
-
-
-def _read_tensors(file: Path) -> dict[str, Tensor]:
-    if file.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(os.fspath(file))
-    return checkpoint.read_tensors(file)
