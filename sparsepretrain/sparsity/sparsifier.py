@@ -313,7 +313,7 @@ class Sparsifier:
             for name, mask in held.items():
                 weight = self.layers[name].weight
                 method.adjust_weight_(weight, mask, float(rates[id(weight)]))
-        state.set_step(state.step + 1)
+        state.begin(state.step + 1)
         method.after_step(optimizer)
         start, stop = method.window
         inside, compares = start <= state.step < stop, method.compares

@@ -125,10 +125,18 @@ class ModelState:
         with torch.inference_mode(False):
             self.clock[1].fill_(micro)
 
-    def set_step(self, step: int) -> None:
-        """So many optimiser steps are complete; forwards are counted from 0 again."""
+    def begin(self, step: int) -> None:
+        """So many optimiser steps are complete; forwards are counted from 0 again.
+
+        The buffer is not written: whoever changes more of the state first writes it all at once.
+        """
         self.step, self.micro = step, 0
         self.counting = self.begins = self._fresh = True
+        self.method.set_step(step)
+
+    def set_step(self, step: int) -> None:
+        """:meth:`begin` and :meth:`write`."""
+        self.begin(step)
         self.write()
 
     def release(self) -> None:
