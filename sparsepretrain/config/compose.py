@@ -127,7 +127,7 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
     ours = request.path[0]
     # a group of the user's own is not in the primary defaults list: it is appended
     overrides = [
-        f"{'' if (ours / group).is_dir() else '+'}{group}={_quote(option)}"
+        f"{'' if (ours / group).is_dir() else '+'}{group}={quote(option)}"
         for group, option in request.choices.items()
     ]
     with _composing(request) as search:
@@ -178,7 +178,7 @@ def amend(plain: dict[str, Any], request: Request) -> dict[str, Any]:
     with _composing(request) as search:
         amended = OmegaConf.create(plain)
         for group, option in request.choices.items():
-            chosen = hydra.compose(None, [f"+{group}={_quote(option)}", search])
+            chosen = hydra.compose(None, [f"+{group}={quote(option)}", search])
             amended[group] = OmegaConf.select(chosen, group)
         return _resolved(amended, request.values)
 
@@ -196,7 +196,7 @@ def _composing(request: Request) -> Iterator[str]:
         check_yaml(file)
     try:
         with hydra.initialize_config_dir(str(ours), job_name=PRIMARY, version_base="1.3"):
-            yield f"hydra.searchpath=[{','.join(_quote(f'file://{user}') for user in users)}]"
+            yield f"hydra.searchpath=[{','.join(quote(f'file://{user}') for user in users)}]"
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_problem(error)) from error
     except MissingConfigException as error:
@@ -263,7 +263,7 @@ def _choose(request: Request, group: str, value: Any, options: list[str]) -> str
     return f"{group} has no option {choice!r}{near}{listed}"
 
 
-def _quote(text: str) -> str:
+def quote(text: str) -> str:
     """A string of Hydra's grammar, whatever is in it."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${") + "'"
 

@@ -33,6 +33,10 @@ def shipped() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
+TABLES = "table"
+"""The directory of files that are no part of a run but sets of runs, see ``config.tables``."""
+
+
 def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
     """The shipped directory, then the user's, in the order in which they are searched.
 
@@ -62,7 +66,7 @@ def catalogue(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
     for directory in search_path(config_dirs):
         for name in _files(directory):
             group, _, option = name.partition("/")
-            if option:
+            if option and group != TABLES:
                 groups.setdefault(group, {})[option] = directory
     return {group: dict(sorted(groups[group].items())) for group in sorted(groups)}
 

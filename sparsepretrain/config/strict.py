@@ -125,7 +125,13 @@ def _match(hint: Any, value: Any, key: str, errors: list[str]) -> Any:
             for i, (h, v) in enumerate(zip(hints, value, strict=True))
         )
     if origin is dict:
-        return dict(value) if isinstance(value, dict) else _MISSING
+        if not isinstance(value, dict):
+            return _MISSING
+        pairs = [(str(k), v) for k, v in value.items()]
+        return {
+            _convert(args[0], k, key, errors): _convert(args[1], v, _join(key, k), errors)
+            for k, v in pairs
+        }
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else walk(hint, value, key, errors)
     if hint is float:

@@ -15,7 +15,7 @@ from tiny_runs import composed as compose
 from sparsepretrain import registry
 from sparsepretrain.config import validate
 from sparsepretrain.config.groups import REGISTERED, Tracker, key_of, options_of
-from sparsepretrain.config.places import catalogue, shipped
+from sparsepretrain.config.places import TABLES, catalogue, shipped
 from sparsepretrain.config.schema import Run
 
 OPTIONS = [(group, option) for group, options in catalogue().items() for option in options]
@@ -85,7 +85,10 @@ def test_every_model_takes_every_method(model, method):
     assert run.model.name == model and run.sparsity.name == method
 
 
-@pytest.mark.parametrize("file", sorted(shipped().rglob("*.yaml")), ids=lambda f: f.stem)
+FILES = sorted(f for f in shipped().rglob("*.yaml") if f.parent.name != TABLES)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
 def test_every_key_has_a_comment(file):
     lines = file.read_text().splitlines()
     told = {"name", "source", "family"}  # they repeat the file's name

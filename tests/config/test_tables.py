@@ -1,0 +1,112 @@
+"""Tables as data: what a file may say, and the runs that follow from it."""
+
+import pytest
+import yaml
+
+from sparsepretrain.config import freeze, tables
+from sparsepretrain.config.tables import Published, cells, load_table, place, printed
+from sparsepretrain.errors import ConfigError
+
+SMALL = {
+    "title": "a table",
+    "rows": {"dense": ["sparsity=dense"], "γ = 0.2": ["sparsity=sste", "sparsity.gamma=0.2"]},
+    "columns": {"short": ["steps=4"], "long": ["steps=8"]},
+    "metrics": {"loss": {"label": "validation loss", "key": "loss", "better": "lower"}},
+    "scales": {
+        "nano": {
+            "overrides": ["experiment=smoke"],
+            "rows": {"dense": ["optim.lr=2e-3"]},
+            "without": {"dense @ long": "too slow"},
+            "seeds": 2,
+        }
+    },
+    "first_seed": 7,
+}
+
+
+def written(directory, **changes):
+    (directory / "table").mkdir(exist_ok=True)
+    (directory / "table" / "mine.yaml").write_text(yaml.safe_dump(SMALL | changes, sort_keys=False))
+    return [directory]
+
+
+def test_cells_are_runs_with_a_directory_each(tmp_path):
+    dirs = written(tmp_path)
+    found = cells("mine", load_table("mine", dirs), "nano", config_dirs=dirs)
+    assert [cell.label for cell in found[:3]] == [
+        "dense @ short, seed 7",
+        "γ = 0.2 @ short, seed 7",
+        "γ = 0.2 @ long, seed 7",
+    ]
+    assert [cell.seed for cell in found] == [7, 7, 7, 8, 8, 8]
+    places = {str(freeze.run_directory(cell.run).parent) for cell in found}
+    assert places == {f"runs/mine/{n}" for n in ("dense--short", "γ_0.2--short", "γ_0.2--long")}
+    assert found[0].run.optim.lr == 2e-3 and found[2].run.steps == 8
+    # what is typed by hand is the same run
+    from sparsepretrain.config import load
+
+    assert load(found[2].words) == found[2].run
+
+
+def test_overrides_win_and_only_chooses(tmp_path):
+    dirs = written(tmp_path)
+    table = load_table("mine", dirs)
+    found = cells(
+        "mine", table, "nano", seeds=1, only="* @ short", overrides=["steps=5", "runs_dir=r"]
+    )
+    assert [(cell.row, cell.run.steps) for cell in found] == [("dense", 5), ("γ = 0.2", 5)]
+    assert found[0].run.runs_dir == "r/mine"
+
+
+def test_all_mistakes_of_all_cells_are_told(tmp_path):
+    dirs = written(tmp_path)
+    table = load_table("mine", dirs)
+    with pytest.raises(ConfigError) as caught:
+        cells("mine", table, "nano", overrides=["optim.lrr=1", "seeds=3"])
+    assert len(caught.value.messages) == 2
+    assert "dense @ short, γ = 0.2 @ short, γ = 0.2 @ long: unknown key 'optim.lrr'" in str(
+        caught.value
+    )
+    with pytest.raises(ConfigError, match="use --seeds"):
+        cells("mine", table, "nano", overrides=["seed=3"])
+    with pytest.raises(ConfigError, match="did you mean 'dense @ short'"):
+        cells("mine", table, "nano", only="dens @ short")
+    with pytest.raises(ConfigError, match="no scale 'paper'"):
+        cells("mine", table, "paper")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": {"dense": "sparsity=dense"}}, "rows.dense must be a list"),
+        ({"titel": "x"}, "unknown key 'titel' .did you mean 'title'"),
+        ({"baseline": "ste"}, "baseline 'ste' is no row"),
+        ({"claims": [{"text": "t", "kind": "less", "of": ["dense", "sste"]}]}, "'sste' is no cell"),
+        ({"claims": [{"text": "t", "kind": "equal", "of": ["dense", "dense"]}]}, "margin"),
+        ({"metrics": {"loss": {"label": "l", "key": "loss", "over": [0.5, 0.1]}}}, "ascending"),
+    ],
+)
+def test_mistakes_in_the_file_name_file_and_key(tmp_path, changes, message):
+    dirs = written(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_table("mine", dirs)
+    assert "mine.yaml: " in str(caught.value)
+
+
+def test_an_unknown_table_is_told_with_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'mine'"):
+        load_table("mines", written(tmp_path))
+
+
+def test_published_numbers_come_with_their_status():
+    source = Published(
+        paper="S-STE",
+        table="Table 4 (partly)",
+        metric="bleu",
+        rows={"dense": {"method": "dense"}, "step": {"method": "STEP"}},
+    )
+    row = printed(source, "dense", "")
+    assert row is not None and row["value"] == 26.42 and row["status"] == "secondary"
+    assert printed(source, "step", "") is None  # not found by anybody
+    assert printed(source, "srste", "") is None
+    assert place("a", "") == "a" and tables.slug("λ = 6e-5, MVUE") == "λ_6e-5_MVUE"
