@@ -49,8 +49,8 @@ def register(kind: str, name: str) -> Callable[[type[T]], type[T]]:
     """Return a class decorator that makes the class available as ``name`` of ``kind``.
 
     Raises:
-        ConfigError: another class already has that name (a plugin cannot replace a built-in), or
-            ``kind`` is none.
+        ConfigError: another class already has that name (a plugin cannot replace a built-in),
+            ``kind`` is none, or the class lacks a method of its contract.
     """
     if kind not in PACKAGES:
         raise ConfigError(f"there is no kind {kind!r}{suggestion(kind, PACKAGES)}")
@@ -60,6 +60,8 @@ def register(kind: str, name: str) -> Callable[[type[T]], type[T]]:
         same = (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__)
         if not same or cls.__module__ != built_in(kind).get(name, cls.__module__):
             raise ConfigError(f"{kind} {name!r} exists already; choose another name")
+        if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+            raise ConfigError(f"{place(cls)}: class {cls.__name__} lacks {', '.join(missing)}")
         _registered[kind][name] = cls
         return cls
 

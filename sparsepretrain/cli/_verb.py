@@ -7,6 +7,7 @@ Hydra, YAML) is imported in the methods that need it.
 from __future__ import annotations
 
 import argparse
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
@@ -24,7 +25,7 @@ class UsageError(SparsePretrainError):
     label = "usage error"
 
 
-class Verb:
+class Verb(ABC):
     """A verb: registered under its name, found like a method."""
 
     summary: ClassVar[str] = ""
@@ -32,7 +33,7 @@ class Verb:
     place: ClassVar[int] = 100
     """Verbs are listed in ascending order of it, and then of their names."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 - none by default
         """Add arguments to ``parser``; may replace its ``description``."""
 
     def words(self, before: list[str], current: str) -> list[str]:
@@ -44,13 +45,13 @@ class Verb:
         """
         return []
 
+    @abstractmethod
     def run(self, args: argparse.Namespace) -> int:
         """Do the work and return the exit code.
 
         Raises:
             SparsePretrainError: becomes one line and its exit code.
         """
-        raise NotImplementedError
 
 
 class ConfiguredVerb(Verb):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ Head = Literal["labels", "spans"]
 """What is predicted from hidden states: classes of a sequence, or start and end at each token."""
 
 
-class Recipe:
+class Recipe(ABC):
     """How the models of a family are built, and what their layers are for.
 
     The functions belong to the class, which is registered as a model and never instantiated. Its
@@ -43,6 +44,7 @@ class Recipe:
         return {**cls.layers, "all": [*cls.layers["ffn"], *cls.layers["attention"]]}
 
     @staticmethod
+    @abstractmethod
     def build(options: Any) -> nn.Module:
         """A model with weights drawn from torch's global generator; see the recipe for the rule.
 
@@ -51,7 +53,6 @@ class Recipe:
         Raises:
             ConfigError: a package is missing, or there is no such model.
         """
-        raise NotImplementedError
 
 
 class Headable(Recipe):

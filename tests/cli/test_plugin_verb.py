@@ -115,3 +115,10 @@ def test_refusals(content, words, tmp_path, capsys):
 def test_a_broken_plugin_leaves_the_help(tmp_path, capsys):
     code, text = call(capsys, "--help", f"plugins=['{tmp_path}/none.py']")
     assert code == 0 and "warning: plugin" in text and "  train " in text
+
+
+def test_a_verb_without_run_is_one_line_with_its_place(tmp_path, capsys):
+    file = tmp_path / "half_a_verb.py"
+    file.write_text(VERB.replace("def run", "def runs"))
+    code, said = call(capsys, "greet", f"plugins=['{file}']")
+    assert code == 2 and "class Greet lacks run" in said and "half_a_verb.py, line " in said
