@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sparsepretrain import registry
 from sparsepretrain.cli._verb import ConfiguredVerb, integer_from
 from sparsepretrain.registry import register
 
@@ -26,9 +27,13 @@ class Prepare(ConfiguredVerb):
     def run(self, args: argparse.Namespace) -> int:
         options = data_options(args.overrides, args.config_dir)
         from sparsepretrain import data
+        from sparsepretrain.data.source import GeneratedSource
         from sparsepretrain.tracking.console import Console, count
 
         console = Console()
+        if issubclass(registry.get("source", options.source), GeneratedSource):
+            console.info(f"{options.name} is generated while training: there is nothing to prepare")
+            return 0
         start = time.monotonic()
         prepared = data.prepare(options, workers=args.workers, on_progress=console.progress)
         console.stop()

@@ -103,6 +103,32 @@ def ranges(split: str, total: int, size: int) -> list[Shard]:
     return [Shard(split, i, end - begin, (begin, end)) for i, (begin, end) in enumerate(bounds)]
 
 
+class GeneratedSource(ABC):
+    """Base of the sources whose samples are computed when asked for: nothing is ever prepared."""
+
+    Options: ClassVar[type[SourceOptions]]
+    kind: ClassVar[str]
+    """What a task finds in the samples."""
+    unit: ClassVar[str]
+    """What a sample is, in the plural."""
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits: equal ones, equal samples."""
+
+    @abstractmethod
+    def count(self, split: str) -> int | None:
+        """Samples of a split; None: without end."""
+
+    @abstractmethod
+    def samples(self, split: str, seed: int, numbers: Any) -> tuple[Any, ...]:
+        """Arrays of the samples ``numbers`` (int64, from 0), a function of these and ``seed``."""
+
+
 class Source(ABC):
     """Base of the sources. Instances are sent to worker processes, so they must pickle."""
 

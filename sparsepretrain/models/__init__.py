@@ -23,6 +23,7 @@ class Recipe(ABC):
     - ``causal_lm``: ``logits(model, tokens)``, (batch, length) int64 -> (batch, length, vocab_size)
     - ``masked_lm``: ``logits(model, tokens, positions)``, see ``models._text.Encoder``
     - ``image_classification``: ``logits(model, images)``, see ``models.timm_image``
+    - ``regression``: ``predict(model, inputs)``, (batch, inputs) fp32 -> (batch, outputs)
     - ``translation``: ``logits`` and ``generate``, see ``models.marian``
     - ``sequence_classification`` and ``question_answering``: those of :class:`Headable`
     """

@@ -217,7 +217,7 @@ def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:
     bottom, top = left.get_ylim()
     cut = max(tops) + 0.05 * (max(tops) - bottom) if tops else top
     if cut < top:
-        # the first steps fall by several nats and would press all differences together
+        # the loss of the first steps falls far and would press all differences together
         left.set_ylim(bottom, cut)
         left.set_xlabel("step (the first 10 % may leave the axis)")
     if intervals:

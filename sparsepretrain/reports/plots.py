@@ -120,7 +120,7 @@ def layers_figure(run: RunData) -> Figure | None:
 
 def loss_label(run: RunData) -> str:
     """What a loss axis shows."""
-    return "loss (cross-entropy, nats)" if run.unit == "tokens" else f"loss per {run.unit[:-1]}"
+    return f"loss ({run.loss_name})"
 
 
 def new_figure(size: tuple[float, float], columns: int = 1) -> tuple[Figure, Any]:

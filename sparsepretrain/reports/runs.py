@@ -49,6 +49,11 @@ class RunData:
         """What the task counts, in the plural; tokens where it is not known."""
         return str(getattr(self._task(), "unit", "tokens"))
 
+    @property
+    def loss_name(self) -> str:
+        """What the loss of an item is."""
+        return str(getattr(self._task(), "loss_name", "cross-entropy, nats"))
+
     def option(self, group: str, key: str = "name", default: Any = "") -> Any:
         """An option of a group of the configuration; ``default``: not known."""
         return (self.config.get(group) or {}).get(key, default)

@@ -42,11 +42,13 @@ class Task(ABC):
     Options: ClassVar[type]
     """Dataclass of the group ``task``: ``name`` and its own; may define ``problems()``."""
     kind: ClassVar[str]
-    """Kind of data, see ``data.sources``: text, pairs, images or records."""
+    """Kind of data, see ``data.sources``: text, pairs, images, records or vectors."""
     unit: ClassVar[str] = "tokens"
     """What an item is, in the plural."""
     sample: ClassVar[str] = "samples"
     """What a sample is, in the plural."""
+    loss_name: ClassVar[str] = "cross-entropy, nats"
+    """What the loss of an item is."""
     metric: ClassVar[str] = "loss"
     """The metric that says how good a model is, among those of :meth:`metrics`."""
 

@@ -47,6 +47,7 @@ class SequenceClassification(RecordTask):
     Options = SequenceClassificationOptions
     holds = LABELLED
     head = "labels"
+    loss_name = "per example"  # squared error for real numbers, cross-entropy for classes
     metric = "score"
 
     def __init__(self, options: Any, model: Any, data: Any, seed: int) -> None:

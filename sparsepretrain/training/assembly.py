@@ -116,10 +116,12 @@ def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> li
     """Replace the aliases among ``targets`` by the recipe's globs.
 
     Raises:
-        ConfigError: a word that is neither an alias nor a pattern with ``*`` or a dot.
+        ConfigError: a word that is neither an alias nor a pattern with ``*`` or a dot, or aliases
+            that this model has no layers for.
     """
     patterns: list[str] = []
-    for target in [targets] if isinstance(targets, str) else targets:
+    named = [targets] if isinstance(targets, str) else targets
+    for target in named:
         if target in roles:
             patterns += roles[target]
         elif any(c in target for c in "*?[.!"):
@@ -127,6 +129,8 @@ def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> li
         else:
             near = registry.suggestion(target, roles)
             raise ConfigError([("targets", f": {target!r} is neither an alias nor a glob{near}")])
+    if named and not patterns:
+        raise ConfigError([("targets", f": this model has no layers of {', '.join(named)}")])
     return list(dict.fromkeys(patterns))
 
 

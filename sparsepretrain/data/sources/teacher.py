@@ -1,0 +1,138 @@
+"""A random network to be imitated: fresh samples in every step, the same ones for every run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from sparsepretrain.data.source import SPLITS, TRAIN, GeneratedSource, SourceOptions
+from sparsepretrain.registry import register
+
+if TYPE_CHECKING:
+    import numpy as np
+
+BLOCK = 128
+"""Samples are made in blocks that begin at multiples of this: sums of a matrix product depend on
+its shape, and so samples do not depend on how a batch is cut."""
+VERSION = 1
+"""Of how samples follow from the options."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TeacherOptions(SourceOptions):
+    """Options of ``source: teacher``."""
+
+    inputs: Annotated[int, "> 0"]
+    """Numbers of an input vector, each drawn from N(0, 1)."""
+    outputs: Annotated[int, "> 0"]
+    """Numbers of a target vector."""
+    width: Annotated[int, "> 0"]
+    """Of the teacher's residual stream."""
+    depth: Annotated[int, "> 0"]
+    """Blocks of the teacher."""
+    inner: Annotated[int, "> 0"]
+    """Width of the teacher's FFNs."""
+    scale: Annotated[float, "> 0"]
+    """Standard deviation of the teacher's weights, as a multiple of a student's initial ones."""
+    held_out: Annotated[int, "> 0"]
+    """Samples of the validation split, and of the test split."""
+    teacher_seed: Annotated[int, "[0, 2^32)"]
+    """Decides the teacher; the inputs follow from the run's seed, held-out ones from none."""
+
+
+@register("source", "teacher")
+class Teacher(GeneratedSource):
+    """y = T(x) for x ~ N(0, I); T is a dense model ``residual_mlp`` with weights of its own.
+
+    Targets are divided by their standard deviation over the validation split, so that a mean
+    squared error is a fraction of their variance.
+    """
+
+    Options: ClassVar[type[SourceOptions]] = TeacherOptions
+    kind = "vectors"
+    unit = "samples"
+
+    def __init__(self, options: TeacherOptions) -> None:
+        super().__init__(options)
+        self._block = lru_cache(2)(self._draw)
+        self._weights, self._std = self._teacher(), 1.0
+        blocks = -(-options.held_out // BLOCK)
+        targets = [self._draw("validation", 0, block)[1] for block in range(blocks)]
+        self._std = float(_joined(targets)[: options.held_out].std())
+
+    @property
+    def fingerprint(self) -> str:
+        identity = {k: v for k, v in asdict(self.options).items() if k not in self.options.about}
+        text = json.dumps([VERSION, identity], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def count(self, split: str) -> int | None:
+        return None if split == TRAIN else int(self.options.held_out)
+
+    def samples(self, split: str, seed: int, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs (n, inputs) and targets (n, outputs), both fp32."""
+        import numpy as np
+
+        blocks, which = np.unique(numbers // BLOCK, return_inverse=True)
+        parts = [self._block(split, seed, int(block)) for block in blocks]
+        places = which * BLOCK + numbers % BLOCK
+        inputs, targets = (_joined(part)[places] for part in zip(*parts, strict=True))
+        return inputs, targets
+
+    def _draw(self, split: str, seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        import numpy as np
+
+        x = normals(seed, 1 + SPLITS.index(split), block * BLOCK, (BLOCK, self.options.inputs))
+        first, *inner, last = self._weights
+        h = x @ first
+        for up, down in zip(inner[::2], inner[1::2], strict=True):
+            h = h + np.maximum(_normalised(h) @ up, 0) @ down
+        y = _normalised(h) @ last / self._std
+        return x.astype(np.float32), y.astype(np.float32)
+
+    def _teacher(self) -> list[np.ndarray]:
+        """Matrices (in, out), in the order of the layers."""
+        o = self.options
+        blocks = [(o.width, o.inner, 1), (o.inner, o.width, 2 * o.depth)] * o.depth
+        shapes = [(o.inputs, o.width, 1), *blocks, (o.width, o.outputs, 1)]
+        return [
+            normals(o.teacher_seed, 0, layer << 32, (rows, columns))
+            * o.scale
+            * (sums * rows) ** -0.5
+            for layer, (rows, columns, sums) in enumerate(shapes)
+        ]
+
+
+def normals(seed: int, stream: int, first: int, shape: tuple[int, int]) -> np.ndarray:
+    """Rows ``first`` … of an endless matrix of N(0, 1) that (seed, stream, columns) decides, fp64.
+
+    Box and Muller's two from the halves of each raw Philox word: NumPy promises these words across
+    versions, and not what its ``Generator`` makes of them.
+    """
+    import numpy as np
+
+    rows, columns = shape
+    counters = -(-columns // 8)  # of four words each
+    key = np.array([seed, stream], dtype=np.uint64)
+    philox = np.random.Philox(key=key, counter=[first * counters, 0, 0, 0])
+    words = philox.random_raw(rows * counters * 4).reshape(rows, -1)
+    radius = np.sqrt(-2 * np.log(((words >> np.uint64(32)) + 0.5) * 2.0**-32))
+    angle = (words & np.uint64(0xFFFFFFFF)) * (2 * np.pi * 2.0**-32)
+    both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
+    return both[:, :columns]
+
+
+def _normalised(h: np.ndarray) -> np.ndarray:
+    """LayerNorm without weights."""
+    import numpy as np
+
+    return (h - h.mean(1, keepdims=True)) / np.sqrt(h.var(1, keepdims=True) + 1e-5)
+
+
+def _joined(parts: list[np.ndarray] | tuple[np.ndarray, ...]) -> np.ndarray:
+    import numpy as np
+
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,0 +1,62 @@
+"""A residual MLP from vectors to vectors: the FFN blocks of a transformer and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from sparsepretrain.limits import Problems
+from sparsepretrain.models import Recipe
+from sparsepretrain.models._text import ffn_problems
+from sparsepretrain.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(slots=True, kw_only=True)
+class ResidualMLPOptions:
+    """Architecture; names as in the transformers' options."""
+
+    name: str
+    family: Literal["residual_mlp"]
+    inputs: Annotated[int, "> 0"]
+    """Numbers of an input vector; must equal ``data.inputs``."""
+    outputs: Annotated[int, "> 0"]
+    """Numbers of an output vector; must equal ``data.outputs``."""
+    n_embd: Annotated[int, "> 0"]
+    """Width of the residual stream."""
+    n_layer: Annotated[int, "> 0"]
+    """Blocks."""
+    n_inner: Annotated[int, "> 0"]
+    """FFN width: out_features of the first linear layer of a block."""
+    ffn_factor: float
+    """Factor of the FFN width; 0.5 is the baseline "Half" of arXiv:2404.01847."""
+
+    def problems(self) -> Problems:
+        yield from ffn_problems(self.n_inner, self.ffn_factor)
+
+
+@register("model", "residual_mlp")
+class ResidualMLP(Recipe):
+    """Linear in; blocks of norm, linear, ReLU and linear around a residual; norm, linear out."""
+
+    Options = ResidualMLPOptions
+    tasks = frozenset({"regression"})
+    layers: ClassVar = {
+        "ffn": ["blocks.*.fc1", "blocks.*.fc2"],
+        "ffn_out": ["blocks.*.fc2"],
+        "attention": [],
+    }
+
+    @staticmethod
+    def build(options: ResidualMLPOptions) -> nn.Module:
+        """N(0, 1/in_features), last layers of blocks N(0, 1/(2·layers·in_features)); no biases."""
+        from sparsepretrain.models._residual_mlp import Network
+
+        return Network(options)
+
+    @staticmethod
+    def predict(model: nn.Module, inputs: Tensor) -> Tensor:
+        """(batch, inputs) fp32 -> (batch, outputs)."""
+        return model(inputs)

@@ -1,0 +1,84 @@
+"""Regression on vectors that a function makes: nothing is learned by heart, every sample is new."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from sparsepretrain import registry
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.limits import Problems
+from sparsepretrain.registry import register
+from sparsepretrain.tasks import Batch, Progress, Task
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+@dataclass(slots=True, kw_only=True)
+class RegressionOptions:
+    """Options of the task."""
+
+    name: Literal["regression"]
+
+
+@register("task", "regression")
+class Regression(Task):
+    """Mean squared error over the numbers of a target; a sample is an item.
+
+    Sample ``step * batch.size + position`` of a run is a function of its seed and of that number;
+    held-out samples are the same for every seed.
+    """
+
+    Options = RegressionOptions
+    kind = "vectors"
+    unit = "samples"
+    loss_name = "mean squared error"
+
+    @staticmethod
+    def misfits(options: Any, model: Any, data: Any) -> Problems:
+        """A model for vectors of another length."""
+        for key in ("inputs", "outputs"):
+            expected, found = getattr(data, key), getattr(model, key)
+            if found != expected:
+                yield f"model.{key}", f"must equal data.{key} ({expected}), got {found}"
+
+    def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
+        source: Any = registry.get("source", self.data_options.source)
+        self._source = source(self.data_options)
+        self.fingerprint = self._source.fingerprint
+
+    def samples(self, split: str) -> int:
+        count: int | None = self._source.count(split)
+        if count is None:
+            raise ConfigError(f"data={self.data_options.name} has no epochs: give steps instead")
+        return count
+
+    def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
+        """``inputs`` (n, inputs) and ``targets`` (n, outputs), both fp32."""
+        import numpy as np
+        import torch
+
+        numbers = np.asarray(positions, dtype=np.int64) + step * size
+        inputs, targets = self._source.samples(split, self.order_seed(split), numbers)
+        return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+
+    def example(self, size: int, device: torch.device) -> Batch:
+        import torch
+
+        options = self.model_options
+        shapes = {"inputs": (size, options.inputs), "targets": (size, options.outputs)}
+        return {key: torch.zeros(shape, device=device) for key, shape in shapes.items()}
+
+    def count(self, batch: Batch) -> int:
+        return len(batch["targets"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        """(Σ over samples of the mean squared error of a target, number of samples)."""
+        import torch.nn.functional as F
+
+        predicted = self.recipe.predict(model, batch["inputs"]).float()
+        squares = F.mse_loss(predicted, batch["targets"], reduction="sum")
+        return squares / predicted.shape[1], self.count(batch)
