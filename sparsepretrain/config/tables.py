@@ -43,7 +43,7 @@ class Metric:
     split: str | None = "validation"
     """Lines of this split; null: those of training."""
     stage: str | None = None
-    """Name of the stage whose number it is; null: of training itself."""
+    """The stage whose number it is, or a glob: the mean over all that match; null: training."""
     over: tuple[float, float] | None = None
     """Mean of the lines between these fractions of the run; null: the last line."""
     relative_to: tuple[float, float] | None = None
@@ -107,6 +107,8 @@ class Published:
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Row of this table -> keys and values of the row there."""
     columns: dict[str, dict[str, Any]] = field(default_factory=dict)
+    margin: Annotated[float | None, "> 0"] = None
+    """Smaller differences from these numbers mean nothing; null: not known."""
     note: str = ""
     """Printed beside the numbers."""
 
@@ -193,13 +195,27 @@ class Table:
             yield "rows", "metrics and scales must be given, or parts, or bench"
         if self.baseline is not None and self.baseline not in self.rows:
             yield "baseline", f"{self.baseline!r} is no row; give one, or null"
-        places = {*self.rows, *(f"{r} @ {c}" for r in self.rows for c in self.columns)}
+        places = {*self.rows, *(place(r, c) for r in self.rows for c in self.columns)}
+        for scale, size in self.scales.items():
+            for key, labels in (("rows", self.rows), ("columns", self.columns)):
+                for label in getattr(size, key).keys() - labels.keys():
+                    at = f"scales.{scale}.{key}"
+                    yield at, f"{label!r} is none of the table{suggestion(label, labels)}"
+            for glob in size.without:
+                if not any(fnmatchcase(at, glob) for at in places):
+                    yield f"scales.{scale}.without", f"no cell is {glob!r}"
+        stages = {stage.name for size in self.scales.values() for stage in size.stages}
+        for key, metric in self.metrics.items():
+            if metric.stage and not any(fnmatchcase(stage, metric.stage) for stage in stages):
+                yield f"metrics.{key}.stage", f"{metric.stage!r} is no stage of any scale"
         for i, claim in enumerate(self.claims):
             if claim.metric is not None and claim.metric not in self.metrics:
                 yield (
                     f"claims[{i}].metric",
                     f"{claim.metric!r}{suggestion(claim.metric, self.metrics)}",
                 )
+            for column in set(claim.along) - self.columns.keys():
+                yield f"claims[{i}].along", f"{column!r} is no column"
             for term in claim.of:
                 for name in [term] if isinstance(term, str) else term:
                     if name not in places:

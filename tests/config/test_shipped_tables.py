@@ -1,0 +1,56 @@
+"""The shipped tables: each cell is a run that could start, numbers and settings have a source."""
+
+import pytest
+
+from sparsepretrain.config import tables
+from sparsepretrain.config.tables import cells, load_table, place, places, printed
+
+NAMES = list(tables.names())
+SCALES = [(name, scale) for name in NAMES for scale in load_table(name).scales]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_part_is_a_table_and_every_setting_has_a_reason(name):
+    table = load_table(name)
+    assert set(table.parts) <= set(NAMES) - {name}
+    assert table.parts or table.bench or table.settings
+    assert [key for key, setting in table.settings.items() if not setting.where] == []
+    sparse_claims = [c.text for c in table.claims if c.untestable.keys() - table.scales.keys()]
+    assert sparse_claims == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_published_label_has_a_number_or_a_reason(name):
+    for source in load_table(name).published:
+        at = [(r, c) for r in source.rows for c in source.columns or [""]]
+        found = {(r, c): printed(source, r, c) for r, c in at}
+        for label in [*source.rows, *source.columns]:
+            assert any(row for (r, c), row in found.items() if label in (r, c)), label
+        for row in filter(None, found.values()):
+            assert row["status"] and row["source"]
+            assert row["value"] is not None or row["reason"]
+
+
+@pytest.mark.parametrize(("name", "scale"), SCALES)
+def test_the_last_cell_is_a_run(name, scale):
+    """One cell of each scale; all of them in the slow tier."""
+    table = load_table(name)
+    row, column, _ = [at for at in places(table, scale) if not at[2]][-1]
+    (cell,) = cells(name, table, scale, seeds=1, only=_literal(place(row, column)))
+    assert cell.seed == table.first_seed
+    assert cell.run.runs_dir == f"runs/{name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "scale"), SCALES)
+def test_every_cell_is_a_run_of_its_own(name, scale):
+    table = load_table(name)
+    found = cells(name, table, scale, seeds=1)
+    assert [cell.place for cell in found] == [
+        place(row, column) for row, column, why in places(table, scale) if not why
+    ]
+    assert len({cell.run.name for cell in found}) == len(found)
+
+
+def _literal(glob):
+    return "".join(f"[{c}]" if c in "*?[" else c for c in glob)
