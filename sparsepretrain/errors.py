@@ -99,6 +99,20 @@ class DivergedError(SparsePretrainError):
     label = "diverged"
 
 
+@contextlib.contextmanager
+def needs(
+    what: str, packages: str, extra: str, *, error: type[SparsePretrainError] = DataError
+) -> Iterator[None]:
+    """Inside, ``packages`` of an optional extra are imported; without them, an ``error``."""
+    words = "the packages" if " and " in packages else "the package"
+    try:
+        yield
+    except ImportError as missing:
+        raise error(
+            f"{what} needs {words} {packages}: pip install 'sparsepretrain[{extra}]'"
+        ) from missing
+
+
 def reason(error: BaseException) -> str:
     """Why something failed, in one line; a full disk by its name, whatever was made of it."""
     return _full_disk(error) or one_line(error)[:200] or type(error).__name__

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import needs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -125,12 +125,8 @@ class Augmentation:
 
     @cached_property
     def _timm(self) -> tuple[Any, Any]:
-        try:
+        with needs("task.crop=resized", "timm", "vision"):
             from timm.data import create_transform
-        except ImportError as error:
-            raise DataError(
-                "task.crop=resized needs the package timm: pip install 'sparsepretrain[vision]'"
-            ) from error
         o = self._options
         both: dict[str, Any] = {"mean": tuple(o.mean), "std": tuple(o.std)}
         both["input_size"] = (3, o.image_size, o.image_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 PROBE_SECONDS = 5.0
 
@@ -50,8 +49,8 @@ def reason(error: Exception) -> str:
 
 
 @contextmanager
-def quiet_datasets(*, local: bool) -> Iterator[Any]:
-    """The package ``datasets``, without bars and logs, offline when the hub cannot be reached."""
+def quiet_datasets(*, local: bool) -> Iterator[None]:
+    """Inside, ``datasets`` has no bars and logs, and is offline when the hub is out of reach."""
     import datasets
     import huggingface_hub
 
@@ -62,7 +61,7 @@ def quiet_datasets(*, local: bool) -> Iterator[Any]:
     try:
         with hub_access(offline=local):
             datasets.config.HF_HUB_OFFLINE = offline or huggingface_hub.constants.HF_HUB_OFFLINE
-            yield datasets
+            yield
     finally:
         datasets.config.HF_HUB_OFFLINE = offline
         datasets.logging.set_verbosity(verbosity)

@@ -6,17 +6,14 @@ neither resuming nor the number of processes can change it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from sparsepretrain.data.source import TRAIN
 from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
-
-T = TypeVar("T")
 
 MULTIPLE = 4
 """Lengths are padded to it, so that groups of four tokens (MVUE) lie within a sentence."""
@@ -37,51 +34,27 @@ def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.argsort(epoch_words(seed, epoch, count), kind="stable")
 
 
-def _per_epoch(draw: Callable[[int], T]) -> Callable[[int], T]:
-    """``draw``, remembered for two epochs: a batch touches no more at most times."""
-    return lru_cache(2)(draw)
-
-
-def _take(draw: Callable[[int], np.ndarray], samples: np.ndarray, count: int) -> np.ndarray:
-    """Entry ``sample % count`` of what is drawn for epoch ``sample // count``, for each sample."""
-    epochs, taken = np.divmod(samples, count)
-    for epoch in np.unique(epochs):
-        mine = epochs == epoch
-        taken[mine] = draw(int(epoch))[taken[mine]]
-    return taken
-
-
 class Windows:
     """Non-overlapping windows of ``length + 1`` tokens (inputs, and targets shifted by one).
 
-    Neighbours share one token: the last target of one is the first input of the next. Shuffled
-    windows visit every place once per epoch, in a new permutation and from a new offset in
-    [0, length), so that windows of different epochs start at different tokens. Windows with
-    replacement start anywhere, each drawn for itself.
+    Neighbours share one token: the last target of one is the first input of the next. Every place
+    is visited once per epoch, in a new permutation and from a new offset in [0, length), so that
+    windows of different epochs start at different tokens.
     """
 
     def __init__(
-        self,
-        tokens: np.ndarray,
-        length: int,
-        seed: int,
-        *,
-        shuffled: bool,
-        replacement: bool = False,
-        complete: bool = False,
+        self, tokens: np.ndarray, length: int, seed: int, *, replacement: bool, complete: bool
     ) -> None:
         """Take windows of ``tokens``, at least ``length + 1``; the rest as in :func:`windows`."""
-        self._tokens, self._length, self._seed, self._shuffled = tokens, length, seed, shuffled
+        self._tokens, self._length, self._seed = tokens, length, seed
         self._replacement = replacement
-        places = (len(tokens) - 1) // length
         # one place fewer leaves room for any offset; a text of one window has to do without
-        self.count = max(1, (len(tokens) - length) // length) if shuffled else places
+        self._full = max(1, (len(tokens) - length) // length)
+        self._offsets = min(length, len(tokens) - self._full * length)
+        self._epoch = lru_cache(2)(self._draw)  # a batch touches no more at most times
+        self._rest = self._left_out() if complete else None
+        self.count = self._full + len(self._rest or ())
         """Windows per epoch."""
-        self._offsets = min(length, len(tokens) - self.count * length)
-        self._epoch = _per_epoch(self._draw)
-        self._full, self._complete = self.count, complete
-        self._rest = self._left_out() if complete else []
-        self.count += len(self._rest)
 
     def batch(self, step: int, positions: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
         """Samples ``positions`` of the global batch of ``step``.
@@ -95,7 +68,7 @@ class Windows:
             int64 of shape (len(positions), length + 1); -1 after the end of a shorter window.
         """
         samples = np.asarray(positions, dtype=np.int64) + step * size
-        if not self._complete:
+        if self._rest is None:
             return self._windows(samples)
         samples %= self.count
         rows = np.full((len(samples), self._length + 1), -1, dtype=np.int64)
@@ -107,16 +80,16 @@ class Windows:
         return rows
 
     def _windows(self, samples: np.ndarray) -> np.ndarray:
-        if self._shuffled:
-            starts = _take(self._epoch, samples, self._full)
-        else:
-            starts = samples % self._full * self._length
+        epochs, starts = np.divmod(samples, self._full)
+        for epoch in np.unique(epochs):
+            mine = epochs == epoch
+            starts[mine] = self._epoch(int(epoch))[starts[mine]]
         return self._tokens[starts[:, None] + np.arange(self._length + 1)].astype(np.int64)
 
     def _left_out(self) -> list[tuple[int, int]]:
         """(start, stop) of the windows before and after those of the first epoch."""
-        begin = int(self._epoch(0).min()) if self._shuffled else 0
-        end, last = begin + self._full * self._length, len(self._tokens) - 1
+        begin, last = int(self._epoch(0).min()), len(self._tokens) - 1
+        end = begin + self._full * self._length
         starts = [*([0] if begin else []), *range(end, last, self._length)]
         return [(s, min(s + self._length, begin if s < begin else last) + 1) for s in starts]
 
@@ -135,7 +108,6 @@ def windows(
     length: int,
     seed: int,
     *,
-    shuffled: bool | None = None,
     replacement: bool = False,
     complete: bool = False,
 ) -> Windows:
@@ -143,11 +115,10 @@ def windows(
 
     Args:
         data: prepared data.
-        split: ``train`` or ``validation``.
+        split: of ``data``.
         length: sequence length in tokens.
-        seed: seed of the order, in [0, 2^64); unused where windows are not shuffled.
-        shuffled: None: shuffled for ``train``; the windows of ``validation`` come in file order.
-        replacement: of shuffled windows: draw every one anew, as nanoGPT does.
+        seed: seed of the order, in [0, 2^64).
+        replacement: draw every window for itself, from anywhere, as nanoGPT does.
         complete: every pass is the first epoch, followed by shorter windows of what that
             leaves out, so that each token but the first is the target of one window.
 
@@ -163,10 +134,7 @@ def windows(
             f"{length} needs {length + 1}: choose a smaller task.sequence_length, more text, "
             "or another data.validation"
         )
-    shuffled = split == TRAIN if shuffled is None else shuffled
-    return Windows(
-        tokens, length, seed, shuffled=shuffled, replacement=replacement, complete=complete
-    )
+    return Windows(tokens, length, seed, replacement=replacement, complete=complete)
 
 
 class Buckets:
@@ -193,7 +161,7 @@ class Buckets:
         self._longest = int(longest.max())
         self.starts = _cut(np.sort(longest), max_tokens)
         """(buckets + 1,) places in the sorted order where buckets begin, and its end."""
-        self._epoch = _per_epoch(self._draw)
+        self._epoch = lru_cache(2)(self._draw)
 
     @property
     def count(self) -> int:
@@ -246,35 +214,26 @@ class Place(NamedTuple):
     epoch: int
     position: int
     """In the epoch."""
-    image: int
+    item: int
+    """Of the record or image."""
 
 
 class Shuffle:
-    """Places 0 … count - 1, each once per epoch, in an order that (seed, epoch) decides."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        self.count = count
-        self._epoch = _per_epoch(partial(permutation, seed, count=count))
-
-    def places(self, step: int, positions: Sequence[int], size: int) -> np.ndarray:
-        """int64 (len(positions),): what is at ``positions`` of the global batch of ``step``."""
-        samples = np.asarray(positions, dtype=np.int64) + step * size
-        return _take(self._epoch, samples, self.count)
-
-
-class ImageOrder(Shuffle):
     """Every epoch is ``count`` samples in an order of its own, a function of (seed, epoch).
 
-    With ``copies`` > 1 an image is followed by itself, differently augmented, and an epoch visits
-    only ``count / copies`` images (repeated augmentation of Hoffer et al., arXiv:1901.09335, in the
-    form of DeiT's sampler).
+    With ``copies`` > 1 a sample is followed by itself, differently augmented, and an epoch visits
+    only ``count / copies`` of them (repeated augmentation of Hoffer et al., arXiv:1901.09335, in
+    the form of DeiT's sampler).
     """
 
     def __init__(self, count: int, seed: int, copies: int = 1) -> None:
-        super().__init__(count, seed)
-        self._copies = copies
+        self._count, self._copies = count, copies
+        self._epoch = lru_cache(2)(lambda epoch: permutation(seed, epoch, count))
 
-    def place(self, sample: int) -> Place:
-        """Of sample ``step * batch + position`` of the run."""
-        epoch, position = divmod(sample, self.count)
-        return Place(epoch, position, int(self._epoch(epoch)[position // self._copies]))
+    def places(self, step: int, positions: Sequence[int], size: int) -> list[Place]:
+        """What is at ``positions`` of the global batch of ``step``, which has ``size`` samples."""
+        found = []
+        for position in positions:
+            epoch, place = divmod(step * size + position, self._count)
+            found.append(Place(epoch, place, int(self._epoch(epoch)[place // self._copies])))
+        return found

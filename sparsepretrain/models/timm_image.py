@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sparsepretrain.errors import ConfigError, one_line
+from sparsepretrain.errors import ConfigError, needs, one_line
 from sparsepretrain.limits import Problems
 from sparsepretrain.models import Recipe
 from sparsepretrain.models._text import Activation, transformers_name
@@ -126,13 +126,8 @@ class TimmImage(Recipe):
         Raises:
             ConfigError: timm is not installed, or has no such model or shape.
         """
-        try:
+        with needs("model.family=timm_image", "timm", "vision", error=ConfigError):
             import timm
-        except ImportError as error:
-            raise ConfigError(
-                "model.family=timm_image needs the package timm: "
-                "pip install 'sparsepretrain[vision]'"
-            ) from error
         if options.architecture not in timm.list_models():
             near = suggestion(options.architecture, timm.list_models(), "model.architecture=")
             known = near if "did you mean" in near else " (timm.list_models() names all)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, needs
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -37,10 +37,6 @@ class Lion:
         Raises:
             ConfigError: timm is not installed.
         """
-        try:
+        with needs("optim=lion", "timm", "vision", error=ConfigError):
             from timm.optim import Lion as TimmLion
-        except ImportError as error:
-            raise ConfigError(
-                "optim=lion needs the package timm: pip install 'sparsepretrain[vision]'"
-            ) from error
         return TimmLion(groups, lr=options.lr, betas=options.betas)

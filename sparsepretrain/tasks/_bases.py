@@ -46,7 +46,6 @@ class WindowTask(Task):
                 split,
                 self.options.sequence_length,
                 self.order_seed(split),
-                shuffled=True,
                 replacement=replacement and split == "train",
                 complete=self.complete and split != "train",
             )
@@ -182,7 +181,7 @@ class RecordTask(Task):
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
         """What :meth:`collate` makes of the samples."""
         places = self._orders[split].places(step, positions, size)
-        return self.collate([self._samples[split][place] for place in places])
+        return self.collate([self._samples[split][place.item] for place in places])
 
     def collate(self, samples: list[Sample]) -> Batch:
         """Padded ``tokens``, ``mask`` (bool) and ``second`` (the second text), with ``targets``.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from sparsepretrain.data.images import Images
-    from sparsepretrain.data.order import ImageOrder
+    from sparsepretrain.data.order import Shuffle
 
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
 
@@ -116,7 +116,7 @@ class ImageClassification(Task):
     ) -> None:
         super().__init__(options, model, data, seed)
         self._images: dict[str, Images] = {}
-        self._orders: dict[str, ImageOrder] = {}
+        self._orders: dict[str, Shuffle] = {}
 
     @staticmethod
     def misfits(options: Any, model: Any, data: Any) -> Problems:
@@ -128,13 +128,13 @@ class ImageClassification(Task):
     def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
         from sparsepretrain.data.augmentation import Augmentation
         from sparsepretrain.data.images import open_images
-        from sparsepretrain.data.order import ImageOrder
+        from sparsepretrain.data.order import Shuffle
 
         self._images, self.fingerprint = open_images(
             self.data_options, tuple(splits), self.model_options.classes, on_progress
         )
         self._orders = {
-            split: ImageOrder(
+            split: Shuffle(
                 images.count, self.order_seed(split), self.options.copies if split == "train" else 1
             )
             for split, images in self._images.items()
@@ -149,13 +149,13 @@ class ImageClassification(Task):
         """
         import torch
 
-        images, order = self._images[split], self._orders[split]
-        places = [order.place(step * size + position) for position in positions]
-        labels = torch.tensor([images.label(place.image) for place in places])
+        images = self._images[split]
+        places = self._orders[split].places(step, positions, size)
+        labels = torch.tensor([images.label(place.item) for place in places])
         augmented = (
-            self._augmentation.train(images.image(place.image), place.epoch, place.position)
+            self._augmentation.train(images.image(place.item), place.epoch, place.position)
             if split == "train"
-            else self._augmentation.evaluate(images.image(place.image))
+            else self._augmentation.evaluate(images.image(place.item))
             for place in places
         )
         pixels = torch.stack(list(augmented))

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain.data.sources.labelled_texts import LABELLED
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.errors import ConfigError, needs
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, averages, cross_entropy
@@ -137,14 +137,9 @@ def _cut(first: Any, second: Any, room: int) -> tuple[Any, Any]:
 
 def _measure(metric: str, predicted: Sequence[float], labels: Sequence[float]) -> float:
     """One metric; a correlation with a constant is 0."""
-    try:
+    with needs(f"task.metrics: {metric}", "scikit-learn and scipy", "eval", error=ConfigError):
         from scipy import stats
         from sklearn import metrics
-    except ImportError as error:
-        raise ConfigError(
-            "GLUE's metrics need the packages scikit-learn and scipy: "
-            "pip install 'sparsepretrain[eval]'"
-        ) from error
     if metric in CORRELATIONS:
         if len(set(predicted)) < 2 or len(set(labels)) < 2:
             return 0.0

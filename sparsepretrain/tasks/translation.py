@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sparsepretrain import data as datasets
-from sparsepretrain.errors import DataError, SparsePretrainWarning
+from sparsepretrain.errors import DataError, SparsePretrainWarning, needs
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, cross_entropy
@@ -266,13 +266,8 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> dict[st
     """
     if not references:
         raise DataError("BLEU needs at least one sentence")
-    try:
+    with needs("BLEU (without: task.bleu=false)", "sacrebleu", "mt"):
         from sacrebleu.metrics import BLEU
-    except ImportError as error:
-        raise DataError(
-            "BLEU needs the package sacrebleu: pip install 'sparsepretrain[mt]', "
-            "or choose task.bleu=false"
-        ) from error
     metric = BLEU()
     score = metric.corpus_score(list(hypotheses), [list(references)]).score
     return {"bleu": float(score), "bleu_signature": str(metric.get_signature())}

@@ -14,7 +14,7 @@ from PIL import Image
 
 from sparsepretrain.data import prepare
 from sparsepretrain.data.images import open_images
-from sparsepretrain.data.order import ImageOrder
+from sparsepretrain.data.order import Shuffle
 from sparsepretrain.data.sources import cifar
 from sparsepretrain.errors import ConfigError, DataError
 
@@ -277,22 +277,22 @@ def test_hub_data_sets_become_an_index(options, repository, monkeypatch, tmp_pat
 
 
 def test_every_epoch_visits_every_image_once():
-    order = ImageOrder(10, seed=3)
-    epochs = [[order.place(e * 10 + i) for i in range(10)] for e in range(3)]
+    order = Shuffle(10, seed=3)
+    epochs = [order.places(e, range(10), 10) for e in range(3)]
     for e, places in enumerate(epochs):
-        assert sorted(p.image for p in places) == list(range(10))
+        assert sorted(p.item for p in places) == list(range(10))
         assert [(p.epoch, p.position) for p in places] == [(e, i) for i in range(10)]
-    assert len({tuple(p.image for p in places) for places in epochs}) == 3
-    again = ImageOrder(10, seed=3)
-    assert [again.place(i) for i in reversed(range(30))] == [
+    assert len({tuple(p.item for p in places) for places in epochs}) == 3
+    again = Shuffle(10, seed=3)
+    assert again.places(0, range(29, -1, -1), 30) == [
         p for places in reversed(epochs) for p in reversed(places)
     ]
 
 
 def test_copies_follow_each_other():
-    order = ImageOrder(10, seed=0, copies=3)
-    images = [order.place(i).image for i in range(10)]
+    order = Shuffle(10, seed=0, copies=3)
+    images = [place.item for place in order.places(0, range(10), 10)]
     assert images == [images[i] for i in (0, 0, 0, 3, 3, 3, 6, 6, 6, 9)]
     assert len(set(images)) == 4
-    seen = {order.place(i).image for i in range(200)}
+    seen = {place.item for place in order.places(0, range(200), 200)}
     assert seen == set(range(10))

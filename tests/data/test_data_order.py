@@ -91,14 +91,6 @@ def test_going_back_after_many_epochs_changes_nothing():
     assert train._epoch.cache_info().currsize <= 2
 
 
-def test_validation_comes_in_file_order_and_wraps():
-    held_out = windows(data(1, 21), "validation", 5, 9)
-    assert held_out.count == 4
-    assert held_out.batch(0, range(4), 4)[:, 0].tolist() == [0, 5, 10, 15]
-    assert held_out.batch(1, range(2), 4)[:, 0].tolist() == [0, 5]
-    assert windows(data(1, 21), "validation", 5, 9, shuffled=True).count == 3
-
-
 def test_a_text_of_exactly_one_sequence_is_enough():
     train = windows(data(6), "train", 5, 0)
     assert train.count == 1 and train.batch(7, [0, 1], 2).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
@@ -118,13 +110,12 @@ def test_too_short_a_text_names_file_tokens_and_length(count):
     length=st.integers(1, 9),
     extra=st.integers(1, 60),
     seed=st.integers(0, 99),
-    shuffled=st.booleans(),
     size=st.integers(1, 13),
 )
-def test_a_complete_pass_predicts_every_token_once(length, extra, seed, shuffled, size):
+def test_a_complete_pass_predicts_every_token_once(length, extra, seed, size):
     """But the first; and it begins with the windows of an ordinary epoch."""
     tokens = data(1, length + extra)
-    held_out = windows(tokens, "validation", length, seed, shuffled=shuffled, complete=True)
+    held_out = windows(tokens, "validation", length, seed, complete=True)
     places = range(held_out.count)
     parts = [held_out.batch(0, places[i : i + size], held_out.count) for i in places[::size]]
     rows = np.concatenate(parts)
@@ -134,7 +125,7 @@ def test_a_complete_pass_predicts_every_token_once(length, extra, seed, shuffled
     for row in rows:
         text = row[row >= 0]
         assert len(text) > 1 and (np.diff(text) == 1).all() and (row[len(text) :] == -1).all()
-    ordinary = windows(tokens, "validation", length, seed, shuffled=shuffled)
+    ordinary = windows(tokens, "validation", length, seed)
     assert (rows[: ordinary.count] == ordinary.batch(0, range(ordinary.count), 1)).all()
     assert held_out.count - ordinary.count <= 3
     assert (held_out.batch(1, [0], held_out.count) == rows[:1]).all(), "every pass is the same"

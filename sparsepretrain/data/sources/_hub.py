@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from sparsepretrain.data.hub import quiet_datasets, reason
 from sparsepretrain.data.source import SPLITS, TRAIN, Shard, Source, ranges
 from sparsepretrain.data.sources._files import match
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import DataError, needs
 
 
 @dataclass(kw_only=True)  # no slots: it stands beside another base that has some
@@ -120,19 +120,17 @@ def load_rows(
     """
     name, path = options.name, os.path.expanduser(options.path)
     files = {key: list(map(os.path.expanduser, value)) for key, value in (data_files or {}).items()}
+    with needs(name, "datasets", "hf"):
+        from datasets import load_dataset
     try:
-        with quiet_datasets(local=bool(files) or os.path.isdir(path)) as datasets:
-            return datasets.load_dataset(
+        with quiet_datasets(local=bool(files) or os.path.isdir(path)):
+            return load_dataset(
                 path,
                 options.subset,
                 split=split,
                 revision=options.revision,
                 data_files=files or None,
             )
-    except ImportError as error:
-        raise DataError(
-            f"{name} needs the package datasets: pip install 'sparsepretrain[hf]'"
-        ) from error
     except ConnectionError as error:
         raise DataError(
             f"{name} needs the network: {reason(error)}; connect and run "

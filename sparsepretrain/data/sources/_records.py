@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from sparsepretrain.data.source import SPLITS, Document, Shard, Source, SourceOptions, ranges
 from sparsepretrain.data.sources._files import TextFile, match, refuse_shared, unreadable
 from sparsepretrain.data.sources._hub import load_rows
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import DataError, needs
 from sparsepretrain.limits import Problems
 
 SHARD_ROWS = 16384
@@ -190,12 +190,8 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row]]:
 
 
 def _parquet_rows(file: str) -> Iterator[tuple[int, Row]]:
-    try:
+    with needs(file, "pyarrow", "hf"):
         from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise DataError(
-            f"{file} needs the package pyarrow: pip install 'sparsepretrain[hf]'"
-        ) from error
     try:
         batches = parquet.ParquetFile(file).iter_batches()
         yield from enumerate(row for batch in batches for row in batch.to_pylist())

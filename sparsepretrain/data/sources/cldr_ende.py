@@ -18,7 +18,7 @@ from random import Random
 from typing import Annotated, Any, ClassVar
 
 from sparsepretrain.data.source import SPLITS, Document, Shard, Source, TokenOptions, ranges
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import DataError, needs
 from sparsepretrain.registry import register
 
 VERSION = 2
@@ -195,13 +195,8 @@ class CldrEnDe(Source):
 
     def state(self) -> list[Any]:
         """Versions of the sentences, of Babel (and so of its CLDR data) and of num2words."""
-        try:
+        with needs(self.options.name, "babel and num2words", "mt"):
             return [VERSION, metadata.version("babel"), metadata.version("num2words")]
-        except metadata.PackageNotFoundError as error:
-            raise DataError(
-                f"{self.options.name} needs the packages babel and num2words: "
-                "pip install 'sparsepretrain[mt]'"
-            ) from error
 
     def shards(self) -> list[Shard]:
         """All sentences, made here: about a second for 5,000."""

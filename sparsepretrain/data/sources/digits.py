@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from sparsepretrain.data.source import TEST, TRAIN, VALIDATION, Shard, SourceOptions
 from sparsepretrain.data.sources._images import PixelSource
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import needs
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
@@ -50,9 +50,10 @@ class Digits(PixelSource):
     def shards(self) -> list[Shard]:
         import numpy as np
 
+        from sparsepretrain.data.order import permutation
+
         labels = _load()[0]
-        words = np.random.Philox(key=np.array([self.options.seed, 0], dtype=np.uint64))
-        order = np.argsort(words.random_raw(len(labels)), kind="stable")
+        order = permutation(self.options.seed, 0, len(labels))
         ends = np.cumsum([self.options.validation, self.options.test])
         parts: dict[str, list[int]] = {TRAIN: [], VALIDATION: [], TEST: []}
         for digit in range(10):
@@ -71,11 +72,7 @@ class Digits(PixelSource):
 
 
 def _load() -> tuple[np.ndarray, np.ndarray]:
-    try:
+    with needs("digits", "scikit-learn", "vision"):
         from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DataError(
-            "digits needs the package scikit-learn: pip install 'sparsepretrain[vision]'"
-        ) from error
     digits: Any = load_digits()
     return digits.target, digits.images
