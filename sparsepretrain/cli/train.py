@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sparsepretrain.cli._verb import ConfiguredVerb
+from sparsepretrain.cli._verb import ConfiguredVerb, integer_from
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class Train(ConfiguredVerb):
             action="store_true",
             help="print coverage, parameters, FLOPs, memory and time, and stop",
         )
+        text = "end after N steps, as the beginning of the whole run"
+        parser.add_argument("--stop-after", type=integer_from(1), metavar="N", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config.compose import read
@@ -54,19 +56,20 @@ class Train(ConfiguredVerb):
             console.info("\n".join(notes))
         run = settle(run)
         directory, code = RunDirectory.of(run), 0
+        end = min(args.stop_after or run.steps, run.steps)
         if args.dry_run:
             console.loading(run.name)
             from sparsepretrain.training.plan import dry_run
 
             dry_run(run, console)
             return 0
-        if run.resume == "auto" and directory.is_finished(run, run.steps):  # known without torch
-            console.info(f"{directory} is finished ({run.steps} steps): nothing to do")
+        if run.resume == "auto" and directory.is_finished(run, end):  # known without torch
+            console.info(f"{directory} is finished ({end} steps): nothing to do")
         else:
             console.loading(run.name)
             from sparsepretrain.training.trainer import train
 
-            code = train(run, console)
+            code = train(run, console, stop_after=args.stop_after)
         if code == 0:
             illustrate(directory)
         return code

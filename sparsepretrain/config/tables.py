@@ -7,13 +7,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from sparsepretrain.config.compose import quote
+from sparsepretrain.config.compose import quote, read
 from sparsepretrain.config.places import TABLES, check_yaml, search_path, shipped
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.strict import build
@@ -25,7 +25,7 @@ from sparsepretrain.registry import suggestion
 PUBLISHED = "table/_published.yaml"
 """What papers and their authors printed, in the shipped directory; each row has a source."""
 
-SIMPLE = "[A-Za-z][A-Za-z0-9_-]*"
+SIMPLE = "[A-Za-z/][A-Za-z0-9_/-]*"
 """Names that need no quotes."""
 
 Scale = Literal["paper", "nano"]
@@ -63,18 +63,27 @@ class Metric:
 
 @dataclass(slots=True, kw_only=True)
 class Stage:
-    """What happens to every run after training: it is fine-tuned, or evaluated on a split."""
+    """What happens to every run after training: it is fine-tuned, or evaluated on a split.
+
+    Where its numbers lie follows from the run alone. A fine-tuning is a run with the cell's seed in
+    ``<runs_dir>/<table>/<row>[--<column>]--<stage>/``, which ``RunDirectory.finetuned(stage)`` of
+    the cell's run finds; an evaluation is a line of its ``eval.jsonl``, see
+    ``RunDirectory.evaluation(split, overrides)``. One that failed stands under its name in
+    ``RunDirectory.failures()`` of the cell's run.
+    """
 
     name: str
     finetune: str | None = None
     """``task=`` of ``sparsepretrain finetune RUN``."""
-    evaluate: str | None = None
+    evaluate: Literal["validation", "test"] | None = None
     """``split=`` of ``sparsepretrain eval RUN``."""
     overrides: list[str] = field(default_factory=list)
 
     def problems(self) -> Problems:
         if (self.finetune is None) == (self.evaluate is None):
             yield "name", f"{self.name!r} must have one of finetune and evaluate"
+        if self.name == "train" or self.name != slug(self.name):
+            yield "name", f"must be letters, digits, _ and -, and not 'train', got {self.name!r}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -329,24 +338,41 @@ def cells(
     # a seed of the user's own would make all seeds of a cell the same run
     if any(word.partition("=")[0].lstrip("+") in ("seed", "name") for word in overrides):
         raise ConfigError("seed and name belong to the table: use --seeds")
-    base = next(
-        (w.partition("=")[2] for w in reversed(overrides) if w.startswith("runs_dir=")), "runs"
-    )
+    known = [(row, column) for row, column, why in places(table, scale) if not why]
+    wanted = {
+        (r, c): [
+            *[f"experiment={table.experiment}"] * (table.experiment is not None),
+            *[*size.overrides, *table.columns.get(c, ()), *size.columns.get(c, ())],
+            *[*table.rows[r], *size.rows.get(r, ()), *overrides],
+        ]
+        for r, c in known
+        if fnmatchcase(r, only) or fnmatchcase(place(r, c), only)
+    }
+    if not wanted:
+        near = suggestion(only, [place(*at) for at in known])
+        raise ConfigError(f"no cell of {name} is {only!r}{near}")
+    numbers = range(table.first_seed, table.first_seed + (seeds or size.seeds))
+    return grid(name, wanted, numbers, config_dirs)
+
+
+def grid(
+    name: str,
+    places: Mapping[tuple[str, str], Sequence[str]],
+    seeds: Sequence[int],
+    config_dirs: Sequence[Path] = (),
+) -> list[Cell]:
+    """The runs of every (row, column) -> overrides with every seed, as :func:`cells` lays them out.
+
+    Raises:
+        ConfigError: all mistakes, one line each, with the places where they are made.
+    """
     found: list[Cell] = []
     errors: dict[str, list[str]] = {}
-    numbers = range(table.first_seed, table.first_seed + (seeds or size.seeds))
-    for row, column, why in places(table, scale):
-        if why or not (fnmatchcase(row, only) or fnmatchcase(place(row, column), only)):
-            continue
-        words = [f"experiment={table.experiment}"] * (table.experiment is not None)
-        words += [*size.overrides, *table.columns.get(column, ()), *size.columns.get(column, ())]
-        words += [*table.rows[row], *size.rows.get(row, ()), *overrides]
-        own = "--".join(slug(part) for part in (row, column) if part)
-        words += [
-            f"runs_dir={base}/{name}",
-            f"name={own if re.fullmatch(SIMPLE, own) else quote(own)}",
-        ]
+    for (row, column), overrides in places.items():
         try:
+            base = dict(read(overrides, config_dirs).values).get("runs_dir", "runs")
+            own = "--".join(slug(part) for part in (row, column) if part)
+            words = [*overrides, word("runs_dir", f"{base}/{name}"), word("name", own)]
             run = load(words, config_dirs)
         except ConfigError as error:
             for message in error.messages:
@@ -354,14 +380,29 @@ def cells(
             continue
         found += [
             Cell(row, column, seed, (*words, f"seed={seed}"), dataclasses.replace(run, seed=seed))
-            for seed in numbers
+            for seed in seeds
         ]
     if errors:
         raise ConfigError([f"{', '.join(where)}: {what}" for what, where in errors.items()])
-    if not found:
-        known = [place(r, c) for r, c, why in places(table, scale) if not why]
-        raise ConfigError(f"no cell of {name} is {only!r}{suggestion(only, known)}")
     return sorted(found, key=lambda cell: cell.seed)  # stable: the order of the table within a seed
+
+
+def stage_words(cell: Cell, stage: Stage) -> list[str]:
+    """Words of ``finetune`` or ``eval`` that follow the directory of the cell's run.
+
+    What says how and where to compute goes on from the cell, hyper-parameters do not.
+    """
+    if stage.finetune is None:
+        return [f"split={stage.evaluate}", *stage.overrides]
+    kept = [w for w in cell.words if re.match(r"\+*(tracker|workers|parallel)\b", w)]
+    name = word("name", f"{cell.run.name}--{stage.name}")
+    place = [word("runs_dir", cell.run.runs_dir), name, f"seed={cell.seed}"]
+    return [f"task={stage.finetune}", *kept, *stage.overrides, *place]
+
+
+def word(key: str, value: str) -> str:
+    """``key=value`` as it is typed."""
+    return f"{key}={value if re.fullmatch(SIMPLE, value) else quote(value)}"
 
 
 def slug(label: str) -> str:

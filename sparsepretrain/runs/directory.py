@@ -69,6 +69,8 @@ class RunDirectory:
     """The page about the run."""
     console_log = _Entry("console.log")
     """What the run printed where another process started it."""
+    failures_file = _Entry("failed.json")
+    """See :meth:`failures`."""
     lock_file = _Entry(".lock")
     """Held by the process that trains."""
 
@@ -172,6 +174,32 @@ class RunDirectory:
             raise ConfigError(f"{self.environment_file} cannot be read: {error}") from error
         return values
 
+    def failures(self) -> dict[str, dict[str, Any]]:
+        """What failed when it was last tried -> its ``exit_code`` and ``error``, one line.
+
+        ``train`` is the run itself, other names are stages of a table after it. The exit code of
+        what a signal killed is minus the number of the signal.
+        """
+        try:
+            found: dict[str, dict[str, Any]] = json.loads(self.failures_file.read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found
+
+    def note_failure(self, what: str, exit_code: int = 0, error: str = "") -> None:
+        """Keep for :meth:`failures` how ``what`` failed; exit code 0: it did not.
+
+        Silent where it cannot be written: a note does no harm to what it is about.
+        """
+        found = {key: entry for key, entry in self.failures().items() if key != what}
+        if exit_code:
+            found[what] = {"exit_code": exit_code, "error": error}
+        with contextlib.suppress(OSError):
+            if found:
+                write_atomic(self.failures_file, json.dumps(found, ensure_ascii=False) + "\n")
+            else:
+                self.failures_file.unlink(missing_ok=True)
+
     def record(self) -> list[dict[str, Any]]:
         """The lines of the record in order; a torn last line is left out.
 
@@ -180,6 +208,41 @@ class RunDirectory:
             DataError: a line before the last is not a JSON record.
         """
         return record.read(self.record_file)
+
+    def finetuned(self, stage: str) -> RunDirectory | None:
+        """The run that a stage of a table made of this one, of its latest checkpoint.
+
+        It lies beside this one as ``config.tables.Stage`` says, and may have been moved with it.
+        """
+        seed = self.path.name.rpartition("-s")[2]
+        beside = self.path.parent.with_name(f"{self.path.parent.name}--{stage}")
+        found: dict[str, RunDirectory] = {}
+        for run in map(RunDirectory, sorted(beside.glob(f"*-s{seed}"))):
+            if run.config_file.is_file():
+                *_, source, _, step = ("", "", *Path(str(run.config()["init"]["path"])).parts)
+                if source == self.path.name:
+                    found[step] = run
+        return found[max(found)] if found else None
+
+    def evaluation(self, split: str, overrides: Sequence[str] = ()) -> dict[str, Any] | None:
+        """The newest line of ``eval.jsonl`` about the latest step that was evaluated so.
+
+        Lines of densified or averaged weights are others.
+
+        Raises:
+            DataError: a line before the last is not a JSON record.
+        """
+        try:
+            lines = record.read(self.evaluations_file)
+        except ConfigError:
+            return None
+        same = [
+            line
+            for line in lines
+            if (line["split"], line["overrides"]) == (split, list(overrides))
+            and (line["densified"], line["average"]) == (False, 1)
+        ]
+        return max(reversed(same), key=lambda line: line["step"] or 0, default=None)
 
     def is_finished(self, run: Run, end: int) -> bool:
         """Whether step ``end`` or a later one has a whole checkpoint and its evaluation."""

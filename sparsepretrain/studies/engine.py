@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from typing import Any, Literal
@@ -64,6 +66,12 @@ class Cell:
     run: Run
     stop_after: int | None = None
     """End after so many steps; what is computed up to there is that of the whole run."""
+    command: tuple[str, ...] = ()
+    """Words after ``sparsepretrain`` that do the same; empty: those of this process."""
+    stage_of: tuple[RunDirectory, str] | None = None
+    """The run that it is a stage of, and the stage's name, where its failure is noted."""
+    then: Callable[[], Iterable[Cell]] = tuple
+    """The cells that it makes possible, asked for once it is finished."""
     state: Literal["waiting", "running", "finished", "failed", "stopped"] = "waiting"
     exit_code: int = 0
     """Of a failed cell; minus the number of the signal that killed it."""
@@ -82,7 +90,8 @@ class Cell:
     @property
     def end(self) -> int:
         """Steps after which it is finished."""
-        return self.run.steps if self.stop_after is None else self.stop_after
+        steps = self.run.steps
+        return steps if self.stop_after is None else min(self.stop_after, steps)
 
     @property
     def left(self) -> str:
@@ -93,6 +102,16 @@ class Cell:
             if saved := checkpoint.saved(self.directory.checkpoints):
                 return f"from step {max(saved)}"
         return "to run"
+
+    def work(self) -> Callable[[Console], int]:
+        """What a child process calls, which can be pickled; returns the exit code."""
+        return partial(_train, self.run.plain, self.stop_after)
+
+    def note(self) -> None:
+        """Keep in the run directory that it failed, or that it no longer does."""
+        place, what = self.stage_of or (self.directory, "train")
+        if self.state == "failed" or place.failures_file.exists():
+            place.note_failure(what, self.exit_code, self.error)
 
     def look(self) -> None:
         """Read how far the run is."""
@@ -146,10 +165,15 @@ class Study(contextlib.AbstractContextManager["Study"]):
         title: of the table.
         console: shows the table, redrawn on a terminal, else a line for every change.
         jobs: cells at a time; they divide the threads of the CPU among them.
+        devices: entries of ``CUDA_VISIBLE_DEVICES``, of which each child sees the one that the
+            fewest others use; empty: children see what this process sees.
     """
 
-    def __init__(self, title: str, console: Console, *, jobs: int = 1) -> None:
+    def __init__(
+        self, title: str, console: Console, *, jobs: int = 1, devices: Sequence[str] = ()
+    ) -> None:
         self.title, self.jobs = title, jobs
+        self._devices, self._used = devices, dict[Cell, str]()
         self.cells: list[Cell] = []
         self._console = console
         self._children: dict[Cell, ForkServerProcess] = {}
@@ -175,6 +199,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
                         if len(busy) < self.jobs and cell.directory not in busy:
                             waiting.remove(cell)
                             self._start(cell)
+                            waiting[:0] = self._next(cell)
                     self._show()
                     connection.wait([c.sentinel for c in self._children.values()], POLL_SECONDS)
                     if signals.exit_code is not None and not told:
@@ -182,6 +207,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
                         self._send(signals.exit_code - 128)
                     for cell in [c for c, child in self._children.items() if not child.is_alive()]:
                         self._end(cell, stopping=told)
+                        waiting[:0] = self._next(cell)
             except BaseException:
                 self._kill()
                 raise
@@ -195,20 +221,26 @@ class Study(contextlib.AbstractContextManager["Study"]):
         if left == "finished":
             cell.state = "finished"
             cell.look()
+            cell.note()
             self._say(cell, f"{cell.directory} is finished ({cell.end} steps): nothing to do")
             return
         try:
             with cell.directory.claim():  # or another process trains it
                 log.touch()
         except ConfigError as error:
-            self._fail(cell, error.exit_code, f"{error.label}: {error}")
+            self._fail(cell, error.exit_code, f"{error.label}: {error}", note=False)
             return
         cell.state = "running"
         self._say(cell, f"{left}, {cell.end} steps; prints to {log}")
         self._show()
         _start_server(cell.run)
-        job = (cell.run.plain, cell.stop_after, str(log), self.jobs, dict(os.environ))
-        child = _processes.Process(target=_train, args=job)
+        environment = dict(os.environ)
+        if self._devices:
+            uses = Counter(self._used[other] for other in self._children)
+            self._used[cell] = min(self._devices, key=lambda device: uses[device])
+            environment["CUDA_VISIBLE_DEVICES"] = self._used[cell]
+        job = (cell.work(), cell.command, str(log), self.jobs, environment)
+        child = _processes.Process(target=_work, args=job)
         child.start()
         self._children[cell] = child
 
@@ -223,6 +255,8 @@ class Study(contextlib.AbstractContextManager["Study"]):
         cell.look()
         if code == 0 or stopping:
             cell.state = "stopped" if code else "finished"
+            if not code:
+                cell.note()
             self._say(cell, cell.state)
         elif code < 0:
             self._fail(cell, code, f"killed by {signal.Signals(-code).name}")
@@ -230,8 +264,18 @@ class Study(contextlib.AbstractContextManager["Study"]):
             text = cell.directory.console_log.read_text(encoding="utf-8", errors="replace")
             self._fail(cell, code, (text.strip() or "no output").splitlines()[-1].strip())
 
-    def _fail(self, cell: Cell, code: int, error: str) -> None:
+    def _next(self, cell: Cell) -> list[Cell]:
+        """What a finished cell makes possible; what is refused is a failed row."""
+        found = list(cell.then()) if cell.state == "finished" else []
+        self.cells += found
+        for refused in [other for other in found if other.state == "failed"]:
+            self._fail(refused, refused.exit_code, refused.error)
+        return [other for other in found if other.state == "waiting"]
+
+    def _fail(self, cell: Cell, code: int, error: str, *, note: bool = True) -> None:
         cell.state, cell.exit_code, cell.error = "failed", code, error
+        if note:
+            cell.note()
         self._console.warn(f"{cell.label} failed ({cell.row()[-1]}); the others go on")
 
     def _send(self, number: int) -> None:
@@ -263,11 +307,19 @@ class Study(contextlib.AbstractContextManager["Study"]):
             return
         for cell in self._children:
             cell.look()
+        self._console.redraw(self._title(), *self._table())
+
+    def show_all(self) -> None:
+        """Print the table where none was redrawn; of many cells only those that failed."""
+        self._console.stop()
+        if not self._console.live:
+            self._console.table(self._title(), *self._table())
+
+    def _table(self) -> tuple[list[list[str]], tuple[str, ...]]:
         shown = self.cells
         if len(shown) > ROWS:
             shown = [cell for cell in shown if cell.state in ("running", "failed")]
-        header = ("run", "state", "step", "loss", "flip rate", "ETA")
-        self._console.redraw(self._title(), [cell.row() for cell in shown], header)
+        return [cell.row() for cell in shown], ("run", "state", "step", "loss", "flip rate", "ETA")
 
     def _title(self) -> str:
         """How many cells are in which state, and the time left for all of them."""
@@ -296,8 +348,18 @@ def _start_server(run: Run) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _train(
-    plain: dict[str, Any], stop_after: int | None, log: str, jobs: int, environment: dict[str, str]
+def _train(plain: dict[str, Any], stop_after: int | None, console: Console) -> int:
+    from sparsepretrain.training.trainer import train
+
+    return train(validate(plain), console, stop_after=stop_after)
+
+
+def _work(
+    work: Callable[[Console], int],
+    command: Sequence[str],
+    log: str,
+    jobs: int,
+    environment: dict[str, str],
 ) -> None:
     """Body of a child process."""
     os.setpgid(0, 0)  # signals of the terminal come through the parent, once
@@ -310,14 +372,15 @@ def _train(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    if command:
+        sys.argv = ["sparsepretrain", *command]
+        print(f"$ {shlex.join(sys.argv)}")
     try:
         import torch
 
-        from sparsepretrain.training.trainer import train
-
         if jobs > 1:
             torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
-        sys.exit(train(validate(plain), Console(output), stop_after=stop_after))
+        sys.exit(work(Console(output)))
     except SparsePretrainError as error:
         print(f"{error.label}: {error}")
         sys.exit(error.exit_code)

@@ -68,7 +68,7 @@ class Console:
         return own_warnings(self.warn)
 
     def table(
-        self, title: str, rows: Sequence[Sequence[object]], *, header: Sequence[str] | None = None
+        self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str] | None = None
     ) -> None:
         """Print a table.
 

@@ -49,6 +49,14 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return next((t * 1e12 for key, t, _ in DENSE_PEAK_TFLOPS if _is(key, name)), None)
 
 
+def visible_devices() -> list[str]:
+    """The GPUs of this process, each as ``CUDA_VISIBLE_DEVICES`` names it."""
+    if not torch.cuda.is_available():
+        return []
+    named = [d.strip() for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return [d for d in named if d] or [str(i) for i in range(torch.cuda.device_count())]
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, commit, command and hardware of this process."""
     packages = ("torch", "numpy", "transformers", "tokenizers", "hydra-core", "wandb", "datasets")

@@ -87,6 +87,19 @@ def dry_run(run: Run, console: Console | None = None) -> None:
     console.table(f"{run.name} (dry run)", rows)
 
 
+def check(run: Run) -> None:
+    """Refuse what only a built model tells, without data or memory.
+
+    Raises:
+        ConfigError: no sparse step, targets that match nothing, widths that do not fit, no GPU.
+    """
+    check_login(run.tracker)
+    require_a_sparse_step(run)
+    World.single(run.parallel.device)
+    task = build_task(run)
+    sparsify_model(run, task, build_model(task, META))
+
+
 def _size(number: float) -> str:
     unit, power = next(((u, p) for u, p in UNITS if number >= p), UNITS[-1])
     return f"{number / power:.2f} {unit}"

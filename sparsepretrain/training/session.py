@@ -260,7 +260,8 @@ class Session:
     @property
     def end(self) -> int:
         """Completed steps after which the loop returns."""
-        return self.run.steps if self.stop_after is None else self.stop_after
+        steps = self.run.steps
+        return steps if self.stop_after is None else min(self.stop_after, steps)
 
     @property
     def updated(self) -> bool:

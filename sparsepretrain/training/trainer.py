@@ -47,7 +47,7 @@ def train(run: Run, console: Console | None = None, *, stop_after: int | None = 
     check_login(run.tracker)
     directory = RunDirectory.of(run)
     named = named_checkpoint(run, console)
-    end = run.steps if stop_after is None else stop_after
+    end = run.steps if stop_after is None else min(stop_after, run.steps)
     finished = f"{directory} is finished ({end} steps): nothing to do"
     if run.resume != "never" and directory.is_finished(run, end):
         console.info(finished)
@@ -114,6 +114,8 @@ def _run(
         t.world.first(lambda: checkpoint.save(place, t.step, state, config=config, keep_last=keep))
 
     exit_code, summary = 1, None
+    if t.world.is_main:
+        directory.note_failure("train")
     try:
         code = run_steps(t, stream.log, save, lambda: _save_masks(t, directory), signals)
         exit_code = code or 0
@@ -126,6 +128,8 @@ def _run(
             console.info(f"stopped by a signal after step {t.step}{saved}")
     except SparsePretrainError as error:
         exit_code = error.exit_code
+        if t.world.is_main:
+            directory.note_failure("train", exit_code, f"{error.label}: {error}")
         raise
     finally:
         t.batches.close()

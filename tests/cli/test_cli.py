@@ -75,7 +75,9 @@ def test_cfg_job_is_the_resolved_configuration(capsys):
 
 def test_train_passes_the_run_and_returns_its_code(monkeypatch):
     calls = []
-    replace_training(monkeypatch, "trainer", train=lambda run, console: calls.append(run) or 143)
+    replace_training(
+        monkeypatch, "trainer", train=lambda run, console, stop_after: calls.append(run) or 143
+    )
     assert cli.main(["train", "seed=4"]) == 143
     assert calls[0].seed == calls[0].plain["seed"] == 4
 
@@ -102,7 +104,7 @@ def test_dry_run(monkeypatch):
     ],
 )
 def test_exit_codes(monkeypatch, capsys, error, code, line):
-    def train(run, console):
+    def train(run, console, stop_after):
         raise error
 
     replace_training(monkeypatch, "trainer", train=train)
@@ -111,7 +113,7 @@ def test_exit_codes(monkeypatch, capsys, error, code, line):
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):
-    def train(run, console):
+    def train(run, console, stop_after):
         raise RuntimeError("bug")
 
     replace_training(monkeypatch, "trainer", train=train)
@@ -120,14 +122,14 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 
 
 def test_a_plugin_that_exits_is_an_error(monkeypatch, capsys):
-    replace_training(monkeypatch, "trainer", train=lambda run, console: sys.exit(0))
+    replace_training(monkeypatch, "trainer", train=lambda run, console, stop_after: sys.exit(0))
     assert cli.main(["train"]) == 1
     line = capsys.readouterr().err
     assert "test_cli.py, line" in line and "called sys.exit(0)" in line and line.count("\n") == 1
 
 
 def test_somebody_elses_broken_pipe_is_not_ours(monkeypatch, capfd):
-    def train(run, console):
+    def train(run, console, stop_after):
         raise BrokenPipeError
 
     replace_training(monkeypatch, "trainer", train=train)

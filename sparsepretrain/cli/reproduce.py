@@ -1,0 +1,124 @@
+"""The verb ``reproduce``: a table of a paper, run whole; and what it shares with ``sweep``."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sparsepretrain.cli._verb import ConfiguredVerb, UsageError, integer_from
+from sparsepretrain.registry import register
+
+if TYPE_CHECKING:
+    from sparsepretrain.studies.reproduce import Part
+
+DESCRIPTION = """\
+Run a table of a paper: every cell with every seed, each an ordinary run in
+runs/TABLE/CELL/HASH-sSEED. All cells are checked before the first one starts. Finished ones are
+skipped, so that what ran elsewhere counts; partial ones continue; one that fails is shown, kept as
+a failed row, and tried again by the next call, while the others go on: the exit code is then 1.
+Each prints to console.log in its directory, one at a time on each GPU. Ctrl-C ends cleanly, and
+the same command continues. Overrides are those of train, for all cells.
+"""
+
+
+class StudyVerb(ConfiguredVerb):
+    """Several runs as one command."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        super().add_arguments(parser)
+        text = "cells at a time; on the CPU they share its threads; default: one per GPU, or 1"
+        parser.add_argument("--jobs", type=integer_from(1), metavar="N", help=text)
+        text = "end every run after N steps, as the beginning of the whole one"
+        parser.add_argument("--stop-after", type=integer_from(1), metavar="N", help=text)
+        text = "print the cells, what is left of them, what they cost, and stop"
+        parser.add_argument("--dry-run", action="store_true", help=text)
+        text = "print a line for a shell per cell, for any scheduler, and stop"
+        parser.add_argument("--commands", action="store_true", help=text)
+
+    def start(self, args: argparse.Namespace, found: Sequence[Part], report: str) -> int:
+        """Do what the flags say with checked cells; ``report``: what follows ``report``."""
+        from sparsepretrain.studies import reproduce
+        from sparsepretrain.tracking.console import Console
+
+        console = Console()
+        if args.dry_run:
+            reproduce.show_plan(found, args.stop_after, args.config_dir, console)
+            return 0
+        # a list of commands may be made for another machine: nothing but lines is printed
+        if args.commands:
+            print(*reproduce.commands(found, args.stop_after, args.config_dir), sep="\n")
+            return 0
+        found = reproduce.check(found, args.stop_after, console)
+        chosen = reproduce.to_run(found, args.stop_after, args.config_dir)
+        title = " + ".join(part.name for part in found)
+        try:
+            reproduce.run_cells(title, chosen, console, jobs=args.jobs)
+        finally:
+            console.info(f"sparsepretrain report {report}")
+        return 0
+
+
+@register("verb", "reproduce")
+class Reproduce(StudyVerb):
+    summary = "run a table of a paper, all cells and seeds, or list the tables"
+    place = 4
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.description = DESCRIPTION
+        parser.add_argument("table", nargs="?", metavar="TABLE", help="a file of configs/table")
+        super().add_arguments(parser)
+        text = "paper: as published; nano: small runs on the CPU; default: nano where there is one"
+        parser.add_argument("--scale", choices=["paper", "nano"], help=text)
+        text = "seeds per cell; default: as the table says"
+        parser.add_argument("--seeds", type=integer_from(1), metavar="K", help=text)
+        text = "only cells whose row or 'row @ column' matches"
+        parser.add_argument("--only", default="*", metavar="GLOB", help=text)
+        text = "print the tables: cells, what is published, minutes at nano scale"
+        parser.add_argument("--list", action="store_true", help=text)
+
+    def words(self, before: list[str], current: str) -> list[str]:
+        """Tables first, then overrides."""
+        from sparsepretrain.config.tables import names
+
+        found = names()
+        return [*(() if set(before) & set(found) else found), *super().words(before, current)]
+
+    def run(self, args: argparse.Namespace) -> int:
+        from sparsepretrain.studies import reproduce
+        from sparsepretrain.tracking.console import Console
+
+        if args.list:
+            reproduce.show_tables(args.config_dir, Console())
+            return 0
+        if args.table is None or "=" in args.table:
+            raise UsageError("the table comes first: `sparsepretrain reproduce --list` shows them")
+        found = reproduce.parts(
+            args.table,
+            scale=args.scale,
+            seeds=args.seeds,
+            only=args.only,
+            overrides=args.overrides,
+            config_dirs=args.config_dir,
+        )
+        code = max((_bench(part) for part in found if part.table.bench), default=0)
+        found = [part for part in found if part.cells]
+        scale = f" --scale {args.scale}" if args.scale else ""
+        return max(code, self.start(args, found, args.table + scale) if found else 0)
+
+
+def _bench(part: Part) -> int:
+    """Measure a table of speed where there is a GPU; else say how."""
+    import torch
+
+    from sparsepretrain.cli.main import main
+
+    words = ["bench", *part.table.bench]
+    if not any(word.startswith("out=") for word in words):
+        words.append(f"out=runs/{part.name}/bench.json")
+    if torch.cuda.is_available():
+        return main(words)
+    command = shlex.join(["sparsepretrain", *words])
+    print(f"{part.name} is measured on a CUDA GPU, and there is none here: {command}")
+    return 0

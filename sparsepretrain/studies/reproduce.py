@@ -1,0 +1,322 @@
+"""A paper's table as one command: which runs, whether they can run, what they cost; then run them.
+
+Sweeps are the same without a published table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsepretrain.config.schema import Run
+from sparsepretrain.config.tables import (
+    Cell,
+    Scale,
+    Table,
+    cells,
+    load_table,
+    names,
+    places,
+    printed,
+)
+from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError
+from sparsepretrain.runs import checkpoint
+from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.studies import engine
+from sparsepretrain.studies.engine import Study
+from sparsepretrain.tracking.console import Console, clock, count
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A table, or a sweep, with the cells of it that were asked for."""
+
+    name: str
+    table: Table
+    scale: Scale | None
+    """None: it is measured by ``sparsepretrain bench`` and has no cells."""
+    cells: list[Cell]
+
+
+class CellsFailed(SparsePretrainError):
+    """Some cells failed, the others are finished: exit code 1."""
+
+    def __init__(self, failed: Sequence[engine.Cell], total: int) -> None:
+        shown = "; ".join(cell.label for cell in failed[:5]) + "; …" * (len(failed) > 5)
+        super().__init__(
+            f"{len(failed)} of {total} cells failed ({shown}): the same command tries them again"
+        )
+
+
+def parts(
+    name: str,
+    *,
+    scale: Scale | None = None,
+    seeds: int | None = None,
+    only: str = "*",
+    overrides: Sequence[str] = (),
+    config_dirs: Sequence[Path] = (),
+) -> list[Part]:
+    """The cells of a table, or of the tables that it collects; see :func:`tables.cells`.
+
+    Args:
+        scale: None: nano where a table has it, else paper.
+
+    Raises:
+        ConfigError: all mistakes of all cells, one line each; or ``only`` matches none.
+    """
+    found, errors = [], []
+    collected = _collected(name, config_dirs)
+    for own, table in collected.items():
+        if table.bench:
+            found.append(Part(own, table, None, []))
+            continue
+        chosen = scale or ("nano" if "nano" in table.scales else "paper")
+        try:
+            wanted = cells(
+                own,
+                table,
+                chosen,
+                seeds=seeds,
+                only=only,
+                overrides=overrides,
+                config_dirs=config_dirs,
+            )
+        except ConfigError as error:
+            errors += [m for m in error.messages if m not in errors]
+            continue
+        found.append(Part(own, table, chosen, wanted))
+    # of several tables, a glob may name cells of one
+    if errors and not (found and only != "*" and all("no cell of " in m for m in errors)):
+        raise ConfigError(errors)
+    return found
+
+
+def _collected(
+    name: str, config_dirs: Sequence[Path], above: tuple[str, ...] = ()
+) -> dict[str, Table]:
+    """Name -> table of ``name``, or of its parts and theirs."""
+    if name in above:
+        raise ConfigError(f"table {name} is a part of itself: {' > '.join([*above, name])}")
+    table = load_table(name, config_dirs)
+    found = {} if table.parts else {name: table}
+    for part in table.parts:
+        found |= _collected(part, config_dirs, (*above, name))
+    return found
+
+
+def check(found: Sequence[Part], stop_after: int | None, console: Console) -> list[Part]:
+    """Refuse every run that only torch can see cannot start; says how many steps epochs are.
+
+    Cells that are done are passed over, and of a cell's seeds one is looked at.
+
+    Raises:
+        ConfigError: all problems, one line each, with the places where they are.
+    """
+    errors: dict[str, list[str]] = {}
+    settled, result = {}, []
+    for part in found:
+        for cell in part.cells:
+            at = (part.name, cell.place)
+            if at in settled or _end_is_saved(cell.run, stop_after):
+                continue
+            console.loading(part.name)
+            from sparsepretrain.training.plan import check
+            from sparsepretrain.training.schedules import settle
+
+            try:
+                run = settle(cell.run)
+                check(run)
+                settled[at] = run.steps
+            except SparsePretrainError as error:
+                settled[at] = cell.run.steps
+                for message in getattr(error, "messages", [str(error)]):
+                    errors.setdefault(message, []).append(cell.place)
+        now = [
+            dataclasses.replace(
+                cell,
+                run=dataclasses.replace(
+                    cell.run, steps=settled.get((part.name, cell.place), cell.run.steps)
+                ),
+            )
+            for cell in part.cells
+        ]
+        result.append(dataclasses.replace(part, cells=now))
+    if errors:
+        raise ConfigError([f"{', '.join(where)}: {what}" for what, where in errors.items()])
+    return result
+
+
+def _end_is_saved(run: Run, stop_after: int | None) -> bool:
+    """Whether a checkpoint of the last step is there, whole or not."""
+    if run.resume == "never" or not run.steps:
+        return False
+    end = min(stop_after or run.steps, run.steps)
+    return any(step >= end for step in checkpoint.saved(RunDirectory.of(run).checkpoints))
+
+
+def commands(
+    found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path]
+) -> Iterator[str]:
+    """A line for a shell per cell."""
+    for part in found:
+        for cell in part.cells:
+            yield shlex.join(["sparsepretrain", *_train_words(cell, stop_after, config_dirs)])
+
+
+def _train_words(
+    cell: Cell, stop_after: int | None, config_dirs: Sequence[Path]
+) -> tuple[str, ...]:
+    flags = [word for directory in config_dirs for word in ("--config-dir", str(directory))]
+    flags += [] if stop_after is None else ["--stop-after", str(stop_after)]
+    return ("train", *flags, *cell.words)
+
+
+def to_run(
+    found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path]
+) -> list[engine.Cell]:
+    """The cells as a study runs them, seed by seed."""
+    several = len([part for part in found if part.cells]) > 1
+    return [
+        engine.Cell(
+            f"{part.name}: {cell.label}" if several else cell.label,
+            cell.run,
+            stop_after,
+            _train_words(cell, stop_after, config_dirs),
+        )
+        for part in found
+        for cell in part.cells
+    ]
+
+
+def run_cells(
+    title: str, chosen: Sequence[engine.Cell], console: Console, *, jobs: int | None = None
+) -> None:
+    """Run what is left of ``chosen``; one at a time on each device.
+
+    Args:
+        title: of the live table.
+        chosen: see :func:`to_run`.
+        console: shows it.
+        jobs: cells at a time; None: one per GPU, or one.
+
+    Raises:
+        Stopped, KeyboardInterrupt: see :meth:`Study.run`.
+        CellsFailed: at the end.
+    """
+    devices: list[str] = []
+    if all(_end_is_saved(cell.run, cell.stop_after) for cell in chosen):
+        pass  # nothing to be placed, so torch is not needed
+    elif all(cell.run.parallel.device != "cpu" for cell in chosen):
+        from sparsepretrain.training.hardware import visible_devices
+
+        devices = visible_devices()
+    with Study(title, console, jobs=jobs or max(1, len(devices)), devices=devices) as study:
+        study.run(chosen)
+        failed = [cell for cell in study.cells if cell.state == "failed"]
+        study.show_all()
+    if failed:
+        raise CellsFailed(failed, len(study.cells))
+
+
+def show_plan(
+    found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path], console: Console
+) -> None:
+    """Print the cells, what is left of each, and what they cost; runs nothing."""
+    console.loading(found[0].name)
+    from sparsepretrain.tasks import build_task
+    from sparsepretrain.training.assembly import META, build_model
+    from sparsepretrain.training.plan import duration, step_cost
+    from sparsepretrain.training.world import World
+
+    chosen = to_run(found, stop_after, config_dirs)
+    title = f"{' + '.join(part.name for part in found)} (dry run)"
+    rows = [(cell.label, f"{cell.end:,}", cell.left, cell.directory) for cell in chosen]
+    console.table(title, rows, header=("run", "steps", "state", "run directory"))
+    costs: dict[str, tuple[float, int]] = {}
+    total, flops, items, unknown = 0, 0.0, 0, ""
+    for cell, (*_, left, _) in zip(chosen, rows, strict=True):
+        steps = 0 if left == "finished" else cell.end
+        steps -= int(left.removeprefix("from step ")) if left.startswith("from") else 0
+        total += steps
+        plain = cell.run.plain
+        key = json.dumps([plain[group] for group in ("model", "task", "data", "batch")])
+        if key not in costs:
+            try:
+                task = build_task(cell.run)
+                each, _, of_step = step_cost(cell.run, task, build_model(task, META))
+                costs[key] = each, of_step
+            except (ConfigError, DataError) as error:
+                unknown, costs[key] = str(error), (0.0, 0)
+        flops, items = flops + steps * costs[key][0], items + steps * costs[key][1]
+    open_ = sum(row[2] != "finished" for row in rows)
+    run = chosen[0].run
+    facts = [
+        ("runs", f"{open_} of {len(rows)} to run or continue"),
+        ("steps", f"{total:,}"),
+        (build_task(run).unit, count(items)),
+        ("compute", unknown or duration(run, World.single(run.parallel.device).device, flops)),
+    ]
+    if stop_after is None and (minutes := _minutes(found)) is not None:
+        share = open_ / len(rows)
+        facts.append(("time", f"about {clock(60 * minutes * share)} on one core, as measured"))
+    console.table("", facts)
+
+
+def _minutes(found: Iterable[Part]) -> float | None:
+    """CPU minutes of all cells, from those that were measured for the seeds of the scale."""
+    total = 0.0
+    for part in found:
+        if part.scale is None:
+            continue
+        size = part.table.scales[part.scale]
+        if size.minutes is None:
+            return None
+        whole = size.seeds * sum(not why for *_, why in places(part.table, part.scale))
+        total += size.minutes * len(part.cells) / whole
+    return total
+
+
+def show_tables(config_dirs: Sequence[Path], console: Console) -> None:
+    """Print all tables: their cells, what is published, minutes at nano scale."""
+    rows = []
+    for name in sorted(names(config_dirs)):
+        try:
+            rows.append((name, *_described(load_table(name, config_dirs))))
+        except ConfigError as error:
+            console.warn("; ".join(error.messages))
+    header = ("table", "title", "in the paper", "paper", "nano", "published", "minutes")
+    console.table("", rows, header=header)
+    console.info("paper, nano: cells x seeds; minutes: of a CPU core, for nano")
+
+
+def _described(table: Table) -> tuple[str, ...]:
+    source = " ".join(filter(None, (table.paper, table.number)))
+    if table.parts:
+        return f"{table.title}: {', '.join(table.parts)}", source, *"––––"
+    if table.bench:
+        return f"{table.title}: bench {' '.join(table.bench)}", source, *"––––"
+    sizes = []
+    for scale in ("paper", "nano"):
+        size = table.scales.get(scale)
+        number = 0 if size is None else sum(not why for *_, why in places(table, scale))
+        sizes.append("–" if size is None else f"{number} x {size.seeds}")
+    values = [
+        printed(source, row, column) is not None
+        for source in table.published
+        for row in table.rows
+        for column in table.columns or [""]
+    ]
+    nano = table.scales.get("nano")
+    minutes = "–" if nano is None or nano.minutes is None else f"{nano.minutes:g}"
+    return (
+        table.title,
+        source,
+        *sizes,
+        f"{sum(values)} of {len(values)}" if values else "–",
+        minutes,
+    )

@@ -1,0 +1,252 @@
+"""``sparsepretrain reproduce``: what is checked, run, skipped, continued, failed and printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny_runs import Tiny, assert_same_run, metrics
+
+from sparsepretrain import cli
+from sparsepretrain.errors import SparsePretrainError
+from sparsepretrain.runs.directory import RunDirectory, find_runs
+from sparsepretrain.studies import engine
+from sparsepretrain.tracking.console import Console
+
+
+class InProcess:
+    """A child process that trains in this one, which saves what it takes to start a real one."""
+
+    def __init__(self, *, target: Any, args: tuple[Any, ...]) -> None:
+        self.args, self.exitcode, self.pid = args, -1, 0
+        self.sentinel = os.open(os.devnull, os.O_RDONLY)
+
+    def start(self) -> None:
+        work, command, log, _, environment = self.args
+        self.environment = environment
+        with open(log, "a") as output, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["sparsepretrain", *command])
+            try:
+                self.exitcode = work(Console(output))
+            except SparsePretrainError as error:
+                print(f"{error.label}: {error}", file=output)
+                self.exitcode = error.exit_code
+
+    def is_alive(self) -> bool:
+        return False
+
+    def join(self, timeout: float | None = None) -> None:
+        os.close(self.sentinel)
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine._processes, "Process", InProcess)
+    monkeypatch.setattr(engine, "_start_server", lambda run: None)
+
+
+class Tables:
+    """Tables of tiny runs, in a directory for ``--config-dir``."""
+
+    def __init__(self, tiny: Tiny) -> None:
+        self.tiny, self.root = tiny, tiny.root / "mine"
+        (self.root / "table").mkdir(parents=True)
+
+    def write(self, name: str = "small", **changes: Any) -> None:
+        nano = {"overrides": self.tiny.overrides()[:-1], "seeds": 2, **changes.pop("nano", {})}
+        table = {
+            "title": "two methods",
+            "rows": {"dense": ["sparsity=dense"], "γ = 0.2": ["sparsity.gamma=0.2"]},
+            "metrics": {"loss": {"label": "loss", "key": "loss", "better": "lower"}},
+            "scales": {"nano": nano},
+            **changes,
+        }
+        (self.root / "table" / f"{name}.yaml").write_text(yaml.safe_dump(table, sort_keys=False))
+
+    def words(self, *words: str) -> list[str]:
+        runs = f"runs_dir='{self.tiny.root / 'runs'}'"
+        return ["reproduce", *words, "--config-dir", str(self.root), runs]
+
+    def __call__(self, *words: str) -> int:
+        return cli.main(self.words(*words))
+
+    def runs(self, name: str = "small") -> list[Path]:
+        return sorted(run.path for run in find_runs([self.tiny.root / "runs" / name]))
+
+
+@pytest.fixture
+def tables(tiny: Tiny) -> Tables:
+    made = Tables(tiny)
+    made.write()
+    return made
+
+
+def test_a_table_is_run_skipped_and_cut_short(
+    tables: Tables, in_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tables("small", "--stop-after", "2", "--seeds", "1") == 0
+    out = capsys.readouterr().out
+    assert "small: 2 finished" in out and "2/2" in out
+    assert out.endswith("sparsepretrain report small\n")
+    assert {p.parent.name for p in tables.runs()} == {"dense", "γ_0.2"}
+
+    assert tables("small", "--only", "dense") == 0
+    out = capsys.readouterr().out
+    assert "dense, seed 0: from step 2, 6 steps" in out and "dense, seed 1: to run" in out
+    assert [p.name[-3:] for p in tables.runs()] == ["-s0", "-s1", "-s0"]
+
+    assert tables("small") == 0
+    out = capsys.readouterr().out
+    assert out.count("nothing to do") == 2 and "4 finished" in out
+    # a run of its own is the same one
+    words = [w for w in tables.tiny.overrides("sparsity=dense", "seed=1") if "runs_dir" not in w]
+    expected = tables.tiny.train(*words, "name=dense", f"runs_dir={tables.tiny.root}/here")
+    assert_same_run(tables.runs()[1], expected.directory)
+
+
+def test_a_failing_cell_is_a_row_that_is_kept_and_tried_again(
+    tables: Tables, in_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables.write(rows={"bad": ["optim.lr=1e30"], "dense": ["sparsity=dense"]})
+    assert tables("small", "--seeds", "1") == 1
+    out, err = capsys.readouterr()
+    assert "warning: bad, seed 0 failed (exit code 5: diverged: step" in out
+    assert "1 failed, 1 finished" in out and "sparsepretrain report small" in out
+    assert err == (
+        "sparsepretrain: error: 1 of 2 cells failed (bad, seed 0): the same command tries them "
+        "again\n"
+    )
+    bad, dense = map(RunDirectory, tables.runs())
+    assert bad.failures()["train"]["exit_code"] == 5
+    assert bad.failures()["train"]["error"].startswith("diverged: step ")
+    assert not dense.failures()
+    assert bad.environment()["command"].startswith("sparsepretrain train --config-dir ")
+    assert tables("small", "--seeds", "1", "guard=skip", "--only", "dense") == 0
+
+
+def test_a_note_of_a_failure_goes_when_the_run_succeeds(tables: Tables, in_process: None) -> None:
+    tables("small", "--seeds", "1", "--only", "dense", "--stop-after", "1")
+    (dense,) = map(RunDirectory, tables.runs())
+    dense.note_failure("train", -9, "killed by SIGKILL")
+    dense.note_failure("test", 3, "data error: gone")
+    tables("small", "--seeds", "1", "--only", "dense")
+    assert dense.failures() == {"test": {"exit_code": 3, "error": "data error: gone"}}
+    dense.note_failure("test")
+    assert not dense.failures_file.exists()
+
+
+def test_commands_are_the_same_runs(
+    tables: Tables, in_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("small", "--only", "γ*", "--seeds", "1", "--stop-after", "3")
+    assert tables(*words, "--commands") == 0
+    out = capsys.readouterr().out
+    (line,) = map(shlex.split, out.splitlines())
+    assert line[:2] == ["sparsepretrain", "train"] and cli.main(line[1:]) == 0
+    capsys.readouterr()
+    assert tables(*words) == 0
+    assert capsys.readouterr().out.count("nothing to do") == 1
+    (run,) = tables.runs()
+    assert metrics(run)[-1]["step"] == 3
+
+
+def test_dry_run_and_list(tables: Tables, capsys: pytest.CaptureFixture[str]) -> None:
+    tables.write(nano={"minutes": 3.0})
+    assert tables("small", "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert out.count("to run") == 5 and "4 of 4 to run or continue" in out
+    assert "about 3:00 on one core" in out and "FLOPs" in out and "tokens" in out
+    assert not (tables.tiny.root / "runs").exists()
+    assert cli.main(["reproduce", "--list", "--config-dir", str(tables.root)]) == 0
+    (line,) = [li for li in capsys.readouterr().out.splitlines() if "│ small " in li]
+    assert "two methods" in line and "2 x 2" in line and " 3 " in line
+
+
+def test_parts_run_under_their_own_names(
+    tables: Tables, in_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables.write("other", rows={"ste": ["sparsity=ste"]}, baseline=None)
+    both = {"title": "both", "parts": ["small", "other", "speed"]}
+    (tables.root / "table/both.yaml").write_text(yaml.safe_dump(both))
+    speed = {"title": "speed", "bench": ["suite=kernels"]}
+    (tables.root / "table/speed.yaml").write_text(yaml.safe_dump(speed))
+    assert tables("both", "--stop-after", "1", "--seeds", "1") == 0
+    out = capsys.readouterr().out
+    assert "small + other: 3 finished" in out and "other: ste, seed 0" in out
+    assert "sparsepretrain bench suite=kernels out=runs/speed/bench.json" in out
+    assert len(tables.runs("small")) == 2 and len(tables.runs("other")) == 1
+    assert tables("both", "--only", "ste", "--dry-run") == 0
+    loop = {"title": "loop", "parts": ["loop"]}
+    (tables.root / "table/loop.yaml").write_text(yaml.safe_dump(loop))
+    assert tables("loop") == 2
+    assert "table loop is a part of itself: loop > loop" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (["smal"], ["config error: there is no table 'smal' (did you mean 'small'?)"]),
+        ([], ["usage error: the table comes first"]),
+        (["seed=1"], ["usage error: the table comes first"]),
+        (["small", "--scale", "paper"], ["config error: table small has no scale 'paper'"]),
+        (["small", "--only", "dens"], ["config error: no cell of small is 'dens' (did you mean"]),
+        (["small", "seed=1"], ["config error: seed and name belong to the table"]),
+        (["small", "--seeds", "0"], ["usage error: argument --seeds: must be an integer ≥ 1"]),
+        (
+            ["small", "optim.lt=1", "steps=x"],
+            [
+                "config error: dense, γ = 0.2: steps must be an integer",
+                "config error: dense, γ = 0.2: unknown key 'optim.lt'",
+            ],
+        ),
+        # what only the model can tell
+        (
+            ["small", "sparsity.targets=['*.nope']"],
+            ["config error: dense, γ = 0.2: sparsity.targets"],
+        ),
+    ],
+)
+def test_mistakes_are_a_line_each_and_nothing_is_touched(
+    tables: Tables, words: list[str], lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tables(*words) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == len(lines), err
+    for line, start in zip(err, lines, strict=True):
+        assert line.startswith(f"sparsepretrain: {start}"), line
+    assert not (tables.tiny.root / "runs").exists()
+
+
+@pytest.mark.fault
+def test_interrupted_and_continued_from_the_shell(tables: Tables) -> None:
+    command = [sys.executable, "-m", "sparsepretrain", *tables.words("small", "--seeds", "1")]
+    words = ["steps=100000", "eval.batches=0", "checkpoint.every=0", "log.layers_every=0"]
+    process = subprocess.Popen(
+        [*command, *words], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline, record = time.monotonic() + 120, None
+    while record is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+        record = next((tables.tiny.root / "runs").glob("*/*/*/metrics.jsonl"), None)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert record is not None and "1 stopped, 1 waiting" in output
+    (first,) = (record.parent / "checkpoints").iterdir()
+    stop = int(first.name.removeprefix("step_")) + 2
+    done = subprocess.run(
+        [*command, *words, "--stop-after", str(stop)], capture_output=True, text=True, check=True
+    )
+    assert f"from step {stop - 2}, {stop} steps" in done.stdout and "2 finished" in done.stdout
+    log = RunDirectory(record.parent).console_log.read_text()
+    assert log.startswith("$ sparsepretrain train --config-dir ")
+    assert json.loads(record.read_text().splitlines()[-1])["step"] == stop
