@@ -65,7 +65,7 @@ results: $(VENV)/.dev
 
 # the figures that test-kernels-offline holds kernels to, and their table in docs/kernels.md
 kernels-offline: $(VENV)/.dev
-	$(BIN)/python tests/kernels_offline/measure.py
+	PYTHONPATH=tests $(BIN)/python tests/kernels_offline/measure.py
 	$(BIN)/python scripts/generate_docs.py
 
 # all methods and the half baseline with equal data order and initial weights, overlaid

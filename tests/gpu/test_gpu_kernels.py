@@ -2,18 +2,18 @@
 
 import pytest
 import torch
+from kernel_variants import all_cases
 
 from sparsepretrain import kernels
-from sparsepretrain.bench.kernel_cases import kernel_cases
 from sparsepretrain.bench.kernels import _fresh, difference
 
-CASES = kernel_cases()
+CASES = all_cases()
 GIB = 1 << 30
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_registry_parity(case, device):
-    """Every case of the benchmarks on its tile-dividing shape, or a small one in rehearsal."""
+    """Every case and variant on its tile-dividing shape, or a small one in rehearsal."""
     rows, columns = case.offline
     shape = (rows, columns) if device.type == "cuda" else (32, columns // 16)
     if device.type == "cuda" and case.refused and torch.cuda.get_device_capability() < (8, 9):

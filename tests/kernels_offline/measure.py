@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from kernel_variants import all_cases
 from machine_code import (
     Facts,
     Launch,
@@ -30,7 +31,7 @@ from machine_code import (
 from triton.errors import TritonError
 from triton.runtime.jit import JITFunction
 
-from sparsepretrain.bench.kernel_cases import KernelCase, Limit, kernel_cases
+from sparsepretrain.bench.kernel_cases import KernelCase, Limit
 from sparsepretrain.bench.progress import Phase
 from sparsepretrain.kernels import triton as kernels
 from sparsepretrain.training.hardware import environment
@@ -82,7 +83,7 @@ class Row:
 
 def measure() -> dict[str, Any]:
     """The contents of ``benchmarks/kernels_offline.json``."""
-    pairs = [(case, capability) for case in kernel_cases() for capability in case.architectures]
+    pairs = [(case, capability) for case in all_cases() for capability in case.architectures]
     show, rows = Phase("compiling", len(pairs), "kernels"), []
     for done, (case, capability) in enumerate(pairs):
         show(done)
@@ -100,7 +101,7 @@ def examine(case: KernelCase, capability: int) -> list[Row]:
     """Compile what the case launches for one architecture and hold it against the limits."""
     rows = [_row(case, launch, capability) for launch in launches(case)]
     if capability in case.refused and not any(row.refused for row in rows):
-        rows[-1].problems.append("compiles, although the registry says that it cannot")
+        rows[-1].problems.append("compiles, although the case says that it cannot")
     return rows
 
 

@@ -7,14 +7,15 @@ import machine_code
 import measure
 import pytest
 import torch
+from kernel_variants import all_cases
 
-from sparsepretrain.bench.kernel_cases import KernelCase, Limit, kernel_cases, normal
+from sparsepretrain.bench.kernel_cases import KernelCase, Limit, normal
 from sparsepretrain.kernels import flip_count, nm_mask, pack_24, soft_threshold, unpack_24
 
 COMMITTED = json.loads(measure.RECORD.read_text())
 FIGURES = ("registers", "spills", "shared", "loads", "wide_loads", "instructions", "loops")
 RERUN = "run make kernels-offline"
-CASES = kernel_cases()
+CASES = all_cases()
 
 
 def place(row):
@@ -186,7 +187,7 @@ def test_the_count_is_per_element():
 
 
 def test_measuring_shows_how_far_it_is(capsys, monkeypatch):
-    monkeypatch.setattr(measure, "kernel_cases", lambda: CASES[:1])
+    monkeypatch.setattr(measure, "all_cases", lambda: CASES[:1])
     record = measure.measure()
     assert len(record["cases"]) == 3 and record["within_limits"]
     out, err = capsys.readouterr()
