@@ -35,6 +35,7 @@ PACKAGES = {
     "task": "sparsepretrain.tasks",
     "model": "sparsepretrain.models",
     "optimizer": "sparsepretrain.optim",
+    "probe": "sparsepretrain.training.probes",
     "verb": "sparsepretrain.cli",
 }
 """Kind of thing -> package whose modules are the built-ins of that kind."""

@@ -38,6 +38,9 @@ leaves the key out at this value, so that a new key makes no new experiments of 
 CHANGED: Table = {("sparsity", "sdgp"): {"epsilon": 1.0e-4}}
 """The same for keys whose default is another one now: they are in the hash at every value."""
 
+ADDED_AT_ROOT: dict[str, Any] = {"probe": {}}
+"""The same as ``ADDED`` for keys of the root: at these values they are not in the hash."""
+
 Config = Run | dict[str, Any]
 
 
@@ -78,7 +81,8 @@ def identity(config: Config) -> str:
     keys and the spelling of numbers (``1`` or ``1.0``) make no difference.
     A mapping is expected as ``Run.plain`` gives it.
     """
-    plain = _canonical({k: v for k, v in _plain(config).items() if k not in NOT_IDENTITY})
+    chosen = {k: v for k, v in _plain(config).items() if v != ADDED_AT_ROOT.get(k, ...)}
+    plain = _canonical({k: v for k, v in chosen.items() if k not in NOT_IDENTITY})
     for part, key, value in _meant(plain, ADDED):
         if part.get(key) == _canonical(value):
             part.pop(key, None)

@@ -112,6 +112,8 @@ class Run:
     precision: Any
     parallel: Any
     tracker: Tracker
+    probe: dict[str, Any] = field(default_factory=dict)
+    """Name of a probe -> its options; what is there is measured, and nothing else changes."""
     experiment: str | None = None
     """Name of the experiment file, if one was chosen."""
 

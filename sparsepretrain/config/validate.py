@@ -80,6 +80,8 @@ def _check(plain: dict[str, Any], skip: Collection[str]) -> tuple[Run | None, li
     for group in (*REGISTERED, *GROUPS):
         if group in root:
             root[group] = None if group in skip else _part(group, root[group], parts)
+    if isinstance(root.get("probe"), dict):
+        root["probe"] = {k: _probe(k, part, parts) for k, part in root["probe"].items()}
     run = walk(Run, root, "", errors)
     return run, errors + parts
 
@@ -134,6 +136,15 @@ def _part(group: str, data: Any, errors: list[str]) -> Any:
     foreign = _of_other_options(group, [k for k in data if k not in _keys(options)])
     errors += [f"unknown key '{group}.{k}' (belongs to {owners})" for k, owners in foreign.items()]
     return walk(options, {k: v for k, v in data.items() if k not in foreign}, group, errors)
+
+
+def _probe(name: Any, data: Any, errors: list[str]) -> Any:
+    try:
+        options = registry.options_of("probe", str(name))
+    except ConfigError as error:
+        errors += [f"probe: {message}" for message in error.messages]
+        return None
+    return walk(options, data, f"probe.{name}", errors)
 
 
 def _of_other_options(group: str, unknown: list[str]) -> dict[str, str]:

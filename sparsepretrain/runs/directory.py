@@ -55,6 +55,8 @@ class RunDirectory:
     """Versions, commit, command and hardware of the last process that trained."""
     record_file = _Entry("metrics.jsonl")
     """See :mod:`~sparsepretrain.runs.record`."""
+    probes_file = _Entry("probes.jsonl")
+    """What probes measured, in the form of the record; a line names its ``probe``."""
     evaluations_file = _Entry("eval.jsonl")
     """One line per evaluation of a checkpoint on a whole split."""
     tokenizer_file = _Entry("tokenizer.json")
@@ -243,6 +245,14 @@ class RunDirectory:
             and (line["densified"], line["average"]) == (False, 1)
         ]
         return max(reversed(same), key=lambda line: line["step"] or 0, default=None)
+
+    def probes(self) -> list[dict[str, Any]]:
+        """The lines of the probes in order; none where no probe was on.
+
+        Raises:
+            DataError: a line before the last is not a JSON record.
+        """
+        return record.read(self.probes_file) if self.probes_file.is_file() else []
 
     def is_finished(self, run: Run, end: int) -> bool:
         """Whether step ``end`` or a later one has a whole checkpoint and its evaluation."""

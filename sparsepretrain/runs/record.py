@@ -55,7 +55,7 @@ class Record:
             ) from error
         self.lines = len(kept)
         """Lines in the file."""
-        self._last = {line.get("split"): line["step"] for line in kept}
+        self._last = {_stream(line): line["step"] for line in kept}
         self._before = max((line.get("time") or 0.0 for line in kept), default=0.0)
         self._start = time.monotonic()
 
@@ -73,15 +73,15 @@ class Record:
                 ``time`` is filled in with :attr:`seconds` unless given.
 
         Returns:
-            The line as written, or None when a line of this split reached this step before:
+            The line as written, or None when one of this split or probe reached this step before:
             nothing is written then.
 
         Raises:
             SparsePretrainError: the line could not be written; a CheckpointError on a full disk.
         """
         values = {key: _plain(key, value) for key, value in record.items()}
-        step, split = values["step"], values.get("split")
-        if step <= self._last.get(split, -1):
+        step, stream = values["step"], _stream(values)
+        if step <= self._last.get(stream, -1):
             return None
         line = {"step": step, "time": round(self.seconds, 3), **values}
         data = _dump(line).encode()
@@ -90,7 +90,7 @@ class Record:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise cannot_write(self.path, error) from error
-        self._last[split] = step
+        self._last[stream] = step
         self.lines += 1
         return line
 
@@ -149,6 +149,11 @@ def _parse(path: Path) -> list[dict[str, Any]]:
 
 def _dump(line: dict[str, Any]) -> str:
     return json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _stream(line: dict[str, Any]) -> tuple[Any, ...]:
+    """What has one line per step: training, a split, a probe."""
+    return line.get("split"), line.get("probe")
 
 
 def _plain(key: str, value: Any) -> Any:

@@ -163,6 +163,32 @@ class SparseLayer(nn.Module):
         residual = model.method.residual(x, state)
         return y if residual is None else y + residual
 
+    def gradients(
+        self, x: Tensor, grad: Tensor, clock: Any, *, exact: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
+        """DX and dW of training for the output gradient ``grad`` of an input ``x``, in their dtype.
+
+        Args:
+            x, grad: of one dtype, with the shapes of input and output.
+            clock: (completed steps, micro-batch), which the draws belong to.
+            exact: with X and G in place of Xf(X), Xw(X), P(G) and U(G).
+
+        Returns:
+            None where training sees X and G as they are.
+        """
+        state, model = self.sparsity, self.sparsity.model
+        operands = state.operands(self.weight, x.dtype, True)
+        if operands is None or not any(state.method.changes[1:]):
+            return None
+        given, how = self._products(x)
+        leaves = given.detach().requires_grad_(), torch.empty_like(self.weight, dtype=x.dtype)
+        leaves[1].requires_grad_()
+        rest = (None, *operands, clock, None if exact else state, how, model.execution)
+        with torch.enable_grad():
+            y = SparseProducts.apply(*leaves, *rest)
+        dx, dw = torch.autograd.grad(y, leaves, grad)
+        return dx, dw
+
     def _products(self, x: Tensor) -> tuple[Tensor, Geometry]:
         """How this layer multiplies, and X as that wants it."""
         return x, Linear(self.in_dim)

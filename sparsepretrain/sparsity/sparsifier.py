@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,6 +66,14 @@ class Sparsifier:
         """Optimiser steps taken since sparsify, resumed ones included."""
         self._state.sync()
         return self._state.step
+
+    @property
+    def decay(self) -> float:
+        """Λ of the masked decay that the next step applies; 0: none."""
+        method = self.method
+        if not method.phase.training or not (method.on_gradient or method.on_weight):
+            return 0.0
+        return float(getattr(method, "decay", getattr(method.options, "decay", 0.0)))
 
     @property
     def sparse(self) -> bool:
@@ -139,6 +148,15 @@ class Sparsifier:
         """
         self._state.capacity, self._state.counting = capacity, False
         self._state.set_micro(index * world + rank)
+
+    def hold(self, masks: Mapping[str, Tensor]) -> None:
+        """Training forwards see the present weights under older ``masks``, until :meth:`refresh`.
+
+        For loops that store operands; nothing is to be trained meanwhile.
+        """
+        self._state.sync()
+        for name, layer in self.layers.items():
+            layer.sparsity.hold(layer.weight, masks[name])
 
     def refresh(self) -> None:
         """Project again where operands are stored: call it after changing weights by hand."""
@@ -273,7 +291,6 @@ class Sparsifier:
             return
         # fused optimisers unscale inside their kernel: the decay has to carry the scale until then
         scale = getattr(optimizer, "grad_scale", None)
-        decay = getattr(method, "decay", getattr(method.options, "decay", 0.0))
         for name, layer in self.layers.items():
             weight, grad = layer.weight, layer.weight.grad
             if grad is None:
@@ -283,13 +300,12 @@ class Sparsifier:
                 self._held[name] = mask
             if not method.on_gradient:
                 continue
-            rounds = decay > 0 and weight.dtype.itemsize < 4 and not state.told
+            rounds = self.decay > 0 and weight.dtype.itemsize < 4 and not state.told
             before = grad.clone() if rounds else None
             method.adjust_gradient_(grad, weight, mask, 1.0 if scale is None else scale)
             if before is not None:  # looked at once, at the start
                 state.told = True
-                lost = ((grad == before) & ~mask & (weight != 0)).sum()
-                share = float(lost / (~mask).sum().clamp(min=1))
+                share = lost_decay(before, grad, weight, mask)
                 if share > 0.5:
                     warnings.warn(
                         f"masked decay changes only {1 - share:.0%} of the masked gradients of "
@@ -329,6 +345,18 @@ class Sparsifier:
                 own.compare(weight)
             if not (method.on_gradient or method.on_weight):
                 own.kept_mask = None
+
+
+def lost_decay(before: Tensor, after: Tensor, weight: Tensor, mask: Tensor) -> float:
+    """Share of the masked entries of a layer whose decay rounding has lost.
+
+    Args:
+        before, after: what the decay is applied to, a gradient or the weight itself.
+        weight: decayed; a zero has nothing to lose.
+        mask: bool; what it spares is not looked at.
+    """
+    lost = (after == before) & ~mask & (weight != 0)
+    return float(lost.sum() / (~mask).sum().clamp(min=1))
 
 
 @torch.no_grad()

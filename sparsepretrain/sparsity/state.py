@@ -7,7 +7,7 @@ it along: a copy follows its source when its buffers are copied.
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -280,9 +280,8 @@ class LayerState(nn.Module):
             only_cast, operands = forward is None and execution is EMULATE, None
             if not only_cast or (training and any(self.method.changes)):
                 forward = weight.detach() if forward is None else forward
-                if self.dim == 0:  # Conv1D stores (in_features, out_features)
-                    forward, backward = forward.t(), None if backward is None else backward.t()
-                operands = execution.prepare(Operands(forward, backward, scale), dtype, out)
+                exact = Operands(self._turned(forward), self._turned(backward), scale)
+                operands = execution.prepare(exact, dtype, out)
         if self.model.store == dtype and not torch.compiler.is_compiling():
             if training:
                 self.kept_mask = mask
@@ -290,6 +289,30 @@ class LayerState(nn.Module):
             if operands is None or not only_cast:
                 self._stored[training] = operands
         return operands
+
+    @overload
+    def _turned(self, weight: Tensor) -> Tensor: ...
+    @overload
+    def _turned(self, weight: None) -> None: ...
+    def _turned(self, weight: Tensor | None) -> Tensor | None:
+        """As operands are; Conv1D stores (in_features, out_features)."""
+        return weight.t() if weight is not None and self.dim == 0 else weight
+
+    @torch.no_grad()
+    def hold(self, weight: Tensor, mask: Tensor) -> None:
+        """Training forwards see what ``mask`` leaves of the weight, until :meth:`restore`.
+
+        What is left is the weight, or what a method whose A(W) is no part of W makes of it now.
+        """
+        forward, new, *_ = self.project(weight, training=True)
+        if forward is None or self.model.store is None:
+            return
+        new = self.method.mask(widen(weight.detach()), self.dim) if new is None else new
+        wide = weight.detach().to(forward.dtype)
+        left = wide if torch.equal(forward[new], wide[new]) else forward
+        held = Operands(self._turned(torch.where(mask, left, 0.0)), None, None)
+        stored = self._stored.get(True)
+        self._stored[True] = self.model.execution.prepare(held, self.model.store, stored)
 
     def restore(self, weight: Tensor) -> None:
         """The weight changed: project anew where operands are stored, else nothing is kept."""
@@ -313,6 +336,12 @@ class LayerState(nn.Module):
         new = _pack(self.mask_in_use(weight))
         self.flips = packed_flip_count(self.previous_mask.flatten(), new.flatten())
         self.previous_mask.copy_(new)
+
+    def compared_mask(self, weight: Tensor) -> Tensor:
+        """The mask of the last comparison, of the shape of ``weight``; bool."""
+        code, rows = self.previous_mask, weight.shape[0]
+        flat = unpack_24(code.flatten(), (rows, 8 * code.shape[1]))
+        return flat[:, : weight.numel() // rows].reshape(weight.shape)
 
     def rename_old_tensors(self, state_dict: dict[str, Any], prefix: str, weight: Tensor) -> None:
         """Tensors of version 0.1 as they are called now; ``prefix`` is that of the layer."""

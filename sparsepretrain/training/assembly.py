@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ def build_session(
     buffers = {} if initial is None else load_initial(initial, run, task, model, console)
     sparsifier = sparsify_model(run, task, model)
     restore_method(sparsifier, buffers)
-    return Session(
+    session = Session(
         run=run,
         world=world,
         task=task,
@@ -73,6 +74,10 @@ def build_session(
         ema=None if run.ema is None else EMA(model, run.ema),
         on_progress=console.progress,
     )
+    for name, options in run.probe.items():
+        probe: Any = registry.get("probe", name)
+        session.observers.append(probe(options, session))
+    return session
 
 
 def build_model(task: Task, device: torch.device) -> nn.Module:

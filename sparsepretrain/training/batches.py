@@ -101,6 +101,12 @@ class TrainingBatches:
         self._next = step + 1
         return list(itertools.islice(self._stream, self._size // self._micro))
 
+    def again(self, step: int) -> list[Batch]:
+        """The micro-batches of a step once more, made by this process."""
+        requests = training_requests(step, self._size, self._micro)
+        count = self._size // self._micro
+        return [self._task.batch(*request) for request in itertools.islice(requests, count)]
+
     def close(self) -> None:
         """Stop the workers; the next :meth:`step` starts others."""
         self._next, self._stream = -1, iter(())

@@ -92,24 +92,23 @@ def train_step(t: Session) -> dict[str, Any]:
     started = time.perf_counter()
     batches = t.batches.step(t.step)
     waited = time.perf_counter() - started
-    items = int(t.world.sum(torch.tensor(sum(map(t.task.count, batches)))))
+    items = _items(t, batches)
     if not items:
         raise DataError(
             f"step {t.step + 1}: nothing in the batch counts for the loss; see the data"
         )
     total = torch.zeros((), dtype=torch.float64, device=t.device)
-    for index, batch in enumerate(batches):
-        t.sparsifier.micro_batch(index, capacity=t.task.capacity * run.batch.micro)
-        seed_draws(run.seed, t.step, index)
-        total += _forward_backward(t, to_device(batch, t.device), items)
+    for loss in _losses(t, t.step, batches):
+        t.scaler.scale(loss / items).backward()
+        total += loss.detach().double()
     total = t.world.sum(total)
     t.scaler.unscale_(t.optimizer)
     for observer in t.observers:
         observer.after_backward(t)
     parameters = [p for p in t.model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    loss, grad_norm = float(total) / items, float(norm)
-    if _finite(t, loss, grad_norm):  # before clipping, which spreads a NaN to every gradient
+    mean, grad_norm = float(total) / items, float(norm)
+    if _finite(t, mean, grad_norm):  # before clipping, which spreads a NaN to every gradient
         if run.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, run.clip, norm)
         t.scaler.step(t.optimizer)
@@ -117,7 +116,7 @@ def train_step(t: Session) -> dict[str, Any]:
     t.optimizer.zero_grad(set_to_none=True)
     t.step += 1
     t.tokens += items
-    values = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "items": items, "waited": waited}
+    values = {"loss": mean, "lr": lr, "grad_norm": grad_norm, "items": items, "waited": waited}
     for observer in t.observers:
         observer.after_step(t, values)
     return values
@@ -134,11 +133,28 @@ def seed_draws(seed: int, step: int, micro: int) -> None:
     torch.manual_seed(word)
 
 
-def _forward_backward(t: Session, batch: Batch, items: int) -> Tensor:
-    with autocast(t.run.precision, t.device):
-        loss, _ = t.task.loss(t.forward_model, batch)
-    t.scaler.scale(loss / items).backward()
-    return loss.detach().double()
+def _items(t: Session, batches: list[Batch]) -> int:
+    """What counts for the loss in the global batch."""
+    return int(t.world.sum(torch.tensor(sum(map(t.task.count, batches)))))
+
+
+def _losses(t: Session, step: int, batches: list[Batch]) -> Iterator[Tensor]:
+    """The loss of each micro-batch of ``step``, summed over its items, as training computes it."""
+    for index, batch in enumerate(batches):
+        t.sparsifier.micro_batch(index, capacity=t.task.capacity * t.run.batch.micro)
+        seed_draws(t.run.seed, step, index)
+        with autocast(t.run.precision, t.device):
+            loss, _ = t.task.loss(t.forward_model, to_device(batch, t.device))
+        yield loss
+
+
+@torch.no_grad()
+def training_loss(t: Session, step: int, batches: list[Batch]) -> float:
+    """The loss that training in ``step`` would report with the weights of now."""
+    total = torch.zeros((), dtype=torch.float64, device=t.device)
+    for loss in _losses(t, step, batches):
+        total += loss.double()
+    return float(t.world.sum(total)) / _items(t, batches)
 
 
 @torch.no_grad()

@@ -21,37 +21,16 @@ from sparsepretrain.errors import CheckpointError
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.tasks import Task
 from sparsepretrain.training.batches import TrainingBatches
+from sparsepretrain.training.observer import Observer, Probe
 from sparsepretrain.training.world import World
+
+__all__ = ["EMA", "Flips", "Observer", "Session", "Throughput", "averages", "put"]
 
 AVERAGED = "ema_"
 """Before the name of a metric: that of the averaged weights."""
 
 COUNTERS = ("step", "tokens", "evaluated", "skipped", "skips_in_a_row", "lines")
 """Integers of a session that a checkpoint keeps."""
-
-
-class Observer:
-    """One of ``Session.observers``; a subclass has the hooks it needs.
-
-    It may keep what it sees, but leaves the model, its gradients, the optimiser and the global
-    generators as they are: a run is the same with and without it.
-    """
-
-    def before_step(self, session: Session) -> None:
-        """Before the batches of a step are fetched."""
-
-    def after_backward(self, session: Session) -> None:
-        """Gradients are those of the global batch, unscaled and not yet clipped."""
-
-    def after_step(self, session: Session, values: dict[str, Any]) -> None:
-        """After an optimiser step, or one that was skipped; gradients are gone.
-
-        ``values`` are what ``train_step`` returns; ``session.step`` counts this step already.
-        """
-
-    def at_log(self, session: Session, *, per_layer: bool) -> dict[str, Any]:
-        """Entries of the line of the record that is due after this step."""
-        return {}
 
 
 class Throughput(Observer):
@@ -244,6 +223,8 @@ class Session:
     """Of the record, at the last checkpoint; 0: not known."""
     stop_after: int | None = None
     """End early, after so many completed steps; schedules and windows stay those of the run."""
+    log_probe: Callable[[dict[str, Any]], object] = lambda line: None
+    """Takes the lines of the probes."""
     flips: Flips = field(init=False)
     observers: list[Observer] = field(init=False)
     """Told of every step, in this order; anybody may add their own."""
@@ -251,6 +232,11 @@ class Session:
     def __post_init__(self) -> None:
         self.flips = Flips(self.sparsifier)
         self.observers = [self.flips] if self.ema is None else [self.flips, self.ema]
+
+    @property
+    def probes(self) -> dict[str, Probe]:
+        """Those of the observers that the configuration turned on."""
+        return {o.name: o for o in self.observers if isinstance(o, Probe)}
 
     @property
     def device(self) -> torch.device:
@@ -287,6 +273,8 @@ class Session:
         }
         if self.ema is not None:
             parts |= {"ema": dict(self.ema.averages), "ema_updates": self.ema.updates}
+        if self.probes:
+            parts["probes"] = {name: probe.state_dict() for name, probe in self.probes.items()}
         return parts
 
     def load_state_dict(self, state: dict[str, Any], source: object = "the checkpoint") -> None:
@@ -321,6 +309,9 @@ class Session:
         self.scaler.load_state_dict(state["scaler"])
         if "flips" in state:  # without them the first mean is over what follows
             self.flips.load_state_dict(state["flips"])
+        for name, kept in state.get("probes", {}).items():
+            if name in self.probes:
+                self.probes[name].load_state_dict(kept)
         for key in COUNTERS:  # an older checkpoint may lack some
             setattr(self, key, state.get(key, getattr(self, key)))
 

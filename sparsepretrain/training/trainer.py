@@ -15,6 +15,7 @@ from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.runs.record import Record
 from sparsepretrain.runs.resume import choose_checkpoint, named_checkpoint
 from sparsepretrain.sparsity.coverage import Proof
 from sparsepretrain.sparsity.sparsifier import prove
@@ -74,8 +75,9 @@ def train(run: Run, console: Console | None = None, *, stop_after: int | None = 
 def _write_files(t: Session, directory: RunDirectory, source: checkpoint.Checkpoint | None) -> None:
     """What does not change while a run is trained; ``source`` brings the record of another one."""
     before = None if source is None else RunDirectory.of_checkpoint(source.path)
-    if before is not None and before.record_file.is_file():
-        directory.write(directory.record_file, before.record_file.read_bytes())
+    for file in (directory.record_file, directory.probes_file):
+        if before is not None and (before.path / file.name).is_file():
+            directory.write(file, (before.path / file.name).read_bytes())
     directory.write(directory.config_file, freeze.to_yaml(t.run.plain))
     if t.task.tokenizer_file is not None:  # it travels with the weights
         text = t.task.tokenizer_file.read_text(encoding="utf-8")
@@ -100,7 +102,10 @@ def _run(
         console=console,
         total=t.end,
     )
-
+    probed = None
+    if t.probes and t.world.is_main:
+        probed = Record(directory.probes_file, resume_step=t.step if resumed else None)
+        t.log_probe = probed.write
     if stream.lines < t.lines:
         console.warn(
             f"{directory.record_file} has {stream.lines} of the {t.lines} lines that it had at "
@@ -133,6 +138,8 @@ def _run(
         raise
     finally:
         t.batches.close()
+        if probed is not None:
+            probed.close()
         stream.close(exit_code, summary)
     return exit_code
 

@@ -53,6 +53,11 @@ def test_yaml_keys_are_the_fields(group, option):
         assert set(plain) == {f.name for f in dataclasses.fields(Run)}
     else:
         part = plain[group]
+        if group == "probe":  # name -> options
+            assert {k: shape(v) for k, v in part.items()} == {
+                name: keys(registry.options_of("probe", name)) for name in part
+            }
+            return
         # compare as sets of nested names; the order in a file is for its reader
         assert shape(part) == keys(options_class(group, part))
 
@@ -75,6 +80,14 @@ def test_every_registered_name_has_a_yaml(group):
         named.add(compose(f"{group}={option}")[group][key])
     builtin = {n for n in registry.names(kind) if not n.startswith("mine_")}
     assert builtin == named
+
+
+def test_yaml_defaults_of_probes_are_those_of_their_classes():
+    probes = validate(compose("probe=all")).probe
+    assert sorted(probes) == sorted(registry.built_in("probe"))
+    for name, options in probes.items():
+        assert options == registry.options_of("probe", name)()
+        assert validate(compose(f"probe={name}")).probe == {name: options}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,0 +1,106 @@
+"""Bias and variance of the gradients that a method estimates, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.registry import register
+from sparsepretrain.training.observer import Probe, ProbeOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparsepretrain.training.session import Session
+
+
+@dataclass(slots=True, kw_only=True)
+class EstimatorOptions(ProbeOptions):
+    """Options of the probe of estimators."""
+
+    draws: Annotated[int, "≥ 2"] = 8
+    """Estimates of one gradient; the first is the one that the step uses."""
+
+
+@register("probe", "estimator")
+class Estimator(Probe):
+    """Estimated dW and dX of one layer in the first micro-batch against the exact ones.
+
+    The layer is another one each time. With the mean ĝ of R estimates of g and their variance s²
+    (summed over the entries): ``<product>_variance`` = s²/‖g‖², and ``<product>_bias`` = (‖ĝ - g‖²
+    - s²/R)/‖g‖², whose expectation is the squared relative bias; around zero where there is none.
+    The exact gradient has X and G as they are. A method that changes neither has no lines.
+    """
+
+    name = "estimator"
+    Options = EstimatorOptions
+
+    def __init__(self, options: EstimatorOptions, session: Session) -> None:
+        super().__init__(options, session)
+        if session.run.compile:
+            raise ConfigError("probe.estimator needs compile=false: a compiled graph runs no hook")
+        self._hook: Any = None
+        self._seen: tuple[Tensor, Tensor] | None = None
+        self._line: dict[str, Any] = {}
+
+    def before_step(self, session: Session) -> None:
+        """Watch input and output gradient of the layer whose turn it is."""
+        self._line, self._seen = {}, None
+        if self.due(session):
+            self._name = self._turn(session)
+            layer = session.sparsifier.layers[self._name]
+            self._hook = layer.register_forward_hook(self._forward)
+
+    def _turn(self, session: Session) -> str:
+        names = list(session.sparsifier.layers)
+        return names[session.step // self.options.every % len(names)]
+
+    def _forward(self, layer: Any, args: Any, output: Tensor) -> None:
+        def backward(grad: Tensor) -> None:
+            self._seen = args[0].detach(), grad.detach().clone()
+
+        self._hook.remove()  # the first micro-batch is enough
+        if output.requires_grad:
+            output.register_hook(backward)
+
+    def after_backward(self, session: Session) -> None:
+        """Estimate what the step has estimated, and more often."""
+        if self._seen is None:
+            return
+        import torch
+
+        wide = torch.promote_types(self._seen[0].dtype, torch.float32)
+        x, grad = (value.to(wide) for value in self._seen)
+        self._seen = None
+        layer = session.sparsifier.layers[self._name]
+        exact = layer.gradients(x, grad, (session.step, 0), exact=True)
+        if exact is None:
+            return
+        estimates = [
+            layer.gradients(x, grad, (session.step, draw), exact=False)
+            for draw in range(self.options.draws)
+        ]
+        for index, (product, changes) in enumerate({"dgrad": (2,), "wgrad": (1, 3)}.items()):
+            if any(session.sparsifier.method.changes[i] for i in changes):
+                drawn = torch.stack([e[index] for e in estimates if e is not None]).double()
+                self._line |= health(product, exact[index].double(), drawn)
+
+    def after_step(self, session: Session, values: dict[str, Any]) -> None:
+        """Report it with the step."""
+        if self._line:
+            self.write(session, {"layer": self._name, **self._line})
+
+
+def health(product: str, exact: Tensor, drawn: Tensor) -> dict[str, float]:
+    """Relative variance and squared bias of estimates (R, …) of ``exact``; empty if that is 0."""
+    size = float(exact.square().sum())
+    if not size:
+        return {}
+    mean, count = drawn.mean(0), len(drawn)
+    variance = float((drawn - mean).square().sum()) / (count - 1)
+    off = float((mean - exact).square().sum())
+    return {
+        f"{product}_variance": variance / size,
+        f"{product}_bias": (off - variance / count) / size,
+    }

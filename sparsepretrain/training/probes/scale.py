@@ -1,0 +1,38 @@
+"""The scale of every layer, and the one that would fit best (S-STE, Figure 4 b)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sparsepretrain import kernels
+from sparsepretrain.registry import register
+from sparsepretrain.training.observer import Probe
+
+if TYPE_CHECKING:
+    from sparsepretrain.training.session import Session
+
+
+@register("probe", "scale")
+class Scale(Probe):
+    """Of layers with a scale β: ``beta/<layer>``, and ``best/<layer>`` = argmin_b ‖W - b·S(W)‖².
+
+    Both are those after the step; methods without a scale have no lines.
+    """
+
+    name = "scale"
+
+    def after_step(self, session: Session, values: dict[str, Any]) -> None:
+        """Read the scales and fit them anew."""
+        if session.step % self.options.every:
+            return
+        line = {}
+        for name, layer in session.sparsifier.layers.items():
+            forward = layer.sparsity.project(layer.weight).forward
+            if forward is None or not hasattr(layer.sparsity, "beta"):
+                continue
+            beta = float(layer.sparsity.beta)
+            line[f"beta/{name}"] = beta
+            fit = kernels.optimal_scale(layer.weight.detach(), forward)
+            line[f"best/{name}"] = beta * float(fit)
+        if line:
+            self.write(session, line)
