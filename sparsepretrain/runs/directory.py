@@ -52,7 +52,8 @@ class RunDirectory:
     config_file = _Entry("config.yaml")
     """The resolved configuration."""
     environment_file = _Entry("environment.json")
-    """Versions, commit, command and hardware of the last process that trained."""
+    """Versions, commit, command and hardware of the last process that trained, and ``hashes`` of
+    what the run began with: ``initial_weights``, ``data_order`` and ``evaluation``."""
     record_file = _Entry("metrics.jsonl")
     """See :mod:`~sparsepretrain.runs.record`."""
     probes_file = _Entry("probes.jsonl")

@@ -21,6 +21,7 @@ from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, 
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.batches import TrainingBatches
+from sparsepretrain.training.identity import weights_hash
 from sparsepretrain.training.precision import Options, compute_dtype
 from sparsepretrain.training.session import EMA, Session
 from sparsepretrain.training.world import World
@@ -53,12 +54,13 @@ def build_session(
     task = build_task(run)
     # wrong targets and widths are found before data is prepared and weights are drawn
     sparsify_model(run, task, build_model(task, META))
-    if splits is None:
+    if trains := splits is None:
         splits = ("train", "validation") if run.eval.batches != 0 else ("train",)
     task.open_data(splits, on_progress=console.progress)
     model = build_model(task, world.device)
     # before sparsify, which freezes what comes from initial weights
     buffers = {} if initial is None else load_initial(initial, run, task, model, console)
+    initial_weights = weights_hash(model) if trains else None
     sparsifier = sparsify_model(run, task, model)
     restore_method(sparsifier, buffers)
     session = Session(
@@ -73,6 +75,7 @@ def build_session(
         batches=TrainingBatches(task, run.batch.size, run.batch.micro, world.device, run.workers),
         ema=None if run.ema is None else EMA(model, run.ema),
         on_progress=console.progress,
+        initial_weights=initial_weights,
     )
     for name, options in run.probe.items():
         probe: Any = registry.get("probe", name)

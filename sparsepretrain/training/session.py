@@ -210,6 +210,8 @@ class Session:
     """Averages of the weights, which are evaluated too; None: none are kept."""
     on_progress: Callable[[Progress], None] | None = None
     """Shows how far an evaluation is."""
+    initial_weights: str | None = None
+    """Hash of the weights before anything was sparse; None: this session does not train."""
     step: int = 0
     """Completed steps."""
     tokens: int = 0

@@ -25,6 +25,7 @@ from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training import plan
 from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.hardware import environment
+from sparsepretrain.training.identity import run_hashes
 from sparsepretrain.training.loop import run_steps
 from sparsepretrain.training.precision import describe
 from sparsepretrain.training.session import Session, Throughput
@@ -68,11 +69,18 @@ def train(run: Run, console: Console | None = None, *, stop_after: int | None = 
             if source is not None:
                 t.load_state_dict(source.parts(), source)
                 console.info(f"continuing from {source} (step {t.step})")
-            t.world.first(lambda: _write_files(t, directory, source if source is named else None))
+            about = environment(t.device) | run_hashes(t, source)
+            other = source if source is named else None
+            t.world.first(lambda: _write_files(t, directory, other, about))
             return _run(t, directory, console, signals, resumed=source is not None)
 
 
-def _write_files(t: Session, directory: RunDirectory, source: checkpoint.Checkpoint | None) -> None:
+def _write_files(
+    t: Session,
+    directory: RunDirectory,
+    source: checkpoint.Checkpoint | None,
+    about: dict[str, Any],
+) -> None:
     """What does not change while a run is trained; ``source`` brings the record of another one."""
     before = None if source is None else RunDirectory.of_checkpoint(source.path)
     for file in (directory.record_file, directory.probes_file):
@@ -82,8 +90,7 @@ def _write_files(t: Session, directory: RunDirectory, source: checkpoint.Checkpo
     if t.task.tokenizer_file is not None:  # it travels with the weights
         text = t.task.tokenizer_file.read_text(encoding="utf-8")
         directory.write(directory.tokenizer_file, text)
-    details = json.dumps(environment(t.device), indent=1)
-    directory.write(directory.environment_file, details + "\n")
+    directory.write(directory.environment_file, json.dumps(about, indent=1) + "\n")
 
 
 def _run(

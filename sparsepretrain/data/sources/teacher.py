@@ -14,7 +14,7 @@ from sparsepretrain.registry import register
 if TYPE_CHECKING:
     import numpy as np
 
-BLOCK = 128
+BLOCK = 512
 """Samples are made in blocks that begin at multiples of this: sums of a matrix product depend on
 its shape, and so samples do not depend on how a batch is cut."""
 VERSION = 1
@@ -85,25 +85,27 @@ class Teacher(GeneratedSource):
     def _draw(self, split: str, seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         import numpy as np
 
-        x = normals(seed, 1 + SPLITS.index(split), block * BLOCK, (BLOCK, self.options.inputs))
+        stream, shape = 1 + SPLITS.index(split), (BLOCK, self.options.inputs)
+        x = normals(seed, stream, block * BLOCK, shape).astype(np.float32)
         first, *inner, last = self._weights
         h = x @ first
         for up, down in zip(inner[::2], inner[1::2], strict=True):
             h = h + np.maximum(_normalised(h) @ up, 0) @ down
-        y = _normalised(h) @ last / self._std
-        return x.astype(np.float32), y.astype(np.float32)
+        y = _normalised(h) @ last / np.float32(self._std)
+        return x, y
 
     def _teacher(self) -> list[np.ndarray]:
-        """Matrices (in, out), in the order of the layers."""
+        """Matrices (in, out) in fp32, in the order of the layers."""
+        import numpy as np
+
         o = self.options
         blocks = [(o.width, o.inner, 1), (o.inner, o.width, 2 * o.depth)] * o.depth
         shapes = [(o.inputs, o.width, 1), *blocks, (o.width, o.outputs, 1)]
-        return [
-            normals(o.teacher_seed, 0, layer << 32, (rows, columns))
-            * o.scale
-            * (sums * rows) ** -0.5
-            for layer, (rows, columns, sums) in enumerate(shapes)
-        ]
+        found = []
+        for layer, (rows, columns, sums) in enumerate(shapes):
+            weights = normals(o.teacher_seed, 0, layer << 32, (rows, columns))
+            found.append(np.float32(o.scale * (sums * rows) ** -0.5) * weights.astype(np.float32))
+        return found
 
 
 def normals(seed: int, stream: int, first: int, shape: tuple[int, int]) -> np.ndarray:
