@@ -27,7 +27,6 @@ class SourceOptions:
     name: str
     """Name of the prepared data: the first part of its directory in the cache."""
     source: str
-    """Name of the source."""
 
     about: ClassVar[frozenset[str]] = frozenset({"name"})
     """Keys that do not change the prepared data, so that they are no part of its identity."""
@@ -45,9 +44,7 @@ class TokenOptions(SourceOptions):
     """Keys of every source whose documents become tokens of a vocabulary."""
 
     tokenizer: str
-    """bytes, bpe, gpt2_size_bpe, wordpiece, wordpiece_cased, or a tokenizer.json file."""
     vocab_size: int | None
-    """Number of token ids; null: filled in for tokenizers whose size is known."""
 
     hub_tokenizers: ClassVar[bool] = False
     """Whether a tokenizer may also be named as on the Hugging Face hub."""
@@ -72,9 +69,7 @@ class TextOptions(TokenOptions):
     """Keys of every source of plain text."""
 
     validation: float
-    """Fraction of the text that is held out, in [0, 1)."""
     seed: int
-    """Decides which text is held out; the order of training follows from the run's seed."""
 
     def problems(self) -> Problems:
         """Rules beyond types, as (key, message)."""

@@ -60,17 +60,12 @@ class TransformerOptions:
     vocab_size: Annotated[int, "> 0"]
     """Rows of the embedding, which is also the output layer; may exceed the tokenizer's size."""
     n_positions: Annotated[int, "> 0"]
-    """Longest sequence."""
     n_embd: Annotated[int, "> 0"]
-    """Width."""
     n_layer: Annotated[int, "> 0"]
     n_head: Annotated[int, "> 0"]
     n_inner: Annotated[int | None, "> 0"]
-    """FFN width: out_features of its first linear layer; null: 4·n_embd."""
     ffn_factor: float
-    """Factor of the FFN width; 0.5 is the baseline "Half" of arXiv:2404.01847."""
     dropout: Annotated[float, "[0, 1)"]
-    """Probability, on embeddings, attention and residuals."""
 
     @property
     def ffn_width(self) -> float:
@@ -92,7 +87,6 @@ class EncoderOptions(TransformerOptions):
     """Architecture; the same names as for GPT-2."""
 
     n_inner: Annotated[int, "> 0"]
-    """FFN width: out_features of its first linear layer."""
     layer_norm_eps: Annotated[float, "> 0"]
 
 

@@ -18,7 +18,6 @@ class BertOptions(EncoderOptions):
 
     family: Literal["bert"]
     activation: Activation
-    """Of the FFN and of the head that predicts tokens; BERT's is the exact GELU."""
 
 
 @register("model", "bert")

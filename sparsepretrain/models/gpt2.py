@@ -26,11 +26,8 @@ class GPT2Options(TransformerOptions):
 
     family: Literal["gpt2"]
     activation: Activation
-    """Of the FFN; the papers' runs have the exact GELU, as nanoGPT has."""
     bias: bool
-    """Biases in linear layers and norms; the papers' runs have none."""
     activation_checkpointing: bool
-    """Recompute each block in the backward: less memory, about a third more time."""
 
 
 @register("model", "gpt2")

@@ -34,26 +34,18 @@ class MarianOptions:
     name: str
     family: Literal["marian"]
     vocab_size: Annotated[int, "> 0"]
-    """Rows of the one embedding of source, target and output; may exceed the tokenizer's size."""
     max_position_embeddings: Annotated[int, "> 0"]
-    """Longest sentence on either side, tokens."""
     d_model: Annotated[int, "> 0"]
-    """Width."""
     encoder_layers: Annotated[int, "> 0"]
     decoder_layers: Annotated[int, "> 0"]
     attention_heads: Annotated[int, "> 0"]
     ffn_dim: Annotated[int, "> 0"]
-    """Width of the FFN, encoder and decoder."""
     ffn_factor: float
-    """Factor of the FFN width; 0.5 is the baseline "Half" of arXiv:2404.01847."""
     activation: Activation
-    """Of the FFN; Transformer-base has ReLU."""
     dropout: Annotated[float, "[0, 1)"]
-    """On embeddings and on the output of every sublayer."""
     attention_dropout: Annotated[float, "[0, 1)"]
     activation_dropout: Annotated[float, "[0, 1)"]
     activation_checkpointing: bool
-    """Recompute each layer in the backward: less memory, about a third more time."""
 
     @property
     def ffn_width(self) -> float:

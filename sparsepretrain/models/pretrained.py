@@ -46,7 +46,6 @@ class PretrainedOptions:
     name: str
     family: Literal["pretrained"]
     path: str | None
-    """Directory that save_pretrained wrote, or a name on the Hugging Face hub."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules beyond types, as (key, message)."""

@@ -21,17 +21,11 @@ class ResidualMLPOptions:
     name: str
     family: Literal["residual_mlp"]
     inputs: Annotated[int, "> 0"]
-    """Numbers of an input vector; must equal ``data.inputs``."""
     outputs: Annotated[int, "> 0"]
-    """Numbers of an output vector; must equal ``data.outputs``."""
     n_embd: Annotated[int, "> 0"]
-    """Width of the residual stream."""
     n_layer: Annotated[int, "> 0"]
-    """Blocks."""
     n_inner: Annotated[int, "> 0"]
-    """FFN width: out_features of the first linear layer of a block."""
     ffn_factor: float
-    """Factor of the FFN width; 0.5 is the baseline "Half" of arXiv:2404.01847."""
 
     def problems(self) -> Problems:
         yield from ffn_problems(self.n_inner, self.ffn_factor)

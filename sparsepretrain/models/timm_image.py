@@ -42,32 +42,17 @@ class TimmOptions:
     name: str
     family: Literal["timm_image"]
     architecture: str
-    """Name of a timm model; its weights are never downloaded."""
     image_size: Annotated[int, "> 0"]
-    """Height and width of the input, pixels; must equal ``task.image_size``."""
     classes: Annotated[int, "> 0"]
-    """Outputs."""
     stem: Literal["imagenet", "cifar"]
-    """cifar: a 3×3 convolution of stride 1 and no pooling, for small images (ResNets only)."""
     patch_size: Annotated[int | None, "> 0"]
-    """Pixels per patch and axis (vision transformers)."""
     depth: int | list[int] | None
-    """Blocks (vision transformers), or blocks per stage (ResNets)."""
     width: int | list[int] | None
-    """Embedding (vision transformers), or channels per stage (ResNets)."""
     heads: Annotated[int | None, "> 0"]
-    """Attention heads (vision transformers); divides ``width``."""
     activation: Activation | None
-    """Of the FFN (vision transformers); timm's is the exact GELU."""
     zero_init_last: bool | None
-    """Whether the last norm of each residual branch starts at 0 rather than 1 (ResNets, RegNets).
-
-    timm's does, SR-STE's and SDGP's networks do not. Convolutions start as N(0, 2/(k²·out)) anyway.
-    """
     drop_path: Annotated[float, "[0, 1)"]
-    """Probability with which the last block is skipped; it grows linearly with the depth."""
     dropout: Annotated[float, "[0, 1)"]
-    """Probability, before the classifier."""
 
     @property
     def kind(self) -> str | None:
@@ -122,6 +107,8 @@ class TimmImage(Recipe):
     @staticmethod
     def build(options: TimmOptions) -> nn.Module:
         """A timm model with weights drawn from torch's global generator by timm's rules.
+
+        Convolutions start as N(0, 2/(k²·out)).
 
         Raises:
             ConfigError: timm is not installed, or has no such model or shape.

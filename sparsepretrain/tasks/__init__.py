@@ -40,7 +40,10 @@ class Task(ABC):
     """
 
     Options: ClassVar[type]
-    """Dataclass of the group ``task``: ``name`` and its own; may define ``problems()``."""
+    """Dataclass of the group ``task``: ``name`` and its own; may define ``problems()``.
+
+    The comments of its YAML say what the keys mean, here as for data and models.
+    """
     kind: ClassVar[str]
     """Kind of data, see ``data.sources``: text, pairs, images, records or vectors."""
     unit: ClassVar[str] = "tokens"

@@ -72,9 +72,7 @@ class RecordOptions:
     """Keys of every task on records."""
 
     tokenizer: str
-    """tokenizer.json of the model, or bytes."""
     max_length: Annotated[int, "≥ 8"]
-    """Most tokens of a sample, special tokens included."""
 
     def problems(self) -> Problems:
         if self.tokenizer != BYTES and not self.tokenizer.endswith(".json"):

@@ -21,10 +21,7 @@ class CausalLMOptions:
 
     name: Literal["causal_lm"]
     sequence_length: Annotated[int, "> 0"]
-    """Tokens per sample."""
     replacement: bool
-    """Draw each training window for itself, from anywhere in the text, as nanoGPT does; false: an
-    epoch visits every place once."""
 
 
 @register("task", "causal_lm")

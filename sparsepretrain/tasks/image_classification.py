@@ -26,49 +26,27 @@ class ImageClassificationOptions:
 
     name: Literal["image_classification"]
     image_size: Annotated[int, "> 0"]
-    """Height and width of what the model sees, pixels."""
     label_smoothing: Annotated[float, "[0, 1)"]
-    """Share of the target that is spread over all classes, in training."""
     mixup: Annotated[float, "≥ 0"]
-    """Parameter of the Beta distribution of the shares; 0: none."""
     cutmix: Annotated[float, "≥ 0"]
-    """The same for the area of the box; 0: none."""
     mix_probability: Annotated[float, "[0, 1]"]
-    """Of mixing a micro-batch at all."""
     cutmix_share: Annotated[float, "[0, 1]"]
-    """Probability of cutmix where both are on."""
     copies: Annotated[int, "> 0"]
-    """Samples of an image that follow each other; an epoch visits 1/copies of the images."""
     crop: Literal["resized", "shift"]
-    """resized: random resized crop, timm's pipeline; shift: whole image, shifted."""
     scale: tuple[float, float]
-    """crop=resized: smallest and largest area of the crop, fraction of the image."""
     ratio: tuple[float, float]
-    """crop=resized: smallest and largest ratio of width to height."""
     shift: Annotated[int, "≥ 0"]
-    """crop=shift: pixels by which the image is shifted at most, on each axis."""
     flip: Annotated[float, "[0, 1]"]
-    """Probability of a horizontal flip."""
     color_jitter: Annotated[float, "≥ 0"]
-    """crop=resized: brightness, contrast and saturation change by at most this factor."""
     lighting: Annotated[float, "≥ 0"]
-    """Standard deviation of AlexNet's PCA noise on colours; 0: none."""
     rand_augment: str | None
-    """crop=resized: timm's policy, such as rand-m9-mstd0.5-inc1; null: none."""
     random_erasing: Annotated[float, "[0, 1]"]
-    """crop=resized: probability that a rectangle becomes noise."""
     cutout: Annotated[int, "≥ 0"]
-    """crop=shift: side of the square that becomes the mean, pixels; 0: none."""
     interpolation: Literal["bilinear", "bicubic", "nearest", "random"]
-    """Of the resizing in training; random: bilinear or bicubic, for each image."""
     eval_interpolation: Interpolation
-    """Of the resizing in evaluation."""
     eval_crop: Annotated[float, "(0, 1]"]
-    """crop=resized: side of the central crop in evaluation, fraction of the resized image."""
     mean: tuple[float, float, float]
-    """Of red, green and blue in [0, 1], subtracted."""
     std: Annotated[tuple[float, float, float], "> 0"]
-    """Of red, green and blue in [0, 1], divided by."""
 
     def problems(self) -> Problems:
         if not 0 < self.scale[0] <= self.scale[1] <= 1:

@@ -27,13 +27,9 @@ class MaskedLMOptions:
 
     name: Literal["masked_lm"]
     sequence_length: Annotated[int, "> 0"]
-    """Tokens per sample."""
     probability: Annotated[float, "(0, 1]"]
-    """Fraction of a sample's tokens that are selected, rounded to whole tokens, at least one."""
     mask_fraction: Annotated[float, "[0, 1]"]
-    """Of the selected tokens, those that the mask token replaces."""
     random_fraction: Annotated[float, "[0, 1]"]
-    """Of the selected tokens, those that a random token replaces; the others stay."""
 
     def problems(self) -> Problems:
         total = self.mask_fraction + self.random_fraction

@@ -31,14 +31,9 @@ class QuestionAnsweringOptions(RecordOptions):
 
     name: Literal["question_answering"]
     stride: int
-    """Tokens that two windows of a long context share."""
     max_question: Annotated[int, "≥ 1"]
-    """Most tokens of a question; the rest is cut."""
     max_answer: Annotated[int, "≥ 1"]
-    """Most tokens of an answer in evaluation."""
     end: Literal["last", "next"]
-    """Where the end is read: at the answer's last token (SQuAD's code), or at the one after it,
-    from where a causal model sees that the answer is over."""
 
     def problems(self) -> Problems:
         yield from RecordOptions.problems(self)

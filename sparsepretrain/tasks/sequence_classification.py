@@ -30,9 +30,7 @@ class SequenceClassificationOptions(RecordOptions):
 
     name: Literal["sequence_classification"]
     metrics: list[Literal["accuracy", "f1", "mcc", "pearson", "spearman"]]
-    """What is reported; ``score`` is their mean, as GLUE has it."""
     parts: list[str]
-    """Names of the parts of the evaluation split; several are reported one by one as well."""
 
     def problems(self) -> Problems:
         yield from RecordOptions.problems(self)

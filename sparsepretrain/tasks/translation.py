@@ -30,19 +30,12 @@ class TranslationOptions:
 
     name: Literal["translation"]
     max_tokens: Annotated[int, "> 0"]
-    """Most tokens of a bucket: pairs times the longer of source and target, padding included."""
     max_length: Annotated[int, "> 0"]
-    """Longest sentence of a training pair in tokens, its end included; longer ones are left out."""
     label_smoothing: Annotated[float, "[0, 1)"]
-    """Share of the target's probability that is spread over the vocabulary."""
     bleu: bool
-    """Whether final evaluations translate and score what they are given."""
     beam: Annotated[int, "> 0"]
-    """Hypotheses kept by the search; 1: greedy."""
     length_penalty: float
-    """Hypotheses compete by log-probability / length^length_penalty; unused by greedy search."""
     max_decode: tuple[float, int]
-    """[a, b]: a hypothesis has at most a · (source tokens) + b tokens."""
 
     def problems(self) -> Problems:
         if 0 < self.max_tokens < -(-self.max_length // 4) * 4:

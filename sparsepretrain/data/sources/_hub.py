@@ -18,13 +18,9 @@ class HubOptions:
     """Keys of a data set of the hub."""
 
     path: str
-    """Hub repository or local directory."""
     subset: str | None
-    """The hub's configuration name."""
     revision: str | None
-    """Branch, tag or commit of the repository; null: its main branch."""
     size_gb: float | None
-    """Disk that the download and its cache take, for messages only (10^9 bytes)."""
 
     hub_tokenizers: ClassVar[bool] = True
     about: ClassVar[frozenset[str]] = frozenset({"name", "size_gb"})

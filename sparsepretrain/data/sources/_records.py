@@ -27,17 +27,11 @@ class RecordOptions(SourceOptions):
     """Keys of every source of records."""
 
     path: str | None
-    """Hub repository; unused when train names files."""
     subset: str | None
-    """The hub's configuration name."""
     revision: str | None
-    """Branch, tag or commit of the repository; null: its main branch."""
     train: list[str]
-    """Splits of the repository, or local .jsonl and .parquet files or globs."""
     validation: list[str]
-    """The same; each entry is a part of its own in the metrics of the tasks that have parts."""
     test: list[str]
-    """The same; must be labelled."""
 
     @property
     def entries(self) -> dict[str, list[str]]:

@@ -61,11 +61,8 @@ class Options(SourceOptions):
     """Options of ``source: cifar``."""
 
     classes: Literal[10, 100]
-    """Which of the two sets."""
     path: str
-    """The official ``cifar-*-python.tar.gz``, or the directory that it unpacks to."""
     verify: bool
-    """Compare the files with the official MD5 sums; false: a set of your own in that format."""
 
 
 @register("source", "cifar")

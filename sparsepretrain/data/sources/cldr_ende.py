@@ -171,13 +171,9 @@ class Options(TokenOptions):
     """Options of ``source: cldr_ende``."""
 
     train_pairs: Annotated[int, "> 0"]
-    """Sentence pairs to train on."""
     validation_pairs: Annotated[int, "≥ 0"]
-    """Sentence pairs of the validation split; 0: none."""
     test_pairs: Annotated[int, "≥ 0"]
-    """Sentence pairs of the test split; 0: none."""
     seed: int
-    """Decides which sentences there are; the order of training follows from the run's seed."""
 
 
 @register("source", "cldr_ende")

@@ -23,11 +23,8 @@ class Options(SourceOptions):
     """Options of ``source: digits``."""
 
     validation: Annotated[int, "≥ 1"]
-    """Images of each digit that are held out for validation."""
     test: Annotated[int, "≥ 1"]
-    """Images of each digit that are held out for the final test."""
     seed: int
-    """Decides which ones."""
 
     def problems(self) -> Problems:
         yield from SourceOptions.problems(self)

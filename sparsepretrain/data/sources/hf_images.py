@@ -21,13 +21,9 @@ class Options(HubOptions, SourceOptions):
     """Options of ``source: hf_images``; the images stay in the cache of ``datasets``."""
 
     train: str
-    """Split that is trained on; slices such as train[:10%] work."""
     validation: str
-    """Split that is evaluated on."""
     image_column: str
-    """Column that holds the images."""
     label_column: str
-    """Column that holds the labels, integers from 0."""
 
 
 @register("source", "hf_images")

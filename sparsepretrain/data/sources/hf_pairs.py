@@ -21,13 +21,9 @@ class Options(HubOptions, TokenOptions):
     """Options of ``source: hf_pairs``."""
 
     languages: tuple[str, str]
-    """Codes of source and target."""
     train: str
-    """Split of the data set that is trained on; slices such as train[:10%] work."""
     validation: str | None
-    """Split that is evaluated in training; null: none."""
     test: str | None
-    """Split for the final score; null: none."""
 
     def problems(self) -> Problems:
         yield from TokenOptions.problems(self)

@@ -21,18 +21,11 @@ class Options(HubOptions, TextOptions):
     """Options of ``source: hf_text``; ``path`` may be a file format, with ``data_files``."""
 
     split: str
-    """Split of the data set that is read; slices such as train[:10%] work."""
     validation: float | str  # type: ignore[assignment]
-    """Fraction of the documents that is held out, in [0, 1), or a split of the data set."""
     test: str | None
-    """Split of the data set that becomes the test split; null: there is none."""
     data_files: list[str] | dict[str, list[str]] | None
-    """Local files or globs for the formats json, text, csv, parquet and arrow: of the split train,
-    or split -> files."""
     text_column: str
-    """Column that holds the text."""
     rows: Literal["documents", "lines"]
-    """What a row is; lines of one running text keep their order, blank ones included."""
 
     @property
     def train(self) -> str:

@@ -25,15 +25,10 @@ class Options(SourceOptions):
     """Options of ``source: image_folder``."""
 
     root: str
-    """Directory that holds both splits."""
     train: str
-    """Sub-directory of the train split: one directory per class."""
     validation: str
-    """Sub-directory of the validation split, with the same classes."""
     check: bool
-    """Decode every image when the index is made, so that a broken one is found at once."""
     size_gb: float | None
-    """Disk that the images take, for messages only (10^9 bytes)."""
 
     about: ClassVar[frozenset[str]] = frozenset({"name", "size_gb"})
 

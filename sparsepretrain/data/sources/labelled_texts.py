@@ -19,11 +19,8 @@ class Options(RecordOptions):
     """Options of ``source: labelled_texts``."""
 
     texts: list[str]
-    """The column of the sentence, or the two of the pair."""
     label: str
-    """Column of the label: its number, its name, or the number to predict."""
     labels: list[str]
-    """Names of the classes in the order of their numbers; empty: the label is a real number."""
 
     def problems(self) -> Problems:
         yield from RecordOptions.problems(self)

@@ -23,13 +23,9 @@ class Options(TokenOptions):
     """Options of ``source: parallel_files``."""
 
     train: list[str]
-    """[source file, target file] with corresponding lines, or [TSV file]."""
     validation: list[str] | None
-    """The same for the validation split; null: none, then eval.batches must be 0."""
     test: list[str] | None
-    """The same for the test split; null: none."""
     columns: tuple[int, int]
-    """Columns of source and target in a TSV, from 0."""
 
     def problems(self) -> Problems:
         yield from TokenOptions.problems(self)

@@ -23,7 +23,6 @@ class RootOptions(SourceOptions):
     """Keys of the sources that are made of Python files."""
 
     roots: list[str] | None
-    """Directories that are searched for .py files; null: the standard library."""
 
     def problems(self) -> Problems:
         yield from super().problems()

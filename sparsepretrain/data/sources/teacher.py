@@ -26,21 +26,13 @@ class TeacherOptions(SourceOptions):
     """Options of ``source: teacher``."""
 
     inputs: Annotated[int, "> 0"]
-    """Numbers of an input vector, each drawn from N(0, 1)."""
     outputs: Annotated[int, "> 0"]
-    """Numbers of a target vector."""
     width: Annotated[int, "> 0"]
-    """Of the teacher's residual stream."""
     depth: Annotated[int, "> 0"]
-    """Blocks of the teacher."""
     inner: Annotated[int, "> 0"]
-    """Width of the teacher's FFNs."""
     scale: Annotated[float, "> 0"]
-    """Standard deviation of the teacher's weights, as a multiple of a student's initial ones."""
     held_out: Annotated[int, "> 0"]
-    """Samples of the validation split, and of the test split."""
     teacher_seed: Annotated[int, "[0, 2^32)"]
-    """Decides the teacher; the inputs follow from the run's seed, held-out ones from none."""
 
 
 @register("source", "teacher")

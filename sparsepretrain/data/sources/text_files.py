@@ -17,11 +17,8 @@ class Options(TextOptions):
     """Options of ``source: text_files``."""
 
     files: list[str]
-    """Files or globs; ``**`` matches directories at any depth."""
     validation: float | list[str]  # type: ignore[assignment]
-    """Fraction of the text that is held out, in [0, 1), or the files or globs that are."""
     test: list[str] | None
-    """Files or globs of the test split; null: there is none."""
 
     def problems(self) -> Problems:
         yield from TextOptions.problems(self)
