@@ -73,12 +73,7 @@ def raw_targets(source: Source, shards: Sequence[Shard]) -> dict[str, bytes]:
 
 
 def amounts(options: Any, data: TokenData) -> tuple[str, dict[str, int]]:
-    """(unit in the plural, split -> how many) of prepared data.
-
-    Args:
-        options: of the source.
-        data: what was prepared from it.
-    """
+    """(unit in the plural, split -> how many) of what was prepared from a source's ``options``."""
     source: Any = registry.get("source", options.source)(options)
     counts = {split: count(source, t, data.end_of_text) for split, t in data.tokens.items()}
     return format_of(source).unit, counts
@@ -93,17 +88,20 @@ def records(data: TokenData, split: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The pairs of one split."""
+    """Pairs of one split."""
 
     tokens: np.ndarray
     """The stream, as stored."""
     bounds: np.ndarray
     """(pairs, 3) int64: where the source begins, the target begins, and the target ends."""
-    lengths: np.ndarray
-    """(pairs, 2) int64: tokens of source and target, each with its end token."""
 
     def __len__(self) -> int:
         return len(self.bounds)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(pairs, 2) int64: tokens of source and target, each with its end token."""
+        return np.diff(self.bounds, axis=1)
 
     def source(self, pair: int) -> np.ndarray:
         """Tokens of the source, its end token last."""
@@ -136,7 +134,7 @@ def pairs(data: TokenData, split: str) -> Pairs:
         raise DataError(f"{file} does not hold pairs of sentences: delete {data.directory}")
     begins = np.concatenate([[0], ends[:-1]])
     bounds = np.stack([begins[::2], begins[1::2], ends[1::2]], axis=1)
-    return Pairs(tokens, bounds, np.diff(bounds, axis=1))
+    return Pairs(tokens, bounds)
 
 
 def references(data: TokenData, split: str) -> list[str] | None:

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from sparsepretrain.data.images import Images
-    from sparsepretrain.data.order import Shuffle
-
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
 
 
@@ -88,13 +85,6 @@ class ImageClassification(Task):
     kind = "images"
     unit = "images"
     metric = "top1"
-
-    def __init__(
-        self, options: ImageClassificationOptions, model: Any, data: Any, seed: int
-    ) -> None:
-        super().__init__(options, model, data, seed)
-        self._images: dict[str, Images] = {}
-        self._orders: dict[str, Shuffle] = {}
 
     @staticmethod
     def misfits(options: Any, model: Any, data: Any) -> Problems:

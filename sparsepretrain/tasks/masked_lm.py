@@ -133,13 +133,9 @@ class Masking:
     """Selection of tokens and what they are replaced by."""
 
     def __init__(self, options: Any, mask: int, special: Collection[int], vocab_size: int) -> None:
-        """Take the task's options, the id of the mask token, and the vocabulary.
+        """Take the task's options and the ids of the mask token and of the vocabulary.
 
-        Args:
-            options: ``probability``, ``mask_fraction``, ``random_fraction``.
-            mask: id that replaces selected tokens.
-            special: ids that are neither selected nor drawn as random tokens.
-            vocab_size: random tokens are below it.
+        Special tokens are neither selected nor drawn as random ones.
         """
         import numpy as np
 
@@ -157,8 +153,8 @@ class Masking:
 
         Args:
             rows: (len(positions), length) int64 tokens; not changed.
-            seed: of the run, in [0, 2^63).
-            split: name of the split.
+            seed: in [0, 2^63).
+            split: one of ``SPLITS``.
             step: optimiser step, from 0.
             positions: of the rows in the global batch.
 

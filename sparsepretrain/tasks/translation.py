@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sparsepretrain import data as datasets
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from sparsepretrain.data import TokenData
+    from sparsepretrain.data import Pairs, TokenData
 
 IGNORED = -100
 """Target of padding, which counts nothing."""
@@ -65,7 +65,6 @@ class Translation(Task):
         super().__init__(options, model, data, seed)
         self._pairs: dict[str, Any] = {}
         self._buckets: dict[str, Any] = {}
-        self._chosen: dict[str, Any] = {}
         self._references: dict[str, list[str] | None] = {}
         self._codec: Any = None
         self._end = 0
@@ -86,11 +85,9 @@ class Translation(Task):
 
         data = datasets.load(self.data_options, on_progress=on_progress)
         for split in splits:
-            every = datasets.pairs(data, split)
-            chosen = self._choose(split, every.lengths, data.name)
-            self._pairs[split], self._chosen[split] = every, chosen
+            self._pairs[split] = pairs = self._choose(split, datasets.pairs(data, split), data.name)
             self._buckets[split] = datasets.Buckets(
-                every.lengths[chosen], self.options.max_tokens, self.order_seed(split)
+                pairs.lengths, self.options.max_tokens, self.order_seed(split)
             )
         self.tokenizer_file = data.tokenizer_file
         self._codec = open_codec(data.tokenizer_file)
@@ -118,13 +115,11 @@ class Translation(Task):
             return
         warnings.warn(text, SparsePretrainWarning, stacklevel=2)
 
-    def _choose(self, split: str, lengths: Any, name: str) -> Any:
-        """Indices of the pairs that take part: held out all, for training those short enough."""
-        import numpy as np
-
-        longest, options = lengths.max(axis=1), self.options
+    def _choose(self, split: str, every: Pairs, name: str) -> Pairs:
+        """The pairs that take part: held out all, for training those short enough."""
+        longest, options = every.lengths.max(axis=1), self.options
         if split == "train":
-            chosen = np.flatnonzero(longest <= options.max_length)
+            chosen = replace(every, bounds=every.bounds[longest <= options.max_length])
             if not len(chosen):
                 raise DataError(
                     f"{name}: no training pair has sentences of at most {options.max_length} "
@@ -137,7 +132,7 @@ class Translation(Task):
                 f"{name}: pair {longest.argmax() + 1} of {split} has {longest.max()} tokens, more "
                 f"than model.max_position_embeddings={most}: raise it, or shorten the pair"
             )
-        return np.arange(len(lengths))
+        return every
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
         """The pairs of the buckets at ``positions``, padded to a multiple of four tokens.
@@ -151,9 +146,9 @@ class Translation(Task):
 
         from sparsepretrain.data.order import pad
 
-        every, chosen, buckets = self._pairs[split], self._chosen[split], self._buckets[split]
+        every, buckets = self._pairs[split], self._buckets[split]
         samples = [buckets.pairs(step * size + position) for position in positions]
-        rows = chosen[np.concatenate(samples)]
+        rows = np.concatenate(samples)
         sources = [every.source(row) for row in rows]
         targets = pad([every.target(row) for row in rows], IGNORED)
         previous = np.roll(targets, 1, axis=1)  # a padded row wraps padding, a full one its end
@@ -213,12 +208,9 @@ class Translation(Task):
         return seen
 
     def translate(self, model: nn.Module, source: Tensor, mask: Tensor) -> list[str]:
-        """The translation of every row, as text.
+        """The translation of every row, as text, by a model in eval mode.
 
-        Args:
-            model: in eval mode.
-            source: (rows, source length) int64.
-            mask: of the same shape, bool: false for padding.
+        ``source``: (rows, source length) int64; ``mask``: of that shape, bool, false for padding.
         """
         a, b = self.options.max_decode
         # of the real tokens, so that more padding translates nothing differently

@@ -103,7 +103,7 @@ def test_an_epoch_is_every_pair_once(task):
         batch = task.batch("train", sample, range(1), 1)
         rows = zip(batch["source"], batch["mask"], strict=True)
         seen += [tuple(row[mask].tolist()) for row, mask in rows]
-    assert len(seen) == len(set(seen)) == len(task._chosen["train"]) > 250
+    assert len(seen) == len(set(seen)) == len(task._pairs["train"]) > 250
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
@@ -295,7 +295,7 @@ def test_without_sacrebleu(monkeypatch):
 def test_long_training_pairs_are_left_out_and_long_held_out_ones_refused(tiny):
     task = build_task(tiny.load("task.max_length=30"))
     task.open_data(("train",))
-    kept = task._pairs["train"].lengths[task._chosen["train"]]
+    kept = task._pairs["train"].lengths
     assert 0 < len(kept) < 300 and kept.max() <= 30
     for step in range(task.samples("train")):
         assert task.batch("train", step, range(1), 1)["mask"].sum(1).max() <= 30
