@@ -9,12 +9,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from sparsepretrain.errors import needs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from torch import Tensor
 
 # what the words of a key are for, so that no two uses share them (nor those of dropout)
 AUGMENT, MIX, LIGHT = 1, 2, 3
@@ -36,8 +37,6 @@ def keyed_generators(words: np.ndarray) -> Iterator[None]:
 
     timm and torchvision draw from Python's, NumPy's and torch's.
     """
-    import torch
-
     # not torch.manual_seed, which also seeds GPUs
     generator = torch.default_generator
     states = random.getstate(), np.random.get_state(), generator.get_state()
@@ -75,8 +74,6 @@ class Augmentation:
 
     def _light(self, epoch: int, position: int) -> Tensor:
         """AlexNet's noise along the principal components of colour: (3, 1, 1), normalised."""
-        import torch
-
         # the legacy generator, whose stream is frozen
         draws = np.random.RandomState(keyed_words(self._seed, epoch, position, LIGHT))
         shares = draws.standard_normal(3) * self._options.lighting * EIGENVALUES
@@ -85,16 +82,12 @@ class Augmentation:
 
     def evaluate(self, image: Image) -> Tensor:
         """The image (RGB) as evaluation sees it: (3, size, size) fp32."""
-        import torch
-
         if self._options.crop == "shift":
             return torch.from_numpy(self._pixels(image, self._options.eval_interpolation))
         tensor: Tensor = self._timm[1](image)
         return tensor
 
     def _shift(self, image: Image, words: np.ndarray) -> Tensor:
-        import torch
-
         options = self._options
         size, border, cut = options.image_size, options.shift, options.cutout
         pixels = self._pixels(image, options.interpolation)
@@ -165,8 +158,6 @@ def mix(
         the images, the labels of the partners (batch,), and the share of the image's own label
         (batch,) fp32.
     """
-    import torch
-
     # the legacy generator: its stream is frozen, that of Generator.beta is not
     draws = np.random.RandomState(keyed_words(*key, MIX))
     partners, share = labels.flip(0), 1.0

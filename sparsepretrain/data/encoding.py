@@ -203,7 +203,7 @@ def train_wordpiece(texts: Iterable[bytes | str], vocab_size: int, *, lowercase:
     letters.
 
     Args:
-        texts: what it is trained on; read twice.
+        texts: read twice.
         vocab_size: most tokens, special ones included.
         lowercase: also strips accents, as BERT's uncased tokenizer does.
     """

@@ -103,16 +103,10 @@ class _Index(Images):
 def open_images(
     options: Any, splits: tuple[str, ...], classes: int, on_progress: OnProgress | None = None
 ) -> tuple[dict[str, Images], str]:
-    """Splits of a source of images and the fingerprint of the prepared data.
-
-    Args:
-        options: of the source.
-        splits: names of those to open.
-        classes: labels are below this.
-        on_progress: called when the data has to be prepared.
+    """Splits of the source of ``options`` and the fingerprint of the prepared data.
 
     Raises:
-        DataError: the data is missing or damaged, a split is empty, a label is out of range.
+        DataError: the data is missing or damaged, a split is empty, a label not below ``classes``.
     """
     source: Any = registry.get("source", options.source)(options)
     data = load(options, on_progress=on_progress)

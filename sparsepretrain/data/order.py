@@ -57,12 +57,7 @@ class Windows:
         """Windows per epoch."""
 
     def batch(self, step: int, positions: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
-        """Samples ``positions`` of the global batch of ``step``.
-
-        Args:
-            step: optimiser step, from 0.
-            positions: samples of the global batch, each in [0, size).
-            size: samples per global batch.
+        """Samples ``positions``, each in [0, size), of the global batch of ``step``.
 
         Returns:
             int64 of shape (len(positions), length + 1); -1 after the end of a shorter window.
@@ -116,8 +111,8 @@ def windows(
     Args:
         data: prepared data.
         split: of ``data``.
-        length: sequence length in tokens.
-        seed: seed of the order, in [0, 2^64).
+        length: of the inputs, in tokens.
+        seed: of the order, in [0, 2^64).
         replacement: draw every window for itself, from anywhere, as nanoGPT does.
         complete: every pass is the first epoch, followed by shorter windows of what that
             leaves out, so that each token but the first is the target of one window.

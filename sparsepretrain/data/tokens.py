@@ -120,7 +120,6 @@ def verify(
     """Compare the files of a prepared directory with their checksums.
 
     Args:
-        directory: where they are.
         known: do not read files again that are as they were when this was last done.
         on_bytes: called with bytes read and bytes to read.
 

@@ -68,12 +68,9 @@ class Headable(Recipe):
 
     @classmethod
     def build_headed(cls, options: Any, head: Head, outputs: int) -> nn.Module:
-        """The backbone of ``build`` with a new head.
+        """The backbone of ``build`` with a new head of ``outputs`` numbers.
 
-        Args:
-            options: of the model.
-            head: what is predicted.
-            outputs: numbers of the head: classes (1: a real number), or 2 for spans.
+        They are classes (1: a real number), or 2 for spans.
         """
         from sparsepretrain.models._heads import Headed
 
@@ -94,10 +91,7 @@ class Headable(Recipe):
     def scores(model: nn.Module, tokens: Tensor, mask: Tensor, second: Tensor) -> Tensor:
         """(batch, outputs) of the head ``labels``, (batch, length, 2) of the head ``spans``.
 
-        Args:
-            model: of :meth:`build_headed`.
-            tokens: (batch, length) int64, padded at the end.
-            mask: (batch, length) bool, False at padding.
-            second: (batch, length) bool, True at the second of two texts.
+        All inputs are (batch, length): ``tokens`` int64, padded at the end; ``mask`` bool, False at
+        padding; ``second`` bool, True at the second of two texts.
         """
         return model(tokens, mask)

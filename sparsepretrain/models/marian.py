@@ -113,17 +113,13 @@ class Marian(Recipe):
 
     @staticmethod
     def logits(model: nn.Module, source: Tensor, mask: Tensor, previous: Tensor) -> Tensor:
-        """Logits of the next target token.
+        """Logits of the next target token, (rows, target length, vocab_size).
 
         Args:
-            model: as built.
             source: (rows, source length) int64.
             mask: of the same shape, bool: false for padding.
             previous: (rows, target length) int64: the start token, then the target without its last
                 token; padding only at the end.
-
-        Returns:
-            (rows, target length, vocab_size).
         """
         return model(
             input_ids=source,
@@ -146,9 +142,8 @@ class Marian(Recipe):
         """The best hypothesis of each row, without its end, by transformers' own search.
 
         Args:
-            model: as built, in eval mode.
-            source: (rows, source length) int64.
-            mask: of the same shape, bool: false for padding.
+            model: in eval mode.
+            source: as for :meth:`logits`, and so the mask.
             end: token that starts and ends a sentence.
             length: most tokens of a hypothesis.
             beams: 1 is greedy.

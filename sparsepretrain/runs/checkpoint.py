@@ -164,7 +164,7 @@ def save(directory: Path, step: int, parts: dict[str, Any], *, config: str, keep
         directory: ``checkpoints`` of a run directory; created when missing.
         step: completed optimiser steps.
         parts: name -> tensors, numbers, strings, None, and lists, tuples and dicts of these.
-        config: resolved configuration as YAML text.
+        config: as YAML text.
         keep_last: at least 1; the one just written counts.
 
     Raises:

@@ -70,13 +70,7 @@ class Console:
     def table(
         self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str] | None = None
     ) -> None:
-        """Print a table.
-
-        Args:
-            title: above it; may be empty.
-            rows: cells, shown with ``str``; rows of equal length.
-            header: names of the columns.
-        """
+        """Print a table of rows of equal length, cells with ``str``; ``title`` may be empty."""
         self._rich.print(_table(title, rows, header))
 
     def redraw(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
@@ -108,11 +102,8 @@ class Console:
     def step(self, line: dict[str, Any], total: int | None) -> None:
         """Show one line of the record: training on the live line, evaluations above it.
 
-        A switch between dense and sparse training has a line of its own.
-
-        Args:
-            line: as :class:`~sparsepretrain.runs.record.Record` writes it.
-            total: optimiser steps of the run.
+        A switch between dense and sparse training has a line of its own. ``line`` is as
+        :class:`~sparsepretrain.runs.record.Record` writes it; the run has ``total`` steps.
         """
         step = line["step"]
         place = f"step {step}" if total is None else f"step {step:>{len(str(total))}}/{total}"

@@ -25,12 +25,8 @@ class Stream:
     """Sends every record to metrics.jsonl, the console and the mirrors of ``tracker``.
 
     Args:
-        run_dir: the run directory.
-        tracker: which mirrors, from the configuration.
-        config: the resolved configuration, sent to the mirrors at the start.
-        run_name: what mirrors call the run.
+        config: sent to the mirrors at the start, which call the run ``run_name``.
         resume_step: last completed step of the checkpoint continued from; None: a fresh run.
-        console: shows progress and warnings.
         mirrors: instead of those that ``tracker`` names.
         total: last step of this stream; by default ``steps`` of the configuration.
 

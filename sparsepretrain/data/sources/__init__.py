@@ -1,1 +1,1 @@
-"""Text sources, one module each; see :class:`sparsepretrain.data.sources._source.Source`."""
+"""Text sources, one module each; see :class:`sparsepretrain.data.source.Source`."""

@@ -74,11 +74,7 @@ class RecordSource(Source):
 
     @abstractmethod
     def record(self, row: Row, part: int) -> Row:
-        """The record of a row.
-
-        Args:
-            row: column -> value.
-            part: which entry of its split it comes from.
+        """The record of a row, column -> value, from entry ``part`` of its split.
 
         Raises:
             ValueError: what is wrong with the row; a KeyError names a missing column.
