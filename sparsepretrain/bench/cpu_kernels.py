@@ -18,11 +18,11 @@ def cases(rounds: int, on_round: Callable[[int], object]) -> list[Case]:
     weight, gradient = (torch.randn(3072, 768, generator=draw) for _ in range(2))
     patterns = _transposable_patterns()
     pairs: list[tuple[str, float | None, Callable[[], object], Callable[[], object]]] = [
-        ("2:4 mask, topk", 10.0, lambda: _topk(weight), lambda: kernels.nm_mask(weight)),
+        ("2:4 mask, topk", 10.0, lambda: topk(weight), lambda: kernels.nm_mask(weight)),
         (
             "soft threshold, sort",
             15.0,
-            lambda: _soft_by_sort(weight),
+            lambda: soft_by_sort(weight),
             lambda: kernels.soft_threshold(weight),
         ),
         (
@@ -50,13 +50,15 @@ def cases(rounds: int, on_round: Callable[[int], object]) -> list[Case]:
     ]
 
 
-def _topk(weight: Tensor) -> Tensor:
+def topk(weight: Tensor) -> Tensor:
+    """The 2:4 mask as 0 and 1, the usual formulation."""
     groups = weight.abs().view(-1, 4)
     mask = torch.zeros_like(groups)
     return mask.scatter_(1, groups.topk(2, 1).indices, 1).view_as(weight)
 
 
-def _soft_by_sort(weight: Tensor) -> Tensor:
+def soft_by_sort(weight: Tensor) -> Tensor:
+    """The 2:4 soft threshold by sorting every group."""
     groups = weight.view(-1, 4)
     threshold = groups.abs().sort(1).values[:, 1:2]
     return (groups.sign() * (groups.abs() - threshold).clamp(min=0)).view_as(weight)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 ROUND_MS = 2.0
 """One round of one work lasts at least so long: events resolve half a microsecond."""
@@ -125,11 +126,7 @@ def _event_ms(work: Callable[[], Any]) -> float:
 
 def size_of(values: Any) -> int:
     """Bytes of all tensors in nested lists and tuples."""
-    if isinstance(values, Tensor):
-        return values.numel() * values.element_size()
-    if isinstance(values, list | tuple):
-        return sum(size_of(value) for value in values)
-    return 0
+    return sum(t.nbytes for t in tree_leaves(values) if isinstance(t, Tensor))
 
 
 def state() -> dict[str, Any]:

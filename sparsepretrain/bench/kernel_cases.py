@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain import kernels
+from sparsepretrain.bench.cpu_kernels import soft_by_sort, topk
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NAMES = {FP32: "fp32", BF16: "bf16"}
@@ -108,16 +109,9 @@ def tensor(dtype: torch.dtype = FP32) -> Make:
     return lambda shape, device: (normal(shape, device, dtype),)
 
 
-def _topk_mask(x: Tensor) -> Tensor:
-    """2:4 by topk and scatter, the usual formulation."""
-    groups = x.abs().view(-1, 4)
-    kept = groups.topk(2, dim=1).indices
-    return torch.zeros_like(groups).scatter_(1, kept, 1).bool().view_as(x)
-
-
 def hard_masks() -> Iterator[KernelCase]:
     """N:M masks, of which a bool per element is written, and STE's W∘M with its mask."""
-    usual, limits = {"topk": _topk_mask}, {"nm._mask_24": Limit(14.5, 32)}
+    usual, limits = {"topk": lambda x: topk(x).bool()}, {"nm._mask_24": Limit(14.5, 32)}
     mask = op("nm_mask")
     yield KernelCase("2:4 mask, fp32", tensor(), mask, 5, limits, WEIGHTS, 0.85, others=usual)
     yield KernelCase("2:4 mask, bf16", tensor(BF16), mask, 3, limits, WEIGHTS)
@@ -132,14 +126,6 @@ def hard_masks() -> Iterator[KernelCase]:
 def _three_passes(x: Tensor, scale: Tensor) -> Tensor:
     """What the published code launches: threshold, scale, cast."""
     return kernels.soft_threshold(x).mul_(scale).to(BF16)
-
-
-def _by_sort(x: Tensor, scale: Tensor) -> Tensor:
-    """The threshold by sorting every group."""
-    groups = x.view(-1, 4)
-    threshold = groups.abs().sort(1).values[:, 1:2]
-    soft = groups.sign() * (groups.abs() - threshold).clamp_(min=0)
-    return (soft * scale).to(BF16).view_as(x)
 
 
 def weight_and_scale(dtype: torch.dtype = FP32) -> Make:
@@ -159,7 +145,10 @@ def soft_thresholds() -> Iterator[KernelCase]:
     """S-STE's β·S(W) for the matrix products: threshold, scale and cast in one pass."""
     # the goal is 12, reached on sm_100, which adds and multiplies two numbers at a time
     limits = {"soft._soft_24": Limit(14.0, 40)}
-    usual = {"three passes": _three_passes, "sort": _by_sort}
+    usual = {
+        "three passes": _three_passes,
+        "sort": lambda x, beta: (soft_by_sort(x) * beta).to(BF16),
+    }
     name, make = "2:4 soft threshold ×β, fp32→bf16", weight_and_scale()
     yield KernelCase(name, make, soft(), 6, limits, WEIGHTS, 0.85, others=usual)
     name, make = "2:4 soft threshold ×β, bf16→bf16", weight_and_scale(BF16)

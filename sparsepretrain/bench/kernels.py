@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from sparsepretrain.bench import gpu
 from sparsepretrain.bench.kernel_cases import TINY, KernelCase, Shape, kernel_cases
@@ -220,14 +221,7 @@ def _fill(results: dict[str, Timed], series: dict[str, gpu.Series]) -> None:
 
 def _fresh(values: Any) -> Any:
     """Copies with the same strides: some operations work in place."""
-    if isinstance(values, Tensor):
-        return values.clone(memory_format=torch.preserve_format)
-    if isinstance(values, list):
-        return [_fresh(value) for value in values]
-    if isinstance(values, tuple):
-        copied = [_fresh(value) for value in values]
-        return type(values)(*copied) if hasattr(values, "_fields") else tuple(copied)
-    return values
+    return tree_map_only(Tensor, lambda t: t.clone(memory_format=torch.preserve_format), values)
 
 
 def difference(got: Any, expected: Any) -> float:

@@ -20,9 +20,7 @@ from sparsepretrain.errors import ConfigError
 def load(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> Run:
     """Compose and check in one go, so that wrong choices and wrong keys are reported together.
 
-    Args:
-        overrides: see :func:`compose.compose`.
-        config_dirs: see :func:`compose.compose`.
+    The arguments are those of :func:`compose.compose`.
 
     Raises:
         ConfigError: every problem, one message each.

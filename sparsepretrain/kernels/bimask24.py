@@ -20,7 +20,6 @@ def bimask_masks(
     Args:
         w: (out_features, in_features), both multiples of 4.
         permutation: (out_features) int: row ``permutation[k]`` stands at place k.
-        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         (forward, backward), bool, shape of ``w``.
@@ -53,7 +52,6 @@ def bimask_ones(w: Tensor, permutations: Tensor, *, backend: str | None = None) 
     Args:
         w: as there.
         permutations: (candidates, out_features) int.
-        backend: as there.
 
     Returns:
         (candidates) int64.

@@ -43,7 +43,6 @@ def masked_decay_(
         weight: the dense master weight, same shape.
         mask: kept positions (bool or 0/1), same shape.
         decay: λ, a number or 0-d tensor (so that a loss scale can be folded in without a sync).
-        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         ``grad``.

@@ -43,7 +43,6 @@ def mvue(
             exact: the shape of ``x`` with ``dim`` moved last and divided by four.
         key: stream of the counter-based generator (group index along ``dim``, flattened index of
             the other axes), or an integer seed. Used when ``uniforms`` is None.
-        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         tensor of the shape and dtype of ``x``; arithmetic is fp32 (fp64 for fp64).

@@ -30,7 +30,6 @@ def nm_mask(
         n, m: the pattern, 1 ≤ n ≤ m.
         dim: axis of the groups; its size must be a multiple of ``m``.
         ties: ``"high"`` or ``"low"``.
-        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         bool tensor of the shape of ``x``, true = kept.

@@ -61,7 +61,6 @@ def uniform_like(x: Tensor, key: NoiseKey | int, dim: int, *, backend: str | Non
         x: only its shape and device matter.
         key: the stream; the counter is (flattened index of the other axes, index along ``dim``).
         dim: axis of the features.
-        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
     """
     last = x.movedim(dim, -1)
     rows = last.numel() // max(last.shape[-1], 1)
@@ -85,7 +84,6 @@ def uniform_noise(
         groups, features: size of the grid; the counter is (offset + group, feature, 0, 0).
         words: how many of the two first words of each block are wanted, 1 or 2.
         device: where to compute.
-        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         ``words`` fp32 tensors of shape (groups, features).

@@ -49,7 +49,6 @@ def prune_gradient(
         uniforms: draws of ``random`` in [0, 1), shape of ``g``; else drawn under ``key`` with
             counter (flattened index of the other axes, index along ``dim``).
         key: stream of the counter-based generator, or an integer seed.
-        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         tensor of the shape and dtype of ``g``; arithmetic is fp32 (fp64 for fp64).

@@ -34,7 +34,6 @@ def soft_threshold(
         dim: axis of the groups; its size must be a multiple of ``m``.
         scale: β, a 0-d fp32 tensor that S(x) is multiplied by; None: 1.
         dtype: of the result, rounded once at the end; None: that of ``x``.
-        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         β·S(x), a tensor of the shape of ``x``; arithmetic is fp32 (fp64 for fp64).

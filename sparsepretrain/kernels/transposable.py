@@ -20,7 +20,6 @@ def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
 
     Args:
         w: (out_features, in_features), both multiples of 4; any floating dtype and strides.
-        backend: None, ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         bool mask of the shape of ``w``.

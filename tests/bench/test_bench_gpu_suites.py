@@ -83,6 +83,7 @@ def test_layers_and_steps_without_a_gpu(tmp_path, name):
         assert sste["flip_rate"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:StepAdamW switched")
 @pytest.mark.parametrize("name", timed_methods())
 def test_every_method_takes_steps(name):
     run = steps.Training(name, steps.TINY, 2, steps.source_bytes(), CPU)

@@ -90,6 +90,7 @@ def test_functional_calls_project_the_weight_that_they_are_given():
     assert state._stored == {}
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet")
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
 def test_function_transforms_are_refused(transform):
     model, _, _ = build("ste")

@@ -340,6 +340,7 @@ def test_autocast(method, options, dtype):
     sparsifier.metrics()
 
 
+@pytest.mark.filterwarnings("ignore:masked decay changes only")
 @pytest.mark.parametrize("method", ["ste", "srste", "sste"])
 def test_pure_bfloat16_weights(method):
     model, optimizer, sparsifier = build(method, dtype=torch.bfloat16)

@@ -92,6 +92,7 @@ def test_equal_layers_share_a_row():
     assert collapsed([["h.0.fc", "4 × 4"], ["h.1.fc", "8 × 4"]])[1] == ["h.1.fc", "8 × 4"]
 
 
+@pytest.mark.filterwarnings("ignore:StepAdamW switched")
 @pytest.mark.parametrize("method", ["dense", "slope", "bimask", "sste", "tsrste", "step"])
 def test_memory_is_what_training_keeps(tiny, method):
     """Against every tensor that a run of this method brings into being."""

@@ -8,9 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.triton.launch import (
-    BLOCK as DEFAULT_BLOCK,
-)
-from sparsepretrain.kernels.triton.launch import (
+    BLOCK,
     block_offsets,
     memory_order,
     narrow,
@@ -92,9 +90,8 @@ def pack_24(mask: Tensor) -> Tensor:
     """See :func:`sparsepretrain.kernels.pack_24`."""
     bits = mask.contiguous().view(-1).view(torch.uint8)
     code = torch.empty(-(-bits.numel() // 8), dtype=torch.uint8, device=mask.device)
-    length, block = bits.numel(), DEFAULT_BLOCK // 8
-    reach = length + DEFAULT_BLOCK
-    over_elements(_pack, (bits, code), code.numel(), length, block=block, reach=reach)
+    length, reach = bits.numel(), bits.numel() + BLOCK
+    over_elements(_pack, (bits, code), code.numel(), length, block=BLOCK // 8, reach=reach)
     return code
 
 
