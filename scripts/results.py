@@ -57,8 +57,7 @@ STUDIES = [
     *(Study(f"bert_{m}", f"experiment=nano_bert sparsity={m}") for m in ("sste", "dense")),
     *(Study(f"gpt2_{m}", f"sparsity={m}") for m in ("sste", "dense")),
     *(
-        Study(f"{task}_{m}", f"task={task}", "validation", f"gpt2_{m}")
-        for task in ("python_pairs", "python_qa")
+        Study(f"python_qa_{m}", "task=python_qa", "validation", f"gpt2_{m}")
         for m in ("sste", "dense")
     ),
 ]
@@ -105,7 +104,7 @@ def run(study: Study, runs: str) -> dict[str, Any]:
 
 
 def references() -> dict[str, dict[str, float]]:
-    """What guessing reaches on the validation records of the stand-ins, in percent."""
+    """What guessing reaches on the validation records of the stand-in, in percent."""
     import numpy as np
 
     from sparsepretrain import data, registry
@@ -118,7 +117,6 @@ def references() -> dict[str, dict[str, float]]:
         source: Any = registry.get("source", plain["source"])
         return records(data.load(source.Options(**plain)), "validation")
 
-    labels = [row["label"] for row in held_out("python_pairs")]
     draws, found = np.random.default_rng(0), []
     for row in held_out("python_qa"):
         words, (truth, _) = row["context"].split(), row["answers"][0]
@@ -128,7 +126,6 @@ def references() -> dict[str, dict[str, float]]:
             found.append((exact_match(guess, truth), f1(guess, truth)))
     matched, overlap = np.mean(found, axis=0)
     return {
-        "python_pairs": {"majority class": 100 * max(map(labels.count, set(labels))) / len(labels)},
         "python_qa": {
             "exact_match of a random span": 100 * float(matched),
             "f1 of a random span": 100 * float(overlap),

@@ -79,7 +79,7 @@ def _hash(parts: Iterable[tuple[str, Any]]) -> str:
             about: Any = [str(value.dtype), list(value.shape)]
             digest.update(json.dumps([name, about]).encode())
             flat = value.detach().cpu().contiguous().flatten()
-            digest.update(flat.view(torch.uint8).numpy())
+            digest.update(flat.view(torch.uint8).numpy().data)
         elif isinstance(value, str | int):
             digest.update(json.dumps([name, value]).encode())
     return digest.hexdigest()[:16]

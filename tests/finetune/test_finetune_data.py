@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from finetune_cases import sentences, write_rows
 
@@ -169,33 +168,22 @@ def fifth(gamma):
 '''
 
 
-def stand_in(root: Path, name: str) -> dict[str, list]:
+def stand_in(root: Path) -> dict[str, list]:
     code = root / "code"
     code.mkdir(exist_ok=True)
     for i in range(8):
         (code / f"m{i}.py").write_text(CODE.replace("first", f"first{i}"))
     (code / "broken.py").write_text("def f(:\n")
-    data = load(options(f"data={name}", f"data.roots=['{code}']", "data.validation=0.3"))
+    data = load(options("data=python_qa", f"data.roots=['{code}']", "data.validation=0.3"))
     return {split: records(data, split) for split in ("train", "validation")}
 
 
-def test_python_pairs_are_balanced_and_held_out_by_file(tmp_path):
-    found = stand_in(tmp_path, "python_pairs")
-    for rows in found.values():
-        counts = np.bincount([row["label"] for row in rows])
-        assert len(counts) == 4 and len(set(counts)) == 1
-    heads = {
-        s: {r["texts"][0] for r in rows if "first" in r["texts"][0]} for s, rows in found.items()
-    }
-    assert heads["train"] and heads["validation"] and not heads["train"] & heads["validation"]
-    assert {"texts": ["def fifth(gamma)", "return -gamma"], "label": 0, "part": 0} in found["train"]
-    assert {"texts": ["def fifth(gamma)", "Negate."], "label": 2, "part": 0} in found["train"]
-    assert all(r["texts"][1] != "Negate." for r in found["train"]
-               if r["label"] == 3 and "fifth" in r["texts"][0])  # fmt: skip
-
-
 def test_python_answers_are_spans_of_their_context(tmp_path):
-    found = stand_in(tmp_path, "python_qa")
+    found = stand_in(tmp_path)
+    asked = {
+        s: {r["question"] for r in rows if "first" in r["question"]} for s, rows in found.items()
+    }
+    assert asked["train"] and asked["validation"] and not asked["train"] & asked["validation"]
     rows = found["train"] + found["validation"]
     assert rows
     for row in rows:

@@ -28,6 +28,9 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
 
 
+FOUR = "data.labels=[a,b,c,d]"
+
+
 def task_of(recipe: str, *overrides: str):
     """The task of a recipe, for a small GPT-2 from scratch."""
     from sparsepretrain.config.compose import build, read
@@ -42,7 +45,7 @@ def task_of(recipe: str, *overrides: str):
 
 
 def test_pairs_and_cuts():
-    _, task = task_of("python_pairs", "task.max_length=12")
+    _, task = task_of("labelled_files", FOUR, "task.max_length=12")
     rows = [{"texts": ["ab", "cdefghijklmn"], "label": 2, "part": 0},
             {"texts": ["abcdefghijkl", "mnopqrstuvwx"], "label": 1, "part": 0},
             {"texts": ["a", "b"], "label": 3, "part": 0}]  # fmt: skip
@@ -88,9 +91,9 @@ def batch_of(task, lengths: list[int], extra: int = 0) -> dict:
     return batch
 
 
-@pytest.mark.parametrize("recipe", ["python_pairs", "python_qa"])
+@pytest.mark.parametrize("recipe", [("labelled_files", FOUR), ("python_qa",)], ids=lambda r: r[0])
 def test_padding_leaks_nowhere(recipe):
-    _, task = task_of(recipe)
+    _, task = task_of(*recipe)
     model = build_model(task, torch.device("cpu"))
     lengths = [9, 14, 30]
     results = []
@@ -111,10 +114,10 @@ def test_padding_leaks_nowhere(recipe):
     assert alone == pytest.approx(float(results[0][0]), rel=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["python_pairs", "python_qa"])
+@pytest.mark.parametrize("recipe", [("labelled_files", FOUR), ("python_qa",)], ids=lambda r: r[0])
 def test_no_gradient_reaches_padding(recipe):
     """So MVUE, which groups four tokens of one sequence, draws nothing for them."""
-    _, task = task_of(recipe)
+    _, task = task_of(*recipe)
     model = build_model(task, torch.device("cpu"))
     batch = batch_of(task, [9, 14, 30], extra=4)
     assert batch["tokens"].shape[1] % 4 == 0

@@ -1,14 +1,18 @@
-"""Span extraction made of Python functions: where is X defined, what does X return?"""
+"""Question answering made of Python functions: where is one defined, what does it return?"""
 
 from __future__ import annotations
 
+import ast
+import textwrap
+import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from sparsepretrain.data.source import SourceOptions
-from sparsepretrain.data.sources._functions import Function, FunctionOptions, FunctionSource
-from sparsepretrain.data.sources._records import Row
+from sparsepretrain.data.source import Document, Shard, SourceOptions
+from sparsepretrain.data.sources._records import Row, encode
+from sparsepretrain.data.sources.python_source import PythonSource, RootOptions
 from sparsepretrain.data.sources.questions import QUESTIONS
 from sparsepretrain.registry import register
 
@@ -18,18 +22,51 @@ NAME = 24
 """Most characters of the name that is asked about."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Options(RootOptions):
+    """Options of ``source: python_qa``."""
+
+    per_file: Annotated[int, "≥ 1"]
+    """Most records of one file, so that a large file does not dominate."""
+    validation: Annotated[float, "(0, 1)"]
+    """Fraction of the text that is held out, by whole files, in (0, 1)."""
+    seed: int
+    """Decides which files are held out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function of a file, its text dedented."""
+
+    name: str
+    source: str
+    """All of it, decorators left out."""
+    returned: tuple[str, int] | None
+    """Expression of the only return statement and its place in ``source``."""
+
+
 @register("source", "python_qa")
-class PythonQA(FunctionSource):
+class PythonQA(PythonSource):
     """The context is two short functions, and one of them is asked about.
 
     So half of the answers that have the right form are wrong: the name has to be found.
     """
 
-    Options: ClassVar[type[SourceOptions]] = FunctionOptions
+    Options: ClassVar[type[SourceOptions]] = Options
+    kind = "records"
     holds = QUESTIONS
 
-    def records(self, functions: Iterator[Function]) -> Iterator[Row]:
-        """One question about every two neighbours that are short enough, of both kinds in turn."""
+    def documents(self, shard: Shard) -> Iterator[Document]:
+        for text, _ in super().documents(shard):
+            assert isinstance(text, bytes)
+            for record in self._records(functions(text.decode(errors="replace"))):
+                yield encode(record), True
+
+    def _records(self, functions: Iterator[Function]) -> Iterator[Row]:
+        """One question about every two neighbours that are short enough, of both kinds in turn.
+
+        Functions are looked at when they are asked for, which costs more than parsing.
+        """
         short = (
             f
             for f in functions
@@ -54,3 +91,39 @@ class PythonQA(FunctionSource):
             answers = [(answer, offset + start)]
             yield {"question": question, "context": context, "answers": answers}
             made += 1
+
+
+def functions(source: str) -> Iterator[Function]:
+    """The functions of a file, outer ones first; none if it is no Python of this version."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in other people's strings
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    lines = source.replace("\r\n", "\n").split("\n")  # as ast counts them
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and (function := _function(node, lines)) is not None:
+            yield function
+
+
+def _function(node: ast.FunctionDef, lines: list[str]) -> Function | None:
+    statements = node.body if ast.get_docstring(node) is None else node.body[1:]
+    if not statements or statements[0].lineno == node.lineno:  # all in one line
+        return None
+    text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    source = textwrap.dedent(text).rstrip() + "\n"
+    returns = [child.value for child in ast.walk(node) if isinstance(child, ast.Return)]
+    values = [value for value in returns if value is not None]
+    returned = _returned(values[0], lines, source) if len(values) == 1 else None
+    return Function(node.name, source, returned)
+
+
+def _returned(value: ast.expr, lines: list[str], source: str) -> tuple[str, int] | None:
+    """The returned expression and its place in ``source``; None if it takes several lines."""
+    if value.lineno != value.end_lineno:
+        return None
+    line = lines[value.lineno - 1].encode()  # columns count bytes
+    expression = line[value.col_offset : value.end_col_offset].decode()
+    place = source.rfind(f"return {expression}")
+    return (expression, place + len("return ")) if place >= 0 else None
