@@ -50,8 +50,8 @@ class StudyVerb(ConfiguredVerb):
         if args.commands:
             print(*reproduce.commands(found, args.stop_after, args.config_dir), sep="\n")
             return 0
-        found = reproduce.check(found, args.stop_after, console)
-        chosen = reproduce.to_run(found, args.stop_after, args.config_dir)
+        found = reproduce.check(found, args.stop_after, args.config_dir, console)
+        chosen = reproduce.to_run(found, args.stop_after, args.config_dir, console)
         title = " + ".join(part.name for part in found)
         try:
             reproduce.run_cells(title, chosen, console, jobs=args.jobs)

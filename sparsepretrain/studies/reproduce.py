@@ -10,23 +10,26 @@ import json
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.tables import (
     Cell,
     Scale,
+    Stage,
     Table,
     cells,
     load_table,
     names,
     places,
     printed,
+    stage_words,
 )
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.studies import engine
+from sparsepretrain.studies import engine, stages
 from sparsepretrain.studies.engine import Study
 from sparsepretrain.tracking.console import Console, clock, count
 
@@ -40,6 +43,11 @@ class Part:
     scale: Scale | None
     """None: it is measured by ``sparsepretrain bench`` and has no cells."""
     cells: list[Cell]
+
+    @property
+    def stages(self) -> list[Stage]:
+        """What follows the training of each cell."""
+        return [] if self.scale is None else self.table.scales[self.scale].stages
 
 
 class CellsFailed(SparsePretrainError):
@@ -109,10 +117,12 @@ def _collected(
     return found
 
 
-def check(found: Sequence[Part], stop_after: int | None, console: Console) -> list[Part]:
-    """Refuse every run that only torch can see cannot start; says how many steps epochs are.
+def check(
+    found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path], console: Console
+) -> list[Part]:
+    """Refuse every run and stage that only torch can see cannot start; counts steps of epochs.
 
-    Cells that are done are passed over, and of a cell's seeds one is looked at.
+    Runs that are done are passed over, and of a cell's seeds one is looked at.
 
     Raises:
         ConfigError: all problems, one line each, with the places where they are.
@@ -122,33 +132,44 @@ def check(found: Sequence[Part], stop_after: int | None, console: Console) -> li
     for part in found:
         for cell in part.cells:
             at = (part.name, cell.place)
-            if at in settled or _end_is_saved(cell.run, stop_after):
+            done = _end_is_saved(cell.run, stop_after)
+            if at in settled or (done and not part.stages):
                 continue
             console.loading(part.name)
-            from sparsepretrain.training.plan import check
-            from sparsepretrain.training.schedules import settle
-
+            settled[at] = cell.run.steps
             try:
-                run = settle(cell.run)
-                check(run)
-                settled[at] = run.steps
+                settled[at] = _check(cell, part.stages, config_dirs, done=done)
             except SparsePretrainError as error:
-                settled[at] = cell.run.steps
                 for message in getattr(error, "messages", [str(error)]):
                     errors.setdefault(message, []).append(cell.place)
-        now = [
-            dataclasses.replace(
-                cell,
-                run=dataclasses.replace(
-                    cell.run, steps=settled.get((part.name, cell.place), cell.run.steps)
-                ),
-            )
-            for cell in part.cells
-        ]
+        now = []
+        for cell in part.cells:
+            steps = settled.get((part.name, cell.place), cell.run.steps)
+            now.append(dataclasses.replace(cell, run=dataclasses.replace(cell.run, steps=steps)))
         result.append(dataclasses.replace(part, cells=now))
     if errors:
         raise ConfigError([f"{', '.join(where)}: {what}" for what, where in errors.items()])
     return result
+
+
+def _check(
+    cell: Cell, following: Sequence[Stage], config_dirs: Sequence[Path], *, done: bool
+) -> int:
+    """Refuse a cell or its stages; returns its steps."""
+    from sparsepretrain.training.derive import check_finetuning
+    from sparsepretrain.training.plan import check
+    from sparsepretrain.training.schedules import settle
+
+    run = settle(cell.run)
+    if not done:
+        check(run)
+    for stage in following:
+        if stage.finetune is not None:
+            try:
+                check_finetuning(run, stage_words(cell, stage), config_dirs)
+            except ConfigError as error:
+                raise ConfigError([f"{stage.name}: {m}" for m in error.messages]) from error
+    return run.steps
 
 
 def _end_is_saved(run: Run, stop_after: int | None) -> bool:
@@ -162,10 +183,12 @@ def _end_is_saved(run: Run, stop_after: int | None) -> bool:
 def commands(
     found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path]
 ) -> Iterator[str]:
-    """A line for a shell per cell."""
+    """A line for a shell per cell, which ends with its stages."""
     for part in found:
         for cell in part.cells:
-            yield shlex.join(["sparsepretrain", *_train_words(cell, stop_after, config_dirs)])
+            words = [_train_words(cell, stop_after, config_dirs)]
+            words += [stages.command(cell, s, stop_after, config_dirs) for s in part.stages]
+            yield " && ".join(shlex.join(["sparsepretrain", *each]) for each in words)
 
 
 def _train_words(
@@ -177,20 +200,19 @@ def _train_words(
 
 
 def to_run(
-    found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path]
+    found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path], console: Console
 ) -> list[engine.Cell]:
-    """The cells as a study runs them, seed by seed."""
-    several = len([part for part in found if part.cells]) > 1
-    return [
-        engine.Cell(
-            f"{part.name}: {cell.label}" if several else cell.label,
-            cell.run,
-            stop_after,
-            _train_words(cell, stop_after, config_dirs),
-        )
-        for part in found
-        for cell in part.cells
-    ]
+    """The cells as a study runs them, seed by seed, each followed by its stages."""
+    several, chosen = len(found) > 1, []
+    for part in found:
+        for cell in part.cells:
+            label = f"{part.name}: {cell.label}" if several else cell.label
+            words = _train_words(cell, stop_after, config_dirs)
+            chosen.append(engine.Cell(label, cell.run, stop_after, words))
+            if part.stages:
+                after = (cell, label, part.stages, stop_after, config_dirs, console)
+                chosen[-1].then = partial(stages.following, *after)
+    return chosen
 
 
 def run_cells(
@@ -216,9 +238,11 @@ def run_cells(
 
         devices = visible_devices()
     with Study(title, console, jobs=jobs or max(1, len(devices)), devices=devices) as study:
-        study.run(chosen)
+        try:
+            study.run(chosen)
+        finally:
+            study.show_all()
         failed = [cell for cell in study.cells if cell.state == "failed"]
-        study.show_all()
     if failed:
         raise CellsFailed(failed, len(study.cells))
 
@@ -233,7 +257,7 @@ def show_plan(
     from sparsepretrain.training.plan import duration, step_cost
     from sparsepretrain.training.world import World
 
-    chosen = to_run(found, stop_after, config_dirs)
+    chosen = to_run(found, stop_after, config_dirs, console)
     title = f"{' + '.join(part.name for part in found)} (dry run)"
     rows = [(cell.label, f"{cell.end:,}", cell.left, cell.directory) for cell in chosen]
     console.table(title, rows, header=("run", "steps", "state", "run directory"))
@@ -261,6 +285,8 @@ def show_plan(
         (build_task(run).unit, count(items)),
         ("compute", unknown or duration(run, World.single(run.parallel.device).device, flops)),
     ]
+    if following := [stage.name for part in found for stage in part.stages]:
+        facts.append(("then, of each", ", ".join(dict.fromkeys(following))))
     if stop_after is None and (minutes := _minutes(found)) is not None:
         share = open_ / len(rows)
         facts.append(("time", f"about {clock(60 * minutes * share)} on one core, as measured"))

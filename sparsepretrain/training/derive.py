@@ -18,6 +18,7 @@ from sparsepretrain.data.tokenizer import BYTES, tokenizer
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError
 from sparsepretrain.models.pretrained import Pretrained, PretrainedOptions
 from sparsepretrain.runs import weights
+from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.weights import Source
 from sparsepretrain.tracking.console import Console
 
@@ -87,10 +88,45 @@ def finetuned(
         CheckpointError: there is no checkpoint.
         ConfigError: every problem of the overrides, one message each.
     """
+    request = _asked(overrides, config_dirs)
+    source = weights.find(checkpoint, console.warn)
+    plain = _take_on(source, request)
+    if "tokenizer" in plain.get("task", {}):
+        _put_first(request, {"task.tokenizer": _name(tokenizer_file(source), source)})
+    elif "tokenizer" in plain.get("data", {}):
+        reading = _reading(source, plain["data"])
+        _put_first(request, {f"data.{key}": value for key, value in reading.items()})
+    return load_request(request)
+
+
+def check_finetuning(run: Run, overrides: Sequence[str], config_dirs: Sequence[Path]) -> None:
+    """Refuse what :func:`finetuned` would refuse of ``run`` before that is trained.
+
+    Its tokenizer is not known yet, so the keys of the data are not judged.
+
+    Raises:
+        ConfigError: every problem, one message each.
+    """
+    request = _asked(overrides, config_dirs)
+    _take_on(Source(RunDirectory.of(run).path, config=run.plain), request)
+    try:
+        load_request(request)
+    except ConfigError as error:
+        known = [m for m in error.messages if not m.startswith(("data", "task.tokenizer"))]
+        if known:
+            raise ConfigError(known) from error
+
+
+def _asked(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Request:
+    """``overrides`` of a fine-tuning, read."""
     request = read(with_recipe(overrides, config_dirs), config_dirs)
     if "model" in request.choices:
         raise ConfigError("model comes from the checkpoint: leave model= out (keys can be changed)")
-    source = weights.find(checkpoint, console.warn)
+    return request
+
+
+def _take_on(source: Source, request: Request) -> dict[str, Any]:
+    """Give ``request`` all that a checkpoint brings but its tokenizer; returns what it makes."""
     place = source.path.resolve() if isinstance(source.path, Path) else source.path
     settings: dict[str, Any] = {"init.path": str(place)}
     request.choices["model"] = "pretrained"
@@ -103,15 +139,10 @@ def finetuned(
     settings |= {f"sparsity.{key}": value for key, value in method.finetune_options.items()}
     _put_first(request, settings)
     if request.errors:
-        return load_request(request)
+        load_request(request)  # says all of them
     plain, _ = build(request)
     _require_fitting(plain)
-    if "tokenizer" in plain.get("task", {}):
-        _put_first(request, {"task.tokenizer": _name(tokenizer_file(source), source)})
-    elif "tokenizer" in plain.get("data", {}):
-        reading = _reading(source, plain["data"])
-        _put_first(request, {f"data.{key}": value for key, value in reading.items()})
-    return load_request(request)
+    return plain
 
 
 def with_recipe(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:

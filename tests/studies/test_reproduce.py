@@ -52,6 +52,7 @@ class InProcess:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine._processes, "Process", InProcess)
     monkeypatch.setattr(engine, "_start_server", lambda run: None)
+    monkeypatch.setattr("sparsepretrain.cli.train.illustrate", lambda directory: None)
 
 
 class Tables:
@@ -223,6 +224,66 @@ def test_mistakes_are_a_line_each_and_nothing_is_touched(
     assert len(err) == len(lines), err
     for line, start in zip(err, lines, strict=True):
         assert line.startswith(f"sparsepretrain: {start}"), line
+    assert not (tables.tiny.root / "runs").exists()
+
+
+STAGES = [
+    {
+        "name": "tuned",
+        "finetune": "causal_lm",
+        "overrides": ["steps=2", "batch.size=4", "batch.micro=4"],
+    },
+    {"name": "held_out", "evaluate": "test"},
+]
+
+
+def test_stages_follow_each_cell(
+    tables: Tables, in_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables.write(nano={"stages": STAGES, "seeds": 1})
+    words = ("small", "--only", "dense", "--stop-after", "2")
+    assert tables(*words, "--commands") == 0
+    commands = capsys.readouterr().out
+    assert tables(*words) == 1  # text files have no test split
+    out = capsys.readouterr().out
+    assert "dense, seed 0, tuned: finished" in out and "2 finished, 1 failed" in out
+    (dense,) = [run for run in map(RunDirectory, tables.runs()) if run.path.parent.name == "dense"]
+    assert list(dense.failures()) == ["held_out"]
+    tuned = dense.finetuned("tuned")
+    assert tuned is not None and tuned.path.parent.name == "dense--tuned"
+    assert tuned.record()[-1]["step"] == 2 and dense.evaluation("test") is None
+
+    # the line for a shell finds all of it done, and what is evaluated is not evaluated again
+    stages = [STAGES[0], {"name": "held_out", "evaluate": "validation"}]
+    tables.write(nano={"stages": stages, "seeds": 1})
+    assert tables(*words) == 0
+    assert "tuned: " in (out := capsys.readouterr().out) and out.count("nothing to do") == 2
+    line = dense.evaluation("validation")
+    assert line is not None and line["step"] == 2 and not dense.failures()
+    assert tables(*words) == 0
+    assert capsys.readouterr().out.count("nothing to do") == 3
+    train, finetune, evaluate = (shlex.split(part) for part in commands.split(" && "))
+    assert finetune[:3] == ["sparsepretrain", "finetune", str(dense)]
+    assert cli.main(finetune[1:]) == 0 and "nothing to do" in capsys.readouterr().out
+    assert cli.main([*evaluate[1:], "split=validation"]) == 0
+    assert len(dense.evaluations_file.read_text().splitlines()) == 2
+    assert train[:2] == ["sparsepretrain", "train"]
+
+
+def test_a_stage_that_cannot_be_is_refused_before_training(
+    tables: Tables, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for stage, line in (
+        ({"name": "x", "finetune": "python_qs"}, "x: there is no recipe to fine-tune on"),
+        ({"name": "x", "finetune": "causal_lm", "overrides": ["optim.lt=1"]}, "x: unknown key"),
+        ({"name": "x", "finetune": "masked_lm"}, "x: a model of family gpt2 cannot do task="),
+    ):
+        tables.write(nano={"stages": [stage]})
+        assert tables("small", "--only", "dense") == 2
+        assert f"config error: dense: {line}" in capsys.readouterr().err
+    tables.write(nano={"stages": [{"name": "train", "evaluate": "train"}]})
+    assert tables("small") == 2
+    assert "must be one of" in capsys.readouterr().err
     assert not (tables.tiny.root / "runs").exists()
 
 
