@@ -7,12 +7,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from sparsepretrain import data as datasets
 from sparsepretrain import registry
-from sparsepretrain.data.source import BYTES
+from sparsepretrain.data.tokenizer import tokenizer
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.limits import Problems
 from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages
@@ -75,8 +74,10 @@ class RecordOptions:
     max_length: Annotated[int, "≥ 8"]
 
     def problems(self) -> Problems:
-        if self.tokenizer != BYTES and not self.tokenizer.endswith(".json"):
-            yield "tokenizer", f"must be bytes or a tokenizer.json file, got {self.tokenizer!r}"
+        known = tokenizer(self.tokenizer)
+        if known.is_trained or (known.is_remote and "/" not in self.tokenizer):
+            text = "must be bytes, a tokenizer.json file or owner/name on the hub"
+            yield "tokenizer", f"{text}, got {self.tokenizer!r}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,8 +155,7 @@ class RecordTask(Task):
 
         data = datasets.load(self.data_options, on_progress=on_progress)
         self.fingerprint = data.fingerprint
-        if self.options.tokenizer != BYTES:
-            self.tokenizer_file = Path(self.options.tokenizer)
+        self.tokenizer_file = tokenizer(self.options.tokenizer).file()
         codec = open_codec(self.tokenizer_file)
         if self.tokenizer_file is not None:
             digest = hashlib.sha256(self.tokenizer_file.read_bytes()).hexdigest()
