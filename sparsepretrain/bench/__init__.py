@@ -58,15 +58,8 @@ def run(*, suite: str, out: Path | None = None, quick: bool = False) -> dict[str
         "within_limits": quick or all(case.ok is not False for case in cases),
     }
     write_atomic(path, json.dumps(result, indent=1) + "\n")
-    rows = [
-        (
-            c.name,
-            c.value_text,
-            c.limit_text,
-            "" if quick or c.ok is None else "yes" if c.ok else "NO",
-        )
-        for c in cases
-    ]
+    kept = {None: "", True: "yes", False: "NO"}
+    rows = [(c.name, c.value_text, c.limit_text, kept[None if quick else c.ok]) for c in cases]
     console.table(f"bench {suite}", rows, header=["case", "value", "limit", "kept"])
     console.info(f"written to {path}")
     if hasattr(module, "draw"):

@@ -222,22 +222,11 @@ def store_groups(x, row, element, mask, values):
 
 
 @triton.jit
-def load_fours(x, row, first, count, groups, TILE: tl.constexpr):
-    """The four positions of groups ``first``… as fp32 tiles (rows, groups); zeros outside."""
-    return load_fours_at(x, starts_of(x, row), first, row < count, groups, TILE)
+def load_fours(x, starts, first, rows_mask, groups, TILE: tl.constexpr):
+    """The four positions of groups ``first``… as fp32 tiles (rows, groups); zeros outside.
 
-
-@triton.jit
-def store_fours(x, row, first, count, groups, x0, x1, x2, x3, TILE: tl.constexpr):
-    """Inverse of :func:`load_fours`; rounds to the stored type."""
-    store_fours_at(x, starts_of(x, row), first, row < count, groups, x0, x1, x2, x3, TILE)
-
-
-@triton.jit
-def load_fours_at(x, starts, first, rows_mask, groups, TILE: tl.constexpr):
-    """:func:`load_fours` of rows that start at given offsets.
-
-    Groups along memory: one wide load, split in registers. Otherwise four loads along the rows.
+    ``starts``: offsets of the rows. Groups along memory: one wide load, split in registers.
+    Otherwise four loads along the rows.
     """
     if TILE.CONTIGUOUS:
         offsets = first * 4 + tl.arange(0, TILE.GROUPS * 4)
@@ -261,8 +250,8 @@ def load_fours_at(x, starts, first, rows_mask, groups, TILE: tl.constexpr):
 
 
 @triton.jit
-def store_fours_at(x, starts, first, rows_mask, groups, x0, x1, x2, x3, TILE: tl.constexpr):
-    """Inverse of :func:`load_fours_at`."""
+def store_fours(x, starts, first, rows_mask, groups, x0, x1, x2, x3, TILE: tl.constexpr):
+    """Inverse of :func:`load_fours`; rounds to the stored type."""
     x0, x1, x2, x3 = narrow(x0, x.data), narrow(x1, x.data), narrow(x2, x.data), narrow(x3, x.data)
     if TILE.CONTIGUOUS:
         # join makes the new axis the fastest: (x0, x2) then (x1, x3) give 0, 1, 2, 3

@@ -21,6 +21,7 @@ from sparsepretrain.kernels.triton.launch import (
     maximum,
     minimum,
     over_groups,
+    starts_of,
     store_fours,
     tile_of,
 )
@@ -90,7 +91,7 @@ def _sample(
 ):  # fmt: skip
     row, start = tile_of(count, groups, TILE)
     number = first_group + start + tl.arange(0, TILE.GROUPS)
-    x0, x1, x2, x3 = load_fours(x, row, start, count, groups, TILE)
+    x0, x1, x2, x3 = load_fours(x, starts_of(x, row), start, row < count, groups, TILE)
     if GIVEN:
         DRAWS: tl.constexpr = 1 if EXACT else 2
         pointers = uniforms + (row[:, None] * all_groups + number[None, :]) * DRAWS
@@ -101,7 +102,7 @@ def _sample(
         first, second = draw_bits(number[None, :], row[:, None], k0, k1, offset)
         r0, r1 = to_unit(first), to_unit(second)
     y0, y1, y2, y3 = _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT)
-    store_fours(out, row, start, count, groups, y0, y1, y2, y3, TILE)
+    store_fours(out, starts_of(out, row), start, row < count, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from sparsepretrain.kernels.triton.launch import (
     load_groups,
     over_groups,
     starts_of,
-    store_fours_at,
+    store_fours,
     store_groups,
     tile_of,
     widen,
@@ -93,16 +93,16 @@ def _mask_24(
     LOW: tl.constexpr, PRUNED: tl.constexpr,
 ):  # fmt: skip
     row, first = tile_of(count, groups, TILE)
-    x0, x1, x2, x3 = load_fours(x, row, first, count, groups, TILE)
+    x0, x1, x2, x3 = load_fours(x, starts_of(x, row), first, row < count, groups, TILE)
     keep0, keep1, keep2, keep3 = top_two(
         magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), LOW
     )
     starts, mask = starts_of(out, row), row < count
-    store_fours_at(out, starts, first, mask, groups, keep0, keep1, keep2, keep3, TILE)
+    store_fours(out, starts, first, mask, groups, keep0, keep1, keep2, keep3, TILE)
     if PRUNED:
         y0, y1 = tl.where(keep0, x0, 0.0), tl.where(keep1, x1, 0.0)
         y2, y3 = tl.where(keep2, x2, 0.0), tl.where(keep3, x3, 0.0)
-        store_fours_at(pruned, starts, first, mask, groups, y0, y1, y2, y3, TILE)
+        store_fours(pruned, starts, first, mask, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from sparsepretrain.kernels.triton.launch import (
     load_fours,
     load_groups,
     over_groups,
+    starts_of,
     store_fours,
     store_groups,
     tile_of,
@@ -68,7 +69,7 @@ def _prune_24(
     RANDOM: tl.constexpr,
 ):  # fmt: skip
     row, start = tile_of(count, groups, TILE)
-    x0, x1, x2, x3 = load_fours(x, row, start, count, groups, TILE)
+    x0, x1, x2, x3 = load_fours(x, starts_of(x, row), start, row < count, groups, TILE)
     if RANDOM:
         token, element = row[:, None], ((start + tl.arange(0, TILE.GROUPS)) * 4)[None, :]
         keep0, keep1, keep2, keep3 = top_two(
@@ -83,7 +84,7 @@ def _prune_24(
         )
     y0, y1 = tl.where(keep0, x0, 0.0), tl.where(keep1, x1, 0.0)
     y2, y3 = tl.where(keep2, x2, 0.0), tl.where(keep3, x3, 0.0)
-    store_fours(out, row, start, count, groups, y0, y1, y2, y3, TILE)
+    store_fours(out, starts_of(out, row), start, row < count, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit

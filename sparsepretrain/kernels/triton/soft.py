@@ -17,6 +17,7 @@ from sparsepretrain.kernels.triton.launch import (
     maximum,
     minimum,
     over_groups,
+    starts_of,
     store_fours,
     store_groups,
     tile_of,
@@ -71,7 +72,7 @@ def _soft_24(
     SCALED: tl.constexpr, BETWEEN: tl.constexpr,
 ):  # fmt: skip
     row, first = tile_of(count, groups, TILE)
-    x0, x1, x2, x3 = load_fours(x, row, first, count, groups, TILE)
+    x0, x1, x2, x3 = load_fours(x, starts_of(x, row), first, row < count, groups, TILE)
     # a 4-element sorting network without its outer comparators
     a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
     low, high = minimum(a0, a1), maximum(a0, a1)
@@ -83,7 +84,7 @@ def _soft_24(
         beta = tl.load(scale).to(tl.float32)
     y0, y1 = _shrink(x0, t, beta, SCALED), _shrink(x1, t, beta, SCALED)
     y2, y3 = _shrink(x2, t, beta, SCALED), _shrink(x3, t, beta, SCALED)
-    store_fours(out, row, first, count, groups, y0, y1, y2, y3, TILE)
+    store_fours(out, starts_of(out, row), first, row < count, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit

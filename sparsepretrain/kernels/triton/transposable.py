@@ -12,8 +12,8 @@ from sparsepretrain.kernels.triton.launch import (
     INTERPRETED,
     Rows,
     Tile,
-    load_fours_at,
-    store_fours_at,
+    load_fours,
+    store_fours,
     tile_of,
 )
 
@@ -93,13 +93,13 @@ def _search(w, out, lines, length, TILE: tl.constexpr, BY_COLUMNS: tl.constexpr)
     line, block = tile_of(lines, length, TILE)
     mask = line < lines
     starts = line * 4 * w.outer_stride
-    a0, a1, a2, a3 = load_fours_at(w, starts, block, mask, length, TILE)
+    a0, a1, a2, a3 = load_fours(w, starts, block, mask, length, TILE)
     starts += w.outer_stride
-    b0, b1, b2, b3 = load_fours_at(w, starts, block, mask, length, TILE)
+    b0, b1, b2, b3 = load_fours(w, starts, block, mask, length, TILE)
     starts += w.outer_stride
-    c0, c1, c2, c3 = load_fours_at(w, starts, block, mask, length, TILE)
+    c0, c1, c2, c3 = load_fours(w, starts, block, mask, length, TILE)
     starts += w.outer_stride
-    d0, d1, d2, d3 = load_fours_at(w, starts, block, mask, length, TILE)
+    d0, d1, d2, d3 = load_fours(w, starts, block, mask, length, TILE)
     huge = _is_huge(a0, a1, a2, a3) | _is_huge(b0, b1, b2, b3)
     huge |= _is_huge(c0, c1, c2, c3) | _is_huge(d0, d1, d2, d3)
     a0, a1, a2, a3 = _comparable(a0, a1, a2, a3, huge)
@@ -125,5 +125,5 @@ def _search(w, out, lines, length, TILE: tl.constexpr, BY_COLUMNS: tl.constexpr)
     for r in tl.static_range(4):
         m0, m1 = (kept >> (4 * r)) & 1, (kept >> (4 * r + 1)) & 1
         m2, m3 = (kept >> (4 * r + 2)) & 1, (kept >> (4 * r + 3)) & 1
-        store_fours_at(out, starts, block, mask, length, m0, m1, m2, m3, TILE)
+        store_fours(out, starts, block, mask, length, m0, m1, m2, m3, TILE)
         starts += out.outer_stride
