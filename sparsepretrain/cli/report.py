@@ -1,28 +1,67 @@
-"""The verb ``report``: plots and a page from run directories."""
+"""The verb ``report``: plots and a page from run directories, or of a table of a paper."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from sparsepretrain.cli._verb import Verb
+from sparsepretrain.cli._verb import UsageError, Verb, add_config_dir, integer_from
 from sparsepretrain.registry import register
 
 
 @register("verb", "report")
 class Report(Verb):
-    summary = "draw plots and write a report from run directories"
+    summary = "draw plots and write a report from run directories, or of a table"
     place = 8
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+        parser.add_argument(
+            "words",
+            nargs="+",
+            metavar="RUN|TABLE",
+            help="run directories; or a table of `sparsepretrain reproduce --list` and the "
+            "KEY=VALUE that its runs were given",
+        )
         parser.add_argument("--out", type=Path, metavar="DIR", help="where to write")
+        table = parser.add_argument_group("of a table")
+        table.add_argument("--scale", choices=("nano", "paper"), help="nano where there is one")
+        table.add_argument("--seeds", type=integer_from(1), metavar="N", help="as many as ran")
+        table.add_argument("--runs-dir", metavar="DIR", help="the same as runs_dir=DIR")
+        text = "also write DIR/records/TABLE.json.gz, from which the report can be written again"
+        table.add_argument("--record", action="store_true", help=text)
+        text = "read that file instead of runs"
+        table.add_argument("--from-record", action="store_true", help=text)
+        add_config_dir(parser)
+
+    def words(self, before: list[str], current: str) -> list[str]:
+        from sparsepretrain.config.tables import names
+
+        return [] if current[:1] == "-" else list(names())
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain import reports
+        from sparsepretrain.config.tables import names
         from sparsepretrain.tracking.console import Console
 
+        name, *others = args.words
         with Console().own_warnings():
-            written = reports.report(args.runs, args.out)
+            if name not in names(args.config_dir):
+                if args.scale or args.seeds or args.runs_dir or args.record or args.from_record:
+                    raise UsageError(f"{name} is no table: --scale and the like belong to tables")
+                written = reports.report([*map(Path, args.words)], args.out)
+            else:
+                if wrong := [word for word in others if "=" not in word]:
+                    raise UsageError(f"{wrong[0]!r} after the table {name}: give KEY=VALUE")
+                overrides = [*others, *([f"runs_dir={args.runs_dir}"] if args.runs_dir else [])]
+                written = reports.report_table(
+                    name,
+                    args.out,
+                    scale=args.scale,
+                    seeds=args.seeds,
+                    overrides=overrides,
+                    config_dirs=args.config_dir,
+                    record=args.record,
+                    from_record=args.from_record,
+                )
         print(*written, sep="\n")
         return 0

@@ -225,6 +225,9 @@ class Table:
                 )
             for column in set(claim.along) - self.columns.keys():
                 yield f"claims[{i}].along", f"{column!r} is no column"
+            about = self.metrics.get(claim.metric or next(iter(self.metrics), ""))
+            if claim.kind in ("best_of", "interior") and about and about.better is None:
+                yield f"claims[{i}].metric", "has no best: give its `better`"
             for term in claim.of:
                 for name in [term] if isinstance(term, str) else term:
                     if name not in places:

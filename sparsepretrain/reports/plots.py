@@ -17,6 +17,7 @@ from sparsepretrain.reports.runs import RunData, smooth
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.ticker import Formatter
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*<>ph8d"
@@ -123,17 +124,22 @@ def loss_label(run: RunData) -> str:
     return f"loss ({run.loss_name})"
 
 
-def new_figure(size: tuple[float, float], columns: int = 1) -> tuple[Figure, Any]:
-    """An empty figure and its axes, as an array if there is more than one."""
+def new_figure(
+    size: tuple[float, float],
+    columns: int = 1,
+    rows: int = 1,
+    heights: Sequence[float] | None = None,
+) -> tuple[Figure, Any]:
+    """An empty figure and its axes: as an array (columns), or (rows, columns) of several rows."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained", dpi=150)
-    grid = figure.subplots(1, columns)
-    for axes in np.atleast_1d(grid):
+    grid = figure.subplots(rows, columns, squeeze=False, height_ratios=heights)
+    for axes in grid.flat:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(True, color="#e5e5e5", linewidth=0.6)
         axes.set_axisbelow(True)
-    return figure, grid
+    return figure, grid if rows > 1 else grid[0] if columns > 1 else grid[0, 0]
 
 
 def _single(run: RunData, height: float = 4.8) -> tuple[Figure, Axes]:
@@ -149,6 +155,13 @@ def step_axis(axes: Axes) -> None:
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
+
+
+def engineering() -> Formatter:
+    """Ticks as 1 M, 20 k."""
+    from matplotlib.ticker import EngFormatter
+
+    return EngFormatter(sep="\N{THIN SPACE}")
 
 
 def _smoothed(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sparsepretrain.config.tables import Scale, load_table
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.files import write_atomic
 from sparsepretrain.reports import plots
@@ -25,6 +26,7 @@ from sparsepretrain.reports.comparison import (
     overlay_figure,
     pair,
 )
+from sparsepretrain.reports.results import collect, read_record, write_record
 from sparsepretrain.reports.runs import (
     RunData,
     differences,
@@ -34,6 +36,7 @@ from sparsepretrain.reports.runs import (
     uneven_validation,
 )
 from sparsepretrain.reports.runs import labels as default_labels
+from sparsepretrain.reports.table import markdown_table, render
 from sparsepretrain.runs.directory import RunDirectory, find_runs
 from sparsepretrain.tracking.console import clock, count
 
@@ -85,14 +88,65 @@ def report(
         names = list(labels) if labels is not None else default_labels(data)
         return _several(data, names, Path(out) if out else Path("reports") / _file_name(names))
     except OSError as error:
-        raise ConfigError(
-            f"cannot write the report: {error.filename}: {error.strerror}; choose another --out"
-        ) from error
+        raise _unwritable(error) from error
+
+
+def report_table(
+    name: str,
+    out: Path | None = None,
+    *,
+    scale: Scale | None = None,
+    seeds: int | None = None,
+    overrides: Sequence[str] = (),
+    config_dirs: Sequence[Path] = (),
+    record: bool = False,
+    from_record: bool = False,
+) -> list[Path]:
+    """Write the page of a table: ``<name>.md`` and its figures ``<name>-*.png``.
+
+    Args:
+        name: of the table.
+        out: where; None: ``reports/<name>``.
+        scale, seeds, overrides, config_dirs: which runs, see :func:`results.collect`.
+        record: write ``records/<name>.json.gz`` too, from which the page can be written again.
+        from_record: read that file instead of runs.
+
+    Returns:
+        The files written, the Markdown last.
+
+    Raises:
+        ConfigError: no such table, none of its runs has begun, or ``out`` is not writable.
+        DataError: ``from_record`` without a whole record.
+    """
+    out = Path("reports", name) if out is None else out
+    file = out / "records" / f"{name}.json.gz"
+    if from_record:
+        results = read_record(file)
+    else:
+        results = collect(
+            name, scale=scale, seeds=seeds, overrides=overrides, config_dirs=config_dirs
+        )
+        parts = list(results.all())
+        if not any(part.cells for part in parts) and any(part.scale for part in parts):
+            raise ConfigError(f"no run of {name} has begun: sparsepretrain reproduce {name}")
+    tables = {part.name: load_table(part.name, config_dirs) for part in [results, *results.all()]}
+    page = render(results, tables)
+    try:
+        if record:
+            write_record(results, file)
+        return _write(out, page.figures, page.lines, f"{name}.md")
+    except OSError as error:
+        raise _unwritable(error) from error
+
+
+def _unwritable(error: OSError) -> ConfigError:
+    where = f"{error.filename}: {error.strerror}"
+    return ConfigError(f"cannot write the report: {where}; choose another --out")
 
 
 def _one(run: RunData, out: Path) -> list[Path]:
     figures = {}
-    lines = [f"# {plots.title(run)}", "", *_table(("quantity", "value"), _numbers(run)), ""]
+    lines = [f"# {plots.title(run)}", "", *markdown_table(("quantity", "value"), _numbers(run)), ""]
     for name, (draw, missing) in PICTURES.items():
         if figure := draw(run):
             figures[f"plots/{name}.png"] = figure
@@ -134,7 +188,7 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
             (f"`{key}`", *("null" if v is None else str(v) for v in values))
             for key, values in differing.items()
         ]
-        lines += _table(("key", *labels), rows)
+        lines += markdown_table(("key", *labels), rows)
     else:
         lines.append("Nothing in the configurations.")
     lines += ["", "## Where from", ""]
@@ -143,7 +197,7 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
         told = [run.environment.get(key) for key in ("command", "commit")]
         path = Path(os.path.relpath(run.path, out)).as_posix()
         where.append((label, f"`{path}`", *(f"`{value}`" if value else "–" for value in told)))
-    lines += _table(("run", "directory", "command", "commit"), where)
+    lines += markdown_table(("run", "directory", "command", "commit"), where)
     return _write(out, figures, lines)
 
 
@@ -154,7 +208,9 @@ def _overview(paired: Paired, labels: Sequence[str]) -> list[str]:
     header = ["run", "method", "steps", "train loss", "validation loss"]
     header += [f"minus {paired.reference}", *metrics, "flip rate", rate, "seed"]
     runs = zip(labels, paired.runs, paired.partners, strict=True)
-    return _table(header, [(label, *_row(run, partner, metrics)) for label, run, partner in runs])
+    return markdown_table(
+        header, [(label, *_row(run, partner, metrics)) for label, run, partner in runs]
+    )
 
 
 def _about(paired: Paired) -> str:
@@ -225,19 +281,16 @@ def _row(run: RunData, partner: RunData | None, metrics: Sequence[str]) -> tuple
     )
 
 
-def _write(out: Path, figures: dict[str, Figure], lines: Iterable[str]) -> list[Path]:
-    page = RunDirectory(out).report_file
+def _write(
+    out: Path, figures: dict[str, Figure], lines: Iterable[str], name: str | None = None
+) -> list[Path]:
+    page = out / name if name else RunDirectory(out).report_file
     for file in [*map(out.joinpath, figures), page]:
         file.parent.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
         figure.savefig(out / name)
     write_atomic(page, "\n".join(lines).rstrip() + "\n")
     return [*map(out.joinpath, figures), page]
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    body = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body]
 
 
 def _loss(value: float) -> str:

@@ -24,6 +24,12 @@ NOT_COMPARED = ("runs_dir", "resume", "tracker", "experiment")
 BOOKKEEPING = (*NOT_COMPARED, "name", "eval", "log", "checkpoint", "workers", "plugins", "guard")
 """Keys that do not change what a whole run computes: no name for it."""
 
+POINTS = 60
+"""Of a curve that is kept: enough for a figure."""
+
+Curve = tuple[list[float], list[float | None]]
+"""Tokens, or what else the task counts, and values."""
+
 ABSENT = "–"
 """Stands for the value of a key that a configuration does not have."""
 
@@ -93,6 +99,18 @@ class RunData:
         lines = [line for line in self.records if key in line and line.get("split") == split]
         steps = np.array([line["step"] for line in lines], dtype=np.int64)
         return steps, np.array([line[key] for line in lines], dtype=np.float64)
+
+    def curve(self, key: str, split: str | None = None, points: int = POINTS) -> Curve | None:
+        """Tokens and values, thinned; those of training are averaged first. None: no values."""
+        lines = [line for line in self.records if key in line and line.get("split") == split]
+        tokens = np.array([line.get("tokens", line["step"]) for line in lines], dtype=np.float64)
+        values = np.array([line[key] for line in lines], dtype=np.float64)
+        if not np.isfinite(values).any():
+            return None
+        values = smooth(values)[0] if split is None else values
+        kept = np.unique(np.linspace(0, len(values) - 1, points).round().astype(int))
+        short = [float(f"{v:.6g}") if math.isfinite(v) else None for v in values[kept]]
+        return tokens[kept].tolist(), short
 
     def last(self, key: str, split: str | None = None) -> float | None:
         """The newest value; None: there is none."""

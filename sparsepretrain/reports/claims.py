@@ -1,0 +1,324 @@
+"""Verdicts on the claims of a table, from the numbers of its runs.
+
+Every test is a t-test of paired differences: runs of one seed share data and, with one model, the
+initial weights. A verdict needs p < 0.01 (two-sided, so that both directions have the same bar) and
+five seeds. How many tests a verdict rests on is paid for where one of them is enough, and costs
+nothing where all of them must hold (intersection-union, Berger 1982).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
+from typing import Any, Literal
+
+from sparsepretrain.config.tables import Claim, Scale, Table, Term, place, places
+from sparsepretrain.errors import ConfigError, needs
+
+ALPHA = 0.01
+SEEDS = 5
+"""Fewer decide nothing: their spread is hardly known."""
+
+POWER = 0.8
+MOST_SEEDS = 1000
+"""No more are counted."""
+
+Verdict = Literal["held", "contradicted", "not decided", "not testable at this scale"]
+Values = dict[str, dict[int, float]]
+"""Cell (``row`` or ``row @ column``) -> seed -> number of its finished runs."""
+
+
+class Difference:
+    """One term minus another, seed by seed.
+
+    Args:
+        label: what it is.
+        values: one number per seed that has both terms, finite.
+    """
+
+    def __init__(self, label: str, values: Sequence[float]) -> None:
+        self.label, self.values, self.n = label, [*map(float, values)], len(values)
+        self.mean = math.fsum(self.values) / self.n if self.n else math.nan
+        """NaN without a seed."""
+        squares = math.fsum((value - self.mean) ** 2 for value in self.values)
+        self.sd = math.sqrt(squares / (self.n - 1)) if self.n > 1 else math.nan
+        """Standard deviation over seeds; NaN for one."""
+
+    @property
+    def flat(self) -> bool:
+        """All seeds give the same number, to rounding: then there is no spread to judge by."""
+        return self.n > 1 and self.sd <= 1e-12 * max(map(abs, self.values))
+
+    def p(self, shift: float = 0.0) -> float:
+        """Two-sided, of a mean of ``shift``; 1 where the seeds cannot tell."""
+        if self.n < 2 or self.flat:
+            return 1.0
+        return float(2 * _special().stdtr(self.n - 1, -abs(self.mean - shift) / self._error))
+
+    def sign(self, level: float = ALPHA, shift: float = 0.0) -> int:
+        """Whether the mean is below (-1) or above (1) ``shift``; 0: not decided at this level."""
+        if self.n < SEEDS or self.p(shift) >= level:
+            return 0
+        return 1 if self.mean > shift else -1
+
+    def within(self, margin: float, level: float = ALPHA) -> bool:
+        """Whether the mean lies in ± ``margin``: two one-sided tests, each at ``level``."""
+        if self.n < SEEDS or self.flat:
+            return False
+        room = (margin - abs(self.mean)) / self._error
+        return bool(_special().stdtr(self.n - 1, -room) < level)
+
+    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
+        """Of the mean, from Student's t; NaN for fewer than two seeds."""
+        if self.n < 2:
+            return math.nan, math.nan
+        half = float(_special().stdtrit(self.n - 1, 0.5 + confidence / 2)) * self._error
+        return self.mean - half, self.mean + half
+
+    def detectable(self) -> float:
+        """The smallest true difference that :meth:`sign` would have seen with power 80 %."""
+        if self.n < 2 or self.flat:
+            return math.nan
+        n = max(self.n, SEEDS)  # fewer see nothing, whatever its size
+        sizes = [1.01**k for k in range(-700, 500)]  # of the standard deviation: 0.001 to 145
+        k = bisect_left(sizes, POWER, key=lambda size: _power(n, size, ALPHA / 2))
+        return sizes[k] * self.sd
+
+    def seeds_to_decide(self, margin: float | None = None, level: float = ALPHA) -> int | None:
+        """So many would decide with power 80 % if mean and spread are as measured.
+
+        Args:
+            margin: of a claim "equal"; None: a claim about the sign.
+            level: of the test.
+
+        Returns:
+            None: the spread is not known, or more than 1000.
+        """
+        if self.n < 2 or self.flat:
+            return None
+        distances, level = [abs(self.mean)], level / 2
+        if margin is not None and abs(self.mean) < margin:  # both one-sided tests must come out
+            distances, level = [margin - self.mean, margin + self.mean], 2 * level
+        elif margin is not None:
+            distances = [abs(self.mean) - margin]
+
+        def enough(n: int) -> bool:
+            return sum(1 - _power(n, d / self.sd, level) for d in distances) <= 1 - POWER
+
+        if not enough(MOST_SEEDS):
+            return None
+        return bisect_left(range(SEEDS, MOST_SEEDS), True, key=enough) + SEEDS
+
+    @property
+    def _error(self) -> float:
+        return self.sd / math.sqrt(self.n)
+
+    def __str__(self) -> str:
+        low, high = self.interval()
+        spread = "" if self.n < 2 else f" [{low:+.3g}, {high:+.3g}], p = {self.p():.1g}"
+        return f"{self.label} = {self.mean:+.3g}{spread}, n = {self.n}"
+
+
+def minus(values: Values, first: str, second: str) -> Difference:
+    """One cell minus another, over the seeds that both have."""
+    return _Series(first, "", values.get(first, {})) - _Series(second, "", values.get(second, {}))
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """What the seeds say about a claim."""
+
+    verdict: Verdict
+    why: str
+    """One line."""
+    differences: list[Difference] = field(default_factory=list)
+    """What it rests on."""
+
+
+def judge(
+    claim: Claim, table: Table, scale: Scale, values: Values, gaps: Mapping[str, str] | None = None
+) -> Ruling:
+    """The verdict on one claim.
+
+    A term that names a row of a table with columns stands for this row in every column: the claim
+    must hold in all of them.
+
+    Args:
+        claim: of ``table``.
+        table: whose cells it speaks of.
+        scale: of the runs.
+        values: of the metric of the claim; a cell or seed that is not there was not measured.
+        gaps: cell -> which of its seeds are not there, and why.
+    """
+    if scale in claim.untestable:
+        return Ruling("not testable at this scale", claim.untestable[scale])
+    names = [name for term in claim.of for name in ([term] if isinstance(term, str) else term)]
+    everywhere = any(name in table.rows for name in names) and bool(table.columns)
+    along = claim.along or (list(table.columns) if everywhere else [""])
+    unrun = {place(row, column): why for row, column, why in places(table, scale) if why}
+    groups: list[list[_Series]] = []
+    reasons: dict[str, None] = {}
+    for column in along:
+        at = {name: place(name, column) if name in table.rows else name for name in names}
+        if left_out := [unrun[cell] for cell in at.values() if cell in unrun]:
+            reasons |= dict.fromkeys(left_out)
+            continue
+        groups.append([_series(term, at, column, values) for term in claim.of])
+    if not groups or (reasons and claim.kind == "crossing"):
+        return Ruling("not testable at this scale", "; ".join(reasons))
+    better = table.metrics[claim.metric or next(iter(table.metrics))].better
+    ruling = _JUDGES[claim.kind](claim, groups, better)
+    cells = {place(n, c) if n in table.rows else n for n in names for c in along}
+    missing = [f"{cell}: {why}" for cell, why in (gaps or {}).items() if cell in cells and why]
+    notes = [ruling.why, *missing, *(f"not run: {why}" for why in reasons)]
+    return replace(ruling, why="; ".join(filter(None, notes)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    """A term in one column."""
+
+    label: str
+    column: str
+    values: dict[int, float]
+
+    def __sub__(self, other: _Series) -> Difference:
+        seeds = sorted(self.values.keys() & other.values.keys())
+        where = f" @ {self.column}" if self.column else ""
+        label = f"{self.label} − {other.label}{where}"
+        return Difference(label, [self.values[s] - other.values[s] for s in seeds])
+
+
+def _series(term: Term, at: Mapping[str, str], column: str, values: Values) -> _Series:
+    names = [term] if isinstance(term, str) else term
+    found = [{s: v for s, v in values.get(at[n], {}).items() if math.isfinite(v)} for n in names]
+    if len(names) == 1:
+        return _Series(names[0], column, found[0])
+    first, second = found
+    both = {seed: first[seed] - second[seed] for seed in first.keys() & second.keys()}
+    return _Series(f"({names[0]} − {names[1]})", column, both)
+
+
+def _below(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
+    """less, order, best_of: every difference is below zero."""
+    differences = []
+    for terms in groups:
+        pairs: Iterable[tuple[_Series, _Series]] = combinations(terms, 2)
+        if claim.kind == "best_of":
+            pairs = [(terms[0], other) for other in terms[1:]]
+            pairs = pairs if better == "lower" else [(b, a) for a, b in pairs]
+        differences += [a - b for a, b in pairs]
+    signs = [difference.sign() for difference in differences]
+    if all(sign < 0 for sign in signs):
+        return Ruling("held", _weakest(differences), differences)
+    # one pair is enough here, and the worst of several is chosen
+    level = ALPHA / len(differences)
+    if against := [d for d in differences if d.sign(level) > 0]:
+        return Ruling("contradicted", "; ".join(map(str, against)), differences)
+    open_ = [d for d, sign in zip(differences, signs, strict=True) if sign >= 0]
+    return Ruling("not decided", _undecided(open_), differences)
+
+
+def _equal(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
+    """Every difference is within the margin."""
+    margin = claim.margin
+    assert margin is not None
+    differences = [first - second for first, second in groups]
+    if all(d.within(margin) for d in differences):
+        return Ruling("held", f"{_weakest(differences)}, margin {margin:g}", differences)
+    level = ALPHA / len(differences)
+    beyond = [d for d in differences if d.sign(level, margin) > 0 or d.sign(level, -margin) < 0]
+    if beyond:
+        text = "; ".join(map(str, beyond))
+        return Ruling("contradicted", f"{text}, margin {margin:g}", differences)
+    open_ = [d for d in differences if not d.within(margin)]
+    return Ruling("not decided", _undecided(open_, margin), differences)
+
+
+def _crossing(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
+    """One column is surely below zero and one surely above, of all that were looked at."""
+    differences = [first - second for first, second in groups]
+    level = ALPHA / len(differences)
+    decided = [(d, sign) for d in differences if (sign := d.sign(level))]
+    for (before, sign), (after, other) in pairwise(decided):
+        if sign != other:
+            return Ruling("held", f"the sign changes between {before} and {after}", differences)
+    if abs(sum(d.sign() for d in differences)) == len(differences):
+        text = f"the same sign at every column; {_weakest(differences)}"
+        return Ruling("contradicted", text, differences)
+    open_ = [d for d in differences if not d.sign(level)]
+    return Ruling("not decided", _undecided(open_, level=level), differences)
+
+
+def _interior(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
+    """A point of the grid that is not an end is surely better than both ends."""
+    if len(groups) > 1:
+        raise ConfigError(f"{claim.text!r}: an optimum inside a grid needs terms `row @ column`")
+    grid = groups[0]
+    first, *inside, last = grid
+    sign = 1 if better == "higher" else -1
+    to_ends = [[point - end for end in (first, last)] for point in inside]
+    level = ALPHA / len(inside)  # the best of them is chosen
+    for both in to_ends:
+        if all(d.sign(level) == sign for d in both):
+            return Ruling("held", "; ".join(map(str, both)), both)
+    for end in (0, 1):
+        differences = [both[end] for both in to_ends]
+        if all(d.sign() == -sign for d in differences):
+            text = f"the optimum is at an end: {_weakest(differences)}"
+            return Ruling("contradicted", text, differences)
+    means = [Difference("", [*point.values.values()]).mean * sign for point in inside]
+    best = max(range(len(inside)), key=lambda i: (not math.isnan(means[i]), means[i]))
+    return Ruling("not decided", _undecided(to_ends[best], level=level), to_ends[best])
+
+
+_JUDGES = {
+    "less": _below,
+    "order": _below,
+    "best_of": _below,
+    "equal": _equal,
+    "crossing": _crossing,
+    "interior": _interior,
+}
+
+
+def _weakest(differences: Sequence[Difference]) -> str:
+    return str(max(differences, key=lambda d: d.p()))
+
+
+def _undecided(
+    differences: Sequence[Difference], margin: float | None = None, *, level: float = ALPHA
+) -> str:
+    """What the intervals are and how many seeds would decide."""
+    found = []
+    for d in differences:
+        if d.n == 0:
+            found.append(f"{d.label}: no seed has both")
+        elif d.flat:
+            same = f"{d.values[0]:+.3g} for each of {d.n} seeds"
+            found.append(f"{d.label} = {same}: no spread to judge by; are these the same runs?")
+        elif d.n == 1:
+            found.append(f"{d}: one seed has no spread")
+        else:
+            needed = d.seeds_to_decide(margin, level)
+            text = f"more than {MOST_SEEDS}" if needed is None else f"about {needed}"
+            found.append(f"{d}: {text} seeds would decide")
+    return "; ".join(found)
+
+
+def _special() -> Any:
+    """Distribution functions; scipy is an extra, and one run has no interval."""
+    with needs("an interval over seeds", "scipy", "report", error=ConfigError):
+        from scipy import special
+    return special
+
+
+def _power(n: int, size: float, level: float) -> float:
+    """Of a one-sided t-test with ``n`` seeds, ``size``: true mean over standard deviation."""
+    shift = size * math.sqrt(n)
+    critical = _special().stdtrit(n - 1, 1 - level)
+    # beyond, the series of the non-central t fails, and the power is 1 for any n that is used
+    return 1.0 if shift > 35 else float(1 - _special().nctdtr(n - 1, shift, critical))

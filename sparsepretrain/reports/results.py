@@ -1,0 +1,318 @@
+"""What the runs of a table came to: small plain data, from which its page can be written again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import json
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from sparsepretrain.config import freeze, strict
+from sparsepretrain.config.tables import (
+    Cell,
+    Metric,
+    Scale,
+    Size,
+    Stage,
+    Table,
+    cells,
+    load_table,
+    place,
+)
+from sparsepretrain.errors import ConfigError, DataError, one_line
+from sparsepretrain.files import write_atomic
+from sparsepretrain.reports.runs import Curve, RunData, load
+from sparsepretrain.runs.directory import RunDirectory
+
+CURVES = {"loss": "validation", "flip_rate": None}
+"""Key -> split of the lines."""
+
+SHARED = {
+    "initial_weights": ("model", "init"),
+    "data_order": ("data", "task", "batch"),
+    "evaluation": ("data", "task", "batch", "eval"),
+}
+"""Hash of a run -> parts of the configuration that it follows from, beside the seed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CellResult:
+    """One run of a table."""
+
+    row: str
+    column: str = ""
+    seed: int
+    state: Literal["finished", "partial", "failed", "missing"]
+    reason: str = ""
+    """Why it is not finished."""
+    step: int = 0
+    steps: int = 0
+    """Of the whole run."""
+    tokens: float = 0.0
+    """Or what else its task counts."""
+    seconds: float = 0.0
+    date: str = ""
+    """Of the last line of its record."""
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """Of finished runs; null: not finite."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Metric -> why a finished run has no number."""
+    curves: dict[str, Curve] = field(default_factory=dict)
+    hashes: dict[str, str | None] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    """Name of a hash -> digest of the settings that it follows from."""
+    command: str = ""
+    commit: str = ""
+    config: str = ""
+    """Hash of the configuration."""
+    hardware: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """``row`` or ``row @ column``."""
+        return place(self.row, self.column)
+
+
+@dataclass(slots=True, kw_only=True)
+class TableResults:
+    """All runs of a table at one scale."""
+
+    name: str
+    scale: Scale | None = None
+    """null: it has no runs of its own."""
+    seeds: list[int] = field(default_factory=list)
+    unit: str = "tokens"
+    overrides: list[str] = field(default_factory=list)
+    """Of all cells, beyond what the table says."""
+    cells: list[CellResult] = field(default_factory=list)
+    parts: list[TableResults] = field(default_factory=list)
+
+    def values(self, metric: str) -> dict[str, dict[int, float]]:
+        """Cell -> seed -> finite number of a finished run."""
+        found: dict[str, dict[int, float]] = {}
+        for cell in self.cells:
+            value = cell.metrics.get(metric)
+            if value is not None:
+                found.setdefault(cell.place, {})[cell.seed] = value
+        return found
+
+    def gaps(self, metric: str) -> dict[str, str]:
+        """Cell -> seeds without a number, and why."""
+        found: dict[str, dict[str, list[int]]] = {}
+        for cell in self.cells:
+            if cell.metrics.get(metric) is None:
+                about = cell.missing.get(metric) or cell.reason
+                why = "" if cell.state == "finished" else f"{cell.state}: " if about else cell.state
+                found.setdefault(cell.place, {}).setdefault(why + about, []).append(cell.seed)
+        return {
+            at: ", ".join(f"{_seeds(seeds)} {why}" for why, seeds in reasons.items())
+            for at, reasons in found.items()
+        }
+
+    def all(self) -> Iterator[TableResults]:
+        """Itself, or its parts and theirs."""
+        if not self.parts:
+            yield self
+        for part in self.parts:
+            yield from part.all()
+
+
+def collect(
+    name: str,
+    *,
+    scale: Scale | None = None,
+    seeds: int | None = None,
+    overrides: Sequence[str] = (),
+    config_dirs: Sequence[Path] = (),
+) -> TableResults:
+    """Read the runs of a table; those that failed or are not there are kept as such.
+
+    Seeds that no cell has begun are left out.
+
+    Args:
+        name: of the table.
+        scale: None: nano where the table has it, else paper.
+        seeds: so many; None: as many as the scale says.
+        overrides: the ones that ``sparsepretrain reproduce`` was given, as ``runs_dir=``.
+        config_dirs: see :func:`tables.load_table`.
+
+    Raises:
+        ConfigError: no such table or scale, or a mistake in a cell.
+    """
+    table = load_table(name, config_dirs)
+    kept = [word for word in overrides if not word.startswith("runs_dir=")]
+    result = TableResults(name=name, overrides=kept)
+    asked: dict[str, Any] = {"seeds": seeds, "overrides": overrides, "config_dirs": config_dirs}
+    if table.parts:
+        result.parts = [collect(part, scale=scale, **asked) for part in table.parts]
+    elif table.scales:
+        result.scale = scale or ("nano" if "nano" in table.scales else "paper")
+        found = [
+            _collect(cell, table, result.scale)
+            for cell in cells(name, table, result.scale, **asked)
+        ]
+        begun = {cell.seed for cell, _ in found if cell.state != "missing"}
+        result.cells = [cell for cell, _ in found if cell.seed in begun]
+        result.seeds = sorted(begun)
+        result.unit = next((run.unit for _, run in found if run is not None), "tokens")
+    return result
+
+
+def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunData | None]:
+    run = cell.run
+    if not run.steps:  # epochs decide: they are known with the data
+        from sparsepretrain.training.schedules import settle
+
+        run = settle(run)
+    directory, plain = RunDirectory.of(run), run.plain
+    result = CellResult(
+        row=cell.row,
+        column=cell.column,
+        seed=cell.seed,
+        state="missing",
+        steps=run.steps,
+        command=shlex.join(["sparsepretrain", "train", *cell.words]),
+        config=freeze.identity(run),
+        settings={
+            name: _digest({key: plain[key] for key in keys}) for name, keys in SHARED.items()
+        },
+    )
+    data = None
+    try:
+        data = load(directory.path)
+        _fill(result, data, evaluated=run.eval.batches != 0)
+    except (ConfigError, DataError) as error:
+        if directory.record_file.is_file() and directory.record_file.stat().st_size:
+            result.state, result.reason = "failed", one_line(error)
+    if result.state == "finished" and data is not None:
+        for name, metric in table.metrics.items():
+            _measure(result, name, metric, data, table.scales[scale])
+    elif failure := directory.failures().get("train"):
+        result.state, result.reason = "failed", _failure(failure)
+    return result, data
+
+
+def _fill(result: CellResult, data: RunData, *, evaluated: bool) -> None:
+    last = data.records[-1]
+    result.step, result.tokens = data.end, float(last.get("tokens", 0))
+    result.seconds = round(max(line.get("time") or 0.0 for line in data.records), 1)
+    written = data.path / RunDirectory.record_file.name
+    result.date = f"{datetime.fromtimestamp(written.stat().st_mtime, UTC):%Y-%m-%d}"
+    about = data.environment
+    result.commit, result.versions = about.get("commit") or "", about.get("packages") or {}
+    result.hashes = about.get("hashes") or {}
+    hardware = about.get("hardware") or {}
+    result.hardware = ", ".join(f"{k} {v}" for k, v in hardware.items() if v is not None)
+    for key, split in CURVES.items():
+        result.curves |= {key: curve} if (curve := data.curve(key, split)) else {}
+    done = [line for line in data.records if line["step"] >= result.steps]
+    if done and (not evaluated or any("split" in line for line in done)):
+        result.state = "finished"
+    else:
+        result.state, result.reason = "partial", f"step {result.step} of {result.steps}"
+
+
+def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size: Size) -> None:
+    """The number of training, or the mean over the stages that the metric is of."""
+    directory, values = RunDirectory(data.path), []
+    stages: list[Stage | None] = [None]
+    if metric.stage is not None:
+        stages = [stage for stage in size.stages if fnmatchcase(stage.name, metric.stage)]
+    for stage in stages:
+        value = None
+        if stage is None:
+            value = measured(metric, data, result.steps)
+        elif stage.evaluate is not None:
+            line = directory.evaluation(stage.evaluate, stage.overrides)
+            found = (line or {}).get("metrics", {})
+            if metric.key in found:
+                value = math.nan if found[metric.key] is None else float(found[metric.key])
+        elif (tuned := directory.finetuned(stage.name)) is not None:
+            with contextlib.suppress(ConfigError, DataError):
+                run = load(tuned.path)
+                if run.end >= (total := run.config.get("steps") or run.end):
+                    value = measured(metric, run, total)
+        if value is None:
+            failure = directory.failures().get(stage.name) if stage is not None else None
+            why = f"failed: {_failure(failure)}" if failure else "has no such number"
+            result.missing[name] = why if stage is None else f"{stage.name} {why}"
+            return
+        values.append(value)
+    if not values:
+        result.missing[name] = f"no stage of this scale is {metric.stage}"
+        return
+    mean = sum(values) / len(values)
+    result.metrics[name] = mean if math.isfinite(mean) else None
+    if not math.isfinite(mean):
+        result.missing[name] = f"{metric.label} is not finite"
+
+
+def _failure(noted: dict[str, Any]) -> str:
+    return f"exit code {noted.get('exit_code')}: {noted.get('error')}"
+
+
+def measured(metric: Metric, run: RunData, total: int) -> float | None:
+    """The number of a run of ``total`` steps; None: it was not recorded; NaN: not finite."""
+    steps, values = run.series(metric.key, metric.split)
+
+    def mean(part: tuple[float, float]) -> float:
+        inside = values[(steps > part[0] * total) & (steps <= part[1] * total)]
+        return float(np.mean(inside)) if len(inside) else math.nan
+
+    if not len(values):
+        return None
+    value = float(values[-1]) if metric.over is None else mean(metric.over)
+    below = 1.0 if metric.relative_to is None else mean(metric.relative_to)
+    return value / below if below else math.nan
+
+
+def write_record(results: TableResults, file: Path) -> None:
+    """Write results compressed: the same bytes for the same results.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = json.dumps(_sparse(dataclasses.asdict(results)), ensure_ascii=False, sort_keys=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, gzip.compress(text.encode(), compresslevel=9, mtime=0))
+
+
+def read_record(file: Path) -> TableResults:
+    """Read what :func:`write_record` wrote.
+
+    Raises:
+        DataError: it is not there or not such a file.
+    """
+    try:
+        plain = json.loads(gzip.decompress(file.read_bytes()))
+        return strict.build(TableResults, plain)
+    except (OSError, EOFError, ValueError, ConfigError) as error:
+        raise DataError(f"{file} is no record of a table: {one_line(error)}") from error
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+
+
+def _sparse(value: Any) -> Any:
+    """Without what is empty, which is what a missing key means."""
+    if isinstance(value, dict):
+        empty: tuple[Any, ...] = ("", [], {})
+        return {k: _sparse(v) for k, v in value.items() if v not in empty}
+    return [_sparse(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,360 @@
+"""The page of a table: published beside measured, verdicts, checks and figures.
+
+A pure function of the table's file, the published numbers and the results: no clock, no paths of
+this machine, so that a committed record gives the same bytes again.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sparsepretrain.config import tables
+from sparsepretrain.config.tables import Metric, Published, Table, place, places, printed
+from sparsepretrain.reports import claims, figures
+from sparsepretrain.reports.claims import Difference, Ruling, judge
+from sparsepretrain.reports.results import SHARED, CellResult, TableResults
+from sparsepretrain.tracking.console import clock, count
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SECOND_HAND = {
+    "secondary": "quoted by a third party",
+    "third_party_log": "from a log of others",
+    "third_party_reproduction": "reproduced by others",
+    "issue_thread": "from an issue thread",
+    "typed_by_user": "typed in by a reader",
+    "authors_log_derived": "computed here from the authors' logs",
+}
+"""Status of a published number -> the warning that is printed beside it."""
+
+SOURCES = {
+    "paper_explicit": "the paper says so",
+    "code_inferred": "from the authors' code",
+    "our_choice": "our choice",
+    "not_specified": "not specified",
+}
+
+
+@dataclass(slots=True)
+class Page:
+    """Markdown, and the figures that it shows."""
+
+    lines: list[str] = field(default_factory=list)
+    figures: dict[str, Figure] = field(default_factory=dict)
+    """File name -> figure."""
+    rulings: dict[str, list[tuple[tables.Claim, Ruling]]] = field(default_factory=dict)
+    """Table -> its claims, judged."""
+
+    @property
+    def markdown(self) -> str:
+        """The text of the file."""
+        return "\n".join(self.lines).rstrip() + "\n"
+
+
+def render(results: TableResults, found: Mapping[str, Table]) -> Page:
+    """The page of a table.
+
+    Args:
+        results: of its runs, or of its parts.
+        found: name -> table of it and of its parts.
+
+    Raises:
+        ConfigError: published numbers or claims of the table cannot be used.
+    """
+    page = Page()
+    table = found[results.name]
+    page.lines += [f"# {table.title}", ""]
+    if not results.parts:
+        _section(page, results, table, "##")
+        return page
+    page.lines += [*(f"{note}\n" for note in table.notes), "| claim | verdict |", "|---|---|"]
+    summary = len(page.lines)
+    for part in results.all():
+        page.lines += ["", f"## {found[part.name].title}", ""]
+        _section(page, part, found[part.name], "###")
+    judged = [both for rulings in page.rulings.values() for both in rulings]
+    page.lines[summary:summary] = [f"| {c.text} | **{r.verdict}** |" for c, r in judged]
+    return page
+
+
+def _section(page: Page, results: TableResults, table: Table, mark: str) -> None:
+    page.lines += [*_head(results, table), ""]
+    scale = results.scale
+    if scale is None:
+        page.lines += [
+            "It is measured by `sparsepretrain bench`, which writes reports of its own:",
+            *("", "```sh", *(f"sparsepretrain bench {words}" for words in table.bench), "```", ""),
+        ]
+        return
+    rulings: list[tuple[tables.Claim, Ruling]] = []
+    for claim in table.claims:
+        key = claim.metric or next(iter(table.metrics))
+        ruling = judge(claim, table, scale, results.values(key), results.gaps(key))
+        rulings.append((claim, ruling))
+    page.rulings[results.name] = rulings
+    if rulings:
+        page.lines += [f"{mark} Verdicts", "", *_verdicts(rulings), ""]
+    for name, (figure, caption) in figures.of_table(results, table).items():
+        page.figures[f"{results.name}-{name}.png"] = figure
+        page.lines += [f"![{caption}]({results.name}-{name}.png)", ""]
+    for key, metric in table.metrics.items():
+        page.lines += [f"{mark} {_capital(metric.label)}", "", *_numbers(results, table, key), ""]
+    power = [line for key in table.metrics if (line := _power(results, table, key, rulings))]
+    if power:
+        page.lines += [f"{mark} What these seeds could have seen", "", *power, ""]
+    page.lines += [f"{mark} Equal beginnings", "", *_equal_beginnings(results, table), ""]
+    if table.settings:
+        page.lines += [f"{mark} Where the settings come from", "", *_settings(table), ""]
+    page.lines += [f"{mark} Runs", "", *_runs(results), ""]
+    notes = [*table.notes, *(p.note for p in table.published if p.note)]
+    if notes:
+        page.lines += [f"{mark} What this cannot say", "", *(f"- {note}" for note in notes), ""]
+
+
+def _head(results: TableResults, table: Table) -> list[str]:
+    paper = " ".join(filter(None, (table.paper, table.number)))
+    if table.arxiv:
+        paper += f" ([arXiv:{table.arxiv}](https://arxiv.org/abs/{table.arxiv}))"
+    lines = [f"{paper}.", ""] if paper else []
+    if results.scale is None:
+        return lines
+    states = Counter(cell.state for cell in results.cells)
+    done = f"{states.pop('finished', 0)} of {len(results.cells)} runs are finished"
+    others = [f"{number} {state}" for state, number in sorted(states.items())]
+    seeds = ", ".join(map(str, results.seeds)) or "none"
+    dates = sorted({cell.date for cell in results.cells if cell.date})
+    when = f", of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
+    command = f"sparsepretrain reproduce {results.name} --scale {results.scale}"
+    command = " ".join([command, *results.overrides])
+    text = f"{', '.join([done, *others])}{when}; scale {results.scale}, seeds {seeds}: `{command}`."
+    return [*lines, text]
+
+
+def _verdicts(rulings: Sequence[tuple[tables.Claim, Ruling]]) -> list[str]:
+    rows = [
+        (f"{c.text}{f' ({c.source})' if c.source else ''}", f"**{r.verdict}**", r.why)
+        for c, r in rulings
+    ]
+    bar = (
+        f"A verdict needs p < {claims.ALPHA:g} (paired t-test, two-sided) and {claims.SEEDS} "
+        "seeds; in brackets 95 % intervals."
+    )
+    return [*markdown_table(("claim", "verdict", "why"), rows), "", bar]
+
+
+def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
+    """One row per cell: published, measured, minus the baseline."""
+    metric, scale = table.metrics[key], results.scale
+    assert scale is not None
+    values, digits = results.values(key), metric.digits
+    sources = [source for source in table.published if source.metric == key]
+    baseline = table.baseline
+    header = [table.row_label, *([table.column_label or "column"] if table.columns else [])]
+    header += ["published"] * bool(sources) + ["measured", "n"]
+    header += [f"minus {baseline}"] if baseline else []
+    rows, empty = [], False
+    for row, column, why in places(table, scale):
+        at = place(row, column)
+        own = Difference(at, list(values.get(at, {}).values()))
+        line = [row, *([column] if table.columns else [])]
+        if sources:
+            said = [_published(s, metric, row, column, own, scale) for s in sources]
+            line.append("; ".join(filter(None, said)) or "–")
+            empty |= not any(said)
+        total = sum(cell.place == at for cell in results.cells)
+        line += [_mean(own, digits) if own.n else f"not run: {why}" if why else "–"]
+        line += [f"{own.n} of {total}" if total else "0"]
+        if baseline:
+            line.append(
+                "–"
+                if row == baseline
+                else _mean(claims.minus(values, at, place(baseline, column)), digits, "+")
+            )
+        rows.append(line)
+    about = [f"{metric.variant}." if metric.variant else ""]
+    about += [f"Sequence length {metric.sequence_length}." if metric.sequence_length else ""]
+    about += [f"{_capital(metric.better)} is better." if metric.better else ""]
+    about += ["Means with 95 % intervals over seeds; differences are paired."]
+    lines = [" ".join(filter(None, about)), "", *markdown_table(header, rows)]
+    if sources:
+        lines += ["", *_sources(sources, empty=empty)]
+    gaps = results.gaps(key)
+    if gaps:
+        lines += ["", "Without a number: " + "; ".join(f"{at}: {w}" for at, w in gaps.items())]
+    return lines
+
+
+def _published(
+    source: Published, metric: Metric, row: str, column: str, own: Difference, scale: str
+) -> str:
+    found = printed(source, row, column)
+    if found is None:
+        return ""
+    value = found["value"]
+    text = f"{value:g}" if isinstance(value, int | float) else str(value)
+    if found["status"] in SECOND_HAND:
+        text += " ⚠"
+    if scale == "paper" and own.n and isinstance(value, int | float):
+        text += f" (measured {own.mean - value:+.{metric.digits}f}"
+        if source.margin is not None:
+            inside = "within" if abs(own.mean - value) <= source.margin else "outside"
+            text += f", {inside} ± {source.margin:g}"
+        text += ")"
+    return text
+
+
+def _sources(sources: Sequence[Published], *, empty: bool) -> list[str]:
+    lines = []
+    for source in sources:
+        entry = tables.published()[source.paper, source.table]
+        warning = SECOND_HAND.get(entry["status"])
+        text = f"- Published: {source.paper}, {source.table}: {entry.get('source', '')}"
+        text += f"; ⚠ {warning}" if warning else ""
+        text += f"; differences below {source.margin:g} mean nothing" if source.margin else ""
+        lines.append(f"{text}. {entry.get('note') or ''}".rstrip())
+    if empty:
+        lines.append("- An empty cell was not found in any source that could be read.")
+    return lines
+
+
+def _mean(d: Difference, digits: int, sign: str = "") -> str:
+    if not d.n:
+        return "–"
+    low, high = d.interval()
+    half = "" if math.isnan(low) else f" ± {(high - low) / 2:.{digits}f}"
+    return f"{d.mean:{sign}.{digits}f}{half}"
+
+
+def _power(
+    results: TableResults,
+    table: Table,
+    key: str,
+    rulings: Sequence[tuple[tables.Claim, Ruling]],
+) -> str:
+    """The smallest differences that the seeds would have shown."""
+    values, first = results.values(key), next(iter(table.metrics))
+    if table.baseline:
+        pairs = [
+            (place(row, column), place(table.baseline, column))
+            for row in table.rows
+            for column in table.columns or [""]
+            if row != table.baseline
+        ]
+        differences = [claims.minus(values, a, b) for a, b in pairs]
+    else:
+        judged = [ruling for claim, ruling in rulings if (claim.metric or first) == key]
+        differences = [d for ruling in judged for d in ruling.differences]
+    known = [(size, d) for d in differences if not math.isnan(size := d.detectable())]
+    known.sort(key=lambda pair: pair[0])
+    label = _capital(table.metrics[key].label)
+    if not known:
+        return f"- {label}: no spread is known, so nothing is."
+    n = max(d.n for d in differences)
+    few = "" if n >= claims.SEEDS else f" {n} seeds decide nothing; with {claims.SEEDS}:"
+    (least, a), (most, b) = known[0], known[-1]
+    span = f"{least:.2g} ({a.label})" + (f" to {most:.2g} ({b.label})" if b is not a else "")
+    return f"- {label}:{few} {span}, at p < {claims.ALPHA:g} with power {claims.POWER:.0%}."
+
+
+def _equal_beginnings(results: TableResults, table: Table) -> list[str]:
+    """Whether runs of a seed have the weights, data and evaluation in common that they should."""
+    lines = []
+    for name in SHARED:
+        groups: dict[tuple[int, str], dict[str, list[CellResult]]] = {}
+        unknown = 0
+        for cell in results.cells:
+            mark = cell.hashes.get(name)
+            if mark:
+                alike = groups.setdefault((cell.seed, cell.settings.get(name, "")), {})
+                alike.setdefault(mark, []).append(cell)
+            elif cell.state != "missing":
+                unknown += 1
+        label = _capital(name.replace("_", " "))
+        unequal = [(seed, marks) for (seed, _), marks in groups.items() if len(marks) > 1]
+        if unequal:
+            told = [
+                f"seed {seed}: " + " ≠ ".join(", ".join(c.place for c in cs) for cs in m.values())
+                for seed, m in unequal
+            ]
+            lines.append(f"- {label}: **not equal**, so not paired: {'; '.join(told)}.")
+        elif groups:
+            sizes = [len(cells) for marks in groups.values() for cells in marks.values()]
+            lines.append(
+                f"- {label}: equal in every group of runs that must share them "
+                f"({sum(sizes)} runs, up to {max(sizes)} of one seed)."
+            )
+        if groups and (others := _with_other_settings(results, table, name)):
+            parts = " or ".join(SHARED[name])
+            lines.append(f"  Another {parts} than {table.baseline}: {', '.join(others)}.")
+        if unknown:
+            lines.append(f"- {label}: not recorded by {unknown} runs.")
+    return lines or ["Nothing was run."]
+
+
+def _with_other_settings(results: TableResults, table: Table, name: str) -> list[str]:
+    by_place = {cell.place: cell for cell in results.cells}
+    found = []
+    for cell in by_place.values():
+        base = by_place.get(place(table.baseline or "", cell.column))
+        if base is not None and cell.settings.get(name) != base.settings.get(name):
+            found.append(cell.place)
+    return found
+
+
+def _settings(table: Table) -> list[str]:
+    rows = [
+        (f"`{key}`", str(s.value), SOURCES[s.source], s.where) for key, s in table.settings.items()
+    ]
+    return markdown_table(("setting", "value", "source", "where"), rows)
+
+
+def _runs(results: TableResults) -> list[str]:
+    """What each cell was: its cost, where it ran, how to run it again."""
+    by_place: dict[str, list[CellResult]] = {}
+    for cell in results.cells:
+        by_place.setdefault(cell.place, []).append(cell)
+    rows, commands = [], []
+    for at, cells in by_place.items():
+        states = Counter(cell.state for cell in cells)
+        ran = [cell for cell in cells if cell.state != "missing"]
+        done = [cell for cell in ran if cell.state == "finished"] or ran
+        rows.append(
+            (
+                at,
+                ", ".join(f"{n} {state}" for state, n in states.items()),
+                count(max(c.tokens for c in done)) if done else "–",
+                clock(statistics.median(c.seconds for c in done)) if done else "–",
+                _all(f"`{c.config}`" for c in cells),
+                _all(f"`{c.commit[:12]}`" for c in ran if c.commit),
+                _all(c.hardware for c in ran if c.hardware),
+            )
+        )
+        commands.append(cells[0].command)
+    header = ("run", "state", results.unit, "time", "config", "commit", "hardware")
+    packages = {f"{k} {v}" for cell in results.cells for k, v in cell.versions.items()}
+    lines = markdown_table(header, rows)
+    if results.overrides:
+        changed = ", ".join(f"`{word}`" for word in results.overrides)
+        lines += ["", f"Deviating from the table in all runs: {changed}."]
+    lines += ["", f"Libraries: {', '.join(sorted(packages))}."] if packages else []
+    return [*lines, "", "Commands, of the first seed:", "", "```sh", *commands, "```"]
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table in Markdown, as lines."""
+    body = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body]
+
+
+def _all(texts: Iterator[str]) -> str:
+    return ", ".join(dict.fromkeys(texts)) or "–"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,214 @@
+"""Verdicts on synthetic seeds of known truth: rates of error, power, and what decides nothing."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from sparsepretrain.config.strict import build
+from sparsepretrain.config.tables import Table
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.reports.claims import Difference, judge
+
+ROWS = ["dense", "sste", "srste", "ste"]
+TRIALS = 400
+
+
+def table(columns=(), better="lower", without=None, **claim):
+    return build(
+        Table,
+        {
+            "title": "a table",
+            "rows": {row: [] for row in ROWS},
+            "columns": {column: [] for column in columns},
+            "metrics": {"loss": {"label": "loss", "key": "loss", "better": better}},
+            "scales": {"nano": {"without": without or {}}},
+            "claims": [{"text": "a claim", **claim}],
+        },
+    )
+
+
+def verdict(values, gaps=None, columns=(), **claim):
+    made = table(columns, **claim)
+    return judge(made.claims[0], made, "nano", values, gaps)
+
+
+def seeds(random, means, sd=1.0, n=5):
+    """Cells with these means: a share of the noise is that of the seed, which pairing removes."""
+    common = random.normal(0, 5, n)
+    return {
+        name: dict(enumerate(mean + common + random.normal(0, sd / math.sqrt(2), n)))
+        for name, mean in means.items()
+    }
+
+
+def rate(wanted, means, trials=TRIALS, n=5, columns=(), **claim):
+    """Share of trials with this verdict."""
+    random = np.random.default_rng(0)
+    made = table(columns, **claim)
+    found = [
+        judge(made.claims[0], made, "nano", seeds(random, means, n=n)).verdict
+        for _ in range(trials)
+    ]
+    return found.count(wanted) / trials
+
+
+FLAT = dict.fromkeys(ROWS, 0.0)
+AXIS = {f"{row} @ {c}": 0.0 for row in ROWS for c in "abcd"}
+KINDS = [
+    ({"kind": "less", "of": ["sste", "ste"]}, FLAT, ()),
+    ({"kind": "order", "of": ROWS}, FLAT, ()),
+    ({"kind": "best_of", "of": ROWS}, FLAT, ()),
+    ({"kind": "interior", "of": ROWS}, FLAT, ()),
+    ({"kind": "crossing", "of": ["sste", "ste"], "along": [*"abcd"]}, AXIS, tuple("abcd")),
+]
+
+
+@pytest.mark.parametrize(("claim", "means", "columns"), KINDS)
+def test_without_a_difference_verdicts_fall_as_rarely_as_stated(claim, means, columns):
+    decided = [rate(v, means, columns=columns, **claim) for v in ("held", "contradicted")]
+    assert sum(decided) <= 0.01 + 3 * math.sqrt(0.01 * 0.99 / TRIALS)
+    if claim["kind"] == "less":
+        assert all(share <= 0.015 and 0 <= share <= 0.009 for share in decided)
+
+
+@pytest.mark.parametrize(
+    ("means", "claim"),
+    [
+        # at the edge of what is claimed, where a wrong "held" is most likely
+        ({"sste": 1.0, "ste": 0.0}, {"kind": "equal", "of": ["sste", "ste"], "margin": 1.0}),
+        (
+            {"dense": 0.0, "sste": 9.0, "ste": 9.0},
+            {"kind": "order", "of": ["dense", "sste", "ste"]},
+        ),
+        (
+            {"sste": 9.0, "dense": 0.0, "ste": 0.0},
+            {"kind": "interior", "of": ["sste", "dense", "ste"]},
+        ),
+    ],
+)
+def test_at_the_edge_of_a_claim_it_is_held_once_in_a_hundred(means, claim):
+    assert rate("held", means, **claim) <= 0.01 + 3 * math.sqrt(0.01 * 0.99 / TRIALS)
+
+
+def test_power_is_what_is_promised():
+    random = np.random.default_rng(1)
+    size = 2000
+    for n in (5, 12):
+        detectable = Difference("x", np.linspace(-1, 1, n)).detectable()
+        sd = float(np.std(np.linspace(-1, 1, n), ddof=1))
+        draws = random.normal(detectable, sd, (size, n))
+        assert np.mean([Difference("x", d).sign() == 1 for d in draws]) == pytest.approx(
+            0.8, abs=0.03
+        )
+    known = Difference("x", np.array([0.2, 1.8, 0.2, 1.8, 1.0, 1.0]))
+    needed = known.seeds_to_decide()
+    draws = random.normal(known.mean, known.sd, (size, needed))
+    assert np.mean([Difference("x", d).sign() == 1 for d in draws]) >= 0.77
+    fewer = random.normal(known.mean, known.sd, (size, needed - 1))
+    assert np.mean([Difference("x", d).sign() == 1 for d in fewer]) <= 0.82
+    margin = 2.5
+    needed = known.seeds_to_decide(margin)
+    draws = random.normal(known.mean, known.sd, (size, needed))
+    assert 0.77 <= np.mean([Difference("x", d).within(margin) for d in draws]) <= 0.93
+
+
+CLEAR = {"dense": 0.0, "sste": 10.0, "srste": 20.0, "ste": 30.0}
+
+
+@pytest.mark.parametrize(
+    ("claim", "wanted"),
+    [
+        ({"kind": "less", "of": ["sste", "ste"]}, "held"),
+        ({"kind": "less", "of": ["ste", "sste"]}, "contradicted"),
+        ({"kind": "less", "of": [["sste", "dense"], ["ste", "dense"]]}, "held"),
+        ({"kind": "order", "of": ROWS}, "held"),
+        ({"kind": "order", "of": ["dense", "srste", "sste", "ste"]}, "contradicted"),
+        ({"kind": "best_of", "of": ROWS}, "held"),
+        ({"kind": "best_of", "of": ROWS, "better": "higher"}, "contradicted"),
+        ({"kind": "best_of", "of": ["ste", "sste"], "better": "higher"}, "held"),
+        ({"kind": "equal", "of": ["sste", "ste"], "margin": 5.0}, "contradicted"),
+        ({"kind": "equal", "of": ["sste", "ste"], "margin": 40.0}, "held"),
+        ({"kind": "interior", "of": ["sste", "dense", "ste"]}, "held"),
+        ({"kind": "interior", "of": ["dense", "sste", "ste"]}, "contradicted"),
+        ({"kind": "interior", "of": ["sste", "ste", "dense"], "better": "higher"}, "held"),
+    ],
+)
+def test_clear_differences_are_decided(claim, wanted):
+    for trial in range(20):
+        values = seeds(np.random.default_rng(trial), CLEAR, n=8)
+        assert verdict(values, **claim).verdict == wanted
+
+
+def test_swapping_labels_within_pairs_does_not_hold():
+    """Of seeds that say it clearly: half of the pairs the other way round say nothing."""
+    random = np.random.default_rng(3)
+    held = 0
+    for _ in range(100):
+        values = seeds(random, {"sste": 0.0, "ste": 10.0}, n=8)
+        assert verdict(values, kind="less", of=["sste", "ste"]).verdict == "held"
+        for seed in random.permutation(8)[: random.integers(3, 6)]:
+            a, b = values["sste"], values["ste"]
+            a[seed], b[seed] = b[seed], a[seed]
+        held += verdict(values, kind="less", of=["sste", "ste"]).verdict == "held"
+    assert held == 0
+    assert verdict({"sste": values["ste"], "ste": values["sste"]}, kind="less", of=["ste", "sste"])
+
+
+@pytest.mark.parametrize(
+    ("sste", "ste", "why"),
+    [
+        ({}, {0: 1.0}, "sste − ste: no seed has both"),
+        ({0: 1.0}, {0: 2.0}, "one seed has no spread"),
+        ({s: float(s) for s in range(4)}, {s: s + 9 + 0.1 * s for s in range(4)}, "n = 4: about 5"),
+        ({s: float(s) for s in range(6)}, {s: s + 2.0 for s in range(6)}, "-2 for each of 6 seeds"),
+        ({s: 1.0 for s in range(6)}, {s: 1.0 for s in range(6)}, "are these the same runs?"),
+        ({s: math.nan for s in range(6)}, {s: 1.0 for s in range(6)}, "no seed has both"),
+        ({s: 1.0 for s in range(6)}, {s: 1.0 for s in range(9, 15)}, "no seed has both"),
+    ],
+)
+def test_what_decides_nothing_says_why(sste, ste, why):
+    for claim in ({"kind": "less"}, {"kind": "equal", "margin": 100.0}):
+        ruling = verdict({"sste": sste, "ste": ste}, of=["sste", "ste"], **claim)
+        assert ruling.verdict == "not decided" and why.split(" for each")[0] in ruling.why
+
+
+def test_missing_and_failed_seeds_are_named():
+    random = np.random.default_rng(4)
+    values = seeds(random, {"sste": 0.0, "ste": 10.0}, n=7)
+    del values["ste"][3]
+    ruling = verdict(values, {"ste": "seed 3 failed (diverged)"}, kind="less", of=["sste", "ste"])
+    assert ruling.verdict == "held" and "n = 6" in ruling.why
+    assert "ste: seed 3 failed (diverged)" in ruling.why
+
+
+def test_a_row_stands_for_all_its_columns_and_unrun_cells_are_said():
+    random = np.random.default_rng(5)
+    means = {"sste @ a": 0.0, "ste @ a": 10.0, "sste @ b": 10.0, "ste @ b": 0.0}
+    values = seeds(random, means, n=6)
+    claim = {"kind": "less", "of": ["sste", "ste"], "columns": ("a", "b")}
+    assert verdict(values, **claim).verdict == "contradicted"
+    some = verdict(values, without={"* @ b": "takes too long"}, **claim)
+    assert some.verdict == "held" and "not run: takes too long" in some.why
+    none = verdict(values, without={"sste": "takes too long"}, **claim)
+    assert (none.verdict, none.why) == ("not testable at this scale", "takes too long")
+    crossing = {"kind": "crossing", "of": ["sste", "ste"], "along": ["a", "b"]}
+    assert verdict(values, columns=("a", "b"), **crossing).verdict == "held"
+    same = seeds(random, means | {"sste @ b": 0.0, "ste @ b": 10.0}, n=6)
+    assert verdict(same, columns=("a", "b"), **crossing).verdict == "contradicted"
+    claim["of"] = ["sste @ a", "ste @ a"]
+    told = verdict(values, untestable={"nano": "too small"}, **claim)
+    assert (told.verdict, told.why) == ("not testable at this scale", "too small")
+
+
+def test_a_grid_of_rows_in_a_table_with_columns_is_refused():
+    values = {f"{row} @ {c}": {0: 1.0} for row in ROWS for c in "ab"}
+    with pytest.raises(ConfigError, match="needs terms `row @ column`"):
+        verdict(values, columns=("a", "b"), kind="interior", of=ROWS)
+
+
+def test_a_best_needs_a_direction():
+    with pytest.raises(ConfigError, match="has no best"):
+        table(better=None, kind="best_of", of=["dense", "ste"])

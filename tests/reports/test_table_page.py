@@ -1,0 +1,219 @@
+"""The page of a table from run directories of known numbers, and from committed records."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from sparsepretrain import cli
+from sparsepretrain.config import freeze
+from sparsepretrain.config.strict import build
+from sparsepretrain.config.tables import Metric, Table, cells, load_table
+from sparsepretrain.reports.results import (
+    TableResults,
+    collect,
+    measured,
+    read_record,
+    write_record,
+)
+from sparsepretrain.reports.runs import RunData
+from sparsepretrain.reports.table import render
+from sparsepretrain.runs.directory import RunDirectory
+
+RECORDS = sorted((Path(__file__).parents[2] / "docs/tables/records").glob("*.json.gz"))
+
+TABLE = {
+    "title": "Three methods",
+    "paper": "S-STE",
+    "arxiv": "2409.09099",
+    "number": "Table 4",
+    "rows": {
+        "dense": ["sparsity=dense"],
+        "half": ["sparsity=dense", "model.n_embd=16"],
+        "sste": ["sparsity=sste"],
+        "ste": ["sparsity=ste"],
+    },
+    "metrics": {
+        "loss": {"label": "validation loss", "key": "loss", "better": "lower"},
+        "flips": {"label": "late flips", "key": "flip_rate", "split": None, "over": [0.5, 1]},
+    },
+    "scales": {"nano": {"overrides": ["experiment=smoke", "steps=40"], "seeds": 6}},
+    "published": [
+        {
+            "paper": "S-STE",
+            "table": "Table 4 (partly)",
+            "metric": "loss",
+            "rows": {"dense": {"method": "dense"}, "sste": {"method": "S-STE"}},
+        }
+    ],
+    "claims": [
+        {"text": "S-STE is below STE", "kind": "less", "of": ["sste", "ste"], "source": "§3"},
+        {"text": "STE is below S-STE", "kind": "less", "of": ["ste", "sste"]},
+        {"text": "half is worth S-STE", "kind": "equal", "of": ["half", "sste"], "margin": 0.001},
+    ],
+    "settings": {"steps": {"value": 40, "source": "our_choice", "where": "quick"}},
+    "notes": ["Nothing was trained."],
+}
+LOSS = {"dense": 1.0, "half": 1.2, "sste": 1.2, "ste": 1.5}
+
+
+def write_table(directory: Path, name: str = "three", **changes) -> list[Path]:
+    (directory / "table").mkdir(exist_ok=True, parents=True)
+    text = yaml.safe_dump(TABLE | changes, sort_keys=False, allow_unicode=True)
+    (directory / "table" / f"{name}.yaml").write_text(text)
+    return [directory]
+
+
+def write_run(cell, end=40, order="same", noise=0.01) -> None:
+    """What a run of this cell would leave."""
+    run = RunDirectory.of(cell.run)
+    run.path.mkdir(parents=True)
+    run.config_file.write_text(freeze.to_yaml(cell.run.plain))
+    hashes = {"initial_weights": f"{cell.run.model.n_embd}-{cell.seed}"}
+    hashes |= {"data_order": f"{order}-{cell.seed}", "evaluation": "all"}
+    about = {"commit": "0123456789ab", "hashes": hashes, "packages": {"torch": "2.9"}}
+    run.environment_file.write_text(json.dumps(about | {"hardware": {"device": "a CPU"}}))
+    random = np.random.default_rng([cell.seed, len(cell.row)])
+    shift = LOSS[cell.row] + np.random.default_rng(cell.seed).normal(0, 0.2)
+    lines = []
+    for step in range(4, end + 1, 4):
+        line = {"step": step, "tokens": 8 * step, "time": step / 2, "loss": 3.0}
+        lines.append(line | {"flip_rate": 0.1 / step})
+        if step % 20 == 0:
+            loss = shift + random.normal(0, noise)
+            lines.append({"step": step, "tokens": 8 * step, "split": "validation", "loss": loss})
+    run.record_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Of a table whose runs are all there, but one that is cut short and one that is not there."""
+    place = tmp_path_factory.mktemp("table")
+    asked = {"config_dirs": write_table(place), "overrides": [f"runs_dir={place}"]}
+    for cell in cells("three", load_table("three", [place]), "nano", **asked):
+        if (cell.row, cell.seed) != ("half", 2):
+            write_run(cell, end=20 if (cell.row, cell.seed) == ("half", 4) else 40)
+    return collect("three", **asked)
+
+
+@pytest.fixture(scope="module")
+def table():
+    return build(Table, TABLE)
+
+
+def test_the_page_has_everything_that_a_table_is(results, table):
+    made = render(results, {"three": table})
+    assert list(made.figures) == ["three-difference.png", "three-final.png"]
+    page = made.markdown
+    assert "S-STE Table 4 ([arXiv:2409.09099](https://arxiv.org/abs/2409.09099))" in page
+    assert "22 of 24 runs are finished, 1 missing, 1 partial" in page
+    assert "| S-STE is below STE (§3) | **held** | sste − ste = -0.3" in page
+    assert "| STE is below S-STE | **contradicted** |" in page
+    assert "| half is worth S-STE | **not decided** |" in page
+    assert "half: seed 2 missing, seed 4 partial: step 20 of 40" in page
+    numbers = next(line for line in page.splitlines() if line.startswith("| ste | "))
+    assert numbers.split(" | ")[1:2] == ["–"] and " | 6 of 6 | +0.50" in numbers
+    assert "| dense | 26.42 ⚠ |" in page and "⚠ quoted by a third party" in page
+    assert "An empty cell was not found" in page
+    assert "Initial weights: equal" in page and "Another model or init than dense: half." in page
+    assert "| `steps` | 40 | our choice | quick |" in page
+    assert "sparsepretrain train experiment=smoke steps=40 sparsity=ste" in page
+    assert "- Nothing was trained." in page and "4 finished, 1 missing, 1 partial" in page
+    assert "Validation loss: 0.0" in page and "with power 80%" in page
+
+
+def test_a_record_holds_all_and_is_the_same_bytes_each_time(results, tmp_path):
+    file = tmp_path / "records" / "three.json.gz"
+    write_record(results, file)
+    first = file.read_bytes()
+    assert read_record(file) == results and len(first) < 20_000
+    write_record(read_record(file), file)
+    assert file.read_bytes() == first
+
+
+def test_unequal_beginnings_are_told(results, table):
+    changed = copy.deepcopy(results)
+    cell = next(cell for cell in changed.cells if (cell.row, cell.seed) == ("ste", 3))
+    cell.hashes["data_order"] = "another"
+    page = render(changed, {"three": table}).markdown
+    assert "Data order: **not equal**, so not paired: seed 3: dense, half, sste ≠ ste" in page
+
+
+def test_a_part_is_a_section_and_the_summary_names_all_claims(results, table):
+    speed = {"title": "Speed", "bench": ["layers"], "baseline": None, "paper": "S-STE"}
+    whole = {"title": "A collection", "parts": ["three", "speed"], "baseline": None}
+    found = {"three": table, "speed": build(Table, speed), "all": build(Table, whole)}
+    page = render(TableResults(name="all", parts=[results, TableResults(name="speed")]), found)
+    assert [line for line in page.lines if line.startswith(("# ", "## "))] == [
+        "# A collection",
+        "## Three methods",
+        "## Speed",
+    ]
+    assert "| S-STE is below STE | **held** |" in page.markdown.split("## Three methods")[0]
+    assert "sparsepretrain bench layers" in page.lines
+    assert "three-final.png" in page.figures
+
+
+def test_verb_finds_runs_elsewhere_and_writes_the_page_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = {name: TABLE["rows"][name] for name in ("dense", "ste")}
+    changes = {"rows": rows, "claims": [], "published": []}
+    claims = [{"text": "dense is below STE", "kind": "less", "of": ["dense", "ste"]}]
+    directories = write_table(tmp_path / "c", **changes | {"claims": claims})
+    words = ["runs_dir=elsewhere", "optim.lr=0.1"]
+    asked = {"overrides": words, "config_dirs": directories}
+    for cell in cells("three", load_table("three", directories), "nano", seeds=2, **asked):
+        write_run(cell)
+    given = ["report", "three", "--config-dir", "c", "--out", "o"]
+    assert cli.main([*given, "optim.lr=0.1", "--runs-dir", "elsewhere", "--record"]) == 0
+    files = [Path(word) for word in capsys.readouterr().out.split()]
+    assert all(file.is_file() for file in files)
+    page = next(file for file in files if file.suffix == ".md")
+    first = page.read_text()
+    assert "4 of 4 runs are finished" in first and "seeds 0, 1" in first
+    assert "Deviating from the table in all runs: `optim.lr=0.1`." in first
+    assert "n = 2: about 5 seeds would decide" in first and "2 seeds decide nothing" in first
+    page.unlink()
+    assert cli.main([*given, "--from-record"]) == 0
+    assert page.read_text() == first
+
+
+def test_wrong_words_and_nothing_to_show_are_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_table(tmp_path / "c", rows={"dense": ["sparsity=dense"]}, claims=[], published=[])
+    for words, message in [
+        (["three", "--config-dir", "c"], "no run of three has begun: sparsepretrain reproduce"),
+        (["three", "--config-dir", "c", "x"], "'x' after the table three"),
+        (["three", "--config-dir", "c", "--scale", "paper"], "has no scale 'paper'"),
+        (["nothing", "--record"], "nothing is no table"),
+        (["three", "--config-dir", "c", "--from-record"], "is no record of a table"),
+    ]:
+        assert cli.main(["report", *words]) in (2, 3)
+        assert message in capsys.readouterr().err
+
+
+def test_measured_numbers_are_those_of_their_part_of_the_run(tmp_path):
+    lines = [{"step": s, "flip_rate": float(s)} for s in range(10, 101, 10)]
+    lines += [{"step": s, "split": "validation", "loss": None} for s in (50, 100)]
+    run = RunData(tmp_path, lines, {}, "", {})
+    metric = Metric(label="x", key="flip_rate", split=None)
+    assert measured(metric, run, 100) == 100
+    metric.over = (0.8, 1.0)
+    assert measured(metric, run, 100) == 95
+    metric.relative_to = (0.0, 0.2)
+    assert measured(metric, run, 100) == pytest.approx(95 / 15)
+    assert np.isnan(measured(Metric(label="x", key="loss"), run, 100))
+    assert measured(Metric(label="x", key="bleu"), run, 100) is None
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda f: f.name.partition(".")[0])
+def test_committed_records_give_the_committed_pages(record):
+    results = read_record(record)
+    found = {part.name: load_table(part.name) for part in [results, *results.all()]}
+    page = record.parent.parent / f"{results.name}.md"
+    assert render(results, found).markdown == page.read_text(encoding="utf-8")
