@@ -27,11 +27,8 @@ class Options(RootOptions):
     """Options of ``source: python_qa``."""
 
     per_file: Annotated[int, "≥ 1"]
-    """Most records of one file, so that a large file does not dominate."""
     validation: Annotated[float, "(0, 1)"]
-    """Fraction of the text that is held out, by whole files, in (0, 1)."""
     seed: int
-    """Decides which files are held out."""
 
 
 @dataclass(frozen=True, slots=True)
