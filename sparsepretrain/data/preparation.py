@@ -152,7 +152,7 @@ def _locate(options: Any) -> tuple[Source, Path]:
         "options": {k: v for k, v in asdict(options).items() if k not in options.about},
         "state": source.state(),
     }
-    if source.tokenizer.is_file:
+    if source.tokenizer.origin == "file":
         identity["tokenizer"] = source.tokenizer.read()
     text = json.dumps(identity, sort_keys=True, ensure_ascii=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -187,11 +187,12 @@ def _build(source: Source, directory: Path, workers: int | None, report: OnProgr
     parts = directory.with_name(f"{directory.name}.partial")
     _Phase(report, "reading", None, source.unit)(0)
     shards = source.shards()
-    tokenizer = None if source.tokenizer.is_bytes else parts / TOKENIZER
+    tokenizer = None if source.tokenizer.origin == "bytes" else parts / TOKENIZER
     if tokenizer is not None and not tokenizer.exists():
         text = _TrainingText(source, shards, report)
         known = source.tokenizer
-        content = known.train(text, source.vocab_size) if known.is_trained else known.read()
+        trained = known.origin == "trained"
+        content = known.train(text, source.vocab_size) if trained else known.read()
         parts.mkdir(exist_ok=True)
         write_atomic(tokenizer, content)
     parts.mkdir(exist_ok=True)

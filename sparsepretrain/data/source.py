@@ -184,6 +184,6 @@ class Source(ABC):
     def missing(self) -> str:
         """The message when nothing is prepared and training may not prepare on its own."""
         words = f"sparsepretrain prepare data={self.options.name}"
-        if self.tokenizer.is_file:
+        if self.tokenizer.origin == "file":
             words += f" data.tokenizer={self.tokenizer.name} data.vocab_size={self.vocab_size}"
         return f"{self.options.name} is not prepared: run `{words}`"

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sparsepretrain.data.hub import hub_access, reason
 from sparsepretrain.errors import DataError
@@ -28,24 +29,13 @@ class Tokenizer:
     """Of a size that can be chosen: the fewest tokens, and what these are."""
 
     @property
-    def is_bytes(self) -> bool:
-        """Whether tokens are the bytes of the text; byte 0 ends a document."""
-        return self.name == BYTES
-
-    @property
-    def is_file(self) -> bool:
-        """Whether it is a local tokenizer.json."""
-        return self.name.endswith(".json")
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether preparing the data trains it."""
-        return bool(self.training)
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the Hugging Face hub has it."""
-        return not (self.is_bytes or self.is_file or self.is_trained)
+    def origin(self) -> Literal["bytes", "file", "trained", "hub"]:
+        """None (byte 0 ends a document), a tokenizer.json, the train split, or the hub."""
+        if self.name == BYTES:
+            return "bytes"
+        if self.name.endswith(".json"):
+            return "file"
+        return "trained" if self.training else "hub"
 
     def problems(self, vocab_size: int | None, *, hub: bool) -> Iterator[tuple[str, str]]:
         """What is wrong with it in a configuration, as (key, message).
@@ -54,8 +44,8 @@ class Tokenizer:
             vocab_size: as configured.
             hub: whether the source takes tokenizers of the hub.
         """
-        if self.is_remote and not hub:
-            known = [name for name, each in TOKENIZERS.items() if not each.is_remote]
+        if self.origin == "hub" and not hub:
+            known = [name for name, each in TOKENIZERS.items() if each.origin != "hub"]
             hint = suggestion(self.name, known)
             yield "tokenizer", f"must be {', '.join(known)} or a tokenizer.json file{hint}"
         elif vocab_size is None:
@@ -77,7 +67,7 @@ class Tokenizer:
             DataError: the file cannot be read, or the hub does not give it.
         """
         try:
-            if self.is_file:
+            if self.origin == "file":
                 return Path(self.name).expanduser().read_text(encoding="utf-8")
             from huggingface_hub import hf_hub_download
 
@@ -85,7 +75,7 @@ class Tokenizer:
                 path = hf_hub_download(self.name, "tokenizer.json")
             return Path(path).read_text(encoding="utf-8")
         except OSError as error:
-            if self.is_file:
+            if self.origin == "file":
                 why = error.strerror or error
                 raise DataError(f"data.tokenizer: cannot read {self.name}: {why}") from error
             raise DataError(
@@ -111,11 +101,11 @@ class Tokenizer:
         """
         from sparsepretrain.data.tokens import cache_directory
 
-        if self.is_bytes:
+        if self.origin == "bytes":
             return None
-        if self.is_file:
+        if self.origin == "file":
             return Path(self.name)
-        if self.is_trained:
+        if self.origin == "trained":
             raise DataError(f"tokenizer {self.name} is made when data is prepared: give its file")
         content = self.read()
         directory = cache_directory() / "tokenizers"

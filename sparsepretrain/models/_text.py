@@ -58,7 +58,6 @@ class TransformerOptions:
     name: str
     family: str
     vocab_size: Annotated[int, "> 0"]
-    """Rows of the embedding, which is also the output layer; may exceed the tokenizer's size."""
     n_positions: Annotated[int, "> 0"]
     n_embd: Annotated[int, "> 0"]
     n_layer: Annotated[int, "> 0"]

@@ -42,7 +42,7 @@ class Record:
         self.path = file
         kept: list[dict[str, Any]] = []
         if resume_step is not None and self.path.exists():
-            kept = [line for line in _parse(self.path) if line["step"] <= resume_step]
+            kept = [line for line in read(self.path) if line["step"] <= resume_step]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.path, "".join(_dump(line) for line in kept))
@@ -108,7 +108,24 @@ def read(file: Path) -> list[dict[str, Any]]:
     """
     if not file.is_file():
         raise ConfigError(f"{file.parent} has no {file.name}: give the directory of a run")
-    return _parse(file)
+    try:
+        # bytes: a torn write may end inside a character
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from error
+    while lines and not lines[-1].strip():
+        lines.pop()
+    records = []
+    for number, text in enumerate(lines, start=1):
+        try:
+            record = json.loads(text)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+        elif number < len(lines):
+            raise DataError(f"{file}, line {number} is not a JSON record: remove that line")
+    return records
 
 
 def tail(file: Path, size: int = 1 << 18) -> list[dict[str, Any]]:
@@ -124,27 +141,6 @@ def tail(file: Path, size: int = 1 << 18) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):  # the first and the last may be a part of a line
             records.append(json.loads(text))
     return [line for line in records if isinstance(line, dict) and "step" in line]
-
-
-def _parse(path: Path) -> list[dict[str, Any]]:
-    try:
-        # bytes: a torn write may end inside a character
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    while lines and not lines[-1].strip():
-        lines.pop()
-    records = []
-    for number, text in enumerate(lines, start=1):
-        try:
-            record = json.loads(text)
-        except ValueError:
-            record = None
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-        elif number < len(lines):
-            raise DataError(f"{path}, line {number} is not a JSON record: remove that line")
-    return records
 
 
 def _dump(line: dict[str, Any]) -> str:

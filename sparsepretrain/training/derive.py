@@ -215,7 +215,8 @@ def _reading(source: Source, data: dict[str, Any]) -> dict[str, Any]:
     options: Any = registry.get("source", data["source"])
     # by its name, if it has one there, data that was prepared before is found again
     known = tokenizer(name) if isinstance(name, str) else None
-    if not known or known.is_trained or (known.is_remote and not options.Options.hub_tokenizers):
+    here_only = {"trained"} if options.Options.hub_tokenizers else {"trained", "hub"}
+    if known is None or known.origin in here_only:
         name = _name(tokenizer_file(source), source)
     return {"tokenizer": name, "vocab_size": size or open_codec(tokenizer_file(source)).vocab_size}
 
@@ -238,7 +239,7 @@ def tokenizer_file(source: Source) -> Path | None:
     assert source.checkpoint is not None
     group = source.config["data"]
     known = tokenizer(source.config["task"].get("tokenizer") or group.get("tokenizer") or BYTES)
-    if not known.is_trained:
+    if known.origin != "trained":
         file = known.file()
         return None if file is None else file.resolve()
     options: Any = registry.get("source", group["source"])

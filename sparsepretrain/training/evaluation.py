@@ -136,7 +136,7 @@ def _load_weights(
     fingerprint = newest.part("fingerprint")
     if same_data and fingerprint != t.task.fingerprint:
         text = f"the data are not those of the run (fingerprint {fingerprint} then)"
-        if tokenizer(getattr(t.run.data, "tokenizer", "")).is_trained:
+        if tokenizer(getattr(t.run.data, "tokenizer", "")).origin == "trained":
             raise DataError(f"{text}, so token ids mean other text: prepare the same data again")
         console.warn(text)
     try:

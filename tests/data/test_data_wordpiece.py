@@ -30,7 +30,7 @@ def codec(tmp_path):
     return build
 
 
-@pytest.mark.parametrize("name", [n for n, known in TOKENIZERS.items() if known.is_trained])
+@pytest.mark.parametrize("name", [n for n, known in TOKENIZERS.items() if known.training])
 def test_every_trained_tokenizer_is_what_its_record_says(name, tmp_path):
     (tmp_path / "t.json").write_text(TOKENIZERS[name].train(WORDS, 300))
     codec = FileCodec(tmp_path / "t.json")

@@ -59,16 +59,12 @@ class HubSource(Source):
             key, patterns = "data.path", [os.path.join(self.options.path, "**")]
         return [file.stamp for pattern in patterns for file in match(key, pattern)]
 
-    @property
-    def splits(self) -> list[str]:
-        """Those that there are."""
-        return [split for split in SPLITS if getattr(self.options, split, None)]
-
     def shards(self) -> list[Shard]:
         """Ranges of rows; downloads the data set if that has not happened."""
         return [
             shard
-            for split in self.splits
+            for split in SPLITS
+            if getattr(self.options, split, None)
             for shard in ranges(split, len(self.rows(split)), self.shard_rows)
         ]
 
