@@ -73,7 +73,7 @@ def test_whether_there_is_a_mask_token(options, tokenizer, known):
         ("text_files", {"validation": "x"}, "data.validation must be a number or a list of a stri"),
         ("wikitext2", {"validation": 0.1}, "must be 0 or name a split where data.rows=lines"),
         ("wikitext2", {"rows": "pages"}, "data.rows must be one of documents, lines"),
-        ("openwebtext", {"path": "json", "data_files": {"train": "x"}}, "data_files must be a list"),
+        ("openwebtext", {"path": "json", "data_files": {"train": "x"}}, "data_files must be a l"),
         ("text_files", {"file": "x"}, "(did you mean 'data.files'?)"),
         ("openwebtext", {"path": "json"}, "data.data_files must name local files"),
         ("openwebtext", {"data_files": ["x"]}, "data.data_files needs data.path to be one of"),
