@@ -75,7 +75,7 @@ class RecordOptions:
 
     def problems(self) -> Problems:
         known = tokenizer(self.tokenizer)
-        if known.is_trained or (known.is_remote and "/" not in self.tokenizer):
+        if known.origin == "trained" or (known.origin == "hub" and "/" not in self.tokenizer):
             text = "must be bytes, a tokenizer.json file or owner/name on the hub"
             yield "tokenizer", f"{text}, got {self.tokenizer!r}"
 
