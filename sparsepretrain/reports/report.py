@@ -18,7 +18,7 @@ import numpy as np
 from sparsepretrain.config.tables import Scale, load_table
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.files import write_atomic
-from sparsepretrain.reports import plots
+from sparsepretrain.reports import plots, probes
 from sparsepretrain.reports.comparison import (
     Paired,
     difference_figure,
@@ -153,6 +153,10 @@ def _one(run: RunData, out: Path) -> list[Path]:
             lines += [f"![{name}](plots/{name}.png)", ""]
         elif missing:
             lines += [f"{missing}: the plot `{name}` is left out.", ""]
+    for name, figure in probes.pictures(run).items():
+        figures[f"plots/{name}.png"] = figure
+        lines += [f"![{name}](plots/{name}.png)", ""]
+    lines += _descent([run], [plots.title(run)])
     environment = json.dumps(
         run.environment or "environment.json is missing", indent=2, ensure_ascii=False
     )
@@ -169,6 +173,7 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
     paired = pair(runs, labels)
     drawn = {"difference": difference_figure(paired), "overlay": overlay_figure(runs, labels)}
     figures = {f"{name}.png": figure for name, figure in drawn.items() if figure is not None}
+    figures |= {f"{name}.png": figure for name, figure in probes.overlays(runs, labels).items()}
     lines = [f"# {' / '.join(labels)}", "", f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.", ""]
     for file in figures:
         lines += [f"![{Path(file).stem}]({file})", ""]
@@ -182,6 +187,7 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
     if len(scores := glue_scores(runs)) > 1:
         average = f"{sum(scores.values()) / len(scores):.2f} %"
         lines += [f"GLUE average, each task once ({', '.join(scores)}): {average}.", ""]
+    lines += _descent(runs, labels)
     lines += ["## What differs", ""]
     if differing := differences(runs):
         rows = [
@@ -199,6 +205,16 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
         where.append((label, f"`{path}`", *(f"`{value}`" if value else "–" for value in told)))
     lines += markdown_table(("run", "directory", "command", "commit"), where)
     return _write(out, figures, lines)
+
+
+def _descent(runs: Sequence[RunData], labels: Sequence[str]) -> list[str]:
+    rows = probes.descent_table(runs, labels)
+    if not rows:
+        return []
+    first, last = (f"{share:.0%}" for share in probes.MIDDLE)
+    text = "Change of the loss of a step's batch along ε of its update, actual against predicted, "
+    text += f"from {first} to {last} of the run:"
+    return [text, "", *markdown_table(rows[0], rows[1:]), ""]
 
 
 def _overview(paired: Paired, labels: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from sparsepretrain.runs.directory import RunDirectory
 SMOOTH = 40
 """A curve is averaged over 1/40 of its points: short enough to keep its shape."""
 
-NOT_COMPARED = ("runs_dir", "resume", "tracker", "experiment")
+NOT_COMPARED = ("runs_dir", "resume", "tracker", "probe", "experiment")
 """Keys that do not change what a run computes."""
 
 BOOKKEEPING = (*NOT_COMPARED, "name", "eval", "log", "checkpoint", "workers", "plugins", "guard")
@@ -44,6 +44,8 @@ class RunData:
     config_text: str
     """config.yaml as it is; empty when there is none."""
     environment: dict[str, Any]
+    probes: list[dict[str, Any]] = field(default_factory=list)
+    """The lines of its probes."""
 
     @property
     def end(self) -> int:
@@ -165,7 +167,7 @@ def load(path: Path) -> RunData:
     config, text = {}, ""
     if run.config_file.is_file():
         config, text = run.config(), run.config_file.read_text(encoding="utf-8")
-    return RunData(path, records, config, text, run.environment())
+    return RunData(path, records, config, text, run.environment(), run.probes())
 
 
 def smooth(values: np.ndarray) -> tuple[np.ndarray, int]:

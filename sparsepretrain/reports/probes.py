@@ -1,0 +1,297 @@
+"""Figures of what probes measured: of one run, and S-STE's Figures 1, 2 and 4 of several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparsepretrain.reports import plots
+from sparsepretrain.reports.plots import COLOURS, DASHES, GREY, drawable
+from sparsepretrain.reports.runs import RunData, smooth
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Runs = Sequence[RunData]
+Labels = Sequence[str]
+MIDDLE = 0.15, 0.6
+"""Part of the run that a table of descent is about: before it the loss falls far, which correlates
+whatever the method does; after it changes are near the rounding of the loss."""
+PRODUCTS = {"wgrad": "dW", "dgrad": "dX"}
+
+
+def pictures(run: RunData) -> dict[str, Figure]:
+    """File name -> figure of every probe that a run has lines of."""
+    label = plots.title(run)
+    drawn = {
+        "probe_figure1": figure_1([run], [label]),
+        "probe_figure2": figure_2([run], [label]),
+        "probe_scale": figure_4([run], [label]),
+        "probe_lifetime": lifetime_figure(run),
+        "probe_estimator": estimator_figure(run),
+        "probe_rounding": rounding_figure(run),
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def overlays(runs: Runs, labels: Labels) -> dict[str, Figure]:
+    """File name -> figure of several runs, of those that were probed."""
+    figures: dict[str, Callable[[Runs, Labels], Figure | None]] = {
+        "figure1": figure_1,
+        "figure2": figure_2,
+        "figure4": figure_4,
+    }
+    drawn = {name: draw(runs, labels) for name, draw in figures.items()}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def measured(run: RunData, probe: str, *keys: str) -> np.ndarray:
+    """(lines, 1 + keys): the step and the values of the lines of a probe that have all ``keys``."""
+    lines = [line for line in run.probes if line["probe"] == probe and {*keys} <= line.keys()]
+    rows = [[line["step"], *map(line.get, keys)] for line in lines]
+    return np.array(rows, dtype=np.float64).reshape(len(rows), 1 + len(keys))
+
+
+def epsilons(runs: Runs) -> list[float]:
+    """The parts of the update that were measured, the largest first."""
+    keys = {key for run in runs for line in run.probes for key in line}
+    return sorted((float(k[7:]) for k in keys if k.startswith("actual_")), reverse=True)
+
+
+def changes(run: RunData, epsilon: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, predicted and actual change of the loss along a part of each update."""
+    found = measured(run, "descent", "predicted", f"actual_{epsilon:g}")
+    return found[:, 0], epsilon * found[:, 1], found[:, 2]
+
+
+def descent_table(runs: Runs, labels: Labels) -> list[tuple[str, ...]]:
+    """Per run and ε: lines, correlation, rises, slope and residual, after a row of heads.
+
+    Of the lines in ``MIDDLE``; empty if none has enough. Slope: least squares of actual on
+    predicted through the origin; residual: standard deviation around it, over the mean size of the
+    prediction.
+    """
+    heads = ("run", "ε", "steps", "correlation", "loss rises", "actual ÷ predicted", "residual")
+    rows: list[tuple[str, ...]] = [heads]
+    for run, label in zip(runs, labels, strict=True):
+        for epsilon in epsilons([run]):
+            steps, *both = changes(run, epsilon)
+            total = run.config.get("steps") or run.end
+            inside = (steps >= MIDDLE[0] * total) & (steps <= MIDDLE[1] * total)
+            predicted, actual = (values[inside] for values in both)
+            size = float(np.abs(predicted).mean()) if len(predicted) > 2 else 0.0
+            if not size or not np.ptp(actual):
+                continue
+            slope = float(actual @ predicted / (predicted @ predicted))
+            correlation = np.corrcoef(predicted, actual)[0, 1]
+            residual = np.std(actual - slope * predicted) / size
+            rises = f"{100 * np.mean(actual > 0):.1f} %"
+            numbers = (f"{correlation:.3f}", rises, f"{slope:.2f}", f"{residual:.2f}")
+            rows.append((label, f"{epsilon:g}", str(len(actual)), *numbers))
+    return rows if len(rows) > 1 else []
+
+
+def figure_1(runs: Runs, labels: Labels) -> Figure | None:
+    """ΔF₁ (weights and masks move) over ΔF₂ (only weights), a panel per run; S-STE, Figure 1."""
+    found = [
+        (label, measured(run, "descent", "weights_only", "actual_1"))
+        for run, label in zip(runs, labels, strict=True)
+    ]
+    shown = [(label, points) for label, points in found if len(points)]
+    if not shown:
+        return None
+    figure, grid = plots.new_figure((1.2 + 3.1 * len(shown), 3.9), columns=len(shown))
+    scale = _scale(np.concatenate([points[:, 1:].ravel() for _, points in shown]))
+    for axes, (label, points) in zip(np.atleast_1d(grid), shown, strict=True):
+        mesh = _scatter(axes, points[:, 1], points[:, 2], points[:, 0], scale)
+        rises = 100 * np.mean(points[:, 2] > 0)
+        axes.set_title(f"{label}\nΔF₁ > 0 in {rises:.1f} % of {len(points)}", fontsize=8)
+        axes.set_xlabel("ΔF₂ (masks held)", fontsize=8)
+    np.atleast_1d(grid)[0].set_ylabel("ΔF₁ (masks chosen anew)", fontsize=8)
+    return _with_steps(figure, mesh, runs)
+
+
+def figure_2(runs: Runs, labels: Labels) -> Figure | None:
+    """Predicted and actual reduction, a row per ε, and its distribution; S-STE, Figure 2."""
+    parts = epsilons(runs)
+    shown = [(r, n) for r, n in zip(runs, labels, strict=True) if len(measured(r, "descent"))]
+    if not shown or not parts:
+        return None
+    columns = len(shown) + 1
+    size = (1.2 + 2.6 * columns, 1.0 + 2.5 * len(parts))
+    figure, grid = plots.new_figure(size, columns=columns, rows=len(parts))
+    grid = np.reshape(grid, (len(parts), columns))
+    for row, epsilon in zip(grid, parts, strict=True):
+        points = [changes(run, epsilon) for run, _ in shown]
+        scale = _scale(np.concatenate([values for _, *both in points for values in both]))
+        for index, (steps, predicted, actual) in enumerate(points):
+            label = shown[index][1]
+            mesh = _scatter(row[index], -predicted, -actual, steps, scale)
+            row[index].set_title(f"{label}, ε = {epsilon:g}", fontsize=8)
+            row[index].set_xlabel("predicted reduction", fontsize=8)
+            share = np.arange(1, len(actual) + 1) / len(actual)
+            style: dict[str, Any] = {"color": COLOURS[index % 7], "linestyle": DASHES[index // 7]}
+            row[-1].step(np.sort(-actual), share, where="post", label=label, **style)
+        row[0].set_ylabel("actual reduction", fontsize=8)
+        row[-1].axvline(0, color="black", linewidth=0.8)
+        _symlog(row[-1], scale, both=False)
+        row[-1].set_title(f"share of steps below, ε = {epsilon:g}", fontsize=8)
+        row[-1].set_xlabel("actual reduction", fontsize=8)
+    if len(shown) > 1:
+        grid[0, -1].legend(fontsize=6, frameon=False, loc="upper left")
+    return _with_steps(figure, mesh, runs)
+
+
+def figure_4(runs: Runs, labels: Labels) -> Figure | None:
+    """Flip rates, and the scales β over the layers; S-STE, Figure 4. None where no scale is."""
+    if not any(line["probe"] == "scale" for run in runs for line in run.probes):
+        return None
+    figure, (left, right) = plots.new_figure((11, 4.4), columns=2)
+    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        style: dict[str, Any] = {"color": COLOURS[index % 7], "linestyle": DASHES[index // 7]}
+        steps, flips = run.series("flip_rate")
+        if drawable(flips, log=True):
+            left.plot(steps, plots.visible(smooth(flips)[0]), label=label, **style)
+        keys = [k for line in run.probes for k in line if k.startswith(("beta/", "best/"))]
+        names = list(dict.fromkeys(keys))
+        if not names:
+            continue
+        for kind, width in (("beta/", 1.8), ("best/", 0.8)):
+            chosen = [name for name in names if name.startswith(kind)]
+            found = measured(run, "scale", *chosen)
+            right.plot(found[:, 0], np.median(found[:, 1:], 1), linewidth=width, **style)
+            if kind == "beta/":
+                low, high = found[:, 1:].min(1), found[:, 1:].max(1)
+                right.fill_between(found[:, 0], low, high, color=style["color"], alpha=0.15)
+    for axes in (left, right):
+        plots.step_axis(axes)
+    if plots.flip_intervals(runs):
+        plots.flip_axis(left, runs)
+    right.set_ylabel("scale β (median and range of the layers;\nthin: the least-squares one now)")
+    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8)
+    return _footed(figure, runs)
+
+
+def lifetime_figure(run: RunData) -> Figure | None:
+    """Deaths and resurrections, ages, and flips by L1 gap; None without the probe."""
+    counts = measured(run, "lifetime", "deaths", "births", "resurrections")
+    ages = measured(run, "lifetime", "age_10", "age_50", "age_90")
+    if not len(counts):
+        return None
+    figure, (rates, middle, gaps) = plots.new_figure((13, 4), columns=3)
+    for index, name in enumerate(("deaths", "births", "resurrections"), start=1):
+        style: dict[str, Any] = {"color": COLOURS[index], "linestyle": DASHES[index - 1]}
+        rates.plot(counts[:, 0], plots.visible(counts[:, index]), label=name, **style)
+    rates.set_ylabel("per entry and comparison")
+    _log_if_drawable(rates, counts[:, 1:])
+    middle.fill_between(ages[:, 0], ages[:, 1], ages[:, 3], color=COLOURS[0], alpha=0.2)
+    middle.plot(ages[:, 0], ages[:, 2], color=COLOURS[0], label="median, 10 to 90 %")
+    middle.plot(ages[:, 0], ages[:, 0], color=GREY, linestyle=":", label="since the start")
+    middle.set_ylabel("steps since a kept entry was taken up")
+    for axes in (rates, middle):
+        plots.step_axis(axes)
+    keys = {key for line in run.probes for key in line if key.startswith("flips_gap_")}
+    found = measured(run, "lifetime", *sorted(keys, key=lambda key: int(key[10:])))
+    for index, part in enumerate(np.array_split(found, min(3, len(found)))):
+        span = f"steps to {part[-1, 0]:.0f}"
+        mean = plots.visible(part[:, 1:].mean(0))
+        gaps.plot(mean, color=COLOURS[index], marker=plots.MARKERS[index], label=span)
+    gaps.set_xlabel("class of L1 gap, 0 the smallest")
+    gaps.set_ylabel("groups that flip per comparison")
+    _log_if_drawable(gaps, found[:, 1:])
+    for axes in (rates, middle, gaps):
+        axes.legend(fontsize=7, frameon=False)
+    return _footed(figure, [run])
+
+
+def estimator_figure(run: RunData) -> Figure | None:
+    """Running means of squared bias and variance of the estimated gradients; None without."""
+    shown = [p for p in PRODUCTS if len(measured(run, "estimator", f"{p}_bias"))]
+    if not shown:
+        return None
+    figure, panels = plots.new_figure((10, 4), columns=2)
+    for product, colour in zip(shown, COLOURS, strict=False):
+        for axes, key in zip(panels, ("bias", "variance"), strict=True):
+            steps, values = measured(run, "estimator", f"{product}_{key}").T
+            count = np.arange(1, len(values) + 1)
+            mean = np.cumsum(values) / count
+            spread = np.cumsum(values**2) / count - mean**2
+            error = np.sqrt(np.maximum(spread, 0) / np.maximum(count - 1, 1))
+            axes.plot(steps, values, ".", color=colour, alpha=0.3, markersize=3)
+            axes.plot(steps, mean, color=colour, label=f"{PRODUCTS[product]}, mean so far")
+            axes.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.25)
+    for axes, name in zip(panels, ("squared bias", "variance"), strict=True):
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set_ylabel(f"{name} ÷ squared norm of the exact gradient")
+        axes.legend(fontsize=8, frameon=False)
+        plots.step_axis(axes)
+    return _footed(figure, [run])
+
+
+def rounding_figure(run: RunData) -> Figure | None:
+    """Share of the masked decay that rounding loses; None without the probe."""
+    found = measured(run, "rounding", "lost")
+    if not len(found):
+        return None
+    figure, axes = plots.new_figure((8.5, 3.6))
+    axes.plot(found[:, 0], 100 * found[:, 1], color=COLOURS[0])
+    dtype = run.option("probe", "rounding", {}).get("dtype", "?")
+    axes.set_ylabel(f"masked decay lost in {dtype} (%)")
+    plots.step_axis(axes)
+    return _footed(figure, [run])
+
+
+def _scale(values: np.ndarray) -> tuple[float, float]:
+    """(size below which axes are linear, largest size) for numbers of many magnitudes."""
+    sizes = np.abs(values[np.isfinite(values) & (values != 0)])
+    if not len(sizes):
+        return 1.0, 1.0
+    largest = float(sizes.max())
+    return max(float(np.quantile(sizes, 0.1)), 1e-4 * largest), largest
+
+
+def _symlog(axes: Axes, scale: tuple[float, float], *, both: bool = True) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    linear, largest = scale
+    top = 10.0 ** math.ceil(math.log10(largest))
+    first = 10.0 ** math.ceil(math.log10(linear))
+    powers = [first * 10.0**k for k in range(0, 1 + round(math.log10(top / first)), 2)]
+    for name in "xy" if both else "x":
+        getattr(axes, f"set_{name}scale")("symlog", linthresh=linear)
+        getattr(axes, f"set_{name}lim")(-2 * largest, 2 * largest)
+        axis = getattr(axes, f"{name}axis")
+        axis.set_major_locator(FixedLocator([*(-p for p in powers), 0, *powers]))
+        axis.set_minor_locator(NullLocator())
+        axis.set_tick_params(labelsize=6)
+
+
+def _scatter(
+    axes: Axes, x: np.ndarray, y: np.ndarray, steps: np.ndarray, scale: tuple[float, float]
+) -> Any:
+    _symlog(axes, scale)
+    line = [-2 * scale[1], 2 * scale[1]]
+    axes.plot(line, line, color=GREY, linewidth=0.8, zorder=1)
+    for draw in (axes.axhline, axes.axvline):
+        draw(0, color="black", linewidth=0.6)
+    return axes.scatter(x, y, c=steps, s=7, cmap="viridis", linewidths=0, zorder=2)
+
+
+def _with_steps(figure: Figure, mesh: Any, runs: Runs) -> Figure:
+    figure.colorbar(mesh, ax=figure.axes, label="step", fraction=0.03, pad=0.01)
+    return _footed(figure, runs)
+
+
+def _log_if_drawable(axes: Axes, values: np.ndarray) -> None:
+    if drawable(values, log=True):
+        axes.set_yscale("log")
+
+
+def _footed(figure: Figure, runs: Runs) -> Figure:
+    width = int(12 * figure.get_size_inches()[0])
+    figure.supxlabel(plots.footer(runs, width), fontsize=7, color=GREY, x=0.01, ha="left")
+    return figure

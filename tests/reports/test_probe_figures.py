@@ -1,0 +1,92 @@
+"""Figures and table of synthetic probe lines show the numbers of the lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from test_report import make_run
+
+from sparsepretrain.reports import probes, report
+from sparsepretrain.reports.runs import labels, load
+
+
+@pytest.fixture(autouse=True)
+def _quick_files(monkeypatch):
+    """What a picture shows is read from its axes; drawing it takes seconds."""
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file: Path(file).touch())
+
+
+STEPS = range(5, 101, 5)
+
+
+def make_probed(path: Path, noise: float, **config) -> Path:
+    run = make_run(path, probe={"rounding": {"every": 5, "dtype": "bf16"}}, **config)
+    generator, lines = np.random.default_rng(0), []
+    for step in STEPS:
+        predicted = -1.0 / step
+        line = {"probe": "descent", "loss": 4.0, "predicted": predicted, "weights_only": predicted}
+        for epsilon in (1, 0.1):
+            actual = 0.5 * epsilon * predicted + noise * generator.normal()
+            line[f"actual_{epsilon:g}"] = actual
+        lines.append({"step": step, **line})
+        scales = {"beta/a": 1.5, "beta/b": 1.4, "best/a": 1.6, "best/b": 1.5}
+        lines.append({"step": step, "probe": "scale", **scales})
+        counts = dict.fromkeys(("deaths", "births", "resurrections"), 0.01)
+        counts |= {"age_10": 1, "age_50": 2, "age_90": step, "restless": 0.1, "untouched": 0.5}
+        counts |= {f"flips_gap_{k}": 0.1 / (k + 1) for k in range(11)}
+        lines.append({"step": step, "probe": "lifetime", **counts})
+        sign = 1 if step % 10 else -1
+        health = {"layer": "a", "wgrad_variance": 0.5, "wgrad_bias": 0.1 * sign}
+        lines.append({"step": step, "probe": "estimator", **health})
+        lines.append({"step": step, "probe": "rounding", "lost": 0.25, "lost/a": 0.25})
+    (run / "probes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_one_run_has_a_picture_of_every_probe(tmp_path):
+    run = make_probed(tmp_path / "run", 0.0)
+    written = {file.name for file in report([run])}
+    names = {"figure1", "figure2", "scale", "lifetime", "estimator", "rounding"}
+    assert {f"probe_{name}.png" for name in names} <= written
+    page = (run / "report.md").read_text()
+    assert "| nano, sste, seed 0 | 1 | 10 | 1.000 | 0.0 % | 0.50 | 0.00 |" in page
+    drawn = probes.pictures(load(run))
+    (dots, line) = drawn["probe_estimator"].axes[0].lines[:2]
+    assert np.allclose(dots.get_ydata()[:2], [0.1, -0.1])
+    assert line.get_ydata()[-1] == pytest.approx(0)
+    assert drawn["probe_rounding"].axes[0].lines[0].get_ydata() == pytest.approx(25)
+    gaps = drawn["probe_lifetime"].axes[2].lines[0].get_ydata()
+    assert gaps == pytest.approx([0.1 / (k + 1) for k in range(11)]), "in the order of numbers"
+
+
+def test_several_runs_share_the_figures_of_the_paper(tmp_path):
+    runs = [make_probed(tmp_path / "a", 0.0), make_probed(tmp_path / "b", 0.5, method="ste")]
+    runs.append(make_run(tmp_path / "c", method="dense"))
+    written = {file.name for file in report(runs, tmp_path / "out")}
+    assert {"figure1.png", "figure2.png", "figure4.png"} <= written
+    data = [load(run) for run in runs]
+    assert labels(data) == ["sste", "ste", "dense"], "probes are no part of a name"
+    table = {row[:2]: row[2:] for row in probes.descent_table(data, labels(data))[1:]}
+    assert set(table) == {(name, part) for name in ("sste", "ste") for part in ("1", "0.1")}
+    assert table["sste", "0.1"][:2] == ("10", "1.000")
+    predicted, actual = probes.measured(data[1], "descent", "predicted", "actual_1")[2:12, 1:].T
+    correlation = np.corrcoef(predicted, actual)[0, 1]
+    assert table["ste", "1"][1:3] == (f"{correlation:.3f}", f"{100 * np.mean(actual > 0):.1f} %")
+    figure = probes.figure_2(data, labels(data))
+    first = figure.axes[0].collections[0].get_offsets()
+    assert np.allclose(first, np.transpose([1 / np.array(STEPS), 0.5 / np.array(STEPS)]))
+    assert [axes.get_title() for axes in figure.axes[:3]] == [
+        "sste, ε = 1",
+        "ste, ε = 1",
+        "share of steps below, ε = 1",
+    ]
+
+
+def test_runs_without_probes_have_no_such_figures(tmp_path):
+    data = [load(make_run(tmp_path / "run"))]
+    assert not probes.pictures(data[0]) and not probes.overlays(data, ["run"])
+    assert probes.descent_table(data, ["run"]) == []
