@@ -69,7 +69,7 @@ class Stream:
         if line is None:
             return
         self._console.step(line, self._total)
-        values = _values(line)
+        values = values_of(line)
         for lane in self._lanes:
             lane.offer(line["step"], values)
 
@@ -83,7 +83,7 @@ class Stream:
             lane.finish(exit_code, summary or {}, deadline=deadline)
 
 
-def _values(line: dict[str, Any]) -> dict[str, float]:
+def values_of(line: dict[str, Any]) -> dict[str, float]:
     """The numbers of a line; those of an evaluation are called ``<split>/<key>``."""
     prefix = f"{line['split']}/" if "split" in line else ""
     skipped = ("step", "split") if not prefix else ("step", "split", "time", "tokens")
