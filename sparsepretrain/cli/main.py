@@ -189,7 +189,8 @@ def _complete(words: list[str]) -> int:
     elif name in registry.names("verb"):
         actions = parser(name)._actions
         found = [flag for action in actions for flag in action.option_strings if flag[:2] == "--"]
-        found += [c for a in actions if not a.option_strings for c in a.choices or ()]
+        asked: tuple[list[str], ...] = ([], rest[-1:])  # arguments, and the flag before
+        found += [c for a in actions if a.option_strings[-1:] in asked for c in a.choices or ()]
         found += _verb(name).words([*rest, *plugins], current)
     matching = [word for word in found if word.startswith(current)]
     print("\n".join(matching), end="\n" if matching else "")

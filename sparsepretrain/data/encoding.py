@@ -14,8 +14,9 @@ from sparsepretrain.data.hub import reason
 from sparsepretrain.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Names of the token after each document, in the order in which they are looked for."""
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "\0")
+"""Names of the token after each document, in the order in which they are looked for; the last one
+is that of :func:`byte_tokenizer`."""
 MASKS = ("[MASK]", "<mask>")
 """Names of the token that hides another one, in the order in which they are looked for."""
 WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -167,6 +168,22 @@ def open_codec(file: Path | None) -> Codec:
         DataError: the file is missing or not a tokenizer.
     """
     return ByteCodec() if file is None else FileCodec(file)
+
+
+def byte_tokenizer() -> str:
+    """A tokenizer.json with the tokens of :class:`ByteCodec`; byte 0 is its end of text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    # a byte is the character of its number where that is printable, else the next one from 256 on
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letters = {byte: chr(byte) for byte in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+    letters[0] = "\0"  # as text has it: a special token is looked for there
+    tokenizer = Tokenizer(models.BPE({letter: byte for byte, letter in letters.items()}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(letters[0], special=True, normalized=False)])
+    return str(tokenizer.to_str())
 
 
 def train_bpe(texts: Iterable[bytes | str], vocab_size: int) -> str:

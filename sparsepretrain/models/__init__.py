@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from sparsepretrain.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -54,6 +56,22 @@ class Recipe(ABC):
         Raises:
             ConfigError: a package is missing, or there is no such model.
         """
+
+    @classmethod
+    def stock(cls, model: nn.Module, options: Any, head: Head | None) -> nn.Module:
+        """The same function as a model of transformers or timm, for export.
+
+        Args:
+            model: of :meth:`build` or, with a head, ``build_headed``; dense, in eval mode.
+            options: of the model.
+            head: that of the model.
+
+        Raises:
+            ConfigError: no class of theirs has this architecture.
+        """
+        raise ConfigError(
+            f"models of family {options.family} have no class in transformers or timm"
+        )
 
 
 class Headable(Recipe):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -42,6 +43,37 @@ def recompute_activations(model: Any) -> None:
     # the second name is the older one, which newer versions warn about
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def as_stock(model: Any, class_name: str, renamed: dict[str, str] | None = None) -> Any:
+    """A class of transformers with the settings and the weights of ``model``.
+
+    Args:
+        model: its first child has the config of transformers.
+        class_name: in ``transformers``.
+        renamed: prefix of a name there -> that of ``model``.
+    """
+    import torch
+    import transformers
+
+    config = copy.deepcopy(next(model.children()).config)
+    config.use_cache, config._attn_implementation = True, "sdpa"
+    if head := getattr(model, "score", getattr(model, "classifier", None)):
+        config.num_labels = head.out_features
+    stock = getattr(transformers, class_name)(config).eval()
+    transposed = {k for k, m in stock.named_modules() if type(m).__name__ == "Conv1D"}
+    theirs = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in stock.state_dict().items():
+            for new, old in (renamed or {}).items():
+                name = old + name.removeprefix(new) if name.startswith(new) else name
+            layer, _, kind = name.rpartition(".")
+            if kind == "bias" and name not in theirs:
+                tensor.zero_()
+            else:
+                given = theirs[name]
+                tensor.copy_(given.t() if kind == "weight" and layer in transposed else given)
+    return stock
 
 
 def ffn_problems(full: int, factor: float) -> Problems:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from sparsepretrain.models._text import Activation, Encoder, EncoderOptions, transformers_name
+from sparsepretrain.models import Head
+from sparsepretrain.models._text import (
+    Activation,
+    Encoder,
+    EncoderOptions,
+    as_stock,
+    transformers_name,
+)
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -55,3 +62,9 @@ class Bert(Encoder):
         )
         config._attn_implementation = "sdpa"
         return BertForMaskedLM(config)
+
+    @classmethod
+    def stock(cls, model: nn.Module, options: BertOptions, head: Head | None) -> nn.Module:
+        kinds = {"labels": "BertForSequenceClassification", "spans": "BertForQuestionAnswering"}
+        name = kinds.get(str(head), "BertForMaskedLM")
+        return as_stock(model, name, {"bert.pooler.dense.": "pooler."})

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from sparsepretrain.models import Headable
+from sparsepretrain.models import Head, Headable
 from sparsepretrain.models._text import (
     SIZES,
     Activation,
     TransformerOptions,
+    as_stock,
     attention_without_masks,
     recompute_activations,
     transformers_name,
@@ -76,6 +77,12 @@ class GPT2(Headable):
         if options.activation_checkpointing:
             recompute_activations(model)
         return model
+
+    @classmethod
+    def stock(cls, model: nn.Module, options: GPT2Options, head: Head | None) -> nn.Module:
+        """With Conv1D, which stores (in, out), and zeros for biases that ``model`` lacks."""
+        kinds = {"labels": "GPT2ForSequenceClassification", "spans": "GPT2ForQuestionAnswering"}
+        return as_stock(model, kinds.get(str(head), "GPT2LMHeadModel"))
 
     @staticmethod
     def logits(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from sparsepretrain.limits import Problems
-from sparsepretrain.models import Recipe
+from sparsepretrain.models import Head, Recipe
 from sparsepretrain.models._text import (
     Activation,
+    as_stock,
     attention_without_masks,
     ffn_problems,
     recompute_activations,
@@ -110,6 +111,10 @@ class Marian(Recipe):
         if options.activation_checkpointing:
             recompute_activations(model)
         return model
+
+    @classmethod
+    def stock(cls, model: nn.Module, options: MarianOptions, head: Head | None) -> nn.Module:
+        return as_stock(model, "MarianMTModel")
 
     @staticmethod
     def logits(model: nn.Module, source: Tensor, mask: Tensor, previous: Tensor) -> Tensor:

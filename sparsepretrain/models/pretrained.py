@@ -84,7 +84,7 @@ class Pretrained(Headable):
         What it does not have, or has in another shape (a head for other classes), is drawn anew.
         """
         kind, path = head or "causal_lm", str(options.path)
-        with _quiet(path):
+        with quiet(path):
             try:
                 model, info = _class(kind).from_pretrained(
                     path,
@@ -98,6 +98,10 @@ class Pretrained(Headable):
         state = {k: v.detach().float() for k, v in model.state_dict().items()}
         mismatched = [k[0] if isinstance(k, tuple) else k for k in info["mismatched_keys"]]
         return state, sorted({*info["missing_keys"], *mismatched})
+
+    @classmethod
+    def stock(cls, model: nn.Module, options: PretrainedOptions, head: Head | None) -> nn.Module:
+        return model
 
     @staticmethod
     def vocabulary(options: PretrainedOptions) -> int:
@@ -158,7 +162,7 @@ def _config(path: str, kind: str, outputs: int) -> Any:
 def _read(path: str) -> Any:
     from transformers import AutoConfig
 
-    with _quiet(path):
+    with quiet(path):
         try:
             return AutoConfig.from_pretrained(path)
         except (OSError, ValueError) as error:
@@ -183,7 +187,7 @@ def _roles(path: str) -> dict[str, list[str]]:
 
 
 @contextlib.contextmanager
-def _quiet(path: str) -> Iterator[None]:
+def quiet(path: str = "") -> Iterator[None]:
     """Transformers without its reports; a directory is read without a look at the hub."""
     from huggingface_hub import constants
     from transformers.utils import logging

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sparsepretrain.errors import ConfigError, needs, one_line
 from sparsepretrain.limits import Problems
-from sparsepretrain.models import Recipe
+from sparsepretrain.models import Head, Recipe
 from sparsepretrain.models._text import Activation, transformers_name
 from sparsepretrain.registry import register, suggestion
 
@@ -127,6 +127,24 @@ class TimmImage(Recipe):
         if options.stem == "cifar":
             _shrink_stem(model)
         return model
+
+    @classmethod
+    def stock(cls, model: nn.Module, options: TimmOptions, head: Head | None) -> nn.Module:
+        import timm
+
+        if options.stem == "cifar":
+            raise ConfigError(f"timm's {options.architecture} has no 3×3 stem (model.stem=cifar)")
+        if options.activation == "relu2":
+            raise ConfigError("timm has no activation relu2 (model.activation)")
+        stock: nn.Module = timm.create_model(options.architecture, **cls.arguments(options))
+        stock.load_state_dict(model.state_dict())
+        return stock.eval()
+
+    @staticmethod
+    def arguments(options: TimmOptions) -> dict[str, Any]:
+        """What ``timm.create_model`` takes beside the name, as JSON can hold it."""
+        named = {} if options.activation is None else {"act_layer": options.activation}
+        return {**_arguments(options), **named}
 
     @staticmethod
     def logits(model: nn.Module, images: Tensor) -> Tensor:

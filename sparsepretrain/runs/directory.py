@@ -70,6 +70,8 @@ class RunDirectory:
     """Pictures of the report."""
     report_file = _Entry("report.md")
     """The page about the run."""
+    exports = _Entry("export")
+    """Models for other libraries, a directory per format."""
     console_log = _Entry("console.log")
     """What the run printed where another process started it."""
     failures_file = _Entry("failed.json")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import Tensor
+
 from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
 from sparsepretrain.sparsity.method import Row
 from sparsepretrain.sparsity.state import ModelState
@@ -138,3 +140,10 @@ class Proof:
             return f"NOT {self.pattern}: {', '.join(self.violations)}"
         share = self.zeros / self.entries
         return f"{self.pattern} in all {self.groups:,} groups, {share:.1%} exact zeros"
+
+
+def is_nm(weight: Tensor, n: int, m: int, dim: int) -> bool:
+    """Whether every group of m along ``dim`` has at most n non-zeros, and all zeros are +0.0."""
+    zero = weight == 0
+    fits = ((~zero).unflatten(dim, (-1, m)).sum(dim + 1) <= n).all()
+    return bool(fits) and not bool((zero & weight.signbit()).any())

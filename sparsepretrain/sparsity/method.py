@@ -344,9 +344,16 @@ class Method:
         """What is added to X·A(W)ᵀ by ordinary autograd; (…, out_features). None: nothing."""
         return None
 
+    def low_rank(self, layer: Layer) -> tuple[Tensor, Tensor] | None:
+        """The residual as L (out_features, rank) and R (rank, in_features): X·(L·R)ᵀ."""
+        return None
+
     def fold(self, layer: Layer) -> Tensor | None:
         """The residual as a matrix (shape of the stored weight) that ``densify`` adds."""
-        return None
+        if (factors := self.low_rank(layer)) is None:
+            return None
+        product = factors[0] @ factors[1]
+        return product if layer.dim == 1 else product.t()
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """J: change the accumulated, unscaled, clipped gradient in place before the update.

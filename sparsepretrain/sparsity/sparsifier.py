@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainWarning
 from sparsepretrain.kernels import boundary_magnitudes
 from sparsepretrain.sparsity import reminder
-from sparsepretrain.sparsity.coverage import Coverage, Proof, cover
+from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, is_nm
 from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.state import ModelState
@@ -370,12 +370,9 @@ def prove(sparsifier: Sparsifier) -> Proof:
         if weight is None:
             continue
         proof.sparse = True
-        dim = layer.sparsity.dim
-        nonzeros = (weight != 0).unflatten(dim, (-1, m)).sum(dim + 1)
-        zero = weight == 0
-        if bool((nonzeros > n).any()) or bool((zero & weight.signbit()).any()):
+        if not is_nm(weight, n, m, layer.sparsity.dim):
             proof.violations += (name,)
-        proof.groups += nonzeros.numel()
-        proof.zeros += int(zero.sum())
+        proof.groups += weight.numel() // m
+        proof.zeros += weight.numel() - int(weight.count_nonzero())
         proof.entries += weight.numel()
     return proof

@@ -153,11 +153,16 @@ def sparsifier_of(model: nn.Module) -> Sparsifier:
     return Sparsifier(states[0])
 
 
-def densify(model: nn.Module) -> nn.Module:
+def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
     """Give the layers their original classes back, holding the weight that evaluation uses.
 
     Dropped weights become exact zeros (+0.0) and scales are folded in, so outputs stay equal.
     Weights are not quantised: evaluation after training in simulated fp8 runs without fp8.
+
+    Args:
+        model: sparse, or with sparse layers in it.
+        fold: add what a method adds to the product (adapters) to the weight too, which leaves no
+            exact zeros; False: leave it out.
 
     Returns:
         ``model``; its layers that are not sparse stay as they are.
@@ -173,7 +178,8 @@ def densify(model: nn.Module) -> nn.Module:
     for layer in layers:
         own, weight = layer.sparsity, layer.weight
         with torch.no_grad():
-            forward, residual = own.project(weight).forward, own.method.fold(own)
+            forward = own.project(weight).forward
+            residual = own.method.fold(own) if fold else None
             if forward is not None:
                 weight.copy_(forward)
             if residual is not None:

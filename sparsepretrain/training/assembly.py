@@ -199,8 +199,11 @@ def restore_method(sparsifier: Sparsifier, state: State) -> None:
     sparsifier.refresh()
 
 
-def evaluated_state(source: Source) -> State:
-    """The state dict that a run evaluates with: pruned, scaled, with dense layers' names.
+def evaluated_model(source: Source) -> tuple[Task, nn.Module, Sparsifier]:
+    """The model of a run's checkpoint, as it is evaluated, without data.
+
+    Returns:
+        the task; the model, sparse and in eval mode, on the CPU; its sparsifier, not attached.
 
     Raises:
         CheckpointError: its configuration is of another version, or does not fit its weights.
@@ -216,7 +219,16 @@ def evaluated_state(source: Source) -> State:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{source.path} cannot be rebuilt: {reason}") from error
     sparsifier.load_state_dict(source.checkpoint.part("sparsifier"))
-    return densify(model.eval()).state_dict()
+    return task, model.eval(), sparsifier
+
+
+def evaluated_state(source: Source) -> State:
+    """The state dict that a run evaluates with: pruned, scaled, with dense layers' names.
+
+    Raises:
+        CheckpointError: see :func:`evaluated_model`.
+    """
+    return densify(evaluated_model(source)[1]).state_dict()
 
 
 def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparsepretrain.data.tokenizer import tokenizer
@@ -82,10 +83,15 @@ def evaluate_checkpoint(
     ]
     console.table(f"{run.task.name}, {run.sparsity.name}", rows)
     result = {
-        **_identity(source, t, overrides),
+        **identity(
+            *(source, overrides, t.device),
+            task=run.task.name,
+            data=run.data.name,
+            fingerprint=t.task.fingerprint,
+        ),
         "split": split,
         "samples": samples,
-        **_weights(proof),
+        **told_weights(proof),
         "densified": dense,
         "average": average,
         "metrics": metrics,
@@ -93,12 +99,12 @@ def evaluate_checkpoint(
     if out is None and source.run is not None:
         out = source.run.evaluations_file
     if out is not None:
-        t.world.first(lambda: _append(result, out))
+        t.world.first(lambda: append(result, out))
         console.info(f"written to {out}")
     return result
 
 
-def _weights(proof: Proof) -> dict[str, Any]:
+def told_weights(proof: Proof) -> dict[str, Any]:
     """What was evaluated: whether every group is N:M, as counted, and else why not."""
     return {
         "weights": "sparse" if proof.holds else "dense",
@@ -109,17 +115,17 @@ def _weights(proof: Proof) -> dict[str, Any]:
     }
 
 
-def _identity(source: Source, t: Session, overrides: Sequence[str]) -> dict[str, Any]:
-    """What was evaluated, when and where."""
+def identity(
+    source: Source, overrides: Sequence[str], device: torch.device, **what: Any
+) -> dict[str, Any]:
+    """``what`` was evaluated, when and where."""
     return {
         "checkpoint": str(source.path),
         "step": source.step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "task": t.run.task.name,
-        "data": t.run.data.name,
-        "fingerprint": t.task.fingerprint,
+        **what,
         "overrides": list(overrides),
-        "environment": environment(t.device),
+        "environment": environment(device),
     }
 
 
@@ -167,7 +173,7 @@ def mean(checkpoints: Sequence[Checkpoint], names: Sequence[str]) -> dict[str, T
     return {name: total / len(checkpoints) for name, total in totals.items()}
 
 
-def _append(result: dict[str, Any], file: Path) -> None:
+def append(result: dict[str, Any], file: Path) -> None:
     """Add a line in one write, so that evaluations at the same time do not mix."""
     finite = {
         key: value if not isinstance(value, float) or math.isfinite(value) else None

@@ -76,7 +76,7 @@ def run(argv: list[str], tiny) -> None:
         config.load([*recipe, "model=pretrained", "model.path=x"], arguments.config_dir)
     elif hasattr(arguments, "overrides"):
         config.load(arguments.overrides, arguments.config_dir)
-    if verb not in RUN:
+    if verb not in RUN or any(word.startswith("lm_eval=") for word in words):
         return
     if verb == "report":
         argv = [found for word in argv for found in glob.glob(word) or [word]]

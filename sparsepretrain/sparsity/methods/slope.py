@@ -108,8 +108,5 @@ class SLoPe(StoredMask):
 
         return linear(linear(x, layer.right), layer.left)
 
-    def fold(self, layer: Layer) -> Tensor | None:
-        if not self._adapting:
-            return None
-        product: Tensor = layer.left @ layer.right
-        return product if layer.dim == 1 else product.t()
+    def low_rank(self, layer: Layer) -> tuple[Tensor, Tensor] | None:
+        return (layer.left, layer.right) if self._adapting else None

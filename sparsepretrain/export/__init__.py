@@ -1,0 +1,6 @@
+"""A trained run as files that other libraries load, and in the hands of their tools."""
+
+from sparsepretrain.export.run import export_run
+from sparsepretrain.export.semi_structured import load_semi_structured
+
+__all__ = ["export_run", "load_semi_structured"]

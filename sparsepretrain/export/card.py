@@ -1,0 +1,140 @@
+"""The model card: what the weights are, how they were trained, and how to load them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from sparsepretrain.errors import ConfigError, DataError
+from sparsepretrain.export.convert import ADAPTERS, TOLERANCE, WEIGHTS, Converted
+from sparsepretrain.sparsity.method import COLUMNS
+
+FIGURE = "flip_rate.png"
+
+AUTO = {
+    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
+    "ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
+    "MTModel": ("AutoModelForSeq2SeqLM", "translation"),
+    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
+}
+"""End of the name of a class of transformers -> the class that loads it, and the Hub's task."""
+
+
+def write(converted: Converted, about: dict[str, Any], directory: Path, *, semi: bool) -> None:
+    """Write ``README.md`` and, where the run has one, the figure of its flip rates."""
+    source, task, method = converted.source, converted.task, converted.method
+    config: dict[str, Any] = source.config or {}
+    name = type(converted.model).__name__
+    auto, pipeline = next(
+        (v for k, v in AUTO.items() if name.endswith(k)), ("AutoModel", "image-classification")
+    )
+    library = "timm" if converted.is_timm else "transformers"
+    lines = ["---", f"library_name: {library}", f"pipeline_tag: {pipeline}", "tags:"]
+    lines += ["- sparsepretrain", f"- {method.options.name}"]
+    lines += [f'- "{about["pattern"]} sparsity"'] if about["pattern"] else []
+    lines += ["---", "", f"# {config['name']}, {method.title}", "", *_weights(converted, about), ""]
+    lines += ["## Use", "", "```python", *_use(converted, auto), "```", ""]
+    if semi:
+        lines += ["On a GPU, with the products of the sparse layers sparse:", "", "```python"]
+        lines += ["from sparsepretrain.export import load_semi_structured", ""]
+        lines += ['model = load_semi_structured("DIR", device="cuda")', "```", ""]
+    row = method.sparse_row
+    cells = [str(operand) for operand in row]
+    lines += ["## Method", "", f"{method.summary}. {method.paper}".replace(". –", "."), ""]
+    lines += ["| " + " | ".join(COLUMNS.values()) + " |", "| " + " | ".join("-" * 3 for _ in cells)]
+    lines[-1] += " |"
+    lines += ["| " + " | ".join(cells) + " |", ""]
+    lines += ["fprop Y = Xf(X)·A(W)ᵀ, dgrad dX = P(G)·B(W), wgrad dW = U(G)ᵀ·Xw(X)", ""]
+    run = source.run
+    if run is not None and (figure := run.plots / FIGURE).is_file():
+        shutil.copyfile(figure, directory / FIGURE)
+        lines += [f"![Flip rate: share of mask entries that change per step]({FIGURE})", ""]
+    lines += ["## Training", "", "| | |", "| --- | --- |"]
+    lines += [f"| {key} | {value} |" for key, value in _training(converted, about).items()]
+    lines += ["", f"The resolved configuration is in `config.yaml`. Task: {task.options.name}."]
+    (directory / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _weights(converted: Converted, about: dict[str, Any]) -> list[str]:
+    """What the weights are, and what was checked."""
+    count = len(converted.layers)
+    if about["pattern"]:
+        text = (
+            f"The weights of {count} layers are {about['weights']}: in every group of "
+            f"{converted.method.pattern[1]} consecutive weights along in_features (input channels) "
+            f"at most {converted.method.pattern[0]} are not zero; all zeros are +0.0."
+        )
+    else:
+        text = f"The method trained {count} layers; their final weights are dense: "
+        text += f"{about['weights'].removeprefix('dense: ')}."
+    difference = about["largest_logit_difference"]
+    equal = "equal to the bit" if not difference else f"equal to within {difference:.1e}"
+    checked = (
+        f"They are those that evaluation uses, scales folded in, in fp32. Loaded again, they are "
+        f"the same to the bit, and logits of a random batch are {equal} (tolerance: {TOLERANCE:g} "
+        "of the largest logit)."
+    )
+    lines = [text, "", checked]
+    if converted.adapters:
+        lines += [
+            "",
+            f"The weights alone are not the model that was evaluated: the adapters in `{ADAPTERS}/`"
+            " (format of peft, a LoRA whose factor is 1) belong to it.",
+        ]
+    return lines
+
+
+def _use(converted: Converted, auto: str) -> list[str]:
+    if converted.is_timm:
+        options = converted.task.model_options
+        arguments = converted.task.recipe.arguments(options)
+        words = "".join(f", {key}={value!r}" for key, value in arguments.items())
+        call = f'timm.create_model("{options.architecture}", checkpoint_path="DIR/{WEIGHTS}"'
+        return ["import timm", "", f"model = {call}{words})"]
+    lines = [f"from transformers import AutoTokenizer, {auto}", ""]
+    lines += [f'model = {auto}.from_pretrained("DIR")']
+    if converted.adapters:
+        lines += [f'model.load_adapter("DIR/{ADAPTERS}")  # needs peft']
+    lines += ['tokenizer = AutoTokenizer.from_pretrained("DIR")']
+    if auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
+        lines += ['inputs = tokenizer("Some text", return_tensors="pt")']
+        lines += ["print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))"]
+    return lines
+
+
+def _training(converted: Converted, about: dict[str, Any]) -> dict[str, str]:
+    """What the record and the environment know."""
+    source, run = converted.source, converted.source.run
+    config: dict[str, Any] = source.config or {}
+    environment, lines = {}, []
+    if run is not None:
+        with contextlib.suppress(ConfigError, DataError):  # moved without its record
+            environment, lines = run.environment(), run.record()
+    step = source.step or 0
+    seen = [line for line in lines if line["step"] <= step]
+    scores = [line for line in seen if line.get("split") == "validation"]
+    tokens = next((line["tokens"] for line in reversed(seen) if "tokens" in line), None)
+    loss = scores[-1].get("loss") if scores else None
+    packages = ", ".join(f"{k} {v}" for k, v in environment.get("packages", {}).items())
+    rows = {
+        "command": f"`{environment['command']}`" if environment.get("command") else None,
+        "configuration": f"`{about['config_hash']}`, seed {config['seed']}",
+        "commit": environment.get("commit"),
+        "steps": f"{step} of {config['steps']}",
+        converted.task.unit: None if tokens is None else f"{tokens:,}",
+        "data": config["data"].get("name"),
+        "precision": config["precision"]["name"],
+        "validation loss": None
+        if loss is None or not math.isfinite(loss)
+        else f"{loss:.4f} at step {scores[-1]['step']} (nats; eval.batches="
+        f"{config['eval']['batches']})",
+        "trained with": f"sparsepretrain {environment.get('sparsepretrain')}, {packages}"
+        if packages
+        else None,
+    }
+    return {key: value for key, value in rows.items() if value is not None}

@@ -1,0 +1,221 @@
+"""The model of a checkpoint in a class of transformers or timm, and the files of such a model."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.export.tokenizer import make_tokenizer
+from sparsepretrain.models.pretrained import quiet
+from sparsepretrain.runs import weights
+from sparsepretrain.runs.weights import Source
+from sparsepretrain.sparsity import Method, densify
+from sparsepretrain.sparsity.coverage import Proof, is_nm
+from sparsepretrain.sparsity.sparsifier import prove
+from sparsepretrain.tasks import Task
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import derive
+from sparsepretrain.training.assembly import evaluated_model
+
+WEIGHTS = "model.safetensors"
+ADAPTERS = "adapters"
+"""Directory of low-rank adapters, in the format of the library peft."""
+TOLERANCE = 1e-4
+"""Largest difference of two logits, relative to the largest logit: transformers multiplies a
+transposed weight in another order."""
+
+
+@dataclass(slots=True)
+class Converted:
+    """A model for other libraries, with what it was made from."""
+
+    source: Source
+    task: Task
+    method: Method
+    proof: Proof
+    """Of the weights that evaluation uses, adapters left out."""
+    model: nn.Module
+    """Dense layers with exact zeros, on the CPU, in eval mode."""
+    layers: list[str]
+    """Names of the layers that the method made sparse."""
+    inputs: dict[str, Tensor]
+    """A small batch."""
+    logits: Tensor
+    """What evaluation computes of it, in fp32."""
+    folded: bool = False
+    """Adapters were added to the weights, which have no exact zeros any more."""
+    adapters: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Layer -> L (out_features, rank) and R (rank, in_features), where they are kept apart."""
+
+    @property
+    def pattern(self) -> tuple[int, int] | None:
+        """(N, M) of the weights in the sparse layers; None: they are dense."""
+        return self.method.pattern if self.proof.holds and not self.folded else None
+
+    @property
+    def is_timm(self) -> bool:
+        """Whether the model is timm's and not one of transformers."""
+        return not hasattr(self.model, "save_pretrained")
+
+
+def find(path: str | Path, console: Console) -> Source:
+    """The checkpoint of a run that ``path`` names.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: it is a Hugging Face checkpoint.
+    """
+    source = weights.find(path, console.warn)
+    if source.config is None:
+        raise ConfigError(f"{path} is a Hugging Face checkpoint already: give a run")
+    return source
+
+
+def convert(source: Source, *, fold: bool = False) -> Converted:
+    """Rebuild the model of a run's checkpoint and give it a class of another library.
+
+    Args:
+        source: of :func:`find`.
+        fold: add adapters to the weights instead of keeping them apart.
+
+    Raises:
+        CheckpointError: it cannot be rebuilt, or its weights are not N:M although they should be.
+        ConfigError: no class of another library has its architecture.
+    """
+    task, model, sparsifier = evaluated_model(source)
+    method, proof = sparsifier.method, prove(sparsifier)
+    if proof.violations:
+        raise CheckpointError(f"{source.path}: the weights are {proof}; nothing was exported")
+    states = {name: layer.sparsity for name, layer in sparsifier.layers.items()}
+    factors = {name: method.low_rank(state) for name, state in states.items()}
+    adapters = {k: (f[0].detach(), f[1].detach()) for k, f in factors.items() if f is not None}
+    added = {name for name, state in states.items() if method.fold(state) is not None}
+    fold = fold or adapters.keys() != added
+    dense = densify(copy.deepcopy(model), fold=fold)
+    stock = task.recipe.stock(dense, task.model_options, getattr(task, "head", None))
+    inputs = _small_batch(task)
+    return Converted(
+        *(source, task, method, proof, stock, list(states), inputs, run(model, inputs)),
+        folded=fold and bool(added),
+        adapters={} if fold else adapters,
+    )
+
+
+@torch.no_grad()
+def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """fp32 logits of a batch, (…, classes); of a head for spans (…, 2)."""
+    if hasattr(model, "_recipe"):  # a head of this package
+        tokens = inputs["input_ids"]
+        return model(tokens, torch.ones_like(tokens, dtype=torch.bool)).float()
+    found = model(**inputs)
+    if hasattr(found, "start_logits"):
+        return torch.stack([found.start_logits, found.end_logits], -1).float()
+    return getattr(found, "logits", found).float()
+
+
+def _small_batch(task: Task) -> dict[str, Tensor]:
+    """Two random samples, by the names that the models of other libraries have for them."""
+    options, generator = task.model_options, torch.Generator().manual_seed(0)
+    if task.kind == "images":
+        shape = (2, 3, options.image_size, options.image_size)
+        return {"x": torch.randn(shape, generator=generator)}
+    rows: int = getattr(task.data_options, "vocab_size", None) or 256
+    ids = torch.randint(1, rows, (2, 2, 8), generator=generator)
+    inputs = {"input_ids": ids[0]}
+    return inputs | {"decoder_input_ids": ids[1]} if task.kind == "pairs" else inputs
+
+
+def write(converted: Converted, directory: Path) -> float:
+    """Write weights, configuration, adapters and tokenizer, load them again and compare.
+
+    Returns:
+        the largest difference of a logit to evaluation's.
+
+    Raises:
+        CheckpointError: what was loaded is not what evaluation uses.
+    """
+    task, model = converted.task, converted.model
+    if converted.is_timm:
+        from timm.models import save_for_hf
+
+        options = task.options
+        seen = {"mean": options.mean, "std": options.std, "crop_pct": options.eval_crop}
+        seen |= {"input_size": [3, options.image_size, options.image_size]}
+        seen |= {"interpolation": options.eval_interpolation}
+        arguments = task.recipe.arguments(task.model_options)
+        save_for_hf(
+            model, str(directory), model_config=seen, model_args=arguments, safe_serialization=True
+        )
+    else:
+        make_tokenizer(derive.tokenizer_file(converted.source), task, model).save_pretrained(
+            directory
+        )
+        with quiet():
+            model.save_pretrained(directory)  # type: ignore[operator]
+    if converted.adapters:
+        _write_adapters(converted, directory / ADAPTERS)
+    loaded = load(converted, directory)
+    for name in converted.layers:
+        mine, theirs = (m.get_submodule(name) for m in (model, loaded))
+        axis = 0 if type(theirs).__name__ == "Conv1D" else 1
+        pattern, weight = converted.pattern, theirs.weight
+        proven = pattern is None or is_nm(weight, *pattern, axis)  # type: ignore[arg-type]
+        if not proven or not torch.equal(mine.weight, weight):  # type: ignore[arg-type]
+            raise CheckpointError(f"the weight of {name} changed when it was written and loaded")
+    for name, (left, right) in converted.adapters.items():
+        loaded.get_submodule(name).register_forward_hook(
+            lambda _, given, y, a=left, b=right: y + given[0] @ b.t() @ a.t()
+        )
+    logits = run(loaded, converted.inputs)
+    difference = float((logits - converted.logits).abs().max())
+    if not difference <= TOLERANCE * max(1.0, float(converted.logits.abs().max())):
+        raise CheckpointError(f"logits of the written model differ from evaluation's: {difference}")
+    return difference
+
+
+def load(converted: Converted, directory: Path) -> nn.Module:
+    """The written model, as its library loads it."""
+    model, options = converted.model, converted.task.model_options
+    if converted.is_timm:
+        import timm
+
+        arguments = converted.task.recipe.arguments(options)
+        path = str(directory / WEIGHTS)
+        name = options.architecture
+        return timm.create_model(name, checkpoint_path=path, **arguments).eval()
+    with quiet(str(directory)):
+        cls: Any = type(model)
+        loaded: nn.Module = cls.from_pretrained(directory, dtype=torch.float32)
+    return loaded.eval()
+
+
+def _write_adapters(converted: Converted, directory: Path) -> None:
+    """L and R as a LoRA of the library peft, which adds them to what the layer computes."""
+    directory.mkdir()
+    tensors: dict[str, Tensor] = {}
+    for name, (left, right) in converted.adapters.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = right.contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = left.contiguous()
+    save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
+    modules = [converted.model.get_submodule(name) for name in converted.adapters]
+    rank = next(iter(converted.adapters.values()))[1].shape[0]
+    settings = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,  # their quotient is the factor of the product
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(converted.adapters),
+        "fan_in_fan_out": all(type(m).__name__ == "Conv1D" for m in modules),
+        "inference_mode": True,
+    }
+    file = directory / "adapter_config.json"
+    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

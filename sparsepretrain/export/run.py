@@ -1,0 +1,105 @@
+"""A run's checkpoint as a directory for other libraries: convert, check, write, describe."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+from sparsepretrain.config import freeze
+from sparsepretrain.errors import ConfigError, cannot_write
+from sparsepretrain.export import card, convert, semi_structured
+from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.runs.weights import Source
+from sparsepretrain.tracking.console import Console
+
+Format = Literal["hf", "semi_structured"]
+
+
+def export_run(
+    path: str | Path,
+    *,
+    form: Format = "hf",
+    out: Path | None = None,
+    console: Console | None = None,
+) -> Path:
+    """Write what a run evaluates with as files that transformers or timm load.
+
+    Weights (fp32 safetensors, exact zeros, scales folded in), configuration, tokenizer, model card
+    with the flip rates, ``sparsity.json`` and the frozen configuration. The files are loaded again
+    before they get their name: every sparse layer is N:M with +0.0, and logits are evaluation's.
+
+    Args:
+        path: a run directory or one of its checkpoints.
+        form: ``hf``; or ``semi_structured``, the same files, refused unless
+            :func:`~sparsepretrain.export.load_semi_structured` can load them on a GPU.
+        out: directory to write; None: ``export/<form>`` of the run. An earlier export is replaced.
+        console: prints what was written; one on the standard output by default.
+
+    Returns:
+        the directory.
+
+    Raises:
+        CheckpointError, ConfigError, DataError: with one line for the user.
+    """
+    console = console or Console()
+    source = convert.find(path, console)
+    directory = _place(source, form, out)
+    converted = convert.convert(source)
+    if form == "semi_structured":
+        semi_structured.require(converted)
+    stage = directory.with_name(f".{directory.name}.tmp")
+    try:
+        shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir(parents=True)
+        difference = convert.write(converted, stage)
+        about = _about(converted, difference)
+        (stage / semi_structured.ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+        (stage / RunDirectory.config_file.name).write_text(freeze.to_yaml(source.config or {}))
+        card.write(converted, about, stage, semi=form == "semi_structured")
+        if directory.exists():
+            shutil.rmtree(directory)
+        os.replace(stage, directory)
+    except OSError as error:
+        raise cannot_write(directory, error) from error
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    rows = [("checkpoint", f"{source.path}, step {source.step:,}"), ("weights", about["weights"])]
+    equal = "equal to the bit" if not difference else f"largest difference {difference:.1e}"
+    rows += [("loads as", type(converted.model).__name__), ("logits", f"evaluation's, {equal}")]
+    console.table("export", [*rows, ("written to", str(directory))])
+    return directory
+
+
+def _place(source: Source, form: str, out: Path | None) -> Path:
+    """Where to write; what is there may only be an earlier export."""
+    if out is None:
+        if source.run is None:
+            raise ConfigError(f"{source.path} does not lie in a run directory: give --out DIR")
+        out = source.run.exports / form
+    own = (out / semi_structured.ABOUT).is_file()
+    if out.exists() and not own and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is no export: choose another --out")
+    return out
+
+
+def _about(converted: convert.Converted, difference: float) -> dict[str, Any]:
+    """What ``sparsity.json`` holds."""
+    source, proof, pattern = converted.source, converted.proof, converted.pattern
+    told = str(proof)
+    if converted.folded:
+        told = "dense: adapters were added to the weights"
+    elif converted.adapters:
+        told += f", and adapters of rank {next(iter(converted.adapters.values()))[1].shape[0]}"
+    return {
+        "method": converted.method.options.name,
+        "pattern": pattern and f"{pattern[0]}:{pattern[1]}",
+        "weights": told,
+        "layers": converted.layers,
+        "adapters": bool(converted.adapters),
+        "largest_logit_difference": difference,
+        "config_hash": freeze.identity(source.config or {}),
+        "step": source.step,
+    }

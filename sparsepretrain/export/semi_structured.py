@@ -1,0 +1,120 @@
+"""Exported weights as torch's semi-structured sparse tensors, which GPUs multiply faster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sparsepretrain.errors import CheckpointError, ConfigError, one_line
+
+if TYPE_CHECKING:
+    from sparsepretrain.export.convert import Converted
+
+ABOUT = "sparsity.json"
+"""What an export says about its weights."""
+ROWS, COLUMNS = 32, 64
+"""Multiples that out_features and in_features must be of, in fp16 and bf16: CUTLASS's, which
+are the larger ones of the two libraries that torch calls."""
+
+
+def require(converted: Converted) -> None:
+    """Refuse a model that :func:`load_semi_structured` could load on no device.
+
+    Raises:
+        ConfigError: it is timm's, its weights are not 2:4, or a layer has another shape.
+    """
+    if converted.pattern != (2, 4):
+        told = "dense" if converted.pattern is None else "{}:{}".format(*converted.pattern)
+        why = converted.proof.why_dense
+        raise ConfigError(
+            f"semi-structured tensors are 2:4, these weights are {told} {why}".strip()
+        )
+    if converted.is_timm or converted.adapters:
+        kind = "models of timm" if converted.is_timm else "adapters"
+        raise ConfigError(f"there is no semi-structured loader for {kind}: use --format hf")
+    for name in converted.layers:
+        out, width = _as_linear(converted.model.get_submodule(name)).weight.shape
+        if out % ROWS or width % COLUMNS:
+            raise ConfigError(
+                f"layer {name} is {out} × {width}, but semi-structured tensors need multiples of "
+                f"{ROWS} × {COLUMNS}: use --format hf, or leave it out of sparsity.targets"
+            )
+
+
+def load_semi_structured(
+    directory: str | Path, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> nn.Module:
+    """An exported model of transformers whose sparse layers hold semi-structured tensors.
+
+    Inference only. GPT-2's sparse Conv1D layers become nn.Linear.
+
+    Args:
+        directory: what ``sparsepretrain export --format semi_structured`` wrote.
+        device: a CUDA device of compute capability 8.0 or later.
+        dtype: fp16 or bf16.
+
+    Raises:
+        ConfigError: the device, the pattern or torch does not allow it; says why.
+        CheckpointError: ``directory`` is no export.
+    """
+    import transformers
+
+    directory = Path(directory)
+    try:
+        about = json.loads((directory / ABOUT).read_text(encoding="utf-8"))
+        (name,) = json.loads((directory / "config.json").read_text(encoding="utf-8"))[
+            "architectures"
+        ]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{directory} is no export of a model of transformers") from error
+    if about["pattern"] != "2:4" or about["adapters"]:
+        told = "2:4 and adapters" if about["adapters"] else about["pattern"] or "dense"
+        raise ConfigError(f"semi-structured tensors are 2:4, the weights in {directory} are {told}")
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ConfigError(f"semi-structured products exist for fp16 and bf16, not for {dtype}")
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(f"semi-structured products need a CUDA device, got device={device!r}")
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        raise ConfigError(
+            "semi-structured products need compute capability 8.0 or later, this device has "
+            "{}.{}".format(*capability)
+        )
+    model: Any = getattr(transformers, name).from_pretrained(directory, dtype=dtype)
+    compress(model.to(device).eval(), about["layers"])
+    return model
+
+
+def compress(model: nn.Module, layers: list[str]) -> None:
+    """Replace the weights of ``layers`` by semi-structured tensors, in place.
+
+    Raises:
+        ConfigError: torch refuses one; says why.
+    """
+    from torch.sparse import to_sparse_semi_structured
+
+    for name in layers:
+        parent, _, child = name.rpartition(".")
+        linear = _as_linear(model.get_submodule(name))
+        try:
+            packed = to_sparse_semi_structured(linear.weight.detach())
+        except (RuntimeError, NotImplementedError) as error:
+            raise ConfigError(f"layer {name}: torch refuses: {one_line(error)[:200]}") from error
+        linear.weight = nn.Parameter(packed, requires_grad=False)
+        setattr(model.get_submodule(parent), child, linear)
+
+
+def _as_linear(layer: Any) -> nn.Linear:
+    """``layer``, or a linear layer with the weight of a Conv1D, which stores (in, out)."""
+    if isinstance(layer, nn.Linear):
+        return layer
+    if type(layer).__name__ != "Conv1D":
+        raise ConfigError(f"semi-structured tensors are matrices, not {type(layer).__name__}")
+    with torch.device("meta"):
+        linear = nn.Linear(*layer.weight.shape)
+    linear.weight = nn.Parameter(layer.weight.detach().t().contiguous())
+    linear.bias = layer.bias
+    return linear

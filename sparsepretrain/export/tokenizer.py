@@ -1,0 +1,71 @@
+"""The tokenizer of a run as AutoTokenizer loads it, and what a model has to know of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sparsepretrain.data.encoding import Codec, Template, byte_tokenizer, open_codec
+from sparsepretrain.tasks import Task
+
+BERT = {f"{key}_token": f"[{key.upper()}]" for key in ("unk", "cls", "sep", "pad", "mask")}
+
+
+def make_tokenizer(file: Path | None, task: Task, model: Any) -> Any:
+    """The tokenizer as a PreTrainedTokenizerFast; tells ``model`` where text ends.
+
+    Args:
+        file: tokenizer.json of what the model reads; None: bytes.
+        task: models that read more than running text get its special tokens around it.
+        model: of transformers; its config and generation config are changed.
+    """
+    from tokenizers import Tokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    codec = open_codec(file)
+    text = byte_tokenizer() if file is None else file.read_text(encoding="utf-8")
+    tokenizer = Tokenizer.from_str(text)
+    if task.options.name == "masked_lm" and codec.mask is None:
+        tokenizer.add_special_tokens([BERT["mask_token"]])  # the row after the tokens
+    if (template := _template(task, codec)) is not None:
+        names = {i: tokenizer.id_to_token(i) for i in sorted({*sum(template, ())})}
+        first, middle, last, alone = ([names[i] for i in part] for part in template)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*first, "$A", *alone],
+            pair=[*first, "$A", *middle, "$B:1", *last],
+            special_tokens=[(name, i) for i, name in names.items()],
+        )
+    known = tokenizer.get_vocab(with_added_tokens=True)
+    settings: dict[str, Any] = {key: name for key, name in BERT.items() if name in known}
+    if codec.end_of_text is not None:
+        end = tokenizer.id_to_token(codec.end_of_text)
+        settings = {"eos_token": end, "pad_token": end, **settings}
+    # positions after it may be there, but were not trained
+    for key in ("max_length", "sequence_length"):
+        if hasattr(task.options, key):
+            settings["model_max_length"] = getattr(task.options, key)
+    if codec.end_of_text is not None and getattr(task.recipe, "causal", True):
+        _tell(model, task, codec.end_of_text)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+
+
+def _template(task: Task, codec: Codec) -> Template | None:
+    """Special tokens around a text as in training; None: running text has none."""
+    if task.kind == "pairs":
+        return Template((), (), (), () if codec.end_of_text is None else (codec.end_of_text,))
+    return codec.template() if hasattr(task, "head") else None
+
+
+def _tell(model: Any, task: Task, end: int) -> None:
+    """Text ends with ``end``, which also pads; translations start with it."""
+    found = {"eos_token_id": end, "pad_token_id": end}
+    if task.kind == "pairs":
+        found["decoder_start_token_id"] = end
+    model.config.update(found)
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        if task.kind == "pairs":
+            found["num_beams"] = task.options.beam
+            found["max_length"] = model.config.max_position_embeddings
+            if task.options.beam > 1:
+                found["length_penalty"] = task.options.length_penalty
+        generation.update(**found)

@@ -1,0 +1,268 @@
+"""Exports load in stock classes, prove their weights and compute what evaluation does."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from export_cases import export, write_checkpoint, write_run
+
+from sparsepretrain import cli
+from sparsepretrain.data.encoding import ByteCodec, train_wordpiece
+from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.export import convert as converting
+from sparsepretrain.runs import weights
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import derive
+from sparsepretrain.training.assembly import evaluated_model
+
+TEXT = "Ā héllo\0\n\tdef f(x):  😀"
+
+ALONE = """
+import json, sys
+class Blocked:
+    def find_spec(self, name, *rest):
+        if name.partition(".")[0] == "sparsepretrain":
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+inputs = tokenizer("def f", return_tensors="pt")
+made = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+print(json.dumps([type(model).__name__, made[0].tolist(), tokenizer.decode(made[0])]))
+"""
+
+
+def about(directory: Path) -> dict:
+    return json.loads((directory / "sparsity.json").read_text())
+
+
+def greedy(model: torch.nn.Module, tokens: list[int], count: int) -> list[int]:
+    for _ in range(count):
+        logits = model(input_ids=torch.tensor([tokens])).logits
+        tokens = [*tokens, int(logits[0, -1].argmax())]
+    return tokens
+
+
+def test_the_default_run_generates_with_transformers_alone(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    run = write_run(tmp_path, "gpt2")
+    directory, told = export(run)
+    assert directory == run / "export/hf"
+    assert "2:4 in all 16,384 groups, 50.0% exact zeros" in told
+    command = [sys.executable, "-W", "ignore", "-c", ALONE, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    name, tokens, text = json.loads(done.stdout)
+    _, model, _ = evaluated_model(weights.find(run))
+    with torch.no_grad():
+        expected = greedy(model, list(b"def f"), 8)
+    assert name == "GPT2LMHeadModel"
+    assert tokens == expected[: len(tokens)] and len(tokens) > 5
+    assert text == ByteCodec().decode(tokens)
+
+    loaded = AutoTokenizer.from_pretrained(directory)
+    (ids,) = ByteCodec().encode([TEXT])
+    assert loaded(TEXT).input_ids == ids.tolist()
+    assert loaded.decode(ids.tolist()) == TEXT
+    assert (loaded.eos_token_id, len(loaded), loaded.model_max_length) == (0, 256, 128)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "pattern"),
+    [
+        ("gpt2", ("model.bias=true", "model.activation=gelu"), "2:4"),
+        ("gpt2", ("sparsity=srste", "sparsity.n=1", "sparsity.m=8", "sparsity.targets=all"), "1:8"),
+        ("gpt2", ("sparsity=dense",), None),
+        ("gpt2", ("sparsity=sdgp",), None),
+        ("bert", (), "2:4"),
+        ("vit", ("model.activation=gelu_tanh",), "2:4"),
+        ("resnet", (), "2:4"),
+    ],
+)
+def test_families(kind: str, overrides: tuple[str, ...], pattern: str | None, tmp_path) -> None:
+    run = write_run(tmp_path, kind, *overrides)
+    directory, told = export(run, out=tmp_path / "out")
+    assert about(directory)["pattern"] == pattern
+    assert "evaluation's" in told
+    card = (directory / "README.md").read_text()
+    assert ("all zeros are +0.0" in card) == (pattern is not None)
+    assert ("final weights are dense" in card) == (pattern is None)
+    code = card.partition("```python\n")[2].partition("```")[0].replace("DIR", str(directory))
+    found: dict = {}
+    exec("\n".join(line for line in code.splitlines() if "print" not in line), found)
+    _, model, _ = evaluated_model(weights.find(run))
+    inputs = converting._small_batch(build(run))
+    torch.testing.assert_close(
+        converting.run(found["model"].eval(), inputs), converting.run(model, inputs)
+    )
+
+
+def build(run: Path):
+    return evaluated_model(weights.find(run))[0]
+
+
+def test_timm_reads_the_directory(tmp_path: Path) -> None:
+    import timm
+
+    directory, _ = export(write_run(tmp_path, "vit"))
+    model = timm.create_model(f"local-dir:{directory}", pretrained=True)
+    weight = model.blocks[0].mlp.fc1.weight
+    assert int((weight == 0).sum()) == weight.numel() // 2
+
+
+def test_heads_of_fine_tuned_models(tmp_path: Path) -> None:
+    """On our own backbone, and on a class of transformers that came from an export."""
+    from transformers import AutoTokenizer
+
+    pairs = ("task=glue/mrpc", "data.train=[a.jsonl]", "data.validation=[b.jsonl]")
+    spans = (
+        "task=squad",
+        "task.max_length=64",
+        "task.stride=16",
+        "task.max_question=24",
+        *pairs[1:],
+    )
+    where = ("steps=4", "epochs=null", "parallel.device=cpu", f"runs_dir='{tmp_path}'")
+    first = export(write_run(tmp_path, "gpt2"))[0]
+    bert = write_run(tmp_path, "bert", "sparsity=ste")
+    for source, words, name in [
+        (first, pairs, "GPT2ForSequenceClassification"),
+        (first.parents[1], spans, "GPT2ForQuestionAnswering"),
+        (bert, pairs, "BertForSequenceClassification"),
+        (bert, spans, "BertForQuestionAnswering"),
+    ]:
+        run = derive.finetuned(str(source), [*words, *where], [], Console(io.StringIO()))
+        directory, told = export(write_checkpoint(run))
+        assert name in told and name in (directory / "config.json").read_text()
+        ids = AutoTokenizer.from_pretrained(directory)("ab", "c").input_ids
+        assert ids == [97, 98, 0, 99]  # as the task joins two texts of bytes
+
+
+def test_a_dense_tail_is_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "gpt2", "sparsity=tsrste", "sparsity.dense_tail=0.5")
+    directory, told = export(run)
+    assert "dense weights since step 2 (dense_tail)" in told
+    assert "dense weights since step 2 (dense_tail)" in (directory / "README.md").read_text()
+    with pytest.raises(ConfigError, match="2:4, these weights are dense since step 2"):
+        export(run, form="semi_structured")
+
+
+def test_adapters_stay_beside_the_sparse_weight(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    words = ("sparsity=slope", "sparsity.adapters.rank=2", "sparsity.adapters.start=0.5")
+    run = write_run(tmp_path, "gpt2", *words)
+    directory, told = export(run)
+    assert "2:4 in all 16,384 groups" in told and "adapters of rank 2" in told
+    stock = AutoModelForCausalLM.from_pretrained(directory)
+    task, model, _ = evaluated_model(weights.find(run))
+    inputs = converting._small_batch(task)
+    expected = converting.run(model, inputs)
+    assert (converting.run(stock.eval(), inputs) - expected).abs().max() > 1e-3
+    whole = PeftModel.from_pretrained(stock, directory / "adapters").eval()
+    torch.testing.assert_close(converting.run(whole, inputs), expected)
+
+    with pytest.warns(UserWarning, match="folded into 4 layers"):
+        folded = converting.convert(weights.find(run), fold=True)
+    assert folded.pattern is None and not folded.adapters
+    torch.testing.assert_close(converting.run(folded.model, inputs), expected)
+
+
+def test_translation(tmp_path: Path) -> None:
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    run = write_run(tmp_path, "marian", "model.vocab_size=4096")
+    words = train_wordpiece(["one two three [SEP] four"] * 3, 64, lowercase=False)
+    (run / "tokenizer.json").write_text(words)
+    directory, _ = export(run)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    inputs = tokenizer("one two", return_tensors="pt")
+    assert inputs.input_ids[0, -1] == tokenizer.sep_token_id == tokenizer.eos_token_id
+    model = AutoModelForSeq2SeqLM.from_pretrained(directory).eval()
+    made = model.generate(**inputs, max_length=6)[0].tolist()
+    task, ours, _ = evaluated_model(weights.find(run))
+    mask = torch.ones_like(inputs.input_ids, dtype=torch.bool)
+    (expected,) = task.recipe.generate(
+        *(ours, inputs.input_ids, mask),
+        end=tokenizer.eos_token_id,
+        length=5,
+        beams=task.options.beam,
+        length_penalty=task.options.length_penalty,
+    )
+    assert made[0] == tokenizer.eos_token_id and made[1 : 1 + len(expected)] == expected
+
+
+@pytest.mark.parametrize("kind", ["geglu", "resnet"])
+def test_what_no_library_has_is_refused(kind: str, tmp_path: Path, capsys) -> None:
+    run = write_run(tmp_path, kind, *["model.stem=cifar"] * (kind == "resnet"))
+    assert cli.main(["export", str(run)]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and ("family bert_geglu" in told[0] or "3×3 stem" in told[0])
+    assert not (run / "export").exists() or not list((run / "export").iterdir())
+
+
+def test_where_it_writes(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "gpt2")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("keep")
+    with pytest.raises(ConfigError, match="is no export: choose another --out"):
+        export(run, out=out)
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+    (out / "mine.txt").unlink()
+    export(run, out=out)
+    before = (out / "model.safetensors").read_bytes()
+    export(run, out=out)  # again: the same
+    assert (out / "model.safetensors").read_bytes() == before
+    with pytest.raises(ConfigError, match="Hugging Face checkpoint already"):
+        export(out)
+
+
+def test_nothing_wrong_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path, "gpt2")
+    original = converting.load
+
+    def broken(change):
+        def load(*args):
+            model = original(*args)
+            change(model)
+            return model
+
+        return load
+
+    def weight(model):
+        with torch.no_grad():
+            model.transformer.h[0].mlp.c_fc.weight[0, 0] += 1
+
+    def norm(model):
+        with torch.no_grad():
+            model.transformer.ln_f.weight += 0.1
+
+    for change, message in ((weight, "h.0.mlp.c_fc changed"), (norm, "logits .* differ")):
+        monkeypatch.setattr(converting, "load", broken(change))
+        with pytest.raises(CheckpointError, match=message):
+            export(run)
+    assert list((run / "export").iterdir()) == []
+
+
+def test_weights_that_are_not_sparse_are_refused(tmp_path: Path, monkeypatch) -> None:
+    from sparsepretrain.sparsity.methods.sste import SSTE
+
+    run = write_run(tmp_path, "gpt2")
+    project = SSTE.project
+
+    def negative(self, weight, layer):
+        found = project(self, weight, layer)
+        return found._replace(forward=torch.where(found.forward == 0, -0.0, found.forward))
+
+    monkeypatch.setattr(SSTE, "project", negative)
+    with pytest.raises(CheckpointError, match=r"NOT 2:4: .*mlp"):
+        export(run)

@@ -1,0 +1,89 @@
+"""The loader into torch's semi-structured tensors: what it refuses, and that nothing gets lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from export_cases import export, write_run
+
+from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.export import load_semi_structured, semi_structured
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = write_run(tmp_path_factory.mktemp("runs"), "gpt2")
+    return export(run, form="semi_structured")[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "message"),
+    [
+        ("gpt2", ("sparsity=dense",), "are 2:4, these weights are dense"),
+        ("gpt2", ("sparsity=ste", "sparsity.n=1"), "are 2:4, these weights are 1:4"),
+        ("gpt2", ("model.n_embd=40",), "mlp.c_fc is 160 × 40, but .* multiples of 32 × 64"),
+        ("vit", (), "no semi-structured loader for models of timm"),
+    ],
+)
+def test_what_no_device_could_load_is_refused(
+    kind: str, overrides: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path, kind, *overrides)
+    with pytest.raises(ConfigError, match=message):
+        export(run, form="semi_structured")
+    assert not (run / "export").exists()
+
+
+def test_the_loader_says_why_it_cannot(exported: Path, tmp_path: Path) -> None:
+    assert exported.name == "semi_structured"
+    assert "load_semi_structured" in (exported / "README.md").read_text()
+    with pytest.raises(ConfigError, match="need a CUDA device, got device='cpu'"):
+        load_semi_structured(exported, device="cpu")
+    with pytest.raises(ConfigError, match=r"for fp16 and bf16, not for torch\.float32"):
+        load_semi_structured(exported, dtype=torch.float32)
+    with pytest.raises(CheckpointError, match="no export of a model of transformers"):
+        load_semi_structured(tmp_path)
+    for file in ("config.json", "sparsity.json"):
+        (tmp_path / file).write_bytes((exported / file).read_bytes())
+    about = json.loads((tmp_path / "sparsity.json").read_text())
+    (tmp_path / "sparsity.json").write_text(json.dumps(about | {"pattern": "1:4"}))
+    with pytest.raises(ConfigError, match=r"are 2:4, the weights in .* are 1:4"):
+        load_semi_structured(tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch takes the weight there")
+def test_what_torch_refuses_names_the_layer(exported: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    with pytest.raises(ConfigError, match=r"layer transformer\.h\.0\.mlp\.c_fc: torch refuses"):
+        semi_structured.compress(model, ["transformer.h.0.mlp.c_fc"])
+
+
+def test_compressing_loses_nothing(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's own conversion on the CPU, in place of the tensors that a GPU multiplies."""
+    from torch.sparse import _semi_structured_conversions as conversions
+    from transformers import AutoModelForCausalLM
+
+    seen = []
+
+    def there_and_back(weight: torch.Tensor) -> torch.Tensor:
+        values, indices = conversions.sparse_semi_structured_from_dense_cutlass(weight)
+        assert values.shape == (weight.shape[0], weight.shape[1] // 2)
+        seen.append(tuple(weight.shape))
+        return conversions.sparse_semi_structured_to_dense_cutlass(values, indices)
+
+    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", there_and_back)
+    tokens = torch.arange(1, 17)[None]
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16).eval()
+    layers = json.loads((exported / "sparsity.json").read_text())["layers"]
+    with torch.no_grad():
+        before = model(tokens).logits
+        semi_structured.compress(model, layers)
+        after = model(tokens).logits
+    assert seen == [(256, 64), (64, 256)] * 2
+    assert all(type(model.get_submodule(name)) is torch.nn.Linear for name in layers)
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-2)
