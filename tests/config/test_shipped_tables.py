@@ -3,7 +3,7 @@
 import pytest
 
 from sparsepretrain.config import tables
-from sparsepretrain.config.tables import cells, load_table, place, places, printed
+from sparsepretrain.config.tables import cells, load_table, place, places, printed, stage_words
 
 NAMES = list(tables.names())
 SCALES = [(name, scale) for name in NAMES for scale in load_table(name).scales]
@@ -45,7 +45,8 @@ def test_the_last_cell_is_a_run(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "scale"), SCALES)
 def test_every_cell_is_a_run_that_could_start(name, scale):
-    """Composed, validated, and built on the meta device."""
+    """Composed, validated, and built on the meta device, its fine-tunings composed too."""
+    from sparsepretrain.training.derive import check_finetuning
     from sparsepretrain.training.plan import check
 
     table = load_table(name)
@@ -57,6 +58,9 @@ def test_every_cell_is_a_run_that_could_start(name, scale):
     for cell in found:
         if cell.run.model.family != "pretrained":  # its shape is on the hub
             check(cell.run)
+        for stage in table.scales[scale].stages:
+            if stage.finetune is not None and cell is found[-1]:
+                check_finetuning(cell.run, stage_words(cell, stage), ())
 
 
 def _literal(glob):
