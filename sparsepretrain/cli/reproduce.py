@@ -36,6 +36,10 @@ class StudyVerb(ConfiguredVerb):
         parser.add_argument("--dry-run", action="store_true", help=text)
         text = "print a line for a shell per cell, for any scheduler, and stop"
         parser.add_argument("--commands", action="store_true", help=text)
+        text = (
+            "submit a job per cell with these options of sbatch (needs the extra sweep), and stop"
+        )
+        parser.add_argument("--slurm", type=_options, metavar="KEY=VALUE,…", help=text)
 
     def start(self, args: argparse.Namespace, found: Sequence[Part], report: str) -> int:
         """Do what the flags say with checked cells; ``report``: what follows ``report``."""
@@ -51,10 +55,13 @@ class StudyVerb(ConfiguredVerb):
             print(*reproduce.commands(found, args.stop_after, args.config_dir), sep="\n")
             return 0
         found = reproduce.check(found, args.stop_after, args.config_dir, console)
-        chosen = reproduce.to_run(found, args.stop_after, args.config_dir, console)
-        title = " + ".join(part.name for part in found)
+        if args.slurm is not None:
+            for line in reproduce.submit(found, args.stop_after, args.config_dir, args.slurm):
+                console.info(line)
+            return 0
+        given = (found, args.stop_after, args.config_dir, console)
         try:
-            reproduce.run_cells(title, chosen, console, jobs=args.jobs)
+            reproduce.run_parts(*given, jobs=args.jobs)
         finally:
             console.info(f"sparsepretrain report {report}")
         return 0
@@ -106,6 +113,14 @@ class Reproduce(StudyVerb):
         found = [part for part in found if part.cells]
         scale = f" --scale {args.scale}" if args.scale else ""
         return max(code, self.start(args, found, args.table + scale) if found else 0)
+
+
+def _options(text: str) -> dict[str, str]:
+    """``KEY=VALUE,KEY=VALUE``."""
+    found = dict(word.partition("=")[::2] for word in text.split(","))
+    if not all(key and value for key, value in found.items()):
+        raise argparse.ArgumentTypeError(f"must be KEY=VALUE,KEY=VALUE, got {text!r}")
+    return found
 
 
 def _bench(part: Part) -> int:

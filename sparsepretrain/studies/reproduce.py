@@ -26,7 +26,7 @@ from sparsepretrain.config.tables import (
     printed,
     stage_words,
 )
-from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError
+from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError, needs
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import engine, stages
@@ -215,36 +215,68 @@ def to_run(
     return chosen
 
 
-def run_cells(
-    title: str, chosen: Sequence[engine.Cell], console: Console, *, jobs: int | None = None
-) -> None:
-    """Run what is left of ``chosen``; one at a time on each device.
+def study_of(
+    title: str, runs: Iterable[Run], console: Console, stop_after: int | None, jobs: int | None
+) -> Study:
+    """A study of such runs with ``jobs`` at a time; None: one per GPU, or one."""
+    left = [run for run in runs if not _end_is_saved(run, stop_after)]
+    devices: list[str] = []
+    # where nothing is left torch is not needed
+    if left and all(run.parallel.device != "cpu" for run in left):
+        from sparsepretrain.training.hardware import visible_devices
 
-    Args:
-        title: of the live table.
-        chosen: see :func:`to_run`.
-        console: shows it.
-        jobs: cells at a time; None: one per GPU, or one.
+        devices = visible_devices()
+    return Study(title, console, jobs=jobs or max(1, len(devices)), devices=devices)
+
+
+def run_parts(
+    found: Sequence[Part],
+    stop_after: int | None,
+    config_dirs: Sequence[Path],
+    console: Console,
+    *,
+    jobs: int | None = None,
+) -> None:
+    """Run what is left of checked cells, see :func:`study_of`.
 
     Raises:
         Stopped, KeyboardInterrupt: see :meth:`Study.run`.
         CellsFailed: at the end.
     """
-    devices: list[str] = []
-    if all(_end_is_saved(cell.run, cell.stop_after) for cell in chosen):
-        pass  # nothing to be placed, so torch is not needed
-    elif all(cell.run.parallel.device != "cpu" for cell in chosen):
-        from sparsepretrain.training.hardware import visible_devices
-
-        devices = visible_devices()
-    with Study(title, console, jobs=jobs or max(1, len(devices)), devices=devices) as study:
+    runs = [cell.run for part in found for cell in part.cells]
+    title = " + ".join(part.name for part in found)
+    with study_of(title, runs, console, stop_after, jobs) as study:
         try:
-            study.run(chosen)
+            study.run(to_run(found, stop_after, config_dirs, console))
         finally:
             study.show_all()
         failed = [cell for cell in study.cells if cell.state == "failed"]
     if failed:
         raise CellsFailed(failed, len(study.cells))
+
+
+def submit(
+    found: Sequence[Part],
+    stop_after: int | None,
+    config_dirs: Sequence[Path],
+    settings: dict[str, str],
+) -> Iterator[str]:
+    """Submit what is left as jobs of a cluster; says which job is which cell.
+
+    Raises:
+        ConfigError: see :func:`slurm.submit`.
+    """
+    with needs("--slurm", "submitit", "sweep", error=ConfigError):
+        from sparsepretrain.studies import slurm
+    for part in found:
+        cells = [c for c in part.cells if part.stages or not _end_is_saved(c.run, stop_after)]
+        if not cells:
+            continue
+        lines = list(commands([dataclasses.replace(part, cells=cells)], stop_after, config_dirs))
+        folder = Path(cells[0].run.runs_dir) / "slurm"
+        for job, cell in zip(slurm.submit(part.name, lines, settings, folder), cells, strict=True):
+            yield f"job {job.job_id}: {part.name}: {cell.label}; prints to {job.paths.stdout}"
+    yield "the same command without --slurm runs what is left here; with --dry-run it says what"
 
 
 def show_plan(
@@ -298,7 +330,7 @@ def _minutes(found: Iterable[Part]) -> float | None:
     total = 0.0
     for part in found:
         if part.scale is None:
-            continue
+            return None
         size = part.table.scales[part.scale]
         if size.minutes is None:
             return None

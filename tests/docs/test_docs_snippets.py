@@ -14,7 +14,9 @@ from sparsepretrain.cli import prepare as preparing
 from sparsepretrain.cli import train as training_verb
 from sparsepretrain.cli._verb import read_settings
 from sparsepretrain.cli.main import parser
+from sparsepretrain.config import tables
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.studies import sweep
 from sparsepretrain.training import derive
 
 SHELL = [b for f in DOCUMENTS for b in blocks(f, "sh")]
@@ -74,7 +76,13 @@ def run(argv: list[str], tiny) -> None:
     elif verb == "finetune":
         recipe = derive.with_recipe(arguments.overrides, arguments.config_dir)
         config.load([*recipe, "model=pretrained", "model.path=x"], arguments.config_dir)
+    elif verb == "sweep":
+        search = arguments.search is not None
+        axes = sweep.read_axes(arguments.overrides, arguments.config_dir, search=search)
+        assert sweep.part(arguments.name, axes, arguments.config_dir, search=search).cells
     elif hasattr(arguments, "overrides"):
+        if verb == "reproduce" and not arguments.list:
+            tables.load_table(arguments.table)
         config.load(arguments.overrides, arguments.config_dir)
     if verb not in RUN or any(word.startswith("lm_eval=") for word in words):
         return

@@ -1,0 +1,85 @@
+"""The verb ``sweep``: runs of every combination of values, or a search for the best."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import TYPE_CHECKING
+
+from sparsepretrain.cli._verb import UsageError, integer_from
+from sparsepretrain.cli.reproduce import StudyVerb
+from sparsepretrain.registry import register
+
+if TYPE_CHECKING:
+    from sparsepretrain.studies.sweep import Axes
+
+DESCRIPTION = """\
+Train every combination of values: sparsity=ste,srste seed=0..4 optim.lr=1e-3,2e-3. Values are
+separated by commas, or range(0,10,2), glob(s*) of the options of a group, 0..4 for integers; a list
+in brackets is one value. Each run is an ordinary one in runs/NAME/VALUES/HASH-sSEED; as with
+reproduce, all are checked first, finished ones are skipped, partial ones continue, failing ones are
+rows, and the same command continues. --search lets Optuna choose N trials from ranges, as
+optim.lr=1e-4..1e-2 (by its logarithm), interval(0,0.5) or 2..8, and from values, for the best
+metric of the last evaluation, the mean over the seeds.
+"""
+
+
+@register("verb", "sweep")
+class Sweep(StudyVerb):
+    summary = "train every combination of values, or search for the best"
+    place = 5
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.description = DESCRIPTION
+        super().add_arguments(parser)
+        text = "directory below runs_dir; default: sweep"
+        parser.add_argument("--name", default="sweep", metavar="NAME", help=text)
+        text = "search with N trials (needs the extra sweep)"
+        parser.add_argument("--search", type=integer_from(1), metavar="N", help=text)
+        text = "what a search is for, of the validation split; default: loss"
+        parser.add_argument("--metric", default="loss", metavar="KEY", help=text)
+        text = "search for the largest value instead of the smallest"
+        parser.add_argument("--maximize", action="store_true", help=text)
+
+    def run(self, args: argparse.Namespace) -> int:
+        from sparsepretrain.errors import ConfigError
+        from sparsepretrain.files import is_plain_name
+        from sparsepretrain.studies import sweep
+
+        if not is_plain_name(args.name):
+            raise ConfigError(f"--name must be a plain directory name, got {args.name!r}")
+        axes = sweep.read_axes(args.overrides, args.config_dir, search=args.search is not None)
+        if args.search is None:
+            found = sweep.part(args.name, axes, args.config_dir)
+            return self.start(args, [found], sweep.report_words(found))
+        if args.commands or args.slurm:
+            raise UsageError("a search decides as results come in: it has no list of commands")
+        return _search(args, axes)
+
+
+def _search(args: argparse.Namespace, axes: Axes) -> int:
+    from sparsepretrain.studies import reproduce, sweep
+    from sparsepretrain.tracking.console import Console
+
+    console = Console()
+    first = sweep.part(args.name, axes, args.config_dir, search=True)
+    ranges = [f"{key} in {limits}" for key, limits in axes.ranges.items()]
+    ranges += [f"{key} of {', '.join(values)}" for key, values in axes.values.items()]
+    if args.dry_run:
+        reproduce.show_plan([first], args.stop_after, args.config_dir, console)
+        console.info(f"search: {args.search} such trials, {'; '.join(ranges)}")
+        return 0
+    (first,) = reproduce.check([first], args.stop_after, args.config_dir, console)
+    search = sweep.Search(
+        args.name,
+        axes,
+        args.search,
+        args.metric,
+        args.maximize,
+        args.stop_after,
+        args.config_dir,
+    )
+    command = search.run(console, jobs=args.jobs)
+    console.info(f"to train with the best values:\n{command}")
+    console.info(f"sparsepretrain report {shlex.quote(first.cells[0].run.runs_dir)}")
+    return 0

@@ -1,0 +1,268 @@
+"""Runs of every combination of values, and searches for the best one; cells as those of tables."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sparsepretrain.config.places import catalogue
+from sparsepretrain.config.tables import Cell, Table, grid
+from sparsepretrain.errors import ConfigError, DivergedError, needs
+from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.studies import engine
+from sparsepretrain.studies.reproduce import Part, study_of, to_run
+from sparsepretrain.tracking.console import Console
+
+NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+
+SHOWN = 10
+"""The best trials, printed at the end of a search."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Where a search may choose a number."""
+
+    low: float
+    high: float
+    log: bool
+    whole: bool
+
+    @property
+    def first(self) -> float | str:
+        """Its low end, as a value of a run."""
+        return int(self.low) if self.whole else self.low
+
+    def __str__(self) -> str:
+        return f"{self.low:g}..{self.high:g}{', logarithmic' * self.log}"
+
+
+@dataclass(slots=True)
+class Axes:
+    """What the words of a sweep say."""
+
+    fixed: list[str] = field(default_factory=list)
+    """Overrides of every run."""
+    values: dict[str, list[str]] = field(default_factory=dict)
+    """Key -> values, as they are typed."""
+    ranges: dict[str, Range] = field(default_factory=dict)
+    seeds: list[int] = field(default_factory=lambda: [0])
+
+    def cells(self, name: str, config_dirs: Sequence[Path]) -> list[Cell]:
+        """Every combination of the values with every seed."""
+        words = [[f"{key}={value}" for value in self.values[key]] for key in self.values]
+        combinations = itertools.product(*words)
+        named = {(" ".join(chosen) or "run", ""): [*self.fixed, *chosen] for chosen in combinations}
+        return grid(name, named, self.seeds, config_dirs)
+
+
+def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: bool) -> Axes:
+    """Sort overrides into those with one value and those with several.
+
+    Several are what Hydra's sweeps are, ``a,b``, ``range(…)``, ``choice(…)`` and ``glob(…)``, and
+    ``LOW..HIGH``: all integers between and with these, for a search a range of integers or
+    numbers, which are then chosen by their logarithm. ``interval(LOW,HIGH)`` is a plain range.
+
+    Raises:
+        ConfigError: all problems, one line each.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    axes, errors = Axes(), []
+    parser = OverridesParser.create()
+    for word in map(str.strip, overrides):
+        key, _, text = word.partition("=")
+        key = key.lstrip("+")
+        try:
+            parsed: Any = parser.parse_override(word)
+        except (HydraException, RecursionError):
+            axes.fixed.append(word)  # which says what is wrong when it is composed
+            continue
+        values: list[str] = []
+        if ends := re.fullmatch(rf"({NUMBER})\.\.({NUMBER})", text):
+            whole = not any(set(".eE") & set(end) for end in ends.groups())
+            low, high = map(float, ends.groups())
+            if low >= high:
+                errors.append(f"{word}: the end of a range must be above its start")
+            elif whole and (not search or key == "seed"):
+                values = [str(i) for i in range(int(low), int(high) + 1)]
+            else:
+                axes.ranges[key] = Range(low, high, low > 0 and not whole, whole)
+        elif parsed.is_interval_sweep():
+            sweep = parsed.value()
+            axes.ranges[key] = Range(sweep.start, sweep.end, "log" in sweep.tags, whole=False)
+        elif not parsed.is_sweep_override():
+            values = [text]
+        elif parsed.is_discrete_sweep() and hasattr(parsed.value(), "filter"):
+            values = parsed.value().filter(list(catalogue(config_dirs).get(key, ())))
+            if not values:
+                errors.append(f"{word} matches no option of {key}")
+        else:
+            values = list(parsed.sweep_string_iterator())
+        if key == "seed" and all(value.isdigit() for value in values):
+            axes.seeds = list(dict.fromkeys(map(int, values)))
+        elif key == "name":
+            errors.append("name= is that of a run: a sweep takes --name")
+        elif len(values) == 1:
+            axes.fixed.append(word if text == values[0] else f"{key}={values[0]}")
+        elif values:
+            axes.values[key] = list(dict.fromkeys(values))
+    if axes.ranges and not search:
+        text = "is a range to search in: give --search TRIALS, or values"
+        errors += [f"{key}={axes.ranges[key]} {text}: {key}=a,b,c" for key in axes.ranges]
+    if search and not axes.ranges and not axes.values:
+        errors.append("a search needs a range (optim.lr=1e-4..1e-2) or values (sparsity=ste,sste)")
+    if errors:
+        raise ConfigError(errors)
+    return axes
+
+
+def part(name: str, axes: Axes, config_dirs: Sequence[Path], *, search: bool = False) -> Part:
+    """The runs of a sweep; of a search, one trial with the first values."""
+    if search:
+        first = {key: limits.first for key, limits in axes.ranges.items()}
+        first |= {key: typed[0] for key, typed in axes.values.items()}
+        words = [f"{key}={value}" for key, value in first.items()]
+        axes = Axes([*axes.fixed, *words], seeds=axes.seeds)
+    return Part(name, Table(title=name), None, axes.cells(name, config_dirs))
+
+
+def report_words(found: Part) -> str:
+    """What follows ``sparsepretrain report`` for the runs of a sweep."""
+    runs = {str(RunDirectory.of(cell.run)): cell.run.runs_dir for cell in found.cells}
+    words = list(runs) if len(runs) <= SHOWN else list(dict.fromkeys(runs.values()))
+    return shlex.join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Trials that Optuna chooses, each a run per seed."""
+
+    name: str
+    axes: Axes
+    trials: int
+    metric: str
+    """Of the last line about the validation split."""
+    maximize: bool
+    stop_after: int | None
+    config_dirs: Sequence[Path]
+
+    def run(self, console: Console, *, jobs: int | None = None) -> str:
+        """Run (or continue) the search; returns the command that trains with the best.
+
+        Its trials are kept in ``search.journal`` in the directory of the runs; those of other
+        ranges, values or metrics under the same name are not its own.
+
+        Raises:
+            Stopped: by a signal; the same call goes on where it stopped.
+            ConfigError: no trial has the metric.
+        """
+        with needs("--search", "optuna", "sweep", error=ConfigError):
+            import optuna
+            from optuna.storages import journal
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        first = part(self.name, self.axes, self.config_dirs, search=True).cells[0].run
+        folder = Path(first.runs_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make {folder} ({error.strerror}): set runs_dir") from error
+        same: list[Any] = [
+            self.axes.fixed,
+            self.axes.values,
+            self.axes.seeds,
+            self.metric,
+            self.stop_after,
+        ]
+        same.append({key: str(limits) for key, limits in self.axes.ranges.items()})
+        backend = journal.JournalFileBackend(str(folder / "search.journal"))
+        study = optuna.create_study(
+            study_name=hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8],
+            storage=optuna.storages.JournalStorage(backend),
+            direction="maximize" if self.maximize else "minimize",
+            load_if_exists=True,
+        )
+        # what is drawn depends on what was found, so a continued search repeats no draw
+        study.sampler = optuna.samplers.TPESampler(seed=len(study.trials), constant_liar=True)
+        states = optuna.trial.TrialState
+        title = f"{self.name}: search"
+        with study_of(title, [first], console, self.stop_after, jobs) as runs:
+            while True:
+                open_ = study.get_trials(states=(states.RUNNING,))
+                left = self.trials - (len(study.trials) - len(open_))
+                for _ in range(min(runs.jobs, left) - len(open_)):
+                    study.ask(self._distributions(optuna.distributions))
+                open_ = study.get_trials(states=(states.RUNNING,))[: max(0, left)]
+                if not open_:
+                    break
+                for trial, value in self._measured(runs, open_, console).items():
+                    failed = math.isnan(value)
+                    study.tell(trial, *([None, states.FAIL] if failed else [value]))
+            runs.show_all()
+        done = [(t.value, t) for t in study.trials if t.value is not None]
+        done = [(value, trial) for value, trial in done if math.isfinite(value)]
+        if not done:
+            raise ConfigError(f"no trial has validation {self.metric}: see the failed ones above")
+        done.sort(key=lambda pair: pair[0], reverse=self.maximize)
+        keys = list(self._distributions(optuna.distributions))
+        rows = [
+            (trial.number, *(f"{v:.4g}" if isinstance(v, float) else v for v in (value, *chosen)))
+            for value, trial in done[:SHOWN]
+            for chosen in [[trial.params[key] for key in keys]]
+        ]
+        console.table(f"{self.name}: best", rows, ("trial", f"validation {self.metric}", *keys))
+        flags = [word for d in self.config_dirs for word in ("--config-dir", str(d))]
+        words = [*flags, *self.axes.fixed, *self._words(done[0][1])]
+        return shlex.join(["sparsepretrain", "train", *words])
+
+    def _distributions(self, make: Any) -> dict[str, Any]:
+        found = {key: make.CategoricalDistribution(v) for key, v in self.axes.values.items()}
+        for key, r in self.axes.ranges.items():
+            number = make.IntDistribution if r.whole else make.FloatDistribution
+            ends = (int(r.low), int(r.high)) if r.whole else (r.low, r.high)
+            found[key] = number(*ends, log=r.log)
+        return found
+
+    def _words(self, trial: Any) -> list[str]:
+        return [f"{key}={value}" for key, value in trial.params.items()]
+
+    def _measured(
+        self, study: engine.Study, trials: Sequence[Any], console: Console
+    ) -> dict[int, float]:
+        """Number of a trial -> its metric, the mean over the seeds; NaN: it failed."""
+        cells: dict[int, list[engine.Cell]] = {}
+        for trial in trials:
+            place = {(f"trial {trial.number}", ""): [*self.axes.fixed, *self._words(trial)]}
+            try:
+                made = grid(self.name, place, self.axes.seeds, self.config_dirs)
+            except ConfigError as error:  # a value that does not go with the others
+                console.warn("; ".join(error.messages))
+                cells[trial.number] = []
+                continue
+            trials_part = Part(self.name, Table(title=self.name), None, made)
+            cells[trial.number] = to_run([trials_part], self.stop_after, self.config_dirs, console)
+        study.run([cell for own in cells.values() for cell in own])
+        return {number: _mean(list(map(self._value, own))) for number, own in cells.items()}
+
+    def _value(self, cell: engine.Cell) -> float:
+        if cell.exit_code == DivergedError.exit_code:
+            return -math.inf if self.maximize else math.inf
+        if cell.state != "finished":
+            return math.nan
+        lines = [line for line in cell.directory.record() if line.get("split") == "validation"]
+        value = lines[-1].get(self.metric) if lines else None
+        return math.nan if value is None else float(value)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,181 @@
+"""``sparsepretrain sweep``: which runs words mean, searches, and jobs of a cluster."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_reproduce import in_process  # noqa: F401
+from tiny_runs import Tiny
+
+from sparsepretrain import cli
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.runs.directory import find_runs
+from sparsepretrain.studies import engine, slurm
+from sparsepretrain.studies.sweep import Range, read_axes
+
+
+def axes(*words: str, search: bool = False) -> Any:
+    return read_axes(words, [], search=search)
+
+
+def test_words_are_values_seeds_and_lists() -> None:
+    found = axes(
+        "sparsity=ste,srste", "seed=0..2", "optim.lr=1e-3,2e-3", "steps=range(4,9,2)",
+        "sparsity.targets=[ffn,attention]", "model=glob(gpt2_1*)", "name2='a b',c", "batch.size=4",
+    )  # fmt: skip
+    assert found.seeds == [0, 1, 2]
+    assert found.values == {
+        "sparsity": ["ste", "srste"],
+        "optim.lr": ["0.001", "0.002"],
+        "steps": ["4", "6", "8"],
+        "model": ["gpt2_124m", "gpt2_1558m"],
+        "name2": ["'a b'", "c"],
+    }
+    assert found.fixed == ["sparsity.targets=[ffn,attention]", "batch.size=4"]
+    assert axes("seed=3,5,3").seeds == [3, 5] and axes("seed=4").seeds == [4]
+    assert axes("model.n_layer=1..3").values == {"model.n_layer": ["1", "2", "3"]}
+
+
+def test_ranges_are_for_searches() -> None:
+    words = ("optim.lr=1e-4..1e-2", "model.n_layer=1..3", "ema=interval(0,1)", "seed=0..1")
+    found = axes(*words, search=True)
+    assert found.ranges == {
+        "optim.lr": Range(1e-4, 1e-2, log=True, whole=False),
+        "model.n_layer": Range(1, 3, log=False, whole=True),
+        "ema": Range(0, 1, log=False, whole=False),
+    }
+    assert found.seeds == [0, 1]
+    assert axes("a=tag(log,interval(1,2))", search=True).ranges["a"].log
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["optim.lr=1e-4..1e-2"], "config error: optim.lr=0.0001..0.01, logarithmic is a range to"),
+        (["seed=4..1"], "config error: seed=4..1: the end of a range must be above its start"),
+        (["name=a,b"], "config error: name= is that of a run: a sweep takes --name"),
+        (["sparsity=glob(z*)"], "config error: sparsity=glob(z*) matches no option of sparsity"),
+        (["--search", "3"], "config error: a search needs a range (optim.lr=1e-4..1e-2)"),
+        (["--search", "3", "--commands", "seed=1", "optim.lr=1..2"], "usage error: a search"),
+        (["--name", "a/b"], "config error: --name must be a plain directory name, got 'a/b'"),
+        (["steps=1,x"], "config error: steps=x: steps must be an integer, got 'x'"),
+        (["sparsity=[ste,sste"], "config error: run: override 'sparsity=[ste,sste' cannot be read"),
+        (["--slurm", "gpus"], "usage error: argument --slurm: must be KEY=VALUE,KEY=VALUE"),
+    ],
+)
+def test_mistakes_are_a_line_and_nothing_is_touched(
+    words: list[str],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["sweep", *words]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"sparsepretrain: {line}") and err.count("\n") == 1 and not out, err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_ends_with_the_line_of_its_report(
+    tiny: Tiny,
+    in_process: None,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*tiny.overrides("sparsity=dense,ste", "seed=1,2"), "--name", "pair"]
+    assert cli.main(["sweep", *words, "--stop-after", "1"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    command = shlex.split(last)
+    assert command[:2] == ["sparsepretrain", "report"]
+    runs = {run.path for run in find_runs([tiny.root / "runs"])}
+    assert {Path(word) for word in command[2:]} == runs
+    names = sorted(f"{p.parent.name} {p.name[-2:]}" for p in runs)
+    assert names == [f"sparsity_{m} s{s}" for m in ("dense", "ste") for s in (1, 2)]
+    assert {p.parent.parent.name for p in runs} == {"pair"}
+    assert cli.main(["sweep", *words, "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("from step 1") == 4
+
+
+def test_a_search_finds_the_rate_and_continues(
+    tiny: Tiny,
+    in_process: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "sweep",
+        *tiny.overrides("optim.lr=1e-6..1e-1", "steps=4", "schedule.min_lr=0"),
+        "--search",
+    ]
+    assert cli.main([*words, "5", "--dry-run"]) == 0
+    assert "search: 5 such trials, optim.lr in 1e-06..0.1, log" in capsys.readouterr().out
+    work, calls = engine.Cell.work, 0
+
+    def stop(cell: engine.Cell) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return work(cell)
+
+    monkeypatch.setattr(engine.Cell, "work", stop)
+    assert cli.main([*words, "4"]) == 130
+    assert cli.main([*words, "4"]) == 0
+    assert calls == 5, "the third trial is begun again, two are not"
+    out = capsys.readouterr().out
+    command = shlex.split(out[out.index("to train with the best values:") :].splitlines()[1])
+    rate = next(float(w.partition("=")[2]) for w in command if w.startswith("optim.lr="))
+    losses = {}
+    for run in find_runs([tiny.root / "runs"]):
+        losses[run.config()["optim"]["lr"]] = run.record()[-1]["loss"]
+    assert len(losses) == 4 and losses[rate] == min(losses.values())
+    # no more trials are wanted, and those of another metric are others
+    assert cli.main([*words, "4"]) == 0 and calls == 5
+    assert cli.main([*words, "1", "--metric", "bleu"]) == 2
+    assert "no trial has validation bleu" in capsys.readouterr().err
+
+
+def test_jobs_of_a_cluster(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", *tiny.overrides("sparsity=ste,dense"), "--slurm", "partition=gpu"]
+    if not os.environ.get("SLURM_CLUSTER_NAME"):
+        assert cli.main(words) == 2
+        assert "--slurm: Could not detect" in capsys.readouterr().err
+    settings = {"cluster": "debug"}
+    (job,) = slurm.submit("x", [f"echo $((1 + 1)) > {tiny.root}/two"], settings, tiny.root)
+    job.result()
+    assert (tiny.root / "two").read_text() == "2\n"
+    with pytest.raises(subprocess.CalledProcessError):
+        slurm.Line()("exit 3")
+
+
+def test_what_sbatch_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("srun", ""), ("sbatch", f"cp $1 {tmp_path}/seen; echo job 12")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    settings = {"partition": "gpu", "gpus": "1", "time": "2:00:00", "jobs": "2"}
+    jobs = slurm.submit("x", ["true", "true", "true"], settings, tmp_path / "out")
+    assert [job.job_id for job in jobs] == ["12_0", "12_1", "12_2"]
+    script = (tmp_path / "seen").read_text()
+    for line in ("--partition=gpu", "--gpus=1", "--time=2:00:00", "--array=0-2%2"):
+        assert f"#SBATCH {line}\n" in script
+    slurm.submit("x", ["true"], {}, tmp_path / "out")
+    assert "--time" not in (tmp_path / "seen").read_text()
+
+
+@pytest.mark.fault
+def test_jobs_run_here_too(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", *tiny.overrides("sparsity=ste,dense"), "--stop-after", "1"]
+    assert cli.main([*words, "--slurm", "cluster=local"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("job ") == 2 and "ste, seed 0; prints to " in out
+
+
+def test_a_refused_word_names_the_place() -> None:
+    with pytest.raises(ConfigError, match=r"run: unknown key 'optim\.lt'"):
+        axes("optim.lt=1").cells("x", [])
