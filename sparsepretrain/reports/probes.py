@@ -131,7 +131,7 @@ def figure_2(runs: Runs, labels: Labels) -> Figure | None:
         for index, (steps, predicted, actual) in enumerate(points):
             label = shown[index][1]
             mesh = _scatter(row[index], -predicted, -actual, steps, scale)
-            row[index].set_title(f"{label}, ε = {epsilon:g}", fontsize=8)
+            row[index].set_title(f"{label}\nε = {epsilon:g}", fontsize=7)
             row[index].set_xlabel("predicted reduction", fontsize=8)
             share = np.arange(1, len(actual) + 1) / len(actual)
             style: dict[str, Any] = {"color": COLOURS[index % 7], "linestyle": DASHES[index // 7]}
@@ -139,7 +139,7 @@ def figure_2(runs: Runs, labels: Labels) -> Figure | None:
         row[0].set_ylabel("actual reduction", fontsize=8)
         row[-1].axvline(0, color="black", linewidth=0.8)
         _symlog(row[-1], scale, both=False)
-        row[-1].set_title(f"share of steps below, ε = {epsilon:g}", fontsize=8)
+        row[-1].set_title(f"share of steps below\nε = {epsilon:g}", fontsize=7)
         row[-1].set_xlabel("actual reduction", fontsize=8)
     if len(shown) > 1:
         grid[0, -1].legend(fontsize=6, frameon=False, loc="upper left")

@@ -80,9 +80,9 @@ def test_several_runs_share_the_figures_of_the_paper(tmp_path):
     first = figure.axes[0].collections[0].get_offsets()
     assert np.allclose(first, np.transpose([1 / np.array(STEPS), 0.5 / np.array(STEPS)]))
     assert [axes.get_title() for axes in figure.axes[:3]] == [
-        "sste, ε = 1",
-        "ste, ε = 1",
-        "share of steps below, ε = 1",
+        "sste\nε = 1",
+        "ste\nε = 1",
+        "share of steps below\nε = 1",
     ]
 
 
