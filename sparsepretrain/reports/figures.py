@@ -109,9 +109,9 @@ def difference_figure(
             if reference is None or label != reference:
                 x, *values = band(losses)
                 ranges += [part[x >= 0.1 * x[-1]] for part in values] if len(x) else []
-                _draw(upper, x, values, style)
+                _draw(upper, x, values, style | {"label": label})
             x, *values = band([a.get("flip_rate") for a, _ in runs])
-            _draw(lower, x, [*map(plots.visible, values)], style | {"marker": None})
+            _draw(lower, x, [*map(plots.visible, values)], style | {"marker": None, "label": label})
             drawn[label] = style
         upper.axhline(0, color="black", linewidth=1) if reference is not None else None
         upper.set_title(title, fontsize=10, loc="left")
@@ -159,13 +159,13 @@ def dots_figure(
             if d.n > 1:
                 axes.plot(d.values, [y] * d.n, ".", color=style["color"], alpha=0.35, markersize=5)
                 axes.plot([low, high], [y, y], color=style["color"], linewidth=1.8)
-            axes.plot([d.mean], [y], **style | {"linestyle": " ", "markersize": 6})
+            axes.plot([d.mean], [y], label=label, **style | {"linestyle": " ", "markersize": 6})
         if any(min(d.values) < 0 for d in rows.values()) or "minus" in title:
             axes.axvline(0, color="black", linewidth=1)
         axes.set_title(title, fontsize=9, loc="left", wrap=True)
-        axes.set_yticks(range(len(labels)), labels if index == 0 else [""] * len(labels))
+        axes.set_yticks(range(len(labels)), labels)
         axes.set_ylim(len(labels) - 0.5, -0.5)
-        axes.tick_params(labelsize=8)
+        axes.tick_params(labelsize=8, labelleft=index == 0)
         axes.margins(x=0.08)
     return figure
 
@@ -203,7 +203,8 @@ def axis_figure(results: TableResults, table: Table) -> Figure | None:
             style = line_style(rows.index(label))
             at = [i + 0.06 * (offset - (len(lines) - 1) / 2) for i in range(len(ticks))]
             points = [(x, d, d.interval()) for x, d in zip(at, line, strict=True) if d.n]
-            axes.plot([x for x, *_ in points], [d.mean for _, d, _ in points], **style)
+            means = [d.mean for _, d, _ in points]
+            axes.plot([x for x, *_ in points], means, label=label, **style)
             for x, _, (low, high) in points:
                 axes.plot([x, x], [low, high], color=style["color"], linewidth=2, alpha=0.7)
             drawn[label] = style

@@ -57,7 +57,11 @@ LONGEST = 40
 
 
 def report(
-    runs: Sequence[Path], out: Path | None = None, labels: Sequence[str] | None = None
+    runs: Sequence[Path],
+    out: Path | None = None,
+    labels: Sequence[str] | None = None,
+    *,
+    page: bool = False,
 ) -> list[Path]:
     """Draw and describe runs.
 
@@ -69,6 +73,7 @@ def report(
         runs: run directories, or directories above them.
         out: write there instead.
         labels: one name per run; by default what differs between the configurations.
+        page: write ``report.html`` too, 5 MB with all it needs; plotly is the extra ``report``.
 
     Returns:
         The files written, pictures first.
@@ -84,9 +89,10 @@ def report(
         raise ConfigError(f"{len(labels)} labels for {len(data)} runs: give one label per run")
     try:
         if len(data) == 1:
-            return _one(data[0], Path(out) if out else data[0].path)
+            return _one(data[0], Path(out) if out else data[0].path, page=page)
         names = list(labels) if labels is not None else default_labels(data)
-        return _several(data, names, Path(out) if out else Path("reports") / _file_name(names))
+        place = Path(out) if out else Path("reports") / _file_name(names)
+        return _several(data, names, place, page=page)
     except OSError as error:
         raise _unwritable(error) from error
 
@@ -101,6 +107,7 @@ def report_table(
     config_dirs: Sequence[Path] = (),
     record: bool = False,
     from_record: bool = False,
+    html: bool = False,
 ) -> list[Path]:
     """Write the page of a table: ``<name>.md`` and its figures ``<name>-*.png``.
 
@@ -110,6 +117,7 @@ def report_table(
         scale, seeds, overrides, config_dirs: which runs, see :func:`results.collect`.
         record: write ``records/<name>.json.gz`` too, from which the page can be written again.
         from_record: read that file instead of runs.
+        html: write ``<name>.html`` too, see :func:`report`.
 
     Returns:
         The files written, the Markdown last.
@@ -134,7 +142,7 @@ def report_table(
     try:
         if record:
             write_record(results, file)
-        return _write(out, page.figures, page.lines, f"{name}.md")
+        return _write(out, page.figures, page.lines, f"{name}.md", page=html)
     except OSError as error:
         raise _unwritable(error) from error
 
@@ -144,7 +152,7 @@ def _unwritable(error: OSError) -> ConfigError:
     return ConfigError(f"cannot write the report: {where}; choose another --out")
 
 
-def _one(run: RunData, out: Path) -> list[Path]:
+def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
     figures = {}
     lines = [f"# {plots.title(run)}", "", *markdown_table(("quantity", "value"), _numbers(run)), ""]
     for name, (draw, missing) in PICTURES.items():
@@ -157,19 +165,20 @@ def _one(run: RunData, out: Path) -> list[Path]:
         figures[f"plots/{name}.png"] = figure
         lines += [f"![{name}](plots/{name}.png)", ""]
     lines += _descent([run], [plots.title(run)])
-    environment = json.dumps(
-        run.environment or "environment.json is missing", indent=2, ensure_ascii=False
-    )
+    about = dict(run.environment)
+    coverage = about.pop("coverage", None) or ["not recorded"]
+    environment = json.dumps(about or "environment.json is missing", indent=2, ensure_ascii=False)
     lines += [
         *(f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.", ""),
+        *("## Coverage", "", "```", *coverage, "```", ""),
         *("## Configuration", "", "```yaml"),
         *(run.config_text.rstrip() or "# config.yaml is missing", "```", ""),
         *("## Environment", "", "```json", environment, "```"),
     ]
-    return _write(out, figures, lines)
+    return _write(out, figures, lines, page=page)
 
 
-def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
+def _several(runs: list[RunData], labels: list[str], out: Path, *, page: bool) -> list[Path]:
     paired = pair(runs, labels)
     drawn = {"difference": difference_figure(paired), "overlay": overlay_figure(runs, labels)}
     figures = {f"{name}.png": figure for name, figure in drawn.items() if figure is not None}
@@ -204,7 +213,9 @@ def _several(runs: list[RunData], labels: list[str], out: Path) -> list[Path]:
         path = Path(os.path.relpath(run.path, out)).as_posix()
         where.append((label, f"`{path}`", *(f"`{value}`" if value else "–" for value in told)))
     lines += markdown_table(("run", "directory", "command", "commit"), where)
-    return _write(out, figures, lines)
+    heat = {f"flip_rate_layers {i}": plots.layers_figure(run) for i, run in enumerate(runs)}
+    shown = figures | {name: figure for name, figure in heat.items() if figure is not None}
+    return _write(out, figures, lines, page=page, shown=shown)
 
 
 def _descent(runs: Sequence[RunData], labels: Sequence[str]) -> list[str]:
@@ -298,15 +309,29 @@ def _row(run: RunData, partner: RunData | None, metrics: Sequence[str]) -> tuple
 
 
 def _write(
-    out: Path, figures: dict[str, Figure], lines: Iterable[str], name: str | None = None
+    out: Path,
+    figures: dict[str, Figure],
+    lines: Iterable[str],
+    name: str | None = None,
+    *,
+    page: bool,
+    shown: dict[str, Figure] | None = None,
 ) -> list[Path]:
-    page = out / name if name else RunDirectory(out).report_file
-    for file in [*map(out.joinpath, figures), page]:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    for name, figure in figures.items():
-        figure.savefig(out / name)
-    write_atomic(page, "\n".join(lines).rstrip() + "\n")
-    return [*map(out.joinpath, figures), page]
+    """Pictures, Markdown (the last of what is returned) and, of ``shown`` or all, the HTML page."""
+    text = "\n".join(lines).rstrip() + "\n"
+    file = out / name if name else RunDirectory(out).report_file
+    written = [*map(out.joinpath, figures)]
+    for path in [*written, file]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    for picture, figure in figures.items():
+        figure.savefig(out / picture)
+    write_atomic(file, text)
+    if page:
+        from sparsepretrain.reports.page import html_page
+
+        written.append(file.with_suffix(".html"))
+        write_atomic(written[-1], html_page(text, shown or figures))
+    return [*written, file]
 
 
 def _loss(value: float) -> str:

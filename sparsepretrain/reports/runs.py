@@ -24,7 +24,7 @@ NOT_COMPARED = ("runs_dir", "resume", "tracker", "probe", "experiment")
 BOOKKEEPING = (*NOT_COMPARED, "name", "eval", "log", "checkpoint", "workers", "plugins", "guard")
 """Keys that do not change what a whole run computes: no name for it."""
 
-POINTS = 60
+POINTS = 30
 """Of a curve that is kept: enough for a figure."""
 
 Curve = tuple[list[float], list[float | None]]

@@ -70,6 +70,7 @@ def train(run: Run, console: Console | None = None, *, stop_after: int | None = 
                 t.load_state_dict(source.parts(), source)
                 console.info(f"continuing from {source} (step {t.step})")
             about = environment(t.device) | run_hashes(t, source)
+            about["coverage"] = str(t.sparsifier.coverage()).splitlines()
             other = source if source is named else None
             t.world.first(lambda: _write_files(t, directory, other, about))
             return _run(t, directory, console, signals, resumed=source is not None)

@@ -185,7 +185,7 @@ def test_configs(tmp_path, capsys):
 def test_report(monkeypatch, capsys):
     seen = []
 
-    def report(runs, out):
+    def report(runs, out, page):
         seen.append((runs, out))
         return [Path("a.png")]
 
