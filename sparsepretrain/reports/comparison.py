@@ -116,7 +116,7 @@ def difference_figure(paired: Paired) -> Figure | None:
         style = _style(index) | {"linewidth": 1.3, "marker": point_marker(mean)}
         panels[0].plot(steps, mean, label=label, **style)
         steps, values = difference(pairs, "loss", "validation")
-        panels[1].plot(steps, values, markersize=4, linewidth=1, **_style(index))
+        panels[1].plot(steps, values, label=label, markersize=4, linewidth=1, **_style(index))
     for axes in panels[:2]:
         plots.step_axis(axes)
         axes.axhline(0, color="black", linewidth=1)
@@ -184,11 +184,11 @@ def overlay_figure(runs: Sequence[RunData], labels: Sequence[str]) -> Figure:
     handles, tops = [], []
     intervals = plots.flip_intervals(runs)
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        both = _style(index) | {"markersize": 5, "linewidth": 1.3}
+        both = _style(index) | {"markersize": 5, "linewidth": 1.3, "label": label}
         line, points = both | {"marker": None}, both | {"linestyle": " "}
         if len(intervals) > 1 and run.flip_interval() in intervals:
             label += f" (flips{plots.over(run) or ' over 1 step'})"
-        handles.append(Line2D([], [], **both, label=label))
+        handles.append(Line2D([], [], **(both | {"label": label})))
         steps, loss = run.series("loss")
         mean = smooth(loss)[0]
         left.plot(steps, mean, **line)

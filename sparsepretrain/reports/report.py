@@ -213,6 +213,9 @@ def _several(runs: list[RunData], labels: list[str], out: Path, *, page: bool) -
         path = Path(os.path.relpath(run.path, out)).as_posix()
         where.append((label, f"`{path}`", *(f"`{value}`" if value else "–" for value in told)))
     lines += markdown_table(("run", "directory", "command", "commit"), where)
+    for label, run in zip(labels, runs, strict=True):
+        if covered := run.environment.get("coverage"):
+            lines += ["", f"## Coverage of {label}", "", "```", *covered, "```"]
     heat = {f"flip_rate_layers {i}": plots.layers_figure(run) for i, run in enumerate(runs)}
     shown = figures | {name: figure for name, figure in heat.items() if figure is not None}
     return _write(out, figures, lines, page=page, shown=shown)
