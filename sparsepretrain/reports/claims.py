@@ -65,11 +65,15 @@ class Difference:
         return 1 if self.mean > shift else -1
 
     def within(self, margin: float, level: float = ALPHA) -> bool:
-        """Whether the mean lies in ± ``margin``: two one-sided tests, each at ``level``."""
-        if self.n < SEEDS or self.flat:
-            return False
+        """Whether the mean lies in ± ``margin``, at ``level``."""
+        return self.n >= SEEDS and self.outside(margin) < level
+
+    def outside(self, margin: float) -> float:
+        """p of a mean beyond ± ``margin``: the larger of two one-sided tests."""
+        if self.n < 2 or self.flat:
+            return 1.0
         room = (margin - abs(self.mean)) / self._error
-        return bool(_special().stdtr(self.n - 1, -room) < level)
+        return float(_special().stdtr(self.n - 1, -room))
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
         """Of the mean, from Student's t; NaN for fewer than two seeds."""
@@ -228,7 +232,9 @@ def _equal(claim: Claim, groups: list[list[_Series]], better: str | None) -> Rul
     assert margin is not None
     differences = [first - second for first, second in groups]
     if all(d.within(margin) for d in differences):
-        return Ruling("held", f"{_weakest(differences)}, margin {margin:g}", differences)
+        widest = max(differences, key=lambda d: d.outside(margin))
+        text = f"{widest}; beyond ± {margin:g}: p = {widest.outside(margin):.1g}"
+        return Ruling("held", text, differences)
     level = ALPHA / len(differences)
     beyond = [d for d in differences if d.sign(level, margin) > 0 or d.sign(level, -margin) < 0]
     if beyond:
