@@ -43,25 +43,25 @@ class StudyVerb(ConfiguredVerb):
 
     def start(self, args: argparse.Namespace, found: Sequence[Part], report: str) -> int:
         """Do what the flags say with checked cells; ``report``: what follows ``report``."""
-        from sparsepretrain.studies import reproduce
+        from sparsepretrain.studies import overview, reproduce
         from sparsepretrain.tracking.console import Console
 
         console = Console()
+        given = (args.stop_after, args.config_dir, console)
         if args.dry_run:
-            reproduce.show_plan(found, args.stop_after, args.config_dir, console)
+            overview.show_plan(reproduce.check(found, *given, prepared=False), *given)
             return 0
         # a list of commands may be made for another machine: nothing but lines is printed
         if args.commands:
             print(*reproduce.commands(found, args.stop_after, args.config_dir), sep="\n")
             return 0
-        found = reproduce.check(found, args.stop_after, args.config_dir, console)
+        found = reproduce.check(found, *given)
         if args.slurm is not None:
             for line in reproduce.submit(found, args.stop_after, args.config_dir, args.slurm):
                 console.info(line)
             return 0
-        given = (found, args.stop_after, args.config_dir, console)
         try:
-            reproduce.run_parts(*given, jobs=args.jobs)
+            reproduce.run_parts(found, *given, jobs=args.jobs)
         finally:
             console.info(f"sparsepretrain report {report}")
         return 0
@@ -93,11 +93,11 @@ class Reproduce(StudyVerb):
         return [*(() if set(before) & set(found) else found), *super().words(before, current)]
 
     def run(self, args: argparse.Namespace) -> int:
-        from sparsepretrain.studies import reproduce
+        from sparsepretrain.studies import overview, reproduce
         from sparsepretrain.tracking.console import Console
 
         if args.list:
-            reproduce.show_tables(args.config_dir, Console())
+            overview.show_tables(args.config_dir, Console())
             return 0
         if args.table is None or "=" in args.table:
             raise UsageError("the table comes first: `sparsepretrain reproduce --list` shows them")
@@ -129,11 +129,12 @@ def _bench(part: Part) -> int:
 
     from sparsepretrain.cli.main import main
 
-    words = ["bench", *part.table.bench]
-    if not any(word.startswith("out=") for word in words):
-        words.append(f"out=runs/{part.name}/bench.json")
+    words = [
+        ["bench", suite, f"out=runs/{part.name}/{suite.rpartition('=')[2]}.json"]
+        for suite in part.table.bench
+    ]
     if torch.cuda.is_available():
-        return main(words)
-    command = shlex.join(["sparsepretrain", *words])
-    print(f"{part.name} is measured on a CUDA GPU, and there is none here: {command}")
+        return max(map(main, words))
+    lines = " && ".join(shlex.join(["sparsepretrain", *each]) for each in words)
+    print(f"{part.name} is measured on a CUDA GPU, and there is none here: {lines}")
     return 0

@@ -58,18 +58,19 @@ class Sweep(StudyVerb):
 
 
 def _search(args: argparse.Namespace, axes: Axes) -> int:
-    from sparsepretrain.studies import reproduce, sweep
+    from sparsepretrain.studies import overview, reproduce, sweep
     from sparsepretrain.tracking.console import Console
 
     console = Console()
     first = sweep.part(args.name, axes, args.config_dir, search=True)
     ranges = [f"{key} in {limits}" for key, limits in axes.ranges.items()]
     ranges += [f"{key} of {', '.join(values)}" for key, values in axes.values.items()]
+    given = (args.stop_after, args.config_dir, console)
     if args.dry_run:
-        reproduce.show_plan([first], args.stop_after, args.config_dir, console)
+        overview.show_plan(reproduce.check([first], *given, prepared=False), *given)
         console.info(f"search: {args.search} such trials, {'; '.join(ranges)}")
         return 0
-    (first,) = reproduce.check([first], args.stop_after, args.config_dir, console)
+    (first,) = reproduce.check([first], *given)
     search = sweep.Search(
         args.name,
         axes,

@@ -5,7 +5,6 @@ what is claimed. Nothing here runs or reads a run.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,16 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from sparsepretrain.config.compose import quote, read
-from sparsepretrain.config.places import TABLES, check_yaml, search_path, shipped
+from sparsepretrain.config.places import TABLES, check_yaml, search_path
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.strict import build
 from sparsepretrain.config.validate import load
 from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import suggestion
-
-PUBLISHED = "table/_published.yaml"
-"""What papers and their authors printed, in the shipped directory; each row has a source."""
 
 SIMPLE = "[A-Za-z/][A-Za-z0-9_/-]*"
 """Names that need no quotes."""
@@ -178,7 +174,7 @@ class Table:
     parts: list[str] = field(default_factory=list)
     """Names of other tables that this one only collects on one page."""
     bench: list[str] = field(default_factory=list)
-    """Words of ``sparsepretrain bench`` that measure it: a table of speed, which has no runs."""
+    """``suite=…`` of calls of ``sparsepretrain bench``: a table of speed, which has no runs."""
     row_label: str = "method"
     column_label: str = ""
     rows: dict[str, list[str]] = field(default_factory=dict)
@@ -411,35 +407,3 @@ def word(key: str, value: str) -> str:
 def slug(label: str) -> str:
     """A label as the name of a directory."""
     return re.sub(r"[^\w.+-]+", "_", label).strip("_.") or "cell"
-
-
-@functools.cache
-def published() -> dict[tuple[str, str], dict[str, Any]]:
-    """(paper, table) -> entry of ``_published.yaml``: status, source, note, rows."""
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    with open(shipped() / PUBLISHED, encoding="utf-8") as stream:
-        entries = yaml.load(stream, Loader=loader)["tables"]
-    return {(entry["paper"], str(entry["table"])): entry for entry in entries}
-
-
-def printed(source: Published, row: str, column: str) -> dict[str, Any] | None:
-    """The published row of a cell, with ``status``, ``source`` and ``note`` of its table.
-
-    None: it was not found, or the paper has no such cell.
-
-    Raises:
-        ConfigError: there is no such table, or several of its rows fit.
-    """
-    entry = published().get((source.paper, source.table))
-    if entry is None:
-        raise ConfigError(f"{PUBLISHED} has no table {source.table!r} of {source.paper!r}")
-    if row not in source.rows or (source.columns and column not in source.columns):
-        return None
-    wanted = {**source.match, **source.columns.get(column, {}), **source.rows[row]}
-    fits = [r for r in entry["rows"] if all(r.get(k) == v for k, v in wanted.items())]
-    if len(fits) > 1:
-        raise ConfigError(f"{len(fits)} rows of {source.table!r} ({source.paper}) fit {wanted}")
-    about = {key: entry.get(key, "") for key in ("status", "source", "note")}
-    return {**about, **fits[0]} if fits else None

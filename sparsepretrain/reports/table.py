@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sparsepretrain.config import tables
-from sparsepretrain.config.tables import Metric, Published, Table, place, places, printed
+from sparsepretrain.config.published import printed, published
+from sparsepretrain.config.tables import Metric, Published, Table, place, places
 from sparsepretrain.reports import claims, figures
 from sparsepretrain.reports.claims import Difference, Ruling, judge
 from sparsepretrain.reports.results import SHARED, CellResult, TableResults
@@ -212,7 +213,7 @@ def _published(
 def _sources(sources: Sequence[Published], *, empty: bool) -> list[str]:
     lines = []
     for source in sources:
-        entry = tables.published()[source.paper, source.table]
+        entry = published()[source.paper, source.table]
         warning = SECOND_HAND.get(entry["status"])
         text = f"- Published: {source.paper}, {source.table}: {entry.get('source', '')}"
         text += f"; ⚠ {warning}" if warning else ""

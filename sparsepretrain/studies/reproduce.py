@@ -6,7 +6,6 @@ Sweeps are the same without a published table.
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,9 +20,6 @@ from sparsepretrain.config.tables import (
     Table,
     cells,
     load_table,
-    names,
-    places,
-    printed,
     stage_words,
 )
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError, needs
@@ -31,7 +27,7 @@ from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import engine, stages
 from sparsepretrain.studies.engine import Study
-from sparsepretrain.tracking.console import Console, clock, count
+from sparsepretrain.tracking.console import Console
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +114,19 @@ def _collected(
 
 
 def check(
-    found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path], console: Console
+    found: Sequence[Part],
+    stop_after: int | None,
+    config_dirs: Sequence[Path],
+    console: Console,
+    *,
+    prepared: bool = True,
 ) -> list[Part]:
     """Refuse every run and stage that only torch can see cannot start; counts steps of epochs.
 
     Runs that are done are passed over, and of a cell's seeds one is looked at.
+
+    Args:
+        prepared: whether data that is not there, which alone tells the steps, is a problem.
 
     Raises:
         ConfigError: all problems, one line each, with the places where they are.
@@ -140,6 +144,8 @@ def check(
             try:
                 settled[at] = _check(cell, part.stages, config_dirs, done=done)
             except SparsePretrainError as error:
+                if isinstance(error, DataError) and not prepared:
+                    continue
                 for message in getattr(error, "messages", [str(error)]):
                     errors.setdefault(message, []).append(cell.place)
         now = []
@@ -277,104 +283,3 @@ def submit(
         for job, cell in zip(slurm.submit(part.name, lines, settings, folder), cells, strict=True):
             yield f"job {job.job_id}: {part.name}: {cell.label}; prints to {job.paths.stdout}"
     yield "the same command without --slurm runs what is left here; with --dry-run it says what"
-
-
-def show_plan(
-    found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path], console: Console
-) -> None:
-    """Print the cells, what is left of each, and what they cost; runs nothing."""
-    console.loading(found[0].name)
-    from sparsepretrain.tasks import build_task
-    from sparsepretrain.training.assembly import META, build_model
-    from sparsepretrain.training.plan import duration, step_cost
-    from sparsepretrain.training.world import World
-
-    chosen = to_run(found, stop_after, config_dirs, console)
-    title = f"{' + '.join(part.name for part in found)} (dry run)"
-    rows = [(cell.label, f"{cell.end:,}", cell.left, cell.directory) for cell in chosen]
-    console.table(title, rows, header=("run", "steps", "state", "run directory"))
-    costs: dict[str, tuple[float, int]] = {}
-    total, flops, items, unknown = 0, 0.0, 0, ""
-    for cell, (*_, left, _) in zip(chosen, rows, strict=True):
-        steps = 0 if left == "finished" else cell.end
-        steps -= int(left.removeprefix("from step ")) if left.startswith("from") else 0
-        total += steps
-        plain = cell.run.plain
-        key = json.dumps([plain[group] for group in ("model", "task", "data", "batch")])
-        if key not in costs:
-            try:
-                task = build_task(cell.run)
-                each, _, of_step = step_cost(cell.run, task, build_model(task, META))
-                costs[key] = each, of_step
-            except (ConfigError, DataError) as error:
-                unknown, costs[key] = str(error), (0.0, 0)
-        flops, items = flops + steps * costs[key][0], items + steps * costs[key][1]
-    open_ = sum(row[2] != "finished" for row in rows)
-    run = chosen[0].run
-    facts = [
-        ("runs", f"{open_} of {len(rows)} to run or continue"),
-        ("steps", f"{total:,}"),
-        (build_task(run).unit, count(items)),
-        ("compute", unknown or duration(run, World.single(run.parallel.device).device, flops)),
-    ]
-    if following := [stage.name for part in found for stage in part.stages]:
-        facts.append(("then, of each", ", ".join(dict.fromkeys(following))))
-    if stop_after is None and (minutes := _minutes(found)) is not None:
-        share = open_ / len(rows)
-        facts.append(("time", f"about {clock(60 * minutes * share)} on one core, as measured"))
-    console.table("", facts)
-
-
-def _minutes(found: Iterable[Part]) -> float | None:
-    """CPU minutes of all cells, from those that were measured for the seeds of the scale."""
-    total = 0.0
-    for part in found:
-        if part.scale is None:
-            return None
-        size = part.table.scales[part.scale]
-        if size.minutes is None:
-            return None
-        whole = size.seeds * sum(not why for *_, why in places(part.table, part.scale))
-        total += size.minutes * len(part.cells) / whole
-    return total
-
-
-def show_tables(config_dirs: Sequence[Path], console: Console) -> None:
-    """Print all tables: their cells, what is published, minutes at nano scale."""
-    rows = []
-    for name in sorted(names(config_dirs)):
-        try:
-            rows.append((name, *_described(load_table(name, config_dirs))))
-        except ConfigError as error:
-            console.warn("; ".join(error.messages))
-    header = ("table", "title", "in the paper", "paper", "nano", "published", "minutes")
-    console.table("", rows, header=header)
-    console.info("paper, nano: cells x seeds; minutes: of a CPU core, for nano")
-
-
-def _described(table: Table) -> tuple[str, ...]:
-    source = " ".join(filter(None, (table.paper, table.number)))
-    if table.parts:
-        return f"{table.title}: {', '.join(table.parts)}", source, *"––––"
-    if table.bench:
-        return f"{table.title}: bench {' '.join(table.bench)}", source, *"––––"
-    sizes = []
-    for scale in ("paper", "nano"):
-        size = table.scales.get(scale)
-        number = 0 if size is None else sum(not why for *_, why in places(table, scale))
-        sizes.append("–" if size is None else f"{number} x {size.seeds}")
-    values = [
-        printed(source, row, column) is not None
-        for source in table.published
-        for row in table.rows
-        for column in table.columns or [""]
-    ]
-    nano = table.scales.get("nano")
-    minutes = "–" if nano is None or nano.minutes is None else f"{nano.minutes:g}"
-    return (
-        table.title,
-        source,
-        *sizes,
-        f"{sum(values)} of {len(values)}" if values else "–",
-        minutes,
-    )

@@ -3,7 +3,8 @@
 import pytest
 
 from sparsepretrain.config import tables
-from sparsepretrain.config.tables import cells, load_table, place, places, printed, stage_words
+from sparsepretrain.config.published import printed
+from sparsepretrain.config.tables import cells, load_table, place, places, stage_words
 
 NAMES = list(tables.names())
 SCALES = [(name, scale) for name in NAMES for scale in load_table(name).scales]

@@ -4,7 +4,8 @@ import pytest
 import yaml
 
 from sparsepretrain.config import freeze, tables
-from sparsepretrain.config.tables import Published, cells, load_table, place, printed
+from sparsepretrain.config.published import printed
+from sparsepretrain.config.tables import Published, cells, load_table, place
 from sparsepretrain.errors import ConfigError
 
 SMALL = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -183,7 +184,7 @@ def test_parts_run_under_their_own_names(
     assert tables("both", "--stop-after", "1", "--seeds", "1") == 0
     out = capsys.readouterr().out
     assert "small + other: 3 finished" in out and "other: ste, seed 0" in out
-    assert "sparsepretrain bench suite=kernels out=runs/speed/bench.json" in out
+    assert "sparsepretrain bench suite=kernels out=runs/speed/kernels.json" in out
     assert len(tables.runs("small")) == 2 and len(tables.runs("other")) == 1
     assert tables("both", "--only", "ste", "--dry-run") == 0
     loop = {"title": "loop", "parts": ["loop"]}
@@ -225,6 +226,21 @@ def test_mistakes_are_a_line_each_and_nothing_is_touched(
     for line, start in zip(err, lines, strict=True):
         assert line.startswith(f"sparsepretrain: {start}"), line
     assert not (tables.tiny.root / "runs").exists()
+
+
+def test_each_child_sees_the_gpu_that_the_fewest_use(tiny: Tiny, in_process: None) -> None:
+    seen = []
+
+    class Watched(InProcess):
+        def start(self) -> None:
+            super().start()
+            seen.append(self.environment["CUDA_VISIBLE_DEVICES"])
+
+    engine._processes.Process = Watched
+    cells = [engine.Cell(x, tiny.load(f"name={x}", "steps=1")) for x in "abcd"]
+    with engine.Study("x", Console(io.StringIO()), jobs=2, devices=["3", "MIG-a"]) as study:
+        study.run(cells)
+    assert sorted(seen[:2]) == sorted(seen[2:]) == ["3", "MIG-a"]
 
 
 STAGES = [

@@ -1,0 +1,118 @@
+"""What tables there are, and what running them would cost; nothing here runs anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from sparsepretrain.config.published import printed
+from sparsepretrain.config.tables import Table, load_table, names, places
+from sparsepretrain.errors import ConfigError, SparsePretrainError
+from sparsepretrain.studies.reproduce import Part, to_run
+from sparsepretrain.tracking.console import Console, clock, count
+
+
+def show_plan(
+    found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path], console: Console
+) -> None:
+    """Print the cells, what is left of each, and what they cost; runs nothing."""
+    console.loading(found[0].name)
+    from sparsepretrain.tasks import build_task
+    from sparsepretrain.training.assembly import META, build_model
+    from sparsepretrain.training.plan import duration, step_cost
+    from sparsepretrain.training.world import World
+
+    chosen = to_run(found, stop_after, config_dirs, console)
+    title = f"{' + '.join(part.name for part in found)} (dry run)"
+    left = [cell.left for cell in chosen]
+    ends = [f"{cell.end:,}" if cell.end else "?" for cell in chosen]
+    directories = [str(cell.directory) for cell in chosen]
+    rows = list(zip((cell.label for cell in chosen), ends, left, directories, strict=True))
+    console.table(title, rows, header=("run", "steps", "state", "run directory"))
+    total, flops, items, unit, unknown = 0, 0.0, 0, "", ""
+    costs: dict[str, tuple[float, int]] = {}
+    for cell, state in zip(chosen, left, strict=True):
+        done = cell.end if state == "finished" else int(state.partition("from step ")[2] or 0)
+        steps, plain = cell.end - done, cell.run.plain
+        key = json.dumps([plain[group] for group in ("model", "task", "data", "batch")])
+        if key not in costs:
+            costs[key] = 0.0, 0
+            try:
+                task = build_task(cell.run)
+                each, _, of_step = step_cost(cell.run, task, build_model(task, META))
+                unit, costs[key] = task.unit, (each, of_step)
+            except SparsePretrainError as error:  # a model or tokenizer that is not there
+                unknown = f"not known: {error}"
+        total, flops = total + steps, flops + steps * costs[key][0]
+        items += steps * costs[key][1]
+        if not cell.end:
+            unknown = unknown or "not known: steps of epochs are counted on prepared data"
+    run, open_ = chosen[0].run, len(left) - left.count("finished")
+    facts = [("runs", f"{open_} of {len(left)} to run or continue"), ("steps", f"{total:,}")]
+    if not unknown:
+        device = World.single(run.parallel.device).device
+        facts += [(unit, count(items)), ("compute", duration(run, device, flops))]
+    else:
+        facts.append(("compute", unknown))
+    if following := [stage.name for part in found for stage in part.stages]:
+        facts.append(("then, of each", ", ".join(dict.fromkeys(following))))
+    if stop_after is None and (minutes := _minutes(found)) is not None:
+        time = clock(60 * minutes * open_ / len(left))
+        facts.append(("time", f"about {time} on one core, as measured"))
+    console.table("", facts)
+
+
+def _minutes(found: Iterable[Part]) -> float | None:
+    """CPU minutes of all cells, from those that were measured for the seeds of the scale."""
+    total = 0.0
+    for part in found:
+        if part.scale is None:
+            return None
+        size = part.table.scales[part.scale]
+        if size.minutes is None:
+            return None
+        whole = size.seeds * sum(not why for *_, why in places(part.table, part.scale))
+        total += size.minutes * len(part.cells) / whole
+    return total
+
+
+def show_tables(config_dirs: Sequence[Path], console: Console) -> None:
+    """Print all tables: their cells, what is published, minutes at nano scale."""
+    rows = []
+    for name in sorted(names(config_dirs)):
+        try:
+            rows.append((name, *_described(load_table(name, config_dirs))))
+        except ConfigError as error:
+            console.warn("; ".join(error.messages))
+    header = ("table", "title", "in the paper", "paper", "nano", "published", "minutes")
+    console.table("", rows, header=header)
+    console.info("paper, nano: cells x seeds; minutes: of a CPU core, for nano")
+
+
+def _described(table: Table) -> tuple[str, ...]:
+    source = " ".join(filter(None, (table.paper, table.number)))
+    if table.parts:
+        return f"{table.title}: {', '.join(table.parts)}", source, *"––––"
+    if table.bench:
+        return f"{table.title}: bench {' '.join(table.bench)}", source, *"––––"
+    sizes = []
+    for scale in ("paper", "nano"):
+        size = table.scales.get(scale)
+        number = 0 if size is None else sum(not why for *_, why in places(table, scale))
+        sizes.append("–" if size is None else f"{number} x {size.seeds}")
+    values = [
+        printed(source, row, column) is not None
+        for source in table.published
+        for row in table.rows
+        for column in table.columns or [""]
+    ]
+    nano = table.scales.get("nano")
+    minutes = "–" if nano is None or nano.minutes is None else f"{nano.minutes:g}"
+    return (
+        table.title,
+        source,
+        *sizes,
+        f"{sum(values)} of {len(values)}" if values else "–",
+        minutes,
+    )
