@@ -69,7 +69,7 @@ class Difference:
         return self.n >= SEEDS and self.outside(margin) < level
 
     def outside(self, margin: float) -> float:
-        """p of a mean beyond ± ``margin``: the larger of two one-sided tests."""
+        """The larger p of two one-sided tests: of a mean beyond ± ``margin``."""
         if self.n < 2 or self.flat:
             return 1.0
         room = (margin - abs(self.mean)) / self._error
