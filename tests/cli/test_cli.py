@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -249,25 +248,21 @@ LOADED = "import sys; from sparsepretrain.cli import main; main(sys.argv[1:]); p
 
 
 @pytest.mark.parametrize(
-    ("argv", "absent", "seconds"),
+    ("argv", "absent", "most"),
     [
-        (["--help"], {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich"}, 0.3),
-        (["train", "--cfg", "job"], {"torch", "numba", "transformers", "datasets", "rich"}, 0.6),
-        (["methods"], {"torch", "transformers"}, 0.6),
-        (["__complete", "train", "sparsity."], {"torch", "rich"}, 0.6),
+        (["--help"], {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich"}, 220),
+        (["train", "--cfg", "job"], {"torch", "numba", "transformers", "datasets", "rich"}, 480),
+        (["methods"], {"torch", "transformers"}, 480),
+        (["__complete", "train", "sparsity."], {"torch", "rich"}, 460),
     ],
 )
-def test_what_starting_costs(argv, absent, seconds):
-    times = []
-    for _ in range(2):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-c", LOADED, *argv]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # processor time, so that a busy machine does not fail the test
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert not absent & set(done.stdout.splitlines()[-1].split())
-    assert min(times) < seconds
+def test_what_starting_loads(argv, absent, most):
+    """Modules are counted, not seconds, which say more of the machine than of the code."""
+    command = [sys.executable, "-c", LOADED, *argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert not absent & loaded
+    assert len(loaded) < most
 
 
 def test_a_finished_run_answers_without_torch(tiny, capfd, monkeypatch):
