@@ -111,8 +111,10 @@ class Reproduce(StudyVerb):
         )
         code = max((_bench(part) for part in found if part.table.bench), default=0)
         found = [part for part in found if part.cells]
-        scale = f" --scale {args.scale}" if args.scale else ""
-        return max(code, self.start(args, found, args.table + scale) if found else 0)
+        words = [args.table, *(["--scale", args.scale] if args.scale else [])]
+        words += [word for d in args.config_dir for word in ("--config-dir", str(d))]
+        report = shlex.join([*words, *args.overrides])
+        return max(code, self.start(args, found, report) if found else 0)
 
 
 def _options(text: str) -> dict[str, str]:

@@ -98,7 +98,11 @@ def test_a_table_is_run_skipped_and_cut_short(
     assert tables("small", "--stop-after", "2", "--seeds", "1") == 0
     out = capsys.readouterr().out
     assert "small: 2 finished" in out and "2/2" in out
-    assert out.endswith("sparsepretrain report small\n")
+    report = shlex.split(out.splitlines()[-1])
+    assert report[:3] == ["sparsepretrain", "report", "small"] and report[-1][:9] == "runs_dir="
+    assert cli.main([*report[1:], "--out", str(tables.tiny.root / "page")]) == 0
+    assert "γ = 0.2" in (tables.tiny.root / "page/small.md").read_text()
+    capsys.readouterr()
     assert {p.parent.name for p in tables.runs()} == {"dense", "γ_0.2"}
 
     assert tables("small", "--only", "dense") == 0
