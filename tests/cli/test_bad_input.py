@@ -81,7 +81,7 @@ def typos() -> list[tuple[list[str], list[str]]]:
 
 def wrong_types() -> list[tuple[list[str], list[str]]]:
     """Every key with a mapping for a value; and some values that look right."""
-    keys = [key for key in flat(compose()) if key not in ("experiment", "plugins")]
+    keys = [key for key in flat(compose()) if key not in ("experiment", "plugins", "probe")]
     cases = [([f"{key}={{a:1}}"], [f"{key} must be"]) for key in keys]
     return cases + [
         ([override], [override.partition("=")[0] + " must be"])
