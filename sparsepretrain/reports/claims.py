@@ -16,7 +16,7 @@ from itertools import combinations, pairwise
 from typing import Any, Literal
 
 from sparsepretrain.config.tables import Claim, Scale, Table, Term, place, places
-from sparsepretrain.errors import ConfigError, needs
+from sparsepretrain.errors import ConfigError
 
 ALPHA = 0.01
 SEEDS = 5
@@ -316,9 +316,9 @@ def _undecided(
 
 
 def _special() -> Any:
-    """Distribution functions; scipy is an extra, and one run has no interval."""
-    with needs("an interval over seeds", "scipy", "report", error=ConfigError):
-        from scipy import special
+    """Distribution functions, imported where an interval is asked for: it takes a while."""
+    from scipy import special
+
     return special
 
 

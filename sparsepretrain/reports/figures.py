@@ -14,9 +14,9 @@ import numpy as np
 from sparsepretrain.config.tables import Table, place
 from sparsepretrain.reports import plots
 from sparsepretrain.reports.claims import Difference, Values, minus
-from sparsepretrain.reports.plots import COLOURS, DASHES, MARKERS
+from sparsepretrain.reports.plots import line_style
 from sparsepretrain.reports.results import TableResults
-from sparsepretrain.reports.runs import Curve
+from sparsepretrain.reports.runs import Curve, Paired, RunData, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +28,57 @@ PANELS = 4
 Curves = dict[str, Curve]
 Pairs = Mapping[str, Sequence[tuple[Curves, Curves | None]]]
 """Label -> curves of each seed, and of the run that is subtracted; None: nothing is."""
+
+
+def of_runs(paired: Paired) -> dict[str, Figure]:
+    """Name -> figure of several runs: differences, those of the end, and the curves themselves."""
+    runs, groups = paired.runs, paired.groups()
+    metric = next((run.metric for run in runs if run.metric is not None), None)
+    shown = {"train loss": ("loss", None), "validation loss": ("loss", "validation")}
+    shown |= {f"validation {metric} (%)": (metric, "validation")} if metric is not None else {}
+
+    def curves(run: RunData) -> Curves:
+        found = {name: run.curve(*at, None) for name, at in shown.items()}
+        found["flip_rate"] = run.curve("flip_rate", None, None)
+        return {name: curve for name, curve in found.items() if curve is not None}
+
+    pairs: dict[str, list[tuple[Curves, Curves | None]]] = {name: [] for name in paired.names}
+    alone: dict[str, list[tuple[Curves, Curves | None]]] = {name: [] for name in paired.names}
+    every = {}
+    for name, run, partner in zip(paired.names, runs, paired.partners, strict=True):
+        own = curves(run)
+        alone[name].append((own, None))
+        if partner is not None:
+            pairs[name].append((own, curves(partner)))
+        if "flip_rate" in own:
+            every[name] = run.flip_interval()
+    labels, unit, found = {name: name for name in shown}, runs[0].unit, {}
+    if groups:
+        reference = paired.reference
+        found["difference"] = difference_figure({"": pairs}, labels, reference, unit, every)
+        dots = {
+            f"{title}\nminus that of {reference}": {
+                name: d for name, both in groups.items() if (d := final(both, key, name)).n
+            }
+            for title, (key, split) in shown.items()
+            if split is not None
+        }
+        found["final"] = dots_figure(dots, pairs)
+    every = {} if groups else every  # they are below the differences
+    found["overlay"] = difference_figure({"": alone}, labels, None, unit, every)
+    return {
+        name: plots.footed(figure, runs) for name, figure in found.items() if figure is not None
+    }
+
+
+def final(pairs: Sequence[tuple[RunData, RunData]], key: str, label: str = "") -> Difference:
+    """The last validation value that a run and its partner both have, minus the partner's."""
+    last = []
+    for both in pairs:
+        first, second = (run.curve(key, "validation", None) for run in both)
+        curve = _minus({key: first}, {key: second}, key) if first and second else None
+        last += curve[1][-1:] if curve else []
+    return Difference(label, [value for value in last if value is not None])
 
 
 def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str]]:
@@ -42,7 +93,8 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
             for title, column in zip(titles, columns, strict=True)
         }
         name = metric.label if metric.key == "loss" else "validation loss"
-        figure = difference_figure(panels, baseline, name, results.unit)
+        every = {c.row: c.flip_interval for c in results.cells if "flip_rate" in c.curves}
+        figure = difference_figure(panels, {"loss": name}, baseline, results.unit, every)
         found["difference"] = figure, f"Difference to {baseline} over the run, and flip rates"
     values = {key: results.values(key) for key in table.metrics}
     unit = f" minus that of {baseline}" if baseline else ""
@@ -81,50 +133,68 @@ def _pairs(results: TableResults, table: Table, column: str, baseline: str) -> P
 
 
 def difference_figure(
-    panels: Mapping[str, Pairs], reference: str | None, name: str, unit: str
+    panels: Mapping[str, Pairs],
+    keys: Mapping[str, str],
+    reference: str | None,
+    unit: str,
+    every: Mapping[str, int],
 ) -> Figure | None:
-    """Validation loss minus that of the reference over the run, and flip rates below it.
+    """Curves minus those of the reference over the run, and flip rates below them.
 
     Args:
         panels: title -> pairs, side by side.
+        keys: of the upper curves, side by side in each panel -> what they are.
         reference: what is subtracted; None: nothing, the curves themselves.
-        name: of the loss.
         unit: of the horizontal axis, as ``tokens``.
+        every: label -> steps between the two masks of a flip rate; empty: no flip rates.
 
     Returns:
         None where no run has a curve.
     """
+    runs = [own for pairs in panels.values() for seeds in pairs.values() for own, _ in seeds]
     panels = {title: pairs for title, pairs in panels.items() if any(pairs.values())}
-    if not panels:
+    keys = {key: label for key, label in keys.items() if any(key in own for own in runs)}
+    if not panels or not keys:
         return None
-    width = 8.5 if len(panels) == 1 else 4 + 4 * len(panels)
-    figure, grid = plots.new_figure((width, 7.2), columns=len(panels), rows=2, heights=(1.25, 1))
-    labels = list(dict.fromkeys(label for pairs in panels.values() for label in pairs))
-    drawn: dict[str, Any] = {}
-    for (title, pairs), (upper, lower) in zip(panels.items(), grid.T, strict=True):
-        ranges = []
-        for label, runs in pairs.items():
-            style = line_style(labels.index(label))
-            losses = [_minus(a.get("loss"), None if b is None else b.get("loss")) for a, b in runs]
-            if reference is None or label != reference:
-                x, *values = band(losses)
-                ranges += [part[x >= 0.1 * x[-1]] for part in values] if len(x) else []
-                _draw(upper, x, values, style | {"label": label})
-            x, *values = band([a.get("flip_rate") for a, _ in runs])
-            _draw(lower, x, [*map(plots.visible, values)], style | {"marker": None, "label": label})
-            drawn[label] = style
-        upper.axhline(0, color="black", linewidth=1) if reference is not None else None
-        upper.set_title(title, fontsize=10, loc="left")
-        _limit(upper, ranges)
-        lower.set_yscale("log")
-        lower.set_xlabel(unit)
-        lower.set_xlim(upper.get_xlim())
-        for axes in (upper, lower):
-            axes.xaxis.set_major_formatter(plots.engineering())
-    difference = f"{name}\nminus that of {reference}" if reference is not None else name
-    grid[0, 0].set_ylabel(difference, fontsize=9)
-    grid[1, 0].set_ylabel("flip rate (share of mask entries\nthat change)", fontsize=9)
-    _legend(figure, drawn)
+    upper = [(title, pairs, key) for title, pairs in panels.items() for key in keys]
+    columns = len(upper)
+    mosaic = [[*range(columns)]]
+    mosaic += [[columns + i // len(keys) for i in range(columns)]] if every else []
+    size = (8.5 if columns == 1 else 4 + 4 * columns, 7.2 if every else 4.6)
+    figure, grid = plots.new_mosaic(size, mosaic, [1.25, 1][: len(mosaic)])
+    labels = dict.fromkeys(label for pairs in panels.values() for label in pairs)
+    styles = {label: line_style(index) for index, label in enumerate(labels)}
+    minus_that = "" if reference is None else f"\nminus that of {reference}"
+    for at, (title, pairs, key) in enumerate(upper):
+        axes = grid[at]
+        curves = {label: [_minus(a, b, key) for a, b in pairs[label]] for label in pairs}
+        curves.pop(reference or "", None)
+        late = [
+            part
+            for label, seeds in curves.items()
+            for part in draw_band(axes, seeds, styles[label] | {"label": label})
+        ]
+        if reference is not None:
+            axes.axhline(0, color="black", linewidth=1)
+            late.append(np.zeros(1))
+        _limit(axes, late)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_ylabel(keys[key] + minus_that if len(keys) > 1 or not at else "", fontsize=9)
+        axes.set_xlabel("" if every else unit)
+    for at, pairs in enumerate(panels.values() if every else []):
+        axes = grid[columns + at]
+        plots.flip_axis(axes, every.values())
+        for label, seeds in pairs.items():
+            style = styles[label] | {"marker": None, "label": label}
+            draw_band(axes, [own.get("flip_rate") for own, _ in seeds], style)
+        axes.set_ylabel(axes.get_ylabel() if not at else "")
+        axes.set_xlabel(unit)
+        axes.set_xlim(grid[at * len(keys)].get_xlim())
+    for axes in grid.values():
+        axes.xaxis.set_major_formatter(plots.engineering())
+    over = {label: f" (flips over {n} steps)" for label, n in every.items() if n > 1}
+    over = over if len({*every.values()}) > 1 else {}
+    _legend(figure, {label + over.get(label, ""): style for label, style in styles.items()})
     return figure
 
 
@@ -222,61 +292,58 @@ def axis_figure(results: TableResults, table: Table) -> Figure | None:
 
 
 def band(curves: Sequence[Curve | None]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Points that all seeds have, the mean there, and its interval (NaN for one seed)."""
+    """Points that all seeds have, the mean there, and its interval (NaN for one seed).
+
+    The curves of the seeds are smoothed first, where they have many points.
+    """
     known = [curve for curve in curves if curve is not None and len(curve[0])]
     if not known:
         return (np.empty(0),) * 4
     x = np.array(known[0][0])
     for other, _ in known[1:]:
         x = np.intersect1d(x, other)
-    y = np.array([np.array(v, dtype=np.float64)[np.searchsorted(t, x)] for t, v in known])
+    y = np.array([smooth(np.array(v, np.float64)[np.searchsorted(t, x)])[0] for t, v in known])
     columns = [Difference("", column) for column in y.T]
     low, high = np.array([d.interval() for d in columns]).reshape(-1, 2).T
     return x, np.array([d.mean for d in columns]), low, high
 
 
-def line_style(index: int) -> dict[str, Any]:
-    """Colour, dashes and marker of the n-th thing that is compared."""
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
-        "marker": MARKERS[index % len(MARKERS)],
-        "markersize": 4,
-        "linewidth": 1.3,
-    }
-
-
-def _minus(curve: Curve | None, other: Curve | None) -> Curve | None:
-    """A curve less another at the points that both have."""
-    if curve is None or other is None:
-        return curve
+def _minus(own: Curves, partner: Curves | None, key: str) -> Curve | None:
+    """A curve less that of the partner, at the points that both have; None: one is not there."""
+    if partner is None or key not in own or key not in partner:
+        return own.get(key) if partner is None else None
+    curve, other = own[key], partner[key]
     at = dict(zip(*other, strict=True))
     both = [(x, y, at.get(x)) for x, y in zip(*curve, strict=True)]
     points = [(x, y - z) for x, y, z in both if y is not None and z is not None]
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _draw(axes: Axes, x: np.ndarray, values: Sequence[np.ndarray], style: Any) -> None:
-    """A mean with the band between a low and a high one."""
-    mean, low, high = values
+def draw_band(axes: Axes, curves: Sequence[Curve | None], style: Any) -> list[np.ndarray]:
+    """The mean of the seeds with its interval; returns both, without the first tenth of the run."""
+    x, *values = band(curves)
+    if not len(x):
+        return []
+    mean, low, high = map(plots.visible, values, [axes.get_yscale() == "log"] * 3)
     axes.plot(x, mean, markevery=max(1, len(x) // 12), **style)
     axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    return [part[x >= 0.1 * x[-1]] for part in values]
 
 
-def _limit(axes: Axes, ranges: Sequence[np.ndarray]) -> None:
+def _limit(axes: Axes, late: Sequence[np.ndarray]) -> None:
     """The first tenth of a run may leave the axis: it would press all differences together."""
-    late = np.concatenate([*ranges, [0.0]] if ranges else [[0.0, 1.0]])
-    late = late[np.isfinite(late)]
-    low, high = float(late.min()), float(late.max())
-    room = 0.06 * (high - low) or 1.0
-    axes.set_ylim(low - room, high + room)
+    values = np.concatenate([*late, []])
+    values = values[np.isfinite(values)]
+    if len(values) and (room := 0.06 * float(np.ptp(values))):
+        axes.set_ylim(float(values.min()) - room, float(values.max()) + room)
 
 
 def _legend(figure: Figure, drawn: Mapping[str, Any]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], label=label, **style) for label, style in drawn.items()]
-    columns = min(len(handles), 6 if max(map(len, drawn), default=0) < 16 else 3)
+    inches = 0.7 + 0.075 * max(map(len, drawn), default=0)
+    columns = min(len(handles), max(1, int(figure.get_figwidth() / inches)))
     figure.legend(
         handles=handles, loc="outside upper left", ncols=columns, frameon=False, fontsize=8
     )

@@ -6,7 +6,7 @@ Colours are Okabe and Ito's, which stay apart for colour-blind readers; runs als
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ def flip_figure(run: RunData) -> Figure | None:
         return None
     figure, axes = _single(run)
     _smoothed(axes, steps, flips, "", log=True)
-    flip_axis(axes, [run])
+    flip_axis(axes, [run.flip_interval()])
     return _finish(figure, run)
 
 
@@ -124,22 +124,38 @@ def loss_label(run: RunData) -> str:
     return f"loss ({run.loss_name})"
 
 
-def new_figure(
-    size: tuple[float, float],
-    columns: int = 1,
-    rows: int = 1,
-    heights: Sequence[float] | None = None,
-) -> tuple[Figure, Any]:
+def new_figure(size: tuple[float, float], columns: int = 1, rows: int = 1) -> tuple[Figure, Any]:
     """An empty figure and its axes: as an array (columns), or (rows, columns) of several rows."""
+    cells = [[row * columns + i for i in range(columns)] for row in range(rows)]
+    figure, axes = new_mosaic(size, cells)
+    grid = np.array([*axes.values()]).reshape(rows, columns)
+    return figure, grid if rows > 1 else grid[0] if columns > 1 else grid[0, 0]
+
+
+def new_mosaic(
+    size: tuple[float, float], rows: Any, heights: Sequence[float] | None = None
+) -> tuple[Figure, dict[int, Axes]]:
+    """An empty figure and its axes, numbered as in ``rows``; equal neighbours are one."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained", dpi=150)
-    grid = figure.subplots(rows, columns, squeeze=False, height_ratios=heights)
-    for axes in grid.flat:
+    grid = figure.subplot_mosaic(rows, height_ratios=heights)
+    for axes in grid.values():
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(True, color="#e5e5e5", linewidth=0.6)
         axes.set_axisbelow(True)
-    return figure, grid if rows > 1 else grid[0] if columns > 1 else grid[0, 0]
+    return figure, grid
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Colour, dashes and marker of the n-th thing that is compared."""
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "markersize": 4,
+        "linewidth": 1.3,
+    }
 
 
 def _single(run: RunData, height: float = 4.8) -> tuple[Figure, Axes]:
@@ -194,23 +210,17 @@ def _finish(figure: Figure, run: RunData, *, legend: bool = True) -> Figure:
             axes.text(step, 1, f"{change} at {step} ", **style)
         if len(axes.get_legend_handles_labels()[0]) > 1:
             figure.legend(loc="outside upper right", ncols=3, frameon=False, fontsize=8)
-    figure.supxlabel(footer([run], 125), fontsize=7, color=GREY, x=0.01, ha="left")
-    return figure
+    return footed(figure, [run])
 
 
-def flip_intervals(runs: Sequence[RunData]) -> set[int]:
-    """Steps between compared masks, of the runs that have a flip rate to show."""
-    return {run.flip_interval() for run in runs if drawable(run.series("flip_rate")[1], log=True)}
-
-
-def flip_axis(axes: Axes, runs: Sequence[RunData]) -> None:
-    """A log axis of flip rates that says over how many steps they are."""
-    interval = "over the steps in the legend: not comparable"
-    if len(intervals := flip_intervals(runs)) == 1:
-        steps = intervals.pop()
-        interval = "per step" if steps == 1 else f"per refresh, every {steps} steps"
+def flip_axis(axes: Axes, every: Collection[int]) -> None:
+    """A log axis of flip rates that says over how many steps they are; ``every``: of each curve."""
+    steps = max(every, default=1)
+    interval = "per step" if steps == 1 else f"per refresh, every {steps} steps"
+    if len({*every}) > 1:
+        interval = "over the steps in the legend: not comparable"
     axes.set_yscale("log")
-    axes.set_ylabel(f"flip rate (share of mask entries that change,\n{interval})", fontsize=9)
+    axes.set_ylabel(f"flip rate (share of mask entries,\n{interval})", fontsize=9)
 
 
 def over(run: RunData) -> str:
@@ -228,15 +238,18 @@ def title(run: RunData) -> str:
     return ", ".join(dict.fromkeys(str(part) for part in parts if part)) or run.path.name
 
 
-def footer(runs: Sequence[RunData], width: int) -> str:
-    """Command, commit and hardware of the first run, as far as environment.json knows them."""
+def footed(figure: Figure, runs: Sequence[RunData]) -> Figure:
+    """With command, commit and hardware of the first run, as far as environment.json knows them."""
     command, commit, hardware = map(runs[0].environment.get, ("command", "commit", "hardware"))
     if command and any(run.environment.get("command") != command for run in runs):
         command = f"{command} (and {len(runs) - 1} more)"
     if isinstance(hardware, dict):
         hardware = ", ".join(f"{k} {v}" for k, v in hardware.items() if v is not None)
     parts = [command, f"commit {commit[:12]}" if commit else None, hardware]
-    return textwrap.fill(" · ".join(part for part in parts if part), width, max_lines=3)
+    width = int(14 * figure.get_figwidth())
+    text = textwrap.fill(" · ".join(part for part in parts if part), width, max_lines=3)
+    figure.supxlabel(text, fontsize=7, color=GREY, x=0.01, ha="left")
+    return figure
 
 
 def mean_label(steps: np.ndarray, width: int) -> str:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparsepretrain.reports import plots
+from sparsepretrain.reports.figures import draw_band
 from sparsepretrain.reports.plots import COLOURS, DASHES, GREY, drawable
-from sparsepretrain.reports.runs import RunData, smooth
+from sparsepretrain.reports.runs import Curve, RunData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Runs = Sequence[RunData]
-Labels = Sequence[str]
+Groups = Mapping[str, Sequence[RunData]]
+"""Name -> runs of several seeds."""
+
 MIDDLE = 0.15, 0.6
 """Part of the run that a table of descent is about: before it the loss falls far, which correlates
 whatever the method does; after it changes are near the rounding of the loss."""
@@ -26,11 +28,11 @@ PRODUCTS = {"wgrad": "dW", "dgrad": "dX"}
 
 def pictures(run: RunData) -> dict[str, Figure]:
     """File name -> figure of every probe that a run has lines of."""
-    label = plots.title(run)
+    alone = {plots.title(run): [run]}
     drawn = {
-        "probe_figure1": figure_1([run], [label]),
-        "probe_figure2": figure_2([run], [label]),
-        "probe_scale": figure_4([run], [label]),
+        "probe_figure1": figure_1(alone),
+        "probe_figure2": figure_2(alone),
+        "probe_scale": figure_4(alone),
         "probe_lifetime": lifetime_figure(run),
         "probe_estimator": estimator_figure(run),
         "probe_rounding": rounding_figure(run),
@@ -38,38 +40,37 @@ def pictures(run: RunData) -> dict[str, Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def overlays(runs: Runs, labels: Labels) -> dict[str, Figure]:
+def overlays(groups: Groups) -> dict[str, Figure]:
     """File name -> figure of several runs, of those that were probed."""
-    figures: dict[str, Callable[[Runs, Labels], Figure | None]] = {
-        "figure1": figure_1,
-        "figure2": figure_2,
-        "figure4": figure_4,
+    drawn = {
+        "figure1": figure_1(groups),
+        "figure2": figure_2(groups),
+        "figure4": figure_4(groups),
     }
-    drawn = {name: draw(runs, labels) for name, draw in figures.items()}
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def measured(run: RunData, probe: str, *keys: str) -> np.ndarray:
-    """(lines, 1 + keys): the step and the values of the lines of a probe that have all ``keys``."""
-    lines = [line for line in run.probes if line["probe"] == probe and {*keys} <= line.keys()]
-    rows = [[line["step"], *map(line.get, keys)] for line in lines]
+def measured(runs: Sequence[RunData], probe: str, *keys: str) -> np.ndarray:
+    """(lines, 1 + keys): step and values of the lines of a probe that have all ``keys``."""
+    lines = [line for run in runs for line in run.probes if line["probe"] == probe]
+    rows = [[line["step"], *map(line.get, keys)] for line in lines if {*keys} <= line.keys()]
     return np.array(rows, dtype=np.float64).reshape(len(rows), 1 + len(keys))
 
 
-def epsilons(runs: Runs) -> list[float]:
+def epsilons(groups: Groups) -> list[float]:
     """The parts of the update that were measured, the largest first."""
-    keys = {key for run in runs for line in run.probes for key in line}
+    keys = {key for runs in groups.values() for run in runs for line in run.probes for key in line}
     return sorted((float(k[7:]) for k in keys if k.startswith("actual_")), reverse=True)
 
 
-def changes(run: RunData, epsilon: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def changes(runs: Sequence[RunData], epsilon: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Steps, predicted and actual change of the loss along a part of each update."""
-    found = measured(run, "descent", "predicted", f"actual_{epsilon:g}")
+    found = measured(runs, "descent", "predicted", f"actual_{epsilon:g}")
     return found[:, 0], epsilon * found[:, 1], found[:, 2]
 
 
-def descent_table(runs: Runs, labels: Labels) -> list[tuple[str, ...]]:
-    """Per run and ε: lines, correlation, rises, slope and residual, after a row of heads.
+def descent_table(groups: Groups) -> list[tuple[str, ...]]:
+    """Per name and ε: lines, correlation, rises, slope and residual, after a row of heads.
 
     Of the lines in ``MIDDLE``; empty if none has enough. Slope: least squares of actual on
     predicted through the origin; residual: standard deviation around it, over the mean size of the
@@ -77,10 +78,10 @@ def descent_table(runs: Runs, labels: Labels) -> list[tuple[str, ...]]:
     """
     heads = ("run", "ε", "steps", "correlation", "loss rises", "actual ÷ predicted", "residual")
     rows: list[tuple[str, ...]] = [heads]
-    for run, label in zip(runs, labels, strict=True):
-        for epsilon in epsilons([run]):
-            steps, *both = changes(run, epsilon)
-            total = run.config.get("steps") or run.end
+    for label, runs in groups.items():
+        for epsilon in epsilons({label: runs}):
+            steps, *both = changes(runs, epsilon)
+            total = runs[0].config.get("steps") or runs[0].end
             inside = (steps >= MIDDLE[0] * total) & (steps <= MIDDLE[1] * total)
             predicted, actual = (values[inside] for values in both)
             size = float(np.abs(predicted).mean()) if len(predicted) > 2 else 0.0
@@ -95,30 +96,27 @@ def descent_table(runs: Runs, labels: Labels) -> list[tuple[str, ...]]:
     return rows if len(rows) > 1 else []
 
 
-def figure_1(runs: Runs, labels: Labels) -> Figure | None:
-    """ΔF₁ (weights and masks move) over ΔF₂ (only weights), a panel per run; S-STE, Figure 1."""
-    found = [
-        (label, measured(run, "descent", "weights_only", "actual_1"))
-        for run, label in zip(runs, labels, strict=True)
-    ]
-    shown = [(label, points) for label, points in found if len(points)]
+def figure_1(groups: Groups) -> Figure | None:
+    """ΔF₁ (weights and masks move) over ΔF₂ (only weights), a panel per name; S-STE, Figure 1."""
+    found = {n: measured(runs, "descent", "weights_only", "actual_1") for n, runs in groups.items()}
+    shown = {name: points for name, points in found.items() if len(points)}
     if not shown:
         return None
     figure, grid = plots.new_figure((1.2 + 3.1 * len(shown), 3.9), columns=len(shown))
-    scale = _scale(np.concatenate([points[:, 1:].ravel() for _, points in shown]))
-    for axes, (label, points) in zip(np.atleast_1d(grid), shown, strict=True):
+    scale = _scale(np.concatenate([points[:, 1:].ravel() for points in shown.values()]))
+    for axes, (label, points) in zip(np.atleast_1d(grid), shown.items(), strict=True):
         mesh = _scatter(axes, points[:, 1], points[:, 2], points[:, 0], scale)
         rises = 100 * np.mean(points[:, 2] > 0)
         axes.set_title(f"{label}\nΔF₁ > 0 in {rises:.1f} % of {len(points)}", fontsize=8)
         axes.set_xlabel("ΔF₂ (masks held)", fontsize=8)
     np.atleast_1d(grid)[0].set_ylabel("ΔF₁ (masks chosen anew)", fontsize=8)
-    return _with_steps(figure, mesh, runs)
+    return _with_steps(figure, mesh, groups)
 
 
-def figure_2(runs: Runs, labels: Labels) -> Figure | None:
+def figure_2(groups: Groups) -> Figure | None:
     """Predicted and actual reduction, a row per ε, and its distribution; S-STE, Figure 2."""
-    parts = epsilons(runs)
-    shown = [(r, n) for r, n in zip(runs, labels, strict=True) if len(measured(r, "descent"))]
+    parts = epsilons(groups)
+    shown = {name: runs for name, runs in groups.items() if len(measured(runs, "descent"))}
     if not shown or not parts:
         return None
     columns = len(shown) + 1
@@ -126,15 +124,14 @@ def figure_2(runs: Runs, labels: Labels) -> Figure | None:
     figure, grid = plots.new_figure(size, columns=columns, rows=len(parts))
     grid = np.reshape(grid, (len(parts), columns))
     for row, epsilon in zip(grid, parts, strict=True):
-        points = [changes(run, epsilon) for run, _ in shown]
-        scale = _scale(np.concatenate([values for _, *both in points for values in both]))
-        for index, (steps, predicted, actual) in enumerate(points):
-            label = shown[index][1]
+        points = {label: changes(runs, epsilon) for label, runs in shown.items()}
+        scale = _scale(np.concatenate([values for _, *both in points.values() for values in both]))
+        for index, (label, (steps, predicted, actual)) in enumerate(points.items()):
             mesh = _scatter(row[index], -predicted, -actual, steps, scale)
             row[index].set_title(f"{label}\nε = {epsilon:g}", fontsize=7)
             row[index].set_xlabel("predicted reduction", fontsize=8)
             share = np.arange(1, len(actual) + 1) / len(actual)
-            style: dict[str, Any] = {"color": COLOURS[index % 7], "linestyle": DASHES[index // 7]}
+            style = plots.line_style(index) | {"marker": None}
             row[-1].step(np.sort(-actual), share, where="post", label=label, **style)
         row[0].set_ylabel("actual reduction", fontsize=8)
         row[-1].axvline(0, color="black", linewidth=0.8)
@@ -143,43 +140,48 @@ def figure_2(runs: Runs, labels: Labels) -> Figure | None:
         row[-1].set_xlabel("actual reduction", fontsize=8)
     if len(shown) > 1:
         grid[0, -1].legend(fontsize=6, frameon=False, loc="upper left")
-    return _with_steps(figure, mesh, runs)
+    return _with_steps(figure, mesh, groups)
 
 
-def figure_4(runs: Runs, labels: Labels) -> Figure | None:
-    """Flip rates, and the scales β over the layers; S-STE, Figure 4. None where no scale is."""
+def figure_4(groups: Groups) -> Figure | None:
+    """Flip rates, and the scales β over layers and seeds; S-STE, Figure 4. None without scales."""
+    runs = [run for some in groups.values() for run in some]
     if not any(line["probe"] == "scale" for run in runs for line in run.probes):
         return None
     figure, (left, right) = plots.new_figure((11, 4.4), columns=2)
-    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        style: dict[str, Any] = {"color": COLOURS[index % 7], "linestyle": DASHES[index // 7]}
-        steps, flips = run.series("flip_rate")
-        if drawable(flips, log=True):
-            left.plot(steps, plots.visible(smooth(flips)[0]), label=label, **style)
-        keys = [k for line in run.probes for k in line if k.startswith(("beta/", "best/"))]
-        names = list(dict.fromkeys(keys))
-        if not names:
-            continue
+    left.set_yscale("log")
+    every: list[int] = []
+    for index, (label, some) in enumerate(groups.items()):
+        style = plots.line_style(index) | {"marker": None}
+        flips = [run.series("flip_rate") for run in some]
+        curves: list[Curve | None] = [(steps.tolist(), rates.tolist()) for steps, rates in flips]
+        if draw_band(left, curves, style | {"label": label}):
+            every += [run.flip_interval() for run in some]
+        keys = dict.fromkeys(key for run in some for line in run.probes for key in line)
         for kind, width in (("beta/", 1.8), ("best/", 0.8)):
-            chosen = [name for name in names if name.startswith(kind)]
-            found = measured(run, "scale", *chosen)
-            right.plot(found[:, 0], np.median(found[:, 1:], 1), linewidth=width, **style)
+            names = [key for key in keys if key.startswith(kind)]
+            if not names:
+                continue
+            lines = measured(some, "scale", *names)
+            steps = np.unique(lines[:, 0])
+            found = [lines[lines[:, 0] == step, 1:] for step in steps]
+            style |= {"linewidth": width}
+            right.plot(steps, [np.median(values) for values in found], **style)
             if kind == "beta/":
-                low, high = found[:, 1:].min(1), found[:, 1:].max(1)
-                right.fill_between(found[:, 0], low, high, color=style["color"], alpha=0.15)
+                low, high = ([end(values) for values in found] for end in (np.min, np.max))
+                right.fill_between(steps, low, high, color=style["color"], alpha=0.15)
+    plots.flip_axis(left, every)
     for axes in (left, right):
         plots.step_axis(axes)
-    if plots.flip_intervals(runs):
-        plots.flip_axis(left, runs)
     right.set_ylabel("scale β (median and range of the layers;\nthin: the least-squares one now)")
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8)
-    return _footed(figure, runs)
+    return plots.footed(figure, runs)
 
 
 def lifetime_figure(run: RunData) -> Figure | None:
     """Deaths and resurrections, ages, and flips by L1 gap; None without the probe."""
-    counts = measured(run, "lifetime", "deaths", "births", "resurrections")
-    ages = measured(run, "lifetime", "age_10", "age_50", "age_90")
+    counts = measured([run], "lifetime", "deaths", "births", "resurrections")
+    ages = measured([run], "lifetime", "age_10", "age_50", "age_90")
     if not len(counts):
         return None
     figure, (rates, middle, gaps) = plots.new_figure((13, 4), columns=3)
@@ -195,7 +197,7 @@ def lifetime_figure(run: RunData) -> Figure | None:
     for axes in (rates, middle):
         plots.step_axis(axes)
     keys = {key for line in run.probes for key in line if key.startswith("flips_gap_")}
-    found = measured(run, "lifetime", *sorted(keys, key=lambda key: int(key[10:])))
+    found = measured([run], "lifetime", *sorted(keys, key=lambda key: int(key[10:])))
     for index, part in enumerate(np.array_split(found, min(3, len(found)))):
         span = f"steps to {part[-1, 0]:.0f}"
         mean = plots.visible(part[:, 1:].mean(0))
@@ -205,18 +207,18 @@ def lifetime_figure(run: RunData) -> Figure | None:
     _log_if_drawable(gaps, found[:, 1:])
     for axes in (rates, middle, gaps):
         axes.legend(fontsize=7, frameon=False)
-    return _footed(figure, [run])
+    return plots.footed(figure, [run])
 
 
 def estimator_figure(run: RunData) -> Figure | None:
     """Running means of squared bias and variance of the estimated gradients; None without."""
-    shown = [p for p in PRODUCTS if len(measured(run, "estimator", f"{p}_bias"))]
+    shown = [p for p in PRODUCTS if len(measured([run], "estimator", f"{p}_bias"))]
     if not shown:
         return None
     figure, panels = plots.new_figure((10, 4), columns=2)
     for product, colour in zip(shown, COLOURS, strict=False):
         for axes, key in zip(panels, ("bias", "variance"), strict=True):
-            steps, values = measured(run, "estimator", f"{product}_{key}").T
+            steps, values = measured([run], "estimator", f"{product}_{key}").T
             count = np.arange(1, len(values) + 1)
             mean = np.cumsum(values) / count
             spread = np.cumsum(values**2) / count - mean**2
@@ -229,12 +231,12 @@ def estimator_figure(run: RunData) -> Figure | None:
         axes.set_ylabel(f"{name} ÷ squared norm of the exact gradient")
         axes.legend(fontsize=8, frameon=False)
         plots.step_axis(axes)
-    return _footed(figure, [run])
+    return plots.footed(figure, [run])
 
 
 def rounding_figure(run: RunData) -> Figure | None:
     """Share of the masked decay that rounding loses; None without the probe."""
-    found = measured(run, "rounding", "lost")
+    found = measured([run], "rounding", "lost")
     if not len(found):
         return None
     figure, axes = plots.new_figure((8.5, 3.6))
@@ -242,7 +244,7 @@ def rounding_figure(run: RunData) -> Figure | None:
     dtype = run.option("probe", "rounding", {}).get("dtype", "?")
     axes.set_ylabel(f"masked decay lost in {dtype} (%)")
     plots.step_axis(axes)
-    return _footed(figure, [run])
+    return plots.footed(figure, [run])
 
 
 def _scale(values: np.ndarray) -> tuple[float, float]:
@@ -281,17 +283,11 @@ def _scatter(
     return axes.scatter(x, y, c=steps, s=7, cmap="viridis", linewidths=0, zorder=2)
 
 
-def _with_steps(figure: Figure, mesh: Any, runs: Runs) -> Figure:
+def _with_steps(figure: Figure, mesh: Any, groups: Groups) -> Figure:
     figure.colorbar(mesh, ax=figure.axes, label="step", fraction=0.03, pad=0.01)
-    return _footed(figure, runs)
+    return plots.footed(figure, [run for runs in groups.values() for run in runs])
 
 
 def _log_if_drawable(axes: Axes, values: np.ndarray) -> None:
     if drawable(values, log=True):
         axes.set_yscale("log")
-
-
-def _footed(figure: Figure, runs: Runs) -> Figure:
-    width = int(12 * figure.get_size_inches()[0])
-    figure.supxlabel(plots.footer(runs, width), fontsize=7, color=GREY, x=0.01, ha="left")
-    return figure

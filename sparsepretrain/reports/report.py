@@ -19,19 +19,15 @@ from sparsepretrain.config.tables import Scale, load_table
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.files import write_atomic
 from sparsepretrain.reports import plots, probes
-from sparsepretrain.reports.comparison import (
-    Paired,
-    difference_figure,
-    last_difference,
-    overlay_figure,
-    pair,
-)
+from sparsepretrain.reports.figures import final, of_runs
 from sparsepretrain.reports.results import collect, read_record, write_record
 from sparsepretrain.reports.runs import (
+    Paired,
     RunData,
     differences,
     glue_scores,
     load,
+    pair,
     smooth,
     uneven_validation,
 )
@@ -66,8 +62,9 @@ def report(
     """Draw and describe runs.
 
     One run: ``plots/*.png`` and ``report.md`` in its directory. Several: ``difference.png`` (to the
-    dense run of the same seed and data), ``overlay.png`` (the curves) and ``report.md`` in
-    ``reports/<labels>``. Validation losses that are not comparable are warned of.
+    dense run of the same seed and data, flip rates below), ``final.png`` (at the end),
+    ``overlay.png`` (the curves) and ``report.md`` in ``reports/<labels>``. Validation losses that
+    are not comparable are warned of.
 
     Args:
         runs: run directories, or directories above them.
@@ -164,7 +161,7 @@ def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
     for name, figure in probes.pictures(run).items():
         figures[f"plots/{name}.png"] = figure
         lines += [f"![{name}](plots/{name}.png)", ""]
-    lines += _descent([run], [plots.title(run)])
+    lines += _descent({plots.title(run): [run]})
     about = dict(run.environment)
     coverage = about.pop("coverage", None) or ["not recorded"]
     environment = json.dumps(about or "environment.json is missing", indent=2, ensure_ascii=False)
@@ -180,9 +177,8 @@ def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
 
 def _several(runs: list[RunData], labels: list[str], out: Path, *, page: bool) -> list[Path]:
     paired = pair(runs, labels)
-    drawn = {"difference": difference_figure(paired), "overlay": overlay_figure(runs, labels)}
-    figures = {f"{name}.png": figure for name, figure in drawn.items() if figure is not None}
-    figures |= {f"{name}.png": figure for name, figure in probes.overlays(runs, labels).items()}
+    drawn = of_runs(paired) | probes.overlays(paired.seeds())
+    figures = {f"{name}.png": figure for name, figure in drawn.items()}
     lines = [f"# {' / '.join(labels)}", "", f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.", ""]
     for file in figures:
         lines += [f"![{Path(file).stem}]({file})", ""]
@@ -196,7 +192,7 @@ def _several(runs: list[RunData], labels: list[str], out: Path, *, page: bool) -
     if len(scores := glue_scores(runs)) > 1:
         average = f"{sum(scores.values()) / len(scores):.2f} %"
         lines += [f"GLUE average, each task once ({', '.join(scores)}): {average}.", ""]
-    lines += _descent(runs, labels)
+    lines += _descent(paired.seeds())
     lines += ["## What differs", ""]
     if differing := differences(runs):
         rows = [
@@ -221,8 +217,8 @@ def _several(runs: list[RunData], labels: list[str], out: Path, *, page: bool) -
     return _write(out, figures, lines, page=page, shown=shown)
 
 
-def _descent(runs: Sequence[RunData], labels: Sequence[str]) -> list[str]:
-    rows = probes.descent_table(runs, labels)
+def _descent(groups: probes.Groups) -> list[str]:
+    rows = probes.descent_table(groups)
     if not rows:
         return []
     first, last = (f"{share:.0%}" for share in probes.MIDDLE)
@@ -250,7 +246,7 @@ def _about(paired: Paired) -> str:
         return f"{none}No two runs share seed, data and batch: the curves only."
     text = (
         f"{none}Differences are to {paired.reference}, of the same seed, data and batch, step by "
-        "step; of several seeds their mean."
+        "step; bands and bars are 95 % intervals over seeds, where there are several."
     )
     if alone := paired.unpaired():
         text += f" No such run for {', '.join(alone)}."
@@ -297,13 +293,13 @@ def _numbers(run: RunData) -> list[tuple[str, str]]:
 def _row(run: RunData, partner: RunData | None, metrics: Sequence[str]) -> tuple[str, ...]:
     loss, flips = (run.series(key)[1] for key in ("loss", "flip_rate"))
     validation, rate = run.last("loss", "validation"), run.median("tokens_per_second")
-    compared = None if partner is None or partner is run else last_difference([(run, partner)])
+    compared = [] if partner is None or partner is run else final([(run, partner)], "loss").values
     return (
         str(run.option("sparsity", "name", "–")),
         str(run.end),
         _loss(smooth(loss)[0][-1]) if len(loss) else "–",
         "–" if validation is None else _loss(validation),
-        "–" if compared is None else f"{compared[0]:+.4f}",
+        f"{compared[0]:+.4f}" if compared else "–",
         *(_score(run.last(name, "validation")) for name in metrics),
         f"{smooth(flips)[0][-1]:.2e}{plots.over(run)}" if np.any(np.isfinite(flips)) else "–",
         "–" if rate is None else count(rate),

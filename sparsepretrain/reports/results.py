@@ -69,6 +69,8 @@ class CellResult:
     missing: dict[str, str] = field(default_factory=dict)
     """Metric -> why a finished run has no number."""
     curves: dict[str, Curve] = field(default_factory=dict)
+    flip_interval: int = 1
+    """Steps between the two masks of a flip rate."""
     hashes: dict[str, str | None] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     """Name of a hash -> digest of the settings that it follows from."""
@@ -217,6 +219,7 @@ def _fill(result: CellResult, data: RunData, *, evaluated: bool) -> None:
     result.hardware = ", ".join(f"{k} {v}" for k, v in hardware.items() if v is not None)
     for key, split in CURVES.items():
         result.curves |= {key: curve} if (curve := data.curve(key, split)) else {}
+    result.flip_interval = data.flip_interval()
     done = [line for line in data.records if line["step"] >= result.steps]
     if done and (not evaluated or any("split" in line for line in done)):
         result.state = "finished"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -102,17 +103,23 @@ class RunData:
         steps = np.array([line["step"] for line in lines], dtype=np.int64)
         return steps, np.array([line[key] for line in lines], dtype=np.float64)
 
-    def curve(self, key: str, split: str | None = None, points: int = POINTS) -> Curve | None:
-        """Tokens and values, thinned; those of training are averaged first. None: no values."""
+    def curve(
+        self, key: str, split: str | None = None, points: int | None = POINTS
+    ) -> Curve | None:
+        """Tokens and values; None: no values.
+
+        Thinned to ``points``, those of training averaged first; None: as they are.
+        """
         lines = [line for line in self.records if key in line and line.get("split") == split]
         tokens = np.array([line.get("tokens", line["step"]) for line in lines], dtype=np.float64)
         values = np.array([line[key] for line in lines], dtype=np.float64)
         if not np.isfinite(values).any():
             return None
-        values = smooth(values)[0] if split is None else values
-        kept = np.unique(np.linspace(0, len(values) - 1, points).round().astype(int))
-        short = [float(f"{v:.6g}") if math.isfinite(v) else None for v in values[kept]]
-        return tokens[kept].tolist(), short
+        if points is not None:
+            values = smooth(values)[0] if split is None else values
+            kept = np.unique(np.linspace(0, len(values) - 1, points).round().astype(int))
+            tokens, values = tokens[kept], np.array([float(f"{v:.6g}") for v in values[kept]])
+        return tokens.tolist(), [v if math.isfinite(v) else None for v in values.tolist()]
 
     def last(self, key: str, split: str | None = None) -> float | None:
         """The newest value; None: there is none."""
@@ -231,6 +238,11 @@ def labels(runs: Sequence[RunData]) -> list[str]:
     ]
 
 
+def without_seeds(labels: Sequence[str]) -> list[str]:
+    """The same name for runs that differ in their seed only."""
+    return [re.sub(r" ?\bseed=\S+", "", label).strip() or label for label in labels]
+
+
 def _choices(run: RunData) -> list[str]:
     """``key=value`` of the options of the method that are not its defaults."""
     name = run.option("sparsity")
@@ -243,6 +255,69 @@ def _choices(run: RunData) -> list[str]:
     keys = lists.keys() - {"name", "n", "m", "targets"}
     given = _flat(run.config["sparsity"]).items()
     return [f"{k}={v}" for k, v in given if k in keys and str(v) != str(lists[k])]
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """Runs beside the one that each is compared with.
+
+    Of runs with the same name, which are those of several seeds, differences are averaged.
+    """
+
+    reference: str
+    """Name of what is subtracted."""
+    names: list[str]
+    """Of the runs, without their seeds."""
+    runs: Sequence[RunData]
+    partners: list[RunData | None]
+    """The run to subtract, of the same seed and data; None: there is none."""
+
+    def groups(self) -> dict[str, list[tuple[RunData, RunData]]]:
+        """Name -> (run, its partner) of everything that is not the reference itself."""
+        found: dict[str, list[tuple[RunData, RunData]]] = {}
+        for name, run, partner in zip(self.names, self.runs, self.partners, strict=True):
+            if partner is not None and partner is not run:
+                found.setdefault(name, []).append((run, partner))
+        return found
+
+    def seeds(self) -> dict[str, list[RunData]]:
+        """Name -> its runs."""
+        found: dict[str, list[RunData]] = {}
+        for name, run in zip(self.names, self.runs, strict=True):
+            found.setdefault(name, []).append(run)
+        return found
+
+    def unpaired(self) -> list[str]:
+        """Names of the runs that have no partner."""
+        alone = [n for n, p in zip(self.names, self.partners, strict=True) if p is None]
+        return list(dict.fromkeys(alone))
+
+
+def pair(runs: Sequence[RunData], labels: Sequence[str]) -> Paired:
+    """Find the dense run of the same seed and data for each run; without any, one like the first.
+
+    Paired runs see the same samples in the same order: they share seed, data, task and batch size.
+    Of several dense runs the one with the model of the run is taken.
+    """
+    names = without_seeds(labels)
+    dense = [i for i, run in enumerate(runs) if run.option("sparsity") == "dense"]
+    candidates = dense or [i for i, name in enumerate(names) if name == names[0]]
+    models = [run.config.get("model") for run in runs]
+    settings = [
+        [*map(run.config.get, ("seed", "data", "task")), run.option("batch", "size")]
+        for run in runs
+    ]
+    # a narrower dense model is compared with the one that the methods have
+    main = names[max(candidates, key=lambda i: models.count(models[i]))]
+    partners: list[RunData | None] = []
+    for i, run in enumerate(runs):
+        if names[i] == main and i in candidates:
+            partners.append(run)
+            continue
+        same = [k for k in candidates if k != i and settings[k] == settings[i]]
+        same.sort(key=lambda k: (models[k] != models[i], names[k] != main))
+        partners.append(runs[same[0]] if same else run if i in candidates else None)
+    return Paired(main, names, runs, partners)
 
 
 def uneven_validation(runs: Sequence[RunData], labels: Sequence[str]) -> str | None:

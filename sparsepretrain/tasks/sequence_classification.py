@@ -135,7 +135,7 @@ def _cut(first: Any, second: Any, room: int) -> tuple[Any, Any]:
 
 def _measure(metric: str, predicted: Sequence[float], labels: Sequence[float]) -> float:
     """One metric; a correlation with a constant is 0."""
-    with needs(f"task.metrics: {metric}", "scikit-learn and scipy", "eval", error=ConfigError):
+    with needs(f"task.metrics: {metric}", "scikit-learn", "eval", error=ConfigError):
         from scipy import stats
         from sklearn import metrics
     if metric in CORRELATIONS:

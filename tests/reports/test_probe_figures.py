@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from test_report import make_run
 
 from sparsepretrain.reports import probes, report
-from sparsepretrain.reports.runs import labels, load
+from sparsepretrain.reports.runs import labels, load, pair
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +70,14 @@ def test_several_runs_share_the_figures_of_the_paper(tmp_path):
     assert {"figure1.png", "figure2.png", "figure4.png"} <= written
     data = [load(run) for run in runs]
     assert labels(data) == ["sste", "ste", "dense"], "probes are no part of a name"
-    table = {row[:2]: row[2:] for row in probes.descent_table(data, labels(data))[1:]}
+    groups = pair(data, labels(data)).seeds()
+    table = {row[:2]: row[2:] for row in probes.descent_table(groups)[1:]}
     assert set(table) == {(name, part) for name in ("sste", "ste") for part in ("1", "0.1")}
     assert table["sste", "0.1"][:2] == ("10", "1.000")
-    predicted, actual = probes.measured(data[1], "descent", "predicted", "actual_1")[2:12, 1:].T
+    predicted, actual = probes.measured([data[1]], "descent", "predicted", "actual_1")[2:12, 1:].T
     correlation = np.corrcoef(predicted, actual)[0, 1]
     assert table["ste", "1"][1:3] == (f"{correlation:.3f}", f"{100 * np.mean(actual > 0):.1f} %")
-    figure = probes.figure_2(data, labels(data))
+    figure = probes.figure_2(groups)
     first = figure.axes[0].collections[0].get_offsets()
     assert np.allclose(first, np.transpose([1 / np.array(STEPS), 0.5 / np.array(STEPS)]))
     assert [axes.get_title() for axes in figure.axes[:3]] == [
@@ -88,5 +89,14 @@ def test_several_runs_share_the_figures_of_the_paper(tmp_path):
 
 def test_runs_without_probes_have_no_such_figures(tmp_path):
     data = [load(make_run(tmp_path / "run"))]
-    assert not probes.pictures(data[0]) and not probes.overlays(data, ["run"])
-    assert probes.descent_table(data, ["run"]) == []
+    assert not probes.pictures(data[0]) and not probes.overlays({"run": data})
+    assert probes.descent_table({"run": data}) == []
+
+
+def test_seeds_of_one_name_are_pooled(tmp_path):
+    data = [load(make_probed(tmp_path / str(i), 0.1, seed=i)) for i in range(2)]
+    groups = pair([*data, load(make_run(tmp_path / "c", "dense"))], ["a seed=0", "a seed=1", "b"])
+    assert probes.descent_table(groups.seeds())[1][:3] == ("a", "1", "20")
+    flips, scales = probes.figure_4(groups.seeds()).axes
+    assert [line.get_label() for line in flips.lines] == ["a", "b"]
+    assert np.allclose(scales.lines[0].get_ydata(), 1.45)

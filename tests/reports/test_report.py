@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.reports import plots, report
-from sparsepretrain.reports.comparison import difference, difference_figure, overlay_figure, pair
-from sparsepretrain.reports.runs import differences, labels, load, smooth, uneven_validation
+from sparsepretrain.reports.figures import final, of_runs
+from sparsepretrain.reports.runs import differences, labels, load, pair, smooth, uneven_validation
 
 LAYERS = [f"transformer.h.{i}.mlp.{name}" for i in range(2) for name in ("c_fc", "c_proj")]
 
@@ -152,19 +152,20 @@ def test_switches_are_read_from_the_record(
     assert all(f"| {change} | at step {step} |" in page for step, change in switches)
 
 
+def figures_of(runs: list[Path], names: list[str] | None = None) -> dict[str, Any]:
+    data = [load(run) for run in runs]
+    return of_runs(pair(data, names or labels(data)))
+
+
 def test_flip_rates_over_different_intervals_are_told_apart(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", interval=5)]
     assert [load(run).flip_interval() for run in runs] == [1, 5]
-    figure = overlay_figure([load(run) for run in runs], ["a", "b"])
+    figure = figures_of(runs, ["a", "b"])["difference"]
     (legend,) = figure.legends
-    names = [text.get_text() for text in legend.get_texts()]
-    assert names == ["a (flips over 1 step)", "b (flips over 5 steps)"]
-    assert "not comparable" in figure.axes[1].get_ylabel()
-    np.testing.assert_array_equal(figure.axes[1].lines[1].get_xdata(), np.arange(5, 101, 5))
-    assert [line.get_marker() for line in figure.axes[1].lines] == ["None", "."]
-    means = "running mean over 2 steps"
-    titles = [axes.get_title("left") for axes in figure.axes]
-    assert titles == [f"lines: train, {means}; markers: validation", "lines: running means"]
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b (flips over 5 steps)"]
+    flips = figure.axes[-1]
+    assert "not comparable" in flips.get_ylabel()
+    np.testing.assert_array_equal(flips.lines[1].get_xdata(), 64 * np.arange(5, 101, 5))
     page = report(runs, out=tmp_path / "out", labels=["a", "b"])[-1].read_text()
     assert "| 1.00e-02 over 5 steps |" in page and "flip rate (running means)" in page
     page = report([runs[1], make_run(tmp_path / "c", interval=5)], out=tmp_path / "out")
@@ -179,7 +180,12 @@ def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     make_run(Path("runs/b"), "sste", sparsity={"gamma": 0.2})
     written = report([Path("runs")])
     assert {path.parent for path in written} == {Path("reports/dense-sste_gamma=0.2")}
-    assert [path.name for path in written] == ["difference.png", "overlay.png", "report.md"]
+    assert [path.name for path in written] == [
+        "difference.png",
+        "final.png",
+        "overlay.png",
+        "report.md",
+    ]
     page = written[-1].read_text()
     row = "| sste gamma=0.2 | sste | 100 | 1.0200 | 2.5000 | +0.0000 | 1.00e-02 | 128 | 0 |"
     assert row in page and "minus dense |" in page and "Written 20" in page
@@ -189,23 +195,23 @@ def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "`../../runs/b`" in page and "`train sparsity=sste`" in page
 
 
-def test_overlay_figure_keeps_runs_apart(tmp_path: Path) -> None:
-    runs = [load(make_run(tmp_path / str(i), seed=i)) for i in range(9)]
-    figure = overlay_figure(runs, [f"run {i}" for i in range(9)])
-    left, right = figure.axes
-    assert (left.get_yscale(), right.get_yscale()) == ("linear", "log")
-    assert len(right.lines) == 9 and len(left.lines) == 18
-    looks = {(line.get_color(), line.get_linestyle()) for line in right.lines}
+def test_curves_are_kept_apart_and_zero_is_on_no_axis(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / str(i), seed=i) for i in range(9)]
+    figure = figures_of(runs, [f"run {i}" for i in range(9)])["overlay"]
+    train, _, flips = figure.axes
+    assert (train.get_yscale(), flips.get_yscale()) == ("linear", "log")
+    assert [len(axes.lines) for axes in figure.axes] == [9, 9, 9]
+    assert 0.5 < train.get_ylim()[0] < 1 and train.get_ylim()[1] < 4.9
+    looks = {(line.get_color(), line.get_linestyle()) for line in flips.lines}
     assert len(looks) == 9
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [f"run {i}" for i in range(9)]
     assert "and 8 more" not in figure.get_supxlabel()  # one command for all
 
 
-def test_overlay_without_flip_rates(tmp_path: Path) -> None:
-    runs = [load(make_run(tmp_path / str(i), flips=False)) for i in range(2)]
-    _, right = overlay_figure(runs, ["a", "b"]).axes
-    assert right.texts[0].get_text() == "no flip rate recorded"
+def test_runs_without_flip_rates_have_no_such_panel(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / str(i), flips=False) for i in range(2)]
+    assert len(figures_of(runs, ["a", "b"])["overlay"].axes) == 2
 
 
 @pytest.mark.parametrize(
@@ -372,15 +378,17 @@ def test_perplexity_is_a_row_but_no_panel(tmp_path: Path) -> None:
     assert "| validation perplexity at step 100 | 12.20 |" in page and "metric" not in page
 
 
-def test_the_overlay_has_a_panel_of_the_score(tmp_path: Path, pictures: None) -> None:
+def test_the_score_has_panels_and_a_column(tmp_path: Path, pictures: None) -> None:
     runs = [
         with_scores(make_run(tmp_path / name, name), "pictures", {"top1": [30.0 + i, 50.0 + i]})
         for i, name in enumerate(("dense", "sste"))
     ]
-    figure = overlay_figure([load(run) for run in runs], ["dense", "sste"])
-    middle = figure.axes[1]
-    assert len(figure.axes) == 3 and middle.get_ylabel() == "top1 (%)"
-    assert [list(line.get_ydata()) for line in middle.lines] == [[30.0, 50.0], [31.0, 51.0]]
+    figures = figures_of(runs)
+    curves, dots = figures["overlay"].axes[2], figures["final"].axes[1]
+    assert curves.get_ylabel() == "validation top1 (%)"
+    assert [list(line.get_ydata()) for line in curves.lines] == [[30.0, 50.0], [31.0, 51.0]]
+    assert dots.get_title("left").startswith("validation top1 (%)")
+    assert [list(line.get_xdata()) for line in dots.lines] == [[1.0], [0, 0]]
     page = report(runs, out=tmp_path / "out")[-1].read_text()
     head = next(line for line in page.splitlines() if line.startswith("| run | method"))
     assert "| validation loss | minus dense | top1 | flip rate | images/s |" in head
@@ -416,17 +424,19 @@ def test_differences_are_paired_by_seed_and_data(tmp_path: Path) -> None:
     page = report([*sparse, *dense], out=tmp_path / "out")[-1].read_text()
     for value in ("+0.2500", "+1.2500", "+2.2500"):
         assert f"| {value} |" in page
-    assert "No such run for sste." in page and "of several seeds their mean" in page
-    steps, values = difference([(runs[0], runs[4]), (runs[1], runs[5])], "loss", "validation")
-    np.testing.assert_array_equal(steps, [50, 100])
-    np.testing.assert_allclose(values, [0, (0.25 + 1.25) / 2])
-    figure = difference_figure(pair(runs[:2] + runs[4:6], labels(runs[:2] + runs[4:6])))
-    assert figure is not None
-    train, validation, last = figure.axes
-    assert [text.get_text() for text in last.texts] == ["+0.7500"]
-    assert "±1 sd of dense over 2 seeds" in last.get_xlabel()
-    assert "minus that of dense" in train.get_title("left") and "nats" in train.get_ylabel()
+    assert "No such run for sste." in page and "95 % intervals over seeds" in page
+    both = final([(runs[0], runs[4]), (runs[1], runs[5])], "loss")
+    np.testing.assert_allclose(both.values, [0.25, 1.25])
+    figures = of_runs(pair(runs[:2] + runs[4:6], labels(runs[:2] + runs[4:6])))
+    train, validation, _ = figures["difference"].axes
+    assert train.get_ylabel() == "train loss\nminus that of dense"
     np.testing.assert_allclose(validation.lines[0].get_ydata(), [0, 0.75])
+    (low, high) = both.interval()
+    edges = validation.collections[0].get_paths()[0].get_extents().intervaly
+    np.testing.assert_allclose(edges, [min(0, low), high])
+    (last,) = figures["final"].axes
+    assert [tick.get_text() for tick in last.get_yticklabels()] == ["sste"]
+    assert any(np.allclose(line.get_xdata(), [low, high]) for line in last.lines)
 
 
 def test_without_a_dense_run_the_first_is_the_reference(tmp_path: Path) -> None:
@@ -486,9 +496,6 @@ def test_short_records_are_drawn_so_that_they_show(tmp_path: Path) -> None:
 
 
 def test_markers_differ_where_colours_repeat(tmp_path: Path) -> None:
-    runs = [load(make_run(tmp_path / str(i), seed=i)) for i in range(14)]
-    left = overlay_figure(runs, [str(i) for i in range(14)]).axes[0]
-    dots = {
-        (line.get_color(), line.get_marker()) for line in left.lines if len(line.get_xdata()) == 2
-    }
-    assert len(dots) == 14
+    runs = [make_run(tmp_path / str(i), seed=i) for i in range(14)]
+    train = figures_of(runs, [str(i) for i in range(14)])["overlay"].axes[0]
+    assert len({(line.get_color(), line.get_marker()) for line in train.lines}) == 14
