@@ -11,7 +11,7 @@ INSTALLED := $(if $(wildcard $(VENV)/.dev),$(VENV)/.dev,$(VENV)/.user)
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: train test lint test-fast test-triton test-kernels-offline test-fault test-slow golden bench \
-	kernels-offline figure results docs clean
+	kernels-offline docs clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
@@ -58,23 +58,10 @@ bench: $(INSTALLED)
 docs: $(VENV)/.dev
 	$(BIN)/python scripts/generate_docs.py
 
-# the runs of docs/results.md: about two hours on two cores
-results: $(VENV)/.dev
-	$(BIN)/python scripts/results.py
-	$(BIN)/python scripts/generate_docs.py
-
 # the figures that test-kernels-offline holds kernels to, and their table in docs/kernels.md
 kernels-offline: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python tests/kernels_offline/measure.py
 	$(BIN)/python scripts/generate_docs.py
-
-# all methods and the half baseline with equal data order and initial weights, overlaid
-COMPARED := dense ste srste step sste tsrste sdgp asp bimask mdgf sdgf slope
-figure: $(INSTALLED)
-	for method in $(COMPARED); do \
-		$(BIN)/sparsepretrain train name=compare_$$method sparsity=$$method || exit; done
-	$(BIN)/sparsepretrain train name=compare_half experiment=half
-	$(BIN)/sparsepretrain report $(COMPARED:%=runs/compare_%) runs/compare_half --out docs/all_methods
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,8 +1,8 @@
 """Rewrite the generated tables of the documentation; ``make docs`` runs it.
 
 A table stands between ``<!-- generated: TABLE ARGUMENT -->`` and ``<!-- end -->``. What it holds
-comes from the registry, the option dataclasses, the YAML files and ``benchmarks/results``, so that
-a name, a default or a measured number is written down once.
+comes from the registry, the option dataclasses, the YAML files, ``benchmarks/results`` and the
+records of ``docs/tables``, so that a name, a default or a measured number is written down once.
 
     python scripts/generate_docs.py           rewrite what is stale, print the files
     python scripts/generate_docs.py --check   rewrite nothing; exit code 1 if something is stale
@@ -15,12 +15,14 @@ import dataclasses
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import sys
 import textwrap
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,14 +30,20 @@ from typing import Any, Literal, NamedTuple
 from sparsepretrain import registry
 from sparsepretrain.config.compose import compose
 from sparsepretrain.config.places import shipped
+from sparsepretrain.config.tables import load_table
+from sparsepretrain.reports.claims import Verdict, minus
+from sparsepretrain.reports.results import TableResults, read_record
+from sparsepretrain.reports.table import judged
 from sparsepretrain.sparsity import MethodOptions
 from sparsepretrain.sparsity.method import COLUMNS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "methods"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu.json"
-RESULTS = ROOT / "docs" / "results.json"
+RECORDS = ROOT / "docs" / "tables" / "records"
 COMPILED = ROOT / "benchmarks" / "kernels_offline.json"
+
+VERDICTS = typing.get_args(Verdict)
 
 BLOCK = re.compile(
     r"(?P<start><!-- generated: (?P<table>\w+)(?: (?P<argument>[^\n>]+?))? -->\n)"
@@ -194,38 +202,75 @@ def recipes(task: str, path: Path) -> str:
     return table(["`model=`", "`data=`", "optimiser, peak rate", "length"], rows)
 
 
-def results(pattern: str, path: Path) -> str:
-    """The committed runs whose names match: commands, cost, and what came out."""
-    record = json.loads(RESULTS.read_text(encoding="utf-8"))
-    chosen = {name: run for name, run in record.items() if re.fullmatch(pattern, name)}
-    rows = []
-    for run in chosen.values():
-        shown = [(k, v) for k, v in run["final"].items() if not k.startswith("perplex")]
-        rows.append(
-            [
-                f"`{run['command']}`",
-                str(run["steps"]),
-                f"{run['cpu_seconds'] / 60:.1f}",
-                " → ".join(f"{run[key]['loss']:.3f}" for key in ("first", "last")),
-                f"{run['split']}, {run['samples']:,}",
-                ", ".join(f"{key} {value:.4g}" for key, value in shown),
-            ]
-        )
-    head = ["command", "steps", "CPU min", "validation loss", "evaluated on", "metrics there"]
-    where = {
-        f"{run['environment']['hardware']['cores']} cores of an "
-        f"{run['environment']['hardware']['device']}, torch "
-        f"{run['environment']['packages']['torch']}, commit {run['environment']['commit']}"
-        for run in chosen.values()
+def reports(_: str, path: Path) -> str:
+    """The committed pages of tables: how their claims came out, and what they cannot say."""
+    rows, lines = [], []
+    for name, found in records().items():
+        parts = [*found.all()]
+        tables = {
+            known: load_table(known) for known in dict.fromkeys([name, *(p.name for p in parts)])
+        }
+        title = f"[{prose(tables[name].title)}]({page(name, path)}.md)"
+        claims = [both for part in parts for both in judged(part, tables[part.name])]
+        states = [cell.state for part in parts for cell in part.cells]
+        counts = Counter(ruling.verdict for _, ruling in claims)
+        done = f"{states.count('finished')} of {len(states)}"
+        rows.append([title, done, *(str(counts[verdict] or "–") for verdict in VERDICTS)])
+        lines += ["", f"## {title}", "", f"{again(name, found)}"]
+        if others := [f"- {r.verdict}: {prose(c.text)}" for c, r in claims if r.verdict != "held"]:
+            lines += ["", "Claims that did not hold:", "", *others]
+        if notes := [f"- {prose(note)}" for known in tables.values() for note in known.notes]:
+            lines += ["", "What it cannot say:", "", *notes]
+    return table(["table", "runs", *VERDICTS], rows) + "\n".join(lines) + "\n"
+
+
+def compared(name: str, path: Path) -> str:
+    """The figure of a table, and the final differences of its rows to the baseline."""
+    found, about = records().get(name), load_table(name)
+    if found is None:
+        return f"Not run yet: `sparsepretrain reproduce {name} && sparsepretrain report {name}`.\n"
+    key, metric = next(iter(about.metrics.items()))
+    differences = {
+        row: d
+        for row in about.rows
+        if row != about.baseline and (d := minus(found.values(key), row, about.baseline or "")).n
     }
-    return table(head, rows) + f"\nSeed 0; {'; '.join(sorted(where))}.\n"
+    said = []
+    for row, d in sorted(differences.items(), key=lambda item: item[1].mean):
+        half = (d.interval()[1] - d.mean) if d.n > 1 else math.nan
+        said.append(f"{row} {d.mean:+.{metric.digits}f} ± {half:.{metric.digits}f}")
+    title = prose(about.title)
+    text = (
+        f"[{title}]({page(name, path)}.md): {metric.label} at the end minus that of "
+        f"{about.baseline}, with 95 % intervals over seeds: {', '.join(said)}. {again(name, found)}"
+    )
+    text = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    return f"![{title}]({page(name, path)}-difference.png)\n\n{text}\n"
 
 
-def references(_: str, path: Path) -> str:
-    """What guessing reaches where small models are fine-tuned."""
-    known = json.loads(RESULTS.read_text(encoding="utf-8"))["references"]
-    rows = [[f"`{k}`", f"{n}: {v:.1f} %"] for k, row in known.items() for n, v in row.items()]
-    return table(["task", "guessing"], rows)
+def records() -> dict[str, TableResults]:
+    """Name -> committed results of a table."""
+    files = sorted(RECORDS.glob("*.json.gz"))
+    return {file.name.partition(".")[0]: read_record(file) for file in files}
+
+
+def page(name: str, path: Path) -> str:
+    """Where the page of a table lies as seen from a document, without its ending."""
+    return os.path.relpath(RECORDS.parent / name, path.parent)
+
+
+def again(name: str, results: TableResults) -> str:
+    """Command, scale, seeds, date, commit and hardware of the runs of a table."""
+    cells = [cell for part in results.all() for cell in part.cells if cell.state != "missing"]
+    seeds, dates = sorted({cell.seed for cell in cells}), sorted({cell.date for cell in cells})
+    where = dict.fromkeys(part.scale for part in results.all() if part.scale)
+    return (
+        f"`sparsepretrain reproduce {name} && sparsepretrain report {name}`, "
+        f"scale {', '.join(where)}, seeds {', '.join(map(str, seeds))}, "
+        f"of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}, "
+        f"commit {', '.join(dict.fromkeys(cell.commit[:12] for cell in cells))}; "
+        f"{'; '.join(dict.fromkeys(cell.hardware for cell in cells))}."
+    )
 
 
 def instructions(row: dict[str, Any] | None) -> str:
@@ -236,14 +281,14 @@ def instructions(row: dict[str, Any] | None) -> str:
 
 TABLES: dict[str, Callable[[str, Path], str]] = {
     "bench": bench,
+    "compared": compared,
     "compiled": compiled,
     "costs": costs,
     "methods": methods,
     "operands": operands,
     "options": options,
     "recipes": recipes,
-    "references": references,
-    "results": results,
+    "reports": reports,
 }
 
 

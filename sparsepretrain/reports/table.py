@@ -49,8 +49,6 @@ class Page:
     lines: list[str] = field(default_factory=list)
     figures: dict[str, Figure] = field(default_factory=dict)
     """File name -> figure."""
-    rulings: dict[str, list[tuple[tables.Claim, Ruling]]] = field(default_factory=dict)
-    """Table -> its claims, judged."""
 
     @property
     def markdown(self) -> str:
@@ -79,9 +77,23 @@ def render(results: TableResults, found: Mapping[str, Table]) -> Page:
     for part in results.all():
         page.lines += ["", f"## {found[part.name].title}", ""]
         _section(page, part, found[part.name], "###")
-    judged = [both for rulings in page.rulings.values() for both in rulings]
-    page.lines[summary:summary] = [f"| {c.text} | **{r.verdict}** |" for c, r in judged]
+    page.lines[summary:summary] = [
+        f"| {claim.text} | **{ruling.verdict}** |"
+        for part in results.all()
+        for claim, ruling in judged(part, found[part.name])
+    ]
     return page
+
+
+def judged(results: TableResults, table: Table) -> list[tuple[tables.Claim, Ruling]]:
+    """The claims of a table that has runs of its own, with what they came to."""
+    found = []
+    for claim in table.claims:
+        key = claim.metric or next(iter(table.metrics))
+        if results.scale is not None:
+            values, gaps = results.values(key), results.gaps(key)
+            found.append((claim, judge(claim, table, results.scale, values, gaps)))
+    return found
 
 
 def _section(page: Page, results: TableResults, table: Table, mark: str) -> None:
@@ -93,12 +105,7 @@ def _section(page: Page, results: TableResults, table: Table, mark: str) -> None
             *("", "```sh", *(f"sparsepretrain bench {words}" for words in table.bench), "```", ""),
         ]
         return
-    rulings: list[tuple[tables.Claim, Ruling]] = []
-    for claim in table.claims:
-        key = claim.metric or next(iter(table.metrics))
-        ruling = judge(claim, table, scale, results.values(key), results.gaps(key))
-        rulings.append((claim, ruling))
-    page.rulings[results.name] = rulings
+    rulings = judged(results, table)
     if rulings:
         page.lines += [f"{mark} Verdicts", "", *_verdicts(rulings), ""]
     for name, (figure, caption) in figures.of_table(results, table).items():

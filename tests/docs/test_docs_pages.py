@@ -9,6 +9,7 @@ import yaml
 from doc_pages import DOCUMENTS, ROOT, anchors, blocks, dead_links, generator, math_problems
 
 from sparsepretrain import registry
+from sparsepretrain.reports.results import write_record
 from sparsepretrain.sparsity import MethodOptions
 
 METHODS = list(registry.built_in("method"))
@@ -124,6 +125,22 @@ def test_check_reports_and_does_not_write(tmp_path, monkeypatch, capsys):
     assert generator.main([]) == 0 and "M∘W" in file.read_text() and "old" not in file.read_text()
     assert generator.main(["--check"]) == 0
     assert capsys.readouterr().out == "page.md\npage.md\n"
+
+
+def test_the_index_of_results_counts_what_the_records_say(tmp_path, monkeypatch):
+    record = generator.read_record(generator.RECORDS / "claims_batch.json.gz")
+    monkeypatch.setattr(generator, "RECORDS", tmp_path / "tables" / "records")
+    file = tmp_path / "results.md"
+    assert "Not run yet: `sparsepretrain reproduce claims_batch" in generator.compared(
+        "claims_batch", file
+    )
+    for cell in record.cells:
+        if cell.seed == 7:
+            cell.state, cell.metrics = "failed", {}
+    write_record(record, generator.RECORDS / "claims_batch.json.gz")
+    text = generator.reports("", file)
+    assert "](tables/claims_batch.md) | 16 of 20 | – | – | 2 | – |" in text
+    assert text.count("- not decided: ") == 2 and "seeds 7, 8, 9, 10, 11, of 2026" in text
 
 
 def test_a_comment_may_stand_above_its_key(tmp_path):
