@@ -16,7 +16,7 @@ from sparsepretrain.errors import ConfigError, one_line
 NOT_IDENTITY = ("resume", "runs_dir", "tracker", "seed", "workers")
 """Root keys that leave the result alone; the seed stands next to the hash in the directory name."""
 
-Table = dict[tuple[str, str], dict[str, Any]]
+Table = dict[tuple[str, str | None], dict[str, Any]]
 
 ADDED: Table = {
     ("model", "gpt2"): {"activation": "gelu_tanh"},
@@ -28,8 +28,9 @@ ADDED: Table = {
     **{("schedule", n): {"start": None} for n in ("cosine", "linear", "inverse_sqrt", "constant")},
     ("precision", "fp8_sim"): {"init_scale": 65536.0, "growth_interval": 2000},
     ("sparsity", "slope"): {"adapters": {"rank": 0, "start": 0.99}},
+    ("checkpoint", None): {"keep_every": 0, "keep_best": 0},
 }
-"""(Group, what is chosen in it) -> key -> what a configuration without that key means.
+"""(Group, what is chosen in it; None: nothing is) -> key -> what a configuration without it means.
 
 A configuration that was frozen before the key existed is read as if it had this value, and the hash
 leaves the key out at this value, so that a new key makes no new experiments of old ones.

@@ -58,6 +58,10 @@ class Checkpoint:
     """Optimiser steps between checkpoints; 0: only at the end and on a signal."""
     keep_last: Annotated[int, "> 0"]
     """Valid checkpoints kept; older ones are removed."""
+    keep_every: Annotated[int, "≥ 0"]
+    """Those at multiples of so many steps are never removed; 0: none of them."""
+    keep_best: Annotated[int, "≥ 0"]
+    """So many with the lowest validation loss are kept too; 0: none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,8 +105,9 @@ class Run:
     init: Init = field(default_factory=Init)
     compile: bool
     """torch.compile the model."""
-    guard: Literal["stop", "skip"]
-    """Non-finite loss or gradient: stop with exit code 5, or skip the step and count it."""
+    guard: Literal["stop", "skip", "spike"]
+    """Non-finite loss or gradient: stop with exit code 5, or skip the step and count it; spike
+    skips a loss or gradient norm far above those of the steps before, too."""
     model: Any
     task: Any
     data: Any
@@ -130,10 +135,22 @@ class Run:
             yield "runs_dir", "must name a directory, got ''"
         if not is_plain_name(self.name):
             yield "name", f"must be a plain directory name, got {self.name!r}"
+        yield from self._kept()
         yield from _fitting(self)
         floor, peak = getattr(self.schedule, "min_lr", 0.0), getattr(self.optim, "lr", None)
         if peak is not None and floor > peak:
             yield "schedule.min_lr", f"must be ≤ optim.lr ({peak}), got {floor}"
+
+    def _kept(self) -> Problems:
+        """Whether there will be checkpoints of the kind that are to be kept."""
+        every, keep = self.checkpoint.every, self.checkpoint
+        if keep.keep_every and (not every or keep.keep_every % every):
+            must = f"must be a multiple of checkpoint.every ({every})"
+            yield "checkpoint.keep_every", f"{must}, got {keep.keep_every}"
+        evaluated = self.eval.every and self.eval.batches != 0
+        if keep.keep_best and not (every and evaluated and every % self.eval.every == 0):
+            needs = "needs an evaluation at every checkpoint"
+            yield "checkpoint.keep_best", f"{needs}: make checkpoint.every a multiple of eval.every"
 
 
 def _fitting(run: Run) -> Problems:

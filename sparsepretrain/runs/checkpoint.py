@@ -11,12 +11,14 @@ Format 1 has all parts in ``state.pt``, which is read without running code.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,20 @@ CONFIG = "config.yaml"
 
 _whole: dict[Path, frozenset[tuple[str, int, int]]] = {}
 """Checkpoints that this process wrote, or found whole, with :func:`_stamp` at that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints stay; a damaged one never counts as kept."""
+
+    last: int
+    """So many of the newest, at least 1."""
+    every: int = 0
+    """All at multiples of so many steps; 0: none of them."""
+    best: int = 0
+    """So many of those with the lowest loss."""
+    losses: Mapping[int, float] = field(default_factory=dict)
+    """Step -> loss, where there is one to compare."""
 
 
 class Checkpoint:
@@ -155,8 +171,10 @@ class Checkpoint:
         return None
 
 
-def save(directory: Path, step: int, parts: dict[str, Any], *, config: str, keep_last: int) -> Path:
-    """Write ``directory/step_<step>`` and remove the oldest beyond ``keep_last`` whole ones.
+def save(
+    directory: Path, step: int, parts: dict[str, Any], *, config: str, keep: Retention
+) -> Path:
+    """Write ``directory/step_<step>`` and remove older ones that ``keep`` does not name.
 
     A whole checkpoint of this step stays as it is: replacing a directory is not atomic.
 
@@ -165,7 +183,7 @@ def save(directory: Path, step: int, parts: dict[str, Any], *, config: str, keep
         step: completed optimiser steps.
         parts: name -> tensors, numbers, strings, None, and lists, tuples and dicts of these.
         config: as YAML text.
-        keep_last: at least 1; the one just written counts.
+        keep: the one just written counts.
 
     Raises:
         CheckpointError: it could not be written; earlier checkpoints are untouched.
@@ -204,7 +222,7 @@ def save(directory: Path, step: int, parts: dict[str, Any], *, config: str, keep
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, SafetensorError) as error:
         shutil.rmtree(stage, ignore_errors=True)
         raise CheckpointError(f"cannot write checkpoint {final}: {reason(error)}") from error
-    _prune(directory, final, keep_last)
+    _prune(directory, step, keep)
     return final
 
 
@@ -319,18 +337,27 @@ def _join(value: Any, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def _prune(directory: Path, newest: Path, keep_last: int) -> None:
-    # only checkpoints that would load count as kept
-    kept = 0
-    for path in sorted(directory.glob("step_*"), reverse=True):
-        if path > newest:
-            continue
-        known = _whole.get(path.absolute())
-        if kept >= keep_last:
-            shutil.rmtree(path, ignore_errors=True)
-            _whole.pop(path.absolute(), None)
-        elif (known and known == _stamp(path)) or Checkpoint(path).problem() is None:
-            kept += 1
+def _prune(directory: Path, newest: int, keep: Retention) -> None:
+    paths = {step: path for step, path in saved(directory).items() if step <= newest}
+    by_loss = sorted(keep.losses.keys() & paths.keys(), key=lambda step: (keep.losses[step], step))
+    kept = {step for step in paths if keep.every and step % keep.every == 0}
+    # only checkpoints that would load count
+    kept |= _first_whole(paths, sorted(paths, reverse=True), keep.last)
+    kept |= _first_whole(paths, by_loss, keep.best)
+    for step in paths.keys() - kept:
+        shutil.rmtree(paths[step], ignore_errors=True)
+        _whole.pop(paths[step].absolute(), None)
+
+
+def _first_whole(paths: dict[int, Path], order: Sequence[int], count: int) -> set[int]:
+    """The first ``count`` steps in ``order`` whose checkpoints are whole."""
+    whole = (step for step in order if _is_whole(paths[step]))
+    return set(itertools.islice(whole, count))
+
+
+def _is_whole(path: Path) -> bool:
+    known = _whole.get(path.absolute())
+    return (known is not None and known == _stamp(path)) or Checkpoint(path).problem() is None
 
 
 def _stamp(path: Path) -> frozenset[tuple[str, int, int]]:

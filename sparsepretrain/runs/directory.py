@@ -214,6 +214,17 @@ class RunDirectory:
         """
         return record.read(self.record_file)
 
+    def retention(self, run: Run) -> checkpoint.Retention:
+        """Which checkpoints stay according to ``run`` and the validation losses so far."""
+        keep, losses = run.checkpoint, {}
+        if keep.keep_best:
+            losses = {
+                line["step"]: line["loss"]
+                for line in self.record()
+                if line.get("split") == "validation" and line["loss"] is not None
+            }
+        return checkpoint.Retention(keep.keep_last, keep.keep_every, keep.keep_best, losses)
+
     def finetuned(self, stage: str) -> RunDirectory | None:
         """The run that a stage of a table made of this one, of its latest checkpoint.
 

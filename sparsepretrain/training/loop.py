@@ -7,7 +7,6 @@ pre-hook -> optimiser -> refresh and flip count, inside its post-hook.
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -18,19 +17,14 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.data.preparation import Progress
-from sparsepretrain.errors import DataError, DivergedError
+from sparsepretrain.errors import DataError
 from sparsepretrain.tasks import Batch, Observation
 from sparsepretrain.training.batches import Request, split_requests, stream, to_device
+from sparsepretrain.training.guard import require_finite_weights
 from sparsepretrain.training.precision import autocast
 from sparsepretrain.training.schedules import learning_rate
 from sparsepretrain.training.session import AVERAGED, Session
 from sparsepretrain.training.signals import StopSignals
-
-MAX_SKIPS = 10
-"""Skipped steps in a row after which ``guard=skip`` gives up."""
-
-MAX_OVERFLOWS = 50
-"""The same for gradients under loss scaling: so many halvings make any usable scale useless."""
 
 SILENT_SECONDS = 1.0
 """Of an evaluation before it shows how far it is."""
@@ -64,8 +58,9 @@ def run_steps(
         was_sparse = t.sparsifier.sparse
         values = train_step(t)
         layers = bool(run.log.layers_every) and t.step % run.log.layers_every == 0
-        # in the record whatever is due: a switch of phase, and flips that no later line repeats
-        event = t.sparsifier.sparse != was_sparse or t.sparsifier.refreshed
+        # in the record whatever is due: a switch of phase, flips that no later line repeats, and
+        # steps that were skipped
+        event = t.sparsifier.sparse != was_sparse or t.sparsifier.refreshed or not t.updated
         if t.step % run.log.every == 0 or layers or event or t.step in (1, t.end):
             require_finite_weights(t)
             line = {"step": t.step, "tokens": t.tokens}
@@ -108,7 +103,8 @@ def train_step(t: Session) -> dict[str, Any]:
     parameters = [p for p in t.model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     mean, grad_norm = float(total) / items, float(norm)
-    if _finite(t, mean, grad_norm):  # before clipping, which spreads a NaN to every gradient
+    # before clipping, which spreads a NaN to every gradient
+    if t.guard.accepts(t, mean, grad_norm):
         if run.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, run.clip, norm)
         t.scaler.step(t.optimizer)
@@ -218,63 +214,6 @@ def _shown(t: Session, split: str, requests: list[Request]) -> Iterator[Batch]:
             t.on_progress(
                 Progress(phase=split, done=done, total=samples, unit=unit, seconds=seconds)
             )
-
-
-@torch.no_grad()
-def require_finite_weights(t: Session) -> None:
-    """Stop at a weight that is not finite, even behind a mask, where no loss ever shows it.
-
-    Raises:
-        DivergedError: whatever ``guard`` says, since every later step would keep it.
-    """
-    norm = torch.nn.utils.get_total_norm(list(t.model.parameters()))  # one read of the device
-    if math.isfinite(float(norm)):
-        return
-    for name, parameter in t.model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise DivergedError(
-                f"step {t.step}: {name} holds weights that are not finite (a mask may hide them "
-                "from the loss); they are not saved. Continue from the checkpoint before, with a "
-                "lower optim.lr or clip"
-            )
-
-
-def _finite(t: Session, loss: float, grad_norm: float) -> bool:
-    """Whether to update; raises or counts according to ``guard``.
-
-    Under loss scaling an infinite gradient is an overflow: skipped whatever ``guard`` says.
-    """
-    if math.isfinite(loss + grad_norm):
-        t.skips_in_a_row = 0
-        return True
-    t.skipped += 1
-    t.skips_in_a_row += 1
-    allowed = MAX_SKIPS if t.run.guard == "skip" else 0
-    if t.scaler.is_enabled() and math.isfinite(loss):
-        allowed = MAX_OVERFLOWS
-    if t.skips_in_a_row > allowed:
-        times = f", {t.skips_in_a_row} steps in a row" if allowed else ""
-        hint = "" if allowed else ", or continue past single steps with guard=skip"
-        raise DivergedError(
-            f"step {t.step + 1}: {_culprit(t, loss)}{times}; nothing was updated. "
-            f"Lower optim.lr or clip{hint}"
-        )
-    return False
-
-
-def _culprit(t: Session, loss: float) -> str:
-    if not math.isfinite(loss):
-        return f"the loss is {loss}"
-    names = [
-        name
-        for name, parameter in t.model.named_parameters()
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all()
-    ]
-    if not names:
-        return "the gradient norm is not finite"
-    # backward carries a NaN from where it arises to the layers before it
-    others = f" (and of {len(names) - 1} parameters before it)" if len(names) > 1 else ""
-    return f"the gradient of {names[-1]} is not finite{others}"
 
 
 def _due(every: int, t: Session) -> bool:

@@ -21,6 +21,7 @@ from sparsepretrain.errors import CheckpointError
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.tasks import Task
 from sparsepretrain.training.batches import TrainingBatches
+from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.observer import Observer, Probe
 from sparsepretrain.training.world import World
 
@@ -219,7 +220,7 @@ class Session:
     evaluated: int = -1
     """Completed steps at the last evaluation."""
     skipped: int = 0
-    """Steps without an update because something was not finite."""
+    """Steps without an update because something was not finite, or a spike."""
     skips_in_a_row: int = 0
     lines: int = 0
     """Of the record, at the last checkpoint; 0: not known."""
@@ -227,11 +228,13 @@ class Session:
     """End early, after so many completed steps; schedules and windows stay those of the run."""
     log_probe: Callable[[dict[str, Any]], object] = lambda line: None
     """Takes the lines of the probes."""
+    guard: Guard = field(init=False)
     flips: Flips = field(init=False)
     observers: list[Observer] = field(init=False)
     """Told of every step, in this order; anybody may add their own."""
 
     def __post_init__(self) -> None:
+        self.guard = Guard(self.run.guard)
         self.flips = Flips(self.sparsifier)
         self.observers = [self.flips] if self.ema is None else [self.flips, self.ema]
 
@@ -253,7 +256,7 @@ class Session:
 
     @property
     def updated(self) -> bool:
-        """Whether the last step changed the weights; it does not where something is not finite."""
+        """Whether the last step changed the weights; it does not where the guard refused it."""
         return not self.skips_in_a_row
 
     def state_dict(self) -> dict[str, Any]:
@@ -267,6 +270,7 @@ class Session:
             **{key: getattr(self, key) for key in COUNTERS},
             "fingerprint": self.task.fingerprint,
             "flips": self.flips.state_dict(),
+            "guard": self.guard.state_dict(),
             "sparsifier": self.sparsifier.state_dict(),
             "scaler": self.scaler.state_dict(),
             "optimizer_options": options,
@@ -311,6 +315,7 @@ class Session:
         self.scaler.load_state_dict(state["scaler"])
         if "flips" in state:  # without them the first mean is over what follows
             self.flips.load_state_dict(state["flips"])
+        self.guard.load_state_dict(state.get("guard", {}))
         for name, kept in state.get("probes", {}).items():
             if name in self.probes:
                 self.probes[name].load_state_dict(kept)

@@ -123,8 +123,8 @@ def _run(
     def save() -> None:
         t.lines = stream.lines
         state, config = t.state_dict(), freeze.to_yaml(run.plain)
-        place, keep = directory.checkpoints, run.checkpoint.keep_last
-        t.world.first(lambda: checkpoint.save(place, t.step, state, config=config, keep_last=keep))
+        place, keep = directory.checkpoints, directory.retention(run)
+        t.world.first(lambda: checkpoint.save(place, t.step, state, config=config, keep=keep))
 
     exit_code, summary = 1, None
     if t.world.is_main:

@@ -55,7 +55,7 @@ def test_flags_and_arguments(capsys):
 
 
 def test_values(capsys):
-    assert complete(capsys, "train", "guard=") == ["guard=stop", "guard=skip"]
+    assert complete(capsys, "train", "guard=") == ["guard=stop", "guard=skip", "guard=spike"]
     assert complete(capsys, "train", "compile=t") == ["compile=true"]
     found = complete(capsys, "train", "sparsity=tsrste", "sparsity.mvue=")
     assert found == ["sparsity.mvue=gradient", "sparsity.mvue=none"]

@@ -55,7 +55,7 @@ def write_checkpoint(run: Any, step: int = 3) -> Path:
     parts |= {"fingerprint": None, "ema": None}
     directory = RunDirectory.of(run)
     text = freeze.to_yaml(run.plain)
-    checkpoint.save(directory.checkpoints, step, parts, config=text, keep_last=1)
+    checkpoint.save(directory.checkpoints, step, parts, config=text, keep=checkpoint.Retention(1))
     directory.write(directory.config_file, text)
     return directory.path
 

@@ -17,7 +17,7 @@ from tiny_runs import assert_equal_bits, assert_same_run, final_state, metrics
 
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.runs import checkpoint
-from sparsepretrain.runs.checkpoint import Checkpoint
+from sparsepretrain.runs.checkpoint import Checkpoint, Retention
 
 MODEL = "shard-00000-model.safetensors"
 FILES = {"config.yaml", "state.json", MODEL, "shard-00000-optimizer.safetensors", "manifest.json"}
@@ -29,7 +29,7 @@ PARTS = {
 
 def save(directory, step, keep_last=3, **parts):
     state = {"step": step, **PARTS, **parts}
-    return checkpoint.save(directory, step, state, config="a: 1\n", keep_last=keep_last)
+    return checkpoint.save(directory, step, state, config="a: 1\n", keep=Retention(keep_last))
 
 
 def load(path):
@@ -192,6 +192,34 @@ def test_retention_counts_only_whole_ones(tmp_path):
     assert steps(tmp_path) == [5]
 
 
+def kept(directory, keep, count=12):
+    for step in range(1, count + 1):
+        checkpoint.save(directory, step, {"step": step}, config="", keep=keep)
+    return steps(directory)
+
+
+def test_retention_of_milestones(tmp_path):
+    assert kept(tmp_path, Retention(2, every=5)) == [5, 10, 11, 12]
+
+
+def test_retention_of_the_best(tmp_path):
+    losses = {step: abs(step - 4.2) for step in range(1, 13)}
+    assert kept(tmp_path / "a", Retention(1, best=2, losses=losses)) == [4, 5, 12]
+    some = {8: 1.0, 3: 1.0, 6: 0.5, 99: 0.1}  # the earlier one of equals; 99 is not there
+    assert kept(tmp_path / "b", Retention(1, best=2, losses=some)) == [3, 6, 12]
+    assert kept(tmp_path / "c", Retention(1, every=6, best=1, losses=some)) == [6, 12]
+
+
+def test_a_damaged_one_is_not_the_best(tmp_path):
+    losses = {1: 0.1, 2: 0.2, 3: 0.3}
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    flip(0.5)(tmp_path / "step_00000001" / MODEL)
+    keep = Retention(1, best=1, losses=losses)
+    checkpoint.save(tmp_path, 4, {"step": 4}, config="", keep=keep)
+    assert steps(tmp_path) == [2, 4]
+
+
 def test_retention_keeps_the_only_valid_one(tmp_path, monkeypatch):
     save(tmp_path, 1, keep_last=1)
     monkeypatch.setattr(os, "replace", lambda a, b: (_ for _ in ()).throw(OSError(5, "I/O error")))
@@ -317,12 +345,12 @@ def test_everything_that_a_state_may_hold(tmp_path):
         "nested": [{"deep": ({"tensor": flat},)}],
     }
     parts = {"model": tensors, "values": values, "none": None, "number": 3, "tensor": flat}
-    path = checkpoint.save(tmp_path, 7, parts, config="", keep_last=1)
+    path = checkpoint.save(tmp_path, 7, parts, config="", keep=Retention(1))
     got = load(path)
     assert list(got) == list(parts)
     tensors["parameter"] = tensors["parameter"].detach()
     assert_equal_bits(parts, got)
-    nan = checkpoint.save(tmp_path, 8, {"a": [math.nan]}, config="", keep_last=2)
+    nan = checkpoint.save(tmp_path, 8, {"a": [math.nan]}, config="", keep=Retention(2))
     assert math.isnan(load(nan)["a"][0])
     json.loads((path / "state.json").read_text(), parse_constant=pytest.fail)
 
@@ -330,7 +358,7 @@ def test_everything_that_a_state_may_hold(tmp_path):
 def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path):
     weight = torch.randn(64, 64)
     path = checkpoint.save(
-        tmp_path, 1, {"model": {"in": weight, "out": weight.detach()}}, config="", keep_last=1
+        tmp_path, 1, {"model": {"in": weight, "out": weight.detach()}}, config="", keep=Retention(1)
     )
     assert (path / MODEL).stat().st_size < 2 * weight.nbytes
     model = load(path)["model"]
@@ -412,6 +440,19 @@ def test_a_run_goes_on_from_the_one_before(tiny, stop_after):
     assert "step 2" in outcome.output
     assert_same_run(plain.directory, outcome.directory)
     assert Checkpoint(outcome.directory / "checkpoints" / "step_00000004").problem() is None
+
+
+def test_a_run_keeps_its_best(tiny, stop_after):
+    keep = ("keep_best=2", "keep_last=1", "keep_every=4", "every=1")
+    words = (*(f"checkpoint.{word}" for word in keep), "steps=9", "eval.every=1", "optim.lr=10")
+    stop_after(6)
+    tiny.train(*words)
+    stop_after(-1)
+    directory = tiny.train(*words).directory
+    losses = {line["step"]: line["loss"] for line in metrics(directory) if "split" in line}
+    best = sorted(range(1, 10), key=lambda step: losses[step])[:2]
+    assert not {4, 8, 9}.issuperset(best), losses
+    assert steps(directory / "checkpoints") == sorted({*best, 4, 8, 9})
 
 
 def test_no_whole_checkpoint(tiny, stop_after):

@@ -11,7 +11,8 @@ import torch
 from tiny_runs import METHODS, assert_equal_bits, final_state, metrics
 
 from sparsepretrain.errors import DivergedError
-from sparsepretrain.training.loop import MAX_OVERFLOWS, MAX_SKIPS, evaluate, train_step
+from sparsepretrain.training.guard import MAX_OVERFLOWS, MAX_SKIPS
+from sparsepretrain.training.loop import evaluate, train_step
 
 
 def losses(tiny, *overrides):

@@ -1,0 +1,154 @@
+"""What ``guard`` skips, what it leaves as it is then, and that resumed runs skip the same."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from tiny_runs import assert_equal_bits, assert_same_run, final_state, metrics
+
+from sparsepretrain.errors import DivergedError
+from sparsepretrain.training import guard as room
+from sparsepretrain.training.guard import MAX_SKIPS, Guard
+from sparsepretrain.training.loop import train_step
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """A window of eight steps."""
+    monkeypatch.setattr(room, "SPIKE_WINDOW", 8)
+
+
+@pytest.fixture
+def factors(monkeypatch):
+    """``factors({12: 50.0})``: the training loss of step 12 is multiplied, so are its gradients."""
+    from sparsepretrain.tasks.causal_lm import CausalLM
+    from sparsepretrain.training import loop
+
+    original, step = CausalLM.loss, loop.train_step
+    now, values = [0], {}
+
+    def loss(self, model, batch):
+        total, count = original(self, model, batch)
+        return total * (values.get(now[0], 1.0) if model.training else 1.0), count
+
+    def train_step(t):
+        now[0] = t.step + 1
+        return step(t)
+
+    monkeypatch.setattr(CausalLM, "loss", loss)
+    monkeypatch.setattr(loop, "train_step", train_step)
+    return values.update
+
+
+class Told:
+    """As much of a session as a guard looks at."""
+
+    step = skipped = skips_in_a_row = 0
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    class sparsifier:
+        sparse = True
+
+
+def judged(losses, norms=None, rule="spike"):
+    told, guard = Told(), Guard(rule)
+    return [guard.accepts(told, *pair) for pair in zip(losses, norms or losses, strict=True)], told
+
+
+def noise(count, seed=0):
+    draw = random.Random(seed)
+    return [4 + draw.gauss(0, 0.1) for _ in range(count)]
+
+
+def test_noise_is_no_spike_and_a_jump_is_one():
+    accepted, told = judged([*noise(500), 6.0, *noise(10)])
+    assert accepted == [True] * 500 + [False] + [True] * 10
+    assert (told.skipped, told.skips_in_a_row) == (1, 0)
+    for rule in ("stop", "skip"):
+        assert all(judged([*noise(500), 6.0], rule=rule)[0])
+
+
+def test_either_of_loss_and_norm():
+    quiet, jump = noise(200), [*noise(199), 9.0]
+    assert judged(jump, quiet)[0][-1] is judged(quiet, jump)[0][-1] is False
+    assert all(judged([*noise(199), 0.0], [*noise(199), 0.0])[0]), "less is no spike"
+
+
+def test_half_a_window_is_needed():
+    assert all(judged([*noise(63), 1e9])[0])
+    assert not all(judged([*noise(64), 1e9])[0])
+
+
+@pytest.mark.parametrize("level", [8.0, 1e3, 1e30])
+def test_a_level_that_stays_is_accepted(level):
+    accepted, _ = judged([*noise(300), *(level + x for x in noise(60))])
+    assert accepted[300:].count(False) <= 4 and all(accepted[305:])
+
+
+def test_what_is_not_finite_stays_out_of_the_window():
+    accepted, _ = judged([*noise(100), float("nan"), float("inf"), *noise(100), 9.0])
+    assert [i for i, ok in enumerate(accepted) if not ok] == [100, 101, 202]
+    with pytest.raises(DivergedError, match=f"the loss is nan, {MAX_SKIPS + 1} steps in a row"):
+        judged([float("nan")] * (MAX_SKIPS + 1))
+
+
+def test_a_phase_begins_anew():
+    told, guard = Told(), Guard("spike")
+    for x in noise(128):
+        assert guard.accepts(told, x, x)
+    told.sparsifier = type("", (), {"sparse": False})
+    assert guard.accepts(told, 99.0, 99.0)
+
+
+def test_a_spike_updates_nothing_and_the_data_go_on(tiny, short):
+    t = tiny.build("guard=spike", "steps=30")
+    seen = []
+    original = t.batches.step
+    t.batches.step = lambda step: seen.append(step) or original(step)
+    for _ in range(8):
+        train_step(t)
+    before = copy.deepcopy([t.model.state_dict(), t.optimizer.state_dict()["state"]])
+    layer = t.model.transformer.h[0].mlp.c_fc.weight
+    handle = layer.register_hook(lambda grad: grad * 1e4)
+    rate = train_step(t)["lr"]
+    handle.remove()
+    assert (t.step, t.skipped, t.sparsifier.completed_steps) == (9, 1, 8)
+    assert_equal_bits(before, [t.model.state_dict(), t.optimizer.state_dict()["state"]])
+    values = train_step(t)
+    assert seen == list(range(10)) and values["lr"] != rate
+    assert (t.skipped, t.updated, t.sparsifier.completed_steps) == (1, True, 9)
+
+
+SPIKY = ("guard=spike", "steps=24", "log.every=10", "log.layers_every=0", "eval.every=0")
+
+
+def test_a_resumed_run_skips_the_same(tiny, short, factors, stop_after):
+    factors({10: 40.0, 11: float("nan"), 20: 40.0})
+    plain = tiny.train(*SPIKY, "runs_dir=" + str(tiny.root / "plain"))
+    lines = {line["step"]: line for line in metrics(plain.directory) if "split" not in line}
+    assert list(lines) == [1, 10, 11, 20, 24], "skipped steps are in the record"
+    assert [line.get("skipped") for line in lines.values()] == [None, 1, 2, 3, 3]
+    assert lines[11]["loss"] is None and lines[10]["loss"] > 100
+    assert "skipped steps" in plain.output
+    for step in (9, 10, 19):
+        stop_after(step)
+        assert tiny.train(*SPIKY).code == 143
+    stop_after(-1)
+    assert_same_run(plain.directory, tiny.train(*SPIKY).directory)
+
+
+def test_without_the_window_it_would_not(tiny, short, factors, stop_after, monkeypatch):
+    """Negative control of the test above."""
+    factors({20: 40.0})
+    plain = tiny.train(*SPIKY, "runs_dir=" + str(tiny.root / "plain"))
+    stop_after(19)
+    tiny.train(*SPIKY)
+    stop_after(-1)
+    monkeypatch.setattr(Guard, "load_state_dict", lambda self, state: None)
+    again = tiny.train(*SPIKY)
+    assert final_state(plain.directory)["skipped"] == 1 != final_state(again.directory)["skipped"]
+    with pytest.raises(AssertionError):
+        assert_same_run(plain.directory, again.directory)
