@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config.freeze import flat
-from sparsepretrain.config.places import catalogue, check_yaml, search_path, yaml_files
+from sparsepretrain.config.places import (
+    DEEPEST,
+    catalogue,
+    check_yaml,
+    search_path,
+    yaml_files,
+)
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning, one_line
 from sparsepretrain.registry import choices, suggestion
@@ -26,6 +32,9 @@ if TYPE_CHECKING:
 
 PAIRS = "model_method"
 """Directory of what a paper gives for a model and a method together; ``train.yaml`` includes it."""
+
+MOST_REFERENCES = 1000
+"""References that all values together may come to."""
 
 PRIMARY = "train"
 """The YAML file at the root of the shipped configuration."""
@@ -88,6 +97,9 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Req
         except (HydraException, RecursionError):
             request.errors.append(_syntax(text))
             continue
+        except ValueError as error:  # an integer of more digits than Python reads
+            request.errors.append(f"override {_shortened(text)!r} cannot be read: {error}")
+            continue
         key = override.key_or_group
         if override.type == OverrideType.DEL:
             problem = f"{text!r}: keys cannot be removed; leave it out and {key} has its default"
@@ -97,6 +109,8 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Req
             problem = f"{key!r}: Hydra's own settings have no effect here; leave it out"
         elif override.package is not None:
             problem = f"{text!r}: packages (@) are not supported; write {key}=option"
+        elif key.count(".") >= DEEPEST:
+            problem = f"override {_shortened(text)!r}: more than {DEEPEST} levels"
         elif override.is_sweep_override():
             problem = f"{text!r} asks for several runs; give one value (lists: {key}=[a,b])"
         elif key in groups:
@@ -222,6 +236,7 @@ def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, 
     from omegaconf.errors import OmegaConfBaseException
 
     errors = []
+    _require_few_references(composed)
     for key, value in values:
         try:
             merge = isinstance(value, dict) and OmegaConf.is_dict(OmegaConf.select(composed, key))
@@ -233,7 +248,7 @@ def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, 
             errors.append(f"{key} cannot be set: {parent} has no keys of its own")
     if errors:
         raise ConfigError(errors)
-    text = str(OmegaConf.to_container(composed, resolve=False))
+    text = _require_few_references(composed)
     for name in dict.fromkeys(re.findall(r"\$\{oc\.env:(\w+)", text)):
         if re.search("TOKEN|KEY|SECRET|PASSWORD", name, re.IGNORECASE):
             warnings.warn(
@@ -244,6 +259,54 @@ def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, 
             )
     plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return {str(key): value for key, value in plain.items()}
+
+
+def _require_few_references(composed: DictConfig) -> str:
+    """The configuration as text, unresolved.
+
+    A reference to a value with references, and so on, doubles the work with every level: what each
+    value comes to is counted before any is followed.
+
+    Raises:
+        ConfigError: they come to more than ``MOST_REFERENCES``.
+    """
+    from omegaconf import OmegaConf
+
+    plain: Any = OmegaConf.to_container(composed, resolve=False)
+    leaves = flat(_keyed(plain))
+    sizes: dict[str, int] = {}
+
+    def size(key: str) -> int:
+        """References that follow from what lies at ``key``, a value or a mapping."""
+        if key not in sizes:
+            sizes[key] = 0  # a circle is left to OmegaConf, which names it
+            below = [key] if key in leaves else [k for k in leaves if k.startswith(f"{key}.")]
+            for leaf in below:
+                for text in re.findall(r"\$\{([^}]*)", str(leaves[leaf])):
+                    for dots, name in re.findall(r"(\.*)([\w.\[\]]+)", text):
+                        parent = leaf.split(".")[: -len(dots)] if dots else []
+                        inner = re.findall(r"[^.\[\]]+", name)
+                        sizes[key] += 1 + size(".".join([*parent, *inner]))
+            if not below and "." in key:  # in what a reference stands for
+                sizes[key] = size(key.rpartition(".")[0])
+            if sizes[key] > MOST_REFERENCES:
+                most = f"more than {MOST_REFERENCES} references (${{…}})"
+                raise ConfigError(f"{key} comes to {most}: write the value itself")
+        return sizes[key]
+
+    if sum(map(size, leaves)) > MOST_REFERENCES:
+        raise ConfigError(
+            f"more than {MOST_REFERENCES} references (${{…}}): write values themselves"
+        )
+    return str(plain)
+
+
+def _keyed(value: Any) -> Any:
+    """Lists as mappings, as references see them."""
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return {str(key): _keyed(item) for key, item in pairs}
+    return value
 
 
 def _choose(request: Request, group: str, value: Any, options: list[str]) -> str:
@@ -304,11 +367,15 @@ def _chosen_files(request: Request) -> list[Path]:
     return [d / name for name in named for d in request.path[1:] if (d / name).is_file()]
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _syntax(text: str) -> str:
     if "=" not in text:
         return f"override {text!r} has no value; write {text or 'key'}=value"
     key, _, _ = text.partition("=")
-    shown = text if len(text) <= 60 else text[:57] + "..."
+    shown = _shortened(text)
     if not re.fullmatch(r"[+~]*[A-Za-z_]\w*([./@][A-Za-z_]\w*)*", key):
         return f"override {shown!r}: {key!r} is not a key; write a.b.c=value"
     return (

@@ -32,6 +32,9 @@ USER_FILES = {
     "experiment/interpolation.yaml": GLOBAL + "steps: ${batch.sise}\n",
     "sparsity/incomplete.yaml": "n: 2\n",
     "sparsity/nobody.yaml": "name: nobody\n",
+    "experiment/references.yaml": GLOBAL
+    + "a: [x, x]\n"
+    + "".join(f"{b}: ['${{{a}}}', '${{{a}}}']\n" for a, b in pairwise("abcdefghijklmnopq")),
     "optim/nameless.yaml": "lr: 1.0\n",
     "optim/foreign.yaml": "defaults: [adamw, _self_]\nmomentum: 0.9\n",
     "data/unknown.yaml": "name: x\nsource: python_sourc\n",
@@ -179,6 +182,25 @@ def grammar() -> list[tuple[list[str], list[str]]]:
         (["seed.x=1"], ["seed must be an integer"]),
         (["seed=${sed}"], ["seed", "'sed' not found"]),
         (["seed=???"], ["seed"]),
+        (["seed=" + "9" * 5000], ["'seed=999", "4300 digits"]),
+        ([".".join("a" * 2000) + "=1"], ["more than 50 levels"]),
+        (
+            ["x=a", *(f"x{'x' * i}=${{{'x' * i}}}${{{'x' * i}}}" for i in range(1, 40))],
+            ["comes to more than 1000 references", "write the value itself"],
+        ),
+        (
+            ["plugins=[a" + "".join(f",${{plugins.{i}}}${{plugins.{i}}}" for i in range(40)) + "]"],
+            ["comes to more than 1000 references"],
+        ),
+        (
+            [
+                "x={a:b}",
+                *(f"x{'x' * i}={{a:'${{{'x' * i}.a}}${{{'x' * i}.a}}'}}" for i in range(1, 30)),
+            ],
+            ["comes to more than 1000 references"],
+        ),
+        (["x=a", *(f"x{i}=${{x}}" for i in range(1001))], ["more than 1000 references"]),
+        (["name=a${name}"], ["name: Recursive interpolation"]),
         (["lr=1e-3"], ["'lr' (did you mean 'optim.lr'?)"]),
         (["gamma=0.5"], ["'gamma' (did you mean 'sparsity.gamma'?)"]),
         (["modle=gpt2_nano"], ["'modle' (did you mean 'model'?)"]),
@@ -204,6 +226,7 @@ def user_files() -> list[tuple[list[str], list[str]]]:
         "type": ["steps must be an integer"], "range": ["sparsity.gamma"],
         "option": ["sparsity/sstee.yaml", "did you mean 'sste'"], "group": ["sparsty"],
         "twice": ["sparsity"], "interpolation": ["steps", "batch.sise"],
+        "references": ["comes to more than 1000 references"],
         "circle": ["circle.yaml comes back to itself"],
     }  # fmt: skip
     return [
