@@ -169,18 +169,16 @@ def difference_figure(
         axes = grid[at]
         curves = {label: [_minus(a, b, key) for a, b in pairs[label]] for label in pairs}
         curves.pop(reference or "", None)
-        late = [
-            part
+        bands = [
+            draw_band(axes, seeds, styles[label] | {"label": label})
             for label, seeds in curves.items()
-            for part in draw_band(axes, seeds, styles[label] | {"label": label})
         ]
         if reference is not None:
             axes.axhline(0, color="black", linewidth=1)
-            late.append(np.zeros(1))
-        _limit(axes, late)
+        _limit(axes, bands, zero=reference is not None)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_ylabel(keys[key] + minus_that if len(keys) > 1 or not at else "", fontsize=9)
-        axes.set_xlabel("" if every else unit)
+        axes.set_xlabel(unit)
     for at, pairs in enumerate(panels.values() if every else []):
         axes = grid[columns + at]
         plots.flip_axis(axes, every.values())
@@ -319,23 +317,37 @@ def _minus(own: Curves, partner: Curves | None, key: str) -> Curve | None:
     return [x for x, _ in points], [y for _, y in points]
 
 
-def draw_band(axes: Axes, curves: Sequence[Curve | None], style: Any) -> list[np.ndarray]:
-    """The mean of the seeds with its interval; returns both, without the first tenth of the run."""
+def draw_band(axes: Axes, curves: Sequence[Curve | None], style: Any) -> np.ndarray:
+    """The mean of the seeds with its interval; returns both (3, points), without the first tenth.
+
+    On a log axis an interval that reaches zero is cut at a tenth of the mean.
+    """
     x, *values = band(curves)
     if not len(x):
-        return []
-    mean, low, high = map(plots.visible, values, [axes.get_yscale() == "log"] * 3)
+        return np.empty((3, 0))
+    mean, low, high = values
+    if axes.get_yscale() == "log":
+        mean = plots.visible(mean)
+        low = np.maximum(low, mean / 10)
     axes.plot(x, mean, markevery=max(1, len(x) // 12), **style)
     axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    return [part[x >= 0.1 * x[-1]] for part in values]
+    return np.array([part[x >= 0.1 * x[-1]] for part in (mean, low, high)])
 
 
-def _limit(axes: Axes, late: Sequence[np.ndarray]) -> None:
-    """The first tenth of a run may leave the axis: it would press all differences together."""
-    values = np.concatenate([*late, []])
-    values = values[np.isfinite(values)]
-    if len(values) and (room := 0.06 * float(np.ptp(values))):
-        axes.set_ylim(float(values.min()) - room, float(values.max()) + room)
+def _limit(axes: Axes, bands: Sequence[np.ndarray], *, zero: bool) -> None:
+    """Show the means and, of wide intervals, as much again to both sides.
+
+    The first tenth of a run may leave the axis: it would press all differences together.
+    """
+    means, *edges = np.concatenate([*bands, np.zeros((3, int(zero)))], axis=1)
+    if not np.isfinite(means).any():
+        return
+    low, high = float(np.nanmin(means)), float(np.nanmax(means))
+    room = high - low
+    known = np.concatenate([means, *(np.clip(edge, low - room, high + room) for edge in edges)])
+    low, high = float(np.nanmin(known)), float(np.nanmax(known))
+    if room := 0.06 * (high - low):
+        axes.set_ylim(low - room, high + room)
 
 
 def _legend(figure: Figure, drawn: Mapping[str, Any]) -> None:

@@ -54,12 +54,17 @@ def html_page(markdown: str, figures: Mapping[str, Figure]) -> str:
 
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     body = parser.render(markdown)
+    others = ""
     for name, figure in figures.items():
         start = body.find(f'<p><img src="{html.escape(name)}"')
         end = body.find("</p>", start) + 4
         if start < 0:
-            start = end = len(body)
-        body = f"{body[:start]}{_charts(figure)}{body[end:]}"
+            others += _charts(figure)
+        else:
+            body = f"{body[:start]}{_charts(figure)}{body[end:]}"
+    body += f"<h2>Further charts</h2>{others}" if others else ""
+    # neighbours fill the rows of one grid
+    body = re.sub(r'</div>\s*<div class="charts">', "", body)
     title = html.escape(markdown.splitlines()[0].removeprefix("# "))
     head = f'<meta charset="utf-8"><title>{title}</title>'
     head += '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -90,15 +95,16 @@ def _traces(axes: Axes) -> Iterator[dict[str, Any]]:
     for mesh in axes.collections:
         if isinstance(mesh, QuadMesh):
             yield _heat_map(axes, mesh)
-        elif isinstance(mesh, PolyCollection) and mesh.get_paths():
-            outline = np.asarray(mesh.get_paths()[0].vertices)
-            x, y = outline[np.isfinite(outline).all(axis=1)][::2].T
+        elif isinstance(mesh, PolyCollection):
             colour = to_hex(np.asarray(mesh.get_facecolor())[0].tolist())
             fill = {"fill": "toself", "fillcolor": colour, "opacity": 0.15, "line": {"width": 0}}
-            yield {"type": "scatter", "mode": "lines", **_numbers(x=x, y=y), **fill} | {
-                "hoverinfo": "skip",
-                "showlegend": False,
-            }
+            for path in mesh.get_paths():
+                outline = np.asarray(path.vertices)
+                x, y = outline[:: -(-len(outline) // (2 * POINTS))].T
+                yield {"type": "scatter", "mode": "lines", **_numbers(x=x, y=y), **fill} | {
+                    "hoverinfo": "skip",
+                    "showlegend": False,
+                }
     named: set[str] = set()
     for line in axes.lines:
         x, y = (np.asarray(part, dtype=np.float64) for part in line.get_data())
@@ -151,15 +157,23 @@ def _layout(axes: Axes, height: int) -> dict[str, Any]:
         shapes.append(
             {"type": "line", "x0": x0, "x1": x1, "y0": y0, "y1": y1, "line": style, **refs}
         )
+    # a label beside the axis collides with long ticks where the page is narrow
     title = axes.get_title("left") or axes.get_title()
-    layout = {"template": "none", "height": height, "shapes": shapes, "hovermode": "closest"}
-    layout["margin"] = {"l": 70, "r": 16, "t": 44, "b": 50}
-    layout["title"] = {"text": title.replace("\n", "<br>"), "font": {"size": 13}, "x": 0.01}
-    layout["legend"] = {"orientation": "h", "y": -0.2, "font": {"size": 11}}
+    title = "\n".join(filter(None, (title, axes.get_ylabel().replace("\n", " "))))
+    names = len({line.get_label() for line in axes.lines if line not in rules})
+    height += 11 * max(0, names - 3)  # of the legend below
+    layout: dict[str, Any] = {"template": "none", "height": height, "shapes": shapes}
+    layout["hovermode"] = "closest"
+    layout["margin"] = {"l": 48, "r": 16, "t": 28 + 18 * len(title.splitlines()), "b": 48}
+    layout["title"] = {"text": title.replace("\n", "<br>"), "font": {"size": 14}, "x": 0.01}
+    layout["title"] |= {"y": 1, "yanchor": "top", "pad": {"t": 12}}
+    layout["legend"] = {"orientation": "h", "font": {"size": 12}, "x": 0, "xref": "container"}
+    layout["legend"] |= {"y": 0, "yref": "container", "yanchor": "bottom"}
     for key, axis in (("xaxis", axes.xaxis), ("yaxis", axes.yaxis)):
-        text = axis.get_label_text().replace("\n", "<br>")
-        layout[key] = about = {"title": {"text": text, "font": {"size": 12}}, "automargin": True}
-        about |= {"zeroline": False, "gridcolor": "#e5e5e5"}
+        label = axis.get_label_text() if key == "xaxis" else ""
+        about: dict[str, Any] = {"automargin": True, "zeroline": False, "gridcolor": "#e5e5e5"}
+        about["title"] = {"text": label, "font": {"size": 12}, "standoff": 4}
+        layout[key] = about
         low, high = axes.get_xlim() if key == "xaxis" else axes.get_ylim()
         if axes.collections and hasattr(axes.collections[0], "get_coordinates"):
             about |= {"autorange": "reversed"} if key == "yaxis" else {}

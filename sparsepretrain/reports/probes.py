@@ -155,7 +155,7 @@ def figure_4(groups: Groups) -> Figure | None:
         style = plots.line_style(index) | {"marker": None}
         flips = [run.series("flip_rate") for run in some]
         curves: list[Curve | None] = [(steps.tolist(), rates.tolist()) for steps, rates in flips]
-        if draw_band(left, curves, style | {"label": label}):
+        if draw_band(left, curves, style | {"label": label}).size:
             every += [run.flip_interval() for run in some]
         keys = dict.fromkeys(key for run in some for line in run.probes for key in line)
         for kind, width in (("beta/", 1.8), ("best/", 0.8)):

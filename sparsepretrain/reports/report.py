@@ -179,7 +179,12 @@ def _several(runs: list[RunData], labels: list[str], out: Path, *, page: bool) -
     paired = pair(runs, labels)
     drawn = of_runs(paired) | probes.overlays(paired.seeds())
     figures = {f"{name}.png": figure for name, figure in drawn.items()}
-    lines = [f"# {' / '.join(labels)}", "", f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.", ""]
+    lines = [
+        f"# {' / '.join(paired.seeds())}",
+        "",
+        f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
+        "",
+    ]
     for file in figures:
         lines += [f"![{Path(file).stem}]({file})", ""]
     lines += [_about(paired), ""]
