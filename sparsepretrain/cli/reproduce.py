@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -93,6 +92,7 @@ class Reproduce(StudyVerb):
         return [*(() if set(before) & set(found) else found), *super().words(before, current)]
 
     def run(self, args: argparse.Namespace) -> int:
+        from sparsepretrain.config.compose import shell_line
         from sparsepretrain.studies import overview, reproduce
         from sparsepretrain.tracking.console import Console
 
@@ -113,7 +113,7 @@ class Reproduce(StudyVerb):
         found = [part for part in found if part.cells]
         words = [args.table, *(["--scale", args.scale] if args.scale else [])]
         words += [word for d in args.config_dir for word in ("--config-dir", str(d))]
-        report = shlex.join([*words, *args.overrides])
+        report = shell_line([*words, *args.overrides])
         return max(code, self.start(args, found, report) if found else 0)
 
 
@@ -130,6 +130,7 @@ def _bench(part: Part) -> int:
     import torch
 
     from sparsepretrain.cli.main import main
+    from sparsepretrain.config.compose import shell_line
 
     words = [
         ["bench", suite, f"out=runs/{part.name}/{suite.rpartition('=')[2]}.json"]
@@ -137,6 +138,6 @@ def _bench(part: Part) -> int:
     ]
     if torch.cuda.is_available():
         return max(map(main, words))
-    lines = " && ".join(shlex.join(["sparsepretrain", *each]) for each in words)
+    lines = " && ".join(shell_line(["sparsepretrain", *each]) for each in words)
     print(f"{part.name} is measured on a CUDA GPU, and there is none here: {lines}")
     return 0

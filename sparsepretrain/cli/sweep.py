@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from typing import TYPE_CHECKING
 
 from sparsepretrain.cli._verb import UsageError, integer_from
@@ -58,6 +57,7 @@ class Sweep(StudyVerb):
 
 
 def _search(args: argparse.Namespace, axes: Axes) -> int:
+    from sparsepretrain.config.compose import shell_line
     from sparsepretrain.studies import overview, reproduce, sweep
     from sparsepretrain.tracking.console import Console
 
@@ -82,5 +82,5 @@ def _search(args: argparse.Namespace, axes: Axes) -> int:
     )
     command = search.run(console, jobs=args.jobs)
     console.info(f"to train with the best values:\n{command}")
-    console.info(f"sparsepretrain report {shlex.quote(first.cells[0].run.runs_dir)}")
+    console.info(f"sparsepretrain report {shell_line([first.cells[0].run.runs_dir])}")
     return 0

@@ -7,6 +7,7 @@ typed with ``++``, so that unknown keys reach the strict pass, which reports all
 from __future__ import annotations
 
 import re
+import shlex
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -329,6 +330,15 @@ def _choose(request: Request, group: str, value: Any, options: list[str]) -> str
 def quote(text: str) -> str:
     """A string of Hydra's grammar, whatever is in it."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${") + "'"
+
+
+def shell_line(words: Iterable[str]) -> str:
+    """Words as a line for a POSIX shell; what :func:`quote` made stands in double quotes."""
+    return " ".join(
+        # shlex would write '"'"' for each quote in it
+        f'"{word}"' if "'" in word and not re.search(r'["$`\\!]', word) else shlex.quote(word)
+        for word in words
+    )
 
 
 def _absent(request: Request, error: OmegaConfBaseException) -> str:

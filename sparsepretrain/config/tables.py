@@ -21,8 +21,8 @@ from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import suggestion
 
-SIMPLE = "[A-Za-z/][A-Za-z0-9_/-]*"
-"""Names that need no quotes."""
+SIMPLE = re.compile(r"(?!(?:true|false|null|inf|nan)$)[a-z/][\w/.+-]*", re.ASCII | re.IGNORECASE)
+"""Names that need no quotes, and do not mean something else."""
 
 Scale = Literal["paper", "nano"]
 Term = str | list[str]
@@ -48,6 +48,8 @@ class Metric:
     variant: str = ""
     """What makes numbers comparable: tokenisation, weights, metric variant."""
     sequence_length: int | None = None
+    factor: float = 1.0
+    """What the number is multiplied by, as 100 where a share is printed in per cent."""
     digits: Annotated[int, "[0, 10]"] = 4
     """After the point."""
 
@@ -59,12 +61,12 @@ class Metric:
 
 @dataclass(slots=True, kw_only=True)
 class Stage:
-    """What happens to every run after training: it is fine-tuned, or evaluated on a split.
+    """What happens to every run after training: it is fine-tuned, or evaluated.
 
     Where its numbers lie follows from the run alone. A fine-tuning is a run with the cell's seed in
     ``<runs_dir>/<table>/<row>[--<column>]--<stage>/``, which ``RunDirectory.finetuned(stage)`` of
     the cell's run finds; an evaluation is a line of its ``eval.jsonl``, see
-    ``RunDirectory.evaluation(split, overrides)``. One that failed stands under its name in
+    ``RunDirectory.evaluation``. One that failed stands under its name in
     ``RunDirectory.failures()`` of the cell's run.
     """
 
@@ -73,11 +75,13 @@ class Stage:
     """``task=`` of ``sparsepretrain finetune RUN``."""
     evaluate: Literal["validation", "test"] | None = None
     """``split=`` of ``sparsepretrain eval RUN``."""
+    lm_eval: str | None = None
+    """``lm_eval=`` of the same: tasks of lm-evaluation-harness, separated by commas."""
     overrides: list[str] = field(default_factory=list)
 
     def problems(self) -> Problems:
-        if (self.finetune is None) == (self.evaluate is None):
-            yield "name", f"{self.name!r} must have one of finetune and evaluate"
+        if [self.finetune, self.evaluate, self.lm_eval].count(None) != 2:
+            yield "name", f"{self.name!r} must have one of finetune, evaluate and lm_eval"
         if self.name == "train" or self.name != slug(self.name):
             yield "name", f"must be letters, digits, _ and -, and not 'train', got {self.name!r}"
 
@@ -392,7 +396,8 @@ def stage_words(cell: Cell, stage: Stage) -> list[str]:
     What says how and where to compute goes on from the cell, hyper-parameters do not.
     """
     if stage.finetune is None:
-        return [f"split={stage.evaluate}", *stage.overrides]
+        kind = ("split", stage.evaluate) if stage.lm_eval is None else ("lm_eval", stage.lm_eval)
+        return ["=".join(map(str, kind)), *stage.overrides]
     kept = [w for w in cell.words if re.match(r"\+*(tracker|workers|parallel)\b", w)]
     name = word("name", f"{cell.run.name}--{stage.name}")
     place = [word("runs_dir", cell.run.runs_dir), name, f"seed={cell.seed}"]
@@ -401,7 +406,7 @@ def stage_words(cell: Cell, stage: Stage) -> list[str]:
 
 def word(key: str, value: str) -> str:
     """``key=value`` as it is typed."""
-    return f"{key}={value if re.fullmatch(SIMPLE, value) else quote(value)}"
+    return f"{key}={value if SIMPLE.fullmatch(value) else quote(value)}"
 
 
 def slug(label: str) -> str:

@@ -27,7 +27,7 @@ from sparsepretrain import registry
 from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.formats import format_of, raw_targets
 from sparsepretrain.data.shards import Job, run
-from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, Shard, Source
+from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, GeneratedSource, Shard, Source
 from sparsepretrain.data.tokens import (
     FORMAT,
     MANIFEST,
@@ -88,7 +88,7 @@ def prepare(
         on_progress: called in this process whenever a shard is finished.
 
     Raises:
-        ConfigError: ``workers`` is below 1.
+        ConfigError: ``workers`` is below 1, or the source generates its samples.
         DataError: the text cannot be found, fetched, read or tokenised, or the cache written.
     """
     if workers is not None and workers < 1:
@@ -146,7 +146,11 @@ def load(options: Any, *, on_progress: OnProgress | None = None) -> TokenData:
 
 
 def _locate(options: Any) -> tuple[Source, Path]:
-    source: Source = registry.get("source", options.source)(options)
+    source: Source | GeneratedSource = registry.get("source", options.source)(options)
+    if isinstance(source, GeneratedSource):
+        raise ConfigError(
+            f"{options.name} is generated while training: there is nothing to prepare"
+        )
     identity: dict[str, Any] = {
         "format": FORMAT,
         "options": {k: v for k, v in asdict(options).items() if k not in options.about},

@@ -16,7 +16,7 @@ from sparsepretrain.errors import ConfigError, DataError, reason
 from sparsepretrain.export import convert
 from sparsepretrain.export.tokenizer import make_tokenizer
 from sparsepretrain.models.pretrained import quiet
-from sparsepretrain.tracking.console import Console
+from sparsepretrain.tracking.console import Console, significant
 from sparsepretrain.training import derive
 from sparsepretrain.training.evaluation import append, identity, told_weights
 from sparsepretrain.training.precision import compute_dtype
@@ -92,7 +92,7 @@ def evaluate_tasks(
         raise DataError(f"lm_eval={','.join(tasks)}: {reason(error)}") from error
     metrics = named(found["results"], harness.max_length)
     rows = [("checkpoint", f"{source.path}, step {source.step:,}")]
-    console.table("lm-eval", [*rows, *((k, f"{v:.4f}") for k, v in metrics.items())])
+    console.table("lm-eval", [*rows, *((k, significant(v)) for k, v in metrics.items())])
     counts = {k: v["effective"] for k, v in found["n-samples"].items()}
     result = {
         **identity(source, overrides, device, task="lm_eval", data=",".join(tasks)),

@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import json
 import math
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sparsepretrain.config import freeze, strict
+from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.tables import (
     Cell,
     Metric,
@@ -185,7 +185,7 @@ def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunDat
         seed=cell.seed,
         state="missing",
         steps=run.steps,
-        command=shlex.join(["sparsepretrain", "train", *cell.words]),
+        command=shell_line(["sparsepretrain", "train", *cell.words]),
         config=freeze.identity(run),
         settings={
             name: _digest({key: plain[key] for key in keys}) for name, keys in SHARED.items()
@@ -237,8 +237,9 @@ def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size:
         value = None
         if stage is None:
             value = measured(metric, data, result.steps)
-        elif stage.evaluate is not None:
-            line = directory.evaluation(stage.evaluate, stage.overrides)
+        elif stage.finetune is None:
+            about = stage.evaluate, stage.overrides
+            line = directory.evaluation(*about, lm_eval=stage.lm_eval)
             found = (line or {}).get("metrics", {})
             if metric.key in found:
                 value = math.nan if found[metric.key] is None else float(found[metric.key])
@@ -256,7 +257,7 @@ def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size:
     if not values:
         result.missing[name] = f"no stage of this scale is {metric.stage}"
         return
-    mean = sum(values) / len(values)
+    mean = metric.factor * sum(values) / len(values)
     result.metrics[name] = mean if math.isfinite(mean) else None
     if not math.isfinite(mean):
         result.missing[name] = f"{metric.label} is not finite"

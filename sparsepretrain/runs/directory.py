@@ -240,10 +240,17 @@ class RunDirectory:
                     found[step] = run
         return found[max(found)] if found else None
 
-    def evaluation(self, split: str, overrides: Sequence[str] = ()) -> dict[str, Any] | None:
+    def evaluation(
+        self, split: str | None, overrides: Sequence[str] = (), *, lm_eval: str | None = None
+    ) -> dict[str, Any] | None:
         """The newest line of ``eval.jsonl`` about the latest step that was evaluated so.
 
         Lines of densified or averaged weights are others.
+
+        Args:
+            split: of the run's data; ignored with ``lm_eval``.
+            overrides: of that evaluation.
+            lm_eval: tasks of lm-evaluation-harness, separated by commas.
 
         Raises:
             DataError: a line before the last is not a JSON record.
@@ -252,12 +259,11 @@ class RunDirectory:
             lines = record.read(self.evaluations_file)
         except ConfigError:
             return None
-        same = [
-            line
-            for line in lines
-            if (line["split"], line["overrides"]) == (split, list(overrides))
-            and (line["densified"], line["average"]) == (False, 1)
-        ]
+        wanted: dict[str, Any] = {"split": split, "densified": False, "average": 1}
+        if lm_eval is not None:
+            wanted = {"task": "lm_eval", "data": lm_eval}
+        wanted["overrides"] = list(overrides)
+        same = [line for line in lines if all(line.get(k) == v for k, v in wanted.items())]
         return max(reversed(same), key=lambda line: line["step"] or 0, default=None)
 
     def probes(self) -> list[dict[str, Any]]:

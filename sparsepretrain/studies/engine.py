@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import shlex
 import signal
 import sys
 import threading
@@ -23,11 +22,12 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, Literal
 
 from sparsepretrain.config import validate
+from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import INTERRUPTED, ConfigError, SparsePretrainError
 from sparsepretrain.runs import checkpoint, record
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.tracking.console import Console, clock
+from sparsepretrain.tracking.console import Console, clock, significant
 from sparsepretrain.training.signals import StopSignals
 
 POLL_SECONDS = 0.5
@@ -39,12 +39,14 @@ GRACE_SECONDS = 5.0
 ROWS = 30
 """Of a table that is redrawn; of more cells only those that run or failed are shown."""
 
+STOPPING = "stopping: what runs saves a checkpoint; another Ctrl-C ends it without"
+
 LOST = 255
 """Exit code of a child whose fork server was killed: what became of it is not known."""
 
 # Importing torch and transformers takes 5 to 8 s, which a fork server pays once. It may be forked:
 # the imports start no thread and do not initialise CUDA (tests/studies/test_engine.py).
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _processes = multiprocessing.get_context("forkserver")
 
 
@@ -81,6 +83,8 @@ class Cell:
     """The newest training line of the record."""
     pace: float | None = None
     """Seconds per step of late."""
+    begin: int = 0
+    """Where what its child process prints begins in ``console.log``, in bytes."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -137,7 +141,7 @@ class Cell:
             self.label,
             self.state,
             f"{'–' if step is None else step}/{self.end}",
-            "–" if loss is None else f"{loss:.4f}",
+            "–" if loss is None else significant(loss),
             "–" if flips is None else f"{flips:.1e}",
             note,
         ]
@@ -204,6 +208,8 @@ class Study(contextlib.AbstractContextManager["Study"]):
                     connection.wait([c.sentinel for c in self._children.values()], POLL_SECONDS)
                     if signals.exit_code is not None and not told:
                         told = True
+                        if self._children:
+                            self._console.info(STOPPING)
                         self._send(signals.exit_code - 128)
                     for cell in [c for c, child in self._children.items() if not child.is_alive()]:
                         self._end(cell, stopping=told)
@@ -227,6 +233,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
         try:
             with cell.directory.claim():  # or another process trains it
                 log.touch()
+                cell.begin = log.stat().st_size
         except ConfigError as error:
             self._fail(cell, error.exit_code, f"{error.label}: {error}", note=False)
             return
@@ -261,8 +268,9 @@ class Study(contextlib.AbstractContextManager["Study"]):
         elif code < 0:
             self._fail(cell, code, f"killed by {signal.Signals(-code).name}")
         else:
-            text = cell.directory.console_log.read_text(encoding="utf-8", errors="replace")
-            self._fail(cell, code, (text.strip() or "no output").splitlines()[-1].strip())
+            said = cell.directory.console_log.read_bytes()[cell.begin :]
+            lines = said.decode(errors="replace").strip().splitlines()
+            self._fail(cell, code, lines[-1].strip() if lines else "no output")
 
     def _next(self, cell: Cell) -> list[Cell]:
         """What a finished cell makes possible; what is refused is a failed row."""
@@ -324,7 +332,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
     def _title(self) -> str:
         """How many cells are in which state, and the time left for all of them."""
         counts = Counter(cell.state for cell in self.cells)
-        parts = [f"{counts[state]} {state}" for state in counts if state != "running"]
+        parts = [f"{counts[state]} {state}" for state in counts]
         paces = [cell.pace for cell in self.cells if cell.pace is not None]
         open_ = [cell for cell in self.cells if cell.state in ("waiting", "running")]
         if paces and open_:
@@ -341,7 +349,7 @@ def _start_server(run: Run) -> None:
     modules = ["sparsepretrain.training.trainer", "numba", "omegaconf", library]
     forkserver.set_forkserver_preload(modules)
     # the server must outlive a signal to the whole process group, and its children their start
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         forkserver.ensure_running()
     finally:
@@ -370,11 +378,11 @@ def _work(
     os.dup2(output.fileno(), 2)
     sys.stdout = sys.stderr = output
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if command:
         sys.argv = ["sparsepretrain", *command]
-        print(f"$ {shlex.join(sys.argv)}")
+        print(f"$ {shell_line(sys.argv)}")
     try:
         import torch
 

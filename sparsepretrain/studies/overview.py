@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -79,23 +80,34 @@ def _minutes(found: Iterable[Part]) -> float | None:
 
 def show_tables(config_dirs: Sequence[Path], console: Console) -> None:
     """Print all tables: their cells, what is published, minutes at nano scale."""
-    rows = []
-    for name in sorted(names(config_dirs)):
+    rows: list[tuple[str, ...]] = []
+    source = ""
+    for name in sorted(names(config_dirs), key=_natural):
         try:
-            rows.append((name, *_described(load_table(name, config_dirs))))
+            table = load_table(name, config_dirs)
         except ConfigError as error:
             console.warn("; ".join(error.messages))
-    header = ("table", "title", "in the paper", "paper", "nano", "published", "minutes")
-    console.table("", rows, header=header)
-    console.info("paper, nano: cells x seeds; minutes: of a CPU core, for nano")
+            continue
+        if (table.paper or "no paper") != source:
+            source = table.paper or "no paper"
+            about = f"{source}, arXiv:{table.arxiv}" if table.arxiv else source
+            rows += [("",) * 6, ("", about, *[""] * 4)]
+        rows.append((name, *_described(table)))
+    header = ("table", "title", "paper", "nano", "published", "minutes")
+    console.table("", rows, header=header, lines=False)
+    console.info("\npaper, nano: cells x seeds; minutes: of a CPU core, for nano")
+
+
+def _natural(name: str) -> list[str]:
+    """A key that puts table 2 before table 10."""
+    return [part.zfill(4) for part in re.split(r"(\d+)", name)]
 
 
 def _described(table: Table) -> tuple[str, ...]:
-    source = " ".join(filter(None, (table.paper, table.number)))
     if table.parts:
-        return f"{table.title}: {', '.join(table.parts)}", source, *"––––"
+        return f"{table.title}: {', '.join(table.parts)}", *"––––"
     if table.bench:
-        return f"{table.title}: bench {' '.join(table.bench)}", source, *"––––"
+        return f"{table.title}: bench {' '.join(table.bench)}", *"––––"
     sizes = []
     for scale in ("paper", "nano"):
         size = table.scales.get(scale)
@@ -111,7 +123,6 @@ def _described(table: Table) -> tuple[str, ...]:
     minutes = "–" if nano is None or nano.minutes is None else f"{nano.minutes:g}"
     return (
         table.title,
-        source,
         *sizes,
         f"{sum(values)} of {len(values)}" if values else "–",
         minutes,

@@ -6,12 +6,12 @@ Sweeps are the same without a published table.
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.tables import (
     Cell,
@@ -143,6 +143,9 @@ def check(
             settled[at] = cell.run.steps
             try:
                 settled[at] = _check(cell, part.stages, config_dirs, done=done)
+                if prepared and any(stage.lm_eval for stage in part.stages):
+                    with needs("lm_eval of a stage", "lm_eval", "lm_eval", error=ConfigError):
+                        import lm_eval  # noqa: F401
             except SparsePretrainError as error:
                 if isinstance(error, DataError) and not prepared:
                     continue
@@ -194,7 +197,7 @@ def commands(
         for cell in part.cells:
             words = [_train_words(cell, stop_after, config_dirs)]
             words += [stages.command(cell, s, stop_after, config_dirs) for s in part.stages]
-            yield " && ".join(shlex.join(["sparsepretrain", *each]) for each in words)
+            yield " && ".join(shell_line(["sparsepretrain", *each]) for each in words)
 
 
 def _train_words(

@@ -1,4 +1,4 @@
-"""What follows the training of a cell: it is fine-tuned over tasks, or evaluated on a split."""
+"""What follows the training of a cell: it is fine-tuned over tasks, or evaluated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Evaluation(engine.Cell):
 
     def look(self) -> None:
         """Read the line."""
-        line = self.directory.evaluation(str(self.stage.evaluate), self.stage.overrides) or {}
+        about = self.stage.evaluate, self.stage.overrides
+        line = self.directory.evaluation(*about, lm_eval=self.stage.lm_eval) or {}
         done, loss = line.get("step") == self.end, line.get("metrics", {}).get("loss")
         # nothing is left of its steps, so it does not count in the time that is left
         self.line = {"step": self.end, "loss": loss if done else None, "done": done}
@@ -46,10 +47,16 @@ class Evaluation(engine.Cell):
 
 
 def _evaluate(run: str, stage: Stage, config_dirs: Sequence[Path], console: Console) -> int:
-    from sparsepretrain.training.evaluation import evaluate_checkpoint
+    words = stage.overrides
+    if stage.lm_eval is not None:
+        from sparsepretrain.export.lm_eval import evaluate_tasks
 
-    split = str(stage.evaluate)
-    evaluate_checkpoint(run, stage.overrides, config_dirs, split=split, console=console)
+        evaluate_tasks(run, stage.lm_eval.split(","), words, config_dirs, console=console)
+    else:
+        from sparsepretrain.training.evaluation import evaluate_checkpoint
+
+        split = str(stage.evaluate)
+        evaluate_checkpoint(run, words, config_dirs, split=split, console=console)
     return 0
 
 

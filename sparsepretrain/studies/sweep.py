@@ -7,12 +7,12 @@ import itertools
 import json
 import math
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.places import catalogue
 from sparsepretrain.config.tables import Cell, Table, grid
 from sparsepretrain.errors import ConfigError, DivergedError, needs
@@ -140,7 +140,7 @@ def report_words(found: Part) -> str:
     """What follows ``sparsepretrain report`` for the runs of a sweep."""
     runs = {str(RunDirectory.of(cell.run)): cell.run.runs_dir for cell in found.cells}
     words = list(runs) if len(runs) <= SHOWN else list(dict.fromkeys(runs.values()))
-    return shlex.join(words)
+    return shell_line(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class Search:
         console.table(f"{self.name}: best", rows, ("trial", f"validation {self.metric}", *keys))
         flags = [word for d in self.config_dirs for word in ("--config-dir", str(d))]
         words = [*flags, *self.axes.fixed, *self._words(done[0][1])]
-        return shlex.join(["sparsepretrain", "train", *words])
+        return shell_line(["sparsepretrain", "train", *words])
 
     def _distributions(self, make: Any) -> dict[str, Any]:
         found = {key: make.CategoricalDistribution(v) for key, v in self.axes.values.items()}

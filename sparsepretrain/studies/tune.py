@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsepretrain.config import freeze
+from sparsepretrain.config.compose import shell_line
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.files import write_atomic
 from sparsepretrain.studies import decay as rules
 from sparsepretrain.studies.decay import Search
 from sparsepretrain.studies.engine import Cell, CellError, Study
-from sparsepretrain.tracking.console import Console, count
+from sparsepretrain.tracking.console import Console, count, significant
 
 RESULT = "tune.json"
 """Everything that a search found, in its directory."""
@@ -173,10 +173,10 @@ def _feasible(search: Search) -> str:
 
 def _show(search: Search, result: dict[str, Any], console: Console) -> None:
     dense = result["dense"]
-    shown = [("dense", f"{dense['flip_rate']:.3e}", "1", "reference", f"{dense['loss']:.4f}")]
+    shown = [("dense", f"{dense['flip_rate']:.3e}", "1", "reference", significant(dense["loss"]))]
     for row in result["runs"]:
         says = "chosen" if row["decay"] == result["chosen"] else row["verdict"]
-        numbers = f"{row['flip_rate']:.3e}", f"{row['mu']:.3f}", says, f"{row['loss']:.4f}"
+        numbers = f"{row['flip_rate']:.3e}", f"{row['mu']:.3f}", says, significant(row["loss"])
         shown.append((f"{row['decay']:.3g}", *numbers))
     shown += [(f"{row['decay']:.3g}", "–", "–", "failed", "–") for row in result["failed"]]
     console.table("decay search", shown, header=("λ", "flip rate", "μ", "λ is", "train loss"))
@@ -202,7 +202,7 @@ def _write_option(
     words.append(f"sparsity={method}_tuned")
     if plain["experiment"] is not None:
         words.append(f"sparsity.decay={chosen!r}")  # which an experiment may set as well
-    return shlex.join(words)
+    return shell_line(words)
 
 
 def _write(path: Path, text: str | None = None) -> None:

@@ -68,10 +68,19 @@ class Console:
         return own_warnings(self.warn)
 
     def table(
-        self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str] | None = None
+        self,
+        title: str,
+        rows: Sequence[Sequence[object]],
+        header: Sequence[str] | None = None,
+        *,
+        lines: bool = True,
     ) -> None:
-        """Print a table of rows of equal length, cells with ``str``; ``title`` may be empty."""
-        self._rich.print(_table(title, rows, header))
+        """Print a table of rows of equal length, cells with ``str``; ``title`` may be empty.
+
+        Where it is wider than the terminal, its widest column is folded. Without ``lines`` more
+        of it fits.
+        """
+        self._rich.print(_table(title, rows, header, lines=lines))
 
     def redraw(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
         """Show a table in place of the one before, on a terminal; lines printed stay above it."""
@@ -109,7 +118,9 @@ class Console:
         place = f"step {step}" if total is None else f"step {step:>{len(str(total))}}/{total}"
         if "split" in line:
             hidden = ("step", "split", "time", "tokens")
-            values = [f"{k} {v:.4f}" for k, v in line.items() if k not in hidden and _number(v)]
+            values = [
+                f"{k} {significant(v)}" for k, v in line.items() if k not in hidden and _number(v)
+            ]
             self.info("  ".join([place, line["split"], *values]))
             return
         left = self._seconds_left(line, total)
@@ -156,12 +167,24 @@ class Console:
         return (total - line["step"]) * seconds / steps if steps else None
 
 
-def _table(title: str, rows: Sequence[Sequence[object]], header: Sequence[str] | None) -> Table:
-    columns = header or [""] * max(map(len, rows), default=0)
+def _table(
+    title: str,
+    rows: Sequence[Sequence[object]],
+    header: Sequence[str] | None,
+    *,
+    lines: bool = True,
+) -> Table:
+    texts = [list(map(str, row)) for row in rows]
+    names = header or [""] * max(map(len, texts), default=0)
+    widths = [max(map(len, column)) for column in zip(names, *texts, strict=True)]
+    widest = widths.index(max(widths, default=0)) if widths else 0
+    columns = [Column(name, no_wrap=i != widest) for i, name in enumerate(names)]
     table = Table(*columns, title=title or None, title_justify="left", title_style="bold")
     table.show_header = header is not None
-    for row in rows:
-        table.add_row(*map(str, row))
+    if not lines:
+        table.box, table.padding = None, (0, 2, 0, 0)
+    for row in texts:
+        table.add_row(*row)
     return table
 
 
@@ -171,7 +194,7 @@ def describe(
     """The numbers of a training line, in columns of a fixed width; ``short`` fits a terminal."""
     # the record holds null for a loss that is not finite
     loss, flips, rate = map(line.get, ("loss", "flip_rate", "tokens_per_second"))
-    parts = ["loss    nan" if loss is None else f"loss {loss:6.4f}"]
+    parts = ["loss    nan" if loss is None else f"loss {significant(loss)}"]
     parts.append("flip       –" if flips is None else f"flip {flips:.1e}")
     if _number(line.get("lr")) and not short:
         parts.append(f"lr {line['lr']:.2e}")
@@ -193,6 +216,11 @@ def switch(line: dict[str, Any]) -> str:
     if _number(change) and _number(threshold):
         text += f" (AutoSwitch: Z̄ {change:.2e}, ε {threshold:.2e})"
     return text
+
+
+def significant(value: float) -> str:
+    """Five significant digits: ``2.0767``, ``98.120``, ``0.020123``, ``1.2000e-06``."""
+    return f"{value:#.5g}".removesuffix(".")
 
 
 def count(number: float) -> str:

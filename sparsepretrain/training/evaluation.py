@@ -20,7 +20,7 @@ from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import densify
 from sparsepretrain.sparsity.coverage import Proof
 from sparsepretrain.sparsity.sparsifier import prove
-from sparsepretrain.tracking.console import Console
+from sparsepretrain.tracking.console import Console, significant
 from sparsepretrain.training import derive, loop
 from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.hardware import environment
@@ -79,7 +79,7 @@ def evaluate_checkpoint(
         ("checkpoint", f"{source.path}{step}{mean_of}"),
         (split, f"{samples:,} {t.task.sample} of {run.data.name}, every one once"),
         ("target layers", f"{len(t.sparsifier.layers)}: {proof}{', densified' * dense}"),
-        *((k, f"{v:.4f}" if isinstance(v, float) else str(v)) for k, v in metrics.items()),
+        *((k, significant(v) if isinstance(v, float) else str(v)) for k, v in metrics.items()),
     ]
     console.table(f"{run.task.name}, {run.sparsity.name}", rows)
     result = {

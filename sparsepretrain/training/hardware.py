@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 import sparsepretrain
+from sparsepretrain.config.compose import shell_line
 
 DENSE_PEAK_TFLOPS: tuple[tuple[str, float, str], ...] = (
     # name as torch reports it, dense fp16/bf16 tensor TFLOP/s with fp32 accumulation, source.
@@ -62,7 +62,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     packages = ("torch", "numpy", "transformers", "tokenizers", "hydra-core", "wandb", "datasets")
     versions = {name: v for name in packages if (v := _version(name)) is not None}
     return {
-        "command": shlex.join(["sparsepretrain", *sys.argv[1:]]),
+        "command": shell_line(["sparsepretrain", *sys.argv[1:]]),
         "sparsepretrain": sparsepretrain.__version__,
         "commit": _commit(),
         "python": platform.python_version(),

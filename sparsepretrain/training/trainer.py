@@ -19,7 +19,7 @@ from sparsepretrain.runs.record import Record
 from sparsepretrain.runs.resume import choose_checkpoint, named_checkpoint
 from sparsepretrain.sparsity.coverage import Proof
 from sparsepretrain.sparsity.sparsifier import prove
-from sparsepretrain.tracking.console import Console
+from sparsepretrain.tracking.console import Console, significant
 from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training import plan
@@ -204,5 +204,5 @@ def _summarise(t: Session, directory: RunDirectory, proof: Proof, console: Conso
 
 def _course(lines: Sequence[dict[str, Any]]) -> str:
     """The first and the last loss; one number where they are the same line."""
-    losses = [f"{line['loss']:.4f}" for line in (lines[0], lines[-1])[: len(lines)]]
+    losses = [significant(line["loss"]) for line in (lines[0], lines[-1])[: len(lines)]]
     return " → ".join(losses)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from sparsepretrain import registry
+from sparsepretrain.config import load as load_config
 from sparsepretrain.data import load, prepare, windows
 from sparsepretrain.data.encoding import BPE_WORDS, LONGEST_WORD, FileCodec, _pieces, train_bpe
 from sparsepretrain.data.sources import _files
@@ -359,3 +360,10 @@ def test_manifest_describes_the_data(options, corpus):
 def test_workers_below_one(options, corpus):
     with pytest.raises(ConfigError, match="workers must be ≥ 1, got 0"):
         prepare(options("python_source", roots=[str(corpus)]), workers=0)
+
+
+@pytest.mark.parametrize("call", [prepare, load])
+def test_what_is_generated_is_not_prepared(call) -> None:
+    options = load_config(["data=teacher", "task=regression", "model=mlp_nano"]).data
+    with pytest.raises(ConfigError, match="teacher is generated while training: there is nothing"):
+        call(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -10,7 +11,12 @@ import torch
 from export_cases import write_run
 
 from sparsepretrain import cli
+from sparsepretrain.config import validate
+from sparsepretrain.config.tables import Stage
 from sparsepretrain.runs import weights
+from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.studies.stages import Evaluation
+from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.assembly import evaluated_model
 
 pytest.importorskip("lm_eval")
@@ -89,6 +95,26 @@ def test_a_task_on_a_run(method: str, tasks: Path, tmp_path: Path, recwarn) -> N
     assert (line["task"], line["data"], line["samples"]) == ("lm_eval", "tiny_choice", 5)
     assert line["lm_eval"]["tasks"] == {"tiny_choice": 2.0}
     assert line["step"] == 3 and line["pattern_holds"]
+
+
+def test_a_stage_of_a_table_is_done_once(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval import tasks as harness
+
+    only = harness.TaskManager
+    monkeypatch.setattr(harness, "TaskManager", lambda include_path: only(include_path=tasks))
+    directory = RunDirectory(write_run(tmp_path, "gpt2"))
+    stage = Stage(name="harness", lm_eval="tiny_choice", overrides=["batch.micro=2"])
+    cell = Evaluation("x", validate(directory.config()), stage=stage)
+    assert cell.left == "to run" and cell.work()(Console(io.StringIO())) == 0
+    assert cell.left == "finished"
+    line = directory.evaluation(None, stage.overrides, lm_eval="tiny_choice")
+    assert (
+        line is not None and line["metrics"]["tiny_choice/acc@128"] == expected(directory.path)[0]
+    )
+    assert directory.evaluation("validation") is None
+    assert directory.evaluation(None, lm_eval="tiny_choice") is None
 
 
 @pytest.mark.parametrize(

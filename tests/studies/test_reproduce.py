@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shlex
 import signal
@@ -15,12 +14,13 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.text import Text
 from tiny_runs import Tiny, assert_same_run, metrics
 
 from sparsepretrain import cli
 from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.runs.directory import RunDirectory, find_runs
-from sparsepretrain.studies import engine
+from sparsepretrain.studies import engine, overview
 from sparsepretrain.tracking.console import Console
 
 
@@ -173,8 +173,21 @@ def test_dry_run_and_list(tables: Tables, capsys: pytest.CaptureFixture[str]) ->
     assert "about 3:00 on one core" in out and "FLOPs" in out and "tokens" in out
     assert not (tables.tiny.root / "runs").exists()
     assert cli.main(["reproduce", "--list", "--config-dir", str(tables.root)]) == 0
-    (line,) = [li for li in capsys.readouterr().out.splitlines() if "│ small " in li]
-    assert "two methods" in line and "2 x 2" in line and " 3 " in line
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("small ")]
+    assert line.split() == ["small", "two", "methods", "–", "2", "x", "2", "–", "3"]
+    order = [line.split()[0] for line in lines if line.startswith("sste_table")]
+    assert order.index("sste_table2") < order.index("sste_table10")
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_the_list_fits_a_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    screen = type("Terminal", (io.StringIO,), {"isatty": lambda self: True})()
+    overview.show_tables((), Console(screen))
+    out = Text.from_ansi(screen.getvalue()).plain
+    assert "…" not in out and max(map(len, out.splitlines())) <= int(columns)
+    assert "\nclaims_regression  " in out and "arXiv:2409.09099" in out
 
 
 def test_parts_run_under_their_own_names(
@@ -308,26 +321,41 @@ def test_a_stage_that_cannot_be_is_refused_before_training(
 
 
 @pytest.mark.fault
-def test_interrupted_and_continued_from_the_shell(tables: Tables) -> None:
-    command = [sys.executable, "-m", "sparsepretrain", *tables.words("small", "--seeds", "1")]
-    words = ["steps=100000", "eval.batches=0", "checkpoint.every=0", "log.layers_every=0"]
+@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.parametrize("verb", ["reproduce", "sweep"])
+def test_interrupted_and_continued_from_the_shell(tables: Tables, verb: str, within: bool) -> None:
+    """SIGINT to the process group, as from a terminal: within a run, and as one ends."""
+    options = ["eval.batches=0", "checkpoint.every=0", "log.layers_every=0"]
+    options.append("steps=100000" if within else "steps=6")
+    words = [*tables.words("small", "--seeds", "1"), *options]
+    if verb == "sweep":
+        words = ["sweep", "--name", "small", *tables.tiny.overrides(*options, "seed=0,1")]
+    command = [sys.executable, "-m", "sparsepretrain", *words]
     process = subprocess.Popen(
-        [*command, *words], stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    deadline, record = time.monotonic() + 120, None
-    while record is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-        record = next((tables.tiny.root / "runs").glob("*/*/*/metrics.jsonl"), None)
+    awaited = "metrics.jsonl" if within else "checkpoints/step_00000006/manifest.json"
+    deadline, found = time.monotonic() + 120, list[Path]()
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.01)
+        found = list((tables.tiny.root / "runs/small").glob(f"*/*/{awaited}"))
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert record is not None and "1 stopped, 1 waiting" in output
-    (first,) = (record.parent / "checkpoints").iterdir()
-    stop = int(first.name.removeprefix("step_")) + 2
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, output + errors
+    assert errors == "sparsepretrain: stopped: the same command continues where this one stopped\n"
+    assert output.splitlines()[-1].startswith("sparsepretrain report ")
+    place = found[0].parents[0 if within else 2]
+    saved = max(int(p.name.removeprefix("step_")) for p in (place / "checkpoints").iterdir())
+    end = saved + 2 if within else 6
     done = subprocess.run(
-        [*command, *words, "--stop-after", str(stop)], capture_output=True, text=True, check=True
+        [*command, "--stop-after", str(end)], capture_output=True, text=True, check=True
     )
-    assert f"from step {stop - 2}, {stop} steps" in done.stdout and "2 finished" in done.stdout
-    log = RunDirectory(record.parent).console_log.read_text()
-    assert log.startswith("$ sparsepretrain train --config-dir ")
-    assert json.loads(record.read_text().splitlines()[-1])["step"] == stop
+    assert "small: 2 finished" in done.stdout and "waiting" not in done.stdout
+    if within:
+        assert "1 stopped, 1 waiting" in output and "stopping: " in output
+        assert f"from step {saved}, {end} steps" in done.stdout
+    else:
+        assert f"{place} is finished (6 steps): nothing to do" in done.stdout
+    assert [metrics(run)[-1]["step"] for run in tables.runs()] == [end, end]
+    log = RunDirectory(place).console_log.read_text()
+    assert log.startswith("$ sparsepretrain train ")

@@ -9,7 +9,7 @@ import pytest
 
 from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import SparsePretrainWarning
-from sparsepretrain.tracking.console import Console, clock, count, describe
+from sparsepretrain.tracking.console import Console, clock, count, describe, significant
 
 
 def state(phase: str, done: int, total: int | None, unit: str = "tokens", **more: int) -> Progress:
@@ -61,9 +61,24 @@ def test_a_switch_has_a_line_of_its_own() -> None:
 def test_evaluations_and_missing_losses() -> None:
     out = io.StringIO()
     Console(out).step({"step": 5, "split": "validation", "time": 1.0, "loss": 2.0, "bleu": 27.1}, 9)
-    assert out.getvalue() == "step 5/9  validation  loss 2.0000  bleu 27.1000\n"
+    assert out.getvalue() == "step 5/9  validation  loss 2.0000  bleu 27.100\n"
     assert describe({"loss": None}, None).startswith("loss    nan")
     assert describe({"loss": 1.0, "mfu_dense": 0.413}, None).endswith("dense MFU 41.3%")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2.0766688, "2.0767"),
+        (0.0201234, "0.020123"),
+        (98.12, "98.120"),
+        (50257.4, "50257"),
+        (1.2e-6, "1.2000e-06"),
+        (0.0, "0.0000"),
+    ],
+)
+def test_numbers_have_five_significant_digits(value: float, text: str) -> None:
+    assert significant(value) == text
 
 
 def test_markup_is_printed_as_typed_and_never_wrapped() -> None:
