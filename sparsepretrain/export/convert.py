@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sparsepretrain.errors import CheckpointError, ConfigError
-from sparsepretrain.export.tokenizer import make_tokenizer
+from sparsepretrain.export.tokenizer import make_tokenizer, save_tokenizer
 from sparsepretrain.models.pretrained import quiet
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.weights import Source
@@ -155,9 +155,8 @@ def write(converted: Converted, directory: Path) -> float:
             model, str(directory), model_config=seen, model_args=arguments, safe_serialization=True
         )
     else:
-        make_tokenizer(derive.tokenizer_file(converted.source), task, model).save_pretrained(
-            directory
-        )
+        tokenizer = make_tokenizer(derive.tokenizer_file(converted.source), task, model)
+        save_tokenizer(tokenizer, directory)
         with quiet():
             model.save_pretrained(directory)  # type: ignore[operator]
     if converted.adapters:

@@ -59,6 +59,8 @@ def export_run(
         (stage / semi_structured.ABOUT).write_text(json.dumps(about, indent=1) + "\n")
         (stage / RunDirectory.config_file.name).write_text(freeze.to_yaml(source.config or {}))
         card.write(converted, about, stage, semi=form == "semi_structured")
+        for file in stage.rglob("*.safetensors"):  # which its library makes private
+            shutil.copymode(stage / semi_structured.ABOUT, file)
         if directory.exists():
             shutil.rmtree(directory)
         os.replace(stage, directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,20 @@ def make_tokenizer(file: Path | None, task: Task, model: Any) -> Any:
             settings["model_max_length"] = getattr(task.options, key)
     if codec.end_of_text is not None and getattr(task.recipe, "causal", True):
         _tell(model, task, codec.end_of_text)
+    # transformers 4 would add token types, which a GPT-2 embeds as if they were tokens
+    settings["model_input_names"] = ["input_ids", "attention_mask"]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+
+
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Write it so that transformers 4, which does not know the class of 5, loads it too."""
+    tokenizer.save_pretrained(directory)
+    file = directory / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8")) | {
+        "tokenizer_class": "PreTrainedTokenizerFast"
+    }
+    settings.pop("backend", None)
+    file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _template(task: Task, codec: Codec) -> Template | None:

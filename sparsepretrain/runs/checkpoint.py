@@ -209,6 +209,7 @@ def save(
         (stage / CONFIG).write_text(config, encoding="utf-8")
         sums = {}
         for file in sorted(stage.iterdir()):
+            shutil.copymode(stage / CONFIG, file)  # safetensors makes its files private
             sync(file)
             sums[file.name] = _sum(file)
         _write_json(stage / MANIFEST, {"format": FORMAT, "step": step, "sha256": sums})
