@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config import tables
 from sparsepretrain.config.published import printed, published
@@ -104,6 +104,9 @@ def _section(page: Page, results: TableResults, table: Table, mark: str) -> None
             "It is measured by `sparsepretrain bench`, which writes reports of its own:",
             *("", "```sh", *(f"sparsepretrain bench {words}" for words in table.bench), "```", ""),
         ]
+        if table.published:
+            page.lines += [f"{mark} Published", "", *_only_published(table), ""]
+        page.lines += _notes(table, mark)
         return
     rulings = judged(results, table)
     if rulings:
@@ -120,9 +123,13 @@ def _section(page: Page, results: TableResults, table: Table, mark: str) -> None
     if table.settings:
         page.lines += [f"{mark} Where the settings come from", "", *_settings(table), ""]
     page.lines += [f"{mark} Runs", "", *_runs(results), ""]
+    page.lines += _notes(table, mark)
+
+
+def _notes(table: Table, mark: str) -> list[str]:
     notes = [*table.notes, *(p.note for p in table.published if p.note)]
-    if notes:
-        page.lines += [f"{mark} What this cannot say", "", *(f"- {note}" for note in notes), ""]
+    lines = [f"{mark} What this cannot say", "", *(f"- {note}" for note in notes), ""]
+    return lines if notes else []
 
 
 def _head(results: TableResults, table: Table) -> list[str]:
@@ -204,10 +211,7 @@ def _published(
     found = printed(source, row, column)
     if found is None:
         return ""
-    value = found["value"]
-    text = f"{value:g}" if isinstance(value, int | float) else str(value)
-    if found["status"] in SECOND_HAND:
-        text += " ⚠"
+    value, text = found["value"], _value(found)
     if scale == "paper" and own.n and isinstance(value, int | float):
         text += f" (measured {own.mean - value:+.{metric.digits}f}"
         if source.margin is not None:
@@ -215,6 +219,26 @@ def _published(
             text += f", {inside} ± {source.margin:g}"
         text += ")"
     return text
+
+
+def _only_published(table: Table) -> list[str]:
+    """The printed numbers of a table that has no runs."""
+    rows = [
+        (place(row, column), source.metric, _value(found))
+        for source in table.published
+        for row in source.rows
+        for column in source.columns or [""]
+        if (found := printed(source, row, column)) is not None
+    ]
+    lines = markdown_table((table.row_label, "number", "published"), rows)
+    return [*lines, "", *_sources(table.published, empty=False)]
+
+
+def _value(found: Mapping[str, Any]) -> str:
+    """A published number, marked where it is second-hand."""
+    value = found["value"]
+    text = f"{value:g}" if isinstance(value, int | float) else str(value)
+    return f"{text} ⚠" if found["status"] in SECOND_HAND else text
 
 
 def _sources(sources: Sequence[Published], *, empty: bool) -> list[str]:

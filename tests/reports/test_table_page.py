@@ -15,6 +15,7 @@ from sparsepretrain.config import freeze
 from sparsepretrain.config.strict import build
 from sparsepretrain.config.tables import Metric, Table, cells, load_table
 from sparsepretrain.reports.results import (
+    CellResult,
     TableResults,
     collect,
     measured,
@@ -157,6 +158,29 @@ def test_a_part_is_a_section_and_the_summary_names_all_claims(results, table):
     assert "| S-STE is below STE | **held** |" in page.markdown.split("## Three methods")[0]
     assert "sparsepretrain bench layers" in page.lines
     assert "three-final.png" in page.figures
+
+
+def test_a_table_of_speed_says_what_was_published():
+    found = {"sste_table10": load_table("sste_table10")}
+    page = render(TableResults(name="sste_table10"), found).markdown
+    assert "sparsepretrain bench suite=linear\n" in page
+    assert "| FFN, training | speed-up | 1.31 ⚠ |" in page and "⚠ quoted by a third party" in page
+    assert "## What this cannot say\n\n- Needs a GPU with 2:4 tensor cores." in page
+
+
+@pytest.mark.parametrize(("top1", "verdict"), [(76.6, "-0.40, within"), (75.87, "-1.13, outside")])
+def test_a_published_number_has_a_margin_and_the_independent_run_beside_it(top1, verdict):
+    """SR-STE on ImageNet: the authors' own code missed the printed numbers by more than a point."""
+    cell = {"row": "SR-STE 2:4", "column": "ResNet-50", "seed": 7, "state": "finished"}
+    cells = [CellResult(**cell, metrics={"top1": top1}, config="c")]
+    results = TableResults(name="srste_imagenet", scale="paper", seeds=[7], cells=cells)
+    page = render(results, {results.name: load_table(results.name)}).markdown
+    (line,) = (x for x in page.splitlines() if x.startswith("| SR-STE 2:4 | ResNet-50 | 77"))
+    published = line.split(" | ")[2].split("; ")
+    assert f"77 (measured {verdict} ± 0.5)" in published, published
+    assert any(text.startswith("75.872 ⚠ (measured ") for text in published), "print both"
+    assert f"| {top1:.2f} | 1 of 1 |" in line
+    assert "differences below 0.5 mean nothing" in page
 
 
 def test_verb_finds_runs_elsewhere_and_writes_the_page_again(tmp_path, monkeypatch, capsys):
