@@ -16,7 +16,7 @@ from tiny_runs import (
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("stops", [(3,), (1, 3, 5)], ids=str)
+@pytest.mark.parametrize("stops", [(3,), pytest.param((1, 3, 5), marks=pytest.mark.slow)], ids=str)
 def test_resume_is_bit_exact(tiny, stop_after, method, stops):
     overrides = (f"sparsity={method}", "batch.micro=2")
     plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
@@ -28,24 +28,30 @@ def test_resume_is_bit_exact(tiny, stop_after, method, stops):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("model.dropout=0.2",),
-        ("precision=fp16", "precision.init_scale=1e30"),
+        pytest.param(("model.dropout=0.2",), marks=pytest.mark.slow),
+        pytest.param(("precision=fp16", "precision.init_scale=1e30"), marks=pytest.mark.slow),
         ("precision=fp16", "precision.growth_interval=2", "model.dropout=0.1"),
         ("precision=bf16", "sparsity.beta_update=step", "sparsity.mvue=weight"),
-        ("precision=fp8_sim",),
+        pytest.param(("precision=fp8_sim",), marks=pytest.mark.slow),
         (
             "precision=fp8_sim",
             "precision.recipe=reference",
             "precision.dtype=fp16",
             "batch.micro=2",
         ),
-        ("sparsity=srste", "sparsity.decay_on=weight", "optim=sgd"),
-        ("sparsity.window.start=0.3", "sparsity.window.stop=0.7"),
+        pytest.param(
+            ("sparsity=srste", "sparsity.decay_on=weight", "optim=sgd"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("sparsity.window.start=0.3", "sparsity.window.stop=0.7"), marks=pytest.mark.slow
+        ),
         ("model.activation_checkpointing=true", "model.dropout=0.2"),
-        ("task.sequence_length=10", "batch.micro=1", "model.bias=true"),
+        pytest.param(
+            ("task.sequence_length=10", "batch.micro=1", "model.bias=true"), marks=pytest.mark.slow
+        ),
         ("checkpoint.every=0", "eval.every=0"),
         ("checkpoint.keep_last=1", "checkpoint.every=1", "eval.every=1"),
-        ("log.every=4", "log.layers_every=0"),
+        pytest.param(("log.every=4", "log.layers_every=0"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

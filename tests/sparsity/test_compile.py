@@ -8,7 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparsepretrain as sp
 
-CASES = [(name, {}) for name in sp.list_methods()] + [
+CASES = [(name, {}) for name in sp.list_methods()]
+OPTIONS = [
     ("srste", {"n": 1, "m": 16, "decay_on": "weight"}),
     ("sdgp", {"variant": "random"}),
     ("dense", {"flip_rule": "transposable", "refresh": 2}),
@@ -35,7 +36,10 @@ class Blocks(nn.Module):
         return self.block(x)
 
 
-@pytest.mark.parametrize(("method", "options"), CASES)
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OPTIONS)],
+)
 def test_a_block_is_one_graph_and_equals_eager(method, options):
     results, counter = [], CompileCounterWithBackend("eager")
     for compiled in (False, True):

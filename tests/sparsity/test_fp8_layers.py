@@ -302,7 +302,7 @@ class Blocks(nn.Module):
         return self.block(x)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("convolution", [False, True], ids=["linear", "convolution"])
 @pytest.mark.parametrize(
     ("method", "precision", "dtype"),

@@ -68,6 +68,7 @@ def test_a_plugin_cannot_replace_a_method(tmp_path):
         registry.load_plugin(str(tmp_path / "absent.py"))
 
 
+@pytest.mark.slow
 def test_shell(tiny):
     overrides = tiny.overrides("sparsity=mine", "steps=3", f"plugins=['{PLUGIN}']")
     configs = ["--config-dir", str(EXAMPLES / "my_configs")]

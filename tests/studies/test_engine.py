@@ -164,6 +164,7 @@ def test_interrupted_with_two_at_a_time_and_continued(tiny: Tiny) -> None:
     assert_same_run(a.directory.path, trained_here(tiny, a, saved + 2))
 
 
+@pytest.mark.fault
 def test_terminated_by_a_scheduler(tiny: Tiny) -> None:
     (a,) = cells(tiny, "a", *ENDLESS)
     watcher = when_training([a], lambda: signal_self(signal.SIGTERM))
@@ -173,6 +174,7 @@ def test_terminated_by_a_scheduler(tiny: Tiny) -> None:
     assert stopped.value.exit_code == PREEMPTED and a.left.startswith("from step ")
 
 
+@pytest.mark.fault
 def test_a_second_interrupt_ends_a_study_whose_run_hangs(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +196,7 @@ def test_a_second_interrupt_ends_a_study_whose_run_hangs(
     assert a.state == "stopped" and not multiprocessing.active_children()
 
 
+@pytest.mark.fault
 def test_kill_9_is_a_failed_row_that_the_next_call_continues(tiny: Tiny) -> None:
     a, b = [*cells(tiny, "a", "checkpoint.every=2", *ENDLESS[:2]), *cells(tiny, "b")]
 
@@ -211,6 +214,7 @@ def test_kill_9_is_a_failed_row_that_the_next_call_continues(tiny: Tiny) -> None
     assert f"a: from step {saved}" in study([a]) and a.state == "finished"
 
 
+@pytest.mark.slow
 def test_cells_of_one_run_follow_one_another(tiny: Tiny) -> None:
     first, second = [*cells(tiny, "a", *QUIET, stop_after=2), *cells(tiny, "a", *QUIET)]
     study([first, second], jobs=2)

@@ -47,7 +47,7 @@ def tune(search: Search, out: Path, overrides: tuple[str, ...] = TSRSTE) -> tupl
     return tune_decay(search, out, overrides, [], Console(screen)), screen.getvalue()
 
 
-@pytest.mark.parametrize("method", ["dense", "tsrste"])
+@pytest.mark.parametrize("method", [pytest.param("dense", marks=pytest.mark.slow), "tsrste"])
 def test_a_segment_is_the_start_of_the_run(tiny: Tiny, method: str) -> None:
     chosen = [f"sparsity={method}", *(TSRSTE[5:] if method == "tsrste" else ())]
     overrides = (*RUN, *chosen, "checkpoint.every=2", "eval.batches=0")
@@ -100,7 +100,7 @@ def test_dense_flips_are_those_of_transposable_masks_at_each_refresh(tiny: Tiny)
     assert len(seen) == 2 and min(seen) > 0
 
 
-@pytest.mark.parametrize("method", ["tsrste", "srste"])
+@pytest.mark.parametrize("method", [pytest.param("tsrste", marks=pytest.mark.slow), "srste"])
 def test_the_ratio_falls_and_the_file_trains(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -134,6 +134,7 @@ def test_the_ratio_falls_and_the_file_trains(
     assert decay_report(out).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_an_experiment_cannot_hide_the_chosen_decay(tiny: Tiny, tmp_path: Path) -> None:
     mine, out = tmp_path / "mine", tmp_path / "out"
     (mine / "experiment").mkdir(parents=True)
@@ -147,6 +148,7 @@ def test_an_experiment_cannot_hide_the_chosen_decay(tiny: Tiny, tmp_path: Path) 
     assert config.load(words[6:], [mine, out]).plain["sparsity"]["decay"] == 0.1
 
 
+@pytest.mark.slow
 def test_no_feasible_decay_is_said_and_recorded(tiny: Tiny, tmp_path: Path) -> None:
     search = plan(tiny, grid=(1e-7, 1e-6), interval=(0.1, 0.2))
     outcome, screen = tune(search, tmp_path)
@@ -158,6 +160,7 @@ def test_no_feasible_decay_is_said_and_recorded(tiny: Tiny, tmp_path: Path) -> N
     assert decay_report(tmp_path).is_file()
 
 
+@pytest.mark.fault
 def test_a_signal_stops_the_search_and_nothing_is_lost(tiny: Tiny, tmp_path: Path) -> None:
     search = plan(tiny, grid=(1e-3, 1e-1), interval=(0.01, 5.0))
     dense = search.reference()
@@ -190,6 +193,7 @@ def test_a_partial_segment_is_planned_and_continued(tiny: Tiny, tmp_path: Path) 
     assert "dense: from step 3, 8 steps" in tune(search, tmp_path / "out")[1]
 
 
+@pytest.mark.slow
 def test_few_comparisons_are_warned_of(tiny: Tiny, tmp_path: Path) -> None:
     overrides = (*TSRSTE, "sparsity.refresh=8")
     search = plan(tiny, *overrides, grid=(1e-3,), interval=(0.01, 5.0))
@@ -210,6 +214,7 @@ def test_a_frozen_reference_is_an_error(tiny: Tiny, tmp_path: Path) -> None:
         tune(search, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_diverged_segment_is_a_failed_row(tiny: Tiny, tmp_path: Path) -> None:
     search = plan(tiny, *TSRSTE, *SGD, grid=(1e-3, 1e30), interval=(0.01, 5.0))
     outcome, screen = tune(search, tmp_path)
@@ -221,6 +226,7 @@ def test_a_diverged_segment_is_a_failed_row(tiny: Tiny, tmp_path: Path) -> None:
     assert decay_report(tmp_path).is_file()
 
 
+@pytest.mark.slow
 def test_without_a_single_ratio_there_is_an_error(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(CellError, match=r"λ = 1e\+20 failed: diverged: .* see .*console.log") as no:
         tune(plan(tiny, *TSRSTE, *SGD, grid=(1e20, 1e30), interval=(0.6, 0.95)), tmp_path)

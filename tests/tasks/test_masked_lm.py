@@ -166,9 +166,8 @@ def test_accumulation_changes_only_rounding(tiny):
         assert left["loss"] == pytest.approx(right["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("model", [BERT, GATED], ids=["bert", "bert_geglu"])
-def test_resume_is_exact_with_dropout(tiny, stop_after, model):
-    overrides = (*model, "model.dropout=0.2", "workers=1")
+def test_resume_is_exact_with_dropout(tiny, stop_after):
+    overrides = (*GATED, "model.dropout=0.2", "workers=1")
     straight = tiny.train(*overrides, "name=straight")
     stop_after(3)
     assert tiny.train(*overrides, "name=stopped").code == 143
@@ -181,7 +180,9 @@ def test_resume_is_exact_with_dropout(tiny, stop_after, model):
 
 
 @pytest.mark.parametrize("method", registry.names("method"))
-@pytest.mark.parametrize("model", [BERT, GATED], ids=["bert", "bert_geglu"])
+@pytest.mark.parametrize(
+    "model", [BERT, pytest.param(GATED, marks=pytest.mark.slow)], ids=["bert", "bert_geglu"]
+)
 @pytest.mark.filterwarnings("ignore:StepAdamW switched")
 def test_every_method_trains(tiny, method, model):
     if method.startswith("mine"):  # a plug-in of another test

@@ -44,6 +44,7 @@ def test_the_published_run():
     assert flops == pytest.approx(6 * (124_373_760 - 1024 * 768) + 12 * 12 * 768 * 1024, rel=0.03)
 
 
+@pytest.mark.slow
 def test_sizes_of_the_recipes():
     for model, width, layers in (("350m", 1024, 24), ("774m", 1280, 36), ("1558m", 1600, 48)):
         weights = layers * (12 * width**2 + 2 * width) + width + (50304 + 1024) * width
@@ -93,7 +94,14 @@ def test_equal_layers_share_a_row():
 
 
 @pytest.mark.filterwarnings("ignore:StepAdamW switched")
-@pytest.mark.parametrize("method", ["dense", "slope", "bimask", "sste", "tsrste", "step"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "dense",
+        "bimask",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("slope", "sste", "tsrste", "step")),
+    ],
+)
 def test_memory_is_what_training_keeps(tiny, method):
     """Against every tensor that a run of this method brings into being."""
     import gc

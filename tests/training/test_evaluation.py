@@ -43,7 +43,7 @@ def whole_split(t, split="validation"):
     return loop.evaluate(t, split, None, final=True)
 
 
-@pytest.mark.parametrize("method", ["dense", "sste", "asp"])
+@pytest.mark.parametrize("method", ["sste", "asp"])
 def test_the_loss_is_that_of_the_trained_model(tiny, evaluate, monkeypatch, method):
     from sparsepretrain.training import trainer
 
