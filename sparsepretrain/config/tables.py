@@ -375,7 +375,8 @@ def grid(
         try:
             base = dict(read(overrides, config_dirs).values).get("runs_dir", "runs")
             own = "--".join(slug(part) for part in (row, column) if part)
-            words = [*overrides, word("runs_dir", f"{base}/{name}"), word("name", own)]
+            kept = [w for w in overrides if w.lstrip("+").partition("=")[0] != "runs_dir"]
+            words = [*kept, word("runs_dir", f"{base}/{name}"), word("name", own)]
             run = load(words, config_dirs)
         except ConfigError as error:
             for message in error.messages:

@@ -181,6 +181,8 @@ class Study(contextlib.AbstractContextManager["Study"]):
         self.cells: list[Cell] = []
         self._console = console
         self._children: dict[Cell, ForkServerProcess] = {}
+        self._begun: dict[Cell, tuple[float, int]] = {}  # time and step of those that run
+        self._beside: list[float] = []  # seconds of finished cells that no step took
 
     def __exit__(self, *error: object) -> None:
         self._console.stop()
@@ -246,6 +248,8 @@ class Study(contextlib.AbstractContextManager["Study"]):
             uses = Counter(self._used[other] for other in self._children)
             self._used[cell] = min(self._devices, key=lambda device: uses[device])
             environment["CUDA_VISIBLE_DEVICES"] = self._used[cell]
+        cell.look()
+        self._begun[cell] = time.monotonic(), cell.line.get("step", 0)
         job = (cell.work(), cell.command, str(log), self.jobs, environment)
         child = _processes.Process(target=_work, args=job)
         child.start()
@@ -260,6 +264,10 @@ class Study(contextlib.AbstractContextManager["Study"]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
         cell.look()
+        begun, step = self._begun.pop(cell)
+        if code == 0:
+            trained = (cell.line.get("step", 0) - step) * (cell.pace or 0.0)
+            self._beside.append(max(0.0, time.monotonic() - begun - trained))
         if code == 0 or stopping:
             cell.state = "stopped" if code else "finished"
             if not code:
@@ -337,7 +345,10 @@ class Study(contextlib.AbstractContextManager["Study"]):
         open_ = [cell for cell in self.cells if cell.state in ("waiting", "running")]
         if paces and open_:
             steps = sum(cell.end - cell.line.get("step", 0) for cell in open_)
-            parts.append(f"ETA {clock(steps * sum(paces) / len(paces) / self.jobs)}")
+            seconds = steps * sum(paces) / len(paces)
+            if self._beside:  # starting and evaluating, which is most of a short run
+                seconds += counts["waiting"] * sum(self._beside) / len(self._beside)
+            parts.append(f"ETA {clock(seconds / self.jobs)}")
         return f"{self.title}: {', '.join(parts)}"
 
 

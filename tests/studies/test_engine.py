@@ -235,6 +235,14 @@ def test_the_table_on_a_terminal(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) ->
     assert "warning: a failed" in text and "prints to" not in text
 
 
+def test_the_time_left_counts_what_no_step_takes(tiny: Tiny) -> None:
+    first, *others = cells(tiny, "abc")
+    first.state, first.pace, first.line = "finished", 0.5, {"step": 6}
+    running = Study("x", Console(io.StringIO()), jobs=2)
+    running.cells, running._beside = [first, *others], [8.0, 12.0]
+    assert running._title() == "x: 1 finished, 2 waiting, ETA 0:13"  # (12 · 0.5 + 2 · 10) / 2
+
+
 @pytest.mark.fault
 def test_kill_9_of_the_fork_server(tiny: Tiny) -> None:
     (a,) = cells(tiny, "a", *ENDLESS)
