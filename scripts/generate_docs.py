@@ -196,7 +196,7 @@ def recipes(task: str, path: Path) -> str:
         batch, steps = plain["batch"]["size"], plain["steps"]
         length = f"{steps:,} steps of {batch}" if steps else f"{plain['epochs']:g} epochs"
         optimizer = f"{plain['optim']['name']}, {plain['optim']['lr']:g}"
-        link = os.path.relpath(shipped() / "model" / f"{name}.yaml", path.parent)
+        link = os.path.relpath(ROOT / "configs" / "model" / f"{name}.yaml", path.parent)
         shown = f"[`{name}`]({link})"
         rows.append([shown, f"`{plain['data']['name']}`", optimizer, length])
     return table(["`model=`", "`data=`", "optimiser, peak rate", "length"], rows)

@@ -111,13 +111,16 @@ class TableResults:
         return found
 
     def gaps(self, metric: str) -> dict[str, str]:
-        """Cell -> seeds without a number, and why."""
+        """Cell -> seeds without a number, and why; "all": of all runs, where it is one."""
         found: dict[str, dict[str, list[int]]] = {}
         for cell in self.cells:
             if cell.metrics.get(metric) is None:
                 about = cell.missing.get(metric) or cell.reason
                 why = "" if cell.state == "finished" else f"{cell.state}: " if about else cell.state
                 found.setdefault(cell.place, {}).setdefault(why + about, []).append(cell.seed)
+        whys = {why for at in found.values() for why in at}
+        if len(whys) == 1 and all(cell.metrics.get(metric) is None for cell in self.cells):
+            return {"all": whys.pop()}
         return {
             at: ", ".join(f"{_seeds(seeds)} {why}" for why, seeds in reasons.items())
             for at, reasons in found.items()
@@ -255,7 +258,7 @@ def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size:
             return
         values.append(value)
     if not values:
-        result.missing[name] = f"no stage of this scale is {metric.stage}"
+        result.missing[name] = f"this scale has no stage {metric.stage}"
         return
     mean = metric.factor * sum(values) / len(values)
     result.metrics[name] = mean if math.isfinite(mean) else None

@@ -169,6 +169,9 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
     assert scale is not None
     values, digits = results.values(key), metric.digits
     sources = [source for source in table.published if source.metric == key]
+    gaps = results.gaps(key)
+    if "all" in gaps and not sources:
+        return [f"Not measured: {gaps['all']}."]
     baseline = table.baseline
     header = [table.row_label, *([table.column_label or "column"] if table.columns else [])]
     header += ["published"] * bool(sources) + ["measured", "n"]
@@ -199,7 +202,6 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
     lines = [" ".join(filter(None, about)), "", *markdown_table(header, rows)]
     if sources:
         lines += ["", *_sources(sources, empty=empty)]
-    gaps = results.gaps(key)
     if gaps:
         lines += ["", "Without a number: " + "; ".join(f"{at}: {w}" for at, w in gaps.items())]
     return lines
@@ -271,6 +273,8 @@ def _power(
 ) -> str:
     """The smallest differences that the seeds would have shown."""
     values, first = results.values(key), next(iter(table.metrics))
+    if not values:
+        return ""
     if table.baseline:
         pairs = [
             (place(row, column), place(table.baseline, column))
