@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sparsepretrain.config.compose import read
 from sparsepretrain.config.tables import Scale, load_table
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.files import write_atomic
@@ -133,7 +134,13 @@ def report_table(
         )
         parts = list(results.all())
         if not any(part.cells for part in parts) and any(part.scale for part in parts):
-            raise ConfigError(f"no run of {name} has begun: sparsepretrain reproduce {name}")
+            base = dict(read(overrides, config_dirs).values).get("runs_dir", "runs")
+            if not any(Path(base, name).rglob(RunDirectory.record_file.name)):
+                raise ConfigError(f"no run of {name} has begun: sparsepretrain reproduce {name}")
+            raise ConfigError(
+                f"no run in {Path(base, name)} is of just these words: give --scale and the "
+                f"KEY=VALUE that `sparsepretrain reproduce {name}` was given"
+            )
     tables = {part.name: load_table(part.name, config_dirs) for part in [results, *results.all()]}
     page = render(results, tables)
     try:

@@ -103,6 +103,8 @@ def test_a_table_is_run_skipped_and_cut_short(
     assert cli.main([*report[1:], "--out", str(tables.tiny.root / "page")]) == 0
     assert "γ = 0.2" in (tables.tiny.root / "page/small.md").read_text()
     capsys.readouterr()
+    assert cli.main([*report[1:], "log.every=7"]) == 2
+    assert "runs/small is of just these words: give --scale and" in capsys.readouterr().err
     assert {p.parent.name for p in tables.runs()} == {"dense", "γ_0.2"}
 
     assert tables("small", "--only", "dense") == 0
