@@ -38,24 +38,23 @@ def of_runs(paired: Paired) -> dict[str, Figure]:
     shown |= {f"validation {metric} (%)": (metric, "validation")} if metric is not None else {}
 
     def curves(run: RunData) -> Curves:
-        found = {name: run.curve(*at, None) for name, at in shown.items()}
-        found["flip_rate"] = run.curve("flip_rate", None, None)
-        return {name: curve for name, curve in found.items() if curve is not None}
+        about = shown | {"flip_rate": ("flip_rate", None)}
+        return {name: c for name, at in about.items() if (c := run.curve(*at, points=None))}
 
-    pairs: dict[str, list[tuple[Curves, Curves | None]]] = {name: [] for name in paired.names}
-    alone: dict[str, list[tuple[Curves, Curves | None]]] = {name: [] for name in paired.names}
-    every = {}
-    for name, run, partner in zip(paired.names, runs, paired.partners, strict=True):
-        own = curves(run)
-        alone[name].append((own, None))
-        if partner is not None:
-            pairs[name].append((own, curves(partner)))
-        if "flip_rate" in own:
-            every[name] = run.flip_interval()
-    labels, unit, found = {name: name for name in shown}, runs[0].unit, {}
+    def grouped(*, minus: bool) -> Pairs:
+        found: dict[str, list[tuple[Curves, Curves | None]]] = {name: [] for name in paired.names}
+        for name, run, partner in zip(paired.names, runs, paired.partners, strict=True):
+            if partner is not None or not minus:
+                found[name].append((curves(run), curves(partner) if partner and minus else None))
+        return found
+
+    labels, reference, unit = dict(zip(shown, shown, strict=True)), paired.reference, runs[0].unit
+    flips = [(n, r) for n, r in zip(paired.names, runs, strict=True) if r.curve("flip_rate")]
+    every = {name: run.flip_interval() for name, run in flips}
+    drawn = {}
     if groups:
-        reference = paired.reference
-        found["difference"] = difference_figure({"": pairs}, labels, reference, unit, every)
+        pairs = grouped(minus=True)
+        drawn["difference"] = difference_figure({"": pairs}, labels, reference, unit, every)
         dots = {
             f"{title}\nminus that of {reference}": {
                 name: d for name, both in groups.items() if (d := final(both, key, name)).n
@@ -63,12 +62,10 @@ def of_runs(paired: Paired) -> dict[str, Figure]:
             for title, (key, split) in shown.items()
             if split is not None
         }
-        found["final"] = dots_figure(dots, pairs)
+        drawn["final"] = dots_figure(dots, pairs)
     every = {} if groups else every  # they are below the differences
-    found["overlay"] = difference_figure({"": alone}, labels, None, unit, every)
-    return {
-        name: plots.footed(figure, runs) for name, figure in found.items() if figure is not None
-    }
+    drawn["overlay"] = difference_figure({"": grouped(minus=False)}, labels, None, unit, every)
+    return {n: plots.footed(figure, runs) for n, figure in drawn.items() if figure is not None}
 
 
 def final(pairs: Sequence[tuple[RunData, RunData]], key: str, label: str = "") -> Difference:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-POINTS = 250
-"""Of a curve, cells of a heat map along the steps: what is left of 5 MB beside the script."""
+POINTS, LEAST, MOST = 8000, 20, 250
+"""Points of all curves and cells of all heat maps: what is left of 5 MB beside the script; each has
+so many at least and at most (a heat map along the steps)."""
 
 DASHES = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot", "None": None}
 SYMBOLS = {"s": "square", "D": "diamond", "^": "triangle-up", "v": "triangle-down", "P": "cross"}
@@ -52,6 +53,8 @@ def html_page(markdown: str, figures: Mapping[str, Figure]) -> str:
         from plotly.offline import get_plotlyjs
     from markdown_it import MarkdownIt
 
+    parts = [p for f in figures.values() for a in f.axes for p in (*a.lines, *a.collections)]
+    points = max(LEAST, min(MOST, POINTS // sum(map(_rows, parts)) if parts else MOST))
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     body = parser.render(markdown)
     others = ""
@@ -59,9 +62,9 @@ def html_page(markdown: str, figures: Mapping[str, Figure]) -> str:
         start = body.find(f'<p><img src="{html.escape(name)}"')
         end = body.find("</p>", start) + 4
         if start < 0:
-            others += _charts(figure)
+            others += _charts(figure, points)
         else:
-            body = f"{body[:start]}{_charts(figure)}{body[end:]}"
+            body = f"{body[:start]}{_charts(figure, points)}{body[end:]}"
     body += f"<h2>Further charts</h2>{others}" if others else ""
     # neighbours fill the rows of one grid
     body = re.sub(r'</div>\s*<div class="charts">', "", body)
@@ -72,13 +75,13 @@ def html_page(markdown: str, figures: Mapping[str, Figure]) -> str:
     return f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>\n"
 
 
-def _charts(figure: Figure) -> str:
+def _charts(figure: Figure, points: int) -> str:
     from plotly.graph_objects import Figure as Chart
 
     options = {"displaylogo": False, "responsive": True}
     height = max(330, min(720, round(62 * figure.get_figheight())))
     charts = [
-        Chart({"data": [*_traces(axes)], "layout": _layout(axes, height)}).to_html(
+        Chart({"data": [*_traces(axes, points)], "layout": _layout(axes, height)}).to_html(
             full_html=False, include_plotlyjs=False, config=options
         )
         for axes in figure.axes
@@ -87,20 +90,23 @@ def _charts(figure: Figure) -> str:
     return '<div class="charts">' + re.sub(r"\s{2,}", " ", "".join(charts)) + "</div>"
 
 
-def _traces(axes: Axes) -> Iterator[dict[str, Any]]:
-    """Heat maps, bands and curves of a panel; a line across all of it is a shape."""
+def _traces(axes: Axes, points: int) -> Iterator[dict[str, Any]]:
+    """Heat maps, bands and curves of a panel; a line across all of it is a shape.
+
+    ``points``: as many of a curve at most.
+    """
     from matplotlib.collections import PolyCollection, QuadMesh
     from matplotlib.colors import to_hex
 
     for mesh in axes.collections:
         if isinstance(mesh, QuadMesh):
-            yield _heat_map(axes, mesh)
+            yield _heat_map(axes, mesh, points)
         elif isinstance(mesh, PolyCollection):
             colour = to_hex(np.asarray(mesh.get_facecolor())[0].tolist())
             fill = {"fill": "toself", "fillcolor": colour, "opacity": 0.15, "line": {"width": 0}}
             for path in mesh.get_paths():
                 outline = np.asarray(path.vertices)
-                x, y = outline[:: -(-len(outline) // (2 * POINTS))].T
+                x, y = outline[:: -(-len(outline) // (2 * points))].T
                 yield {"type": "scatter", "mode": "lines", **_numbers(x=x, y=y), **fill} | {
                     "hoverinfo": "skip",
                     "showlegend": False,
@@ -110,7 +116,7 @@ def _traces(axes: Axes) -> Iterator[dict[str, Any]]:
         x, y = (np.asarray(part, dtype=np.float64) for part in line.get_data())
         if _is_rule(axes, line) or not len(x):
             continue
-        thin = np.unique(np.linspace(0, len(x) - 1, min(POINTS, len(x))).round().astype(int))
+        thin = np.unique(np.linspace(0, len(x) - 1, min(points, len(x))).round().astype(int))
         dash, marker = DASHES[str(line.get_linestyle())], str(line.get_marker())
         label = str(line.get_label()).removeprefix("_") if line.get_label() else ""
         label = "" if label.startswith("child") else label
@@ -127,10 +133,18 @@ def _traces(axes: Axes) -> Iterator[dict[str, Any]]:
         named.add(label)
 
 
-def _heat_map(axes: Axes, mesh: Any) -> dict[str, Any]:
+def _rows(part: Any) -> int:
+    """How many curves a line, a band or a heat map (two numbers per cell) is worth."""
+    values = part.get_array() if hasattr(part, "get_coordinates") else None
+    if values is not None:
+        return len(values)
+    return 2 if hasattr(part, "get_paths") else 1
+
+
+def _heat_map(axes: Axes, mesh: Any, points: int) -> dict[str, Any]:
     values = np.ma.filled(mesh.get_array(), np.nan)
     steps = mesh.get_coordinates()[0, 1:, 0]
-    every = -(-len(steps) // POINTS)
+    every = -(-len(steps) // points)
     ticks = [tick.get_text() for tick in axes.get_yticklabels()]
     names = ticks if len(ticks) == len(values) else [str(i) for i in range(len(values))]
     shown = values[:, ::every]

@@ -53,6 +53,22 @@ def test_one_run_has_its_coverage_and_environment(tmp_path):
     assert "0123456789abcdef" in page and "window:" in page
 
 
+def test_a_page_of_long_runs_of_large_models_stays_below_5_mb():
+    figure, panels = new_figure((8, 4), columns=4)
+    steps = np.arange(5000)
+    for axes in panels:
+        for shift in range(13):
+            axes.plot(steps, np.sin(steps) + shift, label=str(shift))
+            axes.fill_between(steps, np.sin(steps), np.cos(steps))
+    figures = {"curves": figure}
+    for index in range(4):
+        figures[str(index)], axes = new_figure((8, 4))
+        axes.pcolormesh(np.random.default_rng(0).random((48, 1000)))
+    page = html_page("# Large", figures)
+    assert 4_000_000 < len(page.encode()) < 5_000_000
+    assert len(numbers(charts(page)[0][0][-1]["y"])) >= 20
+
+
 def test_charts_hold_the_numbers_of_the_figure():
     figure, (left, right) = new_figure((8, 4), columns=2)
     left.plot([1, 2, 3], [0.5, 0.25, 0.125], label="a", color="#0072B2", linestyle="--")
