@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import CheckpointError, ConfigError, reason
-from sparsepretrain.files import sync
+from sparsepretrain.files import is_plain_name, sync
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,6 +154,8 @@ class Checkpoint:
             if number.isdigit() and int(number) != manifest["step"]:
                 return f"{MANIFEST} is of step {manifest['step']}"
             sums, needed = manifest["sha256"], {STATE[manifest["format"]], CONFIG}
+            if not all(map(is_plain_name, sums)):
+                return f"{MANIFEST} names a file elsewhere"
             if not {*needed, *(p.name for p in self.path.glob(_shard("*")))} <= sums.keys():
                 return f"{MANIFEST} does not name its files"
             wanted = sums.keys() if parts is None else needed | set(map(_shard, parts))

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -190,6 +191,49 @@ def test_retention_counts_only_whole_ones(tmp_path):
     assert 1 in steps(tmp_path) and 4 in steps(tmp_path)
     save(tmp_path, 5, keep_last=1)
     assert steps(tmp_path) == [5]
+
+
+@pytest.mark.parametrize(
+    "sums", [{}, None, [], "", {"state.json": ""}, {"state.json": None}], ids=str
+)
+def test_a_missing_or_empty_checksum_is_no_checksum(tmp_path, sums):
+    path = save(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    if isinstance(sums, dict) and sums:
+        sums = manifest["sha256"] | sums
+    (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": sums}))
+    assert Checkpoint(path).problem() is not None
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/dev/zero", "a/../../elsewhere"])
+def test_a_manifest_names_its_own_files_only(tmp_path, name):
+    path = save(tmp_path / "run", 1)
+    (tmp_path / "elsewhere").write_text("")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["sha256"][name] = hashlib.sha256(b"").hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert Checkpoint(path).problem() == "manifest.json names a file elsewhere"
+
+
+@pytest.mark.parametrize("gate", ["sums", "names", "all"])
+def test_a_gate_that_is_left_open_is_noticed(tmp_path, monkeypatch, gate):
+    """Negative control: with a check switched off, damage goes through, as the tests above see."""
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    if gate == "names":
+        manifest = json.loads((path / "manifest.json").read_text())
+        del manifest["sha256"]["state.json"]
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    else:
+        flip(0.5)(path / MODEL)
+    assert newest(tmp_path)[0].step == 1
+    if gate == "sums":
+        monkeypatch.setattr(checkpoint, "_sum", lambda path: mock.ANY)
+    elif gate == "names":
+        monkeypatch.setattr(checkpoint, "STATE", {2: "config.yaml"})
+    else:
+        monkeypatch.setattr(Checkpoint, "problem", lambda self, parts=None: None)
+    assert newest(tmp_path)[0].path == path
 
 
 def kept(directory, keep, count=12):

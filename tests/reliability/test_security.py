@@ -1,0 +1,154 @@
+"""Secrets of the environment stay there, files stay below the run, code runs only when named."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparsepretrain.cli import main
+from sparsepretrain.errors import ConfigError
+
+SECRETS = {
+    "WANDB_API_KEY": "a11ce" * 8,
+    "HF_TOKEN": "hf_planted0000000000000000000000000",
+    "HUGGING_FACE_HUB_TOKEN": "hf_planted1111111111111111111111111",
+    "AWS_SECRET_ACCESS_KEY": "planted/aws/secret/access/key/0000000000",
+    "AWS_SESSION_TOKEN": "planted-aws-session-token",
+    "GITHUB_TOKEN": "ghp_planted000000000000000000000000000",
+    "OPENAI_API_KEY": "sk-planted00000000000000000000",
+    "MY_DATABASE_PASSWORD": "planted-correct-horse-battery-staple",
+}
+
+
+def files_with(root: Path, words: dict[str, str]) -> list[tuple[str, str]]:
+    """(file, name) of every planted value below ``root``, as text, hexadecimal or Base64."""
+    import base64
+
+    found = []
+    for file in (f for f in root.rglob("*") if f.is_file()):
+        data = file.read_bytes()
+        for name, value in words.items():
+            raw = value.encode()
+            if any(form in data for form in (raw, raw.hex().encode(), base64.b64encode(raw))):
+                found.append((str(file.relative_to(root)), name))
+    return found
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    return SECRETS
+
+
+def test_no_secret_reaches_a_run_its_trackers_or_its_page(tiny, planted, capfd, monkeypatch):
+    """W&B offline and TensorBoard on, a failure, a report with its page, an export."""
+    pytest.importorskip("wandb").teardown()
+    monkeypatch.setenv("HOME", str(tiny.root / "home"))
+    monkeypatch.chdir(tiny.root)
+    words = tiny.overrides("tracker.mode=offline", "tracker.tensorboard=true", "steps=2")
+    assert main(["train", *words]) == 0
+    assert main(["train", *words, "name=failing", "optim=sgd", "optim.lr=1e30", "steps=6"]) == 5
+    (run,) = (tiny.root / "runs" / "gpt2_nano").iterdir()
+    assert main(["report", str(run), "--out", str(tiny.root / "page")]) == 0
+    written = list(tiny.root.rglob("*"))
+    names = {file.name for file in written}
+    assert {"config.yaml", "environment.json", "metrics.jsonl", "failed.json"} <= names
+    assert any(name.endswith(".html") for name in names)
+    assert any(name.endswith(".wandb") for name in names)
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    assert files_with(tiny.root, planted) == []
+    out = "".join(capfd.readouterr())
+    assert not [name for name, value in planted.items() if value in out]
+
+
+def test_a_planted_secret_would_be_found(tiny, tmp_path, planted):
+    """Negative control of the search."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "a.bin").write_bytes(b"\0" + SECRETS["HF_TOKEN"].encode() + b"\0")
+    assert files_with(tmp_path, planted) == [("x/a.bin", "HF_TOKEN")]
+
+
+@pytest.mark.parametrize(
+    "name", ["../up", "..", ".", "a/b", "/tmp/x", "''", "'a\tb'", "'~/x/y'", "...", ".hidden"]
+)
+def test_a_name_is_a_directory_below_runs_dir(tiny, name):
+    with pytest.raises(ConfigError, match="name must be a plain directory name"):
+        tiny.load(f"name={name}")
+    assert not list(tiny.root.iterdir())
+
+
+@pytest.mark.parametrize("group", ["model", "experiment"])
+def test_an_option_is_no_path(tiny, tmp_path, group):
+    (tmp_path / "evil.yaml").write_text("name: evil\n")
+    for option in (f"{tmp_path}/evil", f"../../{tmp_path.name}/evil", "../train"):
+        with pytest.raises(ConfigError, match=f"{group} has no option"):
+            tiny.load(f"{group}='{option}'")
+
+
+def test_yaml_tags_make_no_objects(tmp_path):
+    file = tmp_path / "experiment" / "tag.yaml"
+    file.parent.mkdir()
+    made = tmp_path / "made"
+    file.write_text(f"# @package _global_\nname: !!python/object/apply:os.mkdir ['{made}']\n")
+    from sparsepretrain.config import load
+
+    with pytest.raises(ConfigError):
+        load(["experiment=tag"], [tmp_path])
+    assert not made.exists()
+
+
+def test_target_is_a_key_like_any_other(tiny):
+    for words in (["+_target_=os.system"], ["model._target_=os.system"], ["+optim._target_=x"]):
+        with pytest.raises(ConfigError, match=r"unknown key '[\w.]*_target_'"):
+            tiny.load(*words)
+
+
+class Payload:
+    """Makes a directory where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        import os
+
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("file", ["state.json", "shard-00000-model.safetensors", "config.yaml"])
+def test_a_pickle_in_a_checkpoint_is_never_run(tiny, tmp_path, file):
+    """With sums that are right: whoever plants a file can write a manifest too."""
+    import hashlib
+
+    from sparsepretrain.errors import SparsePretrainError
+
+    directory = tiny.train("steps=2").directory
+    (path,) = (directory / "checkpoints").iterdir()
+    made = tmp_path / "made"
+    (path / file).write_bytes(pickle.dumps(Payload(made)))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["sha256"][file] = hashlib.sha256((path / file).read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(SparsePretrainError) as caught:
+        tiny.train("name=other", f"resume='{path}'", "steps=4")
+    assert caught.value.exit_code in (2, 4) and "\n" not in str(caught.value)
+    assert not made.exists()
+
+
+def test_a_plug_in_is_imported_only_when_it_is_named(tmp_path, monkeypatch):
+    """A file in the working directory or in a directory of configurations is not enough."""
+    for place in (tmp_path, tmp_path / "configs"):
+        place.mkdir(exist_ok=True)
+        for name in ("my_method", "sitecustomise", "yaml_extra"):
+            (place / f"{name}.py").write_text(f"open('{tmp_path}/ran', 'w').close()\n")
+    words = [sys.executable, "-m", "sparsepretrain", "train", "--cfg", "job", "--config-dir"]
+    code = subprocess.run([*words, "configs"], cwd=tmp_path, capture_output=True).returncode
+    assert code == 0 and not (tmp_path / "ran").exists()
+    subprocess.run([*words, "configs", "plugins=[my_method.py]"], cwd=tmp_path, capture_output=True)
+    assert (tmp_path / "ran").exists()
