@@ -10,7 +10,7 @@ INSTALLED := $(if $(wildcard $(VENV)/.dev),$(VENV)/.dev,$(VENV)/.user)
 # two busy OpenMP threads per test process on a small machine are slower than one
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: train test lint test-fast test-triton test-kernels-offline test-fault test-slow golden bench \
+.PHONY: train test lint test-fast test-triton test-kernels-offline test-fault test-slow reliability golden bench \
 	kernels-offline docs clean
 
 train: $(INSTALLED)
@@ -46,6 +46,11 @@ test-fault: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(TEST) -m slow
+
+# all of docs/reliability.md, or `make reliability ROWS="R1 R3"`; about an hour on two cores
+reliability: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/reliability.py $(ROWS)
+	$(BIN)/python scripts/generate_docs.py
 
 # the 50-step losses that a change of a method's arithmetic changes; prints what did
 golden: $(VENV)/.dev

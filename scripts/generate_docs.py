@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import yaml
+
 from sparsepretrain import registry
 from sparsepretrain.config.compose import compose
 from sparsepretrain.config.places import shipped
@@ -41,6 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "methods"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu.json"
 RECORDS = ROOT / "docs" / "tables" / "records"
+RELIABILITY = ROOT / "docs" / "reliability.json"
 COMPILED = ROOT / "benchmarks" / "kernels_offline.json"
 
 VERDICTS = typing.get_args(Verdict)
@@ -279,6 +282,27 @@ def instructions(row: dict[str, Any] | None) -> str:
     return "–" if row["refused"] else f"{row['instructions']:.1f}"
 
 
+def reliability(_: str, path: Path) -> str:
+    """Every requirement: what was injected, how often, what came of it, the gate."""
+    rows = []
+    found = json.loads(RELIABILITY.read_text(encoding="utf-8"))
+    requirements = path.parents[1] / "tests" / "reliability" / "requirements.yaml"
+    for row in yaml.safe_load(requirements.read_text(encoding="utf-8")):
+        count, result = "", "no test yet"
+        if row["id"] in found:
+            one = found[row["id"]]
+            count = f"{one['injected']:,} in {one['cases']}"
+            result = f"{one['failed']} **failed**" if one["failed"] else "passed"
+            result += f", {one['skipped']} left out" if one["skipped"] else ""
+            result += f" ({one['commit']})"
+        elif row.get("processes") == "many":
+            result = "not run: needs several processes"
+        elif row.get("tests"):
+            result = "not run"
+        rows.append([row["id"], row["injected"], count, result, row["gate"]])
+    return table(["", "injected", "how many in cases", "result (commit)", "gate"], rows)
+
+
 TABLES: dict[str, Callable[[str, Path], str]] = {
     "bench": bench,
     "compared": compared,
@@ -288,6 +312,7 @@ TABLES: dict[str, Callable[[str, Path], str]] = {
     "operands": operands,
     "options": options,
     "recipes": recipes,
+    "reliability": reliability,
     "reports": reports,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,20 @@ def _default_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(dispatch, "prefers_triton", lambda device: backend == "triton")
         monkeypatch.setattr(dispatch, "prefers_cpu", lambda x: False)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test needs another machine: connections beyond this one are refused."""
+    connect = socket.socket.connect
+
+    def local(self: socket.socket, address: Any) -> None:
+        internet = self.family in (socket.AF_INET, socket.AF_INET6)
+        if internet and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise OSError(f"a test connects to {address}")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", local)
 
 
 @pytest.fixture

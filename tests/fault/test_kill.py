@@ -65,7 +65,7 @@ def finish(forks, tiny, *overrides):
 @pytest.mark.parametrize(
     "method", [m if m == "sste" else pytest.param(m, marks=pytest.mark.fault) for m in METHODS]
 )
-def test_kill_9_in_the_middle(forks, tiny, method):
+def test_kill_9_in_the_middle(forks, tiny, method, record_property):
     """Three kills within one run, each after more lines of the record than the one before."""
     overrides = (f"sparsity={method}", *LONG)
     expected = uninterrupted(forks, tiny, *overrides)
@@ -75,6 +75,7 @@ def test_kill_9_in_the_middle(forks, tiny, method):
         assert result["code"] == KILLED, result
     last = forks.run(tiny, *overrides)
     assert last["code"] == 0 and "continuing from" in last["out"], last
+    record_property("injected", 3)
     assert_same_run(expected, tiny.directory(*overrides))
 
 
@@ -92,24 +93,27 @@ def test_signals_save_and_continue(forks, tiny):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("method", METHODS)
-def test_kill_9_at_random_moments(forks, tiny, method):
+def test_kill_9_at_random_moments(forks, tiny, method, record_property):
     """R1: five runs per method with three kills each."""
     overrides = (f"sparsity={method}", *LONG, "model.dropout=0.1")
     expected = uninterrupted(forks, tiny, *overrides)
     seed = random.randrange(2**32)
-    moments = random.Random(seed)
+    moments, kills = random.Random(seed), 0
     for run in range(5):
         runs_dir = "runs_dir=" + str(tiny.root / f"run{run}")
         for _ in range(3):
             at, delay = {"line": moments.randrange(37)}, moments.uniform(0, 0.1)
             result = forks.run(tiny, *overrides, runs_dir, at=at, delay=delay)
             assert result["code"] in (0, KILLED), (seed, result)
+            kills += result["code"] == KILLED
         assert_same_run(expected, finish(forks, tiny, *overrides, runs_dir))
+    assert kills >= 5
+    record_property("injected", kills)
 
 
 @pytest.mark.fault
 @pytest.mark.timeout(1500)  # one run per file operation: minutes
-def test_kill_9_before_every_file_operation(forks, tiny):
+def test_kill_9_before_every_file_operation(forks, tiny, record_property):
     """R2: at each point of each save, and of the start and the end."""
     overrides = ("steps=4", "checkpoint.every=1", "checkpoint.keep_last=1", "log.masks_every=2")
     expected = uninterrupted(forks, tiny, *overrides)
@@ -127,13 +131,14 @@ def test_kill_9_before_every_file_operation(forks, tiny):
         if result["code"] != KILLED:
             break
     assert result["code"] == 0 and call > 60
+    record_property("injected", call - 1)
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
 )
-def test_signals_at_any_time(forks, tiny, number, code):
+def test_signals_at_any_time(forks, tiny, number, code, record_property):
     """R14: during start-up, training and evaluation."""
     overrides = (*LONG, "eval.batches=40", "eval.every=3")
     expected = uninterrupted(forks, tiny, *overrides)
@@ -150,6 +155,7 @@ def test_signals_at_any_time(forks, tiny, number, code):
             stops += "checkpoint saved" in result["out"]
         assert_same_run(expected, finish(forks, tiny, *overrides, runs_dir))
     assert stops
+    record_property("injected", stops)
 
 
 @pytest.mark.fault

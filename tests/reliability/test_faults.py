@@ -139,3 +139,10 @@ def test_one_bad_step(tiny, monkeypatch, rule, value, where):
     outcome = tiny.train(*words)
     lines = {line["step"]: line for line in metrics(outcome.directory) if "split" not in line}
     assert outcome.code == 0 and lines[4]["skipped"] == lines[6]["skipped"] == 1
+
+
+def test_no_test_reaches_the_network():
+    import socket
+
+    with socket.socket() as outside, pytest.raises(OSError, match="a test connects to"):
+        outside.connect(("192.0.2.1", 80))  # reserved for documentation

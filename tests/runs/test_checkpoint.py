@@ -87,8 +87,9 @@ def operations(tmp_path, monkeypatch) -> int:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("error", [Killed(), OSError(28, "No space left on device")], ids=str)
-def test_a_save_that_fails_at_any_point(tmp_path, monkeypatch, error, late):
+def test_a_save_that_fails_at_any_point(tmp_path, monkeypatch, error, late, record_property):
     total = operations(tmp_path, monkeypatch)
+    record_property("injected", total)
     assert total >= 10
     for at in range(1, total + 1):
         directory = tmp_path / f"{at}"
@@ -167,10 +168,11 @@ def test_damage_is_noticed_and_the_previous_one_used(tmp_path, file, damage):
         load(path)
 
 
-def test_every_single_bit_of_the_manifest(tmp_path):
+def test_every_single_bit_of_the_manifest(tmp_path, record_property):
     path = save(tmp_path, 12)
     file = path / "manifest.json"
     data = file.read_bytes()
+    record_property("injected", len(data) * 8)
     for position in range(len(data) * 8):
         changed = bytearray(data)
         changed[position // 8] ^= 1 << position % 8

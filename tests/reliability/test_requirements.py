@@ -1,0 +1,25 @@
+"""The table behind docs/reliability.md names tests that are there, and every requirement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+TESTS = Path(__file__).parents[1]
+ROWS = yaml.safe_load((TESTS / "reliability" / "requirements.yaml").read_text(encoding="utf-8"))
+
+
+def test_every_requirement_has_one_row():
+    names = [row["id"] for row in ROWS]
+    assert names[:43] == [f"R{number}" for number in range(1, 44)]
+    assert len(names) == len(set(names))
+    assert all({"id", "injected", "gate"} <= row.keys() for row in ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
+def test_its_tests_are_there(row):
+    for target in row.get("tests", ()):
+        file, _, function = target.partition("::")
+        assert f"\ndef {function}" in (TESTS / file).read_text(encoding="utf-8"), target
