@@ -48,7 +48,7 @@ def of_runs(paired: Paired) -> dict[str, Figure]:
                 found[name].append((curves(run), curves(partner) if partner and minus else None))
         return found
 
-    labels, reference, unit = dict(zip(shown, shown, strict=True)), paired.reference, runs[0].unit
+    labels, reference, unit = {name: name for name in shown}, paired.reference, runs[0].unit
     flips = [(n, r) for n, r in zip(paired.names, runs, strict=True) if r.curve("flip_rate")]
     every = {name: run.flip_interval() for name, run in flips}
     drawn = {}
@@ -351,7 +351,7 @@ def _legend(figure: Figure, drawn: Mapping[str, Any]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], label=label, **style) for label, style in drawn.items()]
-    inches = 0.7 + 0.075 * max(map(len, drawn), default=0)
+    inches = 0.6 + 0.062 * max(map(len, drawn), default=0)
     columns = min(len(handles), max(1, int(figure.get_figwidth() / inches)))
     figure.legend(
         handles=handles, loc="outside upper left", ncols=columns, frameon=False, fontsize=8

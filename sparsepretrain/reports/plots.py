@@ -218,7 +218,7 @@ def flip_axis(axes: Axes, every: Collection[int]) -> None:
     steps = max(every, default=1)
     interval = "per step" if steps == 1 else f"per refresh, every {steps} steps"
     if len({*every}) > 1:
-        interval = "over the steps in the legend: not comparable"
+        interval = "intervals differ: see legend"
     axes.set_yscale("log")
     axes.set_ylabel(f"flip rate (share of mask entries,\n{interval})", fontsize=9)
 

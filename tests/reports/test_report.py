@@ -164,7 +164,7 @@ def test_flip_rates_over_different_intervals_are_told_apart(tmp_path: Path) -> N
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["a", "b (flips over 5 steps)"]
     flips = figure.axes[-1]
-    assert "not comparable" in flips.get_ylabel()
+    assert "intervals differ" in flips.get_ylabel()
     np.testing.assert_array_equal(flips.lines[1].get_xdata(), 64 * np.arange(5, 101, 5))
     page = report(runs, out=tmp_path / "out", labels=["a", "b"])[-1].read_text()
     assert "| 1.00e-02 over 5 steps |" in page and "flip rate (running means)" in page
