@@ -10,8 +10,8 @@ INSTALLED := $(if $(wildcard $(VENV)/.dev),$(VENV)/.dev,$(VENV)/.user)
 # two busy OpenMP threads per test process on a small machine are slower than one
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: train test lint test-fast test-triton test-kernels-offline test-fault test-slow reliability golden bench \
-	kernels-offline docs clean
+.PHONY: train test lint test-fast test-triton test-kernels-offline test-fault test-dist test-slow \
+	reliability golden bench kernels-offline docs clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
@@ -25,7 +25,7 @@ lint: $(VENV)/.dev
 	@out=$$($(BIN)/lint-imports 2>&1) || { echo "$$out"; exit 1; }
 
 test-fast: $(VENV)/.dev
-	$(TEST) -n 2 -m "not fault and not slow"
+	$(TEST) -n 2 -m "not fault and not slow and not dist"
 
 # the Triton kernels in its interpreter, which cannot share a process with other uses of Triton:
 # their own tests, then the golden vectors and nasty blocks of the references (without the test that
@@ -43,6 +43,10 @@ test-kernels-offline: $(VENV)/.dev
 
 test-fault: $(VENV)/.dev
 	$(TEST) -m fault
+
+# several processes on the CPU (gloo), and what happens when one of them fails
+test-dist: $(VENV)/.dev
+	$(TEST) -m dist
 
 test-slow: $(VENV)/.dev
 	$(TEST) -m slow

@@ -58,6 +58,29 @@ class SparsePretrainError(Exception):
     exit_code = 1
     label = "error"
 
+    @property
+    def messages(self) -> list[str]:
+        """What the user is told, one problem each."""
+        return [str(self)]
+
+
+class RankError(SparsePretrainError):
+    """One of several processes stopped because another one failed.
+
+    Args:
+        exit_code: of this process.
+        text: for the user; empty: the process that failed shows its error.
+    """
+
+    def __init__(self, exit_code: int, text: str = "") -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+    @property
+    def messages(self) -> list[str]:
+        """None where the process that failed shows them."""
+        return str(self).splitlines()
+
 
 class ConfigError(SparsePretrainError, ValueError):
     """Wrong configuration or arguments: exit code 2. Carries every problem found, one per line."""
@@ -69,8 +92,12 @@ class ConfigError(SparsePretrainError, ValueError):
         """A message may be a pair of the option that it begins with, and the rest."""
         given = [messages] if isinstance(messages, str) else messages
         self._parts = [("", m) if isinstance(m, str) else m for m in given]
-        self.messages = [key + text for key, text in self._parts]
         super().__init__("\n".join(self.messages))
+
+    @property
+    def messages(self) -> list[str]:
+        """With the option that each begins with."""
+        return [key + text for key, text in self._parts]
 
     def under(self, group: str) -> ConfigError:
         """The same problems, as those of a group of the configuration."""

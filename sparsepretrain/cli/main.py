@@ -21,6 +21,7 @@ from sparsepretrain.errors import (
     causes,
     own_warnings,
 )
+from sparsepretrain.processes import rank, report
 
 HELP = """\
 usage: sparsepretrain VERB [arguments]   (sparsepretrain VERB --help says more)
@@ -39,6 +40,9 @@ exit codes:
   0 done, 1 a cell of a table failed, 2 config, 3 data, 4 checkpoint, 5 diverged, 130 interrupted,
   143 preempted after a save
 """
+
+WORKER = "__worker"
+"""Hidden verb of the processes that ``sparsepretrain.training.launch`` starts."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,8 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except SparsePretrainError as error:
-        for line in getattr(error, "messages", None) or [str(error)]:
-            _complain(f"{error.label}: {line}")
+        # the launcher of this package shows what is reported; torchrun buries it
+        if not report(error) or (rank() == 0 and argv[:1] != [WORKER]):
+            for line in error.messages:
+                _complain(f"{error.label}: {line}")
         return error.exit_code
     except SystemExit as stop:  # nothing of ours: a plugin's code
         place = registry.origin(stop) or "some code"
@@ -98,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         # argparse and OmegaConf can turn an interrupt into an error of their own
         if not any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
+            report(error)
             raise
         _complain("interrupted")
         return INTERRUPTED
@@ -120,6 +127,10 @@ def parser(name: str) -> Parser:
 def _dispatch(argv: list[str]) -> int:
     if argv[:1] == ["__complete"]:
         return _complete(argv[1:])
+    if argv[:1] == [WORKER]:
+        from sparsepretrain.training.launch import work
+
+        return work(*argv[1:])
     name, rest, plugins = _sorted(argv)
     if name in ("-V", "--version"):
         print(f"sparsepretrain {__version__}")

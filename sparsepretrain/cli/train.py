@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sparsepretrain.cli._verb import ConfiguredVerb, integer_from
+from sparsepretrain.processes import rank, started
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
     from sparsepretrain.config.schema import Run
     from sparsepretrain.runs.directory import RunDirectory
+    from sparsepretrain.tracking.console import Console
 
 
 @register("verb", "train")
@@ -51,7 +53,7 @@ class Train(ConfiguredVerb):
         from sparsepretrain.tracking.console import Console
         from sparsepretrain.training.schedules import settle
 
-        console = Console()
+        console = Console() if rank() == 0 else Console.silent()
         if notes:
             console.info("\n".join(notes))
         run = settle(run)
@@ -67,12 +69,22 @@ class Train(ConfiguredVerb):
             console.info(f"{directory} is finished ({end} steps): nothing to do")
         else:
             console.loading(run.name)
-            from sparsepretrain.training.trainer import train
-
-            code = train(run, console, stop_after=args.stop_after)
-        if code == 0:
+            code = _train(run, args.stop_after, console)
+        if code == 0 and rank() == 0:
             illustrate(directory)
         return code
+
+
+def _train(run: Run, stop_after: int | None, console: Console) -> int:
+    """In this process, or in as many as ``parallel`` says, where no launcher has started them."""
+    if run.parallel.name != "single" and not started():
+        from sparsepretrain.training.launch import launch, processes
+
+        if (count := processes(run)) > 1:
+            return launch(run, count, stop_after)
+    from sparsepretrain.training.trainer import train
+
+    return train(run, console, stop_after=stop_after)
 
 
 def illustrate(directory: RunDirectory) -> None:

@@ -29,6 +29,7 @@ ADDED: Table = {
     ("precision", "fp8_sim"): {"init_scale": 65536.0, "growth_interval": 2000},
     ("sparsity", "slope"): {"adapters": {"rank": 0, "start": 0.99}},
     ("checkpoint", None): {"keep_every": 0, "keep_best": 0},
+    ("parallel", "single"): {"reduction": "fast"},
 }
 """(Group, what is chosen in it; None: nothing is) -> key -> what a configuration without it means.
 
@@ -78,8 +79,9 @@ def from_yaml(file: Path) -> dict[str, Any]:
 def identity(config: Config) -> str:
     """Eight hexadecimal digits that are equal for equal experiments.
 
-    What ``NOT_IDENTITY`` names is left out, so the seeds of one experiment share it. The order of
-    keys and the spelling of numbers (``1`` or ``1.0``) make no difference.
+    What ``NOT_IDENTITY`` names is left out, so the seeds of one experiment share it, and of
+    ``parallel`` everything but the device, so that a run can go on with other processes. The order
+    of keys and the spelling of numbers (``1`` or ``1.0``) make no difference.
     A mapping is expected as ``Run.plain`` gives it.
     """
     chosen = {k: v for k, v in _plain(config).items() if v != ADDED_AT_ROOT.get(k, ...)}
@@ -87,6 +89,7 @@ def identity(config: Config) -> str:
     for part, key, value in _meant(plain, ADDED):
         if part.get(key) == _canonical(value):
             part.pop(key, None)
+    plain["parallel"] = {"name": "single", "device": plain["parallel"]["device"]}
     text = json.dumps(plain, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 

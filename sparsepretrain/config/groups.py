@@ -47,9 +47,12 @@ class Triangle:
 
 @dataclass(slots=True, kw_only=True)
 class Precision:
-    """Compute dtype of the matrix products; masters and optimiser states stay fp32."""
+    """Compute dtype of the matrix products; masters and optimiser states stay fp32.
 
-    name: Literal["fp32", "bf16"]
+    fp64 is for proofs: masters and everything else are double precision too.
+    """
+
+    name: Literal["fp32", "bf16", "fp64"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,11 +88,27 @@ class SimulatedFP8(LossScaling):
 
 @dataclass(slots=True, kw_only=True)
 class Parallel:
-    """How the run is spread over devices."""
+    """One process on one device."""
 
     name: Literal["single"]
     device: Literal["auto", "cpu", "cuda"]
     """auto: the GPU if there is one."""
+    reduction: Literal["fast", "tree"]
+    """How gradients of micro-batches are added: in the order in which they come, or as a balanced
+    tree over the global batch, which gives the same bits for 1, 2, 4, 8, ... processes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DataParallel(Parallel):
+    """Every process holds the whole model and computes its share of the micro-batches."""
+
+    name: Literal["ddp"]  # type: ignore[assignment]
+    nproc: Annotated[int | None, "> 0"]
+    """Processes on this machine; null: as many as torchrun started, else one per GPU."""
+    timeout: Annotated[int, "> 0"]
+    """Seconds after which a process gives up waiting for the others."""
+    grace: Annotated[int, "> 0"]
+    """Seconds that processes have to save after a signal, before they are killed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +130,7 @@ GROUPS: dict[str, dict[str, type]] = {
     for group, classes in {
         "schedule": (Decay, Warmup, Triangle),
         "precision": (Precision, ScaledPrecision, SimulatedFP8),
-        "parallel": (Parallel,),
+        "parallel": (Parallel, DataParallel),
     }.items()
 }
 """Groups whose ``name`` selects a dataclass of this file."""

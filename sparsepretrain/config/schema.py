@@ -137,6 +137,8 @@ class Run:
             yield "name", f"must be a plain directory name, got {self.name!r}"
         yield from self._kept()
         yield from _fitting(self)
+        if self.parallel is not None:
+            yield from shares(self, getattr(self.parallel, "nproc", None) or 1)
         floor, peak = getattr(self.schedule, "min_lr", 0.0), getattr(self.optim, "lr", None)
         if peak is not None and floor > peak:
             yield "schedule.min_lr", f"must be ≤ optim.lr ({peak}), got {floor}"
@@ -151,6 +153,21 @@ class Run:
         if keep.keep_best and not (every and evaluated and every % self.eval.every == 0):
             needs = "needs an evaluation at every checkpoint"
             yield "checkpoint.keep_best", f"{needs}: make checkpoint.every a multiple of eval.every"
+
+
+def shares(run: Run, processes: int) -> Problems:
+    """Whether ``processes`` can take equal shares of the global batch."""
+    size, micro = run.batch.size, run.batch.micro
+    if micro <= 0 or size % micro:
+        return  # said by Batch
+    if size % (micro * processes):
+        yield "batch.size", f"must be a multiple of batch.micro·{processes} processes, got {size}"
+    elif run.parallel.reduction == "tree":
+        counts = {"processes": processes, "micro-batches (batch.size / batch.micro)": size // micro}
+        for what, count in counts.items():
+            if count & (count - 1):
+                text = f"tree needs a power of two of {what}, got {count}: use fast"
+                yield "parallel.reduction", text
 
 
 def _fitting(run: Run) -> Problems:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sparsepretrain import registry
 from sparsepretrain.config.schema import Run
 from sparsepretrain.data.hub import quiet_datasets
@@ -81,7 +79,7 @@ def evaluate_tasks(
         backend="causal",
         max_length=run.task.sequence_length,  # positions after it may not have been trained
         batch_size=run.batch.micro,
-        mixed_precision_dtype=None if dtype == torch.float32 else dtype,
+        mixed_precision_dtype=dtype if dtype.itemsize < 4 else None,
     )
     try:
         with quiet(), quiet_datasets(local=False):

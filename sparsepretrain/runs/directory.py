@@ -74,6 +74,8 @@ class RunDirectory:
     """Models for other libraries, a directory per format."""
     console_log = _Entry("console.log")
     """What the run printed where another process started it."""
+    status_file = _Entry("status.json")
+    """``exit_code`` of the run, where several processes train it: torchrun makes 1 of any other."""
     failures_file = _Entry("failed.json")
     """See :meth:`failures`."""
     lock_file = _Entry(".lock")
@@ -204,6 +206,20 @@ class RunDirectory:
                 write_atomic(self.failures_file, json.dumps(found, ensure_ascii=False) + "\n")
             else:
                 self.failures_file.unlink(missing_ok=True)
+
+    def status(self) -> int | None:
+        """The exit code that the first of several processes left; None: there is none yet."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return int(json.loads(self.status_file.read_text("utf-8"))["exit_code"])
+        return None
+
+    def leave_status(self, exit_code: int | None) -> None:
+        """Set :meth:`status`, if there is a run; silent where it cannot be written."""
+        with contextlib.suppress(OSError):
+            if exit_code is None:
+                self.status_file.unlink(missing_ok=True)
+            elif self.path.is_dir():
+                write_atomic(self.status_file, json.dumps({"exit_code": exit_code}) + "\n")
 
     def record(self) -> list[dict[str, Any]]:
         """The lines of the record in order; a torn last line is left out.

@@ -148,6 +148,11 @@ class Task(ABC):
         return averages(observations)
 
 
+def widen(x: Tensor) -> Tensor:
+    """``x`` in fp32; fp64 as it is."""
+    return x if x.dtype.itemsize > 4 else x.float()
+
+
 def cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """Σ of the cross-entropies in nats, in fp32; targets of -100 count nothing.
 
@@ -158,7 +163,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """
     import torch.nn.functional as F
 
-    rows = logits.reshape(-1, logits.shape[-1]).float()
+    rows = widen(logits.reshape(-1, logits.shape[-1]))
     return F.cross_entropy(rows, targets.reshape(-1), reduction="sum", **options)
 
 

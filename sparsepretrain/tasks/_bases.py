@@ -14,7 +14,7 @@ from sparsepretrain import registry
 from sparsepretrain.data.tokenizer import tokenizer
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.limits import Problems
-from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages
+from sparsepretrain.tasks import Batch, Observation, Progress, Task, averages, widen
 
 if TYPE_CHECKING:
     import numpy as np
@@ -218,7 +218,7 @@ class RecordTask(Task):
     def scores(self, model: nn.Module, batch: Batch) -> Tensor:
         """What the head says, in fp32."""
         inputs = (batch[key] for key in ("tokens", "mask", "second"))
-        return self.recipe.scores(model, *inputs).float()
+        return widen(self.recipe.scores(model, *inputs))
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         return self.total(self.scores(model, batch), batch), self.count(batch)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, Progress, Task, cross_entropy
+from sparsepretrain.tasks import Batch, Observation, Progress, Task, cross_entropy, widen
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +162,7 @@ class ImageClassification(Task):
         """
         import torch.nn.functional as F
 
-        logits = self.recipe.logits(model, batch["images"]).float()
+        logits = widen(self.recipe.logits(model, batch["images"]))
         smoothing = self.options.label_smoothing
 
         def losses(labels: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class ImageClassification(Task):
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Plain cross-entropy, without smoothing, and per cent of labels among the top 1 and 5."""
-        logits, labels = self.recipe.logits(model, batch["images"]).float(), batch["labels"]
+        logits, labels = widen(self.recipe.logits(model, batch["images"])), batch["labels"]
         count = self.count(batch)
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
         hits = best == labels[:, None]

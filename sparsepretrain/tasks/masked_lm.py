@@ -10,7 +10,7 @@ from sparsepretrain.data.source import SPLITS
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, Task, cross_entropy
+from sparsepretrain.tasks import Batch, Observation, Task, cross_entropy, widen
 from sparsepretrain.tasks._bases import WindowTask
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class MaskedLM(WindowTask):
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """(n, vocab_size) fp32."""
         logits: Tensor = self.recipe.logits(model, batch["tokens"], batch["positions"])
-        return logits.float()
+        return widen(logits)
 
 
 def selected(probability: float, eligible: int) -> int:

@@ -10,7 +10,7 @@ from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Progress, Task
+from sparsepretrain.tasks import Batch, Progress, Task, widen
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +79,6 @@ class Regression(Task):
         """(Σ over samples of the mean squared error of a target, number of samples)."""
         import torch.nn.functional as F
 
-        predicted = self.recipe.predict(model, batch["inputs"]).float()
+        predicted = widen(self.recipe.predict(model, batch["inputs"]))
         squares = F.mse_loss(predicted, batch["targets"], reduction="sum")
         return squares / predicted.shape[1], self.count(batch)

@@ -50,6 +50,11 @@ class Console:
         self.unit = "tokens"
         """What the task of a run counts, in the plural."""
 
+    @classmethod
+    def silent(cls) -> Console:
+        """One that prints nothing."""
+        return cls(open(os.devnull, "w"), live=False)
+
     def info(self, line: str) -> None:
         """Print one line."""
         self._rich.print(line, soft_wrap=True)

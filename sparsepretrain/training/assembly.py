@@ -21,6 +21,7 @@ from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, 
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.batches import TrainingBatches
+from sparsepretrain.training.gradients import gradients
 from sparsepretrain.training.identity import weights_hash
 from sparsepretrain.training.precision import Options, compute_dtype
 from sparsepretrain.training.session import EMA, Session
@@ -41,6 +42,7 @@ def build_session(
     *,
     splits: Sequence[str] | None = None,
     initial: Source | None = None,
+    world: World | None = None,
 ) -> Session:
     """Build everything the loop touches; prepares offline data, writes no run directory.
 
@@ -49,8 +51,9 @@ def build_session(
         console: shows progress, and what initial weights are.
         splits: of the data to open; None: those that training uses.
         initial: what ``init.path`` names, if its weights are wanted; None: weights are drawn.
+        world: the processes that train together; None: this one alone.
     """
-    world = World.single(run.parallel.device)
+    world = world or World.single(run.parallel.device)
     task = build_task(run)
     # wrong targets and widths are found before data is prepared and weights are drawn
     sparsify_model(run, task, build_model(task, META))
@@ -61,18 +64,26 @@ def build_session(
     # before sparsify, which freezes what comes from initial weights
     buffers = {} if initial is None else load_initial(initial, run, task, model, console)
     initial_weights = weights_hash(model) if trains else None
+    if compute_dtype(run.precision) == torch.float64:
+        model.double()
     sparsifier = sparsify_model(run, task, model)
     restore_method(sparsifier, buffers)
+    forward_model: nn.Module = torch.compile(model) if run.compile else model  # type: ignore[assignment]
+    each = run.batch.size // (run.batch.micro * world.size)
+    share = range(world.rank * each, (world.rank + 1) * each)
     session = Session(
         run=run,
         world=world,
         task=task,
         model=model,
-        forward_model=torch.compile(model) if run.compile else model,  # type: ignore[arg-type]
+        forward_model=forward_model,
         sparsifier=sparsifier,
         scaler=_grad_scaler(run.precision, world.device),
         optimizer=attach_optimizer(run, model, sparsifier),
-        batches=TrainingBatches(task, run.batch.size, run.batch.micro, world.device, run.workers),
+        batches=TrainingBatches(
+            task, run.batch.size, run.batch.micro, world.device, run.workers, share
+        ),
+        gradients=gradients(run.parallel.reduction, task, forward_model, world),
         ema=None if run.ema is None else EMA(model, run.ema),
         on_progress=console.progress,
         initial_weights=initial_weights,

@@ -65,10 +65,16 @@ def stream(
         del batches  # stops the workers now; with an error that holds this frame, at exit
 
 
-def training_requests(first: int, size: int, micro: int) -> Iterator[Request]:
-    """All micro-batches of a run from step ``first`` on, without end."""
+def training_requests(
+    first: int, size: int, micro: int, share: range | None = None
+) -> Iterator[Request]:
+    """Micro-batches of a run from step ``first`` on, without end.
+
+    ``share``: those of a step, as numbers within the global batch; None: all of them.
+    """
     for step in itertools.count(first):
-        for begin in range(0, size, micro):
+        for number in range(size // micro) if share is None else share:
+            begin = number * micro
             yield Request("train", step, range(begin, begin + micro), size)
 
 
@@ -83,29 +89,44 @@ def split_requests(split: str, samples: int, micro: int, batches: int | None) ->
 
 
 class TrainingBatches:
-    """The micro-batches of each step; steps that follow each other are made ahead."""
+    """A share of the micro-batches of each step; steps that follow each other are made ahead.
+
+    Args:
+        task: with open data.
+        size, micro: samples of the global batch, and of a micro-batch.
+        device, workers: see :func:`stream`.
+        share: see :func:`training_requests`.
+    """
 
     def __init__(
-        self, task: Task, size: int, micro: int, device: torch.device, workers: int
+        self,
+        task: Task,
+        size: int,
+        micro: int,
+        device: torch.device,
+        workers: int,
+        share: range | None = None,
     ) -> None:
         self._task, self._size, self._micro = task, size, micro
         self._device, self._workers = device, workers
+        self.share = range(size // micro) if share is None else share
+        """Numbers of the micro-batches within the global batch."""
         self._next = -1
         self._stream: Iterator[Batch] = iter(())
 
     def step(self, step: int) -> list[Batch]:
         """The micro-batches of ``step``, in order, on the CPU."""
         if step != self._next:
-            requests = training_requests(step, self._size, self._micro)
+            requests = training_requests(step, self._size, self._micro, self.share)
             self._stream = stream(self._task, requests, self._device, self._workers)
         self._next = step + 1
-        return list(itertools.islice(self._stream, self._size // self._micro))
+        return list(itertools.islice(self._stream, len(self.share)))
 
     def again(self, step: int) -> list[Batch]:
         """The micro-batches of a step once more, made by this process."""
-        requests = training_requests(step, self._size, self._micro)
-        count = self._size // self._micro
-        return [self._task.batch(*request) for request in itertools.islice(requests, count)]
+        requests = training_requests(step, self._size, self._micro, self.share)
+        several = itertools.islice(requests, len(self.share))
+        return [self._task.batch(*request) for request in several]
 
     def close(self) -> None:
         """Stop the workers; the next :meth:`step` starts others."""
@@ -131,9 +152,14 @@ def _start_worker(index: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors on ``device``; a copy from pinned memory is not waited for."""
-    return {
-        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for key, value in batch.items()
-    }
+def to_device(batch: Batch, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
+    """The batch with its tensors on ``device``; a copy from pinned memory is not waited for.
+
+    ``dtype``: of what is floating-point; None: as it is.
+    """
+
+    def moved(value: torch.Tensor) -> torch.Tensor:
+        wanted = dtype if value.is_floating_point() else None
+        return value.to(device, wanted, non_blocking=True)
+
+    return {k: moved(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}

@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.data.preparation import Progress
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import INTERRUPTED, PREEMPTED, DataError
 from sparsepretrain.tasks import Batch, Observation
 from sparsepretrain.training.batches import Request, split_requests, stream, to_device
 from sparsepretrain.training.guard import require_finite_weights
-from sparsepretrain.training.precision import autocast
+from sparsepretrain.training.precision import autocast, compute_dtype
 from sparsepretrain.training.schedules import learning_rate
 from sparsepretrain.training.session import AVERAGED, Session
-from sparsepretrain.training.signals import StopSignals
+
+STOPS = (PREEMPTED, INTERRUPTED)
+"""Exit codes of signals; the first of them that any process received counts."""
 
 SILENT_SECONDS = 1.0
 """Of an evaluation before it shows how far it is."""
@@ -35,7 +37,6 @@ def run_steps(
     log: Callable[[dict[str, Any]], None],
     save: Callable[[], None],
     save_masks: Callable[[], None],
-    signals: StopSignals,
 ) -> int | None:
     """Train to the end; returns the exit code of a signal, or None when finished.
 
@@ -45,13 +46,14 @@ def run_steps(
     run = t.run
     while True:
         if _due(run.eval.every, t) and run.eval.batches != 0 and t.evaluated != t.step:
-            metrics = evaluate(t, "validation", run.eval.batches, signals, final=t.step >= t.end)
+            metrics = evaluate(t, "validation", run.eval.batches, final=t.step >= t.end)
             if metrics is not None:
                 t.evaluated = t.step
                 log({"step": t.step, "tokens": t.tokens, "split": "validation", **metrics})
-        stopping = t.world.agree(signals.exit_code)
+        stopping = t.stopping
         if t.step and (stopping is not None or _due(run.checkpoint.every, t)):
             require_finite_weights(t)
+            share_statistics(t)
             save()
         if stopping is not None or t.step >= t.end:
             return stopping
@@ -92,17 +94,21 @@ def train_step(t: Session) -> dict[str, Any]:
         raise DataError(
             f"step {t.step + 1}: nothing in the batch counts for the loss; see the data"
         )
-    total = torch.zeros((), dtype=torch.float64, device=t.device)
-    for loss in _losses(t, t.step, batches):
+    losses = _no_losses(t)
+    for index, loss in _losses(t, t.step, batches):
         t.scaler.scale(loss / items).backward()
-        total += loss.detach().double()
-    total = t.world.sum(total)
+        losses[index] = loss.detach()
+    t.gradients.reduce()
+    if t.signals.exit_code is not None:
+        losses[STOPS.index(t.signals.exit_code) - len(STOPS)] = 1.0
+    t.world.sum(losses)
     t.scaler.unscale_(t.optimizer)
     for observer in t.observers:
         observer.after_backward(t)
     parameters = [p for p in t.model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    mean, grad_norm = float(total) / items, float(norm)
+    total, t.agreed = _read(losses)
+    mean, grad_norm = total / items, float(norm)
     # before clipping, which spreads a NaN to every gradient
     if t.guard.accepts(t, mean, grad_norm):
         if run.clip is not None:
@@ -136,23 +142,49 @@ def _items(t: Session, batches: list[Batch]) -> int:
     return int(t.world.sum(torch.tensor(sum(map(t.task.count, batches)))))
 
 
-def _losses(t: Session, step: int, batches: list[Batch]) -> Iterator[Tensor]:
-    """The loss of each micro-batch of ``step``, summed over its items, as training computes it."""
-    for index, batch in enumerate(batches):
+def _losses(t: Session, step: int, batches: list[Batch]) -> Iterator[tuple[int, Tensor]]:
+    """The loss of each micro-batch of ``step``, summed over its items, as training computes it.
+
+    It comes with the micro-batch's number within the global batch, which all draws depend on:
+    they are the same whichever process makes them.
+    """
+    for index, batch in zip(t.batches.share, batches, strict=True):
         t.sparsifier.micro_batch(index, capacity=t.task.capacity * t.run.batch.micro)
         seed_draws(t.run.seed, step, index)
-        with autocast(t.run.precision, t.device):
-            loss, _ = t.task.loss(t.forward_model, to_device(batch, t.device))
-        yield loss
+        with t.gradients.micro_batch(last=index == t.batches.share[-1]):
+            with autocast(t.run.precision, t.device):
+                loss = t.gradients.loss(_moved(t, batch))
+            yield index, loss
+
+
+def _moved(t: Session, batch: Batch) -> Batch:
+    wide = compute_dtype(t.run.precision) == torch.float64
+    return to_device(batch, t.device, torch.float64 if wide else None)
+
+
+def _no_losses(t: Session) -> Tensor:
+    """Zeros for the losses of the global batch, and for the signals that processes received.
+
+    Each loss comes from one process, so the sum over processes is exact.
+    """
+    count = t.run.batch.size // t.run.batch.micro + len(STOPS)
+    return torch.zeros(count, dtype=torch.float64, device=t.device)
+
+
+def _read(losses: Tensor) -> tuple[float, int | None]:
+    """The losses added in the order of the micro-batches, and what the processes stop with."""
+    values = losses.tolist()
+    *_, total = itertools.accumulate(values[: -len(STOPS)])
+    return total, next((c for c, v in zip(STOPS, values[-len(STOPS) :], strict=True) if v), None)
 
 
 @torch.no_grad()
 def training_loss(t: Session, step: int, batches: list[Batch]) -> float:
     """The loss that training in ``step`` would report with the weights of now."""
-    total = torch.zeros((), dtype=torch.float64, device=t.device)
-    for loss in _losses(t, step, batches):
-        total += loss.double()
-    return float(t.world.sum(total)) / _items(t, batches)
+    losses = _no_losses(t)
+    for index, loss in _losses(t, step, batches):
+        losses[index] = loss
+    return _read(t.world.sum(losses))[0] / _items(t, batches)
 
 
 @torch.no_grad()
@@ -160,33 +192,36 @@ def evaluate(
     t: Session,
     split: str,
     batches: int | None,
-    signals: StopSignals | None = None,
     *,
     final: bool,
 ) -> dict[str, float] | None:
     """Metrics of the task over a split, with the weights that the method evaluates with.
 
     Where the run keeps averaged weights, those of their projection follow, as ``ema_<metric>``.
-    Nothing of the training state changes.
+    Nothing of the training state changes. Returns None when a signal cut it short; of several
+    processes none is cut short in the middle.
 
     Args:
         t: the run.
         split: of the data.
         batches: so many full micro-batches from its start; None: all of it, every sample once.
-        signals: None is returned when one of them cut it short.
         final: the last evaluation, see :meth:`Task.observe`.
     """
+    share_statistics(t)
     t.model.eval()
     requests = split_requests(split, t.task.samples(split), t.run.batch.micro, batches)
 
     def measure() -> dict[str, float] | None:
+        if t.stopping is not None:
+            return None
         observations: list[Observation] = []
         for batch in _shown(t, split, requests[t.world.rank :: t.world.size]):
-            if signals is not None and t.world.agree(signals.exit_code) is not None:
+            if t.stopping is not None:  # in a world of one; else nobody learns of it here
                 return None
             with autocast(t.run.precision, t.device):
                 observations.append(t.task.observe(t.forward_model, batch, final=final))
-        parts = t.world.gather(observations)
+        told, parts = zip(*t.world.gather((t.signals.exit_code, observations)), strict=True)
+        t.agreed = next((code for code in STOPS if code in told), None)
         ranks = itertools.cycle(map(iter, parts))  # in the order of the requests
         return t.task.metrics([next(next(ranks)) for _ in requests])
 
@@ -206,7 +241,7 @@ def _shown(t: Session, split: str, requests: list[Request]) -> Iterator[Batch]:
     samples, done, started = sum(len(r.positions) for r in requests), 0, time.monotonic()
     batches = stream(t.task, requests, t.device, t.run.workers)
     for request, batch in zip(requests, batches, strict=True):
-        yield to_device(batch, t.device)
+        yield _moved(t, batch)
         done += len(request.positions)
         seconds = time.monotonic() - started
         if t.on_progress is not None and seconds > SILENT_SECONDS:
@@ -214,6 +249,20 @@ def _shown(t: Session, split: str, requests: list[Request]) -> Iterator[Batch]:
             t.on_progress(
                 Progress(phase=split, done=done, total=samples, unit=unit, seconds=seconds)
             )
+
+
+@torch.no_grad()
+def share_statistics(t: Session) -> None:
+    """Running statistics depend on the micro-batches that a process saw: all take their mean.
+
+    It is the statistic of mean batches, however often this is done: both are linear.
+    """
+    if t.world.size == 1:
+        return
+    for module in t.model.modules():
+        for name in ("running_mean", "running_var"):
+            if (statistic := getattr(module, name, None)) is not None:
+                t.world.sum(statistic).div_(t.world.size)
 
 
 def _due(every: int, t: Session) -> bool:

@@ -6,7 +6,12 @@ import torch
 
 from sparsepretrain.config.groups import Precision, ScaledPrecision, SimulatedFP8
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 Options = Precision | ScaledPrecision | SimulatedFP8
 
 
@@ -25,5 +30,5 @@ def describe(options: Options) -> str:
 def autocast(options: Options, device: torch.device) -> torch.autocast:
     """Context of the forward: matrix products in the configured dtype."""
     dtype = compute_dtype(options)
-    enabled = dtype != torch.float32
+    enabled = dtype not in (torch.float32, torch.float64)
     return torch.autocast(device.type, dtype=dtype if enabled else None, enabled=enabled)

@@ -21,8 +21,10 @@ from sparsepretrain.errors import CheckpointError
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.tasks import Task
 from sparsepretrain.training.batches import TrainingBatches
+from sparsepretrain.training.gradients import Gradients
 from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.observer import Observer, Probe
+from sparsepretrain.training.signals import StopSignals
 from sparsepretrain.training.world import World
 
 __all__ = ["EMA", "Flips", "Observer", "Session", "Throughput", "averages", "put"]
@@ -207,6 +209,12 @@ class Session:
     sparsifier: Sparsifier
     scaler: torch.amp.GradScaler
     batches: TrainingBatches
+    gradients: Gradients
+    """The loss of training micro-batches, and what becomes of their gradients."""
+    signals: StopSignals = field(default_factory=StopSignals)
+    """Of this process; none are listened to before it is entered."""
+    agreed: int | None = None
+    """What :attr:`stopping` was when the processes last told each other."""
     ema: EMA | None = None
     """Averages of the weights, which are evaluated too; None: none are kept."""
     on_progress: Callable[[Progress], None] | None = None
@@ -247,6 +255,14 @@ class Session:
     def device(self) -> torch.device:
         """Where the model is."""
         return self.world.device
+
+    @property
+    def stopping(self) -> int | None:
+        """The exit code that the run has to stop with, because of a signal to any process.
+
+        Several processes have to agree on it, or some would wait for the others.
+        """
+        return self.signals.exit_code if self.world.size == 1 else self.agreed
 
     @property
     def end(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from sparsepretrain.training.loop import run_steps
 from sparsepretrain.training.precision import describe
 from sparsepretrain.training.session import Session, Throughput
 from sparsepretrain.training.signals import StopSignals
+from sparsepretrain.training.world import World, join
 
 
 def train(run: Run, console: Console | None = None, *, stop_after: int | None = None) -> int:
@@ -47,43 +49,68 @@ def train(run: Run, console: Console | None = None, *, stop_after: int | None = 
     """
     console = console or Console()
     check_login(run.tracker)
-    directory = RunDirectory.of(run)
-    named = named_checkpoint(run, console)
+    with join(run) as world:
+        if not world.is_main:
+            console = Console.silent()
+        directory, code = RunDirectory.of(run), 1
+        if world.size > 1:
+            world.first(lambda: directory.leave_status(None))
+        try:
+            code = _train(run, directory, console, stop_after, world)
+        except SparsePretrainError as error:
+            code = error.exit_code
+            raise
+        finally:
+            if world.size > 1 and world.is_main:
+                directory.leave_status(code)
+        return code
+
+
+def _train(
+    run: Run, directory: RunDirectory, console: Console, stop_after: int | None, world: World
+) -> int:
     end = run.steps if stop_after is None else min(stop_after, run.steps)
-    finished = f"{directory} is finished ({end} steps): nothing to do"
-    if run.resume != "never" and directory.is_finished(run, end):
-        console.info(finished)
+
+    def finished() -> bool:
+        done = run.resume != "never" and directory.is_finished(run, end)
+        if done:
+            console.info(f"{directory} is finished ({end} steps): nothing to do")
+        return done
+
+    named = world.first(lambda: named_checkpoint(run, console))
+    if world.first(finished):
         return 0
     plan.require_a_sparse_step(run)
-    with StopSignals() as signals, console.own_warnings():
+    with StopSignals() as signals, console.own_warnings(), contextlib.ExitStack() as claim:
         fresh = run.resume == "never" or not any(directory.checkpoints.glob("step_*"))
         initial = weights.find(run.init.path, console.warn) if fresh and run.init.path else None
-        t = build_session(run, console, initial=initial)
-        t.stop_after = stop_after
+        t = build_session(run, console, initial=initial, world=world)
+        t.stop_after, t.signals = stop_after, signals
         t.observers.insert(0, Throughput(plan.peak_items(run, t.task, t.device)))
-        with directory.claim():
-            if run.resume != "never" and directory.is_finished(run, end):  # by another process
-                console.info(finished)
-                return 0
-            source = choose_checkpoint(directory, run, named, console)
-            if source is not None:
-                t.load_state_dict(source.parts(), source)
-                console.info(f"continuing from {source} (step {t.step})")
-            about = environment(t.device) | run_hashes(t, source)
-            about["coverage"] = str(t.sparsifier.coverage()).splitlines()
-            other = source if source is named else None
-            t.world.first(lambda: _write_files(t, directory, other, about))
-            return _run(t, directory, console, signals, resumed=source is not None)
+        world.first(lambda: claim.enter_context(directory.claim()))
+        if world.first(finished):  # by another process
+            return 0
+        source = world.first(lambda: choose_checkpoint(directory, run, named, console))
+        if source is not None:
+            t.load_state_dict(source.parts(), source)
+            console.info(f"continuing from {source} (step {t.step})")
+        other = source if source is named else None
+        world.first(lambda: _write_files(t, directory, source, other))
+        return _run(t, directory, console, resumed=source is not None)
 
 
 def _write_files(
     t: Session,
     directory: RunDirectory,
     source: checkpoint.Checkpoint | None,
-    about: dict[str, Any],
+    other: checkpoint.Checkpoint | None,
 ) -> None:
-    """What does not change while a run is trained; ``source`` brings the record of another one."""
-    before = None if source is None else RunDirectory.of_checkpoint(source.path)
+    """What does not change while a run is trained; ``other`` brings the record of another one."""
+    about = environment(t.device) | run_hashes(t, source)
+    about["coverage"] = str(t.sparsifier.coverage()).splitlines()
+    if t.world.size > 1:
+        about["processes"] = {"parallel": t.run.parallel.name, "count": t.world.size}
+    before = None if other is None else RunDirectory.of_checkpoint(other.path)
     for file in (directory.record_file, directory.probes_file):
         if before is not None and (before.path / file.name).is_file():
             directory.write(file, (before.path / file.name).read_bytes())
@@ -94,48 +121,57 @@ def _write_files(
     directory.write(directory.environment_file, json.dumps(about, indent=1) + "\n")
 
 
-def _run(
-    t: Session, directory: RunDirectory, console: Console, signals: StopSignals, *, resumed: bool
-) -> int:
-    run = t.run
+def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool) -> int:
+    run, resume_step = t.run, t.step if resumed else None
     console.unit = t.task.unit
+    stream = probed = None  # the first process writes down what all compute
     if t.world.is_main:
         _announce(t, directory, console)
-    stream = Stream(
-        directory.path,
-        run.tracker,
-        config=run.plain,
-        run_name=f"{run.name}/{directory.path.name}",
-        resume_step=t.step if resumed else None,
-        console=console,
-        total=t.end,
-    )
-    probed = None
-    if t.probes and t.world.is_main:
-        probed = Record(directory.probes_file, resume_step=t.step if resumed else None)
-        t.log_probe = probed.write
-    if stream.lines < t.lines:
-        console.warn(
-            f"{directory.record_file} has {stream.lines} of the {t.lines} lines that it had at "
-            f"step {t.step}: the others are lost, and what is summed up or drawn lacks them"
+        stream = Stream(
+            directory.path,
+            run.tracker,
+            config=run.plain,
+            run_name=f"{run.name}/{directory.path.name}",
+            resume_step=resume_step,
+            console=console,
+            total=t.end,
         )
+        if t.probes:
+            probed = Record(directory.probes_file, resume_step=resume_step)
+            t.log_probe = probed.write
+        if stream.lines < t.lines:
+            console.warn(
+                f"{directory.record_file} has {stream.lines} of the {t.lines} lines that it had at "
+                f"step {t.step}: the others are lost, and what is summed up or drawn lacks them"
+            )
+        directory.note_failure("train")
+
+    def log(line: dict[str, Any]) -> None:
+        if stream is not None:
+            stream.log(line)
 
     def save() -> None:
-        t.lines = stream.lines
-        state, config = t.state_dict(), freeze.to_yaml(run.plain)
-        place, keep = directory.checkpoints, directory.retention(run)
-        t.world.first(lambda: checkpoint.save(place, t.step, state, config=config, keep=keep))
+        if stream is not None:
+            t.lines = stream.lines
+        state, config, place = t.state_dict(), freeze.to_yaml(run.plain), directory.checkpoints
+
+        def write() -> None:
+            keep = directory.retention(run)
+            checkpoint.save(place, t.step, state, config=config, keep=keep)
+
+        t.world.first(write)
+
+    def save_masks() -> None:
+        t.world.first(lambda: _save_masks(t, directory))
 
     exit_code, summary = 1, None
-    if t.world.is_main:
-        directory.note_failure("train")
     try:
-        code = run_steps(t, stream.log, save, lambda: _save_masks(t, directory), signals)
+        code = run_steps(t, log, save, save_masks)
         exit_code = code or 0
         if code is None:
             proof = prove(t.sparsifier)
             summary = {"proof": str(proof)}
-            _summarise(t, directory, proof, console)
+            t.world.first(lambda: _summarise(t, directory, proof, console))
         else:
             saved = "; checkpoint saved" if t.step else ", before there was anything to save"
             console.info(f"stopped by a signal after step {t.step}{saved}")
@@ -148,7 +184,8 @@ def _run(
         t.batches.close()
         if probed is not None:
             probed.close()
-        stream.close(exit_code, summary)
+        if stream is not None:
+            stream.close(exit_code, summary)
     return exit_code
 
 

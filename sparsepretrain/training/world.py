@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from sparsepretrain.errors import ConfigError
+from sparsepretrain.config.schema import Run, shares
+from sparsepretrain.errors import ConfigError, RankError, SparsePretrainError, one_line
 
 T = TypeVar("T")
+
+LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""Words of what torch.distributed raises when another process is gone or does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,8 @@ class World:
     """Of this process."""
     rank: int = 0
     size: int = 1
+    host: Any = None
+    """Process group for what is on the CPU; not looked at in a world of one."""
 
     @classmethod
     def single(cls, device: str) -> World:
@@ -45,17 +55,92 @@ class World:
         return self.rank == 0
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum of ``value`` over all processes."""
+        """``value``, which now holds its sum over all processes."""
+        if self.size > 1:
+            dist.all_reduce(value, group=None if value.is_cuda else self.host)
         return value
 
     def gather(self, value: T) -> list[T]:
         """What every process gives, in the order of ranks."""
-        return [value]
-
-    def agree(self, code: int | None) -> int | None:
-        """The exit code that all processes stop with as soon as one of them has to; or None."""
-        return code
+        if self.size == 1:
+            return [value]
+        given: list[Any] = [None] * self.size
+        dist.all_gather_object(given, value, group=self.host)
+        return given
 
     def first(self, action: Callable[[], T]) -> T:
-        """Let the first process act for all; its result and its error are those of every one."""
-        return action()
+        """Let the first process act for all; its result and its error are those of every one.
+
+        Raises:
+            RankError: on the other processes, when the first one raises.
+        """
+        if self.size == 1:
+            return action()
+        told: list[Any] = [None, 0]
+        try:
+            if self.is_main:
+                told[0] = action()
+        except BaseException as error:
+            told[1] = error.exit_code if isinstance(error, SparsePretrainError) else 1
+            raise
+        finally:
+            dist.broadcast_object_list(told, src=0, group=self.host)
+        result, exit_code = told
+        if exit_code:
+            raise RankError(exit_code)
+        return result
+
+
+@contextlib.contextmanager
+def join(run: Run) -> Iterator[World]:
+    """The processes that train ``run``: those that a launcher has started, or this one alone.
+
+    All leave together.
+
+    Raises:
+        ConfigError: the run's ``parallel`` and the processes do not go together.
+        RankError: another process is gone.
+        SparsePretrainError: another process hangs.
+    """
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    single, wanted = World.single(run.parallel.device), getattr(run.parallel, "nproc", None)
+    if size == 1:
+        if wanted not in (None, 1):
+            raise ConfigError(
+                f"parallel.nproc={wanted}, but this is the only process: start it with "
+                "`sparsepretrain train` or torchrun"
+            )
+        yield single
+        return
+    if run.parallel.name == "single":
+        raise ConfigError(f"parallel=single, but {size} processes were started: give parallel=ddp")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if wanted not in (None, here):
+        raise ConfigError(f"parallel.nproc={wanted}, but {here} processes were started here")
+    if problems := [(key, f" {text}") for key, text in shares(run, size)]:
+        raise ConfigError(problems)
+    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
+    device = single.device
+    if device.type == "cuda":
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    patience = timedelta(seconds=run.parallel.timeout)
+    try:
+        dist.init_process_group(backend, timeout=patience)
+        host: Any = dist.group.WORLD
+        if backend != "gloo":
+            host = dist.new_group(backend="gloo", timeout=patience)
+        yield World(device, rank, size, host)
+        dist.barrier(group=host)
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(w in str(error) for w in LOST):
+            raise
+        if "imed out" in str(error):  # the others are there, and it is they who hang
+            seconds = run.parallel.timeout
+            raise SparsePretrainError(
+                f"the others did not answer for parallel.timeout={seconds} seconds"
+            ) from error
+        text = f"the other processes are gone: {one_line(error)[:200]}"
+        raise RankError(1, text) from error

@@ -67,6 +67,8 @@ def test_any_values_survive_the_text(tmp_path_factory, values):
         ("tracker.project", "p"),
         ("seed", 5),
         ("workers", 2),
+        ("parallel.name", "ddp"),
+        ("parallel.reduction", "tree"),
     ],
 )
 def test_identity_leaves_out(key, value):
@@ -75,7 +77,11 @@ def test_identity_leaves_out(key, value):
 
 @pytest.mark.parametrize(
     "key",
-    [k for k in flat(PLAIN) if k.split(".")[0] not in NOT_IDENTITY],
+    [
+        k
+        for k in flat(PLAIN)
+        if k.split(".")[0] not in (*NOT_IDENTITY, "parallel") or k == "parallel.device"
+    ],
 )
 def test_identity_depends_on_everything_else(key):
     assert identity(changed(key, "another")) != identity(PLAIN)

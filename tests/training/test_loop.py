@@ -217,6 +217,13 @@ def test_a_nan_behind_a_mask_stops_the_run(tiny, monkeypatch, method, line):
     )
 
 
+def test_a_signal_in_a_step_is_told_beside_its_losses(tiny):
+    t, undisturbed = tiny.build(), tiny.build()
+    t.signals.exit_code = 143
+    assert train_step(t)["loss"] == train_step(undisturbed)["loss"]
+    assert (t.agreed, undisturbed.agreed) == (143, None)
+
+
 def test_guard_names_where_a_nan_arose(tiny):
     """Everything before the layer has a NaN too; the layer itself is the one to name."""
     t = tiny.build()

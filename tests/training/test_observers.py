@@ -103,7 +103,7 @@ def test_micro_batches_go_to_the_device_one_at_a_time(tiny, monkeypatch):
     t = tiny.build("batch.micro=1", "eval.batches=2")
     calls, move, loss = [], loop.to_device, t.task.loss
 
-    def to_device(batch, device):
+    def to_device(batch, device, dtype=None):
         calls.append("move")
         return move(batch, device)
 

@@ -1,0 +1,126 @@
+"""Several processes on this machine, started by torch's elastic agent.
+
+``torchrun`` is the same agent; it ends with 1 whatever its processes ended with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from sparsepretrain.config import freeze
+from sparsepretrain.config.schema import Run, shares
+from sparsepretrain.config.validate import validate
+from sparsepretrain.errors import INTERRUPTED, PREEMPTED, ConfigError, RankError
+from sparsepretrain.processes import rank
+from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training.trainer import train
+from sparsepretrain.training.world import World
+
+
+def processes(run: Run) -> int:
+    """How many ``parallel.nproc`` asks for: one per GPU by default, one where there is none.
+
+    Raises:
+        ConfigError: that many do not fit the GPUs or the batch.
+    """
+    device = World.single(run.parallel.device).device
+    available = torch.cuda.device_count() if device.type == "cuda" else 1
+    count = int(run.parallel.nproc or available)
+    if device.type == "cuda" and count > available:
+        raise ConfigError(f"parallel.nproc={count}, but there are {available} GPUs")
+    if problems := [(key, f" {text}") for key, text in shares(run, count)]:
+        raise ConfigError(problems)
+    return count
+
+
+def launch(run: Run, count: int, stop_after: int | None = None) -> int:
+    """:func:`~sparsepretrain.training.trainer.train` in ``count`` processes.
+
+    Returns:
+        0, or the exit code of a signal; one that was sent to this process is passed on.
+
+    Raises:
+        RankError: what the first process that failed has to say, with its exit code.
+    """
+    logging.disable()  # the agent would say in forty lines what its processes said in one
+    # threads that fight for the cores make every process slower
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    directory = RunDirectory.of(run)
+    with tempfile.TemporaryDirectory(prefix="sparsepretrain-") as scratch:
+        config = Path(scratch) / "config.yaml"
+        config.write_text(freeze.to_yaml(run.plain), encoding="utf-8")
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=count,
+            run_id=directory.path.name,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            **_patience(run.parallel.grace),
+            logs_specs=DefaultLogsSpecs(log_dir=scratch, local_ranks_filter={0}),
+        )
+        command = ["-m", "sparsepretrain", "__worker", str(config), str(stop_after or 0)]
+        try:
+            elastic_launch(settings, sys.executable)(*command)
+        except ChildFailedError as failed:
+            return _outcome(failed)
+        except SignalException as stopped:
+            return directory.status() or 128 + stopped.sigval
+    return 0
+
+
+def work(config: str, stop_after: str) -> int:
+    """What each process does; the arguments are a frozen configuration and 0 or a step."""
+    run = validate(freeze.from_yaml(Path(config)))
+    console = Console() if rank() == 0 else Console.silent()
+    return train(run, console, stop_after=int(stop_after) or None)
+
+
+def _patience(seconds: int) -> dict[str, Any]:
+    """The option by that name; torch 2.9 has none and always waits 30 s."""
+    known = [field.name for field in dataclasses.fields(LaunchConfig)]
+    return {"shutdown_timeout": seconds} if "shutdown_timeout" in known else {}
+
+
+def _outcome(failed: ChildFailedError) -> int:
+    """The exit code of the failure that the others follow from; raises what its process said."""
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, int]:
+        return _said(item[1]).get("follows", False), item[1].timestamp
+
+    number, failure = min(failed.failures.items(), key=order)
+    said = _said(failure)
+    if failure.exitcode < 0:
+        raise RankError(128 - failure.exitcode, f"rank {number} died of {failure.signal_name()}")
+    if not said and failure.exitcode in (INTERRUPTED, PREEMPTED):
+        return failure.exitcode
+    if not said:
+        raise RankError(failure.exitcode, f"rank {number} ended with {failure.exitcode}")
+    where = f"rank {number}: " if number else ""
+    messages = said.get("messages")
+    if messages is None:  # a defect; rank 0 has shown where
+        sys.stderr.write(said["py_callstack"] if number else "")
+        messages = [failure.error_file_data["message"]["message"]]
+    error = RankError(failure.exitcode, "\n".join(where + message for message in messages))
+    error.label = said.get("label", error.label)
+    raise error
+
+
+def _said(failure: ProcessFailure) -> dict[str, Any]:
+    """What :func:`sparsepretrain.processes.report` left; empty where it did not."""
+    message = failure.error_file_data.get("message")
+    return message.get("extraInfo", {}) if isinstance(message, dict) else {}
