@@ -260,7 +260,8 @@ def _about(paired: Paired) -> str:
         f"{none}Differences are to {paired.reference}, of the same seed, data and batch, step by "
         "step; bands and bars are 95 % intervals over seeds, where there are several."
     )
-    if alone := paired.unpaired():
+    both = zip(paired.names, paired.partners, strict=True)
+    if alone := dict.fromkeys(name for name, partner in both if partner is None):
         text += f" No such run for {', '.join(alone)}."
     return text
 

@@ -272,6 +272,13 @@ class Paired:
     partners: list[RunData | None]
     """The run to subtract, of the same seed and data; None: there is none."""
 
+    def seeds(self) -> dict[str, list[RunData]]:
+        """Name -> its runs."""
+        found: dict[str, list[RunData]] = {name: [] for name in self.names}
+        for name, run in zip(self.names, self.runs, strict=True):
+            found[name].append(run)
+        return found
+
     def groups(self) -> dict[str, list[tuple[RunData, RunData]]]:
         """Name -> (run, its partner) of everything that is not the reference itself."""
         found: dict[str, list[tuple[RunData, RunData]]] = {}
@@ -279,18 +286,6 @@ class Paired:
             if partner is not None and partner is not run:
                 found.setdefault(name, []).append((run, partner))
         return found
-
-    def seeds(self) -> dict[str, list[RunData]]:
-        """Name -> its runs."""
-        found: dict[str, list[RunData]] = {}
-        for name, run in zip(self.names, self.runs, strict=True):
-            found.setdefault(name, []).append(run)
-        return found
-
-    def unpaired(self) -> list[str]:
-        """Names of the runs that have no partner."""
-        alone = [n for n, p in zip(self.names, self.partners, strict=True) if p is None]
-        return list(dict.fromkeys(alone))
 
 
 def pair(runs: Sequence[RunData], labels: Sequence[str]) -> Paired:
