@@ -1,0 +1,104 @@
+"""Two processes as the command starts them: exit codes, and the first error shown once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import variant
+from tiny_runs import metrics
+
+from sparsepretrain.runs.directory import RunDirectory
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
+
+FAULT = Path(__file__).with_name("fault.py")
+DDP = ("parallel=ddp", "parallel.nproc=2", "parallel.timeout=20")
+
+
+def start(tiny, *words, fault="none:-1:0", launcher=()):
+    """The command ``train`` in a process of its own; its plug-in is part of the run."""
+    own = tiny.overrides(*variant("sste"), "steps=8", f"plugins=['{FAULT}']", *words)
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", "sparsepretrain", "train", *own],
+        env={**os.environ, "FAULT": fault, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(process):
+    """Exit code, what was printed, and the error lines."""
+    out, err = process.communicate(timeout=600)
+    return process.returncode, out, [line for line in err.splitlines() if line.strip()]
+
+
+def directory(tiny, *words):
+    plugin = f"plugins=['{FAULT}']"
+    return RunDirectory(tiny.directory(*variant("sste"), "steps=8", plugin, *words))
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "line"),
+    [
+        ("data:1:5", 3, "sparsepretrain: data error: rank 1: a shard cannot be read"),
+        ("data:0:5", 3, "sparsepretrain: data error: a shard cannot be read"),
+        ("SIGKILL:1:5", 137, "sparsepretrain: error: rank 1 died of SIGKILL"),
+        ("nan:1:5", 5, "sparsepretrain: diverged: step 3: the loss is nan; nothing was updated."),
+        ("hang:1:5", 1, "sparsepretrain: error: the others did not answer for parallel.timeout=20"),
+    ],
+)
+def test_the_first_error_is_shown_once(tiny, fault, code, line):
+    began = time.monotonic()
+    words = (*DDP, f"parallel.grace={5 if fault.startswith('hang') else 120}")
+    got, out, errors = end(start(tiny, *words, fault=fault))
+    assert (got, len(errors)) == (code, 1), (out, errors)
+    assert errors[0].startswith(line)
+    assert time.monotonic() - began < 300
+    assert out.count("step 1/8") == 1, "only one process prints"
+
+
+def test_a_defect_shows_its_traceback(tiny):
+    code, _, errors = end(start(tiny, *DDP, fault="defect:1:5"))
+    assert code == 1
+    assert errors[-1] == "sparsepretrain: error: rank 1: KeyError: 'a defect'"
+    assert sum("Traceback" in line for line in errors) == 1
+
+
+def test_an_error_of_all_processes_is_shown_once(tiny):
+    code, _, errors = end(start(tiny, *DDP, "sparsity.targets=['*.nothing']"))
+    assert (code, len(errors)) == (2, 1) and "sparsity.targets" in errors[0]
+    assert not (tiny.root / "runs").exists()
+
+
+def test_a_signal_to_one_process_stops_all_at_the_same_step(tiny):
+    code, out, errors = end(start(tiny, *DDP, fault="SIGTERM:1:5"))
+    assert (code, errors) == (143, []), out
+    assert "stopped by a signal after step 3; checkpoint saved" in out
+    assert directory(tiny).status() == 143
+    code, out, errors = end(start(tiny, *DDP))
+    assert (code, errors) == (0, []) and "(step 3)" in out
+    assert directory(tiny).status() == 0
+    one = tiny.train(*variant("sste"), "steps=8", "name=alone").directory
+    for mine, theirs in zip(metrics(directory(tiny).path), metrics(one), strict=True):
+        assert abs(mine["loss"] - theirs["loss"]) <= 2e-6
+
+
+@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node=2")])
+def test_a_signal_to_the_launcher_leaves_a_checkpoint_and_a_status(tiny, launcher):
+    words = (*DDP, "steps=100000", "eval.every=0")
+    process = start(tiny, *words, launcher=launcher)
+    place = directory(tiny, "steps=100000", "eval.every=0")
+    while not any(place.checkpoints.glob("step_*")):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    code, out, errors = end(process)
+    assert "checkpoint saved" in out
+    assert place.status() == 143
+    if not launcher:
+        assert (code, errors) == (143, [])
