@@ -37,16 +37,19 @@ def main(names: list[str]) -> int:
         command += ["-o", "junit_family=xunit1", *targets]
         code = subprocess.run(command, cwd=ROOT).returncode
         cases = list(ElementTree.parse(report).iter("testcase"))
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=ROOT, capture_output=True, text=True,
-    ).stdout.strip()  # fmt: skip
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    if _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/reliability.*"):
+        commit += "-dirty"
     found = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.is_file() else {}
     for row in rows:
         own = [case for case in cases if any(_belongs(case, target) for target in row["tests"])]
         found[row["id"]] = {**_summary(own), "commit": commit}
     FOUND.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return code
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def _belongs(case: ElementTree.Element, target: str) -> bool:
