@@ -30,8 +30,8 @@ def test_twenty_thousand_steps_and_ten_resumes(tiny, record_property):
     from sparsepretrain.training.trainer import train
 
     run = tiny.load(
-        f"steps={STEPS}", "checkpoint.every=250", "eval.every=500", "log.layers_every=0", "log.every=10",
-        "model.dropout=0.1",
+        f"steps={STEPS}", "checkpoint.every=250", "eval.every=500", "log.every=10",
+        "log.layers_every=0", "model.dropout=0.1",
     )  # fmt: skip
     memory, handles, threads = [], [], []
     with open(os.devnull, "w") as nowhere:
@@ -49,7 +49,7 @@ def test_twenty_thousand_steps_and_ten_resumes(tiny, record_property):
     assert evaluated == sorted(set(evaluated)) and evaluated[-1] == STEPS
     assert final_state(directory)["step"] == STEPS
     assert len(set(handles)) == 1 and len(set(threads)) == 1, (handles, threads)
-    # the first part loads libraries and compiles loops; a resume reads the record: a kilobyte a line
+    # the first part loads libraries and compiles loops; the record is read at every resume
     assert max(memory[2:]) < 1.02 * memory[1], memory
     record_property("injected", STEPS)
     record_property("megabytes", " ".join(f"{m:.0f}" for m in memory))
