@@ -87,7 +87,9 @@ def _charts(figure: Figure, points: int) -> str:
         for axes in figure.axes
         if axes.get_label() != "<colorbar>"
     ]
-    return '<div class="charts">' + re.sub(r"\s{2,}", " ", "".join(charts)) + "</div>"
+    # a trace is a scatter unless it says otherwise
+    text = re.sub(r"\s{2,}", " ", "".join(charts)).replace(',"type":"scatter"', "")
+    return f'<div class="charts">{text}</div>'
 
 
 def _traces(axes: Axes, points: int) -> Iterator[dict[str, Any]]:

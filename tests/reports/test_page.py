@@ -34,7 +34,7 @@ def test_several_runs_are_one_page_that_needs_no_network(tmp_path):
     own = text.replace(re.search(r"<script>.*?</script>", text, re.DOTALL)[0], "")
     assert not re.search(r"""(src|href)=["']?(http|//)""", own) and "<img" not in own
     shown = charts(own)
-    maps = [traces[0] for traces, _ in shown if traces and traces[0]["type"] == "heatmap"]
+    maps = [traces[0] for traces, _ in shown if traces and traces[0].get("type") == "heatmap"]
     assert len(maps) == 4 and maps[0]["y"] == [
         name.removeprefix("transformer.h.") for name in LAYERS
     ]
