@@ -19,7 +19,8 @@ PLUGIN = EXAMPLES / "my_method.py"
 
 @pytest.fixture
 def plugin(monkeypatch):
-    monkeypatch.setitem(registry._registered, "method", dict(registry._registered["method"]))
+    others = {k: v for k, v in registry._registered["method"].items() if k != "mine"}
+    monkeypatch.setitem(registry._registered, "method", others)
     modules = set(sys.modules)
     registry.load_plugin(str(PLUGIN))
     yield

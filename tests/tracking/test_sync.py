@@ -26,6 +26,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "home" / "wandb"))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
+    wandb.teardown()  # what it read from the environment before
     made = RunDirectory(tmp_path / "nano" / "0123abcd-s0")
     made.path.mkdir(parents=True)
     tracker = "{name: wandb, mode: disabled, project: p, entity: null, tensorboard: false}"
