@@ -110,8 +110,11 @@ def _outcome(failed: ChildFailedError) -> int:
         return failure.exitcode
     if not said:
         raise RankError(failure.exitcode, f"rank {number} ended with {failure.exitcode}")
-    where = f"rank {number}: " if number else ""
     messages = said.get("messages")
+    # a loss that is not finite is so on all: then none is named
+    own = [f for f in failed.failures.values() if not _said(f).get("follows")]
+    shared = len(own) > 1 and all(_said(f).get("messages") == messages for f in own)
+    where = f"rank {number}: " if number and not shared else ""
     if messages is None:  # a defect; rank 0 has shown where
         sys.stderr.write(said["py_callstack"] if number else "")
         messages = [failure.error_file_data["message"]["message"]]
