@@ -29,6 +29,7 @@ from sparsepretrain.config.tables import (
     cells,
     load_table,
     place,
+    word,
 )
 from sparsepretrain.errors import ConfigError, DataError, one_line
 from sparsepretrain.files import write_atomic
@@ -75,6 +76,7 @@ class CellResult:
     settings: dict[str, str] = field(default_factory=dict)
     """Name of a hash -> digest of the settings that it follows from."""
     command: str = ""
+    """That trains it in ``runs``, wherever it was trained."""
     commit: str = ""
     config: str = ""
     """Hash of the configuration."""
@@ -157,7 +159,7 @@ def collect(
         ConfigError: no such table or scale, or a mistake in a cell.
     """
     table = load_table(name, config_dirs)
-    kept = [word for word in overrides if not word.startswith("runs_dir=")]
+    kept = [given for given in overrides if not given.startswith("runs_dir=")]
     result = TableResults(name=name, overrides=kept)
     asked: dict[str, Any] = {"seeds": seeds, "overrides": overrides, "config_dirs": config_dirs}
     if table.parts:
@@ -182,13 +184,16 @@ def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunDat
 
         run = settle(run)
     directory, plain = RunDirectory.of(run), run.plain
+    # a reader of the page has no runs where its writer kept them
+    home = word("runs_dir", f"runs/{Path(run.runs_dir).name}")
+    words = [home if given.startswith("runs_dir=") else given for given in cell.words]
     result = CellResult(
         row=cell.row,
         column=cell.column,
         seed=cell.seed,
         state="missing",
         steps=run.steps,
-        command=shell_line(["sparsepretrain", "train", *cell.words]),
+        command=shell_line(["sparsepretrain", "train", *words]),
         config=freeze.identity(run),
         settings={
             name: _digest({key: plain[key] for key in keys}) for name, keys in SHARED.items()

@@ -201,6 +201,7 @@ def test_verb_finds_runs_elsewhere_and_writes_the_page_again(tmp_path, monkeypat
     first = page.read_text()
     assert "4 of 4 runs are finished" in first and "seeds 0, 1" in first
     assert "Deviating from the table in all runs: `optim.lr=0.1`." in first
+    assert " runs_dir=runs/three " in first and "elsewhere" not in first
     assert "n = 2: about 5 seeds would decide" in first and "2 seeds decide nothing" in first
     page.unlink()
     assert cli.main([*given, "--from-record"]) == 0
@@ -238,6 +239,8 @@ def test_measured_numbers_are_those_of_their_part_of_the_run(tmp_path):
 @pytest.mark.parametrize("record", RECORDS, ids=lambda f: f.name.partition(".")[0])
 def test_committed_records_give_the_committed_pages(record):
     results = read_record(record)
+    for part in results.all():
+        assert all(f" runs_dir=runs/{part.name} " in cell.command for cell in part.cells)
     found = {part.name: load_table(part.name) for part in [results, *results.all()]}
     page = record.parent.parent / f"{results.name}.md"
     assert render(results, found).markdown == page.read_text(encoding="utf-8")
