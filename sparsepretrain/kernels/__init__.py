@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be li
     from sparsepretrain.kernels.mvue24 import mvue
     from sparsepretrain.kernels.nm import nm_mask, nm_prune
     from sparsepretrain.kernels.noise import noise_key, uniform_like, uniform_noise
+    from sparsepretrain.kernels.packed24 import compress_24, matmul_24
     from sparsepretrain.kernels.sdgp import prune_gradient
     from sparsepretrain.kernels.soft import (
         boundary_magnitudes,

@@ -49,8 +49,10 @@ def kernel_of(
 
 def find(name: str, backend: str) -> Callable[..., Any] | None:
     """The function of ``backend`` for the operation ``name``; None: it has none."""
-    if backend == "triton":  # two import statements, which torch.compile can follow
+    if backend == "triton":  # import statements, which torch.compile can follow
         from sparsepretrain.kernels.triton import KERNELS
+    elif backend == "cusparselt":
+        from sparsepretrain.kernels.cusparselt import KERNELS
     else:
         from sparsepretrain.kernels.cpu import KERNELS
     return KERNELS.get(name)
