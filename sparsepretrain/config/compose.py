@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -23,8 +22,9 @@ from sparsepretrain.config.places import (
     search_path,
     yaml_files,
 )
+from sparsepretrain.config.references import require_few, resolve
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import ConfigError, SparsePretrainWarning, one_line
+from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.registry import choices, suggestion
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 PAIRS = "model_method"
 """Directory of what a paper gives for a model and a method together; ``train.yaml`` includes it."""
-
-MOST_REFERENCES = 1000
-"""References that all values together may come to."""
 
 PRIMARY = "train"
 """The YAML file at the root of the shipped configuration."""
@@ -237,7 +234,7 @@ def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, 
     from omegaconf.errors import OmegaConfBaseException
 
     errors = []
-    _require_few_references(composed)
+    require_few(composed)
     for key, value in values:
         try:
             merge = isinstance(value, dict) and OmegaConf.is_dict(OmegaConf.select(composed, key))
@@ -249,65 +246,7 @@ def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, 
             errors.append(f"{key} cannot be set: {parent} has no keys of its own")
     if errors:
         raise ConfigError(errors)
-    text = _require_few_references(composed)
-    for name in dict.fromkeys(re.findall(r"\$\{oc\.env:(\w+)", text)):
-        if re.search("TOKEN|KEY|SECRET|PASSWORD", name, re.IGNORECASE):
-            warnings.warn(
-                f"what ${name} holds becomes part of the configuration, which the run's directory, "
-                "its checkpoints and its trackers keep: a secret does not belong there",
-                SparsePretrainWarning,
-                stacklevel=2,
-            )
-    plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    return {str(key): value for key, value in plain.items()}
-
-
-def _require_few_references(composed: DictConfig) -> str:
-    """The configuration as text, unresolved.
-
-    A reference to a value with references, and so on, doubles the work with every level: what each
-    value comes to is counted before any is followed.
-
-    Raises:
-        ConfigError: they come to more than ``MOST_REFERENCES``.
-    """
-    from omegaconf import OmegaConf
-
-    plain: Any = OmegaConf.to_container(composed, resolve=False)
-    leaves = flat(_keyed(plain))
-    sizes: dict[str, int] = {}
-
-    def size(key: str) -> int:
-        """References that follow from what lies at ``key``, a value or a mapping."""
-        if key not in sizes:
-            sizes[key] = 0  # a circle is left to OmegaConf, which names it
-            below = [key] if key in leaves else [k for k in leaves if k.startswith(f"{key}.")]
-            for leaf in below:
-                for text in re.findall(r"\$\{([^}]*)", str(leaves[leaf])):
-                    for dots, name in re.findall(r"(\.*)([\w.\[\]]+)", text):
-                        parent = leaf.split(".")[: -len(dots)] if dots else []
-                        inner = re.findall(r"[^.\[\]]+", name)
-                        sizes[key] += 1 + size(".".join([*parent, *inner]))
-            if not below and "." in key:  # in what a reference stands for
-                sizes[key] = size(key.rpartition(".")[0])
-            if sizes[key] > MOST_REFERENCES:
-                most = f"more than {MOST_REFERENCES} references (${{…}})"
-                raise ConfigError(f"{key} comes to {most}: write the value itself")
-        return sizes[key]
-
-    if sum(map(size, leaves)) > MOST_REFERENCES:
-        raise ConfigError(
-            f"more than {MOST_REFERENCES} references (${{…}}): write values themselves"
-        )
-    return str(plain)
-
-
-def _keyed(value: Any) -> Any:
-    """Lists as mappings, as references see them."""
-    if isinstance(value, dict | list):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        return {str(key): _keyed(item) for key, item in pairs}
-    return value
+    return resolve(composed)
 
 
 def _choose(request: Request, group: str, value: Any, options: list[str]) -> str:

@@ -4,25 +4,18 @@ what is claimed. Nothing here runs or reads a run.
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from sparsepretrain.config.compose import quote, read
 from sparsepretrain.config.places import TABLES, check_yaml, search_path
-from sparsepretrain.config.schema import Run
 from sparsepretrain.config.strict import build
-from sparsepretrain.config.validate import load
 from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import suggestion
-
-SIMPLE = re.compile(r"(?!(?:true|false|null|inf|nan)$)[a-z/][\w/.+-]*", re.ASCII | re.IGNORECASE)
-"""Names that need no quotes, and do not mean something else."""
 
 Scale = Literal["paper", "nano"]
 Term = str | list[str]
@@ -240,29 +233,6 @@ class Table:
                     yield f"published[{i}]", f"{label!r} is neither a row nor a column"
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One run of a table."""
-
-    row: str
-    column: str
-    """Empty: the table has no columns."""
-    seed: int
-    words: tuple[str, ...]
-    """Overrides of ``sparsepretrain train``, all of them."""
-    run: Run
-
-    @property
-    def place(self) -> str:
-        """``row`` or ``row @ column``."""
-        return place(self.row, self.column)
-
-    @property
-    def label(self) -> str:
-        """Its place and its seed."""
-        return f"{self.place}, seed {self.seed}"
-
-
 def place(row: str, column: str) -> str:
     """A cell, as claims and ``--only`` name it."""
     return f"{row} @ {column}" if column else row
@@ -306,108 +276,6 @@ def places(table: Table, scale: Scale) -> Iterator[tuple[str, str, str]]:
                 why for glob, why in without if fnmatchcase(row, glob) or fnmatchcase(at, glob)
             ]
             yield row, column, reasons[0] if reasons else ""
-
-
-def cells(
-    name: str,
-    table: Table,
-    scale: Scale,
-    *,
-    seeds: int | None = None,
-    only: str = "*",
-    overrides: Sequence[str] = (),
-    config_dirs: Sequence[Path] = (),
-) -> list[Cell]:
-    """The runs of a table, seed by seed, so that a table that is cut short is thin but whole.
-
-    Each has its own directory ``<runs_dir>/<name>/<row>[--<column>]/<hash>-s<seed>``.
-
-    Args:
-        name: of the table, or of a sweep.
-        table: what to run.
-        scale: one of ``table.scales``.
-        seeds: so many, from ``table.first_seed``; None: as many as the scale says.
-        only: glob of rows or of ``row @ column``.
-        overrides: of all cells, in addition; they win.
-        config_dirs: see :func:`validate.load`.
-
-    Raises:
-        ConfigError: all mistakes of all cells, one line each, or none matches ``only``.
-    """
-    if scale not in table.scales:
-        has = ", ".join(table.scales) or "none: it is measured by `sparsepretrain bench`"
-        raise ConfigError(f"table {name} has no scale {scale!r}; its scales: {has}")
-    size = table.scales[scale]
-    # a seed of the user's own would make all seeds of a cell the same run
-    if any(word.partition("=")[0].lstrip("+") in ("seed", "name") for word in overrides):
-        raise ConfigError("seed and name belong to the table: use --seeds")
-    known = [(row, column) for row, column, why in places(table, scale) if not why]
-    wanted = {
-        (r, c): [
-            *[f"experiment={table.experiment}"] * (table.experiment is not None),
-            *[*size.overrides, *table.columns.get(c, ()), *size.columns.get(c, ())],
-            *[*table.rows[r], *size.rows.get(r, ()), *overrides],
-        ]
-        for r, c in known
-        if fnmatchcase(r, only) or fnmatchcase(place(r, c), only)
-    }
-    if not wanted:
-        near = suggestion(only, [place(*at) for at in known])
-        raise ConfigError(f"no cell of {name} is {only!r}{near}")
-    numbers = range(table.first_seed, table.first_seed + (seeds or size.seeds))
-    return grid(name, wanted, numbers, config_dirs)
-
-
-def grid(
-    name: str,
-    places: Mapping[tuple[str, str], Sequence[str]],
-    seeds: Sequence[int],
-    config_dirs: Sequence[Path] = (),
-) -> list[Cell]:
-    """The runs of every (row, column) -> overrides with every seed, as :func:`cells` lays them out.
-
-    Raises:
-        ConfigError: all mistakes, one line each, with the places where they are made.
-    """
-    found: list[Cell] = []
-    errors: dict[str, list[str]] = {}
-    for (row, column), overrides in places.items():
-        try:
-            base = dict(read(overrides, config_dirs).values).get("runs_dir", "runs")
-            own = "--".join(slug(part) for part in (row, column) if part)
-            kept = [w for w in overrides if w.lstrip("+").partition("=")[0] != "runs_dir"]
-            words = [*kept, word("runs_dir", f"{base}/{name}"), word("name", own)]
-            run = load(words, config_dirs)
-        except ConfigError as error:
-            for message in error.messages:
-                errors.setdefault(message, []).append(place(row, column))
-            continue
-        found += [
-            Cell(row, column, seed, (*words, f"seed={seed}"), dataclasses.replace(run, seed=seed))
-            for seed in seeds
-        ]
-    if errors:
-        raise ConfigError([f"{', '.join(where)}: {what}" for what, where in errors.items()])
-    return sorted(found, key=lambda cell: cell.seed)  # stable: the order of the table within a seed
-
-
-def stage_words(cell: Cell, stage: Stage) -> list[str]:
-    """Words of ``finetune`` or ``eval`` that follow the directory of the cell's run.
-
-    What says how and where to compute goes on from the cell, hyper-parameters do not.
-    """
-    if stage.finetune is None:
-        kind = ("split", stage.evaluate) if stage.lm_eval is None else ("lm_eval", stage.lm_eval)
-        return ["=".join(map(str, kind)), *stage.overrides]
-    kept = [w for w in cell.words if re.match(r"\+*(tracker|workers|parallel)\b", w)]
-    name = word("name", f"{cell.run.name}--{stage.name}")
-    place = [word("runs_dir", cell.run.runs_dir), name, f"seed={cell.seed}"]
-    return [f"task={stage.finetune}", *kept, *stage.overrides, *place]
-
-
-def word(key: str, value: str) -> str:
-    """``key=value`` as it is typed."""
-    return f"{key}={value if SIMPLE.fullmatch(value) else quote(value)}"
 
 
 def slug(label: str) -> str:

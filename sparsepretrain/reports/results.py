@@ -18,19 +18,9 @@ from typing import Any, Literal
 import numpy as np
 
 from sparsepretrain.config import freeze, strict
+from sparsepretrain.config.cells import Cell, cells, word
 from sparsepretrain.config.compose import shell_line
-from sparsepretrain.config.tables import (
-    Cell,
-    Metric,
-    Scale,
-    Size,
-    Stage,
-    Table,
-    cells,
-    load_table,
-    place,
-    word,
-)
+from sparsepretrain.config.tables import Metric, Scale, Size, Stage, Table, load_table, place
 from sparsepretrain.errors import ConfigError, DataError, one_line
 from sparsepretrain.files import write_atomic
 from sparsepretrain.reports.runs import Curve, RunData, load

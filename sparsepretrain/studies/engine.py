@@ -7,26 +7,23 @@ a cell is an ordinary run directory, so that what ran elsewhere is found.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any, Literal
 
 from sparsepretrain.config import validate
-from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import INTERRUPTED, ConfigError, SparsePretrainError
+from sparsepretrain.errors import ConfigError, SparsePretrainError
 from sparsepretrain.runs import checkpoint, record
 from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.studies.child import LOST, start_child
 from sparsepretrain.tracking.console import Console, clock, significant
 from sparsepretrain.training.signals import StopSignals
 
@@ -40,14 +37,6 @@ ROWS = 30
 """Of a table that is redrawn; of more cells only those that run or failed are shown."""
 
 STOPPING = "stopping: what runs saves a checkpoint; another Ctrl-C ends it without"
-
-LOST = 255
-"""Exit code of a child whose fork server was killed: what became of it is not known."""
-
-# Importing torch and transformers takes 5 to 8 s, which a fork server pays once. It may be forked:
-# the imports start no thread and do not initialise CUDA (tests/studies/test_engine.py).
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_processes = multiprocessing.get_context("forkserver")
 
 
 class Stopped(SparsePretrainError):
@@ -242,7 +231,6 @@ class Study(contextlib.AbstractContextManager["Study"]):
         cell.state = "running"
         self._say(cell, f"{left}, {cell.end} steps; prints to {log}")
         self._show()
-        _start_server(cell.run)
         environment = dict(os.environ)
         if self._devices:
             uses = Counter(self._used[other] for other in self._children)
@@ -250,10 +238,14 @@ class Study(contextlib.AbstractContextManager["Study"]):
             environment["CUDA_VISIBLE_DEVICES"] = self._used[cell]
         cell.look()
         self._begun[cell] = time.monotonic(), cell.line.get("step", 0)
-        job = (cell.work(), cell.command, str(log), self.jobs, environment)
-        child = _processes.Process(target=_work, args=job)
-        child.start()
-        self._children[cell] = child
+        self._children[cell] = start_child(
+            cell.work(),
+            family=cell.run.model.family,
+            command=cell.command,
+            log=str(log),
+            jobs=self.jobs,
+            environment=environment,
+        )
 
     def _end(self, cell: Cell, *, stopping: bool) -> None:
         child = self._children.pop(cell)
@@ -352,64 +344,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
         return f"{self.title}: {', '.join(parts)}"
 
 
-def _start_server(run: Run) -> None:
-    """Start the fork server unless it runs."""
-    resource_tracker.ensure_running()  # which unblocks signals on its way
-    family = run.model.family
-    library = f"transformers.models.{family}.modeling_{family}"  # passed over if there is none
-    modules = ["sparsepretrain.training.trainer", "numba", "omegaconf", library]
-    forkserver.set_forkserver_preload(modules)
-    # the server must outlive a signal to the whole process group, and its children their start
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
 def _train(plain: dict[str, Any], stop_after: int | None, console: Console) -> int:
     from sparsepretrain.training.trainer import train
 
     return train(validate(plain), console, stop_after=stop_after)
-
-
-def _work(
-    work: Callable[[Console], int],
-    command: Sequence[str],
-    log: str,
-    jobs: int,
-    environment: dict[str, str],
-) -> None:
-    """Body of a child process."""
-    os.setpgid(0, 0)  # signals of the terminal come through the parent, once
-    os.environ.clear()
-    os.environ.update(environment)
-    output = open(log, "a", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115
-    os.dup2(output.fileno(), 1)
-    os.dup2(output.fileno(), 2)
-    sys.stdout = sys.stderr = output
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    if command:
-        sys.argv = ["sparsepretrain", *command]
-        print(f"$ {shell_line(sys.argv)}")
-    try:
-        import torch
-
-        if jobs > 1:
-            torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
-        sys.exit(work(Console(output)))
-    except SparsePretrainError as error:
-        print(f"{error.label}: {error}")
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-
-
-def _end_with_parent() -> None:
-    """Save and end when the parent was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.kill(os.getpid(), signal.SIGTERM)

@@ -11,17 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from sparsepretrain.config.cells import Cell, cells, stage_words
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
-from sparsepretrain.config.tables import (
-    Cell,
-    Scale,
-    Stage,
-    Table,
-    cells,
-    load_table,
-    stage_words,
-)
+from sparsepretrain.config.tables import Scale, Stage, Table, load_table
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError, needs
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
@@ -65,7 +58,7 @@ def parts(
     overrides: Sequence[str] = (),
     config_dirs: Sequence[Path] = (),
 ) -> list[Part]:
-    """The cells of a table, or of the tables that it collects; see :func:`tables.cells`.
+    """The cells of a table, or of the tables that it collects; see :func:`cells.cells`.
 
     Args:
         scale: None: nano where a table has it, else paper.

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from sparsepretrain.config.tables import Cell, Stage, stage_words
+from sparsepretrain.config.cells import Cell, stage_words
+from sparsepretrain.config.tables import Stage
 from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory

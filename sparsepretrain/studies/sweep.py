@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sparsepretrain.config.cells import Cell, grid
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.places import catalogue
-from sparsepretrain.config.tables import Cell, Table, grid
+from sparsepretrain.config.tables import Table
 from sparsepretrain.errors import ConfigError, DivergedError, needs
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import engine

@@ -3,8 +3,9 @@
 import pytest
 
 from sparsepretrain.config import tables
+from sparsepretrain.config.cells import cells, stage_words
 from sparsepretrain.config.published import printed
-from sparsepretrain.config.tables import cells, load_table, place, places, stage_words
+from sparsepretrain.config.tables import load_table, place, places
 
 NAMES = list(tables.names())
 SCALES = [(name, scale) for name in NAMES for scale in load_table(name).scales]

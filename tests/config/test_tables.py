@@ -3,9 +3,10 @@
 import pytest
 import yaml
 
-from sparsepretrain.config import freeze, tables
+from sparsepretrain.config import freeze
+from sparsepretrain.config.cells import cells
 from sparsepretrain.config.published import printed
-from sparsepretrain.config.tables import Published, cells, load_table, place
+from sparsepretrain.config.tables import Published, load_table, place, slug
 from sparsepretrain.errors import ConfigError
 
 SMALL = {
@@ -110,4 +111,4 @@ def test_published_numbers_come_with_their_status():
     assert row is not None and row["value"] == 26.42 and row["status"] == "secondary"
     assert printed(source, "step", "") is None  # not found by anybody
     assert printed(source, "srste", "") is None
-    assert place("a", "") == "a" and tables.slug("λ = 6e-5, MVUE") == "λ_6e-5_MVUE"
+    assert place("a", "") == "a" and slug("λ = 6e-5, MVUE") == "λ_6e-5_MVUE"

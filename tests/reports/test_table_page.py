@@ -12,8 +12,9 @@ import yaml
 
 from sparsepretrain import cli
 from sparsepretrain.config import freeze
+from sparsepretrain.config.cells import cells
 from sparsepretrain.config.strict import build
-from sparsepretrain.config.tables import Metric, Table, cells, load_table
+from sparsepretrain.config.tables import Metric, Table, load_table
 from sparsepretrain.reports.results import (
     CellResult,
     TableResults,

@@ -84,7 +84,7 @@ def test_cells_are_runs_and_finished_ones_are_skipped(
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     assert len(os.listdir(f"/proc/{server}/task")) == 1
 
-    monkeypatch.setattr(engine._processes, "Process", None)
+    monkeypatch.setattr(engine, "start_child", None)
     (again,) = cells(tiny, "a")
     assert study([again]) == f"a: {a.directory} is finished (6 steps): nothing to do\n"
     assert again.state == "finished" and again.row() == a.row()

@@ -27,13 +27,11 @@ from sparsepretrain.tracking.console import Console
 class InProcess:
     """A child process that trains in this one, which saves what it takes to start a real one."""
 
-    def __init__(self, *, target: Any, args: tuple[Any, ...]) -> None:
-        self.args, self.exitcode, self.pid = args, -1, 0
+    def __init__(
+        self, work: Any, *, command: Any, log: str, environment: dict[str, str], **_: Any
+    ) -> None:
+        self.exitcode, self.pid = -1, 0
         self.sentinel = os.open(os.devnull, os.O_RDONLY)
-
-    def start(self) -> None:
-        work, command, log, _, environment = self.args
-        self.environment = environment
         with open(log, "a") as output, pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["sparsepretrain", *command])
             try:
@@ -51,8 +49,7 @@ class InProcess:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine._processes, "Process", InProcess)
-    monkeypatch.setattr(engine, "_start_server", lambda run: None)
+    monkeypatch.setattr(engine, "start_child", InProcess)
     monkeypatch.setattr("sparsepretrain.cli.train.illustrate", lambda directory: None)
 
 
@@ -247,15 +244,16 @@ def test_mistakes_are_a_line_each_and_nothing_is_touched(
     assert not (tables.tiny.root / "runs").exists()
 
 
-def test_each_child_sees_the_gpu_that_the_fewest_use(tiny: Tiny, in_process: None) -> None:
+def test_each_child_sees_the_gpu_that_the_fewest_use(
+    tiny: Tiny, in_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
 
-    class Watched(InProcess):
-        def start(self) -> None:
-            super().start()
-            seen.append(self.environment["CUDA_VISIBLE_DEVICES"])
+    def watched(*args: Any, **options: Any) -> InProcess:
+        seen.append(options["environment"]["CUDA_VISIBLE_DEVICES"])
+        return InProcess(*args, **options)
 
-    engine._processes.Process = Watched
+    monkeypatch.setattr(engine, "start_child", watched)
     cells = [engine.Cell(x, tiny.load(f"name={x}", "steps=1")) for x in "abcd"]
     with engine.Study("x", Console(io.StringIO()), jobs=2, devices=["3", "MIG-a"]) as study:
         study.run(cells)

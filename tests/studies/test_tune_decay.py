@@ -128,7 +128,7 @@ def test_the_ratio_falls_and_the_file_trains(
     assert freeze.run_directory(run) == freeze.run_directory(by_hand), "the very same run"
 
     # a second call reads what is there
-    monkeypatch.setattr(engine._processes, "Process", None)
+    monkeypatch.setattr(engine, "start_child", None)
     again, screen = tune(search, out, (*tiny.overrides(), *overrides, "sparsity.decay=5"))
     assert again == outcome and screen.count("is finished (8 steps)") == 1 + len(rows)
     assert decay_report(out).read_bytes().startswith(b"\x89PNG")
