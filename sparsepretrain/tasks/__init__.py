@@ -25,6 +25,9 @@ Batch = dict[str, Any]
 Progress = Callable[[Any], None] | None
 """Takes what the preparation of data says about its progress."""
 
+LOGITS_AT_ONCE = 2**26
+"""Whose cross-entropy is computed in one piece: 256 MiB in fp32."""
+
 Observation = dict[str, Any]
 """What an evaluated micro-batch contributes to the metrics; ``(sum, count)`` pairs are averaged."""
 
@@ -156,15 +159,29 @@ def widen(x: Tensor) -> Tensor:
 def cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """Σ of the cross-entropies in nats, in fp32; targets of -100 count nothing.
 
+    Many logits are taken in parts: only one part at a time has its fp32 copy and log-probabilities,
+    which its backward computes anew. Gradients keep their bits; the sum is one of sums.
+
     Args:
         logits: (…, classes).
         targets: (…) int64.
         options: of torch.nn.functional.cross_entropy.
     """
     import torch.nn.functional as F
+    from torch.utils.checkpoint import checkpoint
 
-    rows = widen(logits.reshape(-1, logits.shape[-1]))
-    return F.cross_entropy(rows, targets.reshape(-1), reduction="sum", **options)
+    def total(rows: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(widen(rows), targets, reduction="sum", **options)
+
+    rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    length = max(1, LOGITS_AT_ONCE // logits.shape[-1])
+    if len(rows) <= length:
+        return total(rows, flat)
+    parts = [
+        checkpoint(total, *part, use_reentrant=False, preserve_rng_state=False)
+        for part in zip(rows.split(length), flat.split(length), strict=True)
+    ]
+    return sum(parts[1:], start=parts[0])
 
 
 def build_task(run: Run) -> Task:
