@@ -25,8 +25,8 @@ Batch = dict[str, Any]
 Progress = Callable[[Any], None] | None
 """Takes what the preparation of data says about its progress."""
 
-LOGITS_AT_ONCE = 2**26
-"""Whose cross-entropy is computed in one piece: 256 MiB in fp32."""
+LOGITS_AT_ONCE = 2**24
+"""Whose cross-entropy is computed in one piece: 64 MiB in fp32."""
 
 Observation = dict[str, Any]
 """What an evaluated micro-batch contributes to the metrics; ``(sum, count)`` pairs are averaged."""
