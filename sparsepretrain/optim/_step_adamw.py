@@ -134,7 +134,7 @@ class StepAdamW(Optimizer):
                     changes.append(self._measure(delta))
         if changes:
             totals, counts = zip(*changes, strict=True)
-            mean = float(torch.stack(totals).sum()) / max(float(sum(counts)), 1.0)
+            mean = _number(torch.stack(totals).sum()) / max(_number(sum(counts)), 1.0)
             self._decide(mean if self.option == 1 else math.exp(mean))
         return loss
 
@@ -218,3 +218,8 @@ class StepAdamW(Optimizer):
                 SparsePretrainWarning,
                 stacklevel=3,
             )
+
+
+def _number(value: Any) -> float:
+    """Of a sum over sharded tensors (DTensor) that of all shards."""
+    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)

@@ -269,8 +269,9 @@ def refuse_sharded(layers: Mapping[str, nn.Module]) -> None:
     if names := [name for name, layer in layers.items() if isinstance(layer.weight, cls)]:
         more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
         raise ConfigError(
-            f"the weight of {names[0]!r}{more} is sharded (DTensor): fully_shard and tensor "
-            "parallelism are not supported yet; use DistributedDataParallel"
+            f"the weight of {names[0]!r}{more} is sharded (DTensor): sparsify the model before "
+            "fully_shard and call sparsifier.prepare_sharding() in between; tensor parallelism is "
+            "not supported"
         )
 
 

@@ -175,6 +175,10 @@ class Method:
     searches: ClassVar[str | None] = None  # option: steps between two searches, rare and long
     mixes_outputs: ClassVar[bool] = False  # one group may hold channels of all groups of a layer
     linear_only: bool = False  # whether convolutions are refused
+    needs_whole: bool = False
+    """Whether more than (groups of) rows of the stored weight matter: sums, draws by position.
+    Under FSDP a process gives a method the rows that it has; all of them where this is true."""
+    two_operands: bool = False  # whether ``project`` ever returns a B; FSDP sizes buffers by it
     scalars: ClassVar[dict[str, int]] = {}  # integers of the model, with initial values; saved
 
     phase: Phase = Phase()  # of the next step

@@ -15,6 +15,7 @@ from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainWa
 from sparsepretrain.kernels import boundary_magnitudes
 from sparsepretrain.sparsity import reminder
 from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, is_nm
+from sparsepretrain.sparsity.execution import EMULATE
 from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.state import ModelState
@@ -56,10 +57,14 @@ class Sparsifier:
 
     @property
     def flips(self) -> Tensor | None:
-        """(layers,) int64, on the device: flips found after the last step; None: not compared."""
+        """(layers,) int64, on the device: flips found after the last step; None: not compared.
+
+        Collective where the model is sharded.
+        """
         if self._state.compared_at != self.completed_steps or not self._state.interval:
             return None
-        return torch.stack([layer.sparsity.flips for layer in self.layers.values()])
+        flips = torch.stack([layer.sparsity.flips for layer in self.layers.values()])
+        return self._state.total(flips)
 
     @property
     def completed_steps(self) -> int:
@@ -88,12 +93,17 @@ class Sparsifier:
 
         Raises:
             ConfigError: attached already, not an optimiser, a sparse weight is missing in it, or
-                the model was sharded since (FSDP2).
+                the model was sharded without :meth:`prepare_sharding`, or prepared and not sharded.
         """
         self._require_sparse()
         if reminder.riding(self._state):
             raise ConfigError("the sparsifier is attached already: call detach() first")
-        refuse_sharded(self.layers)
+        if self._state.sharded:
+            from sparsepretrain.sparsity import sharding
+
+            sharding.bind(self.layers, self._state)
+        else:
+            refuse_sharded(self.layers)
         while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
             kind, outer = type(optimizer).__name__, optimizer
             optimizer = getattr(outer, "optimizer", None)
@@ -110,6 +120,8 @@ class Sparsifier:
         missing = [name for name, p in trained if p.requires_grad and id(p) not in held]
         if missing:
             late = ": build the optimiser after sparsify" * (set(missing) <= set(own))
+            if self._state.sharded:
+                late = ": build the optimiser after fully_shard"
             text = f"sparse weights missing in the optimiser: {', '.join(missing)}"
             raise ConfigError(text + late)
         self.method.attached(optimizer, list(weights.values()))
@@ -118,6 +130,29 @@ class Sparsifier:
         if self.completed_steps == 0:
             for layer in self.layers.values():
                 layer.sparsity.compare(layer.weight)
+
+    def prepare_sharding(self) -> None:
+        """Before ``fully_shard`` (FSDP2): what it gathers will be operands, in the products' dtype.
+
+        The order is ``sparsify``, ``prepare_sharding``, ``fully_shard`` of blocks and then of the
+        model, the optimiser, :meth:`attach`. Sparse weights become other Parameters of the same
+        values. From :meth:`attach` on a process projects the rows that it stores once per step, so
+        :meth:`refresh` is needed after weights were edited by hand; :meth:`metrics`,
+        :meth:`masks`, ``prove`` and evaluation are collective: every process calls them. Gradients
+        must be summed: see docs/many_machines.md.
+
+        Raises:
+            ConfigError: prepared, attached or sharded already; simulated fp8.
+        """
+        from sparsepretrain.sparsity import sharding
+
+        self._require_sparse()
+        if self._state.sharded or reminder.riding(self._state):
+            done = "prepared for sharding" if self._state.sharded else "attached"
+            raise ConfigError(f"the sparsifier is {done} already: the order is {sharding.ORDER}")
+        if self._state.execution is not EMULATE:
+            raise ConfigError("fp8_sim does not go with sharding: leave precision out")
+        sharding.prepare(self.layers, self._state)
 
     def detach(self) -> None:
         """Undo :meth:`attach`; the layers stay sparse."""
@@ -161,6 +196,8 @@ class Sparsifier:
     def refresh(self) -> None:
         """Project again where operands are stored: call it after changing weights by hand."""
         self._state.sync()
+        if self._state.sharded:
+            self._state.reshard()
         for layer in self.layers.values():
             layer.sparsity.restore(layer.weight)
 
@@ -170,7 +207,11 @@ class Sparsifier:
         For dense methods and phases the mask that the method's rule would choose.
         """
         self._require_sparse()
-        return {k: v.sparsity.mask_in_use(v.weight).clone() for k, v in self.layers.items()}
+        masks = {}
+        for name, layer in self.layers.items():
+            own = layer.sparsity
+            masks[name] = own.all_rows(own.mask_in_use(layer.weight)).clone()
+        return masks
 
     @torch.no_grad()
     def metrics(self, *, per_layer: bool = False) -> dict[str, float]:
@@ -189,15 +230,17 @@ class Sparsifier:
         self._require_sparse()
         rows, found = [], self.flips
         for layer in self.layers.values():
-            own, weight = layer.sparsity, layer.weight.detach()
-            forward = own.project(weight).forward if self.method.phase.training else None
-            used = weight if forward is None else forward
+            own = layer.sparsity
+            forward = own.project(layer.weight).forward if self.method.phase.training else None
+            stored = own.stored(layer.weight).detach()
+            used = stored if forward is None else forward
+            weight = own.whole_groups(stored)
             dropped, kept = boundary_magnitudes(weight, *self.method.pattern, dim=own.dim)
-            sizes = weight.new_tensor([weight.numel(), dropped.numel()], dtype=torch.float64)
+            sizes = weight.new_tensor([stored.numel(), dropped.numel()], dtype=torch.float64)
             gap = (kept - dropped).sum(dtype=torch.float64)
             rows.append(torch.stack([*sizes, used.count_nonzero().double(), gap]))
         # one wait for the device; sums of integers below 2⁵³ are exact in fp64
-        numbers = torch.stack(rows)
+        numbers = self._state.total(torch.stack(rows))
         table = (numbers if found is None else torch.column_stack([numbers, found])).tolist()
         entries, groups, nonzeros, gaps, *flips = map(sum, zip(*table, strict=True))
         result = {
@@ -292,10 +335,11 @@ class Sparsifier:
         # fused optimisers unscale inside their kernel: the decay has to carry the scale until then
         scale = getattr(optimizer, "grad_scale", None)
         for name, layer in self.layers.items():
-            weight, grad = layer.weight, layer.weight.grad
+            own = layer.sparsity
+            weight, grad = own.stored(layer.weight), own.gradient(layer.weight)
             if grad is None:
                 continue
-            mask = layer.sparsity.mask_in_use(weight)
+            mask = own.mask_in_use(weight)
             if method.on_weight:
                 self._held[name] = mask
             if not method.on_gradient:
@@ -327,8 +371,9 @@ class Sparsifier:
             # looked up anew: the optimiser's load_state_dict replaces the group dictionaries
             rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
             for name, mask in held.items():
-                weight = self.layers[name].weight
-                method.adjust_weight_(weight, mask, float(rates[id(weight)]))
+                own, weight = self.layers[name].sparsity, self.layers[name].weight
+                parameter = weight if own.shard is None else own.shard.parameter
+                method.adjust_weight_(own.stored(weight), mask, float(rates[id(parameter)]))
         state.begin(state.step + 1)
         method.after_step(optimizer)
         start, stop = method.window
@@ -336,10 +381,12 @@ class Sparsifier:
         if compares:
             state.interval, state.compared_at = state.step - state.compared_at, state.step
         state.write()
+        if state.sharded:
+            state.reshard()
         for layer in self.layers.values():
             own, weight = layer.sparsity, layer.weight
             if inside:
-                method.update_(weight.detach(), own)
+                own.update(weight)
             own.restore(weight)
             if compares:
                 own.compare(weight)
@@ -370,6 +417,7 @@ def prove(sparsifier: Sparsifier) -> Proof:
         if weight is None:
             continue
         proof.sparse = True
+        weight = layer.sparsity.all_rows(weight)
         if not is_nm(weight, n, m, layer.sparsity.dim):
             proof.violations += (name,)
         proof.groups += weight.numel() // m

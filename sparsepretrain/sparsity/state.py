@@ -47,6 +47,7 @@ class ModelState:
         self.interval = 0  # steps between the last two comparisons; 0: none since the numbers came
         self.capacity = 0  # most tokens of a micro-batch if they differ; 0: all have equally many
         self.store: torch.dtype | None = None  # of stored operands; None: every forward projects
+        self.sharded = False  # weights are prepared for FSDP, which gathers operands
         self.expects_attach = True  # to update sparse weights without the hooks is a mistake
         self.told = False  # whether the masked decay that low precision loses was looked at
         self.counting = True  # forwards count micro-batches; no: the loop states them
@@ -149,6 +150,10 @@ class ModelState:
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Pre-hook of the root: its training forwards are micro-batches."""
+        if self.sharded:
+            self.sync()
+            if not self.example.sparsity.is_gathered_for(module.training):
+                self.reshard()
         if self.counting and module.training:
             self.begins = False
             if torch.is_grad_enabled():
@@ -174,6 +179,18 @@ class ModelState:
         self.set_micro(rank if first else self.micro + world)
         self._fresh = self.begins = False
 
+    def reshard(self) -> None:
+        """Let FSDP drop what it holds: operands of other weights, or of another phase."""
+        from sparsepretrain.sparsity import sharding
+
+        sharding.reshard(self.root)
+
+    def total(self, counts: Tensor) -> Tensor:
+        """Sums over the shards of what was counted in the rows of each; ``counts`` holds them."""
+        if self.sharded:
+            torch.distributed.all_reduce(counts, group=self.example.sparsity.shard.group)
+        return counts
+
     def now(self) -> Any:
         """(step, micro-batch) for the backward; a tensor where a graph reads it when it is run."""
         if torch.compiler.is_compiling() or self.clock.is_cuda:
@@ -193,6 +210,11 @@ class LayerState(nn.Module):
     flips: Tensor  # 0-d int64: at the last comparison
     _stored: dict[bool, Operands | None]  # operands of training (True) and of evaluation (False)
     kept_mask: Tensor | None  # taken with the stored operands of training, while J needs it
+    shard: Any = None  # RowsOf the weight, from `attach` on, where FSDP shards it
+    sharded: tuple[str, ...] = ()  # names of the tensors that are sharded with the weight
+    gathered_backward: Tensor | None = None  # B as FSDP gathered it
+    _gathered: bool | None = None  # whether FSDP gathered A or W last; None: out of date
+    _dtype: torch.dtype | None = None  # that FSDP asked for
 
     if TYPE_CHECKING:  # the method's tensors
 
@@ -229,6 +251,7 @@ class LayerState(nn.Module):
             new = self._buffers[key]
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[key] = old.to(new.device)
+        self._follow()
         self.forget()
         return self
 
@@ -249,6 +272,63 @@ class LayerState(nn.Module):
         first = clock[1] * max(counters, -(-self.model.capacity // per))
         return noise_key(self.model.seed, clock[0], self.index, product, first)
 
+    def stored(self, weight: Tensor) -> Tensor:
+        """The master weight that this process has: the weight itself, or the rows of its shard.
+
+        Raises:
+            ConfigError: prepared for sharding, and not yet attached.
+        """
+        if not self.model.sharded:
+            return weight
+        if self.shard is None:
+            raise ConfigError(
+                "the model was prepared for sharding: call fully_shard(model) and "
+                "sparsifier.attach(optimizer) before it is run or measured"
+            )
+        local: Tensor = self.shard.local
+        return local
+
+    def gradient(self, weight: Tensor) -> Tensor | None:
+        """Of :meth:`stored`."""
+        if self.shard is None:
+            return weight.grad
+        gradient: Any = self.shard.parameter.grad
+        return None if gradient is None else gradient._local_tensor
+
+    def cut(self, shard: Any) -> None:
+        """Keep the rows of a shard of what has the rows of the weight; from now on FSDP shards."""
+        self.shard = shard
+        shape = shard.parameter.shape
+        alike = (key for key, value in self.named_buffers() if value.shape == shape)
+        self.sharded = tuple({PREVIOUS_MASK: 0} | dict.fromkeys(alike, 0))
+        for key in self.sharded:
+            self._buffers[key] = shard.wrap(shard.mine(self.get_buffer(key)))
+        self._follow()
+        self.forget()
+
+    def _follow(self) -> None:
+        """Sharded tensors are DTensors in state dicts, and plain tensors of the same memory here.
+
+        What is in ``__dict__`` is found before a buffer is.
+        """
+        for key in self.sharded:
+            buffer: Any = self.get_buffer(key)
+            self.__dict__[key] = buffer._local_tensor
+
+    @property
+    def _by_rows(self) -> bool:
+        """Whether the method's rule can be applied to the rows of this process alone."""
+        if self.shard is None:
+            return True
+        outputs, inputs = self.method.multiples
+        alone = self.shard.whole_groups(outputs if self.dim else inputs)
+        return bool(alone) and not self.method.needs_whole
+
+    def _whole_layer(self) -> Any:
+        from sparsepretrain.sparsity.sharding import WholeLayer
+
+        return WholeLayer(self)
+
     @torch.no_grad()
     def project(self, weight: Tensor, training: bool = False) -> Projection:
         """What evaluation, or training, makes of the weight; W and no mask in a dense phase."""
@@ -258,16 +338,37 @@ class LayerState(nn.Module):
         if not (phase.training if training else phase.evaluation):
             return Projection(None, None)
         # masks and scales come from the master in fp32 or wider, never from a cast copy
-        return self.method.project(widen(weight.detach()), self)
+        master = widen(self.stored(weight).detach())
+        if self._by_rows:
+            return self.method.project(master, self)
+        parts = self.method.project(self.shard.gather(master), self._whole_layer())
+        return Projection(*(self.shard.mine(p) if p is not None and p.dim() else p for p in parts))
+
+    @torch.no_grad()
+    def update(self, weight: Tensor) -> None:
+        """Let the method bring its tensors up to date with the weight."""
+        master = self.stored(weight).detach()
+        if self._by_rows:
+            self.method.update_(master, self)
+            return
+        gathered, layer = self.shard.gather(master), self._whole_layer()
+        self.method.update_(gathered, layer)
+        layer.keep()
 
     def operands(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
         """A and B in ``dtype``; None: the layer does what the class it replaces does."""
-        phase = self.method.phase
-        if self.model.execution is EMULATE and phase.training == phase.evaluation:
-            training = True  # the operands of evaluation are the same
+        if self.model.sharded:
+            return self._gathered_operands(weight, training)
+        training = self._variant(training)
         if training in self._stored and self.model.store == dtype:
             return self._stored[training]
         return self._make(weight, dtype, training)
+
+    def _variant(self, training: bool) -> bool:
+        """True also where the operands of evaluation are those of training."""
+        phase = self.method.phase
+        same = self.model.execution is EMULATE and phase.training == phase.evaluation
+        return training or same
 
     @torch.no_grad()
     def _make(
@@ -290,6 +391,68 @@ class LayerState(nn.Module):
                 self._stored[training] = operands
         return operands
 
+    @torch.no_grad()
+    def to_gather(self, dtype: torch.dtype, training: bool) -> tuple[Tensor, ...]:
+        """A of this process's rows, and B if the method has two operands, for FSDP to gather.
+
+        As they are stored, in ``dtype``, with as many rows as every process gives.
+        """
+        self.stored(self.model.example.weight)  # refuses what is not attached
+        self._dtype, training = dtype, self._variant(training)
+        if training not in self._stored:
+            self._make_rows(dtype, training)
+        operands, phase = self._stored[training], self.method.phase
+        self._gathered = phase.training if training else phase.evaluation
+        if operands is None:  # W itself, cast anew
+            rows = self.shard.padded(self.shard.local.detach().to(dtype))
+            return (rows, rows) if self.method.two_operands else (rows,)
+        forward, backward, _ = operands
+        return (forward,) if backward is None else (forward, backward)
+
+    @torch.no_grad()
+    def _make_rows(self, dtype: torch.dtype, training: bool) -> None:
+        with torch.inference_mode(False):
+            forward, mask, backward, scale = self.project(self.shard.local, training)
+            if training:
+                self.kept_mask = mask
+            if forward is None:
+                self._stored[training] = None
+                return
+            if backward is not None and not self.method.two_operands:
+                raise ConfigError(
+                    f"method {self.method.options.name} returns a backward weight: under FSDP it "
+                    "must say so with two_operands"
+                )
+            a, b = self.shard.padded(forward.to(dtype)), None
+            if self.method.two_operands:
+                b = a if backward is None else self.shard.padded(backward.to(dtype))
+            self._stored[training] = Operands(a, b, scale)
+
+    def is_gathered_for(self, training: bool) -> bool:
+        """Whether what FSDP gathered last is what a forward in this mode has to see."""
+        phase = self.method.phase
+        return self._gathered is (phase.training if training else phase.evaluation)
+
+    def _gathered_operands(self, weight: Tensor, training: bool) -> Operands | None:
+        """The weight is A already; None: that is all."""
+        self.stored(weight)
+        if not self.is_gathered_for(training):
+            raise ConfigError(
+                f"layer {self.layer_name!r} sees what was gathered in another phase, or from "
+                "weights that have changed since: call reshard() on the modules of FSDP, or run "
+                "the module that was given to sparsify"
+            )
+        kept = self._stored.get(self._variant(training))
+        scale = None if kept is None else kept.wgrad_scale
+        two = self._gathered and self.method.two_operands
+        if not two and scale is None and not (training and any(self.method.changes)):
+            return None
+        backward = None
+        if two:
+            assert self.gathered_backward is not None
+            backward = self.gathered_backward[: weight.shape[0]]
+        return Operands(self._turned(weight.detach()), self._turned(backward), scale)
+
     @overload
     def _turned(self, weight: Tensor) -> Tensor: ...
     @overload
@@ -304,6 +467,8 @@ class LayerState(nn.Module):
 
         What is left is the weight, or what a method whose A(W) is no part of W makes of it now.
         """
+        if self.model.sharded:
+            raise ConfigError("held masks need whole weights, and this model is sharded")
         forward, new, *_ = self.project(weight, training=True)
         if forward is None or self.model.store is None:
             return
@@ -318,18 +483,39 @@ class LayerState(nn.Module):
         """The weight changed: project anew where operands are stored, else nothing is kept."""
         earlier = self._stored.get(True)
         self.forget()
-        if self.model.store is not None:
+        if self.model.sharded:
+            if self._dtype is not None:
+                self._make_rows(self._dtype, True)
+        elif self.model.store is not None:
             self._make(weight, self.model.store, True, earlier)
 
     def forget(self) -> None:
         """What was stored is out of date; the next forward makes it again."""
-        self._stored, self.kept_mask = {}, None
+        self._stored, self.kept_mask, self._gathered = {}, None, None
 
     @torch.no_grad()
     def mask_in_use(self, weight: Tensor) -> Tensor:
         """The mask of the projection, or the one that the method's rule would choose."""
         mask = self.project(weight).mask if self.kept_mask is None else self.kept_mask
-        return self.method.mask(widen(weight.detach()), self.dim) if mask is None else mask
+        if mask is not None:
+            return mask
+        master = widen(self.stored(weight).detach())
+        if self._by_rows:
+            return self.method.mask(master, self.dim)
+        mine: Tensor = self.shard.mine(self.method.mask(self.shard.gather(master), self.dim))
+        return mine
+
+    def all_rows(self, rows: Tensor) -> Tensor:
+        """Of the rows that this process has of something like the weight; collective if sharded."""
+        return rows if self.shard is None else self.shard.gather(rows)
+
+    def whole_groups(self, rows: Tensor) -> Tensor:
+        """Rows like those of the weight, each of them on one process, with whole groups of M."""
+        size = self.method.options.m if self.dim == 0 else 1
+        if self.shard is None or self.shard.whole_groups(size):
+            return rows
+        gathered: Tensor = self.shard.gather(rows)
+        return gathered if self.shard.rank == 0 else gathered[:0]
 
     def compare(self, weight: Tensor) -> None:
         """Count the flips since the last comparison; the new mask is remembered."""
@@ -363,4 +549,4 @@ def _pack(mask: Tensor) -> Tensor:
     flat = mask.flatten(1)
     if flat.shape[1] % 8:
         flat = F.pad(flat, (0, -flat.shape[1] % 8))
-    return pack_24(flat).view(flat.shape[0], -1)
+    return pack_24(flat).view(flat.shape[0], flat.shape[1] // 8)

@@ -168,12 +168,16 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
         ``model``; its layers that are not sparse stay as they are.
 
     Raises:
-        ConfigError: ``model`` is not a module.
+        ConfigError: ``model`` is not a module, or it is sharded.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {_show(model)}")
     layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
     states = {layer.sparsity.model for layer in layers}
+    if any(state.sharded for state in states):
+        raise ConfigError(
+            "a sharded model cannot be densified: save it, and load the checkpoint in one process"
+        )
     folded: list[str] = []
     for layer in layers:
         own, weight = layer.sparsity, layer.weight

@@ -83,7 +83,7 @@ def test_sharded_weights_are_refused(mesh):
     sharded, model = Net(), Net()
     before = copy.deepcopy(model)
     fully_shard(sharded, mesh=mesh)
-    words = "the weight of 'fc1' and 1 more layers is sharded .DTensor.: fully_shard and tensor"
+    words = "the weight of 'fc1' and 1 more layers is sharded .DTensor.: sparsify the model before"
     with pytest.raises(ConfigError, match=words):
         sparsify(sharded, "sste")
     assert type(sharded.fc1) is nn.Linear

@@ -38,6 +38,8 @@ class BiMask(MaskedDecay):
     phases = "permutation every 100 steps"
     searches = "every"
     mixes_outputs = True
+    needs_whole = True
+    two_operands = True
 
     @property
     def sparse_row(self) -> Row:

@@ -47,6 +47,7 @@ class SLoPe(StoredMask):
     summary = "fixed mask; dgrad uses the weight pruned a second time; late adapters"
     paper = "arXiv:2405.16325 (ICLR 2025)"
     phases = "fixed mask; adapters at the end"
+    two_operands = True
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
@@ -62,6 +63,11 @@ class SLoPe(StoredMask):
     @property
     def multiples(self) -> tuple[int, int]:
         return self.options.m, self.options.m
+
+    @property
+    def needs_whole(self) -> bool:  # type: ignore[override]
+        """At the step that draws a random mask."""
+        return self.options.mask == "random" and self.step == self.window[0]
 
     @classmethod
     def keeps_function(cls, options: Any, theirs: dict[str, Any]) -> bool:

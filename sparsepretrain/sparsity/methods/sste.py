@@ -47,6 +47,11 @@ class SSTE(Method):
     timed: ClassVar[dict[str, dict[str, Any]]] = {"mvue=none": {"mvue": "none"}, "": {}}
     """As in S-STE, Table 6, and the authors' code."""
 
+    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+        super().__init__(options, total_steps)
+        self.two_operands = options.mvue == "weight"
+        self.needs_whole = self.two_operands or options.beta_update == "step"
+
     @property
     def sparse_row(self) -> Row:
         row = Row(A=self.nm("β·S(W)"))

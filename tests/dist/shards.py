@@ -1,0 +1,182 @@
+"""What every process of tests/dist/test_sharding.py runs: the library way, in anybody's loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import VARIANTS
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+import sparsepretrain as sp
+from sparsepretrain.optim import StepAdamW
+from sparsepretrain.sparsity.sharding import plain, whole
+from sparsepretrain.sparsity.sparsifier import prove
+
+STEPS, SAMPLES, WIDTH = 8, 2, 16
+
+
+class Block(nn.Module):
+    """A residual block of two layers of one kind."""
+
+    def __init__(self, kind: str, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(1, WIDTH) if kind == "conv2d" else nn.LayerNorm(WIDTH)
+        self.up, self.down = layer(kind, WIDTH, inner), layer(kind, inner, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def layer(kind: str, inputs: int, outputs: int) -> nn.Module:
+    if kind == "conv2d":
+        return nn.Conv2d(inputs, outputs, 3, padding=1)
+    if kind == "conv1d":
+        from transformers.pytorch_utils import Conv1D
+
+        return Conv1D(outputs, inputs)
+    return nn.Linear(inputs, outputs)
+
+
+def model_of(kind: str, inner: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(kind, inner), Block(kind, inner)).double()
+
+
+def options(name: str) -> tuple[str, dict[str, Any]]:
+    """The method of one of ``VARIANTS`` and its options, as the library takes them."""
+    from omegaconf import OmegaConf
+
+    words = [word.removeprefix("sparsity.") for word in VARIANTS[name]]
+    given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(words))
+    return name.partition(" ")[0], {k: v for k, v in given.items() if k != "targets"}
+
+
+def optimizer(method: str, model: nn.Module, fused: bool) -> torch.optim.Optimizer:
+    if method == "step":
+        return StepAdamW(model.parameters(), lr=3e-3, eps=1e-6, clipping=(2, 4))
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, fused=fused)
+
+
+def train(
+    name: str,
+    kind: str = "linear",
+    *,
+    shards: bool,
+    inner: int = 32,
+    replicas: int = 1,
+    reshard: bool | None = True,
+    counted: bool = False,
+    evaluates: bool = False,
+    fused: bool = True,
+    micro_batches: int = 4,
+) -> dict[str, Any]:
+    """Losses, flips and metrics of every step; masks, proof and weights at the end."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if shards else (0, 1)
+    method, given = options(name)
+    model = model_of(kind, inner)
+    sparsifier = sp.sparsify(
+        model, method, targets=["*.up", "*.down"], seed=3, total_steps=STEPS, **given
+    )
+    if shards:
+        sparsifier.prepare_sharding()
+        names, sizes = ("replicate", "shard"), (replicas, world // replicas)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        mesh = mesh if replicas > 1 else mesh["shard"]
+        for block in model:
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+    steps = optimizer(method, model, fused)
+    sparsifier.attach(steps)
+    shape = (WIDTH, 4, 4) if kind == "conv2d" else (8, WIDTH)
+    losses, numbers = [], []
+    for step in range(STEPS):
+        torch.manual_seed(100 + step)
+        x = torch.randn(micro_batches * SAMPLES, *shape, dtype=torch.float64)
+        parts = list(zip(x.split(SAMPLES), x.roll(1, -1).split(SAMPLES), strict=True))
+        total = torch.zeros((), dtype=torch.float64)
+        for index in range(micro_batches // world):
+            if not counted:
+                sparsifier.micro_batch(index, rank, world)
+            given_x, wanted = parts[index * world + rank]
+            loss = (model(given_x) - wanted).square().sum() / x.numel()
+            loss.backward()
+            total += loss.detach()
+        if shards:
+            dist.all_reduce(total)
+        trained = [p for p in model.parameters() if p.grad is not None]
+        norm = whole(nn.utils.get_total_norm([p.grad for p in trained]))
+        nn.utils.clip_grads_with_norm_(trained, 1.0, norm)
+        steps.step()
+        steps.zero_grad()
+        losses.append(float(total))
+        numbers.append(sparsifier.metrics(per_layer=True))
+        if evaluates:
+            model.eval()
+            with torch.no_grad():
+                losses.append(float((model(parts[0][0]) - parts[0][1]).square().sum()))
+            model.train()
+    return {
+        "losses": losses,
+        "metrics": numbers,
+        "masks": {k: v.tolist() for k, v in sparsifier.masks().items()},
+        "proof": str(prove(sparsifier)),
+        "state": {
+            key: whole(value) for key, value in model.state_dict().items() if value.numel()
+        },
+        "stored": sum(plain(p).numel() for p in model.parameters()),
+    }
+
+
+def compare(case: dict[str, Any]) -> dict[str, Any]:
+    """What differs between shards and one process."""
+    only = {"replicas", "reshard", "counted"}
+    mine = train(shards=True, **case)
+    alone = train(shards=False, **{k: v for k, v in case.items() if k not in only})
+    found: dict[str, Any] = {
+        "loss": max(abs(a - b) for a, b in zip(mine["losses"], alone["losses"], strict=True)),
+        "state": 0.0,
+        "share": mine["stored"] / alone["stored"],
+        "equal": mine["masks"] == alone["masks"] and mine["proof"] == alone["proof"],
+        "flips": True,
+        "metrics": 0.0,
+        "learned": alone["losses"][-1] != alone["losses"][0],
+    }
+    for a, b in zip(mine["metrics"], alone["metrics"], strict=True):
+        assert a.keys() == b.keys()
+        found["flips"] &= all(a[k] == b[k] for k in a if k.startswith("flip"))
+        found["metrics"] = max(found["metrics"], *(abs(a[k] - b[k]) for k in a))
+    for key, value in mine["state"].items():
+        assert not isinstance(value, DTensor)
+        theirs = alone["state"][key]
+        if value.is_floating_point():
+            found["state"] = max(found["state"], float((value - theirs).abs().max()))
+        else:
+            found["equal"] &= torch.equal(value, theirs)
+    return found
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results = []
+    for case in json.loads(sys.argv[1]):
+        results.append(compare(case))
+        if os.environ.get("SHOW") and dist.get_rank() == 0:
+            print(case, results[-1], flush=True)
+    if dist.get_rank() == 0:
+        print(json.dumps(results))
+    dist.destroy_process_group()

@@ -1,0 +1,83 @@
+"""Sharded models give the answer of whole ones in anybody's loop: see docs/many_machines.md."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import VARIANTS
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
+
+SHARDS = Path(__file__).with_name("shards.py")
+FP64 = 1e-12
+
+METHODS = [{"name": name} for name in VARIANTS]
+STORAGES = [
+    {"name": name, "kind": kind}
+    for kind, names in {
+        "conv1d": ("sste", "tsrste", "bimask", "slope", "step"),
+        "conv2d": ("sste", "srste", "tsrste", "bimask", "asp"),
+    }.items()
+    for name in names
+]
+WAYS = [
+    # 18 rows on each: blocks of four rows lie on two processes
+    *({"name": name, "inner": 36} for name in ("sste", "tsrste", "slope", "bimask")),
+    {"name": "asp", "kind": "conv1d", "inner": 36},
+    # the operand of evaluation is another one while STEP trains dense
+    *({"name": "step", "evaluates": True, "reshard": again} for again in (True, False, None)),
+    {"name": "bimask", "evaluates": True, "reshard": False},
+    {"name": "sste", "counted": True, "fused": False},
+]
+UNEVEN = [
+    *({"name": n} for n in ("sste", "tsrste", "bimask", "slope", "step", "sste weight")),
+    {"name": "asp", "kind": "conv1d"},
+    {"name": "tsrste", "kind": "conv2d"},
+    {"name": "srste", "inner": 4},  # 2, 2 and no rows
+]
+REPLICAS = [{"name": name, "replicas": 2} for name in ("sste", "bimask", "tsrste")]
+
+
+def compared(size, cases):
+    """What ``shards.py`` found in ``size`` processes."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    tests = SHARDS.parent
+    base = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    base |= {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    base["PYTHONPATH"] = f"{tests}:{tests.parent}:{base.get('PYTHONPATH', '')}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(SHARDS), json.dumps(cases)],
+            env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    outputs = [process.communicate(timeout=1500) for process in started]
+    assert [process.returncode for process in started] == [0] * size, outputs
+    return json.loads(outputs[0][0])
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        *((2, METHODS), (2, STORAGES), (2, WAYS)),
+        (3, [case | {"micro_batches": 6} for case in UNEVEN]),
+        (4, REPLICAS),
+    ],
+    ids=["methods", "storages", "ways", "uneven", "replicas"],
+)
+def test_shards_give_the_answer_of_a_whole_model(size, cases):
+    for case, found in zip(cases, compared(size, cases), strict=True):
+        assert found["learned"], case
+        assert found["equal"] and found["flips"], (case, found)
+        assert found["loss"] <= FP64 and found["metrics"] <= FP64, (case, found)
+        assert found["share"] < 0.6, (case, found)

@@ -1,0 +1,235 @@
+"""Sharding in a world of one process: the order of calls, what is refused, what state dicts hold.
+
+Several processes: tests/dist/test_sharding.py.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import sparsepretrain as sp
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.optim import StepAdamW
+from sparsepretrain.sparsity.sharding import MasterShard, part_of, whole
+from sparsepretrain.sparsity.sparsifier import prove
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def pair(method="srste", **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).double()
+    targets = {"targets": ["0", "2"]}
+    return model, sp.sparsify(model, method, **targets, total_steps=6, **options)
+
+
+def sgd(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+def train(model, sparsifier, optimizer, steps=6):
+    """The losses of ``steps`` of two micro-batches."""
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        for index, x in enumerate(torch.randn(2, 8, 16, dtype=torch.float64)):
+            sparsifier.micro_batch(index)
+            loss = (model(x) - x.roll(1)).square().mean()
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def sharded(mesh, method="srste", **options):
+    model, sparsifier = pair(method, **options)
+    sparsifier.prepare_sharding()
+    fully_shard(model, mesh=mesh)
+    optimizer = sgd(model)
+    sparsifier.attach(optimizer)
+    return model, sparsifier, optimizer
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("srste", {}), ("bimask", {"every": 2, "candidates": 4})]
+)
+def test_one_shard_trains_as_a_whole_model_does(mesh, method, options):
+    plain, alone = pair(method, **options)
+    optimizer = sgd(plain)
+    alone.attach(optimizer)
+    model, sparsifier, steps = sharded(mesh, method, **options)
+    assert isinstance(model[0].weight, DTensor)
+    assert train(model, sparsifier, steps) == train(plain, alone, optimizer)
+    assert sparsifier.metrics() == alone.metrics()
+    for name, mask in alone.masks().items():
+        assert torch.equal(mask, sparsifier.masks()[name])
+    assert str(prove(sparsifier)) == str(prove(alone))
+    theirs = plain.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole(value), theirs[name]), name
+    assert isinstance(model.state_dict()["0.sparsity.previous_mask"], DTensor)
+
+
+def test_a_state_dict_goes_into_shards_and_out_of_them(mesh):
+    plain, alone = pair("asp", at=0.0)
+    optimizer = sgd(plain)
+    alone.attach(optimizer)
+    train(plain, alone, optimizer)
+    state = copy.deepcopy(plain.state_dict())
+    model, sparsifier, _ = sharded(mesh, "asp", at=0.0)
+    own = model.state_dict()
+    model.load_state_dict({name: part_of(value, own[name]) for name, value in state.items()})
+    x = torch.randn(3, 16, dtype=torch.float64)
+    assert torch.equal(model.eval()(x), plain.eval()(x))
+    assert torch.equal(sparsifier.masks()["0"], alone.masks()["0"])
+    assert torch.equal(whole(model.state_dict()["0.sparsity.mask"]), state["0.sparsity.mask"])
+
+
+def test_a_master_shard_is_pickled_as_a_plain_tensor():
+    found = pickle.loads(pickle.dumps(MasterShard(torch.arange(4.0))))
+    assert type(found) is torch.Tensor and torch.equal(found, torch.arange(4.0))
+
+
+def test_edited_weights_are_seen_after_refresh(mesh):
+    model, sparsifier, optimizer = sharded(mesh, "ste")
+    x = torch.randn(3, 16, dtype=torch.float64)
+    before = model.eval()(x)  # from here on the root holds what it has gathered
+    plain, _ = pair("ste")
+    with torch.no_grad():
+        for parameter in (*optimizer.param_groups[0]["params"], *plain.parameters()):
+            parameter.mul_(2)
+    sparsifier.refresh()
+    after = model(x)
+    assert torch.equal(after, plain.eval()(x)) and not torch.equal(after, before)
+
+
+def prepared_twice(mesh):
+    _, sparsifier = pair()
+    sparsifier.prepare_sharding()
+    sparsifier.prepare_sharding()
+
+
+def prepared_after_attach(mesh):
+    model, sparsifier = pair()
+    optimizer = sgd(model)
+    sparsifier.attach(optimizer)
+    sparsifier.prepare_sharding()
+
+
+def prepared_after_sharding(mesh):
+    model, sparsifier = pair()
+    fully_shard(model, mesh=mesh)
+    sparsifier.prepare_sharding()
+
+
+def never_prepared(mesh):
+    model, sparsifier = pair()
+    fully_shard(model, mesh=mesh)
+    sparsifier.attach(sgd(model))
+
+
+def never_sharded(mesh):
+    model, sparsifier = pair()
+    sparsifier.prepare_sharding()
+    sparsifier.attach(sgd(model))
+
+
+def optimizer_before_sharding(mesh):
+    model, sparsifier = pair()
+    optimizer = sgd(model)
+    sparsifier.prepare_sharding()
+    fully_shard(model, mesh=mesh)
+    sparsifier.attach(optimizer)
+
+
+def run_before_attach(mesh):
+    model, sparsifier = pair()
+    sparsifier.prepare_sharding()
+    fully_shard(model, mesh=mesh)
+    model(torch.ones(2, 16, dtype=torch.float64))
+
+
+def run_before_sharding(mesh):
+    model, sparsifier = pair()
+    sparsifier.prepare_sharding()
+    model(torch.ones(2, 16, dtype=torch.float64))
+
+
+def densified(mesh):
+    sp.densify(sharded(mesh)[0])
+
+
+def held(mesh):
+    _, sparsifier, _ = sharded(mesh)
+    sparsifier.hold(sparsifier.masks())
+
+
+def fp8(mesh):
+    pair(precision="fp8_sim")[1].prepare_sharding()
+
+
+def columns(mesh):
+    from torch.distributed.tensor import Shard
+
+    model, sparsifier = pair()
+    sparsifier.prepare_sharding()
+    place = lambda parameter: Shard(parameter.dim() - 1)  # noqa: E731
+    fully_shard(model, mesh=mesh, shard_placement_fn=place)
+    sparsifier.attach(sgd(model))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (prepared_twice, "prepared for sharding already: the order is sparsify, prepare_sharding,"),
+        (prepared_after_attach, "the sparsifier is attached already: the order is sparsify,"),
+        (prepared_after_sharding, "the weight of '0' is sharded already: the order is sparsify,"),
+        (never_prepared, "call sparsifier.prepare_sharding.. in between"),
+        (never_sharded, "the weight of '0' was prepared and is not sharded: the order is"),
+        (optimizer_before_sharding, "missing in the optimiser: .* the optimiser after fully_shard"),
+        (run_before_attach, "call fully_shard.model. and sparsifier.attach.optimizer. before"),
+        (run_before_sharding, "call fully_shard.model. and sparsifier.attach.optimizer. before"),
+        (densified, "a sharded model cannot be densified: save it, and load the checkpoint in one"),
+        (held, "held masks need whole weights"),
+        (fp8, "fp8_sim does not go with sharding"),
+        (columns, "only fully_shard along dimension 0 is supported"),
+    ],
+)
+def test_a_wrong_order_is_told_in_one_line(mesh, wrong, told):
+    with pytest.raises(ConfigError, match=told) as caught:
+        wrong(mesh)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("resharded", [True, False])
+def test_an_operand_of_another_phase_is_never_used(mesh, resharded):
+    # only a part is sparse, whose hook cannot make FSDP gather the whole again
+    inner = nn.Sequential(nn.Linear(16, 16))
+    model = nn.Sequential(inner)
+    sparsifier = sp.sparsify(inner, "step", targets=["0"], total_steps=100, clipping=[0.5, 0.9])
+    sparsifier.prepare_sharding()
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    optimizer = StepAdamW(model.parameters(), lr=0.01, clipping=(50, 90))
+    sparsifier.attach(optimizer)
+    x = torch.ones(2, 16)
+    with torch.no_grad():
+        sparse = model.eval()(x)
+    model.train()
+    if resharded:
+        model.reshard()
+        assert not torch.equal(model(x), sparse)
+    else:
+        with pytest.raises(ConfigError, match="layer '0' sees what was gathered in another phase"):
+            model(x)
