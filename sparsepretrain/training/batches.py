@@ -48,6 +48,8 @@ def stream(
         num_workers=workers,
         worker_init_fn=_start_worker,
         pin_memory=device.type == "cuda",
+        # not with the fork server of a study: workers inherit what the task has opened
+        multiprocessing_context="fork",
     )
     batches = iter(loader)
     try:

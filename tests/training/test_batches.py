@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 
 import pytest
 import torch
@@ -23,7 +24,12 @@ def task(tiny):
     return task
 
 
-def test_workers_make_the_same_batches_in_the_same_order(task):
+def test_workers_make_the_same_batches_in_the_same_order(task, monkeypatch):
+    # a child of a study has this start method, which pickles what a worker gets
+    forkserver = multiprocessing.get_context("forkserver")
+    default = multiprocessing.context._default_context
+    monkeypatch.setattr(default, "_actual_context", forkserver)
+    task.opened = lambda: None
     here, there = (TrainingBatches(task, 4, 2, CPU, workers) for workers in (0, 2))
     for step in (0, 1, 2, 7, 8, 3):  # a jump is what a resume asks for
         mine, theirs = here.step(step), there.step(step)
@@ -42,8 +48,6 @@ def test_an_error_in_a_worker_is_the_users_error(task, monkeypatch):
 
 
 def test_no_worker_outlives_an_error(task, monkeypatch):
-    import multiprocessing
-
     def batch(split, step, positions, size):
         raise DataError("photo.jpg does not decode")
 
