@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
+from sparsepretrain.sparsity.execution.semi_structured import PRODUCT
 from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
 from sparsepretrain.sparsity.method import Row
 from sparsepretrain.sparsity.state import ModelState
+
+PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 
 class CoveredLayer(NamedTuple):
@@ -23,6 +28,8 @@ class CoveredLayer(NamedTuple):
     fprop: str  # operands in words, once they are sparse
     dgrad: str
     wgrad: str
+    emulated: dict[str, str]
+    """Product with an N:M operand -> why it is not run sparse; "": it is. Empty: not asked for."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +46,17 @@ class Coverage:
     dense_linears: list[str] = field(default_factory=list)
     """Linear layers and convolutions that stay dense."""
     precision: str | None = None  # formats of simulated fp8; None: the products follow autocast
+    backend: str = "emulate"
+
+    @property
+    def chosen(self) -> str:
+        """In one line, how products with an N:M operand are run; and why not, where none is."""
+        found = Counter(why for layer in self.layers for why in layer.emulated.values())
+        count, sparse = found.total(), found.pop("", 0)
+        if sparse or not found:
+            return f"backend {self.backend}: {sparse} of {count} products are sparse"
+        ((why, _),) = found.most_common(1)
+        return f"backend {self.backend}: all products are emulated: {why}"
 
     @property
     def sparse_products(self) -> str:
@@ -47,10 +65,15 @@ class Coverage:
 
     def __str__(self) -> str:
         """Layers that differ in one index only share a row."""
-        rows = [["layer", "out × in", "fprop", "dgrad", "wgrad"]]
+        rows, cells = [["layer", "out × in", *PRODUCTS]], []
         sizes = [(r.out_features, r.in_features, *r.kernel) for r in self.layers]
-        cells = zip(self.layers, [" × ".join(map(str, size)) for size in sizes], strict=True)
-        rows += collapsed([[r.name, shape, r.fprop, r.dgrad, r.wgrad] for r, shape in cells])
+        for layer, size in zip(self.layers, sizes, strict=True):
+            marked = [layer.emulated.get(k) == "" for k in PRODUCTS]
+            texts = [
+                getattr(layer, k) + " (sparse)" * m for k, m in zip(PRODUCTS, marked, strict=True)
+            ]
+            cells.append([layer.name, " × ".join(map(str, size)), *texts])
+        rows += collapsed(cells)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         aligned = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows]
         lines = ["  ".join(row).rstrip() for row in aligned]
@@ -62,19 +85,32 @@ class Coverage:
         )
         if self.precision is not None:
             lines.append(f"{self.precision}; evaluation without fp8")
+        if self.backend != "emulate":
+            lines += [self.chosen, *self._reasons()]
         return "\n".join(lines)
+
+    def _reasons(self) -> Iterator[str]:
+        """Why products are emulated, a line for each reason of each product."""
+        found = Counter(item for layer in self.layers for item in layer.emulated.items())
+        for (product, why), count in found.items():
+            if why:
+                yield f"  emulated: {product} of {count} layer{'s' * (count > 1)}: {why}"
 
 
 def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
     """Build the report."""
     method, row = state.method, state.method.sparse_row
     n, m = method.options.n, method.options.m  # the one it ends with
-    words = [", ".join(map(str, operands)) for operands in row.products.values()]
+    words = {k: ", ".join(map(str, operands)) for k, operands in row.products.items()}
     rows = []
     for name, layer in layers.items():
         axis, shape = layer.sparsity.dim, layer.weight.shape
         sizes = shape[axis], shape[1 - axis], tuple(shape[2:])
-        rows.append(CoveredLayer(name, layer.replaces.__name__, *sizes, *words))
+        own = layer.sparsity
+        yet = "" if own.packs or own.settled else "not tried before the first forward"
+        why = {PRODUCT[place]: why or yet for place, why in own.fits.items()}
+        kind = layer.replaces.__name__
+        rows.append(CoveredLayer(name, kind, *sizes, **words, emulated=why))
     found = [(k, sparse_class(type(module))) for k, module in state.root.named_modules()]
     return Coverage(
         method=method.options.name,
@@ -86,6 +122,7 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         total_parameters=sum(p.numel() for p in state.root.parameters()),
         dense_linears=[k for k, cls in found if cls is not None],  # None where sparse already
         precision=str(state.execution) or None,
+        backend="emulate" if state.backend is None else state.backend.name,
     )
 
 

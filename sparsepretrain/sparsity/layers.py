@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import reminder
 from sparsepretrain.sparsity.execution import (
-    EMULATE,
     Convolution,
     Execution,
     Geometry,
@@ -150,14 +149,16 @@ class SparseLayer(nn.Module):
             # without gradients too, for checkpoints that are recomputed
             if training and model.counting and model.begins:
                 model.count()
+            if training and model.backend is not None:
+                state.settle(weight, x.shape, dtype, self.bias is not None)
         operands = state.operands(weight, dtype, training)
         if operands is None:
             y = self.replaces.forward(self, x)
         else:
             given, how = self._products(x.to(dtype) if autocast else x)
-            execution = model.execution if training else EMULATE
+            execution = state.execution(dtype, training)
             rest = (*operands, model.now(), state if training else None, how, execution)
-            in_fp32 = autocast and execution is not EMULATE  # products of simulated fp8
+            in_fp32 = autocast and execution.rounds  # products of simulated fp8
             with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
                 y = SparseProducts.apply(given, weight, self.bias, *rest)
         residual = model.method.residual(x, state)
@@ -176,14 +177,15 @@ class SparseLayer(nn.Module):
         Returns:
             None where training sees X and G as they are.
         """
-        state, model = self.sparsity, self.sparsity.model
+        state = self.sparsity
         operands = state.operands(self.weight, x.dtype, True)
         if operands is None or not any(state.method.changes[1:]):
             return None
         given, how = self._products(x)
+        execution = state.execution(x.dtype, True)
         leaves = given.detach().requires_grad_(), torch.empty_like(self.weight, dtype=x.dtype)
         leaves[1].requires_grad_()
-        rest = (None, *operands, clock, None if exact else state, how, model.execution)
+        rest = (None, *operands, clock, None if exact else state, how, execution)
         with torch.enable_grad():
             y = SparseProducts.apply(*leaves, *rest)
         dx, dw = torch.autograd.grad(y, leaves, grad)
@@ -205,7 +207,7 @@ class SparseLayer(nn.Module):
     def extra_repr(self) -> str:
         """The original representation and the method."""
         model = self.sparsity.model
-        words = (super().extra_repr(), model.method.title, str(model.execution).partition(":")[0])
+        words = (super().extra_repr(), model.method.title, model.label)
         return ", ".join(filter(None, words))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,7 @@ class Sparsifier:
         self._held: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
-        label = str(self._state.execution).partition(":")[0]
-        words = [self.method.title, f"{len(self.layers)} layers", label]
+        words = [self.method.title, f"{len(self.layers)} layers", self._state.label]
         words += [f"step {self.completed_steps}", "densified" * self._densified]
         return f"Sparsifier({', '.join(filter(None, words))})"
 
@@ -167,8 +166,30 @@ class Sparsifier:
         ``dtype``: of the products, that of autocast; None: that of the weights.
         """
         self._require_sparse()
-        self._state.store = dtype or next(iter(self.layers.values())).weight.dtype
+        weight = next(iter(self.layers.values())).weight
+        self._state.store = dtype or weight.dtype
+        if self._state.backend is not None and not weight.is_meta:
+            self._state.backend.require_here(weight.device, self._state.store)
         self.refresh()
+
+    def choose_products(self, inputs: Mapping[str, Sequence[int]]) -> None:
+        """Decide now which products of each layer are sparse, instead of in its first forward.
+
+        For loops that compile: graphs do not try products. Call :meth:`store_operands` first.
+        ``inputs``: name of a layer -> shape of its input in a micro-batch, (…, in_features).
+        """
+        dtype = self._state.store
+        for name, layer in self.layers.items():
+            own = layer.sparsity
+            own.settle(
+                layer.weight, inputs[name], dtype or layer.weight.dtype, layer.bias is not None
+            )
+
+    @property
+    def products(self) -> list[dict[str, Any]]:
+        """What was tried to choose products, a row of numbers for each of one size."""
+        backend = self._state.backend
+        return [] if backend is None else backend.table()
 
     def micro_batch(self, index: int, rank: int = 0, world: int = 1, *, capacity: int = 0) -> None:
         """State which part of the global batch the next forward sees: ``index·world + rank``.

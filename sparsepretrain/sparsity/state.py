@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import NoiseKey, noise_key, pack_24, packed_flip_count, unpack_24
 from sparsepretrain.kernels.common import widen
-from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands
+from sparsepretrain.sparsity.execution import EMULATE, Backend, Execution, Operands
 from sparsepretrain.sparsity.method import Method, Projection
 
 PREVIOUS_MASK = "previous_mask"  # buffer: packed mask of the last comparison, (rows, bytes)
@@ -32,7 +32,13 @@ class ModelState:
     """
 
     def __init__(
-        self, root: nn.Module, method: Method, execution: Execution, seed: int, device: torch.device
+        self,
+        root: nn.Module,
+        method: Method,
+        execution: Execution,
+        backend: Backend | None,
+        seed: int,
+        device: torch.device,
     ) -> None:
         self.root = root
         names = ["sparsity_counters", *(f"sparsity_counters_{k}" for k in range(2, 1000))]
@@ -40,6 +46,7 @@ class ModelState:
         self.example: Any = None  # a sparse layer, one whose weight is trained if there is any
         self.method = method
         self.execution = execution
+        self.backend = backend  # chooses sparse products; None: all are emulated
         self.seed = seed
         self.step = 0  # completed optimiser steps
         self.micro = 0  # index of the current micro-batch in the global batch
@@ -69,6 +76,12 @@ class ModelState:
     def __getstate__(self) -> dict[str, Any]:
         """Of copies, which own their weights no longer and may ride on no optimiser."""
         return self.__dict__ | {"_seen": None, "store": None, "expects_attach": True}
+
+    @property
+    def label(self) -> str:
+        """Execution and backend in a word or two; "" where products follow autocast."""
+        words = [str(self.execution).partition(":")[0]]
+        return " ".join(filter(None, [*words, self.backend.name if self.backend else ""]))
 
     def sync(self) -> None:
         """Follow what somebody else wrote to the buffer.
@@ -215,6 +228,9 @@ class LayerState(nn.Module):
     gathered_backward: Tensor | None = None  # B as FSDP gathered it
     _gathered: bool | None = None  # whether FSDP gathered A or W last; None: out of date
     _dtype: torch.dtype | None = None  # that FSDP asked for
+    fits: dict[str, str]  # what `Backend.fit` says, then `Backend.settle`
+    packs: str = ""  # places of the row whose operands may be packed
+    settled: bool = False  # whether products were tried with inputs
 
     if TYPE_CHECKING:  # the method's tensors
 
@@ -225,8 +241,9 @@ class LayerState(nn.Module):
         self.model, self.method = model, model.method  # what all sparse layers share
         self.layer_name = name
         self.index = index  # position among the sparse layers: part of the noise key
-        self.dim = dim
+        self.dim, self.shape = dim, tuple(weight.shape)
         self.forget()
+        self.fit(weight.device)
         self.register_buffer(PREVIOUS_MASK, _pack(torch.zeros_like(weight, dtype=torch.bool)))
         for key, value in self.method.initial_state(widen(weight), self).items():
             if hasattr(self, key) or "." in key:
@@ -253,6 +270,7 @@ class LayerState(nn.Module):
                 self._buffers[key] = old.to(new.device)
         self._follow()
         self.forget()
+        self.fit(self.previous_mask.device)
         return self
 
     @property
@@ -355,6 +373,39 @@ class LayerState(nn.Module):
         self.method.update_(gathered, layer)
         layer.keep()
 
+    def fit(self, device: torch.device) -> None:
+        """Which operands can be packed on ``device``; those that must be faster wait for inputs."""
+        backend, self.settled, self.fits = self.model.backend, False, {}
+        if backend is None:
+            return
+        rounds = self.model.execution.rounds
+        self.fits = backend.fit(self.method.sparse_row, self.shape, self.dim, device, rounds)
+        self.packs = "" if backend.name == "auto" else self._fitting
+
+    def settle(self, weight: Tensor, inputs: Any, dtype: torch.dtype, bias: bool) -> None:
+        """Once inputs of shape (…, tokens of a sample, in_features) are known, try the products."""
+        backend = self.model.backend
+        if backend is None or self.settled or weight.is_meta:
+            return
+        backend.require_here(weight.device, dtype)
+        sizes = self.shape[1 - self.dim], self.shape[self.dim], self.dim
+        rest = tuple(inputs[:-1]), dtype, weight.device, bias
+        before, self.fits = self.packs, backend.settle(self.fits, sizes, *rest)
+        self.packs, self.settled = self._fitting, True
+        if self.packs != before:
+            self.restore(weight)
+
+    @property
+    def _fitting(self) -> str:
+        return "".join(place for place, why in self.fits.items() if not why)
+
+    def execution(self, dtype: torch.dtype, training: bool) -> Execution:
+        """What multiplies in the present phase."""
+        model = self.model
+        if not training or not self.packs or model.backend is None:
+            return model.execution if training else EMULATE
+        return model.backend.execution(self.method.row, self.packs, dtype)
+
     def operands(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
         """A and B in ``dtype``; None: the layer does what the class it replaces does."""
         if self.model.sharded:
@@ -367,7 +418,8 @@ class LayerState(nn.Module):
     def _variant(self, training: bool) -> bool:
         """True also where the operands of evaluation are those of training."""
         phase = self.method.phase
-        same = self.model.execution is EMULATE and phase.training == phase.evaluation
+        same = phase.training == phase.evaluation and not self.packs
+        same = same and self.model.execution is EMULATE
         return training or same
 
     @torch.no_grad()
@@ -375,10 +427,10 @@ class LayerState(nn.Module):
         self, weight: Tensor, dtype: torch.dtype, training: bool, out: Operands | None = None
     ) -> Operands | None:
         """Project; operands of the stored dtype are kept, in the memory of earlier ones."""
-        execution = self.model.execution if training else EMULATE
+        execution = self.execution(dtype, training)
         with torch.inference_mode(False):  # a training forward may use it next
             forward, mask, backward, scale = self.project(weight, training)
-            only_cast, operands = forward is None and execution is EMULATE, None
+            only_cast, operands = forward is None and not execution.rounds, None
             if not only_cast or (training and any(self.method.changes)):
                 forward = weight.detach() if forward is None else forward
                 exact = Operands(self._turned(forward), self._turned(backward), scale)

@@ -15,7 +15,7 @@ from sparsepretrain import registry
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.sparsity import reminder
-from sparsepretrain.sparsity.execution import execution_of
+from sparsepretrain.sparsity.execution import backend_of, execution_of
 from sparsepretrain.sparsity.layers import (
     SparseLayer,
     layer_family,
@@ -56,7 +56,10 @@ def sparsify(
         seed: of the method's random draws. Sparsifiers of one model draw differently; models that
             are sparsified one by one share draws unless their seeds differ.
         total_steps: optimiser steps of the run; needed when something is a fraction of it.
-        backend: ``"emulate"``: exact arithmetic with dense products.
+        backend: ``"emulate"``: exact arithmetic with dense products. ``"semi_structured"``: sparse
+            ones, in fp16 and bf16 on CUDA devices that have them, of whatever operand is 2:4 and
+            fits; the rest is emulated (:meth:`Sparsifier.coverage` says why). ``"auto"``: those
+            of them that are faster, which the first eager training forward of a layer finds out.
         precision: None: the dtype of autocast, or of the weight. ``"fp8_sim"``, or a dict such as
             ``{"name": "fp8_sim", "recipe": "reference"}``: training products of these layers see
             fp8 operands (:class:`~sparsepretrain.sparsity.execution.SimulatedFP8`), evaluation
@@ -70,7 +73,8 @@ def sparsify(
     Raises:
         ConfigError: an argument of the wrong type; unknown method, option or range; no layer for
             a pattern; a layer that is sparse already, shares its weight, or whose width is not a
-            multiple of M; a bare layer as ``model``; sharded weights (DTensor).
+            multiple of M; a bare layer as ``model``; sharded weights (DTensor); sparse products
+            asked for of which none is possible.
     """
     targets, exclude = ([x] if isinstance(x, str) else x for x in (targets, exclude))
 
@@ -112,7 +116,7 @@ def sparsify_with(
 
     ``targets`` are globs and take the place of ``options.targets``, which may hold aliases.
     """
-    execution = execution_of(precision, backend)
+    execution, chooser = execution_of(precision), backend_of(backend)
     cls: Any = registry.get("method", options.name)
     method: Method = cls(options, total_steps)
     if total_steps is not None and method.window[0] >= total_steps:
@@ -122,7 +126,16 @@ def sparsify_with(
     layers = _select(model, [p for p in targets if not p.startswith("!")], dropped)
     _check_shapes(layers, method)
     device = next(iter(layers.values())).weight.device
-    state = ModelState(model, method, execution, seed, device)
+    if chooser is not None:
+        later = device.type == "cpu" and torch.cuda.is_available()  # it may go there
+        place = torch.device("cuda", torch.cuda.current_device()) if later else device
+        fits = []
+        for layer in layers.values():
+            cls = sparse_class(type(layer))
+            shape, rest = tuple(layer.weight.shape), (cls.in_dim, place, execution.rounds)
+            fits.append(chooser.fit(method.sparse_row, shape, *rest))
+        chooser.require(options.name, fits)
+    state = ModelState(model, method, execution, chooser, seed, device)
     first = sum(isinstance(module, SparseLayer) for module in model.modules())
     for index, (name, layer) in enumerate(layers.items(), first):
         cls = sparse_class(type(layer))

@@ -1,0 +1,444 @@
+"""Sparse products of packed operands, by the reference: equal to emulated ones, and chosen so."""
+
+import copy
+
+import pytest
+import torch
+from sparse_cases import CASES, IDS, STEPS, build, draw, into_sparse_phase
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import sparsepretrain as sp
+from sparsepretrain import registry
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity import Method, MethodOptions, Projection, Row
+from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands, semi_structured
+from sparsepretrain.sparsity.state import LayerState
+
+SETTLED = {"mdgf": {"until": 0.0}, "sdgf": {"until": 0.0}, "asp": {"at": 0.0}}
+"""Options with which the first step sees the last phase."""
+PACKED = {
+    **dict.fromkeys(("ste", "srste", "step", "bimask", "asp", "mdgf", "sdgf"), "A"),
+    **{"sste": "AU", "tsrste": "ABU", "slope": "AB", "sdgp": "P"},
+}
+"""Operands of the table that are packed, by method; the others have none that is 2:4."""
+NAMES = sorted(PACKED)
+
+
+@pytest.fixture(autouse=True)
+def supported(monkeypatch):
+    """As on a device whose products are right, with the reference in place of its library."""
+    monkeypatch.setattr(semi_structured, "unsupported", lambda device: None)
+
+
+class Absolute(Execution):
+    """Sums of magnitudes: what the rounding of a sum is in proportion to."""
+
+    def fprop(self, how, xs, operands, bias):
+        xs, bias = [x.abs() for x in xs], None if bias is None else bias.abs()
+        return EMULATE.fprop(how, xs, Operands(*map(magnitude, operands)), bias)
+
+    def dgrad(self, how, grad, weight, shape):
+        return EMULATE.dgrad(how, grad.abs(), weight.abs(), shape)
+
+    def wgrad(self, how, grad, estimate, kept, shape):
+        return EMULATE.wgrad(how, grad, lambda g: estimate(g).abs(), kept, shape)
+
+
+def magnitude(x):
+    return None if x is None else x.abs()
+
+
+class Layer(nn.Module):
+    """One layer, (64, 96), stored as either kind stores it."""
+
+    def __init__(self, kind="Linear", bias=True, inputs=64, outputs=96):
+        super().__init__()
+        if kind == "Linear":
+            self.fc = nn.Linear(inputs, outputs, bias)
+        else:
+            from transformers.pytorch_utils import Conv1D
+
+            self.fc = Conv1D(outputs, inputs)
+        with torch.no_grad():
+            self.fc.weight.copy_(draw(*self.fc.weight.shape, seed=1))
+        self.fc.bias = nn.Parameter(draw(outputs, dtype=torch.float32)) if bias else None
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+def sparsify(model, method, options=None, **settings):
+    options = SETTLED.get(method, {}) | (options or {})
+    settings = {"targets": ["*fc*"], "total_steps": STEPS, "backend": "semi_structured"} | settings
+    handle = sp.sparsify(model, method, **options, **settings)
+    into_sparse_phase(handle)
+    return handle
+
+
+def products(layer, dtype, shape=(2, 24)):
+    """Y, dX, dW, db of one forward and backward."""
+    x, gy = draw(*shape, 64, seed=2), draw(*shape, 96, seed=3)
+    x = x.to(torch.float32).requires_grad_()
+    with torch.autocast("cpu", dtype):
+        y = layer(x)
+    y.backward(gy.to(dtype))
+    own = layer.fc
+    return [y.detach(), x.grad, own.weight.grad, None if own.bias is None else own.bias.grad]
+
+
+def same_products(method, options, dtype, monkeypatch, shape=(2, 24), **kind):
+    emulated, sparse = Layer(**kind), Layer(**kind)
+    sparsify(emulated, method, options, backend="emulate")
+    handle = sparsify(sparse, method, options)
+    expected, got = products(emulated, dtype, shape), products(sparse, dtype, shape)
+    emulated.zero_grad()
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerState, "execution", lambda *_: Absolute())
+        spread = products(emulated, dtype, shape)
+    for a, b, s in zip(got[:3], expected[:3], spread[:3], strict=True):
+        # Both sum the same numbers in fp32 and round once: apart by at most one unit in the last
+        # place, and what the order of up to 96 summands changes in fp32.
+        slack = torch.finfo(dtype).eps * b.abs() + 96 * 2.0**-24 * 1.01 * s.abs()
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert bool(((a - b).abs() <= slack).all())
+    assert got[3] is None or torch.equal(got[3], expected[3])
+    return handle
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
+@pytest.mark.parametrize("method", NAMES)
+def test_sparse_products_equal_emulated_ones(method, kind, bias, dtype, monkeypatch):
+    handle = same_products(method, {}, dtype, monkeypatch, kind=kind, bias=bias)
+    own = handle.layers["fc"].sparsity
+    assert own.execution(dtype, True).packs == PACKED[method]
+    (layer,) = handle.coverage().layers
+    assert set(layer.emulated.values()) == {""}
+
+
+def two_of_four(options):
+    return (options.get("n", 2), options.get("m", 4)) == (2, 4)
+
+
+VARIANTS = [
+    pytest.param(*case, id=name)
+    for case, name in zip(CASES, IDS, strict=True)
+    if case[1] and case[0] in PACKED and two_of_four(case[1])
+]
+
+
+@pytest.mark.parametrize(("method", "options"), VARIANTS)
+def test_sparse_products_of_variants(method, options, monkeypatch):
+    same_products(method, options, torch.bfloat16, monkeypatch)
+
+
+@pytest.mark.parametrize("shape", [(15,), (3, 5), (2, 10), (4, 8), (2, 2, 12)])
+@pytest.mark.parametrize("method", ["tsrste", "sdgp"])
+def test_any_number_of_tokens(method, shape, monkeypatch):
+    """Zeros fill up what is dense; groups of tokens that are none are emulated, and it is said."""
+    handle = same_products(method, {}, torch.bfloat16, monkeypatch, shape=shape)
+    (layer,) = handle.coverage().layers
+    why = {
+        (15,): "15 tokens, no multiple of 16",
+        (3, 5): "samples of 5 tokens, no multiple of 4",
+        (2, 10): "samples of 10 tokens, no multiple of 4",
+    }
+    if method == "tsrste":
+        assert layer.emulated == {"fprop": "", "dgrad": "", "wgrad": why.get(shape, "")}
+
+
+def counted(monkeypatch):
+    calls = []
+
+    def compress(x):
+        calls.append(tuple(x.shape))
+        return sp.kernels.compress_24(x)
+
+    monkeypatch.setattr(semi_structured, "compress_24", compress)
+    return calls
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("method", "options", "weights", "gradients"),
+    [
+        ("ste", {}, 1, 0),
+        ("tsrste", {"mvue": "none"}, 2, 0),
+        ("slope", {}, 2, 0),
+        ("sste", {}, 1, 1),
+    ],
+)
+def test_weights_are_packed_once_per_step(
+    method, options, weights, gradients, micro_batches, monkeypatch
+):
+    model = nn.Sequential(Layer(), nn.Linear(96, 64), Layer())
+    handle = sparsify(model, method, options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle.attach(optimizer)
+    handle.store_operands(torch.bfloat16)
+    handle.choose_products({"0.fc": (2, 8, 64), "2.fc": (2, 8, 64)})
+    own = handle.layers["0.fc"].sparsity
+    addresses = [part.data_ptr() for part in own._stored[True][:2]]
+    calls = counted(monkeypatch)
+    for step in range(3):
+        calls.clear()
+        for micro in range(micro_batches):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(draw(2, 8, 64, seed=9 * step + micro, dtype=torch.float32))
+            y.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(calls) == 2 * (weights + gradients * micro_batches), "layers × operands"
+    assert [part.data_ptr() for part in own._stored[True][:2]] == addresses
+
+
+def test_evaluation_masks_and_copies_know_nothing_of_packing():
+    model = Layer()
+    handle = sparsify(model, "sste")
+    handle.store_operands(torch.bfloat16)
+    x = draw(2, 8, 64, dtype=torch.float32)
+    twin = Layer()
+    other = sparsify(twin, "sste", backend="emulate")
+    for m in (model, twin, copy.deepcopy(model)):
+        products(m, torch.bfloat16)
+        m.eval()
+    assert torch.equal(model(x), twin(x))
+    assert torch.equal(handle.masks()["fc"], other.masks()["fc"])
+    handle.hold(handle.masks())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert model.train()(x).shape == (2, 8, 96)
+    assert "semi_structured" in repr(handle) and "semi_structured" in repr(model)
+    assert torch.equal(sp.densify(model)(x), sp.densify(twin)(x))
+
+
+@pytest.mark.parametrize("method", ["tsrste", "sdgp"])
+def test_a_block_is_one_graph_and_equals_eager(method):
+    torch._dynamo.reset()
+    results, counter = [], CompileCounterWithBackend("aot_eager")
+    for compiled in (False, True):
+        model = nn.Sequential(Layer())
+        handle = sparsify(model, method)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle.attach(optimizer)
+        handle.store_operands(torch.bfloat16)
+        if compiled:
+            model[0].compile(backend=counter, fullgraph=True)
+        for step in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(draw(2, 8, 64, seed=step, dtype=torch.float32))
+            y.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert handle.layers["0.fc"].sparsity.packs == PACKED[method]
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert counter.frame_count == 1
+    torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-5)
+
+
+def test_phases_decide_what_is_packed():
+    model = Layer()
+    handle = sparsify(model, "tsrste", {"window": {"start": 0.25}, "dense_tail": 0.25})
+    own, kinds = model.fc.sparsity, []
+    for step in (9, 10, 29, 30):
+        handle._state.set_step(step)
+        kinds.append(getattr(own.execution(torch.bfloat16, True), "packs", ""))
+    assert kinds == ["", "ABU", "ABU", ""]
+    assert own.execution(torch.bfloat16, False) is EMULATE
+
+
+class Mixed(nn.Module):
+    """A layer that fits, one whose width does not, and a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.narrow_fc = nn.Linear(64, 96), nn.Linear(96, 40)
+        self.fc_conv = nn.Conv2d(16, 16, 3)
+
+    def forward(self, x):
+        return self.narrow_fc(self.fc(x))
+
+
+def test_coverage_says_what_is_emulated_and_why():
+    text = str(sparsify(Mixed(), "ste").coverage()).splitlines()
+    assert "M∘W 2:4 (sparse)" in text[1] and "sparse" not in text[2]
+    assert text[-3:] == [
+        "backend semi_structured: 1 of 3 products are sparse",
+        "  emulated: fprop of 1 layer: out_features = 40, no multiple of 16",
+        "  emulated: fprop of 1 layer: a convolution",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "why"),
+    [
+        ("dense", {}, "dense has no 2:4 operand"),
+        ("act24", {}, "the 2:4 operand is an activation"),
+        ("ste", {"n": 4, "m": 8}, "4:8, not 2:4"),
+        ("ste", {"precision": "fp8_sim"}, "its products are in simulated fp8"),
+        ("ste", {"targets": ["narrow_fc"]}, "out_features = 40, no multiple of 16"),
+        ("ste", {"targets": ["fc_conv"]}, "a convolution"),
+    ],
+)
+def test_sparse_products_of_which_none_is_possible_are_refused(method, options, why):
+    options = {"targets": ["*fc"], **options}
+    with pytest.raises(ConfigError, match=f"semi_structured: no product can be sparse: {why}"):
+        sparsify(Mixed(), method, **options)
+    model = Mixed()
+    model.fc_conv = model.fc_conv if "fc_conv" in options["targets"] else None
+    coverage = sparsify(model, method, **options, backend="auto").coverage()
+    assert coverage.backend == "auto"
+    assert method == "dense" or coverage.chosen.endswith(f"all products are emulated: {why}")
+
+
+def test_a_machine_without_support_says_so(monkeypatch):
+    reason = "this machine has no CUDA device"
+    monkeypatch.setattr(semi_structured, "unsupported", lambda device: reason)
+    with pytest.raises(ConfigError) as refused:
+        sparsify(Layer(), "sste")
+    told = f"backend=semi_structured: no product can be sparse: {reason}: "
+    assert str(refused.value) == told + "backend=auto or emulate trains"
+    model, twin = Layer(), Layer()
+    handle = sparsify(model, "sste", backend="auto")
+    sparsify(twin, "sste", backend="emulate")
+    for a, b in zip(products(model, torch.bfloat16), products(twin, torch.bfloat16), strict=True):
+        assert torch.equal(a, b)
+    assert handle.coverage().chosen == f"backend auto: all products are emulated: {reason}"
+    assert not handle.products
+
+
+def test_a_model_that_moves_to_another_device(monkeypatch):
+    model = Layer()
+    handle = sparsify(model, "sste")
+    monkeypatch.setattr(semi_structured, "unsupported", lambda device: f"not on {device.type}")
+    model.to("cpu")  # back, from a GPU
+    assert handle.layers["fc"].sparsity.packs == ""
+    with pytest.raises(ConfigError, match="semi_structured: not on cpu"):
+        products(model, torch.bfloat16)
+
+
+def test_products_in_fp32_are_refused_or_emulated():
+    message = "backend=semi_structured: sparse products exist in fp16 and bf16, not in float32"
+    model = Layer()
+    sparsify(model, "ste")
+    with pytest.raises(ConfigError, match=message):
+        model(draw(2, 8, 64, dtype=torch.float32))
+    with pytest.raises(ConfigError, match=message):
+        sparsify(Layer(), "ste").store_operands(torch.float32)
+    model = Layer()
+    handle = sparsify(model, "ste", backend="auto")
+    model(draw(2, 8, 64, dtype=torch.float32))
+    assert "not in float32" in handle.coverage().chosen
+
+
+class Stopwatch:
+    """Durations by product: those of sparse ones in units of emulated ones."""
+
+    def __init__(self, monkeypatch, **factors):
+        self.factors, self.calls = factors, 0
+        monkeypatch.setattr(semi_structured, "seconds", self.seconds)
+
+    def seconds(self, run, device):
+        self.calls += 1
+        run()
+        execution = run.args[0]
+        return 1e-3 if execution is EMULATE else 1e-3 * self.factors[execution.packs]
+
+
+def test_auto_never_takes_what_is_slower(monkeypatch):
+    clock = Stopwatch(monkeypatch, A=0.5, B=1.5, U=0.9)
+    model = nn.Sequential(Layer(), nn.Linear(96, 64), Layer())
+    handle = sparsify(model, "tsrste", backend="auto")
+    assert "not tried before the first forward" in str(handle.coverage())
+    handle.store_operands(torch.bfloat16)
+    x = draw(2, 8, 64, dtype=torch.float32)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x).float().square().mean().backward()
+    assert clock.calls == 3 * 2 * semi_structured.ROUNDS, "layers of one size are tried once"
+    assert [layer.sparsity.packs for layer in handle.layers.values()] == ["AU", "AU"]
+    coverage = handle.coverage()
+    assert coverage.chosen == "backend auto: 4 of 6 products are sparse"
+    assert coverage.layers[0].emulated["dgrad"] == "slower: 1500 µs, emulated 1000 µs"
+    table = {row["product"]: row for row in handle.products}
+    assert [table[k]["runs"] for k in ("fprop", "dgrad", "wgrad")] == [
+        "sparse",
+        "emulated",
+        "sparse",
+    ]
+    assert table["dgrad"]["tokens"] == 16 and table["dgrad"]["dtype"] == "bfloat16"
+
+
+def test_products_are_chosen_before_a_graph_is_compiled(monkeypatch):
+    Stopwatch(monkeypatch, A=0.5, U=2.0)
+    model = Layer()
+    handle = sparsify(model, "sste", backend="auto")
+    handle.store_operands(torch.bfloat16)
+    handle.choose_products({"fc": (2, 8, 64)})
+    assert model.fc.sparsity.packs == "A" and handle.products
+    twin = Layer()
+    sparsify(twin, "sste").store_operands(torch.bfloat16)
+    assert torch.equal(products(model, torch.bfloat16)[0], products(twin, torch.bfloat16)[0])
+
+
+@pytest.mark.parametrize("backend", ["semi_structured", "auto"])
+def test_a_product_that_the_library_cannot_compute_is_emulated(backend, monkeypatch):
+    Stopwatch(monkeypatch, A=0.5, U=0.5)
+    reason = "a packed 96 × 16 × 64 product in bfloat16: none of 9 algorithms is right"
+
+    def multiply(packed, dense, *rest, **flags):
+        if not flags["transpose_result"]:
+            raise RuntimeError(reason)
+        return sp.kernels.matmul_24(packed, dense, *rest, **flags)
+
+    monkeypatch.setattr(semi_structured, "matmul_24", multiply)
+    model = Layer()
+    handle = sparsify(model, "sste", backend=backend)
+    products(model, torch.bfloat16, (2, 8))
+    (layer,) = handle.coverage().layers
+    assert layer.emulated == {"fprop": "", "wgrad": reason}
+
+
+def test_a_method_whose_operand_is_not_what_its_row_says():
+    class Wrong(Method):
+        Options = MethodOptions
+
+        @property
+        def sparse_row(self):
+            return Row(A=self.nm("W"))
+
+        def project(self, weight, layer):
+            return Projection(weight.clone(), None)
+
+    registry.register("method", "wrong")(Wrong)
+    try:
+        model = Layer()
+        sparsify(model, "wrong")
+        with pytest.raises(ValueError, match="more than two non-zeros in a group of four"):
+            products(model, torch.bfloat16)
+    finally:
+        registry._registered["method"].pop("wrong")
+
+
+def test_training_is_that_of_emulated_products():
+    """A whole network over steps: losses differ by rounding only."""
+    losses = []
+    for backend in ("emulate", "semi_structured"):
+        model, optimizer, handle = build("sste", dtype=torch.float32, cls=torch.optim.SGD)
+        del handle
+        sp.densify(model)
+        handle = sparsify(model, "sste", backend=backend)
+        handle.attach(optimizer)
+        handle.store_operands(torch.bfloat16)
+        seen = []
+        for step in range(10):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(draw(4, 8, 16, seed=step, dtype=torch.float32)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        losses.append(seen)
+    assert handle.layers["fc1"].sparsity.packs == "AU"
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2) and len({*losses[0]}) == 10
