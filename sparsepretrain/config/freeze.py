@@ -13,8 +13,9 @@ from sparsepretrain.config.places import check_yaml
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, one_line
 
-NOT_IDENTITY = ("resume", "runs_dir", "tracker", "seed", "workers")
-"""Root keys that leave the result alone; the seed stands next to the hash in the directory name."""
+NOT_IDENTITY = ("resume", "runs_dir", "tracker", "seed", "workers", "backend")
+"""Root keys that leave the result alone, but for rounding; the seed stands next to the hash in the
+directory name."""
 
 Table = dict[tuple[str, str | None], dict[str, Any]]
 

@@ -22,8 +22,11 @@ SMOOTH = 40
 NOT_COMPARED = ("runs_dir", "resume", "tracker", "probe", "experiment")
 """Keys that do not change what a run computes."""
 
-BOOKKEEPING = (*NOT_COMPARED, "name", "eval", "log", "checkpoint", "workers", "plugins", "guard")
-"""Keys that do not change what a whole run computes: no name for it."""
+BOOKKEEPING = (
+    *NOT_COMPARED,
+    *("name", "eval", "log", "checkpoint", "workers", "plugins", "guard", "backend"),
+)
+"""Keys that do not change what a whole run computes, but for rounding: no name for it."""
 
 POINTS = 30
 """Of a curve that is kept: enough for a figure."""

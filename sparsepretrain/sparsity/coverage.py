@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from sparsepretrain.kernels.cusparselt.packed24 import version
 from sparsepretrain.sparsity.execution.semi_structured import PRODUCT
 from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
 from sparsepretrain.sparsity.method import Row
@@ -54,7 +55,8 @@ class Coverage:
         found = Counter(why for layer in self.layers for why in layer.emulated.values())
         count, sparse = found.total(), found.pop("", 0)
         if sparse or not found:
-            return f"backend {self.backend}: {sparse} of {count} products are sparse"
+            library = f", cuSPARSELt {version()}" if sparse else ""
+            return f"backend {self.backend}: {sparse} of {count} products are sparse{library}"
         ((why, _),) = found.most_common(1)
         return f"backend {self.backend}: all products are emulated: {why}"
 
@@ -101,7 +103,7 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
     """Build the report."""
     method, row = state.method, state.method.sparse_row
     n, m = method.options.n, method.options.m  # the one it ends with
-    words = {k: ", ".join(map(str, operands)) for k, operands in row.products.items()}
+    words: Any = {k: ", ".join(map(str, operands)) for k, operands in row.products.items()}
     rows = []
     for name, layer in layers.items():
         axis, shape = layer.sparsity.dim, layer.weight.shape

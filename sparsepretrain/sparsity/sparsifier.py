@@ -186,10 +186,15 @@ class Sparsifier:
             )
 
     @property
-    def products(self) -> list[dict[str, Any]]:
-        """What was tried to choose products, a row of numbers for each of one size."""
+    def backend(self) -> dict[str, Any]:
+        """What was chosen, and ``products``: what was tried, a row for layers of one size.
+
+        Durations are medians in seconds. Empty where all sparse products are to be emulated.
+        """
         backend = self._state.backend
-        return [] if backend is None else backend.table()
+        if backend is None:
+            return {}
+        return {"name": backend.name, "chosen": self.coverage().chosen, "products": backend.table()}
 
     def micro_batch(self, index: int, rank: int = 0, world: int = 1, *, capacity: int = 0) -> None:
         """State which part of the global batch the next forward sees: ``index·world + rank``.

@@ -18,6 +18,7 @@ from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
+from sparsepretrain.sparsity.execution import backend_of
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.batches import TrainingBatches
@@ -55,9 +56,13 @@ def build_session(
     """
     world = world or World.single(run.parallel.device)
     task = build_task(run)
+    trains = splits is None
+    device = world.device if trains else None
     # wrong targets and widths are found before data is prepared and weights are drawn
-    sparsify_model(run, task, build_model(task, META))
-    if trains := splits is None:
+    bare = build_model(task, META)
+    inputs = layer_inputs(run, task, bare) if trains and run.backend != "emulate" else {}
+    sparsify_model(run, task, bare, device)
+    if splits is None:
         splits = ("train", "validation") if run.eval.batches != 0 else ("train",)
     task.open_data(splits, on_progress=console.progress)
     model = build_model(task, world.device)
@@ -66,7 +71,7 @@ def build_session(
     initial_weights = weights_hash(model) if trains else None
     if compute_dtype(run.precision) == torch.float64:
         model.double()
-    sparsifier = sparsify_model(run, task, model)
+    sparsifier = sparsify_model(run, task, model, device)
     restore_method(sparsifier, buffers)
     forward_model: nn.Module = torch.compile(model) if run.compile else model  # type: ignore[assignment]
     each = run.batch.size // (run.batch.micro * world.size)
@@ -88,6 +93,8 @@ def build_session(
         on_progress=console.progress,
         initial_weights=initial_weights,
     )
+    if inputs:
+        sparsifier.choose_products(inputs)
     for name, options in run.probe.items():
         probe: Any = registry.get("probe", name)
         session.observers.append(probe(options, session))
@@ -106,10 +113,39 @@ def build_model(task: Task, device: torch.device) -> nn.Module:
     return task.build_model().to(device)
 
 
-def sparsify_model(run: Run, task: Task, model: nn.Module) -> Sparsifier:
-    """Apply the group ``sparsity``; errors name the configuration's keys."""
+def layer_inputs(run: Run, task: Task, model: nn.Module) -> dict[str, torch.Size]:
+    """Name of a module -> shape of its input in a micro-batch; ``model`` is on the meta device."""
+    shapes: dict[str, torch.Size] = {}
+    hooks = []
+    for name, module in model.named_modules():
+
+        def note(module: nn.Module, args: Any, name: str = name) -> None:
+            if args and isinstance(args[0], Tensor):
+                shapes[name] = args[0].shape
+
+        hooks.append(module.register_forward_pre_hook(note))
+    task.loss(model, task.example(run.batch.micro, META))
+    for hook in hooks:
+        hook.remove()
+    return shapes
+
+
+def sparsify_model(
+    run: Run, task: Task, model: nn.Module, device: torch.device | None = None
+) -> Sparsifier:
+    """Apply the group ``sparsity``; errors name the configuration's keys.
+
+    Args:
+        run: the checked configuration.
+        task: gives the names of its layers.
+        model: where it will train, or on the meta device.
+        device: where it will train; None: it will not, and sparse products are emulated.
+    """
     options: MethodOptions = run.sparsity
     fp8 = run.precision if isinstance(run.precision, SimulatedFP8) else None
+    backend = "emulate" if device is None else run.backend
+    if device is not None and (chooser := backend_of(backend)) is not None:
+        chooser.require_here(device, compute_dtype(run.precision))
     try:
         return sparsify_with(
             model,
@@ -117,6 +153,7 @@ def sparsify_model(run: Run, task: Task, model: nn.Module) -> Sparsifier:
             targets=resolve_targets(options.targets, task.roles),
             seed=run.seed,
             total_steps=run.steps,
+            backend=backend,
             precision=None if fp8 is None else {"name": fp8.name, "recipe": fp8.recipe},
         )
     except ConfigError as error:

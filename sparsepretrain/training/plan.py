@@ -48,7 +48,7 @@ def dry_run(run: Run, console: Console | None = None) -> None:
     task = build_task(run)
     model = build_model(task, META)
     flops, saved, items = step_cost(run, task, model)
-    coverage = sparsify_model(run, task, model).coverage()
+    coverage = sparsify_model(run, task, model, device).coverage()
     console.info(str(coverage))
     micro_batches = run.batch.size // run.batch.micro
     parameters = sum(p.numel() for p in model.parameters())
@@ -95,9 +95,9 @@ def check(run: Run) -> None:
     """
     check_login(run.tracker)
     require_a_sparse_step(run)
-    World.single(run.parallel.device)
+    device = World.single(run.parallel.device).device
     task = build_task(run)
-    sparsify_model(run, task, build_model(task, META))
+    sparsify_model(run, task, build_model(task, META), device)
 
 
 def _size(number: float) -> str:

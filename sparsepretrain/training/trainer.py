@@ -108,6 +108,8 @@ def _write_files(
     """What does not change while a run is trained; ``other`` brings the record of another one."""
     about = environment(t.device) | run_hashes(t, source)
     about["coverage"] = str(t.sparsifier.coverage()).splitlines()
+    if run_backend := t.sparsifier.backend:
+        about["backend"] = run_backend
     if t.world.size > 1:
         about["processes"] = {"parallel": t.run.parallel.name, "count": t.world.size}
     before = None if other is None else RunDirectory.of_checkpoint(other.path)
@@ -208,6 +210,8 @@ def _announce(t: Session, directory: RunDirectory, console: Console) -> None:
         f"{len(coverage.layers)} layers, {t.device}, {describe(t.run.precision)}, "
         f"steps {t.step} to {t.end}"
     )
+    if t.run.backend != "emulate":
+        console.info(coverage.chosen)
     for note in plan.notes(t.run):
         console.info(f"note: {note}")
 

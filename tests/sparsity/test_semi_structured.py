@@ -29,6 +29,7 @@ NAMES = sorted(PACKED)
 def supported(monkeypatch):
     """As on a device whose products are right, with the reference in place of its library."""
     monkeypatch.setattr(semi_structured, "unsupported", lambda device: None)
+    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
 
 
 class Absolute(Execution):
@@ -264,7 +265,7 @@ def test_coverage_says_what_is_emulated_and_why():
     text = str(sparsify(Mixed(), "ste").coverage()).splitlines()
     assert "M∘W 2:4 (sparse)" in text[1] and "sparse" not in text[2]
     assert text[-3:] == [
-        "backend semi_structured: 1 of 3 products are sparse",
+        "backend semi_structured: 1 of 3 products are sparse, cuSPARSELt 0.8.1",
         "  emulated: fprop of 1 layer: out_features = 40, no multiple of 16",
         "  emulated: fprop of 1 layer: a convolution",
     ]
@@ -305,7 +306,7 @@ def test_a_machine_without_support_says_so(monkeypatch):
     for a, b in zip(products(model, torch.bfloat16), products(twin, torch.bfloat16), strict=True):
         assert torch.equal(a, b)
     assert handle.coverage().chosen == f"backend auto: all products are emulated: {reason}"
-    assert not handle.products
+    assert handle.backend["products"] == []
 
 
 def test_a_model_that_moves_to_another_device(monkeypatch):
@@ -359,9 +360,10 @@ def test_auto_never_takes_what_is_slower(monkeypatch):
     assert clock.calls == 3 * 2 * semi_structured.ROUNDS, "layers of one size are tried once"
     assert [layer.sparsity.packs for layer in handle.layers.values()] == ["AU", "AU"]
     coverage = handle.coverage()
-    assert coverage.chosen == "backend auto: 4 of 6 products are sparse"
+    assert coverage.chosen == "backend auto: 4 of 6 products are sparse, cuSPARSELt 0.8.1"
+    assert handle.backend["chosen"] == coverage.chosen
     assert coverage.layers[0].emulated["dgrad"] == "slower: 1500 µs, emulated 1000 µs"
-    table = {row["product"]: row for row in handle.products}
+    table = {row["product"]: row for row in handle.backend["products"]}
     assert [table[k]["runs"] for k in ("fprop", "dgrad", "wgrad")] == [
         "sparse",
         "emulated",
@@ -376,7 +378,7 @@ def test_products_are_chosen_before_a_graph_is_compiled(monkeypatch):
     handle = sparsify(model, "sste", backend="auto")
     handle.store_operands(torch.bfloat16)
     handle.choose_products({"fc": (2, 8, 64)})
-    assert model.fc.sparsity.packs == "A" and handle.products
+    assert model.fc.sparsity.packs == "A" and handle.backend["products"]
     twin = Layer()
     sparsify(twin, "sste").store_operands(torch.bfloat16)
     assert torch.equal(products(model, torch.bfloat16)[0], products(twin, torch.bfloat16)[0])

@@ -1,0 +1,92 @@
+"""The key ``backend``: refused where sparse products do not exist, chosen where they are faster."""
+
+import json
+
+import pytest
+import torch
+from tiny_runs import assert_same_run, metrics
+
+from sparsepretrain import cli
+from sparsepretrain.config import freeze
+from sparsepretrain.sparsity.execution import EMULATE, semi_structured
+
+
+@pytest.fixture
+def supported(monkeypatch):
+    """As on a device whose products are right, with the reference in place of its library."""
+    monkeypatch.setattr(semi_structured, "unsupported", lambda device: None)
+    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+
+
+def environment(outcome):
+    return json.loads((outcome.directory / "environment.json").read_text())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="such a machine may have them")
+def test_a_machine_without_sparse_products(tiny, capsys):
+    given = tiny.overrides("precision=bf16", "backend=semi_structured")
+    assert cli.main(["train", *given]) == 2
+    told = capsys.readouterr().err.strip()
+    reason = "this machine has no CUDA device"
+    assert told.endswith(f"backend=semi_structured: {reason}: backend=auto or emulate trains")
+    assert len(told.splitlines()) == 1 and not (tiny.root / "runs").exists()
+    assert cli.main(["train", *given, "--dry-run"]) == 2
+    auto = tiny.train("precision=bf16", "backend=auto", "steps=2")
+    line = f"backend auto: all products are emulated: {reason}"
+    assert auto.code == 0 and line in auto.output.splitlines()
+    assert environment(auto)["backend"] == {"name": "auto", "chosen": line, "products": []}
+    assert auto.directory == tiny.directory("precision=bf16", "backend=emulate", "steps=2")
+
+
+def test_a_precision_without_sparse_products(tiny, supported, capsys):
+    assert cli.main(["train", *tiny.overrides("backend=semi_structured")]) == 2
+    assert "exist in fp16 and bf16, not in float32" in capsys.readouterr().err
+    given = tiny.overrides("backend=semi_structured", "precision=fp8_sim", "precision.dtype=bf16")
+    assert cli.main(["train", *given]) == 2
+    assert "its products are in simulated fp8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["sste", "tsrste"])
+def test_runs_with_sparse_products_are_those_with_emulated_ones(method, tiny, supported):
+    given = ("precision=bf16", f"sparsity={method}")
+    emulated = metrics(tiny.train(*given, "name=emulated").directory)
+    outcome = tiny.train(*given, "backend=semi_structured", "name=sparse")
+    assert "are sparse, cuSPARSELt 0.8.1" in outcome.output
+    for ours, theirs in zip(metrics(outcome.directory), emulated, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+    products = environment(outcome)["backend"]["products"]
+    assert {row["runs"] for row in products} == {"sparse"} and {
+        row["tokens"] for row in products
+    } == {64}
+    # the same run goes on with another backend, and is evaluated without sparse products
+    assert freeze.identity(tiny.load(*given)) == freeze.identity(
+        tiny.load(*given, "backend=semi_structured")
+    )
+    assert cli.main(["eval", str(outcome.directory)]) == 0
+
+
+def test_what_auto_has_found_is_in_the_run_directory(tiny, supported, monkeypatch):
+    def seconds(run, device):
+        run()
+        return {"A": 1e-3, "U": 3e-3}.get(getattr(run.args[0], "packs", ""), 2e-3)
+
+    monkeypatch.setattr(semi_structured, "seconds", seconds)
+    outcome = tiny.train("precision=bf16", "backend=auto", "steps=2", "compile=false")
+    assert "backend auto: 2 of 4 products are sparse, cuSPARSELt 0.8.1" in outcome.output
+    written = environment(outcome)
+    assert any("slower: 3000 µs, emulated 2000 µs" in line for line in written["coverage"])
+    rows = {(row["product"], row["out_features"]): row for row in written["backend"]["products"]}
+    assert set(rows) == {(p, n) for p in ("fprop", "wgrad") for n in (32, 128)}
+    for (product, _), row in rows.items():
+        assert row["runs"] == ("sparse" if product == "fprop" else "emulated")
+        assert row["emulated"] == 2e-3
+
+
+def test_emulation_is_what_it_was(tiny):
+    """The default says nothing, and writes nothing more."""
+    outcome = tiny.train("steps=2")
+    assert "backend" not in outcome.output and "backend" not in environment(outcome)
+    session = tiny.build("steps=2")
+    own = next(iter(session.sparsifier.layers.values())).sparsity
+    assert own.execution(torch.float32, True) is EMULATE and own.fits == {}
+    assert_same_run(outcome.directory, tiny.train("steps=2", "name=again").directory)
