@@ -106,7 +106,8 @@ class Run:
     compile: bool
     """torch.compile the model."""
     backend: Literal["emulate", "semi_structured", "auto"] = "emulate"
-    """How products of 2:4 operands are computed: dense, sparse on GPUs that can, or as is faster."""
+    """How products of 2:4 operands are computed: dense, sparse on GPUs that can, or whatever is
+    faster (auto)."""
     guard: Literal["stop", "skip", "spike"]
     """Non-finite loss or gradient: stop with exit code 5, or skip the step and count it; spike
     skips a loss or gradient norm far above those of the steps before, too."""

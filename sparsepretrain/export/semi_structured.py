@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sparsepretrain.errors import CheckpointError, ConfigError, one_line
+from sparsepretrain.kernels.packed24 import TYPES
 
 if TYPE_CHECKING:
     from sparsepretrain.export.convert import Converted
@@ -74,7 +75,7 @@ def load_semi_structured(
     if about["pattern"] != "2:4" or about["adapters"]:
         told = "2:4 and adapters" if about["adapters"] else about["pattern"] or "dense"
         raise ConfigError(f"semi-structured tensors are 2:4, the weights in {directory} are {told}")
-    if dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in TYPES:
         raise ConfigError(f"semi-structured products exist for fp16 and bf16, not for {dtype}")
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         raise ConfigError(f"semi-structured products need a CUDA device, got device={device!r}")

@@ -35,6 +35,8 @@ LIMITS = {
     torch.float8_e4m3fn: Limits(32, 16, 10),
 }
 """The types that are packed. In fp32 the library would multiply in TF32."""
+TYPES = (torch.float16, torch.bfloat16)
+"""Those whose products need no scales: what layers are trained and loaded in."""
 
 
 def compress_24(x: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ class Sparsifier:
         must be summed: see docs/many_machines.md.
 
         Raises:
-            ConfigError: prepared, attached or sharded already; simulated fp8.
+            ConfigError: prepared, attached or sharded already; simulated fp8; sparse products.
         """
         from sparsepretrain.sparsity import sharding
 
@@ -151,7 +151,14 @@ class Sparsifier:
             raise ConfigError(f"the sparsifier is {done} already: the order is {sharding.ORDER}")
         if self._state.execution is not EMULATE:
             raise ConfigError("fp8_sim does not go with sharding: leave precision out")
+        backend = self._state.backend
+        if backend is not None and backend.name != "auto":
+            raise ConfigError(
+                f"backend={backend.name} does not go with sharding: use auto or emulate"
+            )
         sharding.prepare(self.layers, self._state)
+        for layer in self.layers.values():
+            layer.sparsity.fit(layer.weight.device)
 
     def detach(self) -> None:
         """Undo :meth:`attach`; the layers stay sparse."""

@@ -378,8 +378,8 @@ class LayerState(nn.Module):
         backend, self.settled, self.fits = self.model.backend, False, {}
         if backend is None:
             return
-        rounds = self.model.execution.rounds
-        self.fits = backend.fit(self.method.sparse_row, self.shape, self.dim, device, rounds)
+        why = "its weight is sharded" if self.model.sharded else self.model.execution.without_sparse
+        self.fits = backend.fit(self.method.sparse_row, self.shape, self.dim, device, why)
         self.packs = "" if backend.name == "auto" else self._fitting
 
     def settle(self, weight: Tensor, inputs: Any, dtype: torch.dtype, bias: bool) -> None:

@@ -132,7 +132,7 @@ def sparsify_with(
         fits = []
         for layer in layers.values():
             cls = sparse_class(type(layer))
-            shape, rest = tuple(layer.weight.shape), (cls.in_dim, place, execution.rounds)
+            shape, rest = tuple(layer.weight.shape), (cls.in_dim, place, execution.without_sparse)
             fits.append(chooser.fit(method.sparse_row, shape, *rest))
         chooser.require(options.name, fits)
     state = ModelState(model, method, execution, chooser, seed, device)

@@ -319,6 +319,14 @@ def test_a_model_that_moves_to_another_device(monkeypatch):
         products(model, torch.bfloat16)
 
 
+def test_sharded_weights_are_emulated():
+    with pytest.raises(ConfigError, match="backend=semi_structured does not go with sharding"):
+        sparsify(Layer(), "ste").prepare_sharding()
+    handle = sparsify(Layer(), "ste", backend="auto")
+    handle.prepare_sharding()
+    assert handle.coverage().chosen.endswith("all products are emulated: its weight is sharded")
+
+
 def test_products_in_fp32_are_refused_or_emulated():
     message = "backend=semi_structured: sparse products exist in fp16 and bf16, not in float32"
     model = Layer()

@@ -99,6 +99,8 @@ class Execution:
 
     rounds: ClassVar[bool] = False
     """Whether operands get other values, and products another dtype, than autocast gives them."""
+    without_sparse: ClassVar[str] = ""
+    """Why there are no sparse products beside it; "": there may be."""
 
     def __str__(self) -> str:
         return ""  # the products follow autocast; else a label and details behind a colon

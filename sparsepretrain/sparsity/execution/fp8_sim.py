@@ -22,6 +22,7 @@ class SimulatedFP8(Execution):
     """
 
     rounds: ClassVar[bool] = True
+    without_sparse: ClassVar[str] = "its products are in simulated fp8"
     name: Literal["fp8_sim"]
     recipe: Literal["hybrid", "reference"] = "hybrid"
     """Backward products: e5m2 × e4m3, what fp8 libraries offer; or e5m2 × e5m2, the authors' code

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.kernels import compress_24, matmul_24
 from sparsepretrain.kernels.cusparselt.packed24 import seconds, unsupported
-from sparsepretrain.kernels.packed24 import LIMITS
+from sparsepretrain.kernels.packed24 import LIMITS, TYPES
 from sparsepretrain.sparsity.execution.base import (
     EMULATE,
     Estimate,
@@ -31,7 +31,6 @@ from sparsepretrain.sparsity.execution.base import (
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.method import Row
 
-TYPES = (torch.float16, torch.bfloat16)
 SPARSE, DENSE, _ = LIMITS[torch.float16]
 PRODUCT = {"A": "fprop", "Xf": "fprop", "B": "dgrad", "P": "dgrad", "U": "wgrad", "Xw": "wgrad"}
 """Place of an operand in the row -> the product that it belongs to."""
@@ -170,7 +169,7 @@ class Backend:
         self.trials: dict[Case, Trial] = {}
 
     def fit(
-        self, row: Row, shape: tuple[int, ...], dim: int, device: torch.device, rounds: bool
+        self, row: Row, shape: tuple[int, ...], dim: int, device: torch.device, why: str = ""
     ) -> dict[str, str]:
         """Place of an N:M operand -> why it cannot be packed; "": it can.
 
@@ -179,9 +178,8 @@ class Backend:
             shape: of the stored weight.
             dim: of in_features in it.
             device: of the weight; nothing is asked of meta.
-            rounds: whether operands are quantised.
+            why: no product of the model can be sparse.
         """
-        why = "its products are in simulated fp8" if rounds else ""
         if not why and device.type != "meta":
             why = unsupported(device) or ""
         if not why and len(shape) != 2:
