@@ -109,7 +109,7 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         axis, shape = layer.sparsity.dim, layer.weight.shape
         sizes = shape[axis], shape[1 - axis], tuple(shape[2:])
         own = layer.sparsity
-        yet = "" if own.packs or own.settled else "not tried before the first forward"
+        yet = "" if own.packs or own.settled else "not tried yet"
         why = {PRODUCT[place]: why or yet for place, why in own.fits.items()}
         kind = layer.replaces.__name__
         rows.append(CoveredLayer(name, kind, *sizes, **words, emulated=why))

@@ -15,7 +15,7 @@ from sparsepretrain import registry
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.sparsity import reminder
-from sparsepretrain.sparsity.execution import backend_of, execution_of
+from sparsepretrain.sparsity.execution import Backend, backend_of, execution_of
 from sparsepretrain.sparsity.layers import (
     SparseLayer,
     layer_family,
@@ -109,7 +109,7 @@ def sparsify_with(
     exclude: Sequence[str] = (),
     seed: int = 0,
     total_steps: int | None = None,
-    backend: str = "emulate",
+    backend: str | Backend = "emulate",
     precision: str | dict[str, str] | None = None,
 ) -> Sparsifier:
     """:func:`sparsify` with options that were checked already, and the same errors.

@@ -18,7 +18,7 @@ from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
-from sparsepretrain.sparsity.execution import backend_of
+from sparsepretrain.sparsity.execution import Backend
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.batches import TrainingBatches
@@ -143,9 +143,10 @@ def sparsify_model(
     """
     options: MethodOptions = run.sparsity
     fp8 = run.precision if isinstance(run.precision, SimulatedFP8) else None
-    backend = "emulate" if device is None else run.backend
-    if device is not None and (chooser := backend_of(backend)) is not None:
-        chooser.require_here(device, compute_dtype(run.precision))
+    backend: Any = "emulate"
+    if device is not None and run.backend != "emulate":
+        backend = Backend(run.backend, device)
+        backend.require_here(device, compute_dtype(run.precision))
     try:
         return sparsify_with(
             model,

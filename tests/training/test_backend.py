@@ -31,6 +31,9 @@ def test_a_machine_without_sparse_products(tiny, capsys):
     assert told.endswith(f"backend=semi_structured: {reason}: backend=auto or emulate trains")
     assert len(told.splitlines()) == 1 and not (tiny.root / "runs").exists()
     assert cli.main(["train", *given, "--dry-run"]) == 2
+    capsys.readouterr()
+    assert cli.main(["train", *given[:-1], "backend=auto", "--dry-run"]) == 0
+    assert f"backend auto: all products are emulated: {reason}" in capsys.readouterr().out
     auto = tiny.train("precision=bf16", "backend=auto", "steps=2")
     line = f"backend auto: all products are emulated: {reason}"
     assert auto.code == 0 and line in auto.output.splitlines()

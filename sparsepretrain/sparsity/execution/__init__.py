@@ -59,6 +59,8 @@ def backend_of(backend: Any) -> Backend | None:
     Raises:
         ConfigError: what does not exist, naming the argument.
     """
+    if isinstance(backend, Backend):
+        return backend
     if backend == "emulate":
         return None
     if backend in ("semi_structured", "auto"):

@@ -162,10 +162,15 @@ class Backend:
     """Which products of a model are sparse: all that can be, or (``auto``) those that are faster.
 
     What is decided for a layer is in its state; this holds what layers of one size share.
+
+    Args:
+        name: ``semi_structured`` or ``auto``.
+        device: where a model that is on the meta device will train; None: not known.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: torch.device | None = None) -> None:
         self.name = name
+        self.device = device
         self.trials: dict[Case, Trial] = {}
 
     def fit(
@@ -177,11 +182,12 @@ class Backend:
             row: what the products see once they are sparse.
             shape: of the stored weight.
             dim: of in_features in it.
-            device: of the weight; nothing is asked of meta.
+            device: of the weight.
             why: no product of the model can be sparse.
         """
-        if not why and device.type != "meta":
-            why = unsupported(device) or ""
+        where = self.device if device.type == "meta" else device
+        if not why and where is not None:
+            why = unsupported(where) or ""
         if not why and len(shape) != 2:
             why = "a convolution"
         sizes = {"out_features": shape[1 - dim], "in_features": shape[dim]}
