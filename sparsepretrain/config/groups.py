@@ -99,16 +99,39 @@ class Parallel:
 
 
 @dataclass(slots=True, kw_only=True)
-class DataParallel(Parallel):
-    """Every process holds the whole model and computes its share of the micro-batches."""
+class Processes:
+    """Several of them, each of which computes its share of the micro-batches of a step."""
 
-    name: Literal["ddp"]  # type: ignore[assignment]
+    name: str
+    device: Literal["auto", "cpu", "cuda"]
+    """auto: the GPU if there is one."""
     nproc: Annotated[int | None, "> 0"]
     """Processes on this machine; null: as many as torchrun started, else one per GPU."""
     timeout: Annotated[int, "> 0"]
     """Seconds after which a process gives up waiting for the others."""
     grace: Annotated[int, "> 0"]
     """Seconds that processes have to save after a signal, before they are killed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DataParallel(Processes):
+    """Every process holds the whole model."""
+
+    name: Literal["ddp"]
+    reduction: Literal["fast", "tree"]
+    """How gradients of micro-batches are added: in the order in which they come, or as a balanced
+    tree over the global batch, which gives the same bits for 1, 2, 4, 8, ... processes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FullySharded(Processes):
+    """Weights, gradients and moments are shared out over the processes (FSDP2)."""
+
+    name: Literal["fsdp"]
+    replicas: Annotated[int, "> 0"]
+    """Copies of the model, each shared out over processes / replicas (HSDP)."""
+    reshard_after_forward: bool
+    """Whether what was gathered for a forward is dropped and gathered again for the backward."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,7 +153,7 @@ GROUPS: dict[str, dict[str, type]] = {
     for group, classes in {
         "schedule": (Decay, Warmup, Triangle),
         "precision": (Precision, ScaledPrecision, SimulatedFP8),
-        "parallel": (Parallel, DataParallel),
+        "parallel": (Parallel, DataParallel, FullySharded),
     }.items()
 }
 """Groups whose ``name`` selects a dataclass of this file."""

@@ -142,9 +142,23 @@ class Run:
         yield from _fitting(self)
         if self.parallel is not None:
             yield from shares(self, getattr(self.parallel, "nproc", None) or 1)
+        yield from self._sharded()
         floor, peak = getattr(self.schedule, "min_lr", 0.0), getattr(self.optim, "lr", None)
         if peak is not None and floor > peak:
             yield "schedule.min_lr", f"must be ≤ optim.lr ({peak}), got {floor}"
+
+    def _sharded(self) -> Problems:
+        """What does not go with ``parallel=fsdp``."""
+        if getattr(self.parallel, "name", "") != "fsdp":
+            return
+        if self.compile:
+            yield "compile", "must be false with parallel=fsdp: use parallel=ddp"
+        precision = getattr(self.precision, "name", "fp32")
+        if precision in ("fp16", "fp8_sim"):
+            yield "precision", f"must be fp32, bf16 or fp64 with parallel=fsdp, got {precision}"
+        if self.probe:
+            names = ", ".join(self.probe)
+            yield "probe", f"needs whole weights, got {names}: use parallel=single or ddp"
 
     def _kept(self) -> Problems:
         """Whether there will be checkpoints of the kind that are to be kept."""
@@ -165,7 +179,9 @@ def shares(run: Run, processes: int) -> Problems:
         return  # said by Batch
     if size % (micro * processes):
         yield "batch.size", f"must be a multiple of batch.micro·{processes} processes, got {size}"
-    elif run.parallel.reduction == "tree":
+    elif processes > 1 and processes % (replicas := getattr(run.parallel, "replicas", 1)):
+        yield "parallel.replicas", f"must divide the {processes} processes, got {replicas}"
+    elif getattr(run.parallel, "reduction", "fast") == "tree":
         counts = {"processes": processes, "micro-batches (batch.size / batch.micro)": size // micro}
         for what, count in counts.items():
             if count & (count - 1):

@@ -210,10 +210,10 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     """``whole``, sharded as ``like`` is; nothing is sent.
 
     Args:
-        whole: equal on all processes, on any device.
-        like: of the same shape; not sharded: ``whole`` is returned.
+        whole: equal on all processes, on any device; sharded already: it is returned.
+        like: not sharded, or of another shape: ``whole`` is returned.
     """
-    if not isinstance(like, DTensor) or whole.shape != like.shape:
+    if not isinstance(like, DTensor) or isinstance(whole, DTensor) or whole.shape != like.shape:
         return whole
     rows = RowsOf("a parameter", like)
     return rows.wrap(rows.mine(whole).to(like.device))

@@ -65,7 +65,9 @@ def build_session(
     if splits is None:
         splits = ("train", "validation") if run.eval.batches != 0 else ("train",)
     task.open_data(splits, on_progress=console.progress)
-    model = build_model(task, world.device)
+    sharded = run.parallel.name == "fsdp" and world.size > 1
+    # what is sharded goes to the device block by block
+    model = build_model(task, torch.device("cpu") if sharded else world.device)
     # before sparsify, which freezes what comes from initial weights
     buffers = {} if initial is None else load_initial(initial, run, task, model, console)
     initial_weights = weights_hash(model) if trains else None
@@ -73,6 +75,10 @@ def build_session(
         model.double()
     sparsifier = sparsify_model(run, task, model, device)
     restore_method(sparsifier, buffers)
+    if sharded:
+        from sparsepretrain.training.shards import shard
+
+        shard(run, model, sparsifier, world)
     forward_model: nn.Module = torch.compile(model) if run.compile else model  # type: ignore[assignment]
     each = run.batch.size // (run.batch.micro * world.size)
     share = range(world.rank * each, (world.rank + 1) * each)
@@ -88,7 +94,7 @@ def build_session(
         batches=TrainingBatches(
             task, run.batch.size, run.batch.micro, world.device, run.workers, share
         ),
-        gradients=gradients(run.parallel.reduction, task, forward_model, world),
+        gradients=gradients(run.parallel, task, forward_model, world),
         ema=None if run.ema is None else EMA(model, run.ema),
         on_progress=console.progress,
         initial_weights=initial_weights,

@@ -122,12 +122,14 @@ class Tree(Gradients):
         self._used.zero_()
 
 
-def gradients(reduction: str, task: Task, model: nn.Module, world: World) -> Gradients:
-    """As ``parallel.reduction`` says, for a model that is sparse already."""
+def gradients(parallel: Any, task: Task, model: nn.Module, world: World) -> Gradients:
+    """As the group ``parallel`` says, for a model that is sparse, and sharded, already."""
     loss = Loss(task, model)
-    if reduction == "tree":
+    if getattr(parallel, "reduction", "fast") == "tree":
         return Tree(loss, world)
-    return Gradients(loss, world) if world.size == 1 else Summed(loss, world)
+    # FSDP sums gradients in the backward
+    alone = world.size == 1 or parallel.name == "fsdp"
+    return Gradients(loss, world) if alone else Summed(loss, world)
 
 
 # DistributedDataParallel reads these annotations: they cannot be strings

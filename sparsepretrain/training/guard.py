@@ -8,6 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from sparsepretrain.errors import DivergedError
 
@@ -116,28 +117,31 @@ def require_finite_weights(t: Session) -> None:
     Raises:
         DivergedError: whatever ``guard`` says, since every later step would keep it.
     """
-    norm = torch.nn.utils.get_total_norm(list(t.model.parameters()))  # one read of the device
-    if math.isfinite(float(norm)):
+    norm = t.world.whole(torch.nn.utils.get_total_norm(list(t.model.parameters())))
+    if math.isfinite(float(norm)):  # one read of the device
         return
-    for name, parameter in t.model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise DivergedError(
-                f"step {t.step}: {name} holds weights that are not finite (a mask may hide them "
-                "from the loss); they are not saved. Continue from the checkpoint before, with a "
-                "lower optim.lr or clip"
-            )
+    for name in _not_finite(t, dict(t.model.named_parameters())):
+        raise DivergedError(
+            f"step {t.step}: {name} holds weights that are not finite (a mask may hide them "
+            "from the loss); they are not saved. Continue from the checkpoint before, with a "
+            "lower optim.lr or clip"
+        )
 
 
 def _culprit(t: Session, loss: float) -> str:
     if not math.isfinite(loss):
         return f"the loss is {loss}"
-    names = [
-        name
-        for name, parameter in t.model.named_parameters()
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all()
-    ]
+    names = _not_finite(t, {k: p.grad for k, p in t.model.named_parameters() if p.grad is not None})
     if not names:
         return "the gradient norm is not finite"
     # backward carries a NaN from where it arises to the layers before it
     others = f" (and of {len(names) - 1} parameters before it)" if len(names) > 1 else ""
     return f"the gradient of {names[-1]} is not finite{others}"
+
+
+def _not_finite(t: Session, tensors: dict[str, Tensor]) -> list[str]:
+    """Names of those with such an entry, on any process."""
+    shards = {name: getattr(value, "_local_tensor", value) for name, value in tensors.items()}
+    mine = [name for name, value in shards.items() if not torch.isfinite(value).all()]
+    found = set().union(*t.world.gather(mine))
+    return [name for name in tensors if name in found]

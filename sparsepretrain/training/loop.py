@@ -106,7 +106,8 @@ def train_step(t: Session) -> dict[str, Any]:
     for observer in t.observers:
         observer.after_backward(t)
     parameters = [p for p in t.model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = t.world.whole(torch.nn.utils.get_total_norm(gradients))
     total, t.agreed = _read(losses)
     mean, grad_norm = total / items, float(norm)
     # before clipping, which spreads a NaN to every gradient
@@ -215,11 +216,12 @@ def evaluate(
         if t.stopping is not None:
             return None
         observations: list[Observation] = []
-        for batch in _shown(t, split, requests[t.world.rank :: t.world.size]):
-            if t.stopping is not None:  # in a world of one; else nobody learns of it here
-                return None
-            with autocast(t.run.precision, t.device):
-                observations.append(t.task.observe(t.forward_model, batch, final=final))
+        with t.gathered():
+            for batch in _shown(t, split, requests[t.world.rank :: t.world.size]):
+                if t.stopping is not None:  # in a world of one; else nobody learns of it here
+                    return None
+                with autocast(t.run.precision, t.device):
+                    observations.append(t.task.observe(t.forward_model, batch, final=final))
         told, parts = zip(*t.world.gather((t.signals.exit_code, observations)), strict=True)
         t.agreed = next((code for code in STOPS if code in told), None)
         ranks = itertools.cycle(map(iter, parts))  # in the order of the requests

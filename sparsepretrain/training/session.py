@@ -275,11 +275,39 @@ class Session:
         """Whether the last step changed the weights; it does not where the guard refused it."""
         return not self.skips_in_a_row
 
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, a process may run forwards that the others do not, even of a sharded model."""
+        if not self._sharded:
+            return contextlib.nullcontext()
+        from sparsepretrain.training.shards import gathered
+
+        return gathered(self.run, self.model)
+
+    @property
+    def _sharded(self) -> bool:
+        return self.run.parallel.name == "fsdp" and self.world.size > 1
+
+    def _whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Where they are sharded: gathered one by one, for the first process only, on the CPU."""
+        if not self._sharded:
+            return tensors
+        found: dict[str, Tensor] = {}
+        named = self.model.named_parameters(remove_duplicate=False)
+        first: dict[nn.Parameter, str] = {}
+        tied = {name: first.setdefault(parameter, name) for name, parameter in named}
+        for name, tensor in tensors.items():
+            if (other := tied.get(name, name)) in found:
+                found[name] = found[other]
+            else:
+                whole = self.world.whole(tensor)
+                found[name] = whole.cpu() if self.world.is_main else tensor
+        return found if self.world.is_main else {}
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that a continued run needs to go on bit for bit, as named parts.
 
         ``model``, ``optimizer`` and ``ema`` hold tensors by name; the other parts are plain values
-        that JSON can hold.
+        that JSON can hold. Collective; of a sharded model the first process has the tensors.
         """
         tensors, options = _optimizer_state(self.model, self.optimizer)
         parts: dict[str, Any] = {
@@ -290,14 +318,18 @@ class Session:
             "sparsifier": self.sparsifier.state_dict(),
             "scaler": self.scaler.state_dict(),
             "optimizer_options": options,
-            "model": self.model.state_dict(),
-            "optimizer": tensors,
+            "model": self._whole(self.model.state_dict()),
+            "optimizer": self._whole(tensors),
         }
         if self.ema is not None:
-            parts |= {"ema": dict(self.ema.averages), "ema_updates": self.ema.updates}
+            parts |= {"ema": self._whole(self.ema.averages), "ema_updates": self.ema.updates}
         if self.probes:
             parts["probes"] = {name: probe.state_dict() for name, probe in self.probes.items()}
         return parts
+
+    def _parts(self, whole: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The shards of this process, where ``like`` is sharded."""
+        return {k: self.world.part(v, like[k]) if k in like else v for k, v in whole.items()}
 
     def load_state_dict(self, state: dict[str, Any], source: object = "the checkpoint") -> None:
         """Restore what :meth:`state_dict` returned, here or in an older version.
@@ -319,10 +351,11 @@ class Session:
                 f"{self.task.fingerprint}): prepare the same data, or start anew with resume=never"
             )
         try:
-            self.model.load_state_dict(state["model"])
-            _load_optimizer(self.model, self.optimizer, state)
+            self.model.load_state_dict(self._parts(state["model"], self.model.state_dict()))
+            _load_optimizer(self.model, self.optimizer, state, self.world)
             if self.ema is not None:
-                self.ema.load(*averages(state, self.model))
+                kept, updates = averages(state, self.model)
+                self.ema.load(self._parts(kept, self.ema.averages), updates)
         except (RuntimeError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:200]
             text = f"{source} does not fit this model or optimiser: {reason}"
@@ -365,7 +398,9 @@ def _optimizer_state(
     return tensors, {**state, "groups": groups, "values": values}
 
 
-def _load_optimizer(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+def _load_optimizer(
+    model: nn.Module, optimizer: Optimizer, state: dict[str, Any], world: World
+) -> None:
     fresh = optimizer.state_dict()
     loaded = state["optimizer"]
     if "param_groups" not in loaded:  # else format 1, as the optimiser wrote it
@@ -377,6 +412,11 @@ def _load_optimizer(model: nn.Module, optimizer: Optimizer, state: dict[str, Any
             entries.setdefault(indices[name], {})[key] = value
         del options["groups"]
         loaded = {**options, "state": entries, "param_groups": fresh["param_groups"]}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, entries in loaded["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                entries[key] = world.part(value, parameters[index])
     optimizer.load_state_dict(loaded)
     for group, configured in zip(optimizer.param_groups, fresh["param_groups"], strict=True):
         # hyper-parameters come from the configuration

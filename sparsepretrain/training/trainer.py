@@ -6,9 +6,11 @@ import contextlib
 import io
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
@@ -164,7 +166,8 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
         t.world.first(write)
 
     def save_masks() -> None:
-        t.world.first(lambda: _save_masks(t, directory))
+        masks = t.sparsifier.masks()
+        t.world.first(lambda: _save_masks(masks, directory.masks_file(t.step), directory))
 
     exit_code, summary = 1, None
     try:
@@ -191,15 +194,15 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
     return exit_code
 
 
-def _save_masks(t: Session, directory: RunDirectory) -> None:
+def _save_masks(masks: dict[str, Tensor], file: Path, directory: RunDirectory) -> None:
     """Packed masks (1 bit per weight) with the shapes to unpack them."""
     arrays: dict[str, np.ndarray] = {}
-    for name, mask in t.sparsifier.masks().items():
+    for name, mask in masks.items():
         arrays[name] = pack_24(mask).cpu().numpy()
         arrays[f"{name}.shape"] = np.array(mask.shape)
     archive = io.BytesIO()
     np.savez(archive, **arrays)  # type: ignore[arg-type]
-    directory.write(directory.masks_file(t.step), archive.getvalue())
+    directory.write(file, archive.getvalue())
 
 
 def _announce(t: Session, directory: RunDirectory, console: Console) -> None:

@@ -60,6 +60,22 @@ class World:
             dist.all_reduce(value, group=None if value.is_cuda else self.host)
         return value
 
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of a tensor of which the processes may hold shards."""
+        if self.size == 1:
+            return tensor
+        from sparsepretrain.sparsity import sharding
+
+        return sharding.whole(tensor)
+
+    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """What this process holds of ``tensor``, which all have, if it is sharded as ``like``."""
+        if self.size == 1:
+            return tensor
+        from sparsepretrain.sparsity import sharding
+
+        return sharding.part_of(tensor, like)
+
     def gather(self, value: T) -> list[T]:
         """What every process gives, in the order of ranks."""
         if self.size == 1:
@@ -113,7 +129,9 @@ def join(run: Run) -> Iterator[World]:
         yield single
         return
     if run.parallel.name == "single":
-        raise ConfigError(f"parallel=single, but {size} processes were started: give parallel=ddp")
+        raise ConfigError(
+            f"parallel=single, but {size} processes were started: give parallel=ddp or fsdp"
+        )
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if wanted not in (None, here):
         raise ConfigError(f"parallel.nproc={wanted}, but {here} processes were started here")

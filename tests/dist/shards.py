@@ -133,9 +133,7 @@ def train(
         "metrics": numbers,
         "masks": {k: v.tolist() for k, v in sparsifier.masks().items()},
         "proof": str(prove(sparsifier)),
-        "state": {
-            key: whole(value) for key, value in model.state_dict().items() if value.numel()
-        },
+        "state": {key: whole(value) for key, value in model.state_dict().items() if value.numel()},
         "stored": sum(plain(p).numel() for p in model.parameters()),
     }
 

@@ -24,7 +24,7 @@ def refusal(*words, started=None, monkeypatch=None):
 
 def test_processes_that_were_not_asked_for(monkeypatch):
     told = refusal("parallel=single", started=2, monkeypatch=monkeypatch)
-    assert told == "parallel=single, but 2 processes were started: give parallel=ddp"
+    assert told == "parallel=single, but 2 processes were started: give parallel=ddp or fsdp"
     told = refusal("parallel=ddp", "parallel.nproc=4", started=2, monkeypatch=monkeypatch)
     assert told == "parallel.nproc=4, but 2 processes were started here"
 
