@@ -16,6 +16,7 @@ SUITES = {
     "linear": "sparsepretrain.bench.linear",
     "steps": "sparsepretrain.bench.steps",
     "operands": "sparsepretrain.bench.operands",
+    "host": "sparsepretrain.bench.host",
 }
 """Name -> module with ``cases(quick)``, a list of :class:`timing.Case` or ``kernels.Timed``.
 

@@ -6,13 +6,18 @@ Imported only where a Triton kernel runs; the references need torch alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run on CPU tensors, for tests: Triton reads this variable when it is imported."""
@@ -48,27 +53,128 @@ class Rows(NamedTuple):
     inner_stride: int
     stride: int
 
-    def reach(self, count: int, length: int) -> int:
-        """Offset of the last element."""
-        outer = count // self.inner
-        return outer * self.outer_stride + self.inner * self.inner_stride + length * self.stride
-
-    def gapless(self, count: int, length: int) -> bool:
-        """Whether the rows follow each other in memory without gaps, in order."""
-        outer = self.outer_stride == length * self.inner or count == self.inner
-        inner = self.inner_stride == length or self.inner == 1
-        return self.stride == 1 and outer and inner
-
 
 def rows_of(x: Tensor, dim: int) -> Rows:
     """``x`` as rows along ``dim``; copies only what no strides of three axes describe."""
-    dim %= x.dim()
-    before, after = x.shape[:dim].numel(), x.shape[dim + 1 :].numel()
-    flat = x.reshape(before, x.shape[dim], after)
-    outer, stride, inner = flat.stride()
-    if before == 1:  # one stride from row to row: divisions by 1 vanish in the compiled kernel
-        return Rows(flat, 1, inner, 0, stride)
-    return Rows(flat, after, outer, inner, stride)
+    strides = _strides(x.shape, x.stride(), dim)
+    if strides is None:
+        x = x.contiguous()
+        strides = _strides(x.shape, x.stride(), dim)
+        assert strides is not None
+    return Rows(x, *strides)
+
+
+# A launch costs the host time, which a GPU waits for: geometry is worked out once per shape.
+Strides = tuple[int, int, int, int]
+"""All of :class:`Rows` but its data."""
+
+
+@lru_cache(4096)
+def _strides(shape: torch.Size, stride: tuple[int, ...], dim: int) -> Strides | None:
+    """A tensor as :class:`Rows`; None: only a copy of it is one."""
+    dim %= len(shape)
+    outer, inner = (
+        _stride(shape[axes], stride[axes]) for axes in (slice(dim), slice(dim + 1, None))
+    )
+    if outer is None or inner is None:
+        return None
+    if shape[:dim].numel() == 1:  # one stride from row to row: divisions by 1 vanish when compiled
+        return 1, inner, 0, stride[dim]
+    return shape[dim + 1 :].numel(), outer, inner, stride[dim]
+
+
+def _stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
+    """Of several axes taken as one; None: they are not."""
+    axes = [axis for axis in zip(shape, stride, strict=True) if axis[0] != 1]
+    if any(outer != n * inner for (_, outer), (n, inner) in pairwise(axes)):
+        return None
+    return axes[-1][1] if axes else 1
+
+
+class Tiling(NamedTuple):
+    """What a launch over groups comes to."""
+
+    rows: int
+    groups: int
+    """Per row."""
+    tile: Tile
+    programs: int
+    joined: Strides | None
+    """Of all rows as one, where they follow each other in memory."""
+
+
+@lru_cache(4096)
+def _tiling(
+    shape: torch.Size,
+    dim: int,
+    m: int,
+    numbered: bool,
+    source: Strides,
+    target: Strides,
+    others: tuple[Strides, ...],
+) -> Tiling:
+    length = shape[dim]
+    count, every = shape.numel() // length, (source, target, *others)
+    contiguous = source[3] == target[3] == 1
+    joined = None
+    if not numbered and all(_gapless(strides, count, length) for strides in (source, target)):
+        # groups never straddle rows, so all of it is one row: no tile hangs over a row's end
+        count, length = 1, shape.numel()
+        joined = 1, length, 0, 1
+        every = (joined,)
+    groups = length // m
+
+    def power_of_two(n: int) -> int:
+        return 1 << (n - 1).bit_length()
+
+    per_tile = BLOCK // power_of_two(m)
+    if contiguous:
+        across = per_tile if count == 1 else min(per_tile, max(512 // power_of_two(m), 1))
+        wide = min(across, power_of_two(groups))
+        high = min(per_tile // wide, power_of_two(count))
+    else:
+        high = min(LANES, per_tile, power_of_two(count))
+        wide = min(per_tile // high, power_of_two(groups))
+    reach = max(
+        count // inner * outer + inner * within + length * stride
+        for inner, outer, within, stride in every
+    )
+    tile = Tile(high, wide, contiguous, reach >= 2**31)
+    return Tiling(count, groups, tile, -(-count // high) * -(-groups // wide), joined)
+
+
+def _gapless(strides: Strides, count: int, length: int) -> bool:
+    """Whether the rows follow each other in memory without gaps, in order."""
+    inner, outer, within, stride = strides
+    in_order = outer == length * inner or count == inner
+    return stride == 1 and in_order and (within == length or inner == 1)
+
+
+_operators = torch.library.Library("sparsepretrain", "FRAGMENT")
+
+
+def operator(
+    name: str, fake: Callable[..., Any], mutates: Sequence[str] = ()
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Register a function as ``sparsepretrain::name``, without ``custom_op``'s checks of each call.
+
+    They take 10 µs of a launch. What they would notice: a result that shares memory with an
+    argument, and a backward through it.
+
+    Args:
+        name: of the operator.
+        fake: what tracing computes in its place.
+        mutates: arguments that are written in place, whose versions the function counts itself.
+    """
+
+    def register(function: Callable[P, T]) -> Callable[P, T]:
+        _operators.define(name + torch.library.infer_schema(function, mutates_args=mutates))
+        _operators.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"sparsepretrain::{name}", fake, lib=_operators)
+        overload: Callable[P, T] = getattr(torch.ops.sparsepretrain, name).default
+        return overload
+
+    return register
 
 
 def over_elements(
@@ -89,7 +195,7 @@ def over_elements(
         return
     wide = max(count, reach) >= 2**31 - block
     with torch.cuda.device_of(pointers[0]):
-        kernel[(triton.cdiv(count, block),)](
+        kernel[(-(-count // block),)](
             *pointers, count, *args, BLOCK=block, WIDE=wide, enable_fp_fusion=False, **options
         )
 
@@ -129,35 +235,27 @@ def over_groups(
     constants ``TILE`` (a :class:`Tile`) and ``options``. ``numbered``: rows and groups keep their
     numbers, which the kernel uses. Elements beyond the last whole group of a row are left alone.
     """
-    length = x.shape[dim]
-    count = x.numel() // max(length, 1)
-    if not x.numel() or length < m:
+    if not x.numel() or x.shape[dim] < m:
         return
     source, target = rows_of(x, dim), rows_of(out, dim)
-    others = [arg for arg in args if isinstance(arg, Rows)]
-    numbered |= bool(others)  # which need not be gapless
-    contiguous = source.stride == 1 and target.stride == 1
-    if not numbered and source.gapless(count, length) and target.gapless(count, length):
-        # groups never straddle rows, so all of it is one row: no tile hangs over a row's end
-        count, length = 1, x.numel()
-        source, target = (Rows(rows.data, 1, length, 0, 1) for rows in (source, target))
-    per_tile = BLOCK // triton.next_power_of_2(m)
-    if contiguous:
-        across = per_tile if count == 1 else min(per_tile, max(512 // triton.next_power_of_2(m), 1))
-        groups = min(across, triton.next_power_of_2(length // m))
-        rows = min(per_tile // groups, triton.next_power_of_2(count))
-    else:
-        rows = min(LANES, per_tile, triton.next_power_of_2(count))
-        groups = min(per_tile // rows, triton.next_power_of_2(length // m))
-    grid = (triton.cdiv(count, rows) * triton.cdiv(length // m, groups),)
-    wide = max(t.reach(count, length) for t in (source, target, *others)) >= 2**31
-    tile = Tile(rows, groups, contiguous, wide)
+    others = tuple(arg[1:] for arg in args if isinstance(arg, Rows))  # which need not be gapless
+    numbered |= bool(others)
+    tiling = _tiling(x.shape, dim, m, numbered, source[1:], target[1:], others)
+    if tiling.joined is not None:
+        source, target = (Rows(rows.data, *tiling.joined) for rows in (source, target))
     if beside is not None:
         args = (target._replace(data=beside), *args)
     with torch.cuda.device_of(x):
         # no fusion: decisions are compared bit for bit with the reference
-        kernel[grid](
-            source, target, count, length // m, *args, TILE=tile, enable_fp_fusion=False, **options
+        kernel[(tiling.programs,)](
+            source,
+            target,
+            tiling.rows,
+            tiling.groups,
+            *args,
+            TILE=tiling.tile,
+            enable_fp_fusion=False,
+            **options,
         )
 
 

@@ -12,6 +12,7 @@ from sparsepretrain.kernels.triton.launch import (
     block_offsets,
     memory_order,
     narrow,
+    operator,
     over_elements,
     widen,
 )
@@ -23,7 +24,7 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Ten
     masked_decay_op(grad, weight, mask, number, factor)
 
 
-@torch.library.custom_op("sparsepretrain::masked_decay_", mutates_args=("grad",))
+@operator("masked_decay_", fake=lambda *_: None, mutates=["grad"])
 def masked_decay_op(
     grad: Tensor, weight: Tensor, mask: Tensor, decay: float, factor: Tensor | None
 ) -> None:
@@ -37,6 +38,8 @@ def masked_decay_op(
     over_elements(_masked_decay, pointers, dense.numel(), decay, GIVEN=factor is not None)
     if not target.is_contiguous():
         target.copy_(dense.view(target.shape))
+    else:
+        torch.autograd.graph.increment_version(grad)
 
 
 @triton.jit
@@ -55,7 +58,7 @@ def _masked_decay(
     tl.store(grad + offsets, narrow(g, grad), mask)
 
 
-@torch.library.custom_op("sparsepretrain::differing_bits", mutates_args=())
+@operator("differing_bits", fake=lambda previous, current: current.new_empty((), dtype=torch.int64))
 def differing_bits(previous: Tensor, current: Tensor) -> Tensor:
     """Number of bits in which two tensors of bytes (masks or packed codes) differ; 0-d int64."""
     total = torch.zeros((), dtype=torch.int64, device=current.device)
@@ -67,7 +70,6 @@ def differing_bits(previous: Tensor, current: Tensor) -> Tensor:
     return total
 
 
-differing_bits.register_fake(lambda previous, current: current.new_empty((), dtype=torch.int64))
 flip_count = packed_flip_count = differing_bits
 
 
@@ -85,7 +87,7 @@ def _differing_bits(previous, current, total, count, BLOCK: tl.constexpr, WIDE: 
     tl.atomic_add(total, tl.sum(ones.to(tl.int32), 0).to(tl.int64))
 
 
-@torch.library.custom_op("sparsepretrain::pack_24", mutates_args=())
+@operator("pack_24", fake=lambda mask: mask.new_empty(-(-mask.numel() // 8), dtype=torch.uint8))
 def pack_24(mask: Tensor) -> Tensor:
     """See :func:`sparsepretrain.kernels.pack_24`."""
     bits = mask.contiguous().view(-1).view(torch.uint8)
@@ -93,9 +95,6 @@ def pack_24(mask: Tensor) -> Tensor:
     length, reach = bits.numel(), bits.numel() + BLOCK
     over_elements(_pack, (bits, code), code.numel(), length, block=BLOCK // 8, reach=reach)
     return code
-
-
-pack_24.register_fake(lambda mask: mask.new_empty(-(-mask.numel() // 8), dtype=torch.uint8))
 
 
 @triton.jit
@@ -108,15 +107,12 @@ def _pack(bits, code, count, length, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     tl.store(code + offsets, byte.to(tl.uint8), offsets < count)
 
 
-@torch.library.custom_op("sparsepretrain::unpack_24", mutates_args=())
+@operator("unpack_24", fake=lambda code, shape: code.new_empty(shape, dtype=torch.bool))
 def unpack_24(code: Tensor, shape: list[int]) -> Tensor:
     """See :func:`sparsepretrain.kernels.unpack_24`."""
     mask = torch.empty(shape, dtype=torch.bool, device=code.device)
     over_elements(_unpack, (code.contiguous(), mask.view(torch.uint8)), mask.numel())
     return mask
-
-
-unpack_24.register_fake(lambda code, shape: code.new_empty(shape, dtype=torch.bool))
 
 
 @triton.jit

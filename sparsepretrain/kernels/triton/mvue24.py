@@ -20,6 +20,7 @@ from sparsepretrain.kernels.triton.launch import (
     load_fours,
     maximum,
     minimum,
+    operator,
     over_groups,
     starts_of,
     store_fours,
@@ -45,7 +46,7 @@ def mvue(
     return mvue_op(x, dim, estimator == "exact", uniforms, *key_parts(key or 0, x.device))
 
 
-@torch.library.custom_op("sparsepretrain::mvue", mutates_args=())
+@operator("mvue", fake=lambda x, dim, *_: empty_rows(x, dim, x.dtype))
 def mvue_op(
     x: Tensor,
     dim: int,
@@ -79,9 +80,6 @@ def mvue_op(
         launch(padded, pruned, -1, length // 4)
         out.narrow(dim, length - tail, tail).copy_(pruned[..., :tail].movedim(-1, dim))
     return out
-
-
-mvue_op.register_fake(lambda x, dim, *_: empty_rows(x, dim, x.dtype))
 
 
 @triton.jit(do_not_specialize=(*KEY_ARGUMENTS, "first_group"))

@@ -13,6 +13,7 @@ from sparsepretrain.kernels.triton.launch import (
     empty_rows,
     load_fours,
     load_groups,
+    operator,
     over_groups,
     starts_of,
     store_fours,
@@ -22,7 +23,7 @@ from sparsepretrain.kernels.triton.launch import (
 )
 
 
-@torch.library.custom_op("sparsepretrain::nm_mask", mutates_args=())
+@operator("nm_mask", fake=lambda x, n, m, dim, low: empty_rows(x, dim, torch.bool))
 def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
     """:func:`sparsepretrain.kernels.nm_mask`; ``low``: the smaller index wins ties."""
     mask = empty_rows(x, dim, torch.bool)
@@ -30,20 +31,15 @@ def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
     return mask
 
 
-nm_mask.register_fake(lambda x, n, m, dim, low: empty_rows(x, dim, torch.bool))
-
-
-@torch.library.custom_op("sparsepretrain::nm_prune", mutates_args=())
+@operator(
+    "nm_prune",
+    fake=lambda x, n, m, dim, low: (empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool)),
+)
 def nm_prune(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Tensor]:
     """See :func:`sparsepretrain.kernels.nm_prune`."""
     pruned, mask = empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool)
     _launch(x, n, m, dim, low, mask, pruned)
     return pruned, mask
-
-
-nm_prune.register_fake(
-    lambda x, n, m, dim, low: (empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool))
-)
 
 
 def _launch(

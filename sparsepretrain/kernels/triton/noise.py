@@ -14,11 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.common import LOW_32, NoiseKey
-from sparsepretrain.kernels.triton.launch import (
-    element_offsets,
-    over_groups,
-    tile_of,
-)
+from sparsepretrain.kernels.triton.launch import element_offsets, operator, over_groups, tile_of
 
 KEY_ARGUMENTS = ("k0", "k1", "offset")
 """Kernel arguments that differ from step to step and must not compile a variant per value."""
@@ -46,7 +42,12 @@ def uniform_noise(
     return list(uniform_noise_op(*key_parts(key, device), groups, features, words, device).unbind())
 
 
-@torch.library.custom_op("sparsepretrain::uniform_noise", mutates_args=())
+@operator(
+    "uniform_noise",
+    fake=lambda tensors, numbers, groups, features, words, device: torch.empty(
+        words, groups, features, device=device
+    ),
+)
 def uniform_noise_op(
     tensors: Sequence[Tensor | None],
     numbers: Sequence[int],
@@ -63,14 +64,7 @@ def uniform_noise_op(
     return out
 
 
-uniform_noise_op.register_fake(
-    lambda tensors, numbers, groups, features, words, device: torch.empty(
-        words, groups, features, device=device
-    )
-)
-
-
-@torch.library.custom_op("sparsepretrain::noise_key", mutates_args=())
+@operator("noise_key", fake=lambda step, *_: torch.empty(2, dtype=torch.int64, device=step.device))
 def noise_key(step: Tensor, seed: int, layer: int, product: int) -> Tensor:
     """(k0, k1) of :func:`sparsepretrain.kernels.noise_key` for a 0-d step tensor, in one launch."""
     out = torch.empty(2, dtype=torch.int64, device=step.device)
@@ -78,9 +72,6 @@ def noise_key(step: Tensor, seed: int, layer: int, product: int) -> Tensor:
     with torch.cuda.device_of(step):
         _derive_key[(1,)](out, step, *key_arguments([None] * 4, words))
     return out
-
-
-noise_key.register_fake(lambda step, *_: torch.empty(2, dtype=torch.int64, device=step.device))
 
 
 @triton.jit

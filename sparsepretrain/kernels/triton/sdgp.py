@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +15,7 @@ from sparsepretrain.kernels.triton.launch import (
     empty_rows,
     load_fours,
     load_groups,
+    operator,
     over_groups,
     starts_of,
     store_fours,
@@ -33,7 +33,7 @@ def prune_gradient(
     return prune_gradient_op(g, n, m, dim, key is not None, *key_parts(key or 0, g.device), scale)
 
 
-@torch.library.custom_op("sparsepretrain::prune_gradient", mutates_args=())
+@operator("prune_gradient", fake=lambda g, n, m, dim, *_: empty_rows(g, dim, g.dtype))
 def prune_gradient_op(
     g: Tensor,
     n: int,
@@ -51,9 +51,6 @@ def prune_gradient_op(
     args = (*key_arguments(tensors, numbers), scale)
     over_groups(kernel, m, dim, g, out, *args, numbered=random, RANDOM=random, **pattern)
     return out
-
-
-prune_gradient_op.register_fake(lambda g, n, m, dim, *_: empty_rows(g, dim, g.dtype))
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from sparsepretrain.kernels.triton.launch import (
     load_groups,
     maximum,
     minimum,
+    operator,
     over_groups,
     starts_of,
     store_fours,
@@ -27,7 +28,9 @@ from sparsepretrain.kernels.triton.nm import kept_by_rank, magnitude_bits
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 
 
-@torch.library.custom_op("sparsepretrain::soft_threshold", mutates_args=())
+@operator(
+    "soft_threshold", fake=lambda x, n, m, gamma, dim, scale, dtype: empty_rows(x, dim, dtype)
+)
 def soft_threshold(
     x: Tensor, n: int, m: int, gamma: float, dim: int, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -41,9 +44,6 @@ def soft_threshold(
     else:
         over_groups(_soft_nm, m, dim, x, out, beta, *weights, N=n, M=m, **constants)
     return out
-
-
-soft_threshold.register_fake(lambda x, n, m, gamma, dim, scale, dtype: empty_rows(x, dim, dtype))
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from sparsepretrain.kernels.triton.launch import (
     Rows,
     Tile,
     load_fours,
+    operator,
     store_fours,
     tile_of,
 )
@@ -34,7 +35,7 @@ _BLOCKS = (16, 128) if INTERPRETED else (4, 32)
 """Blocks of 4×4 per program: one per thread with 4 warps."""
 
 
-@torch.library.custom_op("sparsepretrain::transposable_mask", mutates_args=())
+@operator("transposable_mask", fake=lambda w: torch.empty_like(w, dtype=torch.bool))
 def transposable_mask(w: Tensor) -> Tensor:
     """See :func:`sparsepretrain.kernels.transposable_mask`."""
     mask = torch.empty_like(w, dtype=torch.bool)
@@ -45,7 +46,7 @@ def transposable_mask(w: Tensor) -> Tensor:
     by_columns = w.stride(0) < w.stride(1)
     source, target = (w.t(), mask.t()) if by_columns else (w, mask)
     lines, length = source.shape[0] // 4, source.shape[1] // 4
-    grid = (triton.cdiv(lines, _BLOCKS[0]) * triton.cdiv(length, _BLOCKS[1]),)
+    grid = (-(-lines // _BLOCKS[0]) * -(-length // _BLOCKS[1]),)
     reach = max(
         sum(n * abs(s) for n, s in zip(t.shape, t.stride(), strict=True)) for t in (source, target)
     )
@@ -56,9 +57,6 @@ def transposable_mask(w: Tensor) -> Tensor:
             rows, out, lines, length, TILE=tile, BY_COLUMNS=by_columns, enable_fp_fusion=False
         )
     return mask
-
-
-transposable_mask.register_fake(lambda w: torch.empty_like(w, dtype=torch.bool))
 
 
 @triton.jit
