@@ -6,7 +6,7 @@ Needs no GPU: all but Triton's own launch is done, on small tensors of the CPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from unittest.mock import patch
 
 import torch
@@ -34,7 +34,9 @@ def cases(quick: bool) -> list[Case]:
     except ImportError as error:
         raise ConfigError("suite=host needs triton, which torch brings on Linux") from error
     rounds = 5 if quick else 40
-    works = {name: functools.partial(_often, call) for name, call in _calls(KERNELS).items()}
+    works: dict[str, Callable[[], object]] = {
+        name: functools.partial(_often, call) for name, call in _calls(KERNELS).items()
+    }
     with patch.object(JITFunction, "run", lambda *_, **__: None), torch.no_grad():
         seconds = interleaved(works, rounds=rounds, on_round=Phase("calls", rounds, "rounds"))
     under = seconds.pop("torch.mul")
@@ -49,7 +51,7 @@ def _often(call: Callable[[], object]) -> None:
         call()
 
 
-def _calls(triton: Mapping[str, Callable[..., object]]) -> dict[str, Callable[[], object]]:
+def _calls(triton: dict[str, Callable[..., object]]) -> dict[str, Callable[[], object]]:
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 64, generator=draw)
     gradient = torch.randn(64, 96, generator=draw).bfloat16()
