@@ -145,13 +145,14 @@ def state() -> dict[str, Any]:
         "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu",
         "clocks_event_reasons.active",
     ):
-        result |= _query(fields)
+        # nvidia-smi counts all GPUs of the machine, torch those of CUDA_VISIBLE_DEVICES
+        result |= _query(fields, f"GPU-{properties.uuid}")
     return result
 
 
-def _query(fields: str) -> dict[str, str]:
+def _query(fields: str, gpu: str) -> dict[str, str]:
     """What nvidia-smi reports; nothing where it is missing or does not know a field."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id={gpu}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

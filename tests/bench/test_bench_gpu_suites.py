@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -288,3 +289,25 @@ def test_command_runs_on_a_bare_machine(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "linear.json").read_text())["suite"] == "linear"
+
+
+def test_nvidia_smi_is_asked_about_the_gpu_that_torch_uses(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\necho "$@" >> "$0.log"\necho "580.1, 1980"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    gpu_properties = SimpleNamespace(
+        name="x",
+        major=9,
+        minor=0,
+        multi_processor_count=1,
+        total_memory=1,
+        L2_cache_size=1,
+        uuid="6c3d-b3",
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu_properties)
+    found = gpu.state()
+    assert found["driver_version"] == "580.1" and found["clocks.sm"] == "1980"
+    asked = (tmp_path / "nvidia-smi.log").read_text().splitlines()
+    assert asked and all(line.endswith("--id=GPU-6c3d-b3") for line in asked)
