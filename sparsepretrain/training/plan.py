@@ -22,7 +22,7 @@ from sparsepretrain.config import freeze
 from sparsepretrain.config.groups import SimulatedFP8
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-from sparsepretrain.sparsity import Window
+from sparsepretrain.sparsity import Sparsifier, Window
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console, clock, count
@@ -48,7 +48,8 @@ def dry_run(run: Run, console: Console | None = None) -> None:
     task = build_task(run)
     model = build_model(task, META)
     flops, saved, items = step_cost(run, task, model)
-    coverage = sparsify_model(run, task, model, device).coverage()
+    sparsifier = sparsify_model(run, task, model, device)
+    coverage = sparsifier.coverage()
     console.info(str(coverage))
     micro_batches = run.batch.size // run.batch.micro
     parameters = sum(p.numel() for p in model.parameters())
@@ -75,6 +76,7 @@ def dry_run(run: Run, console: Console | None = None) -> None:
             f"\n{_size(saved)} activations per micro-batch ({run.batch.micro})",
         ),
         ("bytes per entry", f"{each}; others: {sum(other):.3g}"),
+        *shard_rows(run, model, sparsifier, others + sparse),
         (
             "steps",
             f"{run.steps:,} of {run.batch.size} samples in {micro_batches} "
@@ -85,6 +87,56 @@ def dry_run(run: Run, console: Console | None = None) -> None:
         ("compute", duration(run, device, flops * run.steps)),
     ]
     console.table(f"{run.name} (dry run)", rows)
+
+
+def shard_rows(
+    run: Run, model: nn.Module, sparsifier: Sparsifier, state: float
+) -> list[tuple[str, str]]:
+    """What a process of ``parallel=fsdp`` holds and receives, by arithmetic; empty for others.
+
+    Args:
+        run: says how many processes there are in ``parallel.nproc``.
+        model: sparse, not sharded.
+        sparsifier: of it.
+        state: bytes of weights, gradients, moments and operands in one process.
+    """
+    processes = getattr(run.parallel, "nproc", None) or 1
+    if run.parallel.name != "fsdp" or processes == 1:
+        return []
+    from sparsepretrain.training.shards import blocks
+
+    replicas, again = run.parallel.replicas, 1 + run.parallel.reshard_after_forward
+    shards, width = processes // replicas, compute_dtype(run.precision).itemsize
+    master = max(4, width)
+    sparse = {layer.weight for layer in sparsifier.layers.values()}
+    two = sparsifier.method.two_operands
+
+    def entries(module: nn.Module) -> int:  # that are gathered for a forward
+        return sum(p.numel() * (1 + (two and p in sparse)) for p in module.parameters())
+
+    each, whole = [entries(block) for block in blocks(model)], entries(model)
+    numbers = sum(p.numel() for p in model.parameters())
+    part = 1 - 1 / shards
+    gathers, sums = again * width * whole * part, master * numbers * part
+    sums += 2 * (1 - 1 / replicas) * master * numbers / shards
+    micro_batches = run.batch.size // (run.batch.micro * processes)
+    copies = f" in each of {replicas} replicas" if replicas > 1 else ""
+    return [
+        (
+            "memory per process",
+            f"{_size(state / shards)}: 1/{shards} of the above{copies}"
+            f"\n{_size(width * (whole - sum(each)))} gathered for the whole forward, "
+            f"{_size(width * max(each, default=0))} for a block; {_size(width * whole)} in "
+            "evaluation",
+        ),
+        (
+            "received per process",
+            f"{_size(gathers + sums)} per micro-batch, {_size((gathers + sums) * micro_batches)} "
+            f"per step: {_size(gathers)} operands, {_size(sums)} gradients"
+            f"\n{_size(again * master * numbers * part)} instead of {_size(gathers)} if weights "
+            "were gathered and every process projected them",
+        ),
+    ]
 
 
 def check(run: Run) -> None:

@@ -43,6 +43,21 @@ def test_a_batch_that_cannot_be_shared(monkeypatch):
         config.load(["parallel.reduction=tree", "batch.size=12", "batch.micro=4"])
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["compile=true"], "compile must be false with parallel=fsdp"),
+        (["precision=fp16"], "precision must be fp32, bf16 or fp64 with parallel=fsdp, got fp16"),
+        (["+probe.scale={}"], "probe needs whole weights, got scale"),
+        (["parallel.nproc=4", "parallel.replicas=3"], "parallel.replicas must divide the 4 proces"),
+    ],
+)
+def test_what_does_not_go_with_shards(words, told):
+    with pytest.raises(ConfigError) as caught:
+        config.load(["parallel=fsdp", *CPU, *words])
+    assert str(caught.value).startswith(told)
+
+
 def test_one_process_on_a_machine_without_a_gpu():
     assert processes(config.load(["parallel=ddp", *CPU])) == 1
     assert processes(config.load(["parallel=ddp", "parallel.nproc=4", *CPU])) == 4
