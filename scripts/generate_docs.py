@@ -294,9 +294,8 @@ def reliability(_: str, path: Path) -> str:
             count = f"{one['injected']:,} in {one['cases']}"
             result = f"{one['failed']} **failed**" if one["failed"] else "passed"
             result += f", {one['skipped']} left out" if one["skipped"] else ""
+            result += f": {one['reported']}" if one.get("reported") else ""
             result += f" ({one['commit']})"
-        elif row.get("processes") == "many":
-            result = "not run: needs several processes"
         elif row.get("tests"):
             result = "not run"
         rows.append([row["id"], row["injected"], count, result, row["gate"]])

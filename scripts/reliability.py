@@ -66,6 +66,7 @@ def _summary(cases: list[ElementTree.Element]) -> dict[str, Any]:
         return [case for case in cases if any(case.find(kind) is not None for kind in kinds)]
 
     skipped = with_("skipped")
+    reported = [node for c in cases for node in c.iterfind("properties/property[@name='reported']")]
     injected = 0
     for case in cases:
         said = case.find("properties/property[@name='injected']")
@@ -75,6 +76,7 @@ def _summary(cases: list[ElementTree.Element]) -> dict[str, Any]:
         "injected": injected,
         "failed": len(with_("failure", "error")),
         "skipped": len(skipped),
+        "reported": ", ".join(str(node.get("value")) for node in reported),
     }
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,20 @@ class Record:
 
     def __init__(self, file: Path, *, resume_step: int | None) -> None:
         self.path = file
-        kept: list[dict[str, Any]] = []
-        if resume_step is not None and self.path.exists():
-            kept = [line for line in read(self.path) if line["step"] <= resume_step]
+        self._last: dict[tuple[Any, ...], int] = {}
+        self._before = 0.0
+        kept = io.StringIO()  # not the lines as objects, which are ten times as large
+        self.lines = 0
+        """Lines in the file."""
+        for line in _lines(file) if resume_step is not None and file.exists() else ():
+            if line["step"] <= resume_step:
+                kept.write(_dump(line))
+                self.lines += 1
+                self._last[_stream(line)] = line["step"]
+                self._before = max(self._before, line.get("time") or 0.0)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.path, "".join(_dump(line) for line in kept))
+            write_atomic(self.path, kept.getvalue())
             # unbuffered: one write call per line, so that kill -9 tears at most the last one
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
@@ -53,10 +63,6 @@ class Record:
                 f"run directory {self.path.parent} is not writable ({error.strerror}): "
                 "choose another with runs_dir=DIR"
             ) from error
-        self.lines = len(kept)
-        """Lines in the file."""
-        self._last = {_stream(line): line["step"] for line in kept}
-        self._before = max((line.get("time") or 0.0 for line in kept), default=0.0)
         self._start = time.monotonic()
 
     @property
@@ -106,26 +112,28 @@ def read(file: Path) -> list[dict[str, Any]]:
         ConfigError: there is no such file.
         DataError: a line before the last is not a JSON record.
     """
+    return list(_lines(file))
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """What :func:`read` returns, line by line."""
     if not file.is_file():
         raise ConfigError(f"{file.parent} has no {file.name}: give the directory of a run")
+    wrong = 0  # number of the first line that is no record; harmless where nothing follows
     try:
-        # bytes: a torn write may end inside a character
-        lines = file.read_bytes().split(b"\n")
+        with file.open("rb") as stream:  # bytes: a torn write may end inside a character
+            for number, text in enumerate(stream, start=1):
+                if wrong and text.strip():
+                    raise DataError(f"{file}, line {wrong} is not a JSON record: remove that line")
+                record = None
+                with contextlib.suppress(ValueError):
+                    record = json.loads(text)
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    yield record
+                else:
+                    wrong = wrong or number
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from error
-    while lines and not lines[-1].strip():
-        lines.pop()
-    records = []
-    for number, text in enumerate(lines, start=1):
-        try:
-            record = json.loads(text)
-        except ValueError:
-            record = None
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-        elif number < len(lines):
-            raise DataError(f"{file}, line {number} is not a JSON record: remove that line")
-    return records
 
 
 def tail(file: Path, size: int = 1 << 18) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from sparsepretrain.errors import INTERRUPTED, PREEMPTED, ConfigError, RankError
 from sparsepretrain.processes import rank
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.tracking.console import Console
+from sparsepretrain.training.loop import STOPS
 from sparsepretrain.training.trainer import train
 from sparsepretrain.training.world import World
 
@@ -79,7 +80,8 @@ def launch(run: Run, count: int, stop_after: int | None = None) -> int:
         except ChildFailedError as failed:
             return _outcome(failed)
         except SignalException as stopped:
-            return directory.status() or 128 + stopped.sigval
+            left = directory.status()
+            return left if left not in (None, 0, *STOPS) else 128 + stopped.sigval
     return 0
 
 

@@ -13,9 +13,9 @@ _CODES = {signal.SIGTERM: PREEMPTED, signal.SIGINT: INTERRUPTED}
 
 
 class StopSignals:
-    """Context manager; ``exit_code`` is None until a signal asks the run to stop. The second SIGINT
-    interrupts at once. Handlers are restored on exit. Outside the main thread (a notebook server, a
-    test) signals stay as they are.
+    """Context manager; ``exit_code`` is None until a signal asks the run to stop. That of the first
+    signal counts; a SIGINT after it interrupts at once. Handlers are restored on exit. Outside the
+    main thread (a notebook server, a test) signals stay as they are.
     """
 
     def __init__(self) -> None:
@@ -40,4 +40,5 @@ class StopSignals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.exit_code is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.exit_code = _CODES[signal.Signals(number)]
+        if self.exit_code is None:
+            self.exit_code = _CODES[signal.Signals(number)]

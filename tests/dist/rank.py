@@ -32,7 +32,9 @@ mean.__annotations__ = summed.__annotations__
 def noise(number: Any) -> Any:
     """Draws that depend on another number than that of the micro-batch."""
     return patch.object(
-        Sparsifier, "micro_batch", lambda own, index, **options: place(own, number(index), **options)
+        Sparsifier,
+        "micro_batch",
+        lambda own, index, **options: place(own, number(index), **options),
     )
 
 
@@ -47,9 +49,7 @@ MUTANTS: dict[str, list[Any]] = {
         patch.object(loop, "seed_draws", lambda *key: seed_draws(*key[:2], key[2] % 2))
     ],
     "no no_sync": [
-        patch.object(
-            gradients.Summed, "micro_batch", lambda own, *, last: contextlib.nullcontext()
-        )
+        patch.object(gradients.Summed, "micro_batch", lambda own, *, last: contextlib.nullcontext())
     ],
 }
 """Mistakes that the gates must notice, in two processes with two micro-batches each."""

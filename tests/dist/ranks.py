@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tiny_runs import Tiny
 
@@ -57,29 +54,29 @@ class Case:
     directory: Path = field(default_factory=Path)
 
 
-@contextlib.contextmanager
-def _free_port() -> Any:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        yield probe.getsockname()[1]
-
-
 def train_with(tiny: Tiny, size: int, cases: list[Case]) -> dict[str, Path]:
     """Train ``cases`` in ``size`` processes; name -> run directory."""
+    import torch.distributed as dist
+
+    from sparsepretrain import config
+    from sparsepretrain.config import freeze
+
     plain, found = [], {}
-    with contextlib.ExitStack() as ports:
-        for case in cases:
-            root = tiny.root / f"{size} {case.name}"
-            words = [*tiny.overrides(*case.words, *case.parallel), "parallel.device=cpu"]
-            words.append(f"runs_dir='{case.directory if case.directory.name else root}'")
-            port = ports.enter_context(_free_port())
-            about = {"mutant": case.mutant, "stop_after": case.stop_after}
-            plain.append({"words": words, "port": port, **about})
-            found[case.name] = words
+    # where the processes of a run find each other: here, as with torchrun, so that nobody else can
+    # take a port before they listen to it
+    stores = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in cases]
+    for case, store in zip(cases, stores, strict=True):
+        root = case.directory if case.directory.name else tiny.root / f"{size} {case.name}"
+        words = [*tiny.overrides(*case.words, *case.parallel), "parallel.device=cpu"]
+        words.append(f"runs_dir='{root}'")
+        about = {"mutant": case.mutant, "stop_after": case.stop_after}
+        plain.append({"words": words, "port": store.port, **about})
+        found[case.name] = words
     file = tiny.root / f"cases-{size}.json"
     file.write_text(json.dumps(plain))
-    base = os.environ | {"MASTER_ADDR": "localhost", "WORLD_SIZE": str(size)}
-    base |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(size)}
+    base = {**os.environ, "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
+    base |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # that of this process
+    base |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     started = [
         subprocess.Popen(
             [sys.executable, str(RANK), str(file)],
@@ -90,9 +87,10 @@ def train_with(tiny: Tiny, size: int, cases: list[Case]) -> dict[str, Path]:
         )
         for rank in range(size)
     ]
-    outputs = [process.communicate(timeout=1500)[0] for process in started]
+    try:
+        outputs = [process.communicate(timeout=1500)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
     assert [process.returncode for process in started] == [0] * size, "\n".join(outputs)
-    from sparsepretrain import config
-    from sparsepretrain.config import freeze
-
     return {name: freeze.run_directory(config.load(words)) for name, words in found.items()}

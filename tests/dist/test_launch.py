@@ -11,6 +11,7 @@ import pytest
 from ranks import variant
 from tiny_runs import metrics
 
+from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.directory import RunDirectory
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
@@ -102,3 +103,29 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint_and_a_status(tiny, launche
     assert place.status() == 143
     if not launcher:
         assert (code, errors) == (143, [])
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
+)
+def test_two_signals_to_the_launcher(tiny, number, code):
+    """The second comes while the processes save: all are gone soon, and the code is documented."""
+    words = ("steps=100000", "eval.every=0")
+    process = start(tiny, *DDP, *words)
+    place = directory(tiny, *words)
+    while not any(place.checkpoints.glob("step_*")):
+        assert process.poll() is None
+        time.sleep(0.1)
+    children = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
+    ).stdout.split()
+    assert len(children) >= 2
+    began = time.monotonic()
+    process.send_signal(number)
+    time.sleep(0.05)
+    process.send_signal(number)
+    got, out, errors = end(process)
+    assert time.monotonic() - began < 120
+    assert (got, errors) == (code, []), (out, errors)
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert Checkpoint(sorted(place.checkpoints.glob("step_*"))[-1]).problem() is None

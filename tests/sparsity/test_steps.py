@@ -1,6 +1,7 @@
 """Riding on the optimiser: decay once, loss scales, closures, phases, metrics."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -428,3 +429,19 @@ def test_masks_are_stored_only_where_decay_needs_them(method, needed):
     state = model.fc1.sparsity
     assert (state.kept_mask is not None) == needed and "flip_rate" in sparsifier.metrics()
     assert torch.equal(sparsifier.masks()["fc1"], state.project(model.fc1.weight).mask)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "decay", "told"),
+    [(torch.bfloat16, 6e-6, 1), (torch.bfloat16, 1.0, 0), (torch.float32, 6e-6, 0)],
+    ids=["lost", "large enough", "fp32"],
+)
+def test_a_decay_that_rounding_loses_is_told_once(dtype, decay, told):
+    """λW is added to G: beside a gradient of its usual size bf16 has no bits for it."""
+    model, optimizer, _ = build("srste", {"decay": decay}, dtype=dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, 0, 4)
+    lines = [str(w.message) for w in caught if "masked decay changes only" in str(w.message)]
+    assert len(lines) == told
+    assert all("is lost to rounding in bfloat16; keep fp32 parameters" in line for line in lines)
