@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,42 @@ def test_interrupted_twice(forks, tiny):
         assert result["code"] == 130, result
         assert "Traceback" not in result["out"]
     assert_same_run(expected, finish(forks, tiny, *LONG))
+
+
+@pytest.mark.fault
+def test_time_from_a_kill_to_the_next_step(tiny, record_property):
+    """R42: of the command, libraries included; masks are those of before, never drawn anew."""
+    # compared every seventh step: killed in between, a mask is older than the weights
+    words = ("sparsity=tsrste", "sparsity.refresh=7", "steps=200", "checkpoint.every=4")
+    record = tiny.directory(*words) / "metrics.jsonl"
+
+    def reached(step):
+        lines = record.read_bytes().splitlines() if record.exists() else []
+        return len(lines) > 1 and json.loads(lines[-2])["step"] >= step
+
+    command = [sys.executable, "-m", "sparsepretrain", "train", *tiny.overrides(*words)]
+    seconds, before = [], 20
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    def wait_for(step):
+        while not reached(step):
+            assert process.poll() is None
+            time.sleep(0.005)
+
+    for _ in range(3):
+        wait_for(before)
+        process.kill()
+        process.wait()
+        killed, last = time.monotonic(), metrics(record.parent)[-1]["step"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        wait_for(last + 1)
+        seconds.append(time.monotonic() - killed)
+        before = last + 20
+    assert process.wait() == 0
+    expected = tiny.train(*words, f"runs_dir='{tiny.root / 'plain'}'").directory
+    assert_same_run(expected, record.parent)
+    record_property("injected", len(seconds))
+    record_property("reported", f"{sorted(seconds)[1]:.1f} s (median)")
 
 
 @pytest.mark.fault
