@@ -13,7 +13,7 @@ from sparsepretrain.kernels.cusparselt.packed24 import version
 from sparsepretrain.sparsity.execution.semi_structured import PRODUCT
 from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
 from sparsepretrain.sparsity.method import Row
-from sparsepretrain.sparsity.state import ModelState
+from sparsepretrain.sparsity.model_state import ModelState
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 

@@ -26,8 +26,8 @@ from sparsepretrain.sparsity.execution import (
     Linear,
     Operands,
 )
+from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.method import DGRAD, WGRAD
-from sparsepretrain.sparsity.state import LayerState
 
 
 class SparseProducts(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 from sparsepretrain.errors import SparsePretrainWarning
 
 if TYPE_CHECKING:
-    from sparsepretrain.sparsity.state import ModelState
+    from sparsepretrain.sparsity.model_state import ModelState
 
 _Found = dict["ModelState", tuple[Any, int]]
 

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_map_only
 from sparsepretrain.errors import ConfigError
 
 if TYPE_CHECKING:
+    from sparsepretrain.sparsity.layer_state import LayerState
     from sparsepretrain.sparsity.layers import SparseLayer
-    from sparsepretrain.sparsity.state import LayerState, ModelState
+    from sparsepretrain.sparsity.model_state import ModelState
 
 _aten = torch.ops.aten
 _KEPT = {

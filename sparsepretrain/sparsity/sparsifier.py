@@ -18,7 +18,7 @@ from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, is_nm
 from sparsepretrain.sparsity.execution import EMULATE
 from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
 from sparsepretrain.sparsity.method import Method
-from sparsepretrain.sparsity.state import ModelState
+from sparsepretrain.sparsity.model_state import ModelState
 
 
 class Sparsifier:

@@ -16,6 +16,7 @@ from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.sparsity import reminder
 from sparsepretrain.sparsity.execution import Backend, backend_of, execution_of
+from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.layers import (
     SparseLayer,
     layer_family,
@@ -23,8 +24,8 @@ from sparsepretrain.sparsity.layers import (
     sparse_class,
 )
 from sparsepretrain.sparsity.method import Method, MethodOptions
+from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.sparsifier import Sparsifier
-from sparsepretrain.sparsity.state import LayerState, ModelState
 
 
 def sparsify(

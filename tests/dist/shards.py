@@ -1,4 +1,4 @@
-"""What every process of tests/dist/test_sharding.py runs: the library way, in anybody's loop."""
+"""What every process of tests/dist/test_sharded_loops.py runs: the library way, in anybody's loop."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_epoch_boundaries(tiny, stop_after, tmp_path):
 def test_every_part_of_the_state_matters(tiny, stop_after, monkeypatch, forgotten):
     """Negative control: leaving a part out must be noticed by the comparison above."""
     from sparsepretrain.sparsity import Sparsifier
-    from sparsepretrain.sparsity.state import ModelState
+    from sparsepretrain.sparsity.model_state import ModelState
     from sparsepretrain.training import loop
 
     overrides = ("precision=fp16", "precision.growth_interval=2", "model.dropout=0.3")
@@ -95,7 +95,7 @@ def test_every_part_of_the_state_matters(tiny, stop_after, monkeypatch, forgotte
 
 
 def test_the_mask_of_the_last_comparison_is_state(tiny, stop_after, monkeypatch):
-    from sparsepretrain.sparsity.state import PREVIOUS_MASK
+    from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
 
     plain = tiny.train("runs_dir=" + str(tiny.root / "plain"))
     stop_after(3)

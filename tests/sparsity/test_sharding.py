@@ -1,6 +1,6 @@
 """Sharding in a world of one process: the order of calls, what is refused, what state dicts hold.
 
-Several processes: tests/dist/test_sharding.py.
+Several processes: tests/dist/test_sharded_loops.py.
 """
 
 import copy

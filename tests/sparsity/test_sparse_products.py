@@ -13,7 +13,7 @@ from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Method, MethodOptions, Projection, Row
 from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands, semi_structured
-from sparsepretrain.sparsity.state import LayerState
+from sparsepretrain.sparsity.layer_state import LayerState
 
 SETTLED = {"mdgf": {"until": 0.0}, "sdgf": {"until": 0.0}, "asp": {"at": 0.0}}
 """Options with which the first step sees the last phase."""

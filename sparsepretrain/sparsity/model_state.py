@@ -1,0 +1,207 @@
+"""What is sparse about a model as a whole: counters, phase and scalars, in a buffer of its root."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity.execution import Backend, Execution
+from sparsepretrain.sparsity.method import Method
+
+
+class ModelState:
+    """Counters, phase and scalars: what is one per model.
+
+    The numbers are kept twice: as integers, which eager layers read without waiting for a device,
+    and as a buffer of the root, which state dicts hold; whoever writes to it (a loaded checkpoint,
+    an average) is followed. A child module would be run where the root is an nn.Sequential. The
+    micro-batch is in no buffer: ranks differ in it, and DistributedDataParallel broadcasts buffers.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        method: Method,
+        execution: Execution,
+        backend: Backend | None,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.root = root
+        names = ["sparsity_counters", *(f"sparsity_counters_{k}" for k in range(2, 1000))]
+        self.buffer = next(name for name in names if not hasattr(root, name))
+        self.example: Any = None  # a sparse layer, one whose weight is trained if there is any
+        self.method = method
+        self.execution = execution
+        self.backend = backend  # chooses sparse products; None: all are emulated
+        self.seed = seed
+        self.step = 0  # completed optimiser steps
+        self.micro = 0  # index of the current micro-batch in the global batch
+        self.compared_at = 0  # completed steps at the last comparison of masks
+        self.interval = 0  # steps between the last two comparisons; 0: none since the numbers came
+        self.capacity = 0  # most tokens of a micro-batch if they differ; 0: all have equally many
+        self.store: torch.dtype | None = None  # of stored operands; None: every forward projects
+        self.sharded = False  # weights are prepared for FSDP, which gathers operands
+        self.expects_attach = True  # to update sparse weights without the hooks is a mistake
+        self.told = False  # whether the masked decay that low precision loses was looked at
+        self.counting = True  # forwards count micro-batches; no: the loop states them
+        self.begins = True  # the next layer that runs begins a micro-batch
+        self._fresh = True  # the next forward is the first one after a step
+        self._had_gradient = False
+        size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, checksum
+        root.register_buffer(self.buffer, torch.zeros(size, dtype=torch.int64, device=device))
+        self._hooks = [
+            root.register_forward_pre_hook(self.before_forward),
+            root.register_load_state_dict_pre_hook(self.before_load),
+        ]
+        # (completed steps, micro-batch) for compiled and captured graphs
+        self.clock = torch.zeros(2, dtype=torch.int64, device=device)
+        self._seen: Any = None
+        method.set_step(0)
+        self.write()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of copies, which own their weights no longer and may ride on no optimiser."""
+        return self.__dict__ | {"_seen": None, "store": None, "expects_attach": True}
+
+    @property
+    def label(self) -> str:
+        """Execution and backend in a word or two; "" where products follow autocast."""
+        words = [str(self.execution).partition(":")[0]]
+        return " ".join(filter(None, [*words, self.backend.name if self.backend else ""]))
+
+    def sync(self) -> None:
+        """Follow what somebody else wrote to the buffer.
+
+        Raises:
+            ConfigError: the numbers do not belong together, as after averaging them.
+        """
+        buffer = self.root._buffers.get(self.buffer)
+        if buffer is None:  # the model was densified
+            return
+        version = 0 if buffer.is_inference() else buffer._version
+        if self._seen is not None and self._seen[0] is buffer and self._seen[1] == version:
+            return
+        if not buffer.is_meta:
+            *values, checksum = buffer.tolist()
+            if checksum != _checksum(values):
+                raise ConfigError(
+                    "the counters and masks of this sparse model were averaged: they must be "
+                    "copied, as AveragedModel(use_buffers=False) and timm's ModelEmaV3 do"
+                )
+            if values[:2] != [self.step, self.compared_at]:
+                self.interval = 0
+            self.step, self.compared_at, *scalars = values
+            self.method.state = dict(zip(self.method.scalars, scalars, strict=True))
+            self.method.set_step(self.step)
+            self._set_clock()
+        self._seen = (buffer, version)
+
+    def write(self) -> None:
+        """Bring buffer and phase up to date with the integers; waits for no device."""
+        self.method.set_step(self.step)
+        values = [self.step, self.compared_at, *self.method.state.values()]
+        counters = self.root.get_buffer(self.buffer)
+        with torch.inference_mode(False):
+            for place, value in enumerate([*values, _checksum(values)]):
+                counters[place].fill_(value)
+        self._seen = (counters, counters._version)
+        self._set_clock()
+
+    def _set_clock(self) -> None:
+        with torch.inference_mode(False):
+            device = self.root.get_buffer(self.buffer).device
+            if self.clock.device != device:
+                self.clock = torch.zeros_like(self.clock, device=device)
+            self.clock[0].fill_(self.step)
+            self.clock[1].fill_(self.micro)
+
+    def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Version 0.1 kept the counters in the handle, whose ``load_state_dict`` sets them."""
+        state_dict.setdefault(prefix + self.buffer, self.root.get_buffer(self.buffer))
+
+    def set_micro(self, micro: int) -> None:
+        """The micro-batch that the next forward sees."""
+        self.micro = micro
+        with torch.inference_mode(False):
+            self.clock[1].fill_(micro)
+
+    def begin(self, step: int) -> None:
+        """So many optimiser steps are complete; forwards are counted from 0 again.
+
+        The buffer is not written: whoever changes more of the state first writes it all at once.
+        """
+        self.step, self.micro = step, 0
+        self.counting = self.begins = self._fresh = True
+        self.method.set_step(step)
+
+    def set_step(self, step: int) -> None:
+        """:meth:`begin` and :meth:`write`."""
+        self.begin(step)
+        self.write()
+
+    def release(self) -> None:
+        """Take the buffer and the hooks from the root if no layer is sparse any more."""
+        if any(getattr(m, "model", None) is self for m in self.root.modules()):
+            return
+        del self.root._buffers[self.buffer]
+        for hook in self._hooks:
+            hook.remove()
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Pre-hook of the root: its training forwards are micro-batches."""
+        if self.sharded:
+            self.sync()
+            if not self.example.sparsity.is_gathered_for(module.training):
+                self.reshard()
+        if self.counting and module.training:
+            self.begins = False
+            if torch.is_grad_enabled():
+                self.count()
+
+    @torch.compiler.disable
+    def count(self) -> None:
+        """A forward of the root, or of a part of it after a backward, is the next micro-batch."""
+        transformed = torch._C._functorch.maybe_current_level() is not None
+        if torch._C._current_graph_task_id() != -1 or transformed:  # recomputed, or by torch.func
+            return
+        # A step that a loss scaler skips is seen by no hook of the optimiser. What is seen is that
+        # the gradients are gone though no step was completed. (With zero_grad(set_to_none=False)
+        # they are not: such loops call ``Sparsifier.micro_batch``.)
+        weight = self.example.weight
+        has_gradient = weight.is_leaf and weight.grad is not None
+        first = self._fresh or (self._had_gradient and not has_gradient)
+        self._had_gradient = has_gradient
+        rank, world = 0, 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.sync()
+        self.set_micro(rank if first else self.micro + world)
+        self._fresh = self.begins = False
+
+    def reshard(self) -> None:
+        """Let FSDP drop what it holds: operands of other weights, or of another phase."""
+        from sparsepretrain.sparsity import sharding
+
+        sharding.reshard(self.root)
+
+    def total(self, counts: Tensor) -> Tensor:
+        """Sums over the shards of what was counted in the rows of each; ``counts`` holds them."""
+        if self.sharded:
+            torch.distributed.all_reduce(counts, group=self.example.sparsity.shard.group)
+        return counts
+
+    def now(self) -> Any:
+        """(step, micro-batch) for the backward; a tensor where a graph reads it when it is run."""
+        if torch.compiler.is_compiling() or self.clock.is_cuda:
+            return self.clock.clone()
+        return self.step, self.micro
+
+
+def _checksum(values: list[int]) -> int:
+    own, zeros = (zlib.crc32(repr(v).encode()) for v in (values, [0] * len(values)))
+    return own ^ zeros  # zeros, which a dense state dict may bring, are right
