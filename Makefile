@@ -31,7 +31,7 @@ test-fast: $(VENV)/.dev
 # their own tests, then the golden vectors and nasty blocks of the references (without the test that
 # averages 1,000 draws: a minute there)
 test-triton: $(VENV)/.dev
-	$(TEST) -n 2 tests/kernels_triton
+	$(TEST) -n 2 tests/kernels_triton tests/pretend_cuda
 	TRITON_INTERPRET=1 SPARSEPRETRAIN_TEST_BACKEND=triton SPARSEPRETRAIN_TEST_BLOCKS=1024 \
 		SPARSEPRETRAIN_TEST_CALLS=1 $(TEST) -n 2 -W ignore -k "(golden or block_properties) and not golden_losses" \
 		--deselect tests/sparsity/test_layer_golden.py::test_the_mean_over_many_steps_is_the_dense_gradient \

@@ -43,7 +43,8 @@ class CausalLM(WindowTask):
         import torch
 
         rows = torch.from_numpy(self._windows[split].batch(step, positions, size))
-        batch: Batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        # without gaps: a copy of a view with gaps goes through pageable memory
+        batch: Batch = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
         if split != "train" and (padding := int((batch["targets"] < 0).sum())):
             # causal attention: what stands behind the last token changes nothing before it
             batch |= {"tokens": batch["tokens"].clamp(min=0), "padding": padding}

@@ -108,8 +108,10 @@ def train_step(t: Session) -> dict[str, Any]:
     parameters = [p for p in t.model.parameters() if p.grad is not None]
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = t.world.whole(torch.nn.utils.get_total_norm(gradients))
-    total, t.agreed = _read(losses)
-    mean, grad_norm = total / items, float(norm)
+    # the only wait for the device in a step
+    *values, grad_norm = torch.cat((losses, norm.reshape(1).to(losses.dtype))).tolist()
+    total, t.agreed = _read(values)
+    mean = total / items
     # before clipping, which spreads a NaN to every gradient
     if t.guard.accepts(t, mean, grad_norm):
         if run.clip is not None:
@@ -119,10 +121,10 @@ def train_step(t: Session) -> dict[str, Any]:
     t.optimizer.zero_grad(set_to_none=True)
     t.step += 1
     t.tokens += items
-    values = {"loss": mean, "lr": lr, "grad_norm": grad_norm, "items": items, "waited": waited}
+    told = {"loss": mean, "lr": lr, "grad_norm": grad_norm, "items": items, "waited": waited}
     for observer in t.observers:
-        observer.after_step(t, values)
-    return values
+        observer.after_step(t, told)
+    return told
 
 
 def seed_draws(seed: int, step: int, micro: int) -> None:
@@ -172,9 +174,8 @@ def _no_losses(t: Session) -> Tensor:
     return torch.zeros(count, dtype=torch.float64, device=t.device)
 
 
-def _read(losses: Tensor) -> tuple[float, int | None]:
+def _read(values: list[float]) -> tuple[float, int | None]:
     """The losses added in the order of the micro-batches, and what the processes stop with."""
-    values = losses.tolist()
     *_, total = itertools.accumulate(values[: -len(STOPS)])
     return total, next((c for c, v in zip(STOPS, values[-len(STOPS) :], strict=True) if v), None)
 
@@ -185,7 +186,7 @@ def training_loss(t: Session, step: int, batches: list[Batch]) -> float:
     losses = _no_losses(t)
     for index, loss in _losses(t, step, batches):
         losses[index] = loss
-    return _read(t.world.sum(losses))[0] / _items(t, batches)
+    return _read(t.world.sum(losses).tolist())[0] / _items(t, batches)
 
 
 @torch.no_grad()

@@ -47,7 +47,9 @@ class World:
         available = torch.cuda.is_available()
         if device == "cuda" and not available:
             raise ConfigError("parallel.device=cuda, but torch sees no GPU: use auto or cpu")
-        return cls(torch.device("cuda" if available and device != "cpu" else "cpu"))
+        if available and device != "cpu":  # with its number, as the tensors on it say
+            return cls(torch.device("cuda", torch.cuda.current_device()))
+        return cls(torch.device("cpu"))
 
     @property
     def is_main(self) -> bool:

@@ -1,0 +1,126 @@
+"""The trainer on a device that says cuda:0: numbers of a CPU run, no mixup, no needless wait."""
+
+import pytest
+import torch
+from pretended import RECORD, Pretended, pretend_cuda
+from tiny_runs import Tiny, assert_equal_bits, assert_same_run, interrupted
+from tiny_translation import TinyTranslation
+from torch.utils._pytree import tree_map
+
+from sparsepretrain import densify, registry
+from sparsepretrain.sparsity.execution import semi_structured
+from sparsepretrain.sparsity.methods.bimask import BiMask
+from sparsepretrain.sparsity.sparsifier import prove
+from sparsepretrain.training import loop
+
+METHODS = sorted(registry.names("method"))
+WAITS = {
+    ("tolist", "training/loop.py:train_step"),  # the loss and the norm of the gradient
+    ("item", "sparsity/sparsifier.py:_after_step"),  # fp16: whether a gradient was infinite
+    ("item", "optim/_step_adamw.py:_number"),  # STEP's dense phase: the change of second moments
+}
+"""Of an optimiser step, each at most once."""
+COPIES = ("pageable copy to the device, not waited for", "training/batches.py:moved")
+"""Of a micro-batch; from pinned memory where processes make the batches."""
+
+IMAGES = (
+    "batch.size=4", "batch.micro=2", "steps=6", "eval.every=3", "eval.batches=1", "workers=0",
+    "log.every=1", "tracker.mode=disabled",
+)  # fmt: skip
+RECIPES = {
+    "fp16": ("sparsity=sste", "precision=fp16"),
+    "fp8_sim": ("sparsity=tsrste", "precision=fp8_sim"),
+    "ema": ("sparsity=sste", "ema=0.9"),
+    "refresh": ("sparsity=tsrste", "sparsity.refresh=1", "sparsity.decay=1e-3"),
+    "act24": ("sparsity=act24", "model=bert_nano"),
+    "bert": ("sparsity=sste", "model=bert_nano", "precision=bf16"),
+    "vit": (*IMAGES, "model=vit_nano", "sparsity=sste"),
+    "resnet": (*IMAGES, "model=resnet_nano", "model.width=[8,8,8,16]", "sparsity=tsrste"),
+    "weight": ("sparsity=sste", "sparsity.mvue=weight", "sparsity.beta_update=step"),
+    "semi_structured": ("sparsity=sste", "precision=bf16", "backend=semi_structured"),
+}
+
+
+def host(value):
+    """Nested values with their tensors on the CPU, without a wait that is recorded."""
+    return tree_map(lambda x: x.raw if isinstance(x, Pretended) else x, value)
+
+
+def three_steps(tiny, words, *, watched=False):
+    """What three steps and all that looks at a model come to, as values of the CPU."""
+    session = tiny.build(*words)
+    sparsifier, found, compiled = session.sparsifier, [], []
+    variants = RECORD.variants
+    for _ in range(3):
+        RECORD.clear()
+        values = loop.train_step(session)
+        found.append((values["loss"], values["grad_norm"]))
+        if watched:
+            assert set(RECORD.waits) <= WAITS | {COPIES}, RECORD.waits
+            assert max(RECORD.waits[wait] for wait in WAITS) <= 1
+            method = sparsifier.method
+            compiled.append((method.row, method.pattern, {k: len(v) for k, v in variants.items()}))
+            assert max(map(len, variants.values()), default=0) <= 8
+    same_phase = [step[:2] for step in compiled[1:2]] == [step[:2] for step in compiled[2:]]
+    if same_phase and not isinstance(tiny, TinyTranslation):  # whose micro-batches differ in size
+        assert compiled[1:2] == compiled[2:], "a step of the same phase compiled kernels anew"
+    metrics, masks = sparsifier.metrics(per_layer=True), host(sparsifier.masks())
+    evaluated = loop.evaluate(session, "validation", 1, final=False)
+    proof = str(prove(sparsifier)) if session.sparsifier.sparse else ""
+    state = host(session.state_dict())
+    dense = host(densify(session.model).state_dict())
+    return found, metrics, masks, evaluated, proof, state, dense
+
+
+def compare(tiny, words):
+    words = (*words, "batch.micro=2")
+    expected = three_steps(tiny, (*words, "parallel.device=cpu"))
+    with pretend_cuda():
+        found = three_steps(tiny, (*words, "parallel.device=cuda"), watched=True)
+        assert RECORD.mixups == []
+    assert_equal_bits(expected, found)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_the_numbers_of_a_cpu(tiny, method, precision):
+    model = ("model=bert_nano",) if method == "act24" else ()
+    compare(tiny, (f"sparsity={method}", f"precision={precision}", *model))
+
+
+@pytest.mark.parametrize("words", RECIPES.values(), ids=RECIPES)
+def test_other_recipes_do_too(tiny, words, monkeypatch):
+    if words[: len(IMAGES)] == IMAGES:
+        runs = f"runs_dir='{tiny.root / 'runs'}'"
+        monkeypatch.setattr(tiny, "overrides", lambda *more: [*more, runs])
+    if "backend=semi_structured" in words:  # with the reference in place of cuSPARSELt
+        monkeypatch.setattr(semi_structured, "unsupported", lambda device: None)
+        monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+    compare(tiny, words)
+
+
+def test_translation_does_too(tiny):
+    compare(TinyTranslation(tiny.root, tiny.corpus), ("sparsity=sste",))
+
+
+@pytest.mark.parametrize("method", ["sste", "step", "bimask"])
+def test_a_run_that_is_stopped_and_continued(tiny, stop_after, method):
+    """The whole path of the command: evaluations, checkpoints, resume, record."""
+    words = (f"sparsity={method}", "batch.micro=2")
+    expected = tiny.train(*words, "parallel.device=cpu").directory
+    other = Tiny(tiny.root / "cuda", tiny.corpus)
+    with pretend_cuda():
+        found = interrupted(other, stop_after, (3,), *words, "parallel.device=cuda")
+    assert_same_run(expected, found)
+
+
+def test_a_tensor_that_was_left_behind_stops_a_run(tiny, monkeypatch):
+    """A defect that only a second device shows."""
+
+    def left_behind(self, weight, layer):
+        return {"permutation": torch.arange(weight.shape[1 - layer.dim])}
+
+    monkeypatch.setattr(BiMask, "initial_state", left_behind)
+    tiny.build("sparsity=bimask", "parallel.device=cpu")
+    with pretend_cuda(), pytest.raises(RuntimeError, match=r"same device.*sparsity/"):
+        tiny.build("sparsity=bimask", "parallel.device=cuda")
