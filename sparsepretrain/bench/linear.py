@@ -7,6 +7,7 @@ Products are dense on zero-filled weights: what is measured is what a method cos
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,17 @@ from sparsepretrain import registry
 from sparsepretrain.bench import gpu
 from sparsepretrain.bench.kernels import Timed, details
 from sparsepretrain.bench.timing import interleaved
-from sparsepretrain.sparsity import sparsify
+from sparsepretrain.sparsity import Sparsifier, sparsify
 from sparsepretrain.sparsity.layers import SparseLayer
 
-__all__ = ["cases", "details", "timed_methods"]
+__all__ = ["DENSE", "cases", "details", "durations", "timed_methods"]
 
 LAYERS = {"GPT-2 124M": (768, 3072), "LLaMA 7B": (4096, 11008)}
 """(in_features, out_features)."""
 TOKENS = 16384
+DENSE = "nn.Linear"
+
+Sparsify = Callable[[nn.Module], Sparsifier]
 
 
 def timed_methods() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -52,22 +56,11 @@ def cases(quick: bool) -> list[Timed]:
 def _layer(
     name: str, sizes: tuple[int, int], tokens: int, device: torch.device, rounds: int
 ) -> list[Timed]:
-    torch.manual_seed(0)
-    x = torch.randn(tokens, sizes[0], device=device, requires_grad=True)
-    grad = torch.randn(tokens, sizes[1], device=device, dtype=torch.bfloat16)
-    works: dict[str, Callable[[], Any]] = {"nn.Linear": _work(nn.Linear(*sizes), x, grad)}
-    for label, (method, options) in timed_methods().items():
-        layer = nn.Sequential(nn.Linear(*sizes).to(device))
-        sparsify(layer, method, targets=["*"], total_steps=1000, **options)
-        works[label] = _work(layer, x, grad)
-    if device.type == "cuda":
-        measured = gpu.measure({k: [work] for k, work in works.items()}, rounds=rounds)
-    else:
-        seconds = interleaved(works, rounds=rounds, warmup=1)
-        measured = {
-            k: gpu.Series(us=[1e6 * s for s in series], mode="eager")
-            for k, series in seconds.items()
-        }
+    variants: dict[str, Sparsify] = {
+        label: partial(sparsify, method=method, targets=["*"], total_steps=1000, **options)
+        for label, (method, options) in timed_methods().items()
+    }
+    measured = durations(sizes, (tokens,), device, rounds, variants)
     return [
         Timed(
             case=f"linear, {name}, forward and backward, bf16",
@@ -75,22 +68,61 @@ def _layer(
             impl=label,
             mode=series.mode,
             us=series.percentiles(),
-            ratio_to={"nn.Linear": gpu.median_ratio(measured["nn.Linear"], series)},
+            ratio_to={DENSE: gpu.median_ratio(measured[DENSE], series)},
         )
         for label, series in measured.items()
     ]
 
 
-def _work(model: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> Callable[[], Any]:
-    """Forward and backward with a fresh projection."""
-    model = model.to(x.device)
+def durations(
+    sizes: tuple[int, int],
+    inputs: tuple[int, ...],
+    device: torch.device,
+    rounds: int,
+    variants: dict[str, Sparsify],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    fresh: bool = True,
+) -> dict[str, gpu.Series]:
+    """Forward and backward of nn.Linear (:data:`DENSE`) and of what ``variants`` make of one.
+
+    Args:
+        sizes: (in_features, out_features).
+        inputs: (…, tokens of a sample).
+        device: CUDA, or the CPU in a rehearsal.
+        rounds: interleaved.
+        variants: name -> makes the linear layers of a module sparse.
+        dtype: of the products.
+        fresh: whether the weight is projected in every call, as with one micro-batch per step;
+            else its operands are stored.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(*inputs, sizes[0], device=device, requires_grad=True)
+    grad = torch.randn(*inputs, sizes[1], device=device, dtype=dtype)
+    works = {DENSE: _work(nn.Linear(*sizes).to(device), x, grad, fresh)}
+    for label, make in variants.items():
+        layer = nn.Sequential(nn.Linear(*sizes).to(device))
+        sparsifier = make(layer)
+        if not fresh:
+            sparsifier.store_operands(dtype)
+        works[label] = _work(layer, x, grad, fresh)
+    if device.type == "cuda":
+        return gpu.measure({k: [work] for k, work in works.items()}, rounds=rounds)
+    seconds = interleaved(works, rounds=rounds, warmup=1)
+    return {k: gpu.Series(us=[1e6 * s for s in s], mode="eager") for k, s in seconds.items()}
+
+
+def _work(
+    model: nn.Module, x: torch.Tensor, grad: torch.Tensor, fresh: bool
+) -> Callable[[], object]:
+    """Forward and backward."""
     weights = list(model.parameters())
 
     def call() -> Any:
-        for layer in model.modules():
+        for layer in model.modules() if fresh else ():
             if isinstance(layer, SparseLayer):
                 layer.sparsity.forget()
-        with torch.autocast(x.device.type, torch.bfloat16):
+        with torch.autocast(x.device.type, grad.dtype):
             y = model(x)
         return torch.autograd.grad(y, [x, *weights], grad)
 

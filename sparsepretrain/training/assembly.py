@@ -137,7 +137,12 @@ def layer_inputs(run: Run, task: Task, model: nn.Module) -> dict[str, torch.Size
 
 
 def sparsify_model(
-    run: Run, task: Task, model: nn.Module, device: torch.device | None = None
+    run: Run,
+    task: Task,
+    model: nn.Module,
+    device: torch.device | None = None,
+    *,
+    backend: str | Backend = "emulate",
 ) -> Sparsifier:
     """Apply the group ``sparsity``; errors name the configuration's keys.
 
@@ -145,11 +150,11 @@ def sparsify_model(
         run: the checked configuration.
         task: gives the names of its layers.
         model: where it will train, or on the meta device.
-        device: where it will train; None: it will not, and sparse products are emulated.
+        device: where it will train; None: it will not.
+        backend: of a model that will not.
     """
     options: MethodOptions = run.sparsity
     fp8 = run.precision if isinstance(run.precision, SimulatedFP8) else None
-    backend: Any = "emulate"
     if device is not None and run.backend != "emulate":
         backend = Backend(run.backend, device)
         backend.require_here(device, compute_dtype(run.precision))

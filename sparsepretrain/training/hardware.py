@@ -1,4 +1,4 @@
-"""What the run runs on: environment.json, and dense peak FLOP/s for MFU."""
+"""What the run runs on: environment.json, and what data sheets promise of GPUs."""
 
 from __future__ import annotations
 
@@ -8,28 +8,54 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import sparsepretrain
 from sparsepretrain.config.compose import shell_line
 
-DENSE_PEAK_TFLOPS: tuple[tuple[str, float, str], ...] = (
-    # name as torch reports it, dense fp16/bf16 tensor TFLOP/s with fp32 accumulation, source.
-    # Data sheets of Hopper, Ada and later print the figure "with sparsity": halved here.
-    ("B200", 2250.0, "NVIDIA Blackwell architecture brief, HGX B200, 4.5 PFLOP/s sparse"),
-    ("H200 NVL", 835.5, "NVIDIA H200 data sheet, NVL, 1,671 TFLOP/s sparse"),
-    ("H200", 989.4, "NVIDIA H200 data sheet, SXM, 1,979 TFLOP/s sparse"),
-    ("H100 PCIe", 756.5, "NVIDIA H100 data sheet, PCIe, 1,513 TFLOP/s sparse"),
-    ("H100 NVL", 835.5, "NVIDIA H100 data sheet, NVL, 1,671 TFLOP/s sparse"),
-    ("H100", 989.4, "NVIDIA H100 data sheet, SXM, 1,979 TFLOP/s sparse"),
-    ("A100", 312.0, "NVIDIA A100 data sheet"),
-    ("L40S", 362.05, "NVIDIA L40S data sheet, 733 TFLOP/s sparse"),
-    ("L4", 121.0, "NVIDIA L4 data sheet, 242 TFLOP/s sparse"),
-    ("RTX 4090", 165.2, "NVIDIA Ada architecture white paper, table of GeForce RTX 4090"),
-    ("RTX 3090", 71.0, "NVIDIA GA102 architecture white paper, GeForce RTX 3090"),
+
+class GPU(NamedTuple):
+    """What a data sheet promises."""
+
+    name: str  # words of the name that torch reports
+    tflops: float  # dense fp16 and bf16 tensor TFLOP/s with fp32 accumulation
+    bandwidth: float  # of its memory, GB/s
+    source: str
+
+    @property
+    def flops(self) -> float:
+        """Dense FLOP/s in fp16 and bf16; 2:4 products have twice as many on all of these."""
+        return self.tflops * 1e12
+
+    @property
+    def memory(self) -> float:
+        """Bytes per second, read and written."""
+        return self.bandwidth * 1e9
+
+    def __str__(self) -> str:
+        speed = f"{self.tflops:g} TFLOP/s dense in fp16 and bf16, {self.bandwidth / 1e3:g} TB/s"
+        return f"{self.name}: {speed}"
+
+
+GPUS = (
+    # Data sheets of Hopper, Ada and later print FLOP/s "with sparsity": halved here.
+    GPU("B200", 2250.0, 8000, "NVIDIA Blackwell architecture brief, HGX B200, 4.5 PFLOP/s sparse"),
+    GPU("H200 NVL", 835.5, 4800, "NVIDIA H200 data sheet, NVL, 1,671 TFLOP/s sparse"),
+    GPU("H200", 989.4, 4800, "NVIDIA H200 data sheet, SXM, 1,979 TFLOP/s sparse"),
+    GPU("H100 PCIe", 756.5, 2000, "NVIDIA H100 data sheet, PCIe, 1,513 TFLOP/s sparse"),
+    GPU("H100 NVL", 835.5, 3900, "NVIDIA H100 data sheet, NVL, 1,671 TFLOP/s sparse"),
+    GPU("H100", 989.4, 3350, "NVIDIA H100 data sheet, SXM, 1,979 TFLOP/s sparse"),
+    GPU("A100 80GB PCIe", 312.0, 1935, "NVIDIA A100 data sheet, 80GB PCIe"),
+    GPU("A100 80GB", 312.0, 2039, "NVIDIA A100 data sheet, 80GB SXM"),
+    GPU("A100", 312.0, 1555, "NVIDIA A100 data sheet, 40GB"),
+    GPU("L40S", 362.05, 864, "NVIDIA L40S data sheet, 733 TFLOP/s sparse"),
+    GPU("L4", 121.0, 300, "NVIDIA L4 data sheet, 242 TFLOP/s sparse"),
+    GPU("RTX 4090", 165.2, 1008, "NVIDIA Ada architecture white paper, table of GeForce RTX 4090"),
+    GPU("RTX 3090", 71.0, 936, "NVIDIA GA102 architecture white paper, GeForce RTX 3090"),
 )
+"""More special names first."""
 
 OTHER_CHIPS = frozenset({"MIG", "Laptop", "Max-Q", "Ti", "D", "SUPER"})
 """Words that make a name another, slower or faster, device: those have no entry."""
@@ -45,8 +71,13 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """
     if device.type != "cuda" or precision not in ("fp16", "bf16"):
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((t * 1e12 for key, t, _ in DENSE_PEAK_TFLOPS if _is(key, name)), None)
+    gpu = known_gpu(torch.cuda.get_device_name(device))
+    return None if gpu is None else gpu.flops
+
+
+def known_gpu(name: str) -> GPU | None:
+    """The data sheet of the GPU that torch, or a person, calls so; None: not in :data:`GPUS`."""
+    return next((gpu for gpu in GPUS if _is(gpu.name, name)), None)
 
 
 def visible_devices() -> list[str]:
@@ -59,7 +90,16 @@ def visible_devices() -> list[str]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, commit, command and hardware of this process."""
-    packages = ("torch", "numpy", "transformers", "tokenizers", "hydra-core", "wandb", "datasets")
+    packages = (
+        "torch",
+        "triton",
+        "numpy",
+        "transformers",
+        "tokenizers",
+        "hydra-core",
+        "wandb",
+        "datasets",
+    )
     versions = {name: v for name in packages if (v := _version(name)) is not None}
     return {
         "command": shell_line(["sparsepretrain", *sys.argv[1:]]),

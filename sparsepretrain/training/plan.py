@@ -22,7 +22,7 @@ from sparsepretrain.config import freeze
 from sparsepretrain.config.groups import SimulatedFP8
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-from sparsepretrain.sparsity import Sparsifier, Window
+from sparsepretrain.sparsity import MethodOptions, Sparsifier, Window
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console, clock, count
@@ -71,9 +71,9 @@ def dry_run(run: Run, console: Console | None = None) -> None:
         ),
         (
             "memory estimate",
-            f"{_size(others + sparse)}: {_size(sparse)} sparse weights, {_size(others)} others, "
+            f"{size(others + sparse)}: {size(sparse)} sparse weights, {size(others)} others, "
             f"with gradients, moments{' and averages' * bool(averages)}"
-            f"\n{_size(saved)} activations per micro-batch ({run.batch.micro})",
+            f"\n{size(saved)} activations per micro-batch ({run.batch.micro})",
         ),
         ("bytes per entry", f"{each}; others: {sum(other):.3g}"),
         *shard_rows(run, model, sparsifier, others + sparse),
@@ -124,16 +124,16 @@ def shard_rows(
     return [
         (
             "memory per process",
-            f"{_size(state / shards)}: 1/{shards} of the above{copies}"
-            f"\n{_size(width * (whole - sum(each)))} gathered for the whole forward, "
-            f"{_size(width * max(each, default=0))} for a block; {_size(width * whole)} in "
+            f"{size(state / shards)}: 1/{shards} of the above{copies}"
+            f"\n{size(width * (whole - sum(each)))} gathered for the whole forward, "
+            f"{size(width * max(each, default=0))} for a block; {size(width * whole)} in "
             "evaluation",
         ),
         (
             "received per process",
-            f"{_size(gathers + sums)} per micro-batch, {_size((gathers + sums) * micro_batches)} "
-            f"per step: {_size(gathers)} operands, {_size(sums)} gradients"
-            f"\n{_size(again * master * numbers * part)} instead of {_size(gathers)} if weights "
+            f"{size(gathers + sums)} per micro-batch, {size((gathers + sums) * micro_batches)} "
+            f"per step: {size(gathers)} operands, {size(sums)} gradients"
+            f"\n{size(again * master * numbers * part)} instead of {size(gathers)} if weights "
             "were gathered and every process projected them",
         ),
     ]
@@ -152,7 +152,8 @@ def check(run: Run) -> None:
     sparsify_model(run, task, build_model(task, META), device)
 
 
-def _size(number: float) -> str:
+def size(number: float) -> str:
+    """Bytes, such as ``1.50 GiB``."""
     unit, power = next(((u, p) for u, p in UNITS if number >= p), UNITS[-1])
     return f"{number / power:.2f} {unit}"
 
@@ -236,25 +237,29 @@ def bytes_per_entry(run: Run) -> tuple[BytesPerEntry, BytesPerEntry]:
     Trains two small layers for a step with the method, optimiser and precision of ``run``, and
     counts what is there afterwards.
     """
-    options = run.sparsity
-    phases = {key: value for key, value in SPARSE.items() if hasattr(options, key)}
-    first = dataclasses.replace(options, targets="ffn", **phases)
-    run = dataclasses.replace(run, sparsity=first)
-    size = 4 * options.m * -(-128 // options.m)  # what is one per layer or row hardly counts
-    model = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(2)))
+    options = dataclasses.replace(sparse_from_the_start(run.sparsity), targets="ffn")
+    run = dataclasses.replace(run, sparsity=options)
+    width = 4 * options.m * -(-128 // options.m)  # what is one per layer or row hardly counts
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2)))
     task = cast(Any, SimpleNamespace(roles={"ffn": ["0"]}))
     with warnings.catch_warnings():  # about the course of training, of which this is none
         warnings.simplefilter("ignore", SparsePretrainWarning)
         optimizer = attach_optimizer(run, model, sparsify_model(run, task, model))
         for step in range(2):
             with autocast(run.precision, torch.device("cpu")):
-                loss = model(torch.ones(8, size)).float().sum()
+                loss = model(torch.ones(8, width)).float().sum()
             loss.backward()
             if not step:  # then the operands of the next one are there as well
                 optimizer.step()
                 optimizer.zero_grad()
     sparse, other = (_count(layer, optimizer) for layer in model)
     return sparse, other
+
+
+def sparse_from_the_start(options: MethodOptions) -> MethodOptions:
+    """``options`` without what says that a run trains sparse later, or not to its end."""
+    phases: dict[str, Any] = {k: value for k, value in SPARSE.items() if hasattr(options, k)}
+    return dataclasses.replace(options, **phases)
 
 
 def _count(layer: Any, optimizer: Optimizer) -> BytesPerEntry:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from sparsepretrain.training.hardware import DENSE_PEAK_TFLOPS, environment, peak_flops
+from sparsepretrain.training.hardware import GPUS, environment, known_gpu, peak_flops
 
 NAMES = {
     "NVIDIA B200": 2250.0,
@@ -49,8 +49,17 @@ def test_names(monkeypatch, name):
 
 
 def test_every_entry_is_reachable_and_has_a_source():
-    assert {v for v in NAMES.values() if v} == {peak for _, peak, _ in DENSE_PEAK_TFLOPS}
-    assert all(source for _, _, source in DENSE_PEAK_TFLOPS)
+    found = {known_gpu(name) for name in NAMES} | {known_gpu("L40S"), known_gpu("A100 40GB")}
+    assert found - {None} == set(GPUS)
+    assert all(gpu.source and gpu.bandwidth for gpu in GPUS)
+
+
+def test_names_that_people_use():
+    assert known_gpu("H100 SXM").name == "H100"
+    assert known_gpu("NVIDIA A100-SXM4-80GB").bandwidth == 2039
+    assert known_gpu("NVIDIA A100 80GB PCIe").bandwidth == 1935
+    assert known_gpu("NVIDIA A100-PCIE-40GB").bandwidth == 1555
+    assert known_gpu("V100") is None and known_gpu("") is None
 
 
 def test_environment():

@@ -256,7 +256,7 @@ class Backend:
         for place in (place for place, why in fits.items() if not why):
             tokens = torch.Size(inputs).numel()
             case = Case(place, out_features, in_features, tokens, dtype, dim, bias)
-            why = no_products(dtype) or (straddles(inputs) if place == "U" else "")
+            why = objection(place, inputs, dtype)
             if not why and case not in self.trials:
                 self.trials[case] = self.attempt(case, device)
             found[place] = why or self.trials[case].objection
@@ -309,6 +309,11 @@ class Backend:
             dtype = {"dtype": str(case.dtype).removeprefix("torch.")}
             rows.append(runs | case._asdict() | dtype | trial._asdict())
         return rows
+
+
+def objection(place: str, inputs: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Why inputs (…, tokens of a sample) of ``dtype`` have no sparse product; "": they have."""
+    return no_products(dtype) or (straddles(inputs) if place == "U" else "")
 
 
 def no_products(dtype: torch.dtype) -> str:

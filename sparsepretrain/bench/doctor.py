@@ -1,0 +1,103 @@
+"""What this machine can do: versions, devices, which products of each method could be sparse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparsepretrain import registry
+from sparsepretrain.kernels.cusparselt.packed24 import unsupported, version
+from sparsepretrain.sparsity.coverage import PRODUCTS
+from sparsepretrain.sparsity.execution import Backend
+from sparsepretrain.sparsity.execution.semi_structured import PRODUCT
+from sparsepretrain.sparsity.method import Method
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training.hardware import GPU, environment, known_gpu
+
+META = torch.device("meta")
+SHAPE = (64, 64)
+"""Of a linear layer whose features 16 divides."""
+REGRESSIONS = {
+    "0.8.0": "slower on H100 and L4 than versions before and after it, says NVIDIA of 0.8.1: "
+    "pip install 'nvidia-cusparselt-cu13>=0.8.1'"
+}
+"""Version of cuSPARSELt -> what is wrong with it (docs.nvidia.com/cuda/cusparselt, release notes).
+Wrong algorithms are no entry: those are found by trial before use."""
+
+
+def present_gpu() -> torch.device | None:
+    """The CUDA device of this process."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def examine(console: Console, named: GPU | None = None) -> None:
+    """Print what is here, and the products of each method; ``named``: a GPU to compare with."""
+    console.table("this machine", machine(named), lines=False)
+    console.info("")
+    title = "products that can be sparse: linear layers with features that 16 divides, fp16 or bf16"
+    head = ["method", *PRODUCTS, "when", "why not"]
+    console.table(title, method_rows(), head, lines=False)
+    console.info(f"\n{here()}")
+
+
+def machine(named: GPU | None = None) -> list[tuple[str, str]]:
+    """Versions and devices, as rows."""
+    found = environment(present_gpu() or torch.device("cpu"))
+    packages, hardware = found["packages"], found["hardware"]
+    library = version()
+    bad = f": {REGRESSIONS[library]}" if library in REGRESSIONS else ""
+    commit = f", commit {found['commit']}" if found["commit"] else ""
+    rows = [
+        ("sparsepretrain", f"{found['sparsepretrain']}{commit}"),
+        ("Python", f"{found['python']}, {found['platform']}"),
+        ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
+        ("triton", packages.get("triton", "none: kernels are those of PyTorch")),
+        ("cuSPARSELt", library + (", as loaded" if library != "none" else "") + bad),
+        ("CPU cores", f"{hardware['cores']}, {hardware['threads']} threads"),
+    ]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        sheet = known_gpu(properties.name)
+        rows.append(
+            (
+                f"cuda:{index}",
+                f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+                f"{properties.total_memory / 2**30:.0f} GiB; "
+                + (f"data sheet of {sheet}" if sheet else "no data sheet is known"),
+            )
+        )
+    if not torch.cuda.device_count():
+        rows.append(("GPU", "none"))
+    if named is not None:
+        rows.append(("compared with", f"{named} ({named.source})"))
+    return rows
+
+
+def here() -> str:
+    """Whether sparse products run on this machine, in one line."""
+    why = unsupported(present_gpu() or torch.device("cpu"))
+    if why is None:
+        return f"Sparse products run here, in fp16 and bf16, with cuSPARSELt {version()}."
+    return f"No product runs sparse here: {why}. Training emulates them: the same results, no gain."
+
+
+def method_rows() -> list[list[str]]:
+    """Method, what can be sparse of its three products, when, and why the others cannot.
+
+    With default options, wherever the device has sparse products.
+    """
+    backend, rows = Backend("auto"), []
+    for name in registry.names("method"):
+        method: Any = registry.get("method", name)
+        if not issubclass(method, Method):  # a plugin's, which only training refuses
+            continue
+        fits = backend.fit(method.typical_row(name), SHAPE, 1, META)
+        cells = dict.fromkeys(PRODUCTS, "dense")
+        cells |= {PRODUCT[place]: "emulated" if why else "sparse" for place, why in fits.items()}
+        reasons = dict.fromkeys(filter(None, fits.values()))
+        when = method.phases if fits else ""
+        rows.append([name, *cells.values(), when, "; ".join(reasons)])
+    return rows
