@@ -58,7 +58,7 @@ class Timed:
     @property
     def name(self) -> str:
         """Case, shape and implementation."""
-        return f"{self.case}, {'×'.join(map(str, self.shape))}, {self.impl}"
+        return full_name(self.case, self.shape, self.impl)
 
     @property
     def ok(self) -> bool | None:
@@ -91,6 +91,11 @@ class Timed:
     def as_dict(self) -> dict[str, Any]:
         """For the JSON."""
         return {**asdict(self), "ok": self.ok}
+
+
+def full_name(case: str, shape: list[int], impl: str) -> str:
+    """What results are known by."""
+    return f"{case}, {'×'.join(map(str, shape))}, {impl}"
 
 
 def cases(quick: bool) -> list[Timed]:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsepretrain.cli._verb import Verb, add_settings, read_settings, setting_words
+from sparsepretrain.cli._verb import UsageError, Verb, add_settings, read_settings, setting_words
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register, suggestion
 
@@ -23,20 +23,36 @@ class Settings:
     """Fewer repetitions: does it run, not how fast."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """Words of ``bench compare OLD NEW``."""
+
+    threshold: float = 0.1
+    """A case regressed if it is worse by more than this part."""
+
+
 @register("verb", "bench")
 class Bench(Verb):
-    summary = "measure step times and memory; writes JSON"
+    summary = "measure step times and memory; writes JSON; compares two of its files"
     place = 9
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_settings(parser, Settings)
+        parser.epilog = (
+            "bench compare OLD NEW [threshold=0.1]: two results files of one suite and machine, "
+            "case by case; exit code 1 if one regressed by more than the threshold"
+        )
 
     def words(self, before: list[str], current: str) -> list[str]:
+        if before[:1] == ["compare"]:
+            return setting_words(Comparison, current)
         from sparsepretrain.bench import SUITES
 
-        return [*setting_words(Settings, current), *(f"suite={name}" for name in SUITES)]
+        return ["compare", *setting_words(Settings, current), *(f"suite={name}" for name in SUITES)]
 
     def run(self, args: argparse.Namespace) -> int:
+        if args.settings[:1] == ["compare"]:
+            return self._compare(args.settings[1:])
         settings = read_settings(Settings, args.settings)
         from sparsepretrain import bench
 
@@ -46,3 +62,14 @@ class Bench(Verb):
         out = Path(settings.out) if settings.out else None
         result = bench.run(suite=settings.suite, out=out, quick=settings.quick)
         return 0 if result["within_limits"] else 1
+
+    def _compare(self, words: list[str]) -> int:
+        files: list[str] = []
+        settings = read_settings(Comparison, words, others=files)
+        if len(files) != 2:
+            given = " ".join(files) or "none"
+            raise UsageError(f"bench compare takes two results files, OLD and NEW, got {given}")
+        from sparsepretrain.bench.compare import compare
+
+        changes = compare(Path(files[0]), Path(files[1]), settings.threshold)
+        return int(any(change.verdict == "regressed" for change in changes))

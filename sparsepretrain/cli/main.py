@@ -37,8 +37,8 @@ examples:
   sparsepretrain train --config-dir my_configs plugins=[my_method.py] sparsity=mine
   sparsepretrain --help plugins=[my_verb.py]                a verb of your own
 exit codes:
-  0 done, 1 a cell of a table failed, 2 config, 3 data, 4 checkpoint, 5 diverged, 130 interrupted,
-  143 preempted after a save
+  0 done, 1 a cell of a table failed or a benchmark regressed, 2 config, 3 data, 4 checkpoint,
+  5 diverged, 130 interrupted, 143 preempted after a save
 """
 
 WORKER = "__worker"
