@@ -17,6 +17,7 @@ SUITES = {
     "steps": "sparsepretrain.bench.steps",
     "operands": "sparsepretrain.bench.operands",
     "host": "sparsepretrain.bench.host",
+    "checkpoint": "sparsepretrain.bench.checkpoint",
 }
 """Name -> module with ``cases(quick)``, a list of :class:`timing.Case` or ``kernels.Timed``.
 

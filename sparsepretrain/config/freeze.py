@@ -13,8 +13,11 @@ from sparsepretrain.config.places import check_yaml
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, one_line
 
-NOT_IDENTITY = ("resume", "runs_dir", "tracker", "seed", "workers", "backend")
-"""Root keys that leave the result alone, but for rounding; the seed stands next to the hash in the
+NOT_IDENTITY = (
+    *("resume", "runs_dir", "tracker", "seed", "workers", "backend"),
+    "checkpoint.background",
+)
+"""Keys that leave the result alone, but for rounding; the seed stands next to the hash in the
 directory name."""
 
 Table = dict[tuple[str, str | None], dict[str, Any]]
@@ -29,7 +32,7 @@ ADDED: Table = {
     **{("schedule", n): {"start": None} for n in ("cosine", "linear", "inverse_sqrt", "constant")},
     ("precision", "fp8_sim"): {"init_scale": 65536.0, "growth_interval": 2000},
     ("sparsity", "slope"): {"adapters": {"rank": 0, "start": 0.99}},
-    ("checkpoint", None): {"keep_every": 0, "keep_best": 0},
+    ("checkpoint", None): {"keep_every": 0, "keep_best": 0, "background": False},
     ("parallel", "single"): {"reduction": "fast"},
 }
 """(Group, what is chosen in it; None: nothing is) -> key -> what a configuration without it means.
@@ -86,7 +89,9 @@ def identity(config: Config) -> str:
     A mapping is expected as ``Run.plain`` gives it.
     """
     chosen = {k: v for k, v in _plain(config).items() if v != ADDED_AT_ROOT.get(k, ...)}
-    plain = _canonical({k: v for k, v in chosen.items() if k not in NOT_IDENTITY})
+    plain = _canonical(chosen)
+    for group, _, key in (dotted.rpartition(".") for dotted in NOT_IDENTITY):
+        (plain[group] if group else plain).pop(key, None)
     for part, key, value in _meant(plain, ADDED):
         if part.get(key) == _canonical(value):
             part.pop(key, None)

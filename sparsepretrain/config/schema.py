@@ -62,6 +62,9 @@ class Checkpoint:
     """Those at multiples of so many steps are never removed; 0: none of them."""
     keep_best: Annotated[int, "≥ 0"]
     """So many with the lowest validation loss are kept too; 0: none."""
+    background: bool
+    """Training goes on once the state is copied to host memory, which a thread writes; false: once
+    it is on disk."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,6 +10,8 @@ Format 1 has all parts in ``state.pt``, which is read without running code.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import itertools
 import json
@@ -17,13 +19,14 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config import freeze
-from sparsepretrain.errors import CheckpointError, ConfigError, reason
+from sparsepretrain.errors import CheckpointError, ConfigError, one_line, reason
 from sparsepretrain.files import is_plain_name, sync
 
 if TYPE_CHECKING:
@@ -191,13 +194,11 @@ def save(
         CheckpointError: it could not be written; earlier checkpoints are untouched.
     """
     final = directory / step_name(step)
-    stage = directory / f".{final.name}.{os.getpid()}"
     if Checkpoint(final).problem() is None:
         return final
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    try:
+    with _writing(final) as stage:
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -222,11 +223,94 @@ def save(
         os.replace(stage, final)
         sync(directory)
         _whole[final.absolute()] = _stamp(final)
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        shutil.rmtree(stage, ignore_errors=True)
-        raise CheckpointError(f"cannot write checkpoint {final}: {reason(error)}") from error
     _prune(directory, step, keep)
     return final
+
+
+class Writer:
+    """Saves the checkpoints of a run, one at a time.
+
+    Args:
+        directory: ``checkpoints`` of a run directory.
+        background: :meth:`save` waits for a copy of the state only; a thread writes that. What it
+            raises, the next call of :meth:`save` or :meth:`join` raises.
+    """
+
+    def __init__(self, directory: Path, *, background: bool) -> None:
+        self.directory = directory
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._pending: Future[Path] | None = None
+        self._copies: dict[tuple[Any, ...], Tensor] = {}
+
+    @property
+    def failed(self) -> bool:
+        """Whether the thread could not write, and nobody has been told yet."""
+        pending = self._pending
+        return pending is not None and pending.done() and pending.exception() is not None
+
+    def save(
+        self, step: int, parts: dict[str, Any], *, config: str, keep: Callable[[], Retention]
+    ) -> None:
+        """:func:`save`, after the one before is finished; ``keep`` is called when it is needed.
+
+        Raises:
+            CheckpointError: this one, or the one before, could not be written.
+        """
+        self.join()
+
+        def write(state: dict[str, Any]) -> Path:
+            return save(self.directory, step, state, config=config, keep=keep())
+
+        if self._thread is None:
+            write(parts)
+        else:
+            with _writing(self.directory / step_name(step)):
+                state = self._snapshot(parts)
+            self._pending = self._thread.submit(write, state)
+
+    def join(self) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            CheckpointError: the last one could not be written.
+        """
+        if self._pending is not None:
+            wait([self._pending])
+            done, self._pending = self._pending, None
+            done.result()
+
+    def close(self, warn: Callable[[str], None]) -> None:
+        """Finish what is being written; where something else stops the run, errors are warnings."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        try:
+            self.join()
+        except Exception as error:
+            warn(one_line(error))
+
+    def _snapshot(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """``parts`` in host memory of its own; that of the last snapshot is used again.
+
+        Fresh memory costs several times as much as the copy: the system clears every page of it.
+        """
+        from torch import Tensor
+        from torch.utils._pytree import tree_map
+
+        before, self._copies = self._copies, {}
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return copy.deepcopy(value)
+            place, tensor = _memory(value), value.detach()
+            if place not in self._copies:  # tied weights stay tied
+                old = before.pop(place, None)
+                self._copies[place] = (
+                    tensor.to("cpu", copy=True) if old is None else old.copy_(tensor)
+                )
+            return self._copies[place]
+
+        state: dict[str, Any] = tree_map(copied, parts)
+        return state
 
 
 def step_name(step: int) -> str:
@@ -273,6 +357,19 @@ def read_tensors(file: Path) -> dict[str, Any]:
     return state
 
 
+@contextlib.contextmanager
+def _writing(final: Path) -> Iterator[Path]:
+    """Gives where ``final`` is made; after an error, one line says so and nothing is left there."""
+    from safetensors import SafetensorError
+
+    stage = final.with_name(f".{final.name}.{os.getpid()}")
+    try:
+        yield stage
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        shutil.rmtree(stage, ignore_errors=True)
+        raise CheckpointError(f"cannot write checkpoint {final}: {reason(error)}") from error
+
+
 def _shard(part: str) -> str:
     return f"shard-00000-{part}.safetensors"
 
@@ -290,7 +387,7 @@ def _split(part: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     storages: set[int] = set()
 
     def add(tensor: Tensor, path: str) -> str:
-        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        memory = _memory(tensor)
         if memory in names and tensor.numel():
             return names[memory]
         if path in tensors:
@@ -320,6 +417,11 @@ def _split(part: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
         raise TypeError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
 
     return convert(part, name), tensors
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common that are the same numbers in the same memory."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _join(value: Any, tensors: dict[str, Tensor]) -> Any:

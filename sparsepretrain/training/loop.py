@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.data.preparation import Progress
-from sparsepretrain.errors import INTERRUPTED, PREEMPTED, DataError
+from sparsepretrain.errors import INTERRUPTED, PREEMPTED, CheckpointError, DataError
 from sparsepretrain.tasks import Batch, Observation
 from sparsepretrain.training.batches import Request, split_requests, stream, to_device
 from sparsepretrain.training.guard import require_finite_weights
@@ -26,7 +26,10 @@ from sparsepretrain.training.schedules import learning_rate
 from sparsepretrain.training.session import AVERAGED, Session
 
 STOPS = (PREEMPTED, INTERRUPTED)
-"""Exit codes of signals; the first of them that any process received counts."""
+"""Exit codes of signals."""
+
+ENDS = (*STOPS, CheckpointError.exit_code)
+"""Exit codes to stop with; the first of them that any process has counts."""
 
 SILENT_SECONDS = 1.0
 """Of an evaluation before it shows how far it is."""
@@ -99,8 +102,8 @@ def train_step(t: Session) -> dict[str, Any]:
         t.scaler.scale(loss / items).backward()
         losses[index] = loss.detach()
     t.gradients.reduce()
-    if t.signals.exit_code is not None:
-        losses[STOPS.index(t.signals.exit_code) - len(STOPS)] = 1.0
+    if t.own_stop is not None:
+        losses[ENDS.index(t.own_stop) - len(ENDS)] = 1.0
     t.world.sum(losses)
     t.scaler.unscale_(t.optimizer)
     for observer in t.observers:
@@ -166,18 +169,18 @@ def _moved(t: Session, batch: Batch) -> Batch:
 
 
 def _no_losses(t: Session) -> Tensor:
-    """Zeros for the losses of the global batch, and for the signals that processes received.
+    """Zeros for the losses of the global batch, and for what processes have to stop with.
 
     Each loss comes from one process, so the sum over processes is exact.
     """
-    count = t.run.batch.size // t.run.batch.micro + len(STOPS)
+    count = t.run.batch.size // t.run.batch.micro + len(ENDS)
     return torch.zeros(count, dtype=torch.float64, device=t.device)
 
 
 def _read(values: list[float]) -> tuple[float, int | None]:
     """The losses added in the order of the micro-batches, and what the processes stop with."""
-    *_, total = itertools.accumulate(values[: -len(STOPS)])
-    return total, next((c for c, v in zip(STOPS, values[-len(STOPS) :], strict=True) if v), None)
+    *_, total = itertools.accumulate(values[: -len(ENDS)])
+    return total, next((c for c, v in zip(ENDS, values[-len(ENDS) :], strict=True) if v), None)
 
 
 @torch.no_grad()
@@ -223,8 +226,8 @@ def evaluate(
                     return None
                 with autocast(t.run.precision, t.device):
                     observations.append(t.task.observe(t.forward_model, batch, final=final))
-        told, parts = zip(*t.world.gather((t.signals.exit_code, observations)), strict=True)
-        t.agreed = next((code for code in STOPS if code in told), None)
+        told, parts = zip(*t.world.gather((t.own_stop, observations)), strict=True)
+        t.agreed = next((code for code in ENDS if code in told), None)
         ranks = itertools.cycle(map(iter, parts))  # in the order of the requests
         return t.task.metrics([next(next(ranks)) for _ in requests])
 

@@ -234,6 +234,8 @@ class Session:
     """Of the record, at the last checkpoint; 0: not known."""
     stop_after: int | None = None
     """End early, after so many completed steps; schedules and windows stay those of the run."""
+    save_failed: Callable[[], bool] = lambda: False
+    """Whether a checkpoint could not be written in the background."""
     log_probe: Callable[[dict[str, Any]], object] = lambda line: None
     """Takes the lines of the probes."""
     guard: Guard = field(init=False)
@@ -257,12 +259,22 @@ class Session:
         return self.world.device
 
     @property
+    def own_stop(self) -> int | None:
+        """The exit code that this process would stop with: of a signal, or of a save that failed.
+
+        The error itself is raised where the next checkpoint is saved, so as the last thing done.
+        """
+        if self.signals.exit_code is None and self.save_failed():
+            return CheckpointError.exit_code
+        return self.signals.exit_code
+
+    @property
     def stopping(self) -> int | None:
-        """The exit code that the run has to stop with, because of a signal to any process.
+        """The exit code that the run has to stop with, because of any of its processes.
 
         Several processes have to agree on it, or some would wait for the others.
         """
-        return self.signals.exit_code if self.world.size == 1 else self.agreed
+        return self.own_stop if self.world.size == 1 else self.agreed
 
     @property
     def end(self) -> int:

@@ -157,21 +157,21 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
     def save() -> None:
         if stream is not None:
             t.lines = stream.lines
-        state, config, place = t.state_dict(), freeze.to_yaml(run.plain), directory.checkpoints
-
-        def write() -> None:
-            keep = directory.retention(run)
-            checkpoint.save(place, t.step, state, config=config, keep=keep)
-
-        t.world.first(write)
+        state, config = t.state_dict(), freeze.to_yaml(run.plain)
+        t.world.first(
+            lambda: writer.save(t.step, state, config=config, keep=lambda: directory.retention(run))
+        )
 
     def save_masks() -> None:
         masks = t.sparsifier.masks()
         t.world.first(lambda: _save_masks(masks, directory.masks_file(t.step), directory))
 
+    writer = checkpoint.Writer(directory.checkpoints, background=run.checkpoint.background)
+    t.save_failed = lambda: writer.failed
     exit_code, summary = 1, None
     try:
         code = run_steps(t, log, save, save_masks)
+        t.world.first(writer.join)
         exit_code = code or 0
         if code is None:
             proof = prove(t.sparsifier)
@@ -186,6 +186,7 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
             directory.note_failure("train", exit_code, f"{error.label}: {error}")
         raise
     finally:
+        writer.close(console.warn)
         t.batches.close()
         if probed is not None:
             probed.close()

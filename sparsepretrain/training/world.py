@@ -105,6 +105,10 @@ class World:
             dist.broadcast_object_list(told, src=0, group=self.host)
         result, exit_code = told
         if exit_code:
+            # until the first process is gone: else a launcher that sees another end would stop it
+            # before it has reported its error
+            with contextlib.suppress(RuntimeError):
+                dist.barrier(group=self.host)
             raise RankError(exit_code)
         return result
 

@@ -6,7 +6,8 @@ once and every run is a fork of this process, which has no threads of its own.
 A job: {"argv": [...], "at": what to wait for, "delay": seconds after that, "signals": [numbers],
 "gap": seconds between them}
 "at" is {"line": k}: k lines in metrics.jsonl of "directory", or {"seconds": s} after the start, or
-{"call": k}: the child kills itself at the k-th file operation, or null: no signal.
+{"call": k}: the child kills itself at the k-th file operation, {"call": k, "thread": "checkpoint"}:
+at the k-th of threads that are called so, or null: no signal.
 The result: {"code": exit code or -signal, "out": stdout and stderr}.
 """
 
@@ -17,6 +18,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -47,13 +49,13 @@ def unblocked(self: StopSignals) -> StopSignals:
 StopSignals.__enter__ = unblocked  # type: ignore[method-assign]
 
 
-def child(argv: list[str], log: int, call: int | None) -> None:
+def child(argv: list[str], log: int, at: dict[str, Any]) -> None:
     code = 99
     try:
         os.dup2(log, 1)
         os.dup2(log, 2)
-        if call is not None:
-            kill_at(call)
+        if "call" in at:
+            kill_at(at["call"], at.get("thread", ""))
         code = cli.main(argv)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -63,8 +65,8 @@ def child(argv: list[str], log: int, call: int | None) -> None:
         os._exit(code)
 
 
-def kill_at(call: int) -> None:
-    """SIGKILL this process before the ``call``-th operation that changes a file."""
+def kill_at(call: int, thread: str) -> None:
+    """SIGKILL this process before the ``call``-th operation of ``thread`` that changes a file."""
     import shutil
 
     count = 0
@@ -72,7 +74,7 @@ def kill_at(call: int) -> None:
     def wrap(function: Any) -> Any:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
-            count += 1
+            count += threading.current_thread().name.startswith(thread)
             if count == call:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
@@ -101,7 +103,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pid = os.fork()
         if pid == 0:
-            child(job["argv"], log.fileno(), at.get("call"))
+            child(job["argv"], log.fileno(), at)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         todo = list(job.get("signals", [signal.SIGKILL])) if at and "call" not in at else []
         status = None

@@ -135,6 +135,49 @@ def test_kill_9_before_every_file_operation(forks, tiny, record_property):
     record_property("injected", call - 1)
 
 
+BACKGROUND = "checkpoint.background=true"
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(1500)  # one run per file operation: minutes
+def test_kill_9_before_every_file_operation_of_a_background_save(forks, tiny, record_property):
+    """R2: at each point of each save, wherever training is meanwhile."""
+    overrides = ("steps=9", "checkpoint.every=3", "checkpoint.keep_last=1")
+    expected = uninterrupted(forks, tiny, *overrides)
+    for call in range(1, 200):
+        words = (*overrides, BACKGROUND, "runs_dir=" + str(tiny.root / f"run{call}"))
+        result = forks.run(tiny, *words, at={"call": call, "thread": "checkpoint"})
+        directory = tiny.directory(*words)
+        if result["code"] == KILLED:
+            assert forks.run(tiny, *words)["code"] == 0, call
+        assert_same_run(expected, directory)
+        left = sorted(p.name for p in (directory / "checkpoints").iterdir())
+        assert left in (["step_00000009"], ["step_00000006", "step_00000009"]), call
+        if result["code"] != KILLED:
+            break
+    assert result["code"] == 0 and call > 30
+    record_property("injected", call - 1)
+
+
+@pytest.mark.fault
+def test_kill_9_at_random_moments_of_background_saves(forks, tiny, record_property):
+    """R1: a save every other step, so that one is under way at most moments."""
+    overrides = (*LONG[:1], "checkpoint.every=2", "model.dropout=0.1", "ema=0.9")
+    expected = uninterrupted(forks, tiny, *overrides)
+    seed = random.randrange(2**32)
+    moments, kills = random.Random(seed), 0
+    for run in range(5):
+        words = (*overrides, BACKGROUND, "runs_dir=" + str(tiny.root / f"run{run}"))
+        for _ in range(4):
+            at, delay = {"line": moments.randrange(34)}, moments.uniform(0, 0.05)
+            result = forks.run(tiny, *words, at=at, delay=delay)
+            assert result["code"] in (0, KILLED), (seed, result)
+            kills += result["code"] == KILLED
+        assert_same_run(expected, finish(forks, tiny, *words))
+    assert kills >= 5
+    record_property("injected", kills)
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
@@ -160,16 +203,18 @@ def test_signals_at_any_time(forks, tiny, number, code, record_property):
 
 
 @pytest.mark.fault
-def test_interrupted_twice(forks, tiny):
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_interrupted_twice(forks, tiny, background):
     """R15: the second SIGINT ends the process at once, and nothing is lost."""
     expected = uninterrupted(forks, tiny, *LONG)
+    words = (*LONG, f"checkpoint.background={background}")
     for line in (3, 8, 15, 20, 25):
         result = forks.run(
-            tiny, *LONG, at={"line": line}, signals=[signal.SIGINT, signal.SIGINT], gap=0.002
+            tiny, *words, at={"line": line}, signals=[signal.SIGINT, signal.SIGINT], gap=0.002
         )
         assert result["code"] == 130, result
         assert "Traceback" not in result["out"]
-    assert_same_run(expected, finish(forks, tiny, *LONG))
+    assert_same_run(expected, finish(forks, tiny, *words))
 
 
 @pytest.mark.fault
