@@ -81,9 +81,10 @@ def final(pairs: Sequence[tuple[RunData, RunData]], key: str, label: str = "") -
 def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str]]:
     """Name -> figure and its caption; empty where nothing was measured."""
     first, metric = next(iter(table.metrics.items()))
-    baseline, columns = table.baseline, list(table.columns) or [""]
+    measured = {cell.column for cell in results.cells if cell.curves or cell.metrics}
+    baseline, columns = table.baseline, [c for c in table.columns or [""] if c in measured]
     found: dict[str, tuple[Figure | None, str]] = {}
-    if baseline and len(columns) <= PANELS:
+    if baseline and 0 < len(columns) <= PANELS:
         titles = [f"{table.column_label} {column}".strip() if column else "" for column in columns]
         panels = {
             title: _pairs(results, table, column, baseline)

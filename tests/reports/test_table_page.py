@@ -129,6 +129,19 @@ def test_the_page_has_everything_that_a_table_is(results, table):
     assert "Validation loss: 0.0" in page and "with power 80%" in page
 
 
+def test_columns_of_which_nothing_ran_are_no_axis(results):
+    sizes = {
+        "columns": {"small": [], "large": [], "huge": []},
+        "column_label": "size",
+        "claims": [],
+    }
+    changed = copy.deepcopy(results)
+    for cell in changed.cells:
+        cell.column = "small"
+    made = render(changed, {"three": build(Table, TABLE | sizes)})
+    assert list(made.figures) == ["three-difference.png", "three-final.png"]
+
+
 def test_a_record_holds_all_and_is_the_same_bytes_each_time(results, tmp_path):
     file = tmp_path / "records" / "three.json.gz"
     write_record(results, file)
