@@ -14,7 +14,7 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, one_line
 
 NOT_IDENTITY = (
-    *("resume", "runs_dir", "tracker", "seed", "workers", "backend"),
+    *("resume", "runs_dir", "tracker", "seed", "workers", "backend", "deterministic"),
     "checkpoint.background",
 )
 """Keys that leave the result alone, but for rounding; the seed stands next to the hash in the
@@ -30,7 +30,8 @@ ADDED: Table = {
     ("task", "causal_lm"): {"replacement": False},
     ("task", "image_classification"): {"lighting": 0.0},
     **{("schedule", n): {"start": None} for n in ("cosine", "linear", "inverse_sqrt", "constant")},
-    ("precision", "fp8_sim"): {"init_scale": 65536.0, "growth_interval": 2000},
+    ("precision", "fp8_sim"): {"init_scale": 65536.0, "growth_interval": 2000, "tf32": False},
+    ("precision", "fp32"): {"tf32": False},
     ("sparsity", "slope"): {"adapters": {"rank": 0, "start": 0.99}},
     ("checkpoint", None): {"keep_every": 0, "keep_best": 0, "background": False},
     ("parallel", "single"): {"reduction": "fast"},

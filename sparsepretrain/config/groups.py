@@ -52,7 +52,16 @@ class Precision:
     fp64 is for proofs: masters and everything else are double precision too.
     """
 
-    name: Literal["fp32", "bf16", "fp64"]
+    name: Literal["bf16", "fp64"]
+
+
+@dataclass(slots=True, kw_only=True)
+class SinglePrecision:
+    """Everything in single precision."""
+
+    name: Literal["fp32"]
+    tf32: bool = False
+    """GPUs may round operands of products and convolutions to TF32 (10 bits after the point)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +93,8 @@ class SimulatedFP8(LossScaling):
     """Operands of the backward products: e5m2 gradient × e4m3, or both e5m2 (authors' code)."""
     dtype: Literal["fp32", "bf16", "fp16"]
     """Compute dtype of everything else."""
+    tf32: bool = False
+    """As in fp32; the fp8 values are exact in TF32."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,7 +163,7 @@ GROUPS: dict[str, dict[str, type]] = {
     group: {name: cls for cls in classes for name in get_args(get_type_hints(cls)["name"])}
     for group, classes in {
         "schedule": (Decay, Warmup, Triangle),
-        "precision": (Precision, ScaledPrecision, SimulatedFP8),
+        "precision": (Precision, SinglePrecision, ScaledPrecision, SimulatedFP8),
         "parallel": (Parallel, DataParallel, FullySharded),
     }.items()
 }

@@ -111,6 +111,8 @@ class Run:
     backend: Literal["emulate", "semi_structured", "auto"] = "emulate"
     """How products of 2:4 operands are computed: dense, sparse on GPUs that can, or whatever is
     faster (auto)."""
+    deterministic: bool = False
+    """Only algorithms that give the same bits every time; slower, and some have none on a GPU."""
     guard: Literal["stop", "skip", "spike"]
     """Non-finite loss or gradient: stop with exit code 5, or skip the step and count it; spike
     skips a loss or gradient norm far above those of the steps before, too."""

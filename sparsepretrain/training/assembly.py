@@ -24,7 +24,7 @@ from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.gradients import gradients
 from sparsepretrain.training.identity import weights_hash
-from sparsepretrain.training.precision import Options, compute_dtype
+from sparsepretrain.training.precision import Options, compute_dtype, set_numerics
 from sparsepretrain.training.session import EMA, Session
 from sparsepretrain.training.world import World
 
@@ -55,6 +55,7 @@ def build_session(
         world: the processes that train together; None: this one alone.
     """
     world = world or World.single(run.parallel.device)
+    set_numerics(run.precision, deterministic=run.deterministic)
     task = build_task(run)
     trains = splits is None
     device = world.device if trains else None

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
-from sparsepretrain.config.groups import Precision, ScaledPrecision, SimulatedFP8
+from sparsepretrain.config.groups import (
+    Precision,
+    ScaledPrecision,
+    SimulatedFP8,
+    SinglePrecision,
+)
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -12,12 +19,27 @@ _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-Options = Precision | ScaledPrecision | SimulatedFP8
+Options = Precision | SinglePrecision | ScaledPrecision | SimulatedFP8
 
 
 def compute_dtype(options: Options) -> torch.dtype:
     """Dtype of the matrix products; under simulated fp8, of those in all other layers."""
     return _DTYPES[options.dtype if isinstance(options, SimulatedFP8) else options.name]
+
+
+def set_numerics(options: Options, *, deterministic: bool) -> None:
+    """What GPUs may do to the products of this process, whatever an earlier run asked for.
+
+    Args:
+        options: TF32 is used where they say so; by default torch uses it in convolutions.
+        deterministic: only algorithms that repeat bit for bit; torch raises where it has none.
+    """
+    tf32 = getattr(options, "tf32", False)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    torch.use_deterministic_algorithms(deterministic)
+    if deterministic:
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid, which costs
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
 
 def describe(options: Options) -> str:

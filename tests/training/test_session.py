@@ -72,3 +72,23 @@ def test_refusals_name_the_source(tiny):
     for words in (("model.n_embd=16",), ("model.bias=true",)):
         with pytest.raises(CheckpointError, match=r"^here does not fit this model or optimiser"):
             tiny.build(*words).load_state_dict(state, "here")
+
+
+def test_numerics_of_a_gpu_are_those_of_the_run(tiny):
+    """The flags of torch, which have no effect on a CPU: the numbers stay the same."""
+
+    def flags():
+        tf32 = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+        return (*tf32, torch.are_deterministic_algorithms_enabled())
+
+    words = ("sparsity=sste", "steps=3")
+    plain = tiny.build(*words)
+    assert flags() == (False, False, False)
+    expected = [train_step(plain)["loss"] for _ in range(3)]
+    strict = tiny.build(*words, "deterministic=true", "precision.tf32=true")
+    assert flags() == (True, True, True)
+    assert [train_step(strict)["loss"] for _ in range(3)] == expected
+    tiny.build(*words)
+    assert flags() == (False, False, False)
+    assert tiny.directory(*words) == tiny.directory(*words, "deterministic=true")
+    assert tiny.directory(*words) != tiny.directory(*words, "precision.tf32=true")
