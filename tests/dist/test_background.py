@@ -51,32 +51,16 @@ def test_a_full_disk_stops_all_processes(tiny, parallel):
     plugin = tiny.root / "full_disk.py"
     plugin.write_text(FULL_DISK)
     words = (f"parallel={parallel}", "parallel.nproc=2", "parallel.timeout=20", BACKGROUND)
-    words = (*words, "steps=300", "checkpoint.every=5", "eval.every=0")
+    words = (*words, "steps=60", "checkpoint.every=5", "eval.every=0")
     own = f"plugins=['{FAULT}','{plugin}']"
     code, out, errors = end(start(tiny, *words, own))
     assert (code, len(errors)) == (4, 1), (out, errors)
     assert errors[0].startswith("sparsepretrain: checkpoint error: cannot write checkpoint")
     assert "step_00000010: disk full" in errors[0]
     directory = RunDirectory(tiny.directory(*variant("sste"), "steps=8", *words, own))
-    assert directory.status() == 4 and directory.record()[-1]["step"] < 100
+    assert directory.status() == 4 and directory.record()[-1]["step"] < 60
     (left,) = directory.checkpoints.iterdir()
     assert left.name == "step_00000005" and Checkpoint(left).problem() is None
     plugin.write_text("")
-    code, out, errors = end(start(tiny, *words, own, "steps=300"))
+    code, out, errors = end(start(tiny, *words, own))
     assert (code, errors) == (0, []) and "(step 5)" in out
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_dies_during_a_save(tiny, rank):
-    """A whole checkpoint is left, and the run goes on from it."""
-    words = ("parallel=ddp", "parallel.nproc=2", "parallel.timeout=20", BACKGROUND)
-    words = (*words, "checkpoint.every=1", "eval.every=0")
-    code, out, errors = end(start(tiny, *words, fault=f"SIGKILL:{rank}:9"))
-    assert (code, len(errors)) == (137, 1), (out, errors)
-    directory = RunDirectory(
-        tiny.directory(*variant("sste"), "steps=8", f"plugins=['{FAULT}']", *words)
-    )
-    assert any(Checkpoint(p).problem() is None for p in directory.checkpoints.glob("step_*"))
-    code, out, errors = end(start(tiny, *words))
-    assert (code, errors) == (0, []) and "continuing from" in out
-    assert not list(directory.checkpoints.glob(".step_*"))

@@ -160,25 +160,6 @@ def test_kill_9_before_every_file_operation_of_a_background_save(forks, tiny, re
 
 
 @pytest.mark.fault
-def test_kill_9_at_random_moments_of_background_saves(forks, tiny, record_property):
-    """R1: a save every other step, so that one is under way at most moments."""
-    overrides = (*LONG[:1], "checkpoint.every=2", "model.dropout=0.1", "ema=0.9")
-    expected = uninterrupted(forks, tiny, *overrides)
-    seed = random.randrange(2**32)
-    moments, kills = random.Random(seed), 0
-    for run in range(5):
-        words = (*overrides, BACKGROUND, "runs_dir=" + str(tiny.root / f"run{run}"))
-        for _ in range(4):
-            at, delay = {"line": moments.randrange(34)}, moments.uniform(0, 0.05)
-            result = forks.run(tiny, *words, at=at, delay=delay)
-            assert result["code"] in (0, KILLED), (seed, result)
-            kills += result["code"] == KILLED
-        assert_same_run(expected, finish(forks, tiny, *words))
-    assert kills >= 5
-    record_property("injected", kills)
-
-
-@pytest.mark.fault
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
 )
