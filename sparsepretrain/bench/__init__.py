@@ -17,6 +17,7 @@ SUITES = {
     "steps": "sparsepretrain.bench.steps",
     "operands": "sparsepretrain.bench.operands",
     "host": "sparsepretrain.bench.host",
+    "gather": "sparsepretrain.bench.gather",
 }
 """Name -> module with ``cases(quick)``, a list of :class:`timing.Case` or ``kernels.Timed``; those
 of :data:`CHOOSE` have ``cases(quick, choice)``.
