@@ -1,97 +1,122 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in parts of at most ten minutes each:
+# Everything that only a GPU can show, in pieces of at most ten minutes each:
 #
-#   scripts/gpu_check.sh [tests|kernels|layers|train|all]
+#   scripts/gpu_check.sh [--fake] [PIECE …]
 #
-#   tests    the kernels against their references, bit for bit; layers compiled and in bf16
-#   kernels  kernels against the reference, other formulations and a device copy
-#   layers   one linear layer of every method against nn.Linear
-#   train    50 steps of GPT-2 124M with every method, beside dense
+#   tests              the kernels against their references, bit for bit; layers compiled, in bf16
+#   triton             the tests of the Triton kernels, not interpreted
+#   doctor             versions, and the start-up test of sparse products
+#   kernels            kernels against the reference, other formulations and a device copy
+#   linear             one linear layer of every method against nn.Linear
+#   linear-auto        the same with sparse products where they are faster
+#   train-METHOD       50 steps of GPT-2 124M beside dense; METHODS="srste sste tsrste"
+#   train-METHOD-auto  the same with sparse products where they are faster
+#
+# Without a PIECE all of them run. A piece that is finished is skipped when the command is given
+# again; delete PIECE.log to repeat it. A piece that fails does not keep the others from running.
+# JSON, plots, logs and summary.md go to ${OUT:-benchmarks/results}/NAME-OF-THE-GPU.
 #
 # Runs from a bare checkout: needs bash, Python ≥ 3.11 with torch, triton, numpy, pytest, rich and
-# pyyaml; nothing is installed or downloaded. Results go to ${OUT:-benchmarks/results}.
+# pyyaml; nothing is installed or downloaded.
 #
-#   PYTHON=python3.12 OUT=/tmp/results scripts/gpu_check.sh kernels
+#   PYTHON=python3.12 OUT=/tmp/results scripts/gpu_check.sh kernels linear
 #   QUICK=1 …   fewer rounds and shapes: does it run?
-#   CHECK=1 …   rehearse on the CPU: tiny sizes, kernels interpreted, no figure means anything
+#   --fake      rehearse on the CPU: tiny sizes, kernels interpreted, no figure means anything;
+#               results go to a new directory unless OUT names one
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
-OUT=${OUT:-benchmarks/results}
-CHECK=${CHECK:-0}
-QUICK=${QUICK:-$CHECK}
+METHODS=${METHODS:-srste sste tsrste}
+LIMIT=590 # seconds of a piece
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
+
+fake=0 wanted=()
+for word in "$@"; do
+    case $word in
+        --fake) fake=1 ;;
+        *) wanted+=("$word") ;;
+    esac
+done
+
+known=(tests triton doctor kernels linear linear-auto)
+for method in $METHODS; do known+=("train-$method" "train-$method-auto"); done
+for word in "${wanted[@]}"; do
+    if [[ " ${known[*]} " != *" $word "* ]]; then
+        echo "gpu_check: unknown piece '$word'; known are: ${known[*]}" >&2
+        exit 2
+    fi
+done
+
+if [ "$fake" = 1 ]; then
+    export CUDA_VISIBLE_DEVICES=
+    OUT=${OUT:-$(mktemp -d)} name=fake quick=true
+elif name=$("$PYTHON" -c "import torch; print(torch.cuda.get_device_name())" 2> /dev/null); then
+    OUT=${OUT:-benchmarks/results} quick=false
+    if [ "${QUICK:-0}" = 1 ]; then quick=true; fi
+else
+    echo "gpu_check: no CUDA GPU here; --fake rehearses on the CPU" >&2
+    exit 1
+fi
+name=$(tr '[:upper:]' '[:lower:]' <<< "$name" | tr -cs '[:alnum:]\n' '-')
+results=$OUT/$name
+mkdir -p "$results"
 failed=()
 
-run() { # name of the part, command: a failure does not keep the other parts from running
-    local part=$1 start=$SECONDS
+run() { # piece, command: its output is kept as PIECE.log once it is finished
+    local piece=$1 start=$SECONDS code=0 log=$results/$1.log
     shift
-    echo "== $part: $*"
-    if "$@"; then
-        echo "== $part: done in $((SECONDS - start)) s"
-    else
-        echo "== $part: FAILED after $((SECONDS - start)) s"
-        failed+=("$part")
-    fi
-}
-
-environment() {
-    if command -v nvidia-smi > /dev/null; then
-        nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.mem --format=csv
-    fi
-    "$PYTHON" - << 'PY'
-import sys
-import torch
-import triton
-
-where = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA GPU"
-print(f"python {sys.version.split()[0]}, torch {torch.__version__}, triton {triton.__version__}, {where}")
-PY
-}
-
-bench() { # suite, name of the JSON
-    run "$1" "$PYTHON" -m sparsepretrain bench "suite=$1" "out=$OUT/$2.json" "quick=$quick"
-}
-
-tests() {
-    if [ "$CHECK" = 1 ]; then
-        run "tests/gpu, rehearsed" env SPARSEPRETRAIN_TEST_DEVICE=cpu TRITON_INTERPRET=1 \
-            "$PYTHON" -m pytest -q -rs tests/gpu
+    rm -f "$results/$piece.json"
+    echo "== $piece: $*"
+    timeout "$LIMIT" "$@" 2>&1 | tee "$log.part" || code=${PIPESTATUS[0]}
+    if [ "$code" = 1 ] && [ -e "$results/$piece.json" ]; then
+        echo "== $piece: a goal was missed" | tee -a "$log.part"
+    elif [ "$code" != 0 ]; then
+        echo "== $piece: FAILED with exit code $code after $((SECONDS - start)) s"
+        failed+=("$piece")
         return
     fi
-    run "tests/gpu" "$PYTHON" -m pytest -q -rs tests/gpu
-    run "tests/kernels_triton" env SPARSEPRETRAIN_TEST_DEVICE=cuda \
-        "$PYTHON" -m pytest -q -rs tests/kernels_triton
+    mv "$log.part" "$log"
+    echo "== $piece: done in $((SECONDS - start)) s"
 }
 
-kernels() { bench kernels gpu_kernels; }
-layers() { bench linear gpu_layers; }
-train() { bench steps gpu_steps; }
+bench() { # piece, words of `sparsepretrain bench`
+    local piece=$1
+    shift
+    run "$piece" "$PYTHON" -m sparsepretrain bench "$@" "quick=$quick" "out=$results/$piece.json"
+}
 
-part=${1:-all}
-case $part in
-    tests | kernels | layers | train) parts=("$part") ;;
-    all) parts=(tests kernels layers train) ;;
-    *)
-        echo "gpu_check: unknown part '$part'; one of tests, kernels, layers, train, all" >&2
-        exit 2
-        ;;
-esac
-if [ "$CHECK" = 1 ]; then
-    export CUDA_VISIBLE_DEVICES=
-elif ! "$PYTHON" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
-    echo "gpu_check: no CUDA GPU here; CHECK=1 rehearses on the CPU" >&2
-    exit 1
-fi
-quick=false
-if [ "$QUICK" = 1 ]; then quick=true; fi
-mkdir -p "$OUT"
-environment
-for part in "${parts[@]}"; do "$part"; done
+if [ ${#wanted[@]} = 0 ]; then wanted=("${known[@]}"); fi
+for piece in "${wanted[@]}"; do
+    if [ -e "$results/$piece.log" ]; then
+        echo "== $piece: was finished before"
+        continue
+    fi
+    auto=()
+    if [[ $piece == *-auto ]]; then auto=(backend=auto); fi
+    case $piece in
+        tests | triton)
+            words=(-m pytest -q -rs -p no:cacheprovider tests/gpu) settings=(SPARSEPRETRAIN_TEST_DEVICE=cuda)
+            if [ "$piece" = triton ]; then words[-1]=tests/kernels_triton; fi
+            if [ "$fake" = 1 ]; then
+                settings=(SPARSEPRETRAIN_TEST_DEVICE=cpu TRITON_INTERPRET=1)
+                if [ "$piece" = triton ]; then words[-1]=tests/kernels_triton/test_triton_noise.py; fi
+            fi
+            run "$piece" env "${settings[@]}" "$PYTHON" "${words[@]}"
+            ;;
+        doctor) run "$piece" "$PYTHON" -m sparsepretrain doctor ;;
+        kernels) bench "$piece" suite=kernels ;;
+        linear*) bench "$piece" suite=linear "${auto[@]}" ;;
+        train-*)
+            method=${piece#train-}
+            bench "$piece" suite=steps "methods=${method%-auto}" "${auto[@]}"
+            ;;
+    esac
+done
+"$PYTHON" -m sparsepretrain.bench.summary "$results"
 if [ ${#failed[@]} -gt 0 ]; then
-    echo "gpu_check: failed: ${failed[*]}" >&2
+    echo "gpu_check: failed: ${failed[*]}; results in $results" >&2
     exit 1
 fi
-echo "gpu_check: all parts passed; results in $OUT"
+echo "gpu_check: nothing failed; results in $results"

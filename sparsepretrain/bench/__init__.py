@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.files import write_atomic
@@ -18,21 +18,46 @@ SUITES = {
     "operands": "sparsepretrain.bench.operands",
     "host": "sparsepretrain.bench.host",
     "checkpoint": "sparsepretrain.bench.checkpoint",
+    "gather": "sparsepretrain.bench.gather",
 }
-"""Name -> module with ``cases(quick)``, a list of :class:`timing.Case` or ``kernels.Timed``.
+"""Name -> module with ``cases(quick)``, a list of :class:`timing.Case` or ``kernels.Timed``; those
+of :data:`CHOOSE` have ``cases(quick, choice)``.
 
 A module may also have ``details() -> dict``, which goes into the JSON after the cases ran, and
 ``draw(result, path)``, which is given a path for a plot.
 """
 
 
-def run(*, suite: str, out: Path | None = None, quick: bool = False) -> dict[str, Any]:
+CHOOSE = ("linear", "steps")
+"""Suites that measure methods."""
+
+
+class Choice(NamedTuple):
+    """What a suite of methods measures."""
+
+    methods: tuple[str, ...] = ()
+    """Names; none: all of them."""
+    backend: str = "emulate"
+    """``auto``: with sparse products where they are faster."""
+
+
+EVERYTHING = Choice()
+
+
+def run(
+    *,
+    suite: str,
+    out: Path | None = None,
+    quick: bool = False,
+    choice: Choice | None = None,
+) -> dict[str, Any]:
     """Run a suite, print its table and write the JSON.
 
     Args:
         suite: a key of :data:`SUITES`.
         out: file to write; None: ``<suite>.json`` in the working directory.
         quick: few repetitions, to see that it works; limits are not judged.
+        choice: for the suites of :data:`CHOOSE`; None: every method, emulated.
 
     Returns:
         what was written: environment, settings and one entry per case; ``within_limits`` tells
@@ -50,7 +75,7 @@ def run(*, suite: str, out: Path | None = None, quick: bool = False) -> dict[str
         raise ConfigError(f"out: cannot write {path}: {error.strerror}") from error
     console = Console()
     module = import_module(SUITES[suite])
-    cases = module.cases(quick)
+    cases = module.cases(quick) if choice is None else module.cases(quick, choice)
     result = {
         "suite": suite,
         "quick": quick,

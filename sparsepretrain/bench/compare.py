@@ -106,7 +106,7 @@ def compare(old: Path, new: Path, threshold: float, console: Console | None = No
         if values[0] != values[1]:
             told = [json.dumps(value, ensure_ascii=False) for value in values]
             raise ConfigError(f"cannot compare: {what} of {old} is {told[0]}, of {new} {told[1]}")
-    before, after = ({_name(row): _reading(row) for row in file["cases"]} for file in files)
+    before, after = (dict(map(describe, file["cases"])) for file in files)
     changes = [Change(k, before[k], after[k], threshold) for k in before if k in after]
     head = ["case", "old", "new", "new/old", "by rounds", ""]
     title = f"bench {files[0]['suite']}: {old} → {new}"
@@ -132,20 +132,21 @@ def _load(path: Path) -> dict[str, Any]:
     return found
 
 
-def _name(row: dict[str, Any]) -> str:
-    name: str = row.get("name") or full_name(row["case"], row["shape"], row["impl"])
-    return name
-
-
-def _reading(row: dict[str, Any]) -> Reading:
+def describe(row: dict[str, Any]) -> tuple[str, Reading]:
+    """Name and reading of a case as it stands in a file."""
     if "us" in row:  # kernels.Timed
-        us, status = row["us"], row["status"]
+        name, us, status = (
+            full_name(row["case"], row["shape"], row["impl"]),
+            row["us"],
+            row["status"],
+        )
         if us is None:
-            return Reading(None, status=status)
-        return Reading(us["p50"], "µs", us["p10"], us["p90"], False, status)
+            return name, Reading(None, status=status)
+        return name, Reading(us["p50"], "µs", us["p10"], us["p90"], False, status)
     value, detail = row["value"], row["detail"]
     found = detail.get("quartiles") or detail.get("seconds") or ()
     covered = bool(found) and min(found) <= value <= max(found)
     low, high = (min(found), max(found)) if covered else (None, None)
     side = next((more for key, more in SIDES.items() if row[key] is not None), None)
-    return Reading(value, row["unit"], low, high, None if row["unit"] == "%" else side)
+    side = None if row["unit"] == "%" else side
+    return row["name"], Reading(value, row["unit"], low, high, side)

@@ -251,9 +251,14 @@ def difference(got: Any, expected: Any) -> float:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Fraction of the copy per case as bars, goals as ticks; nothing without times on a GPU."""
-    rows = [c for c in result["cases"] if c["frac_of_copy"] is not None]
-    if not rows:
+    """Bars with goals as ticks: fraction of the copy; speed over the yardstick in other suites."""
+    rows, label = result["cases"], "ideal bytes ÷ time ÷ bandwidth of a device copy"
+    values = [row["frac_of_copy"] for row in rows]
+    if result["suite"] != "kernels":
+        values = [next(iter(row["ratio_to"].values()), None) for row in rows]
+        label = f"times as fast as {', '.join({k for row in rows for k in row['ratio_to']})}"
+    bars = [(row, value) for row, value in zip(rows, values, strict=True) if value is not None]
+    if not bars:
         return
     with contextlib.suppress(ImportError):
         import matplotlib
@@ -261,23 +266,20 @@ def draw(result: dict[str, Any], path: Path) -> None:
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        figure, axes = pyplot.subplots(figsize=(9, 1 + 0.22 * len(rows)))
-        for place, row in enumerate(rows):
-            value, us = row["frac_of_copy"], row["us"]
+        figure, axes = pyplot.subplots(figsize=(9, 1 + 0.22 * len(bars)))
+        for place, (row, value) in enumerate(bars):
+            us = row["us"]
             shade = SHADES.get(row["impl"], "0.9")
             axes.barh(place, value, color=shade, edgecolor="black", linewidth=0.4)
             ends = [value * us["p50"] / us[p] for p in ("p90", "p10")]
             axes.plot(ends, [place, place], color="black", linewidth=0.8)
             if row["goal"] is not None:
                 axes.plot([row["goal"]] * 2, [place - 0.45, place + 0.45], color="red")
-        shape = ["×".join(map(str, row["shape"])) for row in rows]
-        labels = [f"{r['case']}, {s}: {r['impl']}" for r, s in zip(rows, shape, strict=True)]
-        axes.set_yticks(range(len(rows)), labels, fontsize=6)
+        labels = [full_name(row["case"], row["shape"], row["impl"]) for row, _ in bars]
+        axes.set_yticks(range(len(bars)), labels, fontsize=6)
         axes.invert_yaxis()
         axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.set_xlabel(
-            "ideal bytes ÷ time ÷ bandwidth of a device copy (line: p10–p90; tick: goal)"
-        )
+        axes.set_xlabel(f"{label} (line: p10–p90; tick: goal)")
         environment = result["environment"]
         device = environment["hardware"]["device"]
         torch_version = environment["packages"].get("torch")

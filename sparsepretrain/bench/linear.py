@@ -1,12 +1,13 @@
 """One sparse linear layer, forward and backward, against nn.Linear (``suite=linear``).
 
 The projection of the weight is part of every call, as in a run with one micro-batch per step.
-Products are dense on zero-filled weights: what is measured is what a method costs, not a gain.
+Products are dense on zero-filled weights: what is measured is what a method costs, not a gain; or,
+with ``backend=auto``, sparse where that is faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch
 from torch import nn
 
 from sparsepretrain import registry
-from sparsepretrain.bench import gpu
-from sparsepretrain.bench.kernels import Timed, details
+from sparsepretrain.bench import EVERYTHING, Choice, gpu
+from sparsepretrain.bench.kernels import Timed, details, draw
 from sparsepretrain.bench.timing import interleaved
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Sparsifier, sparsify
 from sparsepretrain.sparsity.layers import SparseLayer
 
-__all__ = ["DENSE", "cases", "details", "durations", "timed_methods"]
+__all__ = ["DENSE", "cases", "details", "draw", "durations", "timed_methods"]
 
 LAYERS = {"GPT-2 124M": (768, 3072), "LLaMA 7B": (4096, 11008)}
 """(in_features, out_features)."""
@@ -30,9 +32,18 @@ DENSE = "nn.Linear"
 Sparsify = Callable[[nn.Module], Sparsifier]
 
 
-def timed_methods() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name in the results -> method and options: what every method says is worth timing."""
+def timed_methods(only: Sequence[str] = ()) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name in the results -> method and options: what every method says is worth timing.
+
+    ``only``: these methods and dense; none: all.
+
+    Raises:
+        ConfigError: there is no such method.
+    """
     names = sorted(registry.names("method"), key="dense".__ne__)  # the yardstick first
+    if wrong := [name for name in only if name not in names]:
+        raise ConfigError(f"no method {wrong[0]!r}{registry.suggestion(wrong[0], names)}")
+    names = [name for name in names if not only or name in ("dense", *only)]
     methods: dict[str, Any] = {name: registry.get("method", name) for name in names}
     return {
         f"{name}, {label}" if label else name: (name, options)
@@ -41,29 +52,36 @@ def timed_methods() -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-def cases(quick: bool) -> list[Timed]:
+def cases(quick: bool, choice: Choice = EVERYTHING) -> list[Timed]:
     """Every method on every layer; one tiny layer without a GPU."""
     if not torch.cuda.is_available():
-        return _layer("tiny", (64, 128), 64, torch.device("cpu"), 2)
+        return _layer("tiny", (64, 128), 64, torch.device("cpu"), 2, choice)
     rounds = 5 if quick else 25
     return [
         timed
         for name, sizes in LAYERS.items()
-        for timed in _layer(name, sizes, TOKENS, torch.device("cuda"), rounds)
+        for timed in _layer(name, sizes, TOKENS, torch.device("cuda"), rounds, choice)
     ]
 
 
 def _layer(
-    name: str, sizes: tuple[int, int], tokens: int, device: torch.device, rounds: int
+    name: str,
+    sizes: tuple[int, int],
+    tokens: int,
+    device: torch.device,
+    rounds: int,
+    choice: Choice,
 ) -> list[Timed]:
+    rest: Any = {"targets": ["*"], "total_steps": 1000, "backend": choice.backend}
     variants: dict[str, Sparsify] = {
-        label: partial(sparsify, method=method, targets=["*"], total_steps=1000, **options)
-        for label, (method, options) in timed_methods().items()
+        label: partial(sparsify, method=method, **rest, **options)
+        for label, (method, options) in timed_methods(choice.methods).items()
     }
     measured = durations(sizes, (tokens,), device, rounds, variants)
+    how = ", bf16" + f", backend={choice.backend}" * (choice.backend != "emulate")
     return [
         Timed(
-            case=f"linear, {name}, forward and backward, bf16",
+            case=f"linear, {name}, forward and backward{how}",
             shape=[tokens, *sizes],
             impl=label,
             mode=series.mode,

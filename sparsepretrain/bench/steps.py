@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sparsepretrain
-from sparsepretrain.bench import gpu
-from sparsepretrain.bench.kernels import Timed, details
+from sparsepretrain.bench import EVERYTHING, Choice, gpu
+from sparsepretrain.bench.kernels import Timed, details, draw
 from sparsepretrain.bench.linear import timed_methods
 from sparsepretrain.bench.plain import PlainGPT2
 from sparsepretrain.bench.timing import interleaved
 from sparsepretrain.optim.adamw import AdamWOptions
 from sparsepretrain.sparsity import Sparsifier, sparsify
 
-__all__ = ["cases", "details"]
+__all__ = ["cases", "details", "draw"]
 
 GPT2_124M = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50304}
 ADAMW: Any = {"name": "adamw", "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -42,21 +42,26 @@ class Trained(Timed):
     flip_rate: float | None = None
 
 
-def cases(quick: bool) -> list[Trained]:
+def cases(quick: bool, choice: Choice = EVERYTHING) -> list[Trained]:
     """Train with every method; on a GPU compiled and in bf16, else tiny and eager in fp32."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     steps = (10 if quick else 50) if cuda else 3
     sizes, batch = (GPT2_124M, 16) if cuda else (TINY, 2)
     data = source_bytes()
-    names = ["dense", "sste"] if quick or not cuda else list(timed_methods())
-    runs = {name: Training(name, sizes, batch, data, device, compiled=cuda) for name in names}
+    only = choice.methods or (("sste",) if quick or not cuda else ())
+    names = [n for n in timed_methods(only) if not quick or n in ("dense", *only)]
+    runs = {
+        n: Training(n, sizes, batch, data, device, compiled=cuda, backend=choice.backend)
+        for n in names
+    }
+    how = f", backend={choice.backend}" * (choice.backend != "emulate")
     works: dict[str, Callable[[], object]] = {n: run.step for n, run in runs.items()}
     seconds = interleaved(works, rounds=steps, warmup=2)
     series = {n: gpu.Series(us=[1e6 * s for s in seconds[n]], mode="step") for n in names}
     return [
         Trained(
-            case="training step, " + ("GPT-2 124M, bf16, compiled" if cuda else "tiny"),
+            case="training step, " + ("GPT-2 124M, bf16, compiled" if cuda else "tiny") + how,
             shape=[batch, sizes["n_positions"]],
             impl=name,
             status="ok" if all(map(math.isfinite, run.losses)) else "wrong",
@@ -91,6 +96,7 @@ class Training:
         *,
         compiled: bool = False,
         lr: float = 6e-4,
+        backend: str = "emulate",
     ) -> None:
         method, options = timed_methods()[name]
         torch.manual_seed(0)
@@ -100,13 +106,25 @@ class Training:
                 torch.nn.init.normal_(parameter, std=0.02)
         model = model.to(device)
         self.sparsifier: Sparsifier = sparsify(
-            model, method, targets=["*.up", "*.down"], total_steps=1000, **options
+            model,
+            method,
+            targets=["*.up", "*.down"],
+            total_steps=1000,
+            backend=backend,
+            **options,
         )
         groups = [{"params": list(model.parameters())}]
         own = self.sparsifier.method.build_optimizer(groups, AdamWOptions(**ADAMW, lr=lr))
         fused = device.type == "cuda"
         self.optimizer = own or torch.optim.AdamW(groups, lr=lr, fused=fused)
         self.sparsifier.attach(self.optimizer)
+        if backend != "emulate":  # before a graph is compiled, which tries nothing
+            self.sparsifier.store_operands(torch.bfloat16 if fused else None)
+            inputs = {
+                name: (batch, sizes["n_positions"], layer.weight.shape[1])
+                for name, layer in self.sparsifier.layers.items()
+            }
+            self.sparsifier.choose_products(inputs)
         self.model: Any = torch.compile(model) if compiled else model
         self.data, self.batch, self.length = data, batch, sizes["n_positions"]
         self.device = device

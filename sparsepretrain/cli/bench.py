@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sparsepretrain.cli._verb import UsageError, Verb, add_settings, read_settings, setting_words
 from sparsepretrain.errors import ConfigError
@@ -21,6 +22,10 @@ class Settings:
     """JSON file for the results."""
     quick: bool = False
     """Fewer repetitions: does it run, not how fast."""
+    methods: str | None = None
+    """Of the suites linear and steps: these only, with commas between them."""
+    backend: Literal["emulate", "auto"] | None = None
+    """Of the suites linear and steps: whether products are sparse where that is faster."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +65,14 @@ class Bench(Verb):
             hint = suggestion(settings.suite, bench.SUITES)
             raise ConfigError(f"unknown suite {settings.suite!r}{hint}")
         out = Path(settings.out) if settings.out else None
-        result = bench.run(suite=settings.suite, out=out, quick=settings.quick)
+        choice = None
+        if settings.methods or settings.backend:
+            if settings.suite not in bench.CHOOSE:
+                several = " and ".join(bench.CHOOSE)
+                raise ConfigError(f"methods and backend are for suite={several}")
+            methods = tuple(filter(None, (settings.methods or "").split(",")))
+            choice = bench.Choice(methods, settings.backend or "emulate")
+        result = bench.run(suite=settings.suite, out=out, quick=settings.quick, choice=choice)
         return 0 if result["within_limits"] else 1
 
     def _compare(self, words: list[str]) -> int:

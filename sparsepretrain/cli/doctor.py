@@ -37,7 +37,7 @@ class Doctor(ConfiguredVerb):
             elif request.notes:
                 console.info("\n".join(request.notes))
         console.loading("doctor")
-        from sparsepretrain.bench import doctor, forecast
+        from sparsepretrain.bench import doctor
         from sparsepretrain.training.hardware import GPUS, known_gpu
 
         gpu = known_gpu(args.gpu) if args.gpu else None
@@ -46,5 +46,7 @@ class Doctor(ConfiguredVerb):
             raise ConfigError(f"--gpu {args.gpu!r}: no data sheet of it is known{hint}")
         doctor.examine(console, gpu)
         if run is not None:
+            from sparsepretrain.bench import forecast
+
             forecast.forecast(run, console, gpu)
         return 0

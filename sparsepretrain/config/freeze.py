@@ -35,6 +35,7 @@ ADDED: Table = {
     ("sparsity", "slope"): {"adapters": {"rank": 0, "start": 0.99}},
     ("checkpoint", None): {"keep_every": 0, "keep_best": 0, "background": False},
     ("parallel", "single"): {"reduction": "fast"},
+    ("parallel", "fsdp"): {"gather": "operand"},
 }
 """(Group, what is chosen in it; None: nothing is) -> key -> what a configuration without it means.
 

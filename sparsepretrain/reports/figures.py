@@ -290,15 +290,23 @@ def axis_figure(results: TableResults, table: Table) -> Figure | None:
 def band(curves: Sequence[Curve | None]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Points that all seeds have, the mean there, and its interval (NaN for one seed).
 
-    The curves of the seeds are smoothed first, where they have many points.
+    The curves of the seeds are smoothed first, where they have many points. Where batches hold
+    as many tokens as fit, seeds have seen other numbers of them at the same step: points of equal
+    number belong together then, at the mean of the tokens.
     """
     known = [curve for curve in curves if curve is not None and len(curve[0])]
     if not known:
         return (np.empty(0),) * 4
+    shortest = min(len(t) for t, _ in known)
     x = np.array(known[0][0])
     for other, _ in known[1:]:
         x = np.intersect1d(x, other)
-    y = np.array([smooth(np.array(v, np.float64)[np.searchsorted(t, x)])[0] for t, v in known])
+    places = [np.searchsorted(t, x) for t, _ in known]
+    if 2 * len(x) < shortest:
+        x = np.mean([t[:shortest] for t, _ in known], axis=0)
+        places = [np.arange(shortest)] * len(known)
+    values = [np.array(v, np.float64)[at] for (_, v), at in zip(known, places, strict=True)]
+    y = np.array([smooth(value)[0] for value in values])
     columns = [Difference("", column) for column in y.T]
     low, high = np.array([d.interval() for d in columns]).reshape(-1, 2).T
     return x, np.array([d.mean for d in columns]), low, high

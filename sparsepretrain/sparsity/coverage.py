@@ -14,6 +14,7 @@ from sparsepretrain.sparsity.execution.semi_structured import PRODUCT
 from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
 from sparsepretrain.sparsity.method import Row
 from sparsepretrain.sparsity.model_state import ModelState
+from sparsepretrain.sparsity.packing import gathering
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
@@ -48,6 +49,8 @@ class Coverage:
     """Linear layers and convolutions that stay dense."""
     precision: str | None = None  # formats of simulated fp8; None: the products follow autocast
     backend: str = "emulate"
+    gathered: str = ""
+    """In one line, which operands FSDP gathers packed; "": it was not asked to."""
 
     @property
     def chosen(self) -> str:
@@ -89,6 +92,8 @@ class Coverage:
             lines.append(f"{self.precision}; evaluation without fp8")
         if self.backend != "emulate":
             lines += [self.chosen, *self._reasons()]
+        if self.gathered:
+            lines.append(self.gathered)
         return "\n".join(lines)
 
     def _reasons(self) -> Iterator[str]:
@@ -114,6 +119,7 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         kind = layer.replaces.__name__
         rows.append(CoveredLayer(name, kind, *sizes, **words, emulated=why))
     found = [(k, sparse_class(type(module))) for k, module in state.root.named_modules()]
+    packings = [own.packing for layer in layers.values() if (own := layer.sparsity).packing]
     return Coverage(
         method=method.options.name,
         pattern=f"{n}:{m}",
@@ -125,6 +131,7 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         dense_linears=[k for k, cls in found if cls is not None],  # None where sparse already
         precision=str(state.execution) or None,
         backend="emulate" if state.backend is None else state.backend.name,
+        gathered=f"gathered {gathering(packings)}" if packings else "",
     )
 
 

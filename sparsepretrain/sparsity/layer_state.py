@@ -6,7 +6,8 @@ it along: a copy follows its source when its buffers are copied.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,16 @@ from sparsepretrain.kernels.common import widen
 from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands
 from sparsepretrain.sparsity.method import Projection
 from sparsepretrain.sparsity.model_state import ModelState
+from sparsepretrain.sparsity.packing import Packing
 
 PREVIOUS_MASK = "previous_mask"  # buffer: packed mask of the last comparison, (rows, bytes)
+
+
+class Rows(NamedTuple):
+    """What FSDP gathers of a layer from this process."""
+
+    parts: tuple[Tensor, ...]
+    wgrad_scale: Tensor | None
 
 
 class LayerState(nn.Module):
@@ -32,6 +41,8 @@ class LayerState(nn.Module):
     shard: Any = None  # RowsOf the weight, from `attach` on, where FSDP shards it
     sharded: tuple[str, ...] = ()  # names of the tensors that are sharded with the weight
     gathered_backward: Tensor | None = None  # B as FSDP gathered it
+    packing: Packing | None = None  # where FSDP is to gather packed operands
+    _rows: dict[bool, Rows | None]  # in place of `_stored` where FSDP gathers; None: W itself
     _gathered: bool | None = None  # whether FSDP gathered A or W last; None: out of date
     _dtype: torch.dtype | None = None  # that FSDP asked for
     fits: dict[str, str]  # what `Backend.fit` says, then `Backend.settle`
@@ -64,7 +75,7 @@ class LayerState(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without what can be computed again."""
-        return self.__dict__ | {"_stored": {}, "kept_mask": None}
+        return self.__dict__ | {"_stored": {}, "_rows": {}, "kept_mask": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
         # .to(bfloat16) and the like convert the weight; scales stay fp32
@@ -119,9 +130,14 @@ class LayerState(nn.Module):
         gradient: Any = self.shard.parameter.grad
         return None if gradient is None else gradient._local_tensor
 
-    def cut(self, shard: Any) -> None:
-        """Keep the rows of a shard of what has the rows of the weight; from now on FSDP shards."""
+    def cut(self, shard: Any, reasons: Mapping[str, str]) -> None:
+        """Keep the rows of a shard of what has the rows of the weight; from now on FSDP shards.
+
+        ``reasons``: of ``sharding.not_packed``; empty: operands are gathered as they are.
+        """
         self.shard = shard
+        if reasons:
+            self.packing = Packing(reasons, self.shape, self.dim, shard.world)
         shape = shard.parameter.shape
         alike = (key for key, value in self.named_buffers() if value.shape == shape)
         self.sharded = tuple({PREVIOUS_MASK: 0} | dict.fromkeys(alike, 0))
@@ -253,19 +269,23 @@ class LayerState(nn.Module):
     def to_gather(self, dtype: torch.dtype, training: bool) -> tuple[Tensor, ...]:
         """A of this process's rows, and B if the method has two operands, for FSDP to gather.
 
-        As they are stored, in ``dtype``, with as many rows as every process gives.
+        As they are stored, in ``dtype``, with as many rows as every process gives; or packed.
         """
         self.stored(self.model.example.weight)  # refuses what is not attached
         self._dtype, training = dtype, self._variant(training)
-        if training not in self._stored:
+        if training not in self._rows:
             self._make_rows(dtype, training)
-        operands, phase = self._stored[training], self.method.phase
+        rows, phase = self._rows[training], self.method.phase
         self._gathered = phase.training if training else phase.evaluation
-        if operands is None:  # W itself, cast anew
-            rows = self.shard.padded(self.shard.local.detach().to(dtype))
-            return (rows, rows) if self.method.two_operands else (rows,)
-        forward, backward, _ = operands
-        return (forward,) if backward is None else (forward, backward)
+        if rows is not None:
+            return rows.parts
+        if self.packing is not None and self.packing.packed:
+            raise ConfigError(
+                f"the weight of {self.layer_name!r} is gathered packed, and dense {phase.why}: "
+                "gather operands as they are (gather=operand)"
+            )
+        weight = self.shard.padded(self.shard.local.detach().to(dtype))  # W itself, cast anew
+        return (weight, weight) if self.method.two_operands else (weight,)
 
     @torch.no_grad()
     def _make_rows(self, dtype: torch.dtype, training: bool) -> None:
@@ -274,17 +294,30 @@ class LayerState(nn.Module):
             if training:
                 self.kept_mask = mask
             if forward is None:
-                self._stored[training] = None
+                self._rows[training] = None
                 return
             if backward is not None and not self.method.two_operands:
                 raise ConfigError(
                     f"method {self.method.options.name} returns a backward weight: under FSDP it "
                     "must say so with two_operands"
                 )
-            a, b = self.shard.padded(forward.to(dtype)), None
+            parts = {"A": self.shard.padded(forward.to(dtype))}
             if self.method.two_operands:
-                b = a if backward is None else self.shard.padded(backward.to(dtype))
-            self._stored[training] = Operands(a, b, scale)
+                b = None if backward is None else self.shard.padded(backward.to(dtype))
+                parts["B"] = parts["A"] if b is None else b
+            self._rows[training] = Rows(self._packed(parts), scale)
+
+    def _packed(self, parts: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """What FSDP is to gather of operands, by place."""
+        if self.packing is None:
+            return tuple(parts.values())
+        try:
+            return tuple(t for k, rows in parts.items() for t in self.packing.pack(k, rows))
+        except ValueError as error:
+            raise ConfigError(
+                f"layer {self.layer_name!r} cannot be gathered packed, though method "
+                f"{self.method.options.name} says that it is 2:4: {error}"
+            ) from error
 
     def is_gathered_for(self, training: bool) -> bool:
         """Whether what FSDP gathered last is what a forward in this mode has to see."""
@@ -300,7 +333,7 @@ class LayerState(nn.Module):
                 "weights that have changed since: call reshard() on the modules of FSDP, or run "
                 "the module that was given to sparsify"
             )
-        kept = self._stored.get(self._variant(training))
+        kept = self._rows.get(self._variant(training))
         scale = None if kept is None else kept.wgrad_scale
         two = self._gathered and self.method.two_operands
         if not two and scale is None and not (training and any(self.method.changes)):
@@ -349,7 +382,7 @@ class LayerState(nn.Module):
 
     def forget(self) -> None:
         """What was stored is out of date; the next forward makes it again."""
-        self._stored, self.kept_mask, self._gathered = {}, None, None
+        self._stored, self._rows, self.kept_mask, self._gathered = {}, {}, None, None
 
     @torch.no_grad()
     def mask_in_use(self, weight: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 ``fully_shard`` gathers what the local tensor of a parameter returns from ``fsdp_pre_all_gather``.
 So the unsharded weight that a forward sees *is* the operand, in buffers that FSDP frees and fills
-again; the master weights never leave their process.
+again; the master weights never leave their process. An operand that is 2:4 may travel packed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity.packing import not_packed
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.layer_state import LayerState
@@ -41,7 +42,9 @@ class MasterShard(Tensor):
     """
 
     _tensor: Tensor
-    __slots__ = ("_tensor",)
+    unpacked: bool
+    """Whether all that is gathered is copied out of FSDP's buffers, which it may free then."""
+    __slots__ = ("_tensor", "unpacked")
 
     @staticmethod
     def __new__(cls, tensor: Tensor) -> MasterShard:
@@ -58,7 +61,7 @@ class MasterShard(Tensor):
         )
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self._tensor, self.unpacked = tensor, False
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -89,7 +92,7 @@ class MasterShard(Tensor):
         """A of these rows, and B where the method has one, in the dtype of the products."""
         own: LayerState = module.sparsity  # type: ignore[assignment]
         parts = own.to_gather(mp_policy.param_dtype or self.dtype, module.training)
-        # of a single shard FSDP passes on the first tensor only
+        # of a single shard, which is never packed, FSDP passes on the first tensor only
         alone = parts[1] if len(parts) > 1 and own.shard.world == 1 else None
         return parts, (own, alone)
 
@@ -98,8 +101,18 @@ class MasterShard(Tensor):
     ) -> Any:
         """The gathered A is the unsharded weight; B is kept beside it."""
         own, alone = metadata
-        own.gathered_backward = outputs[1] if len(outputs) > 1 else alone
-        return None if out is not None else (outputs[0], ())
+        if own.packing is None:
+            own.gathered_backward = outputs[1] if len(outputs) > 1 else alone
+            return None if out is not None else (outputs[0], ())
+        earlier = None if out is None else own.gathered_backward
+        found = own.packing.unpack(outputs, {"A": out, "B": earlier})
+        own.gathered_backward = found.get("B")
+        mine = tuple(found[place] for place in own.packing.packed)  # FSDP frees and allocates them
+        return None if out is not None else (found["A"], mine)
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        """Asked before the first forward, by versions of torch that can."""
+        return self.unpacked
 
 
 class RowsOf:
@@ -220,15 +233,17 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     return rows.wrap(rows.mine(whole).to(like.device))
 
 
-def prepare(layers: Mapping[str, SparseLayer], state: ModelState) -> None:
+def prepare(layers: Mapping[str, SparseLayer], state: ModelState, gather: str) -> None:
     """Before ``fully_shard``: see :meth:`Sparsifier.prepare_sharding`."""
+    if gather not in ("operand", "packed"):
+        raise ConfigError(f"gather must be operand or packed, got {gather!r}")
     for name, layer in layers.items():
         if isinstance(layer.weight, DTensor):
             raise ConfigError(f"the weight of {name!r} is sharded already: the order is {ORDER}")
     for layer in layers.values():
         trained = layer.weight.requires_grad
         layer.weight = nn.Parameter(MasterShard(layer.weight.detach().contiguous()), trained)
-    state.sharded = True
+    state.sharded, state.packs_gathered = True, gather == "packed"
 
 
 def bind(layers: Mapping[str, SparseLayer], state: ModelState) -> None:
@@ -238,9 +253,14 @@ def bind(layers: Mapping[str, SparseLayer], state: ModelState) -> None:
             raise ConfigError(
                 f"the weight of {name!r} was prepared and is not sharded: the order is {ORDER}"
             )
+    reasons = not_packed(state.method) if state.packs_gathered else {}
     for name, layer in layers.items():
-        if layer.sparsity.shard is None:
-            layer.sparsity.cut(RowsOf(name, layer.weight))
+        own = layer.sparsity
+        if own.shard is None:
+            own.cut(RowsOf(name, layer.weight), reasons)
+            if own.packing is not None:
+                packed = len(own.packing.packed) == len(own.packing.reasons)
+                layer.weight._local_tensor.unpacked = packed
     if len({layer.sparsity.shard.group for layer in layers.values()}) > 1:
         raise ConfigError("sparse layers are sharded over different processes: use one mesh")
     # before those of FSDP, which gather

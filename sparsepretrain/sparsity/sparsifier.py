@@ -130,7 +130,7 @@ class Sparsifier:
             for layer in self.layers.values():
                 layer.sparsity.compare(layer.weight)
 
-    def prepare_sharding(self) -> None:
+    def prepare_sharding(self, *, gather: str = "operand") -> None:
         """Before ``fully_shard`` (FSDP2): what it gathers will be operands, in the products' dtype.
 
         The order is ``sparsify``, ``prepare_sharding``, ``fully_shard`` of blocks and then of the
@@ -139,6 +139,10 @@ class Sparsifier:
         :meth:`refresh` is needed after weights were edited by hand; :meth:`metrics`,
         :meth:`masks`, ``prove`` and evaluation are collective: every process calls them. Gradients
         must be summed: see docs/many_machines.md.
+
+        Args:
+            gather: ``operand``, or ``packed``: operands that are 2:4 all the time travel as values
+                and positions and are unpacked to the same bits; :meth:`coverage` says which.
 
         Raises:
             ConfigError: prepared, attached or sharded already; simulated fp8; sparse products.
@@ -156,7 +160,7 @@ class Sparsifier:
             raise ConfigError(
                 f"backend={backend.name} does not go with sharding: use auto or emulate"
             )
-        sharding.prepare(self.layers, self._state)
+        sharding.prepare(self.layers, self._state, gather)
         for layer in self.layers.values():
             layer.sparsity.fit(layer.weight.device)
 

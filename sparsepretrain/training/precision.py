@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -38,7 +39,8 @@ def set_numerics(options: Options, *, deterministic: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid, which costs
+        aids: Any = torch.utils.deterministic
+        aids.fill_uninitialized_memory = False  # for debugging; it costs time
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
 

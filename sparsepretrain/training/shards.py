@@ -31,7 +31,7 @@ def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> N
     options, dtype = run.parallel, compute_dtype(run.precision)
     shape = (options.replicas, world.size // options.replicas)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicas", "shards"))
-    sparsifier.prepare_sharding()
+    sparsifier.prepare_sharding(gather=options.gather)
     policy = MixedPrecisionPolicy()
     if dtype == torch.bfloat16:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

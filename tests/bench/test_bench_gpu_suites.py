@@ -13,7 +13,7 @@ import pytest
 import torch
 from kernel_variants import all_cases
 
-from sparsepretrain import bench, kernels
+from sparsepretrain import bench, cli, kernels
 from sparsepretrain.bench import gpu, steps
 from sparsepretrain.bench import kernels as suite
 from sparsepretrain.bench.kernel_cases import TINY, kernel_cases, normal
@@ -82,6 +82,26 @@ def test_layers_and_steps_without_a_gpu(tmp_path, name):
         assert dense["losses"] != sste["losses"]
         assert dense["losses"][0] == pytest.approx(5.5, abs=0.5)  # ln 256 = 5.545
         assert sste["flip_rate"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_methods_and_backend_are_chosen(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    words = [f"out={path}", "quick=true", "methods=sste", "backend=auto"]
+    for name, impls in (
+        ("linear", ["nn.Linear", "dense", "sste, mvue=none", "sste"]),
+        ("steps", ["dense", "sste"]),
+    ):
+        assert cli.main(["bench", f"suite={name}", *words]) == 0
+        rows = json.loads(path.read_text())["cases"]
+        assert sorted(row["impl"] for row in rows) == sorted(impls)
+        assert all(row["case"].endswith(", backend=auto") for row in rows)
+        assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    capsys.readouterr()
+    assert cli.main(["bench", "suite=linear", "methods=sst", f"out={path}"]) == 2
+    assert "no method 'sst' (did you mean 'sste'?)" in capsys.readouterr().err
+    assert cli.main(["bench", "suite=cpu", "methods=sste"]) == 2
+    assert "methods and backend are for suite=linear and steps" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:StepAdamW switched")
@@ -243,7 +263,8 @@ def test_plot(tmp_path):
     times = {"p10": 1.0, "p50": 2.0, "p90": 3.0, "rounds": 3}
     row = Timed(case="a", shape=[4, 4], impl="triton", us=times, frac_of_copy=0.8, goal=0.85)
     environment = {"hardware": {"device": "GPU"}, "packages": {"torch": "2"}, "commit": "abc"}
-    suite.draw({"cases": [row.as_dict()], "environment": environment}, tmp_path / "a.png")
+    result = {"suite": "kernels", "cases": [row.as_dict()], "environment": environment}
+    suite.draw(result, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -15,6 +15,7 @@ from sparsepretrain.config import freeze
 from sparsepretrain.config.cells import cells
 from sparsepretrain.config.strict import build
 from sparsepretrain.config.tables import Metric, Table, load_table
+from sparsepretrain.reports import figures
 from sparsepretrain.reports.results import (
     CellResult,
     TableResults,
@@ -140,6 +141,14 @@ def test_columns_of_which_nothing_ran_are_no_axis(results):
         cell.column = "small"
     made = render(changed, {"three": build(Table, TABLE | sizes)})
     assert list(made.figures) == ["three-difference.png", "three-final.png"]
+
+
+def test_seeds_that_saw_other_numbers_of_tokens_are_joined_by_the_number_of_a_point():
+    curves = [([0, 9, 21], [4.0, 2.0, 1.0]), ([0, 11, 19, 30], [4.0, 4.0, 3.0, 0.0])]
+    x, mean, *_ = figures.band(curves)
+    assert x.tolist() == [0, 10, 20] and mean.tolist() == [4, 3, 2]
+    missing = [([0, 10, 20], [4.0, 2.0, 1.0]), ([0, 20], [2.0, 3.0])]
+    assert figures.band(missing)[0].tolist() == [0, 20]
 
 
 def test_a_record_holds_all_and_is_the_same_bytes_each_time(results, tmp_path):

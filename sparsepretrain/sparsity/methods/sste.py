@@ -88,6 +88,7 @@ class SSTE(Method):
         if self.options.mvue == "weight":
             estimator, key = self.options.estimator, layer.key(DGRAD)
             backward = kernels.mvue(forward, dim=1 - layer.dim, estimator=estimator, key=key)
+            backward.add_(0.0)  # no -0.0: what is packed has at most two of four non-zero bits
         scale = beta if self.options.ste_scale == "beta" else None
         return Projection(forward, forward != 0, backward, scale)
 

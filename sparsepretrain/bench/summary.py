@@ -1,0 +1,64 @@
+"""What ``scripts/gpu_check.sh`` has left in a directory, as ``summary.md``.
+
+python -m sparsepretrain.bench.summary benchmarks/results/nvidia-h200
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sparsepretrain.bench.compare import describe
+from sparsepretrain.files import write_atomic
+
+KEPT = {None: "", True: "yes", False: "NO"}
+
+
+def summary(directory: Path) -> str:
+    """Pieces that finished, and a table for each results file."""
+    pieces = sorted(path.stem for path in directory.glob("*.log"))
+    begun = sorted(path.name.removesuffix(".log.part") for path in directory.glob("*.log.part"))
+    lines = [f"# {directory.name}", "", f"Finished: {', '.join(pieces) or 'nothing'}."]
+    if begun:
+        lines.append(f"Not finished: {', '.join(begun)}.")
+    for path in sorted(directory.glob("*.json")):
+        lines += ["", f"## {path.stem}", "", *_section(path)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(path: Path) -> Iterator[str]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    environment = found["environment"]
+    packages = environment["packages"]
+    yield (
+        f"{environment['hardware']['device']}, torch {packages.get('torch')}, triton "
+        f"{packages.get('triton')}, commit {environment['commit']}"
+        + (", few rounds: no figure means anything" if found["quick"] else "")
+    )
+    yield from (
+        "",
+        "| case | measured | times as fast as | goal kept |",
+        "| --- | --- | --- | --- |",
+    )
+    for row in found["cases"]:
+        name, reading = describe(row)
+        ratios = ", ".join(f"{other} {ratio:.2f}" for other, ratio in row["ratio_to"].items())
+        share = row["frac_of_copy"]
+        text = str(reading) + ("" if share is None else f", {share:.0%} of copy")
+        yield f"| {name} | {text} | {ratios} | {KEPT[row['ok']]} |"
+    if path.with_suffix(".png").exists():
+        yield from ("", f"![{path.stem}]({path.stem}.png)")
+
+
+def main() -> None:
+    """Write ``summary.md`` in the directory that is named."""
+    directory = Path(sys.argv[1])
+    write_atomic(directory / "summary.md", summary(directory))
+    sys.stdout.write(f"{directory / 'summary.md'}\n")
+
+
+if __name__ == "__main__":
+    main()
