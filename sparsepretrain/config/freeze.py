@@ -16,6 +16,7 @@ from sparsepretrain.errors import ConfigError, one_line
 NOT_IDENTITY = (
     *("resume", "runs_dir", "tracker", "seed", "workers", "backend", "deterministic"),
     "checkpoint.background",
+    "replay_every",
 )
 """Keys that leave the result alone, but for rounding; the seed stands next to the hash in the
 directory name."""

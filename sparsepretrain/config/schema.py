@@ -116,6 +116,9 @@ class Run:
     guard: Literal["stop", "skip", "spike"]
     """Non-finite loss or gradient: stop with exit code 5, or skip the step and count it; spike
     skips a loss or gradient norm far above those of the steps before, too."""
+    replay_every: Annotated[int, "≥ 0"] = 0
+    """Optimiser steps between those that are computed twice, to stop where a bit differs; 0: never.
+    Such a step takes twice as long."""
     model: Any
     task: Any
     data: Any

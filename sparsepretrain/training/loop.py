@@ -22,6 +22,7 @@ from sparsepretrain.tasks import Batch, Observation
 from sparsepretrain.training.batches import Request, split_requests, stream, to_device
 from sparsepretrain.training.guard import require_finite_weights
 from sparsepretrain.training.precision import autocast, compute_dtype
+from sparsepretrain.training.replay import replayed
 from sparsepretrain.training.schedules import learning_rate
 from sparsepretrain.training.session import AVERAGED, Session
 
@@ -97,11 +98,7 @@ def train_step(t: Session) -> dict[str, Any]:
         raise DataError(
             f"step {t.step + 1}: nothing in the batch counts for the loss; see the data"
         )
-    losses = _no_losses(t)
-    for index, loss in _losses(t, t.step, batches):
-        t.scaler.scale(loss / items).backward()
-        losses[index] = loss.detach()
-    t.gradients.reduce()
+    losses = replayed(t, lambda: _gradients(t, batches, items))
     if t.own_stop is not None:
         losses[ENDS.index(t.own_stop) - len(ENDS)] = 1.0
     t.world.sum(losses)
@@ -128,6 +125,16 @@ def train_step(t: Session) -> dict[str, Any]:
     for observer in t.observers:
         observer.after_step(t, told)
     return told
+
+
+def _gradients(t: Session, batches: list[Batch], items: int) -> Tensor:
+    """Those of the global batch, scaled; returns the losses of this process's micro-batches."""
+    losses = _no_losses(t)
+    for index, loss in _losses(t, t.step, batches):
+        t.scaler.scale(loss / items).backward()
+        losses[index] = loss.detach()
+    t.gradients.reduce()
+    return losses
 
 
 def seed_draws(seed: int, step: int, micro: int) -> None:

@@ -52,6 +52,12 @@ class Case:
     stop_after: int | None = None
     parallel: tuple[str, ...] = ("parallel=ddp",)
     directory: Path = field(default_factory=Path)
+    # rank -> kind, moment and number of a strike, see strikes.py
+    strikes: dict[int, tuple[str, str, int]] = field(default_factory=dict)
+    fails: bool = False  # no process may end with 0
+    # afterwards: exit code or -signal of each rank, and what all wrote on the standard error
+    codes: list[int] = field(default_factory=list)
+    errors: str = ""
 
 
 def train_with(tiny: Tiny, size: int, cases: list[Case]) -> dict[str, Path]:
@@ -69,8 +75,8 @@ def train_with(tiny: Tiny, size: int, cases: list[Case]) -> dict[str, Path]:
         root = case.directory if case.directory.name else tiny.root / f"{size} {case.name}"
         words = [*tiny.overrides(*case.words, *case.parallel), "parallel.device=cpu"]
         words.append(f"runs_dir='{root}'")
-        about = {"mutant": case.mutant, "stop_after": case.stop_after}
-        plain.append({"words": words, "port": store.port, **about})
+        about = {"mutant": case.mutant, "stop_after": case.stop_after, "strikes": case.strikes}
+        plain.append({"name": case.name, "words": words, "port": store.port, **about})
         found[case.name] = words
     file = tiny.root / f"cases-{size}.json"
     file.write_text(json.dumps(plain))
@@ -82,15 +88,22 @@ def train_with(tiny: Tiny, size: int, cases: list[Case]) -> dict[str, Path]:
             [sys.executable, str(RANK), str(file)],
             env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(size)
     ]
     try:
-        outputs = [process.communicate(timeout=1500)[0] for process in started]
+        outputs = [process.communicate(timeout=1500) for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0] * size, "\n".join(outputs)
+    errors = "\n".join(error for _, error in outputs)
+    assert [process.returncode for process in started] == [0] * size, errors
+    codes = zip(*(json.loads(printed) for printed, _ in outputs), strict=True)
+    for case, own in zip(cases, codes, strict=True):
+        case.codes = list(own)
+        lines = errors.splitlines()
+        case.errors = "\n".join(line for line in lines if line.startswith(f"{case.name}: "))
+        assert all(own) if case.fails else not any(own), (case, errors[-5000:])
     return {name: freeze.run_directory(config.load(words)) for name, words in found.items()}

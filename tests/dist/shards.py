@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mutants import mistaken
 from ranks import VARIANTS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,6 +67,41 @@ def optimizer(method: str, model: nn.Module, fused: bool) -> torch.optim.Optimiz
     return torch.optim.AdamW(model.parameters(), lr=3e-3, fused=fused)
 
 
+def sparse_model(name: str, kind: str, inner: int) -> tuple[nn.Sequential, sp.Sparsifier]:
+    """A whole model, and the method of one of ``VARIANTS`` in it."""
+    method, given = options(name)
+    model = model_of(kind, inner)
+    targets = ["*.up", "*.down"]
+    return model, sp.sparsify(model, method, targets=targets, seed=3, total_steps=STEPS, **given)
+
+
+@torch.no_grad()
+def misaligned(
+    model: nn.Module, sparsifier: sp.Sparsifier, state: dict[str, Any], *rest: Any
+) -> int:
+    """Entries whose mask, or operand as FSDP gathers it, is not that of the gathered weights.
+
+    Args:
+        state: of the model, gathered.
+        rest: name, kind and inner width, for a whole model that takes ``state``.
+    """
+    other, alone = sparse_model(*rest)
+    other.load_state_dict(state, strict=False)  # without what is empty
+    masks, count = sparsifier.masks(), 0
+    blocks = [block for block in model if isinstance(block, FSDPModule)]
+    for block in blocks:
+        block.unshard()
+    for name, layer in sparsifier.layers.items():
+        whole_layer = alone.layers[name]
+        forward = whole_layer.sparsity.project(whole_layer.weight, training=True).forward
+        wanted = whole_layer.weight if forward is None else forward
+        count += int((layer.weight != wanted).sum())
+        count += int((masks[name] != alone.masks()[name]).sum())
+    for block in blocks:
+        block.reshard()
+    return count
+
+
 def train(
     name: str,
     kind: str = "linear",
@@ -81,11 +117,7 @@ def train(
 ) -> dict[str, Any]:
     """Losses, flips and metrics of every step; masks, proof and weights at the end."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if shards else (0, 1)
-    method, given = options(name)
-    model = model_of(kind, inner)
-    sparsifier = sp.sparsify(
-        model, method, targets=["*.up", "*.down"], seed=3, total_steps=STEPS, **given
-    )
+    model, sparsifier = sparse_model(name, kind, inner)
     if shards:
         sparsifier.prepare_sharding()
         names, sizes = ("replicate", "shard"), (replicas, world // replicas)
@@ -98,7 +130,7 @@ def train(
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-    steps = optimizer(method, model, fused)
+    steps = optimizer(sparsifier.method.options.name, model, fused)
     sparsifier.attach(steps)
     shape = (WIDTH, 4, 4) if kind == "conv2d" else (8, WIDTH)
     losses, numbers = [], []
@@ -128,12 +160,14 @@ def train(
             with torch.no_grad():
                 losses.append(float((model(parts[0][0]) - parts[0][1]).square().sum()))
             model.train()
+    state = {key: whole(value) for key, value in model.state_dict().items() if value.numel()}
     return {
         "losses": losses,
         "metrics": numbers,
+        "misaligned": misaligned(model, sparsifier, state, name, kind, inner) if shards else 0,
         "masks": {k: v.tolist() for k, v in sparsifier.masks().items()},
         "proof": str(prove(sparsifier)),
-        "state": {key: whole(value) for key, value in model.state_dict().items() if value.numel()},
+        "state": state,
         "stored": sum(plain(p).numel() for p in model.parameters()),
     }
 
@@ -141,13 +175,15 @@ def train(
 def compare(case: dict[str, Any]) -> dict[str, Any]:
     """What differs between shards and one process."""
     only = {"replicas", "reshard", "counted"}
-    mine = train(shards=True, **case)
+    with mistaken(case.pop("mutant", "")):
+        mine = train(shards=True, **case)
     alone = train(shards=False, **{k: v for k, v in case.items() if k not in only})
     found: dict[str, Any] = {
         "loss": max(abs(a - b) for a, b in zip(mine["losses"], alone["losses"], strict=True)),
         "state": 0.0,
         "share": mine["stored"] / alone["stored"],
         "equal": mine["masks"] == alone["masks"] and mine["proof"] == alone["proof"],
+        "misaligned": mine["misaligned"],
         "flips": True,
         "metrics": 0.0,
         "learned": alone["losses"][-1] != alone["losses"][0],

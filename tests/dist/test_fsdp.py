@@ -1,11 +1,12 @@
 """``parallel=fsdp`` gives the answer of one process, and goes on with any other number of them."""
 
+import shutil
+
 import numpy
 import pytest
 from ranks import VARIANTS, Case, train_with, variant
-from test_launch import FAULT, end, start
-from test_same_answer import FP64, alone, assert_equal_masks, drift
-from tiny_runs import final_state, metrics
+from test_same_answer import FP64, KINDS, alone, assert_equal_masks, check, drift
+from tiny_runs import final_state
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(3000)]
 
@@ -26,11 +27,40 @@ def assert_same(one, many):
             assert (value.double() - right[part][name].double()).abs().max() <= 1e-9, name
 
 
-def test_every_method(tiny):
-    cases = [Case(name, (*variant(name), *PROOF), parallel=FSDP) for name in VARIANTS]
-    many = train_with(tiny, 2, cases)
+def test_every_method(tiny, record_property):
+    """Whole runs; runs that are killed in a step, and go on with one process and with four."""
+    words = {name: (*variant(name), *PROOF) for name in VARIANTS}
+    whole = [Case(name, own, parallel=FSDP) for name, own in words.items()]
+    killed, place = [], {"parallel": FSDP, "directory": tiny.root / "killed"}
+    for index, (name, own) in enumerate(words.items()):
+        moment = "SIGKILL", "micro-batch", 6 + index % 10  # of 16, in steps 3 to 8
+        strikes = dict.fromkeys(([0], [1], [0, 1])[index % 3], moment)
+        killed.append(Case(f"killed {name}", own, strikes=strikes, fails=True, **place))
+    many = train_with(tiny, 2, whole + killed)
+    for case in killed:
+        assert [rank for rank, code in enumerate(case.codes) if code == -9] == [*case.strikes]
+    shutil.copytree(tiny.root / "killed", tiny.root / "four")
+    rest = [Case(n, own, parallel=FSDP, directory=tiny.root / "four") for n, own in words.items()]
+    four = train_with(tiny, 4, rest)
+    for name, own in words.items():
+        one = alone(tiny, own)
+        assert_same(one, many[name])
+        assert_same(one, four[name])
+        outcome = tiny.train(*own, f"runs_dir='{tiny.root / 'killed'}'")
+        assert outcome.code == 0 and "continuing from" in outcome.output
+        assert_same(one, outcome.directory)
+    record_property("injected", len(killed))
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [(2, ("sste", "srste", "tsrste", "step", "bimask", "sdgp")), (4, ("sste", "tsrste"))],
+)
+def test_single_precision(tiny, size, names):
+    cases = [Case(name, (*variant(name), *KINDS["fp32"]), parallel=FSDP) for name in names]
+    many = train_with(tiny, size, cases)
     for case in cases:
-        assert_same(alone(tiny, case.words), many[case.name])
+        check("fp32", alone(tiny, case.words), many[case.name])
 
 
 def test_averages_clipping_and_masks(tiny):
@@ -55,30 +85,18 @@ def test_replicas(tiny):
     assert_same(alone(tiny, words), train_with(tiny, 4, [case])["replicas"])
 
 
-@pytest.mark.parametrize("name", ["sste", "tsrste", "step", "bimask"])
-def test_a_run_goes_on_with_other_processes(tiny, name):
+def test_runs_go_on_with_other_processes(tiny):
     # a run that ends early evaluates then: the undisturbed one has to do so at the same steps
-    words = (*variant(name), "steps=15", "precision=fp64", "eval.every=3", "ema=0.9")
-    one = alone(tiny, words)
+    words = {
+        name: (*variant(name), "steps=15", "precision=fp64", "eval.every=3", "ema=0.9")
+        for name in ("sste", "tsrste", "step", "bimask")
+    }
     runs = tiny.root / "resumed"
     parts = [(2, FSDP), (4, FSDP), (1, FSDP), (2, ("parallel=ddp",)), (2, FSDP)]
     for index, (size, parallel) in enumerate(parts):
         stop = {"stop_after": 3 * (index + 1), "directory": runs, "parallel": parallel}
-        (directory,) = train_with(tiny, size, [Case("part", words, **stop)]).values()
-    assert directory.name == one.name
-    assert_same(one, directory)
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_a_killed_run_goes_on(tiny, size):
-    words = (*variant("sste"), *PROOF)
-    one = alone(tiny, words)
-    # the plug-in, which kills a process, is part of the run
-    nproc = (*FSDP, "parallel.nproc=2")
-    code, out, errors = end(start(tiny, *PROOF, *nproc, fault="SIGKILL:1:11"))
-    assert code == 137 and len(errors) == 1, (out, errors)
-    plugin = f"plugins=['{FAULT}']"
-    case = Case("killed", (*words, plugin), parallel=FSDP, directory=tiny.root / "runs")
-    many = train_with(tiny, size, [case])["killed"]
-    assert len(metrics(many)) == len(metrics(one))
-    assert_same(one, many)
+        last = train_with(tiny, size, [Case(name, own, **stop) for name, own in words.items()])
+    for name, own in words.items():
+        one = alone(tiny, own)
+        assert last[name].name == one.name
+        assert_same(one, last[name])

@@ -97,6 +97,30 @@ def test_a_state_dict_goes_into_shards_and_out_of_them(mesh):
     assert torch.equal(whole(model.state_dict()["0.sparsity.mask"]), state["0.sparsity.mask"])
 
 
+@pytest.mark.parametrize("method", ["asp", "tsrste", "bimask", "slope"])
+def test_a_missing_mask_is_an_error(mesh, method):
+    """Never a dense layer, nor the mask of before."""
+    model, sparsifier, _ = sharded(mesh, method)
+    state = model.state_dict()
+    kept = [f"0.sparsity.{name}" for name in sparsifier.layers["0"].sparsity.sharded]
+    assert kept and (len(kept) > 1 or method == "bimask")
+    for name in kept:
+        rest = {key: value for key, value in state.items() if key != name}
+        with pytest.raises(RuntimeError, match=f"Missing key.*{name}"):
+            model.load_state_dict(rest)
+
+
+def test_a_backward_weight_that_is_lost_is_an_error(mesh, monkeypatch):
+    gathered = MasterShard.fsdp_post_all_gather
+
+    def first_only(own, outputs, metadata, param_dtype, *, out=None):
+        return gathered(own, outputs[:1], (metadata[0], None), param_dtype, out=out)
+
+    monkeypatch.setattr(MasterShard, "fsdp_post_all_gather", first_only)
+    with pytest.raises(AssertionError):
+        train(*sharded(mesh, "bimask", every=2, candidates=4))
+
+
 def test_a_master_shard_is_pickled_as_a_plain_tensor():
     found = pickle.loads(pickle.dumps(MasterShard(torch.arange(4.0))))
     assert type(found) is torch.Tensor and torch.equal(found, torch.arange(4.0))

@@ -1,0 +1,163 @@
+"""Mistakes that the comparisons with one process must notice: patches of the code that is trained."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from sparsepretrain.sparsity import Sparsifier, layer_state
+from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
+from sparsepretrain.sparsity.sharding import MasterShard, RowsOf
+from sparsepretrain.training import gradients, loop
+
+place, seed_draws, loss = Sparsifier.micro_batch, loop.seed_draws, gradients.Loss.forward
+summed, rows_of = gradients._sum, RowsOf.mine
+cut, pack = LayerState.cut, layer_state._pack
+project, update = LayerState.project, LayerState.update
+gathered, set_factor = MasterShard.fsdp_post_all_gather, FSDPModule.set_gradient_divide_factor
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def mean(state: Any, bucket: Any) -> Any:
+    """What DistributedDataParallel does by default, in two processes."""
+    return summed(state, bucket).then(lambda done: done.value() / 2)
+
+
+mean.__annotations__ = summed.__annotations__
+
+
+def noise(number: Any) -> Any:
+    """Draws that depend on another number than that of the micro-batch."""
+    return patch.object(
+        Sparsifier,
+        "micro_batch",
+        lambda own, index, **options: place(own, number(index), **options),
+    )
+
+
+def factor_of_root(module: Any, factor: float) -> None:
+    """``set_gradient_divide_factor`` where it is called for the model alone: it is not recursive."""
+    if hasattr(module, "transformer"):
+        set_factor(module, factor)
+
+
+def by_pointer(own: Any, weight: Any, training: bool = False) -> Any:
+    """Projections kept by where the rows lie, which is no longer the same on some processes only."""
+    if own.shard is None:
+        return project(own, weight, training)
+    key = own.step, own._variant(training), own.shard.local.data_ptr()
+    kept = own.__dict__.setdefault("kept_by_pointer", {})
+    if key not in kept:
+        kept[key] = project(own, weight, training)
+    return kept[key]
+
+
+def flat(mask: torch.Tensor) -> torch.Tensor:
+    """Bits in one vector, whose bytes belong to no row."""
+    return pack(mask).flatten()
+
+
+def cut_flat(own: Any, shard: Any) -> None:
+    """A flat vector cannot be sharded: each process has one, of its rows."""
+    cut(own, shard)
+    own.sharded = tuple(key for key in own.sharded if key != PREVIOUS_MASK)
+    del own.__dict__[PREVIOUS_MASK]
+    own._buffers[PREVIOUS_MASK] = flat(torch.zeros_like(shard.local, dtype=torch.bool))
+
+
+def shifted(own: Any, whole: torch.Tensor) -> torch.Tensor:
+    """The rows of this process, those of the second one a row too early."""
+    rows = rows_of(own, whole)
+    return rows.roll(1, 0) if own.rank == 1 else rows
+
+
+def shifted_masks(own: Any, weight: torch.Tensor) -> None:
+    """What the method stores is shifted like this after every update."""
+    update(own, weight)
+    if own.shard is not None and own.shard.rank == 1:
+        for key in own.sharded[1:]:  # after the mask of the last comparison
+            own.__dict__[key].copy_(own.__dict__[key].roll(1, 0))
+
+
+def flip(tensor: torch.Tensor, calls: Iterator[int]) -> None:
+    """In the fifth call on the second process a bit of the greatest entry is wrong; fp64."""
+    if next(calls) == 5 and RANK == 1:
+        flat = tensor.flatten()
+        place = int(flat.abs().argmax())
+        flat[place : place + 1].view(torch.int64).bitwise_xor_(1 << 40)
+
+
+def flipped_before(state: Any, bucket: Any, calls: Iterator[int] = itertools.count(1)) -> Any:
+    """A wrong bit in what a process gives to the sum, which is then wrong on all of them."""
+    flip(bucket.buffer(), calls)
+    return summed(state, bucket)
+
+
+flipped_before.__annotations__ = summed.__annotations__
+
+
+def flipped_after(own: Any, calls: Iterator[int] = itertools.count(1)) -> None:
+    """A wrong bit in the sum that one process has."""
+    weight = dict(own.loss.named_parameters())
+    gradient: Any = next(w.grad for name, w in weight.items() if "mlp.c_fc.weight" in name)
+    flip(getattr(gradient, "_local_tensor", gradient), calls)
+
+
+MUTANTS: dict[str, list[Any]] = {
+    "mean": [
+        patch.object(gradients, "_sum", mean),
+        patch.object(FSDPModule, "set_gradient_divide_factor", lambda own, factor: None),
+        patch.object(FSDPModule, "set_force_sum_reduction_for_comms", lambda own, enable: None),
+        patch.object(gradients.Loss, "forward", lambda own, batch: 2 * loss(own, batch)),
+    ],
+    "mean of blocks": [
+        patch.object(FSDPModule, "set_gradient_divide_factor", factor_of_root),
+        patch.object(FSDPModule, "set_force_sum_reduction_for_comms", lambda own, enable: None),
+    ],
+    "local noise": [noise(lambda index: index % 2)],
+    "noise by rank": [noise(lambda index: index + 4 * RANK)],
+    "local dropout": [
+        patch.object(loop, "seed_draws", lambda *key: seed_draws(*key[:2], key[2] % 2))
+    ],
+    "no no_sync": [
+        patch.object(gradients.Summed, "micro_batch", lambda own, *, last: contextlib.nullcontext())
+    ],
+    "kept by data_ptr": [patch.object(LayerState, "project", by_pointer)],
+    "flat previous mask": [
+        patch.object(layer_state, "_pack", flat),
+        patch.object(LayerState, "cut", cut_flat),
+    ],
+    "B dropped": [
+        patch.object(
+            MasterShard,
+            "fsdp_post_all_gather",
+            lambda own, outputs, *rest, **options: gathered(
+                own, (outputs[0], outputs[0]), *rest, **options
+            ),
+        )
+    ],
+    "a bit before the sum": [patch.object(gradients, "_sum", flipped_before)],
+    "a bit after the sum": [patch.object(gradients.Gradients, "reduce", flipped_after)],
+    "no reshard": [patch.object(LayerState, "is_gathered_for", lambda own, training: True)],
+    "a shard shifted by one": [
+        patch.object(RowsOf, "mine", shifted),
+        patch.object(LayerState, "update", shifted_masks),
+    ],
+}
+"""Of two processes with two micro-batches each; the pointers need three."""
+
+
+@contextlib.contextmanager
+def mistaken(name: str) -> Iterator[None]:
+    """Inside, the code has this mistake; "": none."""
+    with contextlib.ExitStack() as stack:
+        for mistake in MUTANTS[name] if name else ():
+            stack.enter_context(mistake)
+        yield
