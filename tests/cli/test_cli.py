@@ -203,7 +203,8 @@ def test_bench(monkeypatch):
 
     replace(monkeypatch, "bench", run=run, SUITES=("cpu",))
     assert cli.main(["bench", "suite=cpu", "quick=true", "out=x.json"]) == 0
-    assert seen == [{"suite": "cpu", "out": Path("x.json"), "quick": True}]
+    options = {"suite": "cpu", "out": Path("x.json"), "quick": True, "choice": None}
+    assert seen == [options]
     assert cli.main(["bench", "suite=cpu"]) == 1
 
 
