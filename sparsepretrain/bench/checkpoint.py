@@ -18,7 +18,8 @@ from sparsepretrain.bench.cpu import training
 from sparsepretrain.bench.progress import Phase
 from sparsepretrain.bench.timing import Case, interleaved, ratio
 from sparsepretrain.config import freeze
-from sparsepretrain.runs.checkpoint import Retention, Writer
+from sparsepretrain.runs.checkpoint import Retention
+from sparsepretrain.runs.writer import Writer
 from sparsepretrain.training.loop import train_step
 from sparsepretrain.training.session import Session
 

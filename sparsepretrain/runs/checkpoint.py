@@ -11,7 +11,6 @@ Format 1 has all parts in ``state.pt``, which is read without running code.
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import itertools
 import json
@@ -20,13 +19,12 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config import freeze
-from sparsepretrain.errors import CheckpointError, ConfigError, one_line, reason
+from sparsepretrain.errors import CheckpointError, ConfigError, reason
 from sparsepretrain.files import is_plain_name, sync
 
 if TYPE_CHECKING:
@@ -198,7 +196,7 @@ def save(
         return final
     from safetensors.torch import save_file
 
-    with _writing(final) as stage:
+    with writing(final) as stage:
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -225,92 +223,6 @@ def save(
         _whole[final.absolute()] = _stamp(final)
     _prune(directory, step, keep)
     return final
-
-
-class Writer:
-    """Saves the checkpoints of a run, one at a time.
-
-    Args:
-        directory: ``checkpoints`` of a run directory.
-        background: :meth:`save` waits for a copy of the state only; a thread writes that. What it
-            raises, the next call of :meth:`save` or :meth:`join` raises.
-    """
-
-    def __init__(self, directory: Path, *, background: bool) -> None:
-        self.directory = directory
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
-        self._pending: Future[Path] | None = None
-        self._copies: dict[tuple[Any, ...], Tensor] = {}
-
-    @property
-    def failed(self) -> bool:
-        """Whether the thread could not write, and nobody has been told yet."""
-        pending = self._pending
-        return pending is not None and pending.done() and pending.exception() is not None
-
-    def save(
-        self, step: int, parts: dict[str, Any], *, config: str, keep: Callable[[], Retention]
-    ) -> None:
-        """:func:`save`, after the one before is finished; ``keep`` is called when it is needed.
-
-        Raises:
-            CheckpointError: this one, or the one before, could not be written.
-        """
-        self.join()
-
-        def write(state: dict[str, Any]) -> Path:
-            return save(self.directory, step, state, config=config, keep=keep())
-
-        if self._thread is None:
-            write(parts)
-        else:
-            with _writing(self.directory / step_name(step)):
-                state = self._snapshot(parts)
-            self._pending = self._thread.submit(write, state)
-
-    def join(self) -> None:
-        """Wait until nothing is being written.
-
-        Raises:
-            CheckpointError: the last one could not be written.
-        """
-        if self._pending is not None:
-            wait([self._pending])
-            done, self._pending = self._pending, None
-            done.result()
-
-    def close(self, warn: Callable[[str], None]) -> None:
-        """Finish what is being written; where something else stops the run, errors are warnings."""
-        if self._thread is not None:
-            self._thread.shutdown()
-        try:
-            self.join()
-        except Exception as error:
-            warn(one_line(error))
-
-    def _snapshot(self, parts: dict[str, Any]) -> dict[str, Any]:
-        """``parts`` in host memory of its own; that of the last snapshot is used again.
-
-        Fresh memory costs several times as much as the copy: the system clears every page of it.
-        """
-        from torch import Tensor
-        from torch.utils._pytree import tree_map
-
-        before, self._copies = self._copies, {}
-
-        def copied(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return copy.deepcopy(value)
-            place, tensor = _memory(value), value.detach()
-            if place not in self._copies:  # tied weights stay tied
-                old = before.pop(place, None)
-                self._copies[place] = (
-                    tensor.to("cpu", copy=True) if old is None else old.copy_(tensor)
-                )
-            return self._copies[place]
-
-        state: dict[str, Any] = tree_map(copied, parts)
-        return state
 
 
 def step_name(step: int) -> str:
@@ -358,7 +270,7 @@ def read_tensors(file: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _writing(final: Path) -> Iterator[Path]:
+def writing(final: Path) -> Iterator[Path]:
     """Gives where ``final`` is made; after an error, one line says so and nothing is left there."""
     from safetensors import SafetensorError
 
@@ -387,9 +299,9 @@ def _split(part: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     storages: set[int] = set()
 
     def add(tensor: Tensor, path: str) -> str:
-        memory = _memory(tensor)
-        if memory in names and tensor.numel():
-            return names[memory]
+        place = memory(tensor)
+        if place in names and tensor.numel():
+            return names[place]
         if path in tensors:
             raise ValueError(f"two tensors are called {path}")
         value = tensor.detach().cpu().contiguous()
@@ -397,7 +309,7 @@ def _split(part: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
             value = value.clone()
         storages.add(value.untyped_storage().data_ptr())
         tensors[path] = value
-        return names.setdefault(memory, path)
+        return names.setdefault(place, path)
 
     def convert(value: Any, path: str) -> Any:
         if value is None or isinstance(value, bool | int | str):
@@ -419,7 +331,7 @@ def _split(part: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     return convert(part, name), tensors
 
 
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
+def memory(tensor: Tensor) -> tuple[Any, ...]:
     """What two tensors have in common that are the same numbers in the same memory."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 

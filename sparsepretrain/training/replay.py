@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.errors import SparsePretrainError
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE
 
 if TYPE_CHECKING:
     from sparsepretrain.training.session import Session
 
 LOSS = "the loss"
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def replayed(t: Session, compute: Callable[[], Tensor]) -> Tensor:
@@ -67,5 +67,5 @@ def _sums(t: Session, losses: Tensor) -> dict[str, int]:
         if parameter.grad is not None:
             gradient = parameter.grad
             tensors[f"the gradient of {name}"] = getattr(gradient, "_local_tensor", gradient)
-    sums = [x.view(_INTEGERS[x.dtype.itemsize]).sum(dtype=torch.int64) for x in tensors.values()]
+    sums = [x.view(INTEGER_OF_SIZE[x.itemsize]).sum(dtype=torch.int64) for x in tensors.values()]
     return dict(zip(tensors, torch.stack(sums).tolist(), strict=True))  # one wait for the device

@@ -20,6 +20,7 @@ from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import Record
 from sparsepretrain.runs.resume import choose_checkpoint, named_checkpoint
+from sparsepretrain.runs.writer import Writer
 from sparsepretrain.sparsity.coverage import Proof
 from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.tracking.console import Console, significant
@@ -166,7 +167,7 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
         masks = t.sparsifier.masks()
         t.world.first(lambda: _save_masks(masks, directory.masks_file(t.step), directory))
 
-    writer = checkpoint.Writer(directory.checkpoints, background=run.checkpoint.background)
+    writer = Writer(directory.checkpoints, background=run.checkpoint.background)
     t.save_failed = lambda: writer.failed
     exit_code, summary = 1, None
     try:

@@ -14,7 +14,8 @@ from tiny_runs import assert_equal_bits, assert_same_run, metrics
 
 from sparsepretrain.errors import CheckpointError, DivergedError
 from sparsepretrain.runs import checkpoint
-from sparsepretrain.runs.checkpoint import Checkpoint, Retention, Writer
+from sparsepretrain.runs.checkpoint import Checkpoint, Retention
+from sparsepretrain.runs.writer import Writer
 from sparsepretrain.training import loop
 
 BACKGROUND = "checkpoint.background=true"

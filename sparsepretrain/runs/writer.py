@@ -1,0 +1,102 @@
+"""Who saves the checkpoints of a run: at once, or in a thread while training goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsepretrain.errors import one_line
+from sparsepretrain.runs import checkpoint
+from sparsepretrain.runs.checkpoint import Retention, memory, step_name, writing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Writer:
+    """Saves the checkpoints of a run, one at a time.
+
+    Args:
+        directory: ``checkpoints`` of a run directory.
+        background: :meth:`save` waits for a copy of the state only; a thread writes that. What it
+            raises, the next call of :meth:`save` or :meth:`join` raises.
+    """
+
+    def __init__(self, directory: Path, *, background: bool) -> None:
+        self.directory = directory
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._pending: Future[Path] | None = None
+        self._copies: dict[tuple[Any, ...], Tensor] = {}
+
+    @property
+    def failed(self) -> bool:
+        """Whether the thread could not write, and nobody has been told yet."""
+        pending = self._pending
+        return pending is not None and pending.done() and pending.exception() is not None
+
+    def save(
+        self, step: int, parts: dict[str, Any], *, config: str, keep: Callable[[], Retention]
+    ) -> None:
+        """:func:`checkpoint.save` once the one before is finished; ``keep`` is called then.
+
+        Raises:
+            CheckpointError: this one, or the one before, could not be written.
+        """
+        self.join()
+
+        def write(state: dict[str, Any]) -> Path:
+            return checkpoint.save(self.directory, step, state, config=config, keep=keep())
+
+        if self._thread is None:
+            write(parts)
+        else:
+            with writing(self.directory / step_name(step)):
+                state = self._snapshot(parts)
+            self._pending = self._thread.submit(write, state)
+
+    def join(self) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            CheckpointError: the last one could not be written.
+        """
+        if self._pending is not None:
+            wait([self._pending])
+            done, self._pending = self._pending, None
+            done.result()
+
+    def close(self, warn: Callable[[str], None]) -> None:
+        """Finish what is being written; where something else stops the run, errors are warnings."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        try:
+            self.join()
+        except Exception as error:
+            warn(one_line(error))
+
+    def _snapshot(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """``parts`` in host memory of its own; that of the last snapshot is used again.
+
+        Fresh memory costs several times as much as the copy: the system clears every page of it.
+        """
+        from torch import Tensor
+        from torch.utils._pytree import tree_map
+
+        before, self._copies = self._copies, {}
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return copy.deepcopy(value)
+            place, tensor = memory(value), value.detach()
+            if place not in self._copies:  # tied weights stay tied
+                old = before.pop(place, None)
+                self._copies[place] = (
+                    tensor.to("cpu", copy=True) if old is None else old.copy_(tensor)
+                )
+            return self._copies[place]
+
+        state: dict[str, Any] = tree_map(copied, parts)
+        return state
