@@ -1,0 +1,107 @@
+"""Kills, signals, hanging processes and bad numbers at named moments of one process, or of all."""
+
+import pytest
+from ranks import Case, train_with, variant
+from strikes import MOMENTS
+from test_fsdp import assert_same
+from test_same_answer import alone
+from tiny_runs import final_state, metrics
+
+from sparsepretrain.runs.checkpoint import Checkpoint, saved
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
+
+WORDS = (*variant("sste"), "precision=fp64", "steps=8", "eval.every=3", "checkpoint.every=2")
+WHO = {"one": [1], "the first": [0], "all": [0, 1]}
+SHARED, FIRST = list(MOMENTS)[:6], list(MOMENTS)[6:]
+NUMBERS = {"start-up": 1, "micro-batch": 8, "evaluation": 3, "writing a checkpoint": 4}
+"""Calls after the first checkpoint; of the others the third."""
+
+
+def struck(tiny, kind, who, moment, index, **options):
+    """A run, sharded or not, of two processes."""
+    own = kind, moment, NUMBERS.get(moment, 3)
+    return Case(
+        f"{kind} {who} {moment}",
+        WORDS,
+        parallel=(("parallel=fsdp",), ("parallel=ddp",))[index % 2],
+        directory=tiny.root / f"{index}",
+        strikes=dict.fromkeys(WHO[who], own),
+        **options,
+    )
+
+
+def assert_they_go_on(tiny, cases):
+    """Continued by one process, they are the run that nothing happened to."""
+    one = alone(tiny, WORDS)
+    for case in cases:
+        outcome = tiny.train(*WORDS, f"runs_dir='{case.directory}'")
+        assert outcome.code == 0, (case, outcome.output)
+        assert_same(one, outcome.directory)
+        checkpoints = saved(outcome.directory / "checkpoints")
+        assert all(Checkpoint(path).problem() is None for path in checkpoints.values())
+        assert {p.name for p in (outcome.directory / "checkpoints").iterdir()} == {
+            path.name for path in checkpoints.values()
+        }
+
+
+def test_kill_9_at_named_moments(tiny, record_property):
+    places = [(who, moment) for moment in SHARED for who in WHO]
+    places += [("the first", moment) for moment in FIRST]
+    cases = [
+        struck(tiny, "SIGKILL", *place, index, fails=True) for index, place in enumerate(places)
+    ]
+    train_with(tiny, 2, cases)
+    for case in cases:
+        assert [rank for rank, code in enumerate(case.codes) if code == -9] == [*case.strikes], case
+    assert_they_go_on(tiny, cases)
+    record_property("injected", len(cases))
+
+
+def test_signals_at_named_moments(tiny, record_property):
+    """All stop at the same step, at most one after the signal."""
+    places = [("SIGTERM", who, moment) for moment in SHARED for who in ("one", "all")]
+    places += [("SIGTERM", "the first", moment) for moment in FIRST]
+    places += [("SIGINT", "one", moment) for moment in SHARED]
+    cases = [struck(tiny, *place, index, fails=True) for index, place in enumerate(places)]
+    many = train_with(tiny, 2, cases)
+    for case in cases:
+        assert case.codes == [130 if "SIGINT" in case.name else 143] * 2, case
+        assert metrics(many[case.name])[-1]["step"] == final_state(many[case.name])["step"]
+    assert_they_go_on(tiny, cases)
+    record_property("injected", len(cases))
+
+
+def test_a_process_that_hangs(tiny, record_property):
+    """The others wait for ``parallel.timeout``, and no checkpoint is lost."""
+    places = [("one", "before the step"), ("one", "evaluation"), ("the first", "moving a file")]
+    cases = [struck(tiny, "hang", *place, index, fails=True) for index, place in enumerate(places)]
+    for case in cases:
+        case.parallel = (*case.parallel, "parallel.timeout=10")
+    train_with(tiny, 2, cases)
+    for case in cases:
+        assert 1 in case.codes and "did not answer for parallel.timeout=10" in case.errors, case
+    assert_they_go_on(tiny, cases)
+    record_property("injected", len(cases))
+
+
+def test_a_bad_number_on_one_process_or_all(tiny, record_property):
+    """``stop``: all, before the step, with the same error; ``skip``: all skip this step only."""
+    cases = []
+    for index, who in enumerate(("one", "all")):
+        for kind in ("nan loss", "nan gradient"):
+            for guard in ("stop", "skip"):
+                case = struck(tiny, kind, who, "micro-batch", index, fails=guard == "stop")
+                case.name += f" {guard}"
+                case.directory = tiny.root / case.name
+                case.words = (*WORDS, f"guard={guard}")
+                cases.append(case)
+    many = train_with(tiny, 2, cases)
+    for case in cases:
+        lines = [line for line in metrics(many[case.name]) if "split" not in line]
+        if case.fails:
+            assert case.codes == [5, 5] and "step 4: " in case.errors, case
+            assert lines[-1]["step"] == 3
+        else:
+            assert [line.get("skipped", 0) for line in lines] == [0, 0, 0, 1, 1, 1, 1, 1]
+    record_property("injected", len(cases))
