@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,14 @@ from torch.optim import Optimizer
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 
 DENOMINATORS = ("sqrt_v_plus_eps34", "sqrt_of_v_plus_eps")
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+AT_ONCE = 2**16
+"""Elements that one launch takes at least, if there are so many; on a CPU caches hold them."""
+
+PARTIAL = 4096
+"""Numbers that are added in their own dtype before fp64 takes over."""
 
 
 class StepAdamW(Optimizer):
@@ -123,18 +131,32 @@ class StepAdamW(Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.steps += 1
-        changes: list[tuple[Tensor, Any]] = []
+        every = [_local(p) for group in self.param_groups for p in group["params"]]
+        # all temporaries of a launch are no larger than those of the largest parameter alone
+        most = max([AT_ONCE, *(p.numel() for p in every if not p.is_cpu)])
+        measured: list[Tensor] = []
+        watched: list[Tensor] = []
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
+            used = [p for p in group["params"] if p.grad is not None]
+            for p in used:
+                if not self.state[p]:
+                    self._begin(p)
+            for params in _parts([p for p in used if id(p) not in self._sparse], most):
+                self._update(params, group, self._second_moments(params, group)[1])
+            sparse = [p for p in used if id(p) in self._sparse]
+            for params in _parts(sparse, most):
+                if self.sparse_phase:
+                    self._update_frozen(params, group)
                     continue
-                sparse = id(p) in self._sparse
-                delta = self._update(p, group, sparse)
-                if sparse and delta is not None and not self.sparse_phase:
-                    changes.append(self._measure(delta))
-        if changes:
-            totals, counts = zip(*changes, strict=True)
-            mean = _number(torch.stack(totals).sum()) / max(_number(sum(counts)), 1.0)
+                delta, v = self._second_moments(params, group)
+                measured.append(self._measure(delta))
+                del delta  # before there are denominators
+                self._update(params, group, v)
+            watched += sparse
+        if measured:
+            total, moved = _over_shards(torch.stack(measured).sum(0), watched[0]).tolist()
+            count = sum(p.numel() for p in watched) if self.option == 1 else moved
+            mean = total / max(count, 1.0)
             self._decide(mean if self.option == 1 else math.exp(mean))
         return loss
 
@@ -150,49 +172,78 @@ class StepAdamW(Optimizer):
         self.steps, self.switched_at = own["steps"], own["switched_at"]
         self._changes = deque(own["changes"], maxlen=self._changes.maxlen)
 
-    def _update(self, p: Tensor, group: dict[str, Any], sparse: bool) -> Tensor | None:
-        """One parameter; returns v_t - v_{t-1}, or None where v is frozen."""
-        beta1, beta2 = group["betas"]
-        grad = p.grad
-        assert grad is not None
+    def _begin(self, p: Tensor) -> None:
         state = self.state[p]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(p)
-            state["exp_avg_sq"] = torch.zeros_like(p)
-            if self.amsgrad:
-                state["max_exp_avg_sq"] = torch.zeros_like(p)
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        delta, freeze = None, sparse and self.sparse_phase
-        if not (freeze and "frozen" in state):
-            delta = grad.square().sub_(state["exp_avg_sq"]).mul_(1 - beta2)
-            v = state["exp_avg_sq"].add_(delta)
-            if self.amsgrad:
-                v = torch.maximum(state["max_exp_avg_sq"], v, out=state["max_exp_avg_sq"])
-        if not freeze:
-            correction = math.sqrt(1 - beta2**self.steps)
-            denominator = v.sqrt().div_(correction).add_(group["eps"])
-        else:
-            if "frozen" not in state:  # had no gradient before the switch
-                state["frozen"] = v.clone()
-            frozen = state["frozen"]
-            if self.frozen_bias_correction:
-                assert self.switched_at is not None
-                frozen = frozen / (1 - beta2**self.switched_at)
-            if self.denominator == "sqrt_of_v_plus_eps":
-                denominator = (frozen + group["eps"]).sqrt_()
-            else:
-                denominator = frozen.sqrt().add_(group["eps"] ** 0.75)
-        p.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**self.steps))
-        return delta
+        state["exp_avg"] = torch.zeros_like(p)
+        state["exp_avg_sq"] = torch.zeros_like(p)
+        if self.amsgrad:
+            state["max_exp_avg_sq"] = torch.zeros_like(p)
 
-    def _measure(self, delta: Tensor) -> tuple[Tensor, Any]:
-        """(Σ|Δ|, number of coordinates), or the sum of logarithms over the non-zero ones."""
-        size = delta.abs().double()
+    def _of(self, params: list[Tensor], key: str) -> list[Tensor]:
+        return [_local(self.state[p][key]) for p in params]
+
+    def _second_moments(
+        self, params: list[Tensor], group: dict[str, Any]
+    ) -> tuple[Tensors, Tensors]:
+        """Moves v; returns v_t - v_{t-1}, and the second moments that denominators are made of."""
+        beta2 = group["betas"][1]
+        grads, v = _gradients(params), self._of(params, "exp_avg_sq")
+        delta = torch._foreach_mul(grads, grads)
+        torch._foreach_sub_(delta, v)
+        torch._foreach_mul_(delta, 1 - beta2)
+        torch._foreach_add_(v, delta)
+        if self.amsgrad:
+            newest, v = v, self._of(params, "max_exp_avg_sq")
+            torch._foreach_maximum_(v, newest)
+        return delta, v
+
+    def _update(self, params: list[Tensor], group: dict[str, Any], v: Tensors) -> None:
+        """The step of AdamW."""
+        denominators = torch._foreach_sqrt(v)
+        torch._foreach_div_(denominators, math.sqrt(1 - group["betas"][1] ** self.steps))
+        torch._foreach_add_(denominators, group["eps"])
+        self._divide(params, group, denominators)
+
+    def _update_frozen(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """The step of the sparse phase."""
+        # without a gradient before the switch, v* is v after the first one
+        if late := [p for p in params if "frozen" not in self.state[p]]:
+            self._second_moments(late, group)
+            self._freeze(late)
+        v: Tensors = self._of(params, "frozen")
+        if self.frozen_bias_correction:
+            assert self.switched_at is not None
+            v = torch._foreach_div(v, 1 - group["betas"][1] ** self.switched_at)
+        if self.denominator == "sqrt_of_v_plus_eps":
+            denominators = torch._foreach_add(v, group["eps"])
+            torch._foreach_sqrt_(denominators)
+        else:
+            denominators = torch._foreach_sqrt(v)
+            torch._foreach_add_(denominators, group["eps"] ** 0.75)
+        self._divide(params, group, denominators)
+
+    def _divide(self, params: list[Tensor], group: dict[str, Any], denominators: Tensors) -> None:
+        """Decay, and the step along the first moments, which this moves, too."""
+        beta1 = group["betas"][0]
+        weights, m = [_local(p) for p in params], self._of(params, "exp_avg")
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_lerp_(m, _gradients(params), 1 - beta1)
+        rate = -group["lr"] / (1 - beta1**self.steps)
+        torch._foreach_addcdiv_(weights, m, denominators, value=rate)
+
+    def _measure(self, delta: Tensors) -> Tensor:
+        """[Σ|Δ|, 0], or the sum of logarithms over the coordinates that moved, and their number."""
+        size = torch.cat([part.flatten() for part in delta]).abs_()
         if self.option == 1:
-            return size.sum(), size.numel()
+            total = _sum(size)
+            return torch.stack([total, torch.zeros_like(total)])
         moved = size > 0
-        return torch.where(moved, size, 1.0).log_().sum(), moved.sum()
+        return torch.stack([_sum(size.masked_fill_(~moved, 1.0).log_()), moved.sum()])
+
+    def _freeze(self, params: Iterable[Tensor]) -> None:
+        v = "max_exp_avg_sq" if self.amsgrad else "exp_avg_sq"
+        for p in params:
+            self.state[p]["frozen"] = self.state[p][v].clone()
 
     def _decide(self, change: float) -> None:
         self._changes.append(change)
@@ -204,11 +255,8 @@ class StepAdamW(Optimizer):
         if not settled and (high is None or self.steps <= high):
             return
         self.switched_at = self.steps
-        v = "max_exp_avg_sq" if self.amsgrad else "exp_avg_sq"
-        for group in self.param_groups:
-            for p in group["params"]:
-                if id(p) in self._sparse and self.state[p]:
-                    self.state[p]["frozen"] = self.state[p][v].clone()
+        params = (p for group in self.param_groups for p in group["params"])
+        self._freeze(p for p in params if id(p) in self._sparse and self.state[p])
         correction = 1 - self.param_groups[0]["betas"][1] ** self.steps
         if correction < 0.99 and not self.frozen_bias_correction:
             warnings.warn(
@@ -220,6 +268,41 @@ class StepAdamW(Optimizer):
             )
 
 
-def _number(value: Any) -> float:
-    """Of a sum over sharded tensors (DTensor) that of all shards."""
-    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+def _parts(params: list[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """``params`` in order, in lists of at most ``most`` elements together, or of one tensor."""
+    part: list[Tensor] = []
+    size = 0
+    for p in params:
+        own = _local(p).numel()
+        if part and size + own > most:
+            yield part
+            part, size = [], 0
+        part.append(p)
+        size += own
+    if part:
+        yield part
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this process holds of it: all steps but the sum over Δv are elementwise."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _gradients(params: list[Tensor]) -> list[Tensor]:
+    return [_local(p.grad) for p in params if p.grad is not None]
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Σx of a vector in fp64: of partial sums in its own dtype, which need no copy of it."""
+    whole = len(x) // PARTIAL * PARTIAL
+    return x[:whole].view(-1, PARTIAL).sum(1).double().sum() + x[whole:].sum()
+
+
+def _over_shards(sums: Tensor, like: Any) -> Tensor:
+    """Of sums over what this process holds of tensors sharded as ``like``, those over all."""
+    if not hasattr(like, "placements"):
+        return sums
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    places = [Partial() if place.is_shard() else Replicate() for place in like.placements]
+    return DTensor.from_local(sums, like.device_mesh, places, run_check=False).full_tensor()

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import nm_mask
@@ -142,3 +143,52 @@ def test_mark_sparse_errors():
         StepAdamW([a]).mark_sparse([b])
     with pytest.raises(ConfigError, match="share eps"):
         StepAdamW([{"params": [a]}, {"params": [b], "eps": 1e-3}]).mark_sparse([a, b])
+
+
+def noisy(count, shape=(48, 64), **options):
+    """An optimiser of sparse weights, and one step's gradients of very different sizes."""
+    draw = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=draw).requires_grad_() for _ in range(count)]
+    for w in weights:
+        w.grad = torch.randn(shape, generator=draw) * 10 ** torch.randn(shape, generator=draw)
+    optimizer = StepAdamW(weights, **options)
+    optimizer.mark_sparse(weights)
+    return optimizer, weights
+
+
+@pytest.mark.parametrize("option, error", [(1, 1e-7), (2, 1e-6)])
+def test_the_change_is_that_of_fp64(option, error):
+    """Sums of at most 4096 numbers are in fp32, which cannot move a switch by more than this."""
+    optimizer, weights = noisy(9, (97, 131), option=option)
+    for w in weights:
+        w.grad[:7] = 0
+    optimizer.step()
+    changes = torch.cat([optimizer.state[w]["exp_avg_sq"].flatten() for w in weights]).double()
+    moved = changes[changes > 0]
+    want = changes.mean() if option == 1 else moved.log().mean().exp()
+    assert optimizer._changes[-1] == pytest.approx(want.item(), rel=error)
+
+
+@pytest.mark.parametrize("option", [1, 2])
+@pytest.mark.parametrize("switch", [100, 1])
+def test_launches_do_not_grow_with_the_number_of_parameters(option, switch):
+    """Ten times as many take as many operators, before the switch and after it."""
+    counts = []
+    for count in (2, 20):
+        optimizer, _ = noisy(count, option=option, clipping=(switch, switch))
+        for _ in range(3):
+            optimizer.step()
+
+        class Count(TorchDispatchMode):
+            launches = 0
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                views = ("flatten", "view", "slice", "detach", "alias", "_local_scalar_dense")
+                self.launches += func._schema.name.removeprefix("aten::") not in views
+                return func(*args, **(kwargs or {}))
+
+        with Count() as counted:
+            optimizer.step()
+        counts.append(counted.launches)
+        assert optimizer.sparse_phase == (switch == 1)
+    assert counts[0] == counts[1] <= 30
