@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import NoiseKey, fours_of, from_fours
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE, NoiseKey, fours_of, from_fours
 from sparsepretrain.kernels.dispatch import kernel_of
 from sparsepretrain.kernels.noise import uniform_noise
 
@@ -82,85 +82,105 @@ def _check_draws(x: Tensor, dim: int, draws: int, uniforms: Tensor | None) -> No
 
 
 def _normalise(x: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(magnitudes divided by the group's largest, that largest, second smallest of the former)."""
+    """(magnitudes over a power of two, that power, the magnitude from which an entry stays).
+
+    The largest magnitude comes to lie in [2, 4). Entries stay as they are, and the others are
+    dropped, in groups with at most two that are not tiny beside the largest; elsewhere that
+    magnitude is infinite.
+    """
     a = [v.abs() for v in x]
     low, high = torch.minimum(a[0], a[1]), torch.maximum(a[0], a[1])
     low2, high2 = torch.minimum(a[2], a[3]), torch.maximum(a[2], a[3])
     second = torch.minimum(torch.maximum(low, low2), torch.minimum(high, high2))
-    # a subnormal or zero maximum is replaced by the smallest normal number: no 0/0, no overflow
-    largest = torch.maximum(high, high2).clamp(min=torch.finfo(high.dtype).tiny)
-    return [v / largest for v in a], largest, second / largest
-
-
-def _finish(
-    x: Sequence[Tensor],
-    b: list[Tensor],
-    selected: list[Tensor],
-    value: Sequence[Tensor],
-    scale: Tensor,
-    second: Tensor,
-    saturation: float,
-) -> list[Tensor]:
-    """sign(x)·scale·max(value, b) where selected; at most two non-zeros stay as they are."""
-    # multiplied by 0 or 1, not a selection: a NaN must stay visible
-    out = [
-        torch.copysign((torch.maximum(v, bi) * scale).clamp(max=saturation), xi) * keep  # p ≤ 1
-        for xi, bi, keep, v in zip(x, b, selected, value, strict=True)
-    ]
+    largest, info = torch.maximum(high, high2), torch.finfo(high.dtype)
     # below the floor r·S may round up to S; such entries (10⁻²⁹ of the largest) are dropped
-    floor = float(torch.finfo(second.dtype).tiny) * 2**30
-    sparse = second < floor
-    few = (x[0] != 0) * 1 + (x[1] != 0) + (x[2] != 0) + (x[3] != 0) <= 2
+    floor = (largest * (info.tiny * 2.0**30)).clamp(min=info.tiny * info.eps)
+    few = torch.where(second == 0, 0.0, floor)
+    stays = torch.where(second < floor, few, torch.inf)
+    one = round(1 / info.eps)  # in the field of exponents, whose largest is that of infinity
+    infinite = 2 ** (info.bits - 1) - one
+    # that of a subnormal or zero is replaced by one with which both powers are normal numbers
+    exponent = largest.clamp(min=info.tiny * 2).view(INTEGER_OF_SIZE[high.itemsize]) & infinite
+    inverse = (infinite - exponent).view(high.dtype)  # of infinity and NaN: 0, which makes NaN
+    return [v * inverse for v in a], (exponent - one).view(high.dtype), stays
+
+
+def _finish(x: Sequence[Tensor], magnitudes: Sequence[Tensor], stays: Tensor) -> list[Tensor]:
+    """The magnitudes with the signs of x, and x itself where it is as large as ``stays``."""
     return [
-        torch.where(sparse, torch.where(few | ~(bi < floor), xi, 0), v)
-        for xi, bi, v in zip(x, b, out, strict=True)
+        torch.where(xi.abs() >= stays, xi, torch.copysign(v, xi))
+        for xi, v in zip(x, magnitudes, strict=True)
     ]
 
 
-def _others(b: list[Tensor]) -> list[Tensor]:
-    """Sum of the three other entries, for each entry; never a difference."""
-    head, tail = b[0] + b[1], b[2] + b[3]
-    return [b[1] + tail, b[0] + tail, head + b[3], head + b[2]]
-
-
-def _one_hot(u: Tensor, first: Tensor, second: Tensor, third: Tensor) -> list[Tensor]:
-    """Which of the intervals ending at the three boundaries (and beyond) holds u, as 0.0 or 1.0."""
-    a, b, c = ((u < boundary).to(u.dtype) for boundary in (first, second, third))
-    return [a, b - a, c - b, 1 - c]
+def _value(v: Tensor, b: Tensor, scale: Tensor, stays: Tensor, saturation: float) -> Tensor:
+    """What stands for an entry that is kept with v = |x|/p over the scale."""
+    value = (torch.maximum(v, b) * scale).clamp(max=saturation)  # p ≤ 1
+    return torch.where(stays < torch.inf, 0.0, value)
 
 
 def _approximate(x: Sequence[Tensor], r: Tensor, saturation: float) -> list[Tensor]:
-    b, scale, smallest = _normalise(x)
+    b, scale, stays = _normalise(x)
     # First draw: the smallest i with r0·S < C_i. In floating point too r0·S < S for r0 ≤ 1 - 2⁻²⁴,
     # and an empty interval cannot be hit: a zero is never drawn.
     c1 = b[0] + b[1]
     c2 = c1 + b[2]
     total = c2 + b[3]
-    selected = _one_hot(r[0] * total, b[0], c1, c2)
-    # Second draw: the same among the other three.
-    rest = [v - v * hit for v, hit in zip(b, selected, strict=True)]
-    c1 = rest[0] + rest[1]
-    c2 = c1 + rest[2]
-    again = _one_hot(r[1] * (c2 + rest[3]), rest[0], c1, c2)
-    selected = [hit + other for hit, other in zip(selected, again, strict=True)]
-    # p_i = b_i/S·(1 + Q_i), Q_i = Σ_{j≠i} b_j/(S - b_j); hence |x_i|/p_i = S/(1 + Q_i)
-    odds = [v / others for v, others in zip(b, _others(b), strict=True)]
-    value = [total / (q + 1) for q in _others(odds)]
-    return _finish(x, b, selected, value, scale, smallest, saturation)
+    u = r[0] * total
+    at0, to1, to2 = u < b[0], u < c1, u < c2
+    first = torch.where(at0, b[0], torch.where(to1, b[1], torch.where(to2, b[2], b[3])))
+    # Second draw: the same among the other three, in order.
+    e0, e1 = torch.where(at0, b[1], b[0]), torch.where(to1, b[2], b[1])
+    e2 = torch.where(to2, b[3], b[2])
+    d1 = e0 + e1
+    others = d1 + e2
+    u = r[1] * others
+    near, nearer = u < d1, u < e0
+    second = torch.where(nearer, e0, torch.where(near, e1, e2))
+    k, m = torch.where(nearer, e1, e0), torch.where(near, e2, e1)
+    # With Q_j = b_j/(S - b_j): p_i = b_i/S·(1 + Σ_{j≠i} Q_j). For i and j drawn and k, m not,
+    # 1 + Q_j = S/(S - b_j) and Q_k + Q_m = n/d, hence |x_i|/p_i = S·d·o/(S·d + n·o), o = S - b_j.
+    # Only n has a difference, of which a half remains at least.
+    rest, product = k + m, k * m
+    d = (first + second) * total + product
+    n = rest * total - product - product
+    whole, without_second = total * d, first + rest
+    value = without_second * (whole / (n * without_second + whole))
+    value2 = others * (whole / (n * others + whole))
+    y = _value(value, first, scale, stays, saturation)
+    y2 = _value(value2, second, scale, stays, saturation)
+    zero = total * 0  # a NaN must stay visible
+    h0 = torch.where(nearer, y2, zero)
+    h1 = torch.where(nearer, zero, torch.where(near, y2, zero))
+    h2 = torch.where(near, zero, y2)
+    magnitudes = (
+        torch.where(at0, y, h0),
+        torch.where(at0, h0, torch.where(to1, y, h1)),
+        torch.where(to1, h1, torch.where(to2, y, h2)),
+        torch.where(to2, h2, y),
+    )
+    return _finish(x, magnitudes, stays)
 
 
 def _exact(x: Sequence[Tensor], r: Tensor, saturation: float) -> list[Tensor]:
-    b, scale, smallest = _normalise(x)
-    others = _others(b)
-    rest = torch.minimum(torch.minimum(others[0], others[1]), torch.minimum(others[2], others[3]))
-    half = (b[0] + others[0]) / 2
+    b, scale, stays = _normalise(x)
+    head, tail = b[0] + b[1], b[2] + b[3]
+    o0, o1, o2, o3 = b[1] + tail, b[0] + tail, head + b[3], head + b[2]  # never a difference
+    rest = torch.minimum(torch.minimum(o0, o1), torch.minimum(o2, o3))
     # The largest is certain when it outweighs the rest; what remains is shared either way
-    share = torch.minimum(rest, half)
-    p = [(v / share).clamp(max=1) for v in b]
-    # Systematic sampling: intervals of length p_i end to end on [0, 2), hit by u and u + 1.
-    c1 = p[0] + p[1]
-    c2 = torch.where(b[3] == 0, 2.0, c1 + p[2])  # no room for a zero by rounding
-    first = _one_hot(r[0], p[0], c1, c2)
-    second = _one_hot(r[0], p[0] - 1, c1 - 1, c2 - 1)  # u + 1 could round up to 2
-    selected = [torch.maximum(hit, other) for hit, other in zip(first, second, strict=True)]
-    return _finish(x, b, selected, [share] * 4, scale, smallest, saturation)
+    share = torch.minimum(rest, (b[0] + o0) * 0.5)
+    # Systematic sampling: intervals of length q_i = p_i·share end to end on [0, 2·share), hit by
+    # u and u + share. Rounded too, q0 + q1 + q2 ≥ share > u: two different entries are hit.
+    q0, q1, q2 = (torch.minimum(v, share) for v in b[:3])
+    c1 = q0 + q1
+    c2 = torch.where(b[3] == 0, torch.inf, c1 + q2)  # no room for a zero by rounding
+    u = r[0] * share
+    again = u + share
+    at0, to1, again1, again2 = u < q0, u < c1, again < c1, again < c2
+    kept = at0, (to1 & ~at0) | again1, ~to1 | (again2 & ~again1), ~again2
+    zero = share * 0  # a NaN must stay visible
+    magnitudes = [
+        torch.where(keep, _value(share, v, scale, stays, saturation), zero)
+        for keep, v in zip(kept, b, strict=True)
+    ]
+    return _finish(x, magnitudes, stays)

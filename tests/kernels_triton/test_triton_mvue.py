@@ -1,13 +1,16 @@
 """MVUE in Triton: the bits of the reference, whatever the values, axis, strides and dtype."""
 
 import itertools
+import types
 
+import numpy
 import pytest
 import torch
 from parity import DTYPES, layouts, nasty
 from same_bits import DEVICE, assert_same
 
 from sparsepretrain.kernels import NoiseKey, mvue, noise_key
+from sparsepretrain.kernels.triton.mvue24 import refined
 
 ESTIMATORS = {"approximate": 2, "exact": 1}
 LAST = 1 - 2.0**-24
@@ -140,6 +143,34 @@ def test_unbiased_over_the_noise():
         assert ((y != 0).sum(0) == 2).all()
         error = (y.mean(1) - x[:, 0].double()).abs()
         assert (error <= 5 * y.std(1) / 100_000**0.5).all()
+
+
+def fma(a, b, c):
+    """a·b + c of fp32, rounded once: the product is exact in fp64, the sum rounded there to odd."""
+    product, c = a.astype(numpy.float64) * b, numpy.float64(c)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    towards = numpy.nextafter(total, numpy.copysign(numpy.inf, error))
+    even = total.view(numpy.int64) % 2 == 0
+    return numpy.where((error != 0) & even, towards, total).astype(numpy.float32)
+
+
+def test_division_by_multiplication_and_addition():
+    """What GPUs run in place of a division, with an ``fma`` that interpreters do not have."""
+    random, count = numpy.random.default_rng(0), 300_000
+    bits = random.integers(0, 2**23, (2, count), dtype=numpy.int32)
+    bits[:, :2000] = (random.integers(0, 8, (2, 2000)) - 4) & 2**23 - 1  # about powers of two
+    exponents = random.integers([[127 - 96], [127]], [[127 + 11], [127 + 12]], (2, count))
+    a, b = (bits | exponents.astype(numpy.int32) << 23).view(numpy.float32)
+    code, namespace = refined.fn.__code__, {"tl": types.SimpleNamespace(fma=fma)}
+    for wrong in (0, -numpy.inf, numpy.inf):
+        reciprocal = (1 / b).astype(numpy.float32)
+        start = numpy.nextafter(reciprocal, numpy.float32(wrong)) if wrong else reciprocal
+        got = types.FunctionType(code, namespace)(a, b, start)
+        # the one significand for which the reciprocal itself has to be right
+        ones = bits[1] == 2**23 - 1
+        assert ((got == a / b) | (ones & (wrong != 0))).all()
 
 
 def test_refusals():

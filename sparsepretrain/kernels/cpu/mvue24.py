@@ -13,6 +13,10 @@ from sparsepretrain.kernels.common import NoiseKey, fours_of, from_fours
 from sparsepretrain.kernels.cpu.launch import compiled, inlined, run
 from sparsepretrain.kernels.cpu.noise import counters, fill
 
+_ONE, _INFINITE = 2**23, 2**31 - 2**23
+_ONE_64, _INFINITE_64 = 2**52, 2**63 - 2**52
+"""In the field of exponents: one, and that of infinity."""
+
 
 def mvue(
     x: Tensor, dim: int, estimator: str, uniforms: Tensor | None, key: NoiseKey | int | None
@@ -28,114 +32,133 @@ def mvue(
     tokens, k0, k1 = counters(stream, groups)
     arrays = fours.numpy(), out.numpy(), tokens, given.contiguous().numpy()
     real, info = arrays[0].dtype.type, numpy.finfo(arrays[0].dtype)
-    floor, saturation = real(float(info.tiny) * 2**30), real(torch.finfo(x.dtype).max)
-    exact = True if estimator == "exact" else None  # by its type Numba compiles one of two
-    run(_estimate, groups, arrays, k0, k1, real(info.tiny), floor, saturation, exact)
+    factor, saturation = real(float(info.tiny) * 2**30), real(torch.finfo(x.dtype).max)
+    numbers = k0, k1, real(info.smallest_subnormal), real(info.tiny), factor, saturation
+    # by the types of these Numba compiles one of two
+    exact, wide = (True if flag else None for flag in (estimator == "exact", real(0).itemsize == 8))
+    run(_estimate, groups, arrays, *numbers, exact, wide)
     return from_fours(out, x, dim)
 
 
 @inlined
-def _normalise(x, tiny):
-    """(magnitudes divided by the group's largest, that largest, second smallest of the former)."""
-    a = abs(x[0]), abs(x[1]), abs(x[2]), abs(x[3])
+def _power(largest, wide):
+    """(a power of two that brings the largest magnitude to [2, 4), its inverse)."""
+    if wide is None:
+        bits = numpy.float32(largest).view(numpy.int32) & _INFINITE
+        power = numpy.int32(bits - _ONE).view(numpy.float32)
+        return power, numpy.int32(_INFINITE - bits).view(numpy.float32)
+    words = numpy.float64(largest).view(numpy.int64) & _INFINITE_64
+    half = numpy.int64(words - _ONE_64).view(numpy.float64)
+    return half, numpy.int64(_INFINITE_64 - words).view(numpy.float64)
+
+
+@inlined
+def _normalise(a, least, tiny, factor, zero, infinity, wide):
+    """(magnitudes over a power of two, that power, the magnitude from which an entry stays)."""
     low, high = numpy.minimum(a[0], a[1]), numpy.maximum(a[0], a[1])
     low2, high2 = numpy.minimum(a[2], a[3]), numpy.maximum(a[2], a[3])
     second = numpy.minimum(numpy.maximum(low, low2), numpy.minimum(high, high2))
-    largest = numpy.maximum(numpy.maximum(high, high2), tiny)
-    b = a[0] / largest, a[1] / largest, a[2] / largest, a[3] / largest
-    return b, largest, second / largest
+    largest = numpy.maximum(high, high2)
+    floor = numpy.maximum(largest * factor, least)
+    few = zero if second == zero else floor
+    stays = few if second < floor else infinity
+    power, inverse = _power(numpy.maximum(largest, tiny + tiny), wide)
+    return (a[0] * inverse, a[1] * inverse, a[2] * inverse, a[3] * inverse), power, stays
 
 
 @inlined
-def _finish(x, b, selected, value, scale, second, floor, saturation, zero):
-    """sign(x)·scale·max(value, b) where selected; at most two non-zeros stay as they are."""
-    few = (x[0] != 0) * 1 + (x[1] != 0) + (x[2] != 0) + (x[3] != 0) <= 2
-    return (
-        _entry(x[0], b[0], selected[0], value[0], scale, few, second, floor, saturation, zero),
-        _entry(x[1], b[1], selected[1], value[1], scale, few, second, floor, saturation, zero),
-        _entry(x[2], b[2], selected[2], value[2], scale, few, second, floor, saturation, zero),
-        _entry(x[3], b[3], selected[3], value[3], scale, few, second, floor, saturation, zero),
-    )
+def _value(v, b, scale, stays, saturation, zero, infinity):
+    """What stands for an entry that is kept with v = |x|/p over the scale."""
+    v = numpy.maximum(v, b) * scale  # p ≤ 1
+    v = saturation if v > saturation else v
+    return zero if stays < infinity else v
 
 
 @inlined
-def _entry(xi, bi, keep, v, scale, few, second, floor, saturation, zero):
-    v = numpy.maximum(v, bi) * scale  # p ≤ 1
-    # multiplied by 0 or 1, not a selection: a NaN must stay visible
-    out = numpy.copysign(saturation if v > saturation else v, xi) * keep
-    stays = xi if few | (not bi < floor) else zero
-    return stays if second < floor else out
+def _signed(magnitude, x, stays):
+    """The magnitude with the sign of x, and x itself where it is as large as ``stays``."""
+    y = numpy.copysign(magnitude, x)
+    return x if abs(x) >= stays else y
 
 
 @inlined
-def _others(b):
-    """Sum of the three other entries, for each entry; never a difference."""
-    head, tail = b[0] + b[1], b[2] + b[3]
-    return b[1] + tail, b[0] + tail, head + b[3], head + b[2]
-
-
-@inlined
-def _one_hot(u, first, second, third, zero, one):
-    """Which of the intervals ending at the three boundaries (and beyond) holds u, as 0 or 1."""
-    a = one if u < first else zero
-    b = one if u < second else zero
-    c = one if u < third else zero
-    return a, b - a, c - b, one - c
-
-
-@inlined
-def _approximate(b, r0, r1, zero, one):
-    """(which two of four are drawn, the values they stand for over the group's largest)."""
+def _approximate(b, r0, r1, scale, stays, saturation, zero, infinity):
+    """Magnitudes of the estimates by two draws."""
     c1 = b[0] + b[1]
     c2 = c1 + b[2]
     total = c2 + b[3]
-    h = _one_hot(r0 * total, b[0], c1, c2, zero, one)
-    # second draw: the same among the other three
-    rest = b[0] - b[0] * h[0], b[1] - b[1] * h[1], b[2] - b[2] * h[2], b[3] - b[3] * h[3]
-    c1 = rest[0] + rest[1]
-    c2 = c1 + rest[2]
-    a = _one_hot(r1 * (c2 + rest[3]), rest[0], c1, c2, zero, one)
-    # p_i = b_i/S·(1 + Q_i), Q_i = Σ_{j≠i} b_j/(S - b_j); hence |x_i|/p_i = S/(1 + Q_i)
-    o = _others(b)
-    q = _others((b[0] / o[0], b[1] / o[1], b[2] / o[2], b[3] / o[3]))
-    value = total / (q[0] + one), total / (q[1] + one), total / (q[2] + one), total / (q[3] + one)
-    return (h[0] + a[0], h[1] + a[1], h[2] + a[2], h[3] + a[3]), value
+    u = r0 * total
+    at0, to1, to2 = u < b[0], u < c1, u < c2
+    first = b[2] if to2 else b[3]
+    first = b[1] if to1 else first
+    first = b[0] if at0 else first
+    # the other three, in order
+    e0, e1, e2 = b[1] if at0 else b[0], b[2] if to1 else b[1], b[3] if to2 else b[2]
+    d1 = e0 + e1
+    others = d1 + e2
+    u = r1 * others
+    near, nearer = u < d1, u < e0
+    second = e1 if near else e2
+    second = e0 if nearer else second
+    k, m = e1 if nearer else e0, e2 if near else e1
+    rest, product = k + m, k * m
+    d = (first + second) * total + product
+    n = rest * total - product - product
+    whole, without_second = total * d, first + rest
+    value = without_second * (whole / (n * without_second + whole))
+    value2 = others * (whole / (n * others + whole))
+    y = _value(value, first, scale, stays, saturation, zero, infinity)
+    y2 = _value(value2, second, scale, stays, saturation, zero, infinity)
+    nothing = total * zero  # a NaN must stay visible
+    h0, h2 = y2 if nearer else nothing, nothing if near else y2
+    h1 = y2 if near else nothing
+    h1 = nothing if nearer else h1
+    out1, out2 = y if to1 else h1, y if to2 else h2
+    return y if at0 else h0, h0 if at0 else out1, h1 if to1 else out2, h2 if to2 else y
 
 
 @inlined
-def _exact(b, r0, zero, one):
+def _exact(b, r, scale, stays, saturation, zero, infinity, half):
     """As :func:`_approximate`, by systematic sampling."""
-    two = one + one
-    o = _others(b)
-    rest = numpy.minimum(numpy.minimum(o[0], o[1]), numpy.minimum(o[2], o[3]))
-    # the largest is certain when it outweighs the rest; what remains is shared either way
-    share = numpy.minimum(rest, (b[0] + o[0]) / two)
-    p0, p1, p2 = b[0] / share, b[1] / share, b[2] / share
-    p0 = one if p0 > one else p0
-    p1 = one if p1 > one else p1
-    p2 = one if p2 > one else p2
-    # intervals of length p_i end to end on [0, 2), hit by u and u + 1
-    c1 = p0 + p1
-    c2 = two if b[3] == zero else c1 + p2  # no room for a zero by rounding
-    h = _one_hot(r0, p0, c1, c2, zero, one)
-    a = _one_hot(r0, p0 - one, c1 - one, c2 - one, zero, one)
-    selected = max(h[0], a[0]), max(h[1], a[1]), max(h[2], a[2]), max(h[3], a[3])
-    return selected, (share, share, share, share)
+    head, tail = b[0] + b[1], b[2] + b[3]
+    o0, o1, o2, o3 = b[1] + tail, b[0] + tail, head + b[3], head + b[2]
+    rest = numpy.minimum(numpy.minimum(o0, o1), numpy.minimum(o2, o3))
+    share = numpy.minimum(rest, (b[0] + o0) * half)
+    q0, q1, q2 = numpy.minimum(b[0], share), numpy.minimum(b[1], share), numpy.minimum(b[2], share)
+    c1 = q0 + q1
+    c2 = c1 + q2
+    c2 = infinity if b[3] == zero else c2  # no room for a zero by rounding
+    u = r * share
+    again = u + share
+    at0, to1, again1, again2 = u < q0, u < c1, again < c1, again < c2
+    nothing = share * zero  # a NaN must stay visible
+    y0 = _value(share, b[0], scale, stays, saturation, zero, infinity)
+    y1 = _value(share, b[1], scale, stays, saturation, zero, infinity)
+    y2 = _value(share, b[2], scale, stays, saturation, zero, infinity)
+    y3 = _value(share, b[3], scale, stays, saturation, zero, infinity)
+    return (
+        y0 if at0 else nothing,
+        y1 if (to1 & (not at0)) | again1 else nothing,
+        y2 if (not to1) | (again2 & (not again1)) else nothing,
+        nothing if again2 else y3,
+    )
 
 
 @compiled
-def _estimate(fours, out, tokens, given, k0, k1, tiny, floor, saturation, exact):
-    zero, one = fours.dtype.type(0), fours.dtype.type(1)
+def _estimate(fours, out, tokens, given, k0, k1, least, tiny, factor, saturation, exact, wide):
+    zero, half = fours.dtype.type(0), fours.dtype.type(0.5)
+    infinity = fours.dtype.type(numpy.inf)
     drawn = numpy.empty((2 if exact is None else 1, fours.shape[2]), fours.dtype)
     for g in range(len(fours)):
         fill(drawn, tokens[g], k0, k1)
         r = given[g] if len(given) else drawn
         for f in range(fours.shape[2]):
             x = fours[g, 0, f], fours[g, 1, f], fours[g, 2, f], fours[g, 3, f]
-            b, scale, smallest = _normalise(x, tiny)
+            a = abs(x[0]), abs(x[1]), abs(x[2]), abs(x[3])
+            b, scale, stays = _normalise(a, least, tiny, factor, zero, infinity, wide)
             if exact is None:
-                selected, value = _approximate(b, r[0, f], r[1, f], zero, one)
+                y = _approximate(b, r[0, f], r[1, f], scale, stays, saturation, zero, infinity)
             else:
-                selected, value = _exact(b, r[0, f], zero, one)
-            y = _finish(x, b, selected, value, scale, smallest, floor, saturation, zero)
-            out[g, 0, f], out[g, 1, f], out[g, 2, f], out[g, 3, f] = y
+                y = _exact(b, r[0, f], scale, stays, saturation, zero, infinity, half)
+            out[g, 0, f], out[g, 1, f] = _signed(y[0], x[0], stays), _signed(y[1], x[1], stays)
+            out[g, 2, f], out[g, 3, f] = _signed(y[2], x[2], stays), _signed(y[3], x[3], stays)

@@ -1,7 +1,7 @@
 """Triton kernel of :mod:`sparsepretrain.kernels.mvue24`: the same operations in the same order.
 
-Division is exact (``div_rn``) and products are not fused with sums, so fp32 results are the bits of
-the reference. Where the reference computes with 0.0 and 1.0, decisions are booleans here.
+Division is rounded to nearest and products are not fused with sums, so fp32 results are the bits of
+the reference.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparsepretrain.kernels.common import NoiseKey
 from sparsepretrain.kernels.triton.launch import (
+    INTERPRETED,
     empty_rows,
     load_fours,
     maximum,
@@ -35,8 +36,10 @@ from sparsepretrain.kernels.triton.noise import (
 )
 
 _TINY: tl.constexpr = tl.constexpr(2.0**-126)
+_LEAST: tl.constexpr = tl.constexpr(2.0**-149)
 _FLOOR: tl.constexpr = tl.constexpr(2.0**-96)
-"""Entries below this part of the largest are dropped; see ``mvue24._finish``."""
+"""Entries below this part of the largest are dropped; see ``mvue24._normalise``."""
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
 def mvue(
@@ -105,92 +108,118 @@ def _sample(
 
 @triton.jit
 def _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT: tl.constexpr):
-    a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
-    # a subnormal or zero maximum is replaced by the smallest normal number: no 0/0, no overflow
-    scale = maximum(maximum(maximum(a0, a1), maximum(a2, a3)), _TINY)
-    b0, b1 = tl.div_rn(a0, scale), tl.div_rn(a1, scale)
-    b2, b3 = tl.div_rn(a2, scale), tl.div_rn(a3, scale)
+    b0, b1, b2, b3, scale, stays = _normalise(tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3))
     if EXACT:
-        y0, y1, y2, y3 = _exact(b0, b1, b2, b3, r0, scale, saturation)
+        y0, y1, y2, y3 = _exact(b0, b1, b2, b3, r0, scale, stays, saturation)
     else:
-        y0, y1, y2, y3 = _approximate(b0, b1, b2, b3, r0, r1, scale, saturation)
-    # the second smallest below the floor: r·S could round up to S, so such entries are dropped
-    low0, low1, low2, low3 = b0 < _FLOOR, b1 < _FLOOR, b2 < _FLOOR, b3 < _FLOOR
-    sparse = _at_least_two(low0, low1, low2, low3)
-    few = _at_least_two(x0 == 0, x1 == 0, x2 == 0, x3 == 0)
-    y0, y1 = _signed(y0, x0, sparse, few | ~low0), _signed(y1, x1, sparse, few | ~low1)
-    y2, y3 = _signed(y2, x2, sparse, few | ~low2), _signed(y3, x3, sparse, few | ~low3)
-    return y0, y1, y2, y3
+        y0, y1, y2, y3 = _approximate(b0, b1, b2, b3, r0, r1, scale, stays, saturation)
+    return (
+        _signed(y0, x0, stays),
+        _signed(y1, x1, stays),
+        _signed(y2, x2, stays),
+        _signed(y3, x3, stays),
+    )
 
 
 @triton.jit
-def _approximate(b0, b1, b2, b3, r0, r1, scale, saturation):
+def _normalise(a0, a1, a2, a3):
+    """(magnitudes over a power of two, that power, the magnitude from which an entry stays)."""
+    low, high, low2, high2 = minimum(a0, a1), maximum(a0, a1), minimum(a2, a3), maximum(a2, a3)
+    second = minimum(maximum(low, low2), minimum(high, high2))
+    largest = maximum(high, high2)
+    floor = maximum(largest * _FLOOR, _LEAST)
+    stays = tl.where(second < floor, tl.where(second == 0, 0.0, floor), float("inf"))
+    exponent = maximum(largest, 2 * _TINY).to(tl.int32, bitcast=True) & 0x7F800000
+    inverse = (0x7F800000 - exponent).to(tl.float32, bitcast=True)
+    scale = (exponent - 0x00800000).to(tl.float32, bitcast=True)
+    return a0 * inverse, a1 * inverse, a2 * inverse, a3 * inverse, scale, stays
+
+
+@triton.jit
+def _approximate(b0, b1, b2, b3, r0, r1, scale, stays, saturation):
     """Magnitudes of the estimates by two draws."""
     c1 = b0 + b1
     c2 = c1 + b2
     total = c2 + b3
-    o0, o1, o2, o3 = _others(b0, b1, b2, b3)
-    q0, q1, q2, q3 = _others(
-        tl.div_rn(b0, o0), tl.div_rn(b1, o1), tl.div_rn(b2, o2), tl.div_rn(b3, o3)
-    )
-    v0, v1 = tl.div_rn(total, q0 + 1), tl.div_rn(total, q1 + 1)
-    v2, v3 = tl.div_rn(total, q2 + 1), tl.div_rn(total, q3 + 1)
-    i0, i1, i2, i3 = _one_hot(r0 * total, b0, c1, c2)
-    rest0, rest1 = tl.where(i0, 0.0, b0), tl.where(i1, 0.0, b1)
-    rest2, rest3 = tl.where(i2, 0.0, b2), tl.where(i3, 0.0, b3)
-    d1 = rest0 + rest1
-    d2 = d1 + rest2
-    j0, j1, j2, j3 = _one_hot(r1 * (d2 + rest3), rest0, d1, d2)
+    u = r0 * total
+    at0, to1, to2 = u < b0, u < c1, u < c2
+    first = tl.where(at0, b0, tl.where(to1, b1, tl.where(to2, b2, b3)))
+    e0, e1, e2 = tl.where(at0, b1, b0), tl.where(to1, b2, b1), tl.where(to2, b3, b2)
+    d1 = e0 + e1
+    others = d1 + e2
+    u = r1 * others
+    near, nearer = u < d1, u < e0
+    second = tl.where(nearer, e0, tl.where(near, e1, e2))
+    k, m = tl.where(nearer, e1, e0), tl.where(near, e2, e1)
+    rest, product = k + m, k * m
+    d = (first + second) * total + product
+    n = rest * total - product - product
+    whole, without_second = total * d, first + rest
+    value = without_second * quotient(whole, n * without_second + whole)
+    value2 = others * quotient(whole, n * others + whole)
+    y = _value(value, first, scale, stays, saturation)
+    y2 = _value(value2, second, scale, stays, saturation)
     zero = total * 0  # a NaN must stay visible
-    y0 = tl.where(i0 | j0, minimum(maximum(v0, b0) * scale, saturation), zero)
-    y1 = tl.where(i1 | j1, minimum(maximum(v1, b1) * scale, saturation), zero)
-    y2 = tl.where(i2 | j2, minimum(maximum(v2, b2) * scale, saturation), zero)
-    y3 = tl.where(i3 | j3, minimum(maximum(v3, b3) * scale, saturation), zero)
-    return y0, y1, y2, y3
+    h0, h2 = tl.where(nearer, y2, zero), tl.where(near, zero, y2)
+    h1 = tl.where(nearer, zero, tl.where(near, y2, zero))
+    out0, out1 = tl.where(at0, y, h0), tl.where(at0, h0, tl.where(to1, y, h1))
+    out2, out3 = tl.where(to1, h1, tl.where(to2, y, h2)), tl.where(to2, h2, y)
+    return out0, out1, out2, out3
 
 
 @triton.jit
-def _exact(b0, b1, b2, b3, u, scale, saturation):
+def _exact(b0, b1, b2, b3, r, scale, stays, saturation):
     """Magnitudes of the estimates by systematic sampling."""
-    o0, o1, o2, o3 = _others(b0, b1, b2, b3)
-    half = (b0 + o0) * 0.5
-    share = minimum(minimum(minimum(o0, o1), minimum(o2, o3)), half)
-    p0, p1 = minimum(tl.div_rn(b0, share), 1.0), minimum(tl.div_rn(b1, share), 1.0)
-    p2 = minimum(tl.div_rn(b2, share), 1.0)
-    c1 = p0 + p1
-    c2 = tl.where(b3 == 0, 2.0, c1 + p2)
-    i0, i1, i2, i3 = _one_hot(u, p0, c1, c2)
-    j0, j1, j2, j3 = _one_hot(u, p0 - 1, c1 - 1, c2 - 1)
+    head, tail = b0 + b1, b2 + b3
+    o0, o1, o2, o3 = b1 + tail, b0 + tail, head + b3, head + b2
+    share = minimum(minimum(minimum(o0, o1), minimum(o2, o3)), (b0 + o0) * 0.5)
+    q0, q1, q2 = minimum(b0, share), minimum(b1, share), minimum(b2, share)
+    c1 = q0 + q1
+    c2 = tl.where(b3 == 0, float("inf"), c1 + q2)
+    u = r * share
+    again = u + share
+    at0, to1, again1, again2 = u < q0, u < c1, again < c1, again < c2
     zero = share * 0  # a NaN must stay visible
-    y0 = tl.where(i0 | j0, minimum(maximum(share, b0) * scale, saturation), zero)
-    y1 = tl.where(i1 | j1, minimum(maximum(share, b1) * scale, saturation), zero)
-    y2 = tl.where(i2 | j2, minimum(maximum(share, b2) * scale, saturation), zero)
-    y3 = tl.where(i3 | j3, minimum(maximum(share, b3) * scale, saturation), zero)
+    y0 = tl.where(at0, _value(share, b0, scale, stays, saturation), zero)
+    y1 = tl.where((to1 & ~at0) | again1, _value(share, b1, scale, stays, saturation), zero)
+    y2 = tl.where(~to1 | (again2 & ~again1), _value(share, b2, scale, stays, saturation), zero)
+    y3 = tl.where(again2, zero, _value(share, b3, scale, stays, saturation))
     return y0, y1, y2, y3
 
 
 @triton.jit
-def _signed(magnitude, x, sparse, stays):
-    """The magnitude with the sign of x; in ``sparse`` groups x where it ``stays``, else zero."""
+def _value(v, b, scale, stays, saturation):
+    """What stands for an entry that is kept with v = |x|/p over the scale."""
+    value = minimum(maximum(v, b) * scale, saturation)
+    return tl.where(stays < float("inf"), 0.0, value)
+
+
+@triton.jit
+def _signed(magnitude, x, stays):
+    """The magnitude with the sign of x, and x itself where it is as large as ``stays``."""
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     y = (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    return tl.where(sparse, tl.where(stays, x, 0.0), y)
+    return tl.where(tl.abs(x) >= stays, x, y)
 
 
 @triton.jit
-def _one_hot(u, first, second, third):
-    """Which of the intervals ending at the three boundaries (and beyond) holds u."""
-    a, b, c = u < first, u < second, u < third
-    return a, b & ~a, c & ~b, ~c
+def quotient(a, b):
+    """a/b rounded to nearest, for a, b and a/b that neither over- nor underflow by far.
+
+    These are the instructions of ``div_rn`` without its branch for numbers near the ends of the
+    range: here b is in [2⁻⁷⁰, 2¹²) and a in [2⁻⁹⁵, b], so that both remainders are exact.
+    """
+    if _INTERPRETED:  # has no assembler, and rounds fma twice
+        return tl.div_rn(a, b)
+    start = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return refined(a, b, start)
 
 
 @triton.jit
-def _others(b0, b1, b2, b3):
-    """Sum of the three other entries, for each entry; never a difference."""
-    head, tail = b0 + b1, b2 + b3
-    return b1 + tail, b0 + tail, head + b3, head + b2
-
-
-@triton.jit
-def _at_least_two(a, b, c, d):
-    return (a & b) | (c & d) | ((a | b) & (c | d))
+def refined(a, b, start):
+    """a/b rounded to nearest, from a reciprocal of b that is wrong in its last bit at most."""
+    inverse = tl.fma(start, tl.fma(-b, start, 1.0), start)
+    q = a * inverse
+    return tl.fma(inverse, tl.fma(-b, q, a), q)
