@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from sparsepretrain.errors import ConfigError, SparsePretrainError
 
@@ -175,7 +175,7 @@ def _values(hint: Any) -> list[str]:
         return ["null"]
     if get_origin(hint) is Literal:
         return [str(word) for word in get_args(hint)]
-    parts = get_args(hint) if isinstance(hint, UnionType) else ()
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
     return [value for part in parts for value in _values(part)]
 
 

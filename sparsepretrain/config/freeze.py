@@ -87,8 +87,9 @@ def identity(config: Config) -> str:
     """Eight hexadecimal digits that are equal for equal experiments.
 
     What ``NOT_IDENTITY`` names is left out, so the seeds of one experiment share it, and of
-    ``parallel`` everything but the device, so that a run can go on with other processes. The order
-    of keys and the spelling of numbers (``1`` or ``1.0``) make no difference.
+    ``parallel`` everything but the device, so that a run can go on with other processes; of
+    ``compile`` all values but true, which always was another experiment, are one. The order of keys
+    and the spelling of numbers (``1`` or ``1.0``) make no difference.
     A mapping is expected as ``Run.plain`` gives it.
     """
     chosen = {k: v for k, v in _plain(config).items() if v != ADDED_AT_ROOT.get(k, ...)}
@@ -98,6 +99,10 @@ def identity(config: Config) -> str:
     for part, key, value in _meant(plain, ADDED):
         if part.get(key) == _canonical(value):
             part.pop(key, None)
+    if (
+        plain.get("compile") is not True
+    ):  # false is what the other modes say in older configurations
+        plain["compile"] = False
     plain["parallel"] = {"name": "single", "device": plain["parallel"]["device"]}
     text = json.dumps(plain, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -106,8 +106,9 @@ class Run:
     workers: Annotated[int, "≥ 0"]
     """Processes that make batches ahead of the model; 0: the training process makes them."""
     init: Init = field(default_factory=Init)
-    compile: bool
-    """torch.compile the model."""
+    compile: Literal["auto", "none", "off", "blocks", "graphs"] | bool
+    """What torch.compile makes faster; auto: blocks on a GPU, none on a CPU; true: the whole model
+    in one piece; false: none."""
     backend: Literal["emulate", "semi_structured", "auto"] = "emulate"
     """How products of 2:4 operands are computed: dense, sparse on GPUs that can, or whatever is
     faster (auto)."""
@@ -151,6 +152,8 @@ class Run:
         if self.parallel is not None:
             yield from shares(self, getattr(self.parallel, "nproc", None) or 1)
         yield from self._sharded()
+        if self.compile == "graphs" and getattr(self.parallel, "name", "single") == "ddp":
+            yield "compile", "must be blocks with parallel=ddp, got graphs"
         floor, peak = getattr(self.schedule, "min_lr", 0.0), getattr(self.optim, "lr", None)
         if peak is not None and floor > peak:
             yield "schedule.min_lr", f"must be ≤ optim.lr ({peak}), got {floor}"
@@ -159,8 +162,8 @@ class Run:
         """What does not go with ``parallel=fsdp``."""
         if getattr(self.parallel, "name", "") != "fsdp":
             return
-        if self.compile:
-            yield "compile", "must be false with parallel=fsdp: use parallel=ddp"
+        if self.compile not in ("auto", "none", "off", False):
+            yield "compile", "must be none with parallel=fsdp: use parallel=ddp"
         precision = getattr(self.precision, "name", "fp32")
         if precision in ("fp16", "fp8_sim"):
             yield "precision", f"must be fp32, bf16 or fp64 with parallel=fsdp, got {precision}"

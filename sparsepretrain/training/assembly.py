@@ -21,6 +21,7 @@ from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, 
 from sparsepretrain.sparsity.execution import Backend
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import compilation
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.gradients import gradients
 from sparsepretrain.training.identity import weights_hash
@@ -55,6 +56,7 @@ def build_session(
         world: the processes that train together; None: this one alone.
     """
     world = world or World.single(run.parallel.device)
+    mode = compilation.mode_of(run, world.device)
     set_numerics(run.precision, deterministic=run.deterministic)
     task = build_task(run)
     trains = splits is None
@@ -80,7 +82,7 @@ def build_session(
         from sparsepretrain.training.shards import shard
 
         shard(run, model, sparsifier, world)
-    forward_model: nn.Module = torch.compile(model) if run.compile else model  # type: ignore[assignment]
+    forward_model = compilation.compiled(model, mode)
     each = run.batch.size // (run.batch.micro * world.size)
     share = range(world.rank * each, (world.rank + 1) * each)
     session = Session(
@@ -88,14 +90,16 @@ def build_session(
         world=world,
         task=task,
         model=model,
-        forward_model=forward_model,
+        # graphs are captured for the shapes of training
+        forward_model=model if mode == "graphs" else forward_model,
+        compiled=mode,
         sparsifier=sparsifier,
         scaler=_grad_scaler(run.precision, world.device),
         optimizer=attach_optimizer(run, model, sparsifier),
         batches=TrainingBatches(
             task, run.batch.size, run.batch.micro, world.device, run.workers, share
         ),
-        gradients=gradients(run.parallel, task, forward_model, world),
+        gradients=gradients(run.parallel, task, forward_model, world, captured=mode == "graphs"),
         ema=None if run.ema is None else EMA(model, run.ema),
         on_progress=console.progress,
         initial_weights=initial_weights,

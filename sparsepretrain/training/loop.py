@@ -20,6 +20,7 @@ from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import INTERRUPTED, PREEMPTED, CheckpointError, DataError
 from sparsepretrain.tasks import Batch, Observation
 from sparsepretrain.training.batches import Request, split_requests, stream, to_device
+from sparsepretrain.training.compilation import eager
 from sparsepretrain.training.guard import require_finite_weights
 from sparsepretrain.training.precision import autocast, compute_dtype
 from sparsepretrain.training.replay import replayed
@@ -227,7 +228,7 @@ def evaluate(
         if t.stopping is not None:
             return None
         observations: list[Observation] = []
-        with t.gathered():
+        with t.gathered(), eager(t.compiled):
             for batch in _shown(t, split, requests[t.world.rank :: t.world.size]):
                 if t.stopping is not None:  # in a world of one; else nobody learns of it here
                     return None

@@ -28,6 +28,7 @@ from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console, clock, count
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training.assembly import META, attach_optimizer, build_model, sparsify_model
+from sparsepretrain.training.compilation import blocks
 from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.precision import autocast, compute_dtype, describe
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
@@ -104,7 +105,6 @@ def shard_rows(
     if run.parallel.name != "fsdp" or processes == 1:
         return []
     from sparsepretrain.sparsity.packing import Packing, gathering, not_packed
-    from sparsepretrain.training.shards import blocks
 
     replicas, again = run.parallel.replicas, 1 + run.parallel.reshard_after_forward
     shards, width = processes // replicas, compute_dtype(run.precision).itemsize

@@ -204,13 +204,15 @@ class Session:
     task: Task
     model: nn.Module
     forward_model: nn.Module
-    """The model, or its compiled form."""
+    """What is evaluated: the model, or its compiled form."""
     optimizer: Optimizer
     sparsifier: Sparsifier
     scaler: torch.amp.GradScaler
     batches: TrainingBatches
     gradients: Gradients
     """The loss of training micro-batches, and what becomes of their gradients."""
+    compiled: str = "none"
+    """What of the model is: see :func:`compilation.mode_of`."""
     signals: StopSignals = field(default_factory=StopSignals)
     """Of this process; none are listened to before it is entered."""
     agreed: int | None = None

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from sparsepretrain.config.schema import Run
 from sparsepretrain.sparsity import Sparsifier
+from sparsepretrain.training.compilation import blocks
 from sparsepretrain.training.precision import compute_dtype
 from sparsepretrain.training.world import World
 
@@ -45,15 +46,6 @@ def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> N
     for part in _sharded(model):  # both settings are those of one module
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-
-
-def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost lists of modules, in the model's order."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
-            yield from (m for m in child if next(m.parameters(), None) is not None)
-        else:
-            yield from blocks(child)
 
 
 @contextlib.contextmanager

@@ -113,6 +113,8 @@ def _write_files(
     about["coverage"] = str(t.sparsifier.coverage()).splitlines()
     if run_backend := t.sparsifier.backend:
         about["backend"] = run_backend
+    if t.compiled != "none":
+        about["compiled"] = t.compiled
     if t.world.size > 1:
         about["processes"] = {"parallel": t.run.parallel.name, "count": t.world.size}
     before = None if other is None else RunDirectory.of_checkpoint(other.path)

@@ -68,6 +68,7 @@ def test_any_values_survive_the_text(tmp_path_factory, values):
         ("seed", 5),
         ("workers", 2),
         ("checkpoint.background", True),
+        ("compile", "blocks"),
         ("parallel.name", "ddp"),
         ("parallel.reduction", "tree"),
     ],
@@ -81,7 +82,8 @@ def test_identity_leaves_out(key, value):
     [
         k
         for k in flat(PLAIN)
-        if not {k, k.split(".")[0]} & {*NOT_IDENTITY, "parallel"} or k == "parallel.device"
+        if not {k, k.split(".")[0]} & {*NOT_IDENTITY, "parallel", "compile"}
+        or k == "parallel.device"
     ],
 )
 def test_identity_depends_on_everything_else(key):

@@ -46,6 +46,7 @@ def measure(tiny: Tiny, method: str) -> dict[str, float]:
         words += [
             f"sparsity={method}",
             "parallel.device=cuda",
+            "compile=none",
             *filter(None, [SETTLED.get(method)]),
         ]
         with pretend_cuda():

@@ -76,7 +76,7 @@ def compare(tiny, words):
     words = (*words, "batch.micro=2")
     expected = three_steps(tiny, (*words, "parallel.device=cpu"))
     with pretend_cuda():
-        found = three_steps(tiny, (*words, "parallel.device=cuda"), watched=True)
+        found = three_steps(tiny, (*words, "parallel.device=cuda", "compile=none"), watched=True)
         assert RECORD.mixups == []
     assert_equal_bits(expected, found)
 
@@ -110,7 +110,7 @@ def test_a_run_that_is_stopped_and_continued(tiny, stop_after, method):
     expected = tiny.train(*words, "parallel.device=cpu").directory
     other = Tiny(tiny.root / "cuda", tiny.corpus)
     with pretend_cuda():
-        found = interrupted(other, stop_after, (3,), *words, "parallel.device=cuda")
+        found = interrupted(other, stop_after, (3,), *words, "parallel.device=cuda", "compile=none")
     assert_same_run(expected, found)
 
 
@@ -123,4 +123,4 @@ def test_a_tensor_that_was_left_behind_stops_a_run(tiny, monkeypatch):
     monkeypatch.setattr(BiMask, "initial_state", left_behind)
     tiny.build("sparsity=bimask", "parallel.device=cpu")
     with pretend_cuda(), pytest.raises(RuntimeError, match=r"same device.*sparsity/"):
-        tiny.build("sparsity=bimask", "parallel.device=cuda")
+        tiny.build("sparsity=bimask", "parallel.device=cuda", "compile=none")

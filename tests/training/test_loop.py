@@ -373,10 +373,13 @@ def test_activation_checkpointing_changes_nothing(tiny):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_compiled_losses_equal_eager_ones(tiny, method):
-    changes = (f"sparsity={method}", "batch.micro=2")
+@pytest.mark.parametrize("mode", ["true", "blocks"])
+def test_compiled_losses_equal_eager_ones(tiny, method, mode):
+    changes = (f"sparsity={method}", "batch.micro=2", "model.n_layer=2")
     eager = losses(tiny, *changes)
-    assert losses(tiny, *changes, "compile=true") == pytest.approx(eager, abs=1e-4)
+    # elsewhere: here it is the same run, and finished
+    other = (f"runs_dir='{tiny.root / mode}'", f"compile={mode}")
+    assert losses(tiny, *changes, *other) == pytest.approx(eager, abs=1e-4)
 
 
 def test_console_is_not_part_of_the_run(tiny):

@@ -230,8 +230,8 @@ def test_what_sdgp_prunes_is_bias(tiny):
 
 
 def test_a_compiled_run_has_no_hooks_to_watch():
-    session = SimpleNamespace(run=SimpleNamespace(compile=True))
-    with pytest.raises(ConfigError, match="compile=false"):
+    session = SimpleNamespace(compiled="blocks")
+    with pytest.raises(ConfigError, match="compile=none"):
         Estimator(EstimatorOptions(), session)
 
 

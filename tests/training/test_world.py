@@ -46,7 +46,7 @@ def test_a_batch_that_cannot_be_shared(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["compile=true"], "compile must be false with parallel=fsdp"),
+        (["compile=true"], "compile must be none with parallel=fsdp"),
         (["precision=fp16"], "precision must be fp32, bf16 or fp64 with parallel=fsdp, got fp16"),
         (["+probe.scale={}"], "probe needs whole weights, got scale"),
         (["parallel.nproc=4", "parallel.replicas=3"], "parallel.replicas must divide the 4 proces"),

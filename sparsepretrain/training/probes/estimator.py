@@ -38,8 +38,8 @@ class Estimator(Probe):
 
     def __init__(self, options: EstimatorOptions, session: Session) -> None:
         super().__init__(options, session)
-        if session.run.compile:
-            raise ConfigError("probe.estimator needs compile=false: a compiled graph runs no hook")
+        if session.compiled != "none":
+            raise ConfigError("probe.estimator needs compile=none: a compiled graph runs no hook")
         self._hook: Any = None
         self._seen: tuple[Tensor, Tensor] | None = None
         self._line: dict[str, Any] = {}

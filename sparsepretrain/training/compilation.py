@@ -1,0 +1,63 @@
+"""What ``compile`` comes to: blocks, CUDA graphs, the whole model, or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsepretrain.config.schema import Run
+from sparsepretrain.errors import ConfigError
+
+
+def mode_of(run: Run, device: torch.device) -> str:
+    """``none``, ``blocks``, ``graphs`` or ``model`` for a run on ``device``.
+
+    Raises:
+        ConfigError: graphs without a GPU.
+    """
+    names: dict[Any, str] = {True: "model", False: "none", "off": "none"}
+    mode = names.get(run.compile, str(run.compile))
+    if mode == "auto":
+        # FSDP gathers between blocks, and graphs run none of the hooks that probes may need
+        able = device.type == "cuda" and run.parallel.name != "fsdp" and not run.probe
+        return "blocks" if able else "none"
+    if mode == "graphs" and device.type != "cuda":
+        raise ConfigError([("compile", f": graphs needs a GPU, this is {device.type}: use blocks")])
+    return mode
+
+
+def compiled(model: nn.Module, mode: str, backend: Any = "inductor") -> nn.Module:
+    """The module to train with: ``model``, whose blocks may be compiled in place, or a wrapper.
+
+    Every block is compiled in its first forward, once per phase of the method.
+    """
+    if mode == "blocks":
+        for block in blocks(model):
+            # the index of a layer, which its draws depend on, is part of a graph: without a region
+            # of its own, the ninth block would run eagerly (torch's recompile_limit)
+            block.compile(backend=backend, isolate_recompiles=True)
+    elif mode != "none":
+        speed = "reduce-overhead" if mode == "graphs" else None
+        wrapped: Any = torch.compile(model, backend=backend, mode=speed)
+        return wrapped
+    return model
+
+
+@contextlib.contextmanager
+def eager(mode: str) -> Iterator[None]:
+    """Inside, compiled blocks run as they are: batches of evaluations differ in size."""
+    with torch.compiler.set_stance("force_eager") if mode == "blocks" else contextlib.nullcontext():
+        yield
+
+
+def blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists of modules, in the model's order."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from (m for m in child if next(m.parameters(), None) is not None)
+        else:
+            yield from blocks(child)

@@ -1,0 +1,127 @@
+"""``compile``: what it comes to, what a block is, how many graphs there are."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from sparsepretrain import config
+from sparsepretrain.config import freeze
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.tasks import build_task
+from sparsepretrain.training import compilation, loop
+from sparsepretrain.training.assembly import META, build_model
+from sparsepretrain.training.gradients import Captured
+from sparsepretrain.training.world import World
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def counter(monkeypatch):
+    """What is compiled runs as eager PyTorch, and is counted."""
+    torch._dynamo.reset()
+    counters.clear()
+    counter = CompileCounterWithBackend("eager")
+    with_counter = functools.partial(compilation.compiled, backend=counter)
+    monkeypatch.setattr(compilation, "compiled", with_counter)
+    yield counter
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "mode"),
+    [
+        ((), CPU, "none"),
+        ((), CUDA, "blocks"),
+        (("parallel=ddp",), CUDA, "blocks"),
+        (("parallel=fsdp",), CUDA, "none"),
+        (("probe=estimator",), CUDA, "none"),
+        (("compile=false",), CUDA, "none"),
+        (("compile=off",), CUDA, "none"),
+        (("compile=none",), CUDA, "none"),
+        (("compile=blocks",), CPU, "blocks"),
+        (("compile=graphs",), CUDA, "graphs"),
+        (("compile=true",), CPU, "model"),
+    ],
+)
+def test_what_a_value_comes_to(words, device, mode):
+    assert compilation.mode_of(config.load(words), device) == mode
+
+
+def test_graphs_without_a_gpu_are_refused(tiny):
+    with pytest.raises(ConfigError, match=r"^compile: graphs needs a GPU, .* use blocks$"):
+        tiny.train("compile=graphs")
+
+
+def test_the_mode_is_no_identity_but_for_the_whole_model():
+    def identity(word):
+        return freeze.identity(config.load([f"compile={word}"]))
+
+    assert {identity(w) for w in ("auto", "none", "blocks", "graphs")} == {identity("false")}
+    assert identity("true") != identity("false")
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds"),
+    [
+        ("gpt2_nano", {"GPT2Block": 4}),
+        ("bert_nano", {"BertLayer": 4}),
+        ("transformer_nano", {"MarianEncoderLayer": 2, "MarianDecoderLayer": 2}),
+        ("vit_nano", {"Block": 4}),
+        ("resnet_nano", {"BasicBlock": 4}),
+    ],
+)
+def test_blocks_are_what_repeats(model, kinds):
+    run = config.load([f"model={model}"])
+    found = [type(m).__name__ for m in compilation.blocks(build_model(build_task(run), META))]
+    assert {name: found.count(name) for name in found} == kinds
+
+
+@pytest.mark.parametrize(
+    ("method", "layers", "phases"),
+    [
+        ("tsrste", 2, 2),  # the second is the dense tail
+        # more blocks than dynamo compiles variants of one function
+        pytest.param("sste", 9, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_block_is_one_graph_per_phase(tiny, counter, method, layers, phases):
+    words = (f"sparsity={method}", "batch.micro=2", "steps=8", f"model.n_layer={layers}")
+    losses = []
+    for mode in ("none", "blocks"):
+        session = tiny.build(*words, f"compile={mode}")
+        losses.append([loop.train_step(session)["loss"] for _ in range(8)])
+        losses[-1].append(loop.evaluate(session, "validation", 1, final=False)["loss"])
+    assert losses[0] == losses[1]
+    assert counter.frame_count == layers * phases
+    assert not counters["graph_break"]
+
+
+def test_gradients_of_a_graph_survive_its_next_run(monkeypatch):
+    """A backward that writes its result to the same memory every time, as a CUDA graph does."""
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+    memory = torch.zeros(3)
+
+    class Replayed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight, x):
+            ctx.save_for_backward(x)
+            return weight @ x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return memory.copy_(grad * ctx.saved_tensors[0]), None
+
+    model = nn.ParameterList([torch.ones(3)])
+    gradients = Captured(model, World.single("cpu"))
+    parts = torch.arange(6.0).view(2, 3)
+    for step in range(2):
+        for index, x in enumerate(parts):
+            with gradients.micro_batch(last=index == 1):
+                Replayed.apply(model[0], x + step).backward()
+        assert torch.equal(model[0].grad, (parts + step).sum(0))
+        model[0].grad = None
