@@ -19,7 +19,7 @@ from sparsepretrain.training import gradients, loop
 
 place, seed_draws, loss = Sparsifier.micro_batch, loop.seed_draws, gradients.Loss.forward
 summed, rows_of = gradients._sum, RowsOf.mine
-cut, pack = LayerState.cut, layer_state._pack
+cut, pack = LayerState.cut, layer_state.pack_rows
 project, update = LayerState.project, LayerState.update
 gathered, set_factor = MasterShard.fsdp_post_all_gather, FSDPModule.set_gradient_divide_factor
 RANK = int(os.environ.get("RANK", "0"))
@@ -64,9 +64,9 @@ def flat(mask: torch.Tensor) -> torch.Tensor:
     return pack(mask).flatten()
 
 
-def cut_flat(own: Any, shard: Any) -> None:
+def cut_flat(own: Any, shard: Any, reasons: Any) -> None:
     """A flat vector cannot be sharded: each process has one, of its rows."""
-    cut(own, shard)
+    cut(own, shard, reasons)
     own.sharded = tuple(key for key in own.sharded if key != PREVIOUS_MASK)
     del own.__dict__[PREVIOUS_MASK]
     own._buffers[PREVIOUS_MASK] = flat(torch.zeros_like(shard.local, dtype=torch.bool))
@@ -131,7 +131,7 @@ MUTANTS: dict[str, list[Any]] = {
     ],
     "kept by data_ptr": [patch.object(LayerState, "project", by_pointer)],
     "flat previous mask": [
-        patch.object(layer_state, "_pack", flat),
+        patch.object(layer_state, "pack_rows", flat),
         patch.object(LayerState, "cut", cut_flat),
     ],
     "B dropped": [

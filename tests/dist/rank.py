@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,27 @@ import torch.utils.flop_counter  # noqa: F401
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 from mutants import mistaken
 from strikes import strike
+from tiny_runs import assert_equal_bits
 
 from sparsepretrain import config
 from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.tracking.console import Console
+from sparsepretrain.training.session import Session
 from sparsepretrain.training.trainer import train
+
+
+load_state_dict = Session.load_state_dict
+
+
+def compared_with_its_source(own: Session, state: dict[str, Any], source: Any = None) -> None:
+    """Load, collect again, and end; 0 if every tensor and number came back."""
+    load_state_dict(own, state, source)
+    again = own.state_dict()
+    if own.world.is_main:
+        assert_equal_bits(state, again)
+    own.world.first(lambda: None)
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def run(case: dict[str, Any]) -> int:
@@ -32,6 +49,8 @@ def run(case: dict[str, Any]) -> int:
     if os.environ["RANK"] in case["strikes"]:
         strike(*case["strikes"][os.environ["RANK"]])
     try:
+        if case["reloads"]:
+            Session.load_state_dict = compared_with_its_source  # type: ignore[method-assign]
         with mistaken(case["mutant"]):
             return train(config.load(case["words"]), Console.silent(), stop_after=case["stop_after"])
     except SparsePretrainError as error:
@@ -40,7 +59,7 @@ def run(case: dict[str, Any]) -> int:
 
 
 def forked(case: dict[str, Any]) -> int:
-    """The exit code of :func:`run` in a process of its own, or -signal."""
+    """The exit code of :func:`run` in a process of its own, or -signal, once all have theirs."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -51,7 +70,12 @@ def forked(case: dict[str, Any]) -> int:
         finally:
             sys.stderr.flush()
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    ranks = range(int(os.environ["WORLD_SIZE"]))
+    store = torch.distributed.TCPStore("localhost", case["port"])
+    store.set(f"ended {os.environ['RANK']}", "")
+    store.wait([f"ended {rank}" for rank in ranks], timedelta(minutes=10))
+    return code
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class Case:
     directory: Path = field(default_factory=Path)
     # rank -> kind, moment and number of a strike, see strikes.py
     strikes: dict[int, tuple[str, str, int]] = field(default_factory=dict)
+    reloads: bool = False  # load a checkpoint, compare what was loaded with it, and end
     fails: bool = False  # no process may end with 0
     # afterwards: exit code or -signal of each rank, and what all wrote on the standard error
     codes: list[int] = field(default_factory=list)
@@ -75,7 +76,8 @@ def train_with(tiny: Tiny, size: int, cases: list[Case]) -> dict[str, Path]:
         root = case.directory if case.directory.name else tiny.root / f"{size} {case.name}"
         words = [*tiny.overrides(*case.words, *case.parallel), "parallel.device=cpu"]
         words.append(f"runs_dir='{root}'")
-        about = {"mutant": case.mutant, "stop_after": case.stop_after, "strikes": case.strikes}
+        keys = ("mutant", "stop_after", "strikes", "reloads")
+        about = {key: getattr(case, key) for key in keys}
         plain.append({"name": case.name, "words": words, "port": store.port, **about})
         found[case.name] = words
     file = tiny.root / f"cases-{size}.json"

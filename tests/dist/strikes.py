@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import safetensors.torch
@@ -31,28 +32,67 @@ MOMENTS: dict[str, tuple[Any, str]] = {
 }
 """Name -> what is called then; from the third last on the first process only."""
 
+SAVING: dict[str, tuple[Any, str]] = {
+    "writing tensors": (safetensors.torch, "save_file"),
+    "writing numbers": (checkpoint, "_write_json"),
+    "flushing": (checkpoint, "sync"),
+    "summing": (checkpoint, "_sum"),
+    "moving": (os, "replace"),
+    "removing": (checkpoint, "_prune"),
+}
+"""The same within a save, whose number counts; the first process alone does this."""
+
 HANGS = 40
 """Seconds."""
 
 
 def strike(kind: str, moment: str, number: int) -> None:
-    """Let ``kind`` happen in this process, in call ``number`` of ``moment``, from 1."""
-    owner, name = MOMENTS[moment]
-    original, calls = getattr(owner, name), itertools.count(1)
+    """Let ``kind`` happen in this process, in call ``number`` of ``moment``, from 1.
 
-    def struck(*args: Any, **options: Any) -> Any:
-        if next(calls) != number:
-            return original(*args, **options)
+    A kind that ends with `` late`` happens when the call is over.
+    """
+    if moment in SAVING:
+        _change(checkpoint, "save", number, lambda: strike_at(kind, *SAVING[moment], 1))
+    else:
+        strike_at(kind, *MOMENTS[moment], number)
+
+
+def strike_at(kind: str, owner: Any, name: str, number: int) -> None:
+    """See :func:`strike`; ``owner.name`` is what is called."""
+    name_of_signal = kind.removesuffix(" late")
+
+    def happen() -> None:
         if kind == "hang":
             time.sleep(HANGS)
         elif kind.startswith("SIG"):
-            os.kill(os.getpid(), getattr(signal, kind))
-        result = original(*args, **options)
-        if kind == "nan loss":
-            return result * torch.nan
-        return NaNGradient.apply(result) if kind == "nan gradient" else result
+            os.kill(os.getpid(), getattr(signal, name_of_signal))
 
-    setattr(owner, name, struck)
+    def result(value: Any) -> Any:
+        if kind.endswith(" late"):
+            happen()
+        if kind == "nan loss":
+            return value * torch.nan
+        return NaNGradient.apply(value) if kind == "nan gradient" else value
+
+    _change(owner, name, number, (lambda: None) if kind.endswith(" late") else happen, result)
+
+
+def _change(
+    owner: Any,
+    name: str,
+    number: int,
+    before: Callable[[], None],
+    result: Callable[[Any], Any] = lambda value: value,
+) -> None:
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def changed(*args: Any, **options: Any) -> Any:
+        if next(calls) != number:
+            return original(*args, **options)
+        before()
+        return result(original(*args, **options))
+
+    setattr(owner, name, changed)
 
 
 class NaNGradient(torch.autograd.Function):

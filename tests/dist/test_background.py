@@ -57,10 +57,10 @@ def test_a_full_disk_stops_all_processes(tiny, parallel):
     assert (code, len(errors)) == (4, 1), (out, errors)
     assert errors[0].startswith("sparsepretrain: checkpoint error: cannot write checkpoint")
     assert "step_00000010: disk full" in errors[0]
+    plugin.write_text("")  # before it is loaded here
     directory = RunDirectory(tiny.directory(*variant("sste"), "steps=8", *words, own))
     assert directory.status() == 4 and directory.record()[-1]["step"] < 60
     (left,) = directory.checkpoints.iterdir()
     assert left.name == "step_00000005" and Checkpoint(left).problem() is None
-    plugin.write_text("")
     code, out, errors = end(start(tiny, *words, own))
     assert (code, errors) == (0, []) and "(step 5)" in out

@@ -52,6 +52,24 @@ def test_every_method(tiny, record_property):
     record_property("injected", len(killed))
 
 
+def test_every_number_of_processes_loads_what_another_has_saved(tiny, record_property):
+    """Bit by bit, with averages; damaged ones would not be loaded at all."""
+    words = {name: (*variant(name), *PROOF, "ema=0.9") for name in VARIANTS}
+    sizes = (1, 2, 4)
+
+    def cases(saved_by, size, **options):
+        own = {"parallel": FSDP if size > 1 else ("parallel=single",)}
+        own["directory"] = tiny.root / f"saved by {saved_by}"
+        return [Case(f"{n} of {saved_by}", w, **own, **options) for n, w in words.items()]
+
+    for size in sizes:
+        train_with(tiny, size, cases(size, size, stop_after=4))
+    for size in sizes:
+        all_cases = [case for saved_by in sizes for case in cases(saved_by, size, reloads=True)]
+        train_with(tiny, size, all_cases)
+    record_property("injected", len(sizes) ** 2 * len(words))
+
+
 @pytest.mark.parametrize(
     ("size", "names"),
     [(2, ("sste", "srste", "tsrste", "step", "bimask", "sdgp")), (4, ("sste", "tsrste"))],
