@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be listed
     from sparsepretrain.kernels.bimask24 import bimask_masks, bimask_ones, bimask_prune
-    from sparsepretrain.kernels.common import NoiseKey, widen
+    from sparsepretrain.kernels.common import NoiseKey, packed_shape, widen
     from sparsepretrain.kernels.fp8 import dequantize_fp8, quantize_fp8
     from sparsepretrain.kernels.glu import geglu, swiglu
     from sparsepretrain.kernels.masks import (
@@ -22,8 +22,11 @@ if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be li
         flip_count,
         masked_decay_,
         pack_24,
+        pack_rows,
         packed_flip_count,
         unpack_24,
+        unpack_rows,
+        unpacked,
     )
     from sparsepretrain.kernels.mvue24 import mvue
     from sparsepretrain.kernels.nm import nm_mask, nm_prune
@@ -35,6 +38,7 @@ if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be li
         l1_scale,
         optimal_scale,
         scale_sums,
+        soft_prune,
         soft_threshold,
     )
     from sparsepretrain.kernels.transposable import transposable_mask

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, NamedTuple
@@ -67,6 +68,11 @@ def check_pattern(name: str, x: Tensor, n: int, m: int, dim: int) -> None:
     if x.dim() == 0 or x.shape[dim] % m:
         size = tuple(x.shape)
         raise ValueError(f"{name}: axis {dim} of shape {size} is not a multiple of M = {m}")
+
+
+def packed_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Of :func:`pack_rows` for a mask of ``shape``: (rows, ⌈entries of a row / 8⌉)."""
+    return shape[0], -(-math.prod(shape[1:]) // 8)
 
 
 def widen(x: Tensor) -> Tensor:

@@ -9,24 +9,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import INTEGER_OF_SIZE
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE, packed_shape
 from sparsepretrain.kernels.dispatch import kernel_of
 
 
-def apply_mask(x: Tensor, mask: Tensor, *, backend: str | None = None) -> Tensor:
+@torch.no_grad()
+def apply_mask(
+    x: Tensor, mask: Tensor, *, out: Tensor | None = None, backend: str | None = None
+) -> Tensor:
     """``x`` where ``mask`` is true, +0.0 elsewhere (NaN and infinities too).
 
     Args:
         x: tensor of any floating dtype and strides.
-        mask: bool, same shape.
-        backend: None, ``"reference"`` or ``"cpu"``.
+        mask: bool, same shape; or packed (:func:`pack_rows`).
+        out: where the result is written, rounded once to its dtype; None: a new tensor like ``x``.
 
     Returns:
-        a new tensor.
+        ``out``, or the new tensor.
     """
     if kernel := kernel_of("apply_mask", backend, x):
-        return kernel(x, mask)
-    return x.detach().masked_fill(~mask, 0)
+        return kernel(x.detach(), _readable(mask, x), out)
+    pruned = x.detach().masked_fill(~unpacked(mask, x.shape), 0)
+    return pruned if out is None else out.copy_(pruned)
 
 
 @torch.no_grad()
@@ -43,7 +47,7 @@ def masked_decay_(
     Args:
         grad: gradient of the weight, any floating dtype and strides.
         weight: the dense master weight, same shape.
-        mask: kept positions (bool or 0/1), same shape.
+        mask: kept positions (bool or 0/1), same shape; or packed (:func:`pack_rows`).
         decay: λ, a number or 0-d tensor (so that a loss scale can be folded in without a sync).
 
     Returns:
@@ -52,14 +56,14 @@ def masked_decay_(
     Raises:
         ValueError: shapes differ.
     """
-    if not grad.shape == weight.shape == mask.shape:
+    if grad.shape != weight.shape or mask.shape not in (grad.shape, packed_shape(grad.shape)):
         shapes = tuple(grad.shape), tuple(weight.shape), tuple(mask.shape)
         raise ValueError(f"masked_decay_: shapes of grad, weight and mask differ: {shapes}")
     if kernel := kernel_of("masked_decay_", backend, grad):
-        kernel(grad, weight.detach(), mask.bool(), decay)
+        kernel(grad, weight.detach(), _readable(mask, grad), decay)
         return grad
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    pull = wide.masked_fill(mask.bool(), 0) * decay
+    pull = wide.masked_fill(unpacked(mask, grad.shape), 0) * decay
     if grad.dtype in (torch.float16, torch.bfloat16):
         return grad.copy_(grad.float() + pull)
     return grad.add_(pull)
@@ -86,15 +90,25 @@ def flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None)
     return (previous ^ current).sum()
 
 
-def packed_flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None) -> Tensor:
-    """:func:`flip_count` of two packed masks (:func:`pack_24`), an eighth of the traffic.
+@torch.no_grad()
+def packed_flip_count(
+    previous: Tensor, current: Tensor, *, replace: bool = False, backend: str | None = None
+) -> Tensor:
+    """:func:`flip_count` of two packed masks, an eighth of the traffic.
+
+    Args:
+        previous, current: of :func:`pack_24` or :func:`pack_rows`, of one shape.
+        replace: ``previous`` becomes ``current``, in the same pass.
 
     Returns:
         0-d int64 tensor.
     """
     if kernel := kernel_of("packed_flip_count", backend, current):
-        return kernel(previous, current)
-    return _bits(previous ^ current).sum()
+        return kernel(previous, current, replace)
+    flips = _bits(previous ^ current).sum()
+    if replace:
+        previous.copy_(current)
+    return flips
 
 
 def pack_24(mask: Tensor, *, backend: str | None = None) -> Tensor:
@@ -126,6 +140,38 @@ def unpack_24(code: Tensor, shape: Sequence[int], *, backend: str | None = None)
     if kernel := kernel_of("unpack_24", backend, code):
         return kernel(code, list(shape))
     return _bits(code).flatten()[:count].bool().reshape(tuple(shape))
+
+
+def pack_rows(mask: Tensor) -> Tensor:
+    """A mask in bits (:func:`pack_24`), whole bytes for each row, so that rows can be taken apart.
+
+    Args:
+        mask: bool, at least 2-D.
+
+    Returns:
+        uint8 tensor of :func:`packed_shape`; missing bits are zeros.
+    """
+    flat = mask.flatten(1)
+    if flat.shape[1] % 8:
+        flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 8))
+    return pack_24(flat).view(packed_shape(mask.shape))
+
+
+def unpack_rows(code: Tensor, shape: Sequence[int]) -> Tensor:
+    """The bool mask of ``shape`` that :func:`pack_rows` made ``code`` from."""
+    rows, row = shape[0], math.prod(shape[1:])
+    return unpack_24(code.flatten(), (rows, 8 * code.shape[1]))[:, :row].reshape(tuple(shape))
+
+
+def unpacked(mask: Tensor, shape: Sequence[int]) -> Tensor:
+    """A mask that may be packed by rows, or be 0/1, as bool of ``shape``."""
+    return mask.bool() if mask.shape == tuple(shape) else unpack_rows(mask, shape)
+
+
+def _readable(mask: Tensor, like: Tensor) -> Tensor:
+    """Bits that follow the memory of ``like``, which kernels read; else bool of its shape."""
+    whole = like.is_contiguous() and like.shape[1:].numel() % 8 == 0
+    return mask if whole and mask.shape != like.shape else unpacked(mask, like.shape)
 
 
 def compact_24(x: Tensor) -> tuple[Tensor, Tensor]:

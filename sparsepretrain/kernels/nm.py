@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsepretrain.kernels.common import INTEGER_OF_SIZE, check_pattern
 from sparsepretrain.kernels.dispatch import kernel_of
-from sparsepretrain.kernels.masks import apply_mask
+from sparsepretrain.kernels.masks import apply_mask, pack_rows
 
 
 def nm_mask(
@@ -58,18 +58,25 @@ def nm_prune(
     *,
     dim: int = -1,
     ties: str = "high",
+    out: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(``x`` where :func:`nm_mask` keeps it and +0.0 elsewhere, that mask), in one pass.
 
-    Arguments and errors are those of :func:`nm_mask`.
+    Arguments and errors are those of :func:`nm_mask`, and:
+
+    Args:
+        out: where the values are written, rounded once to its dtype; the mask is then packed
+            (:func:`pack_rows`). None: a new tensor like ``x``, and a bool mask.
     """
     kernel = kernel_of("nm_prune", backend, x, composed=True)
     _check("nm_prune", x, n, m, dim, ties)
     if kernel and n < m:
-        return kernel(x.detach(), n, m, dim, ties == "low")
-    mask = nm_mask(x, n, m, dim=dim, ties=ties, backend=backend)
-    return apply_mask(x, mask, backend=None if backend == "triton" else backend), mask
+        pruned, mask = kernel(x.detach(), n, m, dim, ties == "low", out)
+    else:
+        mask = nm_mask(x, n, m, dim=dim, ties=ties, backend=backend)
+        pruned = apply_mask(x, mask, out=out, backend=None if backend == "triton" else backend)
+    return pruned, mask if out is None or mask.dtype == torch.uint8 else pack_rows(mask)
 
 
 def _check(name: str, x: Tensor, n: int, m: int, dim: int, ties: str) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparsepretrain.kernels.common import check_pattern, widen
 from sparsepretrain.kernels.dispatch import kernel_of
+from sparsepretrain.kernels.masks import pack_rows
 
 
 def soft_threshold(
@@ -42,9 +43,7 @@ def soft_threshold(
         ValueError: impossible pattern, axis not a multiple of M, gamma outside [0, 1].
     """
     kernel = kernel_of("soft_threshold", backend, x)
-    check_pattern("soft_threshold", x, n, m, dim)
-    if not 0.0 <= gamma <= 1.0:
-        raise ValueError(f"soft_threshold: gamma must lie in [0, 1], got {gamma}")
+    _check("soft_threshold", x, n, m, gamma, dim)
     x = x.detach()
     dtype = dtype or x.dtype
     if n == m:
@@ -53,6 +52,44 @@ def soft_threshold(
         return kernel(x, n, m, gamma, dim, scale, dtype)
     result = _shrink(x, n, m, gamma, dim)
     return (result if scale is None else result.mul_(scale)).to(dtype)
+
+
+@torch.no_grad()
+def soft_prune(
+    x: Tensor,
+    n: int = 2,
+    m: int = 4,
+    *,
+    gamma: float = 0.0,
+    dim: int = -1,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(β·S(x), the mask of its non-zeros), in one pass.
+
+    Arguments and errors are those of :func:`soft_threshold`, and:
+
+    Args:
+        out: where the values are written, rounded once to its dtype; the mask, of the values
+            before that, is then packed (:func:`pack_rows`). None: a new tensor like ``x``, and a
+            bool mask.
+    """
+    kernel = None if out is None else kernel_of("soft_prune", backend, x, composed=True)
+    _check("soft_prune", x, n, m, gamma, dim)
+    if kernel and n < m:
+        pruned, mask = kernel(x.detach(), n, m, gamma, dim, scale, out)
+    else:
+        wide = widen(x.detach())
+        soft = soft_threshold(wide, n, m, gamma=gamma, dim=dim, scale=scale, backend=backend)
+        pruned, mask = soft.to(x.dtype) if out is None else out.copy_(soft), soft != 0
+    return pruned, mask if out is None or mask.dtype == torch.uint8 else pack_rows(mask)
+
+
+def _check(name: str, x: Tensor, n: int, m: int, gamma: float, dim: int) -> None:
+    check_pattern(name, x, n, m, dim)
+    if not 0.0 <= gamma <= 1.0:
+        raise ValueError(f"{name}: gamma must lie in [0, 1], got {gamma}")
 
 
 def _shrink(x: Tensor, n: int, m: int, gamma: float, dim: int) -> Tensor:

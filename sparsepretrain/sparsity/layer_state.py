@@ -10,11 +10,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.kernels import NoiseKey, noise_key, pack_24, packed_flip_count, unpack_24
+from sparsepretrain.kernels import (
+    NoiseKey,
+    noise_key,
+    pack_rows,
+    packed_flip_count,
+    packed_shape,
+    unpack_24,
+    unpack_rows,
+    unpacked,
+)
 from sparsepretrain.kernels.common import widen
 from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands
 from sparsepretrain.sparsity.method import Projection
@@ -37,7 +45,8 @@ class LayerState(nn.Module):
     previous_mask: Tensor
     flips: Tensor  # 0-d int64: at the last comparison
     _stored: dict[bool, Operands | None]  # operands of training (True) and of evaluation (False)
-    kept_mask: Tensor | None  # taken with the stored operands of training, while J needs it
+    kept_mask: Tensor | None  # of the stored operands of training; bool or packed by rows
+    out: Tensor | None = None  # where the method may write A(W) while it projects
     shard: Any = None  # RowsOf the weight, from `attach` on, where FSDP shards it
     sharded: tuple[str, ...] = ()  # names of the tensors that are sharded with the weight
     gathered_backward: Tensor | None = None  # B as FSDP gathered it
@@ -61,7 +70,7 @@ class LayerState(nn.Module):
         self.dim, self.shape = dim, tuple(weight.shape)
         self.forget()
         self.fit(weight.device)
-        self.register_buffer(PREVIOUS_MASK, _pack(torch.zeros_like(weight, dtype=torch.bool)))
+        self.register_buffer(PREVIOUS_MASK, pack_rows(torch.zeros_like(weight, dtype=torch.bool)))
         for key, value in self.method.initial_state(widen(weight), self).items():
             if hasattr(self, key) or "." in key:
                 raise ConfigError(f"initial_state: {key!r} cannot be the name of a tensor")
@@ -138,8 +147,13 @@ class LayerState(nn.Module):
         self.shard = shard
         if reasons:
             self.packing = Packing(reasons, self.shape, self.dim, shard.world)
-        shape = shard.parameter.shape
-        alike = (key for key, value in self.named_buffers() if value.shape == shape)
+        shape = tuple(shard.parameter.shape)
+        packed = torch.uint8, packed_shape(shape)
+        alike = (
+            key
+            for key, value in self.named_buffers()
+            if value.shape == shape or (value.dtype, value.shape) == packed
+        )
         self.sharded = tuple({PREVIOUS_MASK: 0} | dict.fromkeys(alike, 0))
         for key in self.sharded:
             self._buffers[key] = shard.wrap(shard.mine(self.get_buffer(key)))
@@ -251,7 +265,11 @@ class LayerState(nn.Module):
         """Project; operands of the stored dtype are kept, in the memory of earlier ones."""
         execution = self.execution(dtype, training)
         with torch.inference_mode(False):  # a training forward may use it next
-            forward, mask, backward, scale = self.project(weight, training)
+            self.out = self._room(weight, dtype, out) if training and not execution.rounds else None
+            try:
+                forward, mask, backward, scale = self.project(weight, training)
+            finally:
+                self.out = None
             only_cast, operands = forward is None and not execution.rounds, None
             if not only_cast or (training and any(self.method.changes)):
                 forward = weight.detach() if forward is None else forward
@@ -264,6 +282,15 @@ class LayerState(nn.Module):
             if operands is None or not only_cast:
                 self._stored[training] = operands
         return operands
+
+    def _room(self, weight: Tensor, dtype: torch.dtype, old: Operands | None) -> Tensor | None:
+        """Memory for A(W) in the stored dtype: that of earlier operands, or new one."""
+        if self.model.store != dtype or torch.compiler.is_compiling() or self.model.sharded:
+            return None
+        earlier = None if old is None else self._turned(old.forward)
+        if earlier is None or (earlier.shape, earlier.dtype) != (weight.shape, dtype):
+            return torch.empty_like(weight, dtype=dtype)
+        return earlier
 
     @torch.no_grad()
     def to_gather(self, dtype: torch.dtype, training: bool) -> tuple[Tensor, ...]:
@@ -386,15 +413,20 @@ class LayerState(nn.Module):
 
     @torch.no_grad()
     def mask_in_use(self, weight: Tensor) -> Tensor:
-        """The mask of the projection, or the one that the method's rule would choose."""
+        """The mask of the projection, or the one that the method's rule would choose; bool."""
         mask = self.project(weight).mask if self.kept_mask is None else self.kept_mask
         if mask is not None:
-            return mask
+            return unpacked(mask, self.stored(weight).shape)
         master = widen(self.stored(weight).detach())
         if self._by_rows:
             return self.method.mask(master, self.dim)
         mine: Tensor = self.shard.mine(self.method.mask(self.shard.gather(master), self.dim))
         return mine
+
+    def adjusting_mask(self, weight: Tensor) -> Tensor:
+        """:meth:`mask_in_use`, packed by rows if it is there so and the method takes it."""
+        kept = self.kept_mask
+        return kept if kept is not None and self.method.packed_masks else self.mask_in_use(weight)
 
     def all_rows(self, rows: Tensor) -> Tensor:
         """Of the rows that this process has of something like the weight; collective if sharded."""
@@ -410,34 +442,33 @@ class LayerState(nn.Module):
 
     def compare(self, weight: Tensor) -> None:
         """Count the flips since the last comparison; the new mask is remembered."""
-        new = _pack(self.mask_in_use(weight))
-        self.flips = packed_flip_count(self.previous_mask.flatten(), new.flatten())
-        self.previous_mask.copy_(new)
+        new = self.kept_mask
+        if new is None or new.dtype == torch.bool:
+            new = pack_rows(self.mask_in_use(weight))
+        self.flips = packed_flip_count(self.previous_mask, new, replace=True)
 
     def compared_mask(self, weight: Tensor) -> Tensor:
         """The mask of the last comparison, of the shape of ``weight``; bool."""
-        code, rows = self.previous_mask, weight.shape[0]
-        flat = unpack_24(code.flatten(), (rows, 8 * code.shape[1]))
-        return flat[:, : weight.numel() // rows].reshape(weight.shape)
+        return unpack_rows(self.previous_mask, weight.shape)
 
-    def rename_old_tensors(self, state_dict: dict[str, Any], prefix: str, weight: Tensor) -> None:
-        """Tensors of version 0.1 as they are called now; ``prefix`` is that of the layer."""
-        old = f"{prefix}sparsity_"
+    def convert_old_tensors(self, state_dict: dict[str, Any], prefix: str, weight: Tensor) -> None:
+        """Tensors of version 0.1 as they are now; ``prefix`` is that of the layer."""
+        old, new = f"{prefix}sparsity_", f"{prefix}sparsity."
         for key in [key for key in state_dict if key.startswith(old)]:
             name, value = key.removeprefix(old), state_dict.pop(key)
             if name == PREVIOUS_MASK:
-                value = _pack(unpack_24(value, weight.shape))
+                value = pack_rows(unpack_24(value, weight.shape))
             if name in self._buffers:  # some were derived from the step
-                state_dict[f"{prefix}sparsity.{name}"] = value
+                state_dict[f"{new}{name}"] = value
+        for name, buffer in self._buffers.items():  # masks were not packed
+            value = state_dict.get(f"{new}{name}")
+            if buffer is None or buffer.dtype != torch.uint8:
+                continue
+            if value is not None and value.dtype == torch.bool:
+                code = pack_rows(value)
+                code = code if self.shard is None else self.shard.wrap(self.shard.mine(code))
+                state_dict[f"{new}{name}"] = code
 
 
 def _never_called(module: nn.Module, args: Any) -> None:
     """Layer states have no forward."""
-
-
-def _pack(mask: Tensor) -> Tensor:
-    """A mask in bits, whole bytes for every row of the storage, so that rows can be sharded."""
-    flat = mask.flatten(1)
-    if flat.shape[1] % 8:
-        flat = F.pad(flat, (0, -flat.shape[1] % 8))
-    return pack_24(flat).view(flat.shape[0], flat.shape[1] // 8)

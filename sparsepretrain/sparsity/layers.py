@@ -196,7 +196,7 @@ class SparseLayer(nn.Module):
         return x, Linear(self.in_dim)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        self.sparsity.rename_old_tensors(state_dict, prefix, self.weight)
+        self.sparsity.convert_old_tensors(state_dict, prefix, self.weight)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self.sparsity.forget()
 

@@ -130,8 +130,9 @@ class Projection(NamedTuple):
 
     forward: Tensor | None  # A(W), shape of W; None: the weight itself
     mask: Tensor | None
-    """Bool, shape of W: the positions in use; what masked decay spares and flip rate compares.
-    None: what :meth:`Method.mask` chooses, computed when it is asked for."""
+    """The positions in use, which masked decay spares and flip rate compares: bool, shape of W, or
+    packed (:func:`sparsepretrain.kernels.pack_rows`). None: what :meth:`Method.mask` chooses,
+    computed when it is asked for."""
     backward: Tensor | None = None  # B(W), shape of W; None: the same as `forward`
     wgrad_scale: Tensor | None = None  # 0-d factor of dW; None: 1
 
@@ -141,6 +142,9 @@ class Layer(Protocol):
 
     dim: int
     """Of in_features, or of the input channels, in the stored weight."""
+    out: Tensor | None
+    """Where ``project`` may write A(W), which it then returns: shape of W, rounded to this dtype.
+    Kernels that take it spare a cast and a copy in each step. None: nowhere."""
 
     @property
     def step(self) -> Any:
@@ -175,6 +179,7 @@ class Method:
     searches: ClassVar[str | None] = None  # option: steps between two searches, rare and long
     mixes_outputs: ClassVar[bool] = False  # one group may hold channels of all groups of a layer
     linear_only: bool = False  # whether convolutions are refused
+    packed_masks: bool = False  # whether ``adjust_*`` take masks that are packed by rows
     needs_whole: bool = False
     """Whether more than (groups of) rows of the stored weight matter: sums, draws by position.
     Under FSDP a process gives a method the rows that it has; all of them where this is true."""

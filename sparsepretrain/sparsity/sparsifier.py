@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainWarning
-from sparsepretrain.kernels import boundary_magnitudes
+from sparsepretrain.kernels import boundary_magnitudes, unpacked
 from sparsepretrain.sparsity import reminder
 from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, is_nm
 from sparsepretrain.sparsity.execution import EMULATE
@@ -376,7 +376,7 @@ class Sparsifier:
             weight, grad = own.stored(layer.weight), own.gradient(layer.weight)
             if grad is None:
                 continue
-            mask = own.mask_in_use(weight)
+            mask = own.adjusting_mask(weight)
             if method.on_weight:
                 self._held[name] = mask
             if not method.on_gradient:
@@ -386,7 +386,7 @@ class Sparsifier:
             method.adjust_gradient_(grad, weight, mask, 1.0 if scale is None else scale)
             if before is not None:  # looked at once, at the start
                 state.told = True
-                share = lost_decay(before, grad, weight, mask)
+                share = lost_decay(before, grad, weight, unpacked(mask, weight.shape))
                 if share > 0.5:
                     warnings.warn(
                         f"masked decay changes only {1 - share:.0%} of the masked gradients of "

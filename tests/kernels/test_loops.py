@@ -84,13 +84,20 @@ def test_every_operation(dtype):
             assert agree("soft_threshold", x, dim=dim, **scaled), name
         assert agree("mvue", matrix.t()[:-1], dim=0, key=KEY), "fills no group"
         assert agree("transposable_mask", matrix), name
-        assert agree("apply_mask", x, mask), name
+        for kept in (mask, kernels.pack_rows(mask)):
+            assert agree("apply_mask", x, kept), name
+            for kind in (torch.bfloat16, dtype):
+                outs = [torch.zeros(x.shape, dtype=kind) for _ in range(2)]
+                for out, backend in zip(outs, ("cpu", "reference"), strict=True):
+                    assert kernels.apply_mask(x, kept, out=out, backend=backend) is out
+                assert same(*outs), (name, kind)
         assert agree("pack_24", mask) and agree("flip_count", mask, x > 1), name
         code = kernels.pack_24(mask)
         assert agree("packed_flip_count", code, kernels.pack_24(x > 1)), name
         assert agree("bimask_prune", matrix, torch.arange(len(matrix)).flip(0)), name
         for weight in (x, x.float(), x.double()):
             grad = x.clone(memory_format=torch.contiguous_format)
+            assert agree("masked_decay_", grad, weight, kernels.pack_rows(mask), 0.3), name
             for decay in (0.3, -0.3, torch.tensor(0.3)):
                 assert agree("masked_decay_", grad, weight, mask, decay), (name, weight.dtype)
                 assert agree(

@@ -5,7 +5,17 @@ import torch
 from parity import DTYPES, layouts, nasty
 from same_bits import DEVICE, assert_same
 
-from sparsepretrain.kernels import nm_mask, nm_prune, soft_threshold, transposable_mask
+from sparsepretrain.kernels import (
+    apply_mask,
+    masked_decay_,
+    nm_mask,
+    nm_prune,
+    pack_rows,
+    packed_flip_count,
+    soft_prune,
+    soft_threshold,
+    transposable_mask,
+)
 
 PATTERNS = [(2, 4), (1, 4), (2, 8), (1, 16), (3, 5), (16, 32)]
 
@@ -46,6 +56,34 @@ def test_soft_threshold(n, m, dtype):
                 options |= {"dim": dim, "gamma": gamma}
                 expected = soft_threshold(view, n, m, **options, backend="reference")
                 assert_same(soft_threshold(view, n, m, **options, backend="triton"), expected)
+
+
+INTO = [((37, 36), 1), ((36, 37), 0), ((24, 264), 1), ((264, 24), 0), ((8, 12), 0), ((12, 8), 1)]
+INTO += [((4, 4), 1), ((8, 4), 0), ((3, 20, 7), 1), ((0, 8), 1)]  # which nothing packs in one pass
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape, dim", INTO)
+def test_values_in_given_memory_and_masks_in_bits(shape, dim, dtype):
+    x, scale = nasty(shape, 7), torch.tensor(1.37, device=DEVICE)
+
+    def results(backend):
+        new = [torch.full(shape, 9.0, dtype=dtype, device=DEVICE) for _ in range(3)]
+        options = {"dim": dim, "backend": backend}
+        values, code = nm_prune(x, out=new[0], **options)
+        soft, soft_code = soft_prune(x, gamma=0.3, scale=scale, out=new[1], **options)
+        masked = apply_mask(x, code, out=new[2], backend=backend)
+        assert all(a is b for a, b in zip((values, soft, masked), new, strict=True))
+        decayed = masked_decay_(x.clone(), x, code, 0.25, backend=backend)
+        last = code.clone()
+        flips = packed_flip_count(last, soft_code, replace=True, backend=backend)
+        return values, code, soft, soft_code, masked, decayed, flips, last
+
+    found = results("triton")
+    for got, wanted in zip(found, results("reference"), strict=True):
+        assert_same(got, wanted)
+    assert_same(found[1], pack_rows(nm_mask(x, dim=dim, backend="reference")))
+    assert_same(found[7], found[3])
 
 
 @pytest.mark.parametrize("n, m", [(2, 4), (1, 8)])

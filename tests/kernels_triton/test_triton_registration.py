@@ -20,12 +20,13 @@ Q = X.to(torch.float8_e4m3fn)
 ONE = torch.ones((), device=DEVICE)
 OPERATIONS = {
     "nm_mask": (nm.nm_mask, (X, 2, 4, 1, False)),
-    "nm_prune": (nm.nm_prune, (X, 2, 4, 0, False)),
+    "nm_prune": (nm.nm_prune_op, (X, 2, 4, 0, False)),
     "nm_mask 1:8": (nm.nm_mask, (X, 1, 8, 1, True)),
     "soft_threshold": (soft.soft_threshold, (X, 2, 4, 0.3, 1, ONE, torch.bfloat16)),
     "transposable_mask": (transposable.transposable_mask, (X,)),
+    "apply_mask": (masks.apply_mask_op, (X, MASK)),
     "masked_decay_": (masks.masked_decay_op, (X.clone(), X, MASK, 0.1, None)),
-    "differing_bits": (masks.differing_bits, (MASK, ~MASK)),
+    "differing_bits": (masks.differing_bits, (MASK.clone(), ~MASK, True)),
     "pack_24": (masks.pack_24, (MASK,)),
     "unpack_24": (masks.unpack_24, (torch.arange(8, dtype=torch.uint8), [8, 8])),
     "quantize_fp8": (fp8.quantize_fp8, (X, "e4m3")),

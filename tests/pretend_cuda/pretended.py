@@ -89,6 +89,8 @@ class Record:
 
 
 RECORD = Record()
+IN_PLACE = ("_masked_decay", "_differing_bits")
+"""Kernels that read their first argument and may write it; others read or write one."""
 
 
 class Pretended(torch.Tensor):
@@ -306,7 +308,8 @@ def pretend_cuda() -> Iterator[Record]:
         if any(not isinstance(x, Pretended) for x in tensors.values()):
             _mixup(f"kernel {self.fn.__name__}")
         RECORD.variants[self.fn.__name__].add(_variant(self, args, options))
-        RECORD.launch(f"triton {self.fn.__name__}", list(tensors.values()), [])
+        written = [args[0]] if self.fn.__name__ in IN_PLACE else []
+        RECORD.launch(f"triton {self.fn.__name__}", list(tensors.values()), written)
         with _disable_current_modes():
             plain, options = tree_map(_raw, args), tree_map(_raw, options)
             return run(self, *plain, grid=grid, warmup=warmup, **options)

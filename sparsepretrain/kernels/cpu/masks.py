@@ -10,14 +10,19 @@ from sparsepretrain.kernels.common import INTEGER_OF_SIZE
 from sparsepretrain.kernels.cpu.launch import Array, compiled, run
 
 
-def apply_mask(x: Tensor, mask: Tensor) -> Tensor:
+def apply_mask(x: Tensor, mask: Tensor, out: Tensor | None) -> Tensor:
     """``x`` where the mask is true, +0.0 elsewhere, as integers."""
     integer = INTEGER_OF_SIZE[x.itemsize]
-    x = x.detach().contiguous()
-    pruned = torch.empty_like(x)
+    x, kernel = x.contiguous(), _select if mask.shape == x.shape else _select_bits
+    straight = out is not None and out.dtype == x.dtype and out.is_contiguous()
+    pruned = out if out is not None and straight else torch.empty_like(x)
+    if straight and pruned.data_ptr() == x.data_ptr():  # loops take no arrays that overlap
+        x = x.clone()
     arrays = [_flat(t) for t in (x.view(integer), mask, pruned.view(integer))]
-    run(_select, x.numel(), tuple(arrays))
-    return pruned
+    run(kernel, mask.numel(), tuple(arrays))
+    if straight:
+        torch.autograd.graph.increment_version(pruned)
+    return pruned if out is None or straight else out.copy_(pruned)
 
 
 def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Tensor) -> None:
@@ -27,18 +32,21 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Ten
         wide = wide.clone()
     total = grad.detach().to(torch.promote_types(grad.dtype, wide.dtype)).contiguous()
     pull = _flat(wide)
+    kernel = _decay if mask.shape == grad.shape else _decay_bits
     arrays = _flat(total), pull, _flat(mask)
-    run(_decay, grad.numel(), arrays, pull.dtype.type(float(decay)))
+    run(kernel, mask.numel(), arrays, pull.dtype.type(float(decay)))
     if total.data_ptr() != grad.data_ptr():
         grad.copy_(total)
 
 
-def packed_flip_count(previous: Tensor, current: Tensor) -> Tensor:
+def packed_flip_count(previous: Tensor, current: Tensor, replace: bool = False) -> Tensor:
     """0-d int64: in how many bits two uint8 or bool tensors differ."""
     found = torch.zeros((), dtype=torch.int64)
     a, b = _words(previous), _words(current)
     if len(a):
         _differing_bits(a, b, found.view(1).numpy())
+    if replace:
+        previous.copy_(current)
     return found
 
 
@@ -93,6 +101,23 @@ def _decay(grad, weight, mask, decay):
     for k in range(len(grad)):
         w = weight[k]
         grad[k] = grad[k] + (zero if mask[k] else w) * decay
+
+
+@compiled
+def _select_bits(x, code, pruned):
+    zero = x.dtype.type(0)
+    for b in range(len(code)):
+        for i in range(8):
+            pruned[8 * b + i] = x[8 * b + i] if code[b] & (1 << i) else zero
+
+
+@compiled
+def _decay_bits(grad, weight, code, decay):
+    zero = weight.dtype.type(0)
+    for b in range(len(code)):
+        for i in range(8):
+            w = weight[8 * b + i]
+            grad[8 * b + i] = grad[8 * b + i] + (zero if code[b] & (1 << i) else w) * decay
 
 
 @compiled

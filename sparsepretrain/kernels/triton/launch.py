@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsepretrain.kernels.common import packed_shape
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -368,6 +370,50 @@ def store_fours(x, starts, first, rows_mask, groups, x0, x1, x2, x3, TILE: tl.co
         tl.store(pointers, x2, mask)
         pointers += x.stride
         tl.store(pointers, x3, mask)
+
+
+def packs(x: Tensor, out: Tensor) -> bool:
+    """Whether :func:`store_code` can pack what a kernel over fours of ``x`` keeps."""
+    matrices = x.dim() == 2 and x.is_contiguous() and out.is_contiguous()
+    return matrices and x.shape[1] >= 8 and x.numel() > 0
+
+
+def packed_rows(x: Tensor) -> Tensor:
+    """Room for a mask of ``x`` packed by rows (:func:`sparsepretrain.kernels.pack_rows`)."""
+    return torch.empty(packed_shape(x.shape), dtype=torch.uint8, device=x.device)
+
+
+@triton.jit
+def store_code(
+    code, row, first, count, groups, keep0, keep1, keep2, keep3, TILE: tl.constexpr
+):  # fmt: skip
+    """Flags (rows, groups) of fours in bits, eight of a row of memory to a byte.
+
+    Groups along memory: two groups are a byte. Otherwise (``row`` counts columns) eight
+    neighbouring columns are, for each of the four.
+    """
+    group = first + tl.arange(0, TILE.GROUPS)
+    mask = (row < count)[:, None] & (group < groups)[None, :]
+    if TILE.CONTIGUOUS:
+        nibble = keep0.to(tl.int32) | (keep1.to(tl.int32) << 1)
+        nibble |= (keep2.to(tl.int32) << 2) | (keep3.to(tl.int32) << 3)
+        nibble = tl.where(mask, nibble, 0)
+        low, high = tl.split(tl.reshape(nibble, (TILE.ROWS, TILE.GROUPS // 2, 2)))
+        place = first // 2 + tl.arange(0, TILE.GROUPS // 2)
+        pointers = code + row[:, None] * ((groups + 1) // 2) + place[None, :]
+        exists = (row < count)[:, None] & (place * 2 < groups)[None, :]
+        tl.store(pointers, (low | (high << 4)).to(tl.uint8), exists)
+    else:
+        octet = tl.min(tl.reshape(row // 8, (TILE.ROWS // 8, 8)), 1)
+        width = (count + 7) // 8
+        bit = (row % 8).to(tl.int32)[:, None]
+        exists = (octet < width)[:, None] & (group < groups)[None, :]
+        pointers = code + (group * 4 * width)[None, :] + octet[:, None]
+        for k in tl.static_range(4):
+            keep = keep0 if k == 0 else (keep1 if k == 1 else (keep2 if k == 2 else keep3))
+            bits = tl.where(mask, keep.to(tl.int32), 0) << bit
+            byte = tl.sum(tl.reshape(bits, (TILE.ROWS // 8, 8, TILE.GROUPS)), 1)
+            tl.store(pointers + k * width, byte.to(tl.uint8), exists)
 
 
 @triton.jit

@@ -18,6 +18,53 @@ from sparsepretrain.kernels.triton.launch import (
 )
 
 
+def apply_mask(x: Tensor, mask: Tensor, out: Tensor | None) -> Tensor:
+    """See :func:`sparsepretrain.kernels.apply_mask`."""
+    if out is None:
+        return apply_mask_op(x, mask)
+    if not (x.is_contiguous() and out.is_contiguous()):
+        return out.copy_(apply_mask_op(x, mask))
+    _select_into(x, mask, out)
+    torch.autograd.graph.increment_version(out)
+    return out
+
+
+@operator("apply_mask", fake=lambda x, mask: torch.empty_like(x))
+def apply_mask_op(x: Tensor, mask: Tensor) -> Tensor:
+    """:func:`apply_mask` into a new tensor."""
+    out = torch.empty_like(x)
+    _select_into(x, mask, out)
+    return out
+
+
+def _select_into(x: Tensor, mask: Tensor, out: Tensor) -> None:
+    """In the memory order of ``out``."""
+    order, packed = memory_order(out), mask.shape != x.shape
+    keep = (mask if packed else mask.permute(order)).contiguous().view(-1).view(torch.uint8)
+    values, result = x.permute(order).contiguous().view(-1), out.permute(order).view(-1)
+    over_elements(_select, (values, keep, result), x.numel(), PACKED=packed)
+
+
+@triton.jit
+def _select(
+    x, mask, out, count, BLOCK: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    offsets = block_offsets(BLOCK, WIDE)
+    exists = offsets < count
+    kept = kept_at(mask, offsets, exists, PACKED)
+    values = widen(tl.load(x + offsets, exists, 0))
+    tl.store(out + offsets, narrow(tl.where(kept, values, 0.0), out), exists)
+
+
+@triton.jit
+def kept_at(mask, offsets, exists, PACKED: tl.constexpr):
+    """Flags of a mask in bytes, or in bits; true where nothing exists."""
+    if PACKED:
+        byte = tl.load(mask + offsets // 8, exists, 255).to(tl.int32)
+        return ((byte >> (offsets % 8).to(tl.int32)) & 1) != 0
+    return tl.load(mask + offsets, exists, 1) != 0
+
+
 def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Tensor) -> None:
     """``grad += decay · (1 - mask) · weight``."""
     number, factor = (0.0, decay) if isinstance(decay, Tensor) else (decay, None)
@@ -32,10 +79,13 @@ def masked_decay_op(
     # in the memory order of the gradient, which is written in place
     order = memory_order(grad)
     target = grad.permute(order)
+    packed = mask.shape != grad.shape
     dense = target.contiguous().view(-1)
-    others = [t.permute(order).contiguous().view(-1) for t in (weight, mask)]
-    pointers = (dense, others[0], others[1].view(torch.int8), dense if factor is None else factor)
-    over_elements(_masked_decay, pointers, dense.numel(), decay, GIVEN=factor is not None)
+    pull = weight.permute(order).contiguous().view(-1)
+    keep = (mask if packed else mask.permute(order)).contiguous().view(-1).view(torch.uint8)
+    pointers = (dense, pull, keep, dense if factor is None else factor)
+    constants = {"GIVEN": factor is not None, "PACKED": packed}
+    over_elements(_masked_decay, pointers, dense.numel(), decay, **constants)
     if not target.is_contiguous():
         target.copy_(dense.view(target.shape))
     else:
@@ -45,7 +95,7 @@ def masked_decay_op(
 @triton.jit
 def _masked_decay(
     grad, weight, keep, factor, count, decay,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr, GIVEN: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, GIVEN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     if GIVEN:
         decay = tl.load(factor).to(tl.float32)
@@ -53,31 +103,53 @@ def _masked_decay(
     mask = offsets < count
     g = widen(tl.load(grad + offsets, mask, 0))
     w = widen(tl.load(weight + offsets, mask, 0))
-    kept = tl.load(keep + offsets, mask, 1)
-    g += tl.where(kept != 0, 0.0, w) * decay
+    kept = kept_at(keep, offsets, mask, PACKED)
+    g += tl.where(kept, 0.0, w) * decay
     tl.store(grad + offsets, narrow(g, grad), mask)
 
 
-@operator("differing_bits", fake=lambda previous, current: current.new_empty((), dtype=torch.int64))
-def differing_bits(previous: Tensor, current: Tensor) -> Tensor:
-    """Number of bits in which two tensors of bytes (masks or packed codes) differ; 0-d int64."""
+@operator(
+    "differing_bits",
+    fake=lambda previous, current, replace: current.new_empty((), dtype=torch.int64),
+    mutates=["previous"],
+)
+def differing_bits(previous: Tensor, current: Tensor, replace: bool) -> Tensor:
+    """Number of bits in which two tensors of bytes (masks or packed codes) differ; 0-d int64.
+
+    ``replace``: the first, a contiguous one, becomes the second.
+    """
     total = torch.zeros((), dtype=torch.int64, device=current.device)
     order = memory_order(current)
     pair = [t.permute(order).contiguous().view(-1).view(torch.uint8) for t in (previous, current)]
     if all(t.numel() % 4 == 0 and t.storage_offset() % 4 == 0 for t in pair):
         pair = [t.view(torch.int32) for t in pair]
-    over_elements(_differing_bits, (*pair, total), pair[0].numel())
+    over_elements(_differing_bits, (*pair, total), pair[0].numel(), REPLACE=replace)
+    if replace:
+        torch.autograd.graph.increment_version(previous)
     return total
 
 
-flip_count = packed_flip_count = differing_bits
+def flip_count(previous: Tensor, current: Tensor) -> Tensor:
+    """See :func:`sparsepretrain.kernels.flip_count`."""
+    return differing_bits(previous, current, False)
+
+
+def packed_flip_count(previous: Tensor, current: Tensor, replace: bool = False) -> Tensor:
+    """See :func:`sparsepretrain.kernels.packed_flip_count`."""
+    return differing_bits(previous, current, replace)
 
 
 @triton.jit
-def _differing_bits(previous, current, total, count, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def _differing_bits(
+    previous, current, total, count,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, REPLACE: tl.constexpr,
+):  # fmt: skip
     offsets = block_offsets(BLOCK, WIDE)
     mask = offsets < count
-    bits = tl.load(previous + offsets, mask, 0) ^ tl.load(current + offsets, mask, 0)
+    new = tl.load(current + offsets, mask, 0)
+    bits = tl.load(previous + offsets, mask, 0) ^ new
+    if REPLACE:
+        tl.store(previous + offsets, new, mask)
     bits = bits.to(tl.uint32, bitcast=bits.dtype.primitive_bitwidth == 32)
     # population count in parallel fields of 2, 4 and 8 bits; libdevice's has no interpreter
     bits = bits - ((bits >> 1) & 0x55555555)

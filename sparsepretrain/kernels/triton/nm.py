@@ -15,7 +15,10 @@ from sparsepretrain.kernels.triton.launch import (
     load_groups,
     operator,
     over_groups,
+    packed_rows,
+    packs,
     starts_of,
+    store_code,
     store_fours,
     store_groups,
     tile_of,
@@ -31,12 +34,25 @@ def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
     return mask
 
 
+def nm_prune(
+    x: Tensor, n: int, m: int, dim: int, low: bool, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`sparsepretrain.kernels.nm_prune`; into ``out`` the mask is packed where it can be."""
+    if out is None or (n, m) != (2, 4) or not packs(x, out):
+        pruned, mask = nm_prune_op(x, n, m, dim, low)
+        return pruned if out is None else out.copy_(pruned), mask
+    code, whole = packed_rows(x), x.shape[1] % 8 == 0
+    over_groups(_prune_24, m, dim, x, out, code, numbered=not whole, LOW=low)
+    torch.autograd.graph.increment_version(out)
+    return out, code
+
+
 @operator(
     "nm_prune",
     fake=lambda x, n, m, dim, low: (empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool)),
 )
-def nm_prune(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Tensor]:
-    """See :func:`sparsepretrain.kernels.nm_prune`."""
+def nm_prune_op(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Tensor]:
+    """:func:`nm_prune` into new tensors."""
     pruned, mask = empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool)
     _launch(x, n, m, dim, low, mask, pruned)
     return pruned, mask
@@ -99,6 +115,20 @@ def _mask_24(
         y0, y1 = tl.where(keep0, x0, 0.0), tl.where(keep1, x1, 0.0)
         y2, y3 = tl.where(keep2, x2, 0.0), tl.where(keep3, x3, 0.0)
         store_fours(pruned, starts, first, mask, groups, y0, y1, y2, y3, TILE)
+
+
+@triton.jit
+def _prune_24(x, out, count, groups, code, TILE: tl.constexpr, LOW: tl.constexpr):
+    """Values, rounded to the type of ``out``, and the mask in bits."""
+    row, first = tile_of(count, groups, TILE)
+    x0, x1, x2, x3 = load_fours(x, starts_of(x, row), first, row < count, groups, TILE)
+    keep0, keep1, keep2, keep3 = top_two(
+        magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), LOW
+    )
+    store_code(code, row, first, count, groups, keep0, keep1, keep2, keep3, TILE)
+    y0, y1 = tl.where(keep0, x0, 0.0), tl.where(keep1, x1, 0.0)
+    y2, y3 = tl.where(keep2, x2, 0.0), tl.where(keep3, x3, 0.0)
+    store_fours(out, starts_of(out, row), first, row < count, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit

@@ -18,7 +18,10 @@ from sparsepretrain.kernels.triton.launch import (
     minimum,
     operator,
     over_groups,
+    packed_rows,
+    packs,
     starts_of,
+    store_code,
     store_fours,
     store_groups,
     tile_of,
@@ -40,10 +43,26 @@ def soft_threshold(
     constants: Any = {"SCALED": scale is not None, "BETWEEN": gamma != 0.0}
     beta = x if scale is None else scale  # any pointer, where none is read
     if (n, m) == (2, 4):
-        over_groups(_soft_24, m, dim, x, out, beta, *weights, **constants)
+        over_groups(_soft_24, m, dim, x, out, beta, beta, *weights, PACKED=False, **constants)
     else:
         over_groups(_soft_nm, m, dim, x, out, beta, *weights, N=n, M=m, **constants)
     return out
+
+
+def soft_prune(
+    x: Tensor, n: int, m: int, gamma: float, dim: int, scale: Tensor | None, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """:func:`sparsepretrain.kernels.soft_prune`; the mask is packed where it can be."""
+    if (n, m) != (2, 4) or not packs(x, out):
+        soft = soft_threshold(x, n, m, gamma, dim, scale, torch.float32)
+        return out.copy_(soft), soft != 0
+    code, whole = packed_rows(x), x.shape[1] % 8 == 0
+    constants: Any = {"SCALED": scale is not None, "BETWEEN": gamma != 0.0, "PACKED": True}
+    pointers = x if scale is None else scale, code
+    weights = (1.0 - gamma, gamma)
+    over_groups(_soft_24, m, dim, x, out, *pointers, *weights, numbered=not whole, **constants)
+    torch.autograd.graph.increment_version(out)
+    return out, code
 
 
 @triton.jit
@@ -68,8 +87,8 @@ def _shrink(x, t, scale, SCALED: tl.constexpr):
 
 @triton.jit
 def _soft_24(
-    x, out, count, groups, scale, near_dropped, near_kept, TILE: tl.constexpr,
-    SCALED: tl.constexpr, BETWEEN: tl.constexpr,
+    x, out, count, groups, scale, code, near_dropped, near_kept, TILE: tl.constexpr,
+    SCALED: tl.constexpr, BETWEEN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     row, first = tile_of(count, groups, TILE)
     x0, x1, x2, x3 = load_fours(x, starts_of(x, row), first, row < count, groups, TILE)
@@ -84,6 +103,9 @@ def _soft_24(
         beta = tl.load(scale).to(tl.float32)
     y0, y1 = _shrink(x0, t, beta, SCALED), _shrink(x1, t, beta, SCALED)
     y2, y3 = _shrink(x2, t, beta, SCALED), _shrink(x3, t, beta, SCALED)
+    if PACKED:
+        keep = y0 != 0, y1 != 0, y2 != 0, y3 != 0
+        store_code(code, row, first, count, groups, keep[0], keep[1], keep[2], keep[3], TILE)
     store_fours(out, starts_of(out, row), first, row < count, groups, y0, y1, y2, y3, TILE)
 
 

@@ -20,16 +20,22 @@ class ASPOptions(MethodOptions):
 
 
 class StoredMask(Method):
-    """A = M∘W with a mask that the layer keeps; what it drops receives no gradient."""
+    """A = M∘W with a mask that the layer keeps, packed; what it drops receives no gradient."""
+
+    packed_masks = True
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
-        return {"mask": weight.new_zeros(weight.shape).bool()}
+        return {"mask": kernels.pack_rows(weight.new_zeros(weight.shape).bool())}
+
+    def keep(self, mask: Tensor, layer: Layer) -> None:
+        """The mask, bool, that is used from now on."""
+        layer.mask.copy_(kernels.pack_rows(mask))
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
-        return Projection(kernels.apply_mask(weight, layer.mask), layer.mask)
+        return Projection(kernels.apply_mask(weight, layer.mask, out=layer.out), layer.mask)
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
-        grad.masked_fill_(~mask, 0)
+        kernels.apply_mask(grad, mask, out=grad)
 
 
 @register("method", "asp")
@@ -60,4 +66,4 @@ class ASP(StoredMask):
 
     def update_(self, weight: Tensor, layer: Layer) -> None:
         if self.step == self.settled:
-            layer.mask.copy_(self.mask(weight, layer.dim))
+            self.keep(self.mask(weight, layer.dim), layer)

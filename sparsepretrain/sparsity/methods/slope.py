@@ -100,7 +100,7 @@ class SLoPe(StoredMask):
         scores = weight
         if self.options.mask == "random":
             scores = kernels.uniform_like(weight, layer.key(FPROP), layer.dim)
-        layer.mask.copy_(self.mask(scores, layer.dim))
+        self.keep(self.mask(scores, layer.dim), layer)
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
         forward = kernels.apply_mask(weight, layer.mask)

@@ -33,6 +33,8 @@ class MaskedDecay(Method):
         super().__init__(options, total_steps)
         self._ramp_steps = self.steps_of(getattr(options, "decay_ramp", 0.0), "decay_ramp")
         self.on_gradient = options.decay > 0
+        own = type(self).adjust_gradient_ is MaskedDecay.adjust_gradient_
+        self.packed_masks = own and options.decay > 0
 
     @property
     def decay(self) -> float:
@@ -66,6 +68,7 @@ class SRSTE(MaskedDecay, STE):
         super().__init__(options, total_steps)
         self.on_gradient = options.decay_on == "gradient"
         self.on_weight = not self.on_gradient
+        self.packed_masks &= type(self).adjust_weight_ is SRSTE.adjust_weight_
 
     @property
     def sparse_row(self) -> Row:

@@ -82,19 +82,21 @@ class SSTE(Method):
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
         """A = β·S(W); B = A, or its unbiased 2:4 estimate along out_features."""
-        beta = layer.beta
-        forward = self._soft(weight, layer.dim, beta)
+        beta, two = layer.beta, self.options.mvue == "weight"
+        forward, mask = kernels.soft_prune(
+            weight, *self.pattern, gamma=self.options.gamma, dim=layer.dim, scale=beta,
+            out=None if two else layer.out,
+        )  # fmt: skip
         backward = None
-        if self.options.mvue == "weight":
+        if two:
             estimator, key = self.options.estimator, layer.key(DGRAD)
             backward = kernels.mvue(forward, dim=1 - layer.dim, estimator=estimator, key=key)
             backward.add_(0.0)  # no -0.0: what is packed has at most two of four non-zero bits
         scale = beta if self.options.ste_scale == "beta" else None
-        return Projection(forward, forward != 0, backward, scale)
+        return Projection(forward, mask, backward, scale)
 
-    def _soft(self, weight: Tensor, dim: int, scale: Tensor | None = None) -> Tensor:
-        gamma = self.options.gamma
-        return kernels.soft_threshold(weight, *self.pattern, gamma=gamma, dim=dim, scale=scale)
+    def _soft(self, weight: Tensor, dim: int) -> Tensor:
+        return kernels.soft_threshold(weight, *self.pattern, gamma=self.options.gamma, dim=dim)
 
     def _scale(self, weight: Tensor, soft: Tensor) -> Tensor:
         if self.options.beta == "mse":

@@ -21,4 +21,4 @@ class STE(Method):
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
         """A = M∘W; a dropped weight is +0.0."""
-        return Projection(*kernels.nm_prune(weight, *self.pattern, dim=layer.dim))
+        return Projection(*kernels.nm_prune(weight, *self.pattern, dim=layer.dim, out=layer.out))

@@ -86,4 +86,4 @@ class TSRSTE(MaskedDecay, StoredMask):
     def update_(self, weight: Tensor, layer: Layer) -> None:
         """Search again at the first sparse step and every ``refresh`` steps after it."""
         if self.compares:
-            layer.mask.copy_(self.mask(weight, layer.dim))
+            self.keep(self.mask(weight, layer.dim), layer)
