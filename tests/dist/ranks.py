@@ -84,6 +84,8 @@ def train_with(tiny: Tiny, size: int, cases: list[Case]) -> dict[str, Path]:
     file.write_text(json.dumps(plain))
     base = {**os.environ, "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     base |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # that of this process
+    paths = str(RANK.parents[1]), os.environ.get("PYTHONPATH", "")
+    base |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     base |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     started = [
         subprocess.Popen(
