@@ -121,7 +121,7 @@ def others():
     for name, make, run, size, limits in (
         (
             *("transposable mask, fp32, stored transposed", columns, op("transposable_mask"), 5),
-            {"transposable._search": Limit(48.0, 56)},
+            {"transposable._search": Limit(30.0, 80)},
         ),
         (
             *("masked decay, fp32, λ on the device", on_device(decaying())),

@@ -7,29 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.common import PAIRS, PATTERNS_90
+from sparsepretrain.kernels.common import PAIRS
 from sparsepretrain.kernels.triton.launch import (
     INTERPRETED,
     Rows,
     Tile,
     load_fours,
     operator,
-    store_fours,
     tile_of,
 )
 
-_CHOICES: tl.constexpr = tl.constexpr(tuple(PATTERNS_90))
-_COUNT: tl.constexpr = tl.constexpr(len(PATTERNS_90))
-
-
-def _bits(pattern: tuple[int, ...], *, by_columns: bool) -> int:
-    """Kept positions of a block: bit 4·line + place."""
-    kept = [(row, column) for row, pair in enumerate(pattern) for column in PAIRS[pair]]
-    return sum(1 << (4 * c + r if by_columns else 4 * r + c) for r, c in kept)
-
-
-_BITS: tl.constexpr = tl.constexpr(tuple(_bits(p, by_columns=False) for p in PATTERNS_90))
-_BITS_BY_COLUMNS: tl.constexpr = tl.constexpr(tuple(_bits(p, by_columns=True) for p in PATTERNS_90))
+_NIBBLES: tl.constexpr = tl.constexpr(
+    sum(1 << 4 * i + column for i, pair in enumerate(PAIRS) for column in pair)
+)
+"""The columns of each of PAIRS as four bits."""
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 _BLOCKS = (16, 128) if INTERPRETED else (4, 32)
 """Blocks of 4×4 per program: one per thread with 4 warps."""
@@ -43,15 +34,16 @@ def transposable_mask(w: Tensor) -> Tensor:
         return mask
     # the 90 patterns are closed under transposition, but not their order: the kernel is told
     # which axis lies along memory and reads the block accordingly
-    by_columns = w.stride(0) < w.stride(1)
+    by_columns = mask.stride(0) < mask.stride(1)
     source, target = (w.t(), mask.t()) if by_columns else (w, mask)
+    target = target.view(torch.int32)  # four entries of a line in one word
     lines, length = source.shape[0] // 4, source.shape[1] // 4
     grid = (-(-lines // _BLOCKS[0]) * -(-length // _BLOCKS[1]),)
     reach = max(
-        sum(n * abs(s) for n, s in zip(t.shape, t.stride(), strict=True)) for t in (source, target)
+        sum(n * abs(s) for n, s in zip(t.shape, t.stride(), strict=True)) for t in (source, mask)
     )
-    rows, out = (Rows(t, 1, t.stride(0), 0, t.stride(1)) for t in (source, target.view(torch.int8)))
-    tile = Tile(*_BLOCKS, rows.stride == 1 and out.stride == 1, reach >= 2**31)
+    rows, out = (Rows(t, 1, t.stride(0), 0, t.stride(1)) for t in (source, target))
+    tile = Tile(*_BLOCKS, rows.stride == 1, reach >= 2**31)
     with torch.cuda.device_of(w):
         _search[grid](
             rows, out, lines, length, TILE=tile, BY_COLUMNS=by_columns, enable_fp_fusion=False
@@ -60,30 +52,100 @@ def transposable_mask(w: Tensor) -> Tensor:
 
 
 @triton.jit
-def _comparable(x0, x1, x2, x3, huge):
-    """Magnitudes as the reference compares them: NaN is infinite, infinity the largest number."""
-    x0, x1, x2, x3 = _bounded(x0, huge), _bounded(x1, huge), _bounded(x2, huge), _bounded(x3, huge)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _bounded(x, huge):
-    a = tl.where(x != x, float("inf"), tl.abs(x))
-    return tl.where(huge, tl.minimum(a, _MOST) * 0.0625, a)
-
-
-@triton.jit
-def _is_huge(x0, x1, x2, x3):
-    """Whether eight such numbers could overflow (NaN included)."""
-    limit: tl.constexpr = _MOST / 16
-    small = (tl.abs(x0) <= limit) & (tl.abs(x1) <= limit)
-    return ~(small & (tl.abs(x2) <= limit) & (tl.abs(x3) <= limit))
+def _bounded(x):
+    """Magnitudes as the reference compares them: NaN and infinity are the largest number."""
+    return tl.minimum(tl.abs(x), _MOST)  # of NaN and a number: the number
 
 
 @triton.jit
 def _pair_sums(a, b, c, d):
     """Kept magnitude of a row for each of the six ways to keep two, in the order of PAIRS."""
     return a + b, a + c, a + d, b + c, b + d, c + d
+
+
+@triton.jit
+def _added(v, row):
+    return v + row[0], v + row[1], v + row[2], v + row[3], v + row[4], v + row[5]
+
+
+@triton.jit
+def _half_sums(a, b):
+    """Sums of two rows for the 36 choices of pairs."""
+    return (
+        _added(a[0], b), _added(a[1], b), _added(a[2], b),
+        _added(a[3], b), _added(a[4], b), _added(a[5], b),
+    )  # fmt: skip
+
+
+@triton.jit
+def _largest_of(a, b, c, d):
+    return tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+
+
+@triton.jit
+def _largest(v):
+    return tl.maximum(
+        tl.maximum(tl.maximum(v[0], v[1]), v[2]), tl.maximum(tl.maximum(v[3], v[4]), v[5])
+    )
+
+
+@triton.jit
+def _total(upper, lower, opposite, X: tl.constexpr, Y: tl.constexpr):
+    """Best sum of a block whose upper rows keep the pairs X and Y.
+
+    Pair 5 - X is what X leaves. So the lower rows keep 5 - X and 5 - Y, in either order, or, where
+    X and Y are opposite, any two opposite ones: 36 choices of 19 kinds, 90 in all.
+    """
+    if X + Y == 5:
+        return upper[X][Y] + opposite
+    elif X < Y:
+        return upper[X][Y] + tl.maximum(lower[5 - Y][5 - X], lower[5 - X][5 - Y])
+    else:
+        return upper[X][Y] + tl.maximum(lower[5 - X][5 - Y], lower[5 - Y][5 - X])
+
+
+@triton.jit
+def _totals(upper, lower, opposite, X: tl.constexpr):
+    return (
+        _total(upper, lower, opposite, X, 0), _total(upper, lower, opposite, X, 1),
+        _total(upper, lower, opposite, X, 2), _total(upper, lower, opposite, X, 3),
+        _total(upper, lower, opposite, X, 4), _total(upper, lower, opposite, X, 5),
+    )  # fmt: skip
+
+
+@triton.jit
+def _first(values, best):
+    """Index of the first of six values that is ``best``; one is."""
+    index = tl.where(values[4] == best, 4, 5)
+    index = tl.where(values[3] == best, 3, index)
+    index = tl.where(values[2] == best, 2, index)
+    index = tl.where(values[1] == best, 1, index)
+    return tl.where(values[0] == best, 0, index)
+
+
+@triton.jit
+def _at(index, v0, v1, v2, v3, v4, v5):
+    """One of six values."""
+    odd, middle = (index & 1) != 0, (index & 2) != 0
+    low = tl.where(middle, tl.where(odd, v3, v2), tl.where(odd, v1, v0))
+    return tl.where(index >= 4, tl.where(odd, v5, v4), low)
+
+
+@triton.jit
+def _chosen(index, v):
+    return _at(index, v[0], v[1], v[2], v[3], v[4], v[5])
+
+
+@triton.jit
+def _flags(bits):
+    """Four bits as four bytes."""
+    return (bits * 0x204081) & 0x01010101
+
+
+@triton.jit
+def _kept(pair):
+    """Four bits, the kept columns of a pair."""
+    return (tl.full([], _NIBBLES, tl.int32) >> (4 * pair)) & 15
 
 
 @triton.jit
@@ -98,30 +160,59 @@ def _search(w, out, lines, length, TILE: tl.constexpr, BY_COLUMNS: tl.constexpr)
     c0, c1, c2, c3 = load_fours(w, starts, block, mask, length, TILE)
     starts += w.outer_stride
     d0, d1, d2, d3 = load_fours(w, starts, block, mask, length, TILE)
-    huge = _is_huge(a0, a1, a2, a3) | _is_huge(b0, b1, b2, b3)
-    huge |= _is_huge(c0, c1, c2, c3) | _is_huge(d0, d1, d2, d3)
-    a0, a1, a2, a3 = _comparable(a0, a1, a2, a3, huge)
-    b0, b1, b2, b3 = _comparable(b0, b1, b2, b3, huge)
-    c0, c1, c2, c3 = _comparable(c0, c1, c2, c3, huge)
-    d0, d1, d2, d3 = _comparable(d0, d1, d2, d3, huge)
+    a0, a1, a2, a3 = _bounded(a0), _bounded(a1), _bounded(a2), _bounded(a3)
+    b0, b1, b2, b3 = _bounded(b0), _bounded(b1), _bounded(b2), _bounded(b3)
+    c0, c1, c2, c3 = _bounded(c0), _bounded(c1), _bounded(c2), _bounded(c3)
+    d0, d1, d2, d3 = _bounded(d0), _bounded(d1), _bounded(d2), _bounded(d3)
+    # eight of the largest numbers overflow: such blocks are compared at a sixteenth
+    ab = tl.maximum(_largest_of(a0, a1, a2, a3), _largest_of(b0, b1, b2, b3))
+    cd = tl.maximum(_largest_of(c0, c1, c2, c3), _largest_of(d0, d1, d2, d3))
+    s = tl.where(tl.maximum(ab, cd) > _MOST / 16, 0.0625, 1.0)
+    a0, a1, a2, a3 = a0 * s, a1 * s, a2 * s, a3 * s
+    b0, b1, b2, b3 = b0 * s, b1 * s, b2 * s, b3 * s
+    c0, c1, c2, c3 = c0 * s, c1 * s, c2 * s, c3 * s
+    d0, d1, d2, d3 = d0 * s, d1 * s, d2 * s, d3 * s
     if BY_COLUMNS:
         row0, row1 = _pair_sums(a0, b0, c0, d0), _pair_sums(a1, b1, c1, d1)
         row2, row3 = _pair_sums(a2, b2, c2, d2), _pair_sums(a3, b3, c3, d3)
     else:
         row0, row1 = _pair_sums(a0, a1, a2, a3), _pair_sums(b0, b1, b2, b3)
         row2, row3 = _pair_sums(c0, c1, c2, c3), _pair_sums(d0, d1, d2, d3)
-    best = tl.full(huge.shape, -1.0, tl.float32)
-    kept = tl.zeros(huge.shape, tl.int32)
-    for p in tl.static_range(_COUNT):
-        upper = row0[_CHOICES[p][0]] + row1[_CHOICES[p][1]]
-        lower = row2[_CHOICES[p][2]] + row3[_CHOICES[p][3]]
-        score = upper + lower
-        better = score > best  # strictly: the first of equals stays
-        best = tl.where(better, score, best)
-        kept = tl.where(better, _BITS_BY_COLUMNS[p] if BY_COLUMNS else _BITS[p], kept)
-    starts = line * 4 * out.outer_stride
-    for r in tl.static_range(4):
-        m0, m1 = (kept >> (4 * r)) & 1, (kept >> (4 * r + 1)) & 1
-        m2, m3 = (kept >> (4 * r + 2)) & 1, (kept >> (4 * r + 3)) & 1
-        store_fours(out, starts, block, mask, length, m0, m1, m2, m3, TILE)
-        starts += out.outer_stride
+    upper, lower = _half_sums(row0, row1), _half_sums(row2, row3)
+    # rounding keeps the order of sums, so the largest of all is among the largest of each kind
+    opposites = (lower[0][5], lower[1][4], lower[2][3], lower[3][2], lower[4][1], lower[5][0])
+    most = _largest(opposites)
+    t0, t1 = _totals(upper, lower, most, 0), _totals(upper, lower, most, 1)
+    t2, t3 = _totals(upper, lower, most, 2), _totals(upper, lower, most, 3)
+    t4, t5 = _totals(upper, lower, most, 4), _totals(upper, lower, most, 5)
+    first = (_largest(t0), _largest(t1), _largest(t2), _largest(t3), _largest(t4), _largest(t5))
+    best = _largest(first)
+    # the first of equals, row by row: equal after rounding, as in the reference
+    x = _first(first, best)
+    y = _first(
+        (
+            _at(x, t0[0], t1[0], t2[0], t3[0], t4[0], t5[0]),
+            _at(x, t0[1], t1[1], t2[1], t3[1], t4[1], t5[1]),
+            _at(x, t0[2], t1[2], t2[2], t3[2], t4[2], t5[2]),
+            _at(x, t0[3], t1[3], t2[3], t3[3], t4[3], t5[3]),
+            _at(x, t0[4], t1[4], t2[4], t3[4], t4[4], t5[4]),
+            _at(x, t0[5], t1[5], t2[5], t3[5], t4[5], t5[5]),
+        ),
+        best,
+    )
+    half = _chosen(x, row0) + _chosen(y, row1)
+    small, large = 5 - tl.maximum(x, y), 5 - tl.minimum(x, y)
+    in_order = half + (_chosen(small, row2) + _chosen(large, row3)) == best
+    opposite = _first(_added(half, opposites), best)
+    z = tl.where(x + y == 5, opposite, tl.where(in_order, small, large))
+    last = tl.where(x + y == 5, 5, small + large) - z
+    k0, k1, k2, k3 = _kept(x), _kept(y), _kept(z), _kept(last)
+    if BY_COLUMNS:  # what is along memory are the columns
+        f = _flags(k0) | (_flags(k1) << 1) | (_flags(k2) << 2) | (_flags(k3) << 3)
+        k0, k1, k2, k3 = f & 15, (f >> 8) & 15, (f >> 16) & 15, f >> 24
+    offsets = (line * 4 * out.outer_stride)[:, None] + (block + tl.arange(0, TILE.GROUPS))[None, :]
+    inside = mask[:, None] & ((block + tl.arange(0, TILE.GROUPS)) < length)[None, :]
+    tl.store(out.data + offsets, _flags(k0), inside)
+    tl.store(out.data + offsets + out.outer_stride, _flags(k1), inside)
+    tl.store(out.data + offsets + 2 * out.outer_stride, _flags(k2), inside)
+    tl.store(out.data + offsets + 3 * out.outer_stride, _flags(k3), inside)
