@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import INTERRUPTED, PREEMPTED, CheckpointError, DataError
 from sparsepretrain.tasks import Batch, Observation
-from sparsepretrain.training.batches import Request, split_requests, stream, to_device
+from sparsepretrain.training.batches import Request, ahead, split_requests, stream
 from sparsepretrain.training.compilation import eager
 from sparsepretrain.training.guard import require_finite_weights
 from sparsepretrain.training.precision import autocast, compute_dtype
@@ -109,6 +109,9 @@ def train_step(t: Session) -> dict[str, Any]:
     parameters = [p for p in t.model.parameters() if p.grad is not None]
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = t.world.whole(torch.nn.utils.get_total_norm(gradients))
+    if t.step + 1 < t.end:
+        del batches
+        t.batches.prepare(t.step + 1)
     # the only wait for the device in a step
     *values, grad_norm = torch.cat((losses, norm.reshape(1).to(losses.dtype))).tolist()
     total, t.agreed = _read(values)
@@ -162,18 +165,19 @@ def _losses(t: Session, step: int, batches: list[Batch]) -> Iterator[tuple[int, 
     It comes with the micro-batch's number within the global batch, which all draws depend on:
     they are the same whichever process makes them.
     """
-    for index, batch in zip(t.batches.share, batches, strict=True):
+    for index, batch in zip(t.batches.share, _moved(t, batches), strict=True):
         t.sparsifier.micro_batch(index, capacity=t.task.capacity * t.run.batch.micro)
         seed_draws(t.run.seed, step, index)
         with t.gradients.micro_batch(last=index == t.batches.share[-1]):
             with autocast(t.run.precision, t.device):
-                loss = t.gradients.loss(_moved(t, batch))
+                loss = t.gradients.loss(batch)
             yield index, loss
 
 
-def _moved(t: Session, batch: Batch) -> Batch:
+def _moved(t: Session, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """On the device, one at a time and one ahead."""
     wide = compute_dtype(t.run.precision) == torch.float64
-    return to_device(batch, t.device, torch.float64 if wide else None)
+    return ahead(batches, t.device, torch.float64 if wide else None)
 
 
 def _no_losses(t: Session) -> Tensor:
@@ -253,9 +257,9 @@ def evaluate(
 def _shown(t: Session, split: str, requests: list[Request]) -> Iterator[Batch]:
     """The batches of an evaluation; once it takes longer than a second, with how far it is."""
     samples, done, started = sum(len(r.positions) for r in requests), 0, time.monotonic()
-    batches = stream(t.task, requests, t.device, t.run.workers)
+    batches = _moved(t, stream(t.task, requests, t.device, t.run.workers))
     for request, batch in zip(requests, batches, strict=True):
-        yield _moved(t, batch)
+        yield batch
         done += len(request.positions)
         seconds = time.monotonic() - started
         if t.on_progress is not None and seconds > SILENT_SECONDS:

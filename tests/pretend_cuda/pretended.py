@@ -6,7 +6,7 @@ CPU's operators. So numbers are real, and are those of a CPU run bit for bit. Wh
 is recorded: operands on different devices (which raise, too), waits of the host for the device,
 kernel launches, and the bytes that they read and write.
 
-Not pretended: streams, pinned memory, captured graphs, cuBLAS, the CUDA list of autocast (that of
+Not pretended: streams, captured graphs, cuBLAS, the CUDA list of autocast (that of
 the CPU is used), and what an operator does inside: one operator of torch is one launch here.
 """
 
@@ -201,6 +201,8 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         _wait("pageable copy to the device" + (", not waited for" if later else ""))
     elif name == "copy_" and away:
         _wait("copy_ to the host")
+    elif name == "_to_copy" and getattr(args[0], "pinned", False) and kwargs.get("non_blocking"):
+        pass
     elif name == "_to_copy" and away:
         source = args[0]
         later = bool(kwargs.get("non_blocking", False))
@@ -224,6 +226,13 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return back[id(x)] if id(x) in back else Pretended(x)
 
     return tree_map(pretended, result)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """A copy that a copy to the device need not wait for."""
+    copy = tensor.clone()
+    copy.pinned = True  # type: ignore[attr-defined]
+    return copy
 
 
 def _body(func: Any) -> Callable[..., Any]:
@@ -359,6 +368,7 @@ def pretend_cuda() -> Iterator[Record]:
             get_autocast_dtype=lambda kind="cpu": dtype_of("cpu" if kind == "cuda" else kind),
         )
         put(nn.Module, to=to)
+        put(torch.Tensor, pin_memory=_pinned)
         put(InterpretedFunction, run=launch)
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)

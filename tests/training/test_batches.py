@@ -7,6 +7,7 @@ import multiprocessing
 
 import pytest
 import torch
+from tiny_runs import assert_equal_bits
 
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.tasks import build_task
@@ -45,6 +46,29 @@ def test_an_error_in_a_worker_is_the_users_error(task, monkeypatch):
     monkeypatch.setattr(task, "batch", batch)
     with pytest.raises(DataError, match=r"^photo.jpg does not decode$"):
         next(stream(task, split_requests("train", 4, 2, None), CPU, 1))
+
+
+def test_batches_of_the_next_step_are_made_while_a_gpu_computes(task, monkeypatch):
+    """They are those that would be made later, and so are their errors."""
+    here, there = (TrainingBatches(task, 4, 2, torch.device(d), 0) for d in ("cpu", "cuda"))
+    made, make = [], task.batch
+    monkeypatch.setattr(task, "batch", lambda *request: made.append(request) or make(*request))
+    for step in (0, 1, 5, 6):  # step 5 is another than was prepared
+        mine = here.step(step)
+        made.clear()
+        assert_equal_bits(mine, there.step(step))
+        assert [request[1] for request in made] == ([] if step in (1, 6) else [step] * 2)
+        here.prepare(step + 1), there.prepare(step + 1)
+        assert [request[1] for request in made[-2:]] == [step + 1] * 2
+
+    def fail(*request):
+        raise DataError("photo.jpg does not decode")
+
+    monkeypatch.setattr(task, "batch", fail)
+    there.step(7)
+    there.prepare(8)
+    with pytest.raises(DataError, match=r"^photo.jpg does not decode$"):
+        there.step(8)
 
 
 def test_no_worker_outlives_an_error(task, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted, metrics
 
-from sparsepretrain.training import loop, trainer
+from sparsepretrain.training import batches, loop, trainer
 from sparsepretrain.training.session import Observer
 
 
@@ -99,9 +99,9 @@ def test_without_it_every_bit_is_the_same(tiny, observed, monkeypatch):
     assert_equal_bits(final_state(with_probe), final_state(without))
 
 
-def test_micro_batches_go_to_the_device_one_at_a_time(tiny, monkeypatch):
-    t = tiny.build("batch.micro=1", "eval.batches=2")
-    calls, move, loss = [], loop.to_device, t.task.loss
+def test_micro_batches_go_to_the_device_one_ahead(tiny, monkeypatch):
+    t = tiny.build("batch.micro=1", "eval.batches=3")
+    calls, move, loss = [], batches.to_device, t.task.loss
 
     def to_device(batch, device, dtype=None):
         calls.append("move")
@@ -111,9 +111,10 @@ def test_micro_batches_go_to_the_device_one_at_a_time(tiny, monkeypatch):
         calls.append("use")
         return loss(model, batch)
 
-    monkeypatch.setattr(loop, "to_device", to_device)
+    monkeypatch.setattr(batches, "to_device", to_device)
     monkeypatch.setattr(t.task, "loss", seen)
     loop.train_step(t)
-    assert calls == ["move", "use"] * 4
-    loop.evaluate(t, "validation", 2, final=False)
-    assert calls == ["move", "use"] * 6
+    assert calls == ["move", *["move", "use"] * 3, "use"]
+    calls.clear()
+    loop.evaluate(t, "validation", 3, final=False)
+    assert calls == ["move", *["move", "use"] * 2, "use"]
