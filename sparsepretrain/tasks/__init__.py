@@ -29,7 +29,10 @@ LOGITS_AT_ONCE = 2**24
 """Whose cross-entropy is computed in one piece: 64 MiB in fp32."""
 
 Observation = dict[str, Any]
-"""What an evaluated micro-batch contributes to the metrics; ``(sum, count)`` pairs are averaged."""
+"""What an evaluated micro-batch contributes to the metrics; ``(sum, count)`` pairs are averaged.
+
+A sum may be a 0-d tensor on the device: the loop reads those of all micro-batches in one wait.
+"""
 
 
 class Task(ABC):
@@ -141,7 +144,7 @@ class Task(ABC):
             final: the last evaluation of a run, or one asked for: costly metrics are worth it.
         """
         loss, count = self.loss(model, batch)
-        return {"loss": (float(loss), count)}
+        return {"loss": (loss, count)}
 
     def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
         """All observations of an evaluation as numbers; ``loss`` is always among them.
@@ -187,6 +190,21 @@ def cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
 def build_task(run: Run) -> Task:
     """The task of a run with its options; touches no data and imports no torch."""
     return registry.get("task", run.task.name)(run.task, run.model, run.data, run.seed)
+
+
+def read(observations: Sequence[Observation]) -> list[Observation]:
+    """With numbers in place of sums on a device, in one wait for it."""
+    import torch
+
+    def held(value: Any) -> bool:
+        return isinstance(value, tuple) and isinstance(value[0], torch.Tensor)
+
+    sums = [value[0].double() for seen in observations for value in seen.values() if held(value)]
+    numbers = iter(torch.stack(sums).tolist() if sums else ())
+    return [
+        {key: (next(numbers), value[1]) if held(value) else value for key, value in seen.items()}
+        for seen in observations
+    ]
 
 
 def averages(observations: Iterable[Observation]) -> dict[str, float]:

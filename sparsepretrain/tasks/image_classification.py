@@ -181,7 +181,7 @@ class ImageClassification(Task):
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
         hits = best == labels[:, None]
         return {
-            "loss": (float(cross_entropy(logits, labels)), count),
-            "top1": (100.0 * float(hits[:, 0].sum()), count),
-            "top5": (100.0 * float(hits.any(-1).sum()), count),
+            "loss": (cross_entropy(logits, labels), count),
+            "top1": (100 * hits[:, 0].sum(), count),
+            "top5": (100 * hits.any(-1).sum(), count),
         }

@@ -110,9 +110,8 @@ class MaskedLM(WindowTask):
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Loss and accuracy of one micro-batch."""
         logits, targets = self._logits(model, batch), batch["targets"]
-        count, right = self.count(batch), int((logits.argmax(-1) == targets).sum())
-        loss = float(cross_entropy(logits, targets))
-        return {"loss": (loss, count), "accuracy": (100.0 * right, count)}
+        count, right = self.count(batch), (logits.argmax(-1) == targets).sum()
+        return {"loss": (cross_entropy(logits, targets), count), "accuracy": (100 * right, count)}
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """(n, vocab_size) fp32."""

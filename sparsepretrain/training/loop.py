@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import INTERRUPTED, PREEMPTED, CheckpointError, DataError
-from sparsepretrain.tasks import Batch, Observation
+from sparsepretrain.tasks import Batch, Observation, read
 from sparsepretrain.training.batches import Request, ahead, split_requests, stream
 from sparsepretrain.training.compilation import eager
 from sparsepretrain.training.guard import require_finite_weights
@@ -238,7 +238,7 @@ def evaluate(
                     return None
                 with autocast(t.run.precision, t.device):
                     observations.append(t.task.observe(t.forward_model, batch, final=final))
-        told, parts = zip(*t.world.gather((t.own_stop, observations)), strict=True)
+        told, parts = zip(*t.world.gather((t.own_stop, read(observations))), strict=True)
         t.agreed = next((code for code in ENDS if code in told), None)
         ranks = itertools.cycle(map(iter, parts))  # in the order of the requests
         return t.task.metrics([next(next(ranks)) for _ in requests])

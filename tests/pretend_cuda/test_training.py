@@ -63,7 +63,10 @@ def three_steps(tiny, words, *, watched=False):
     if same_phase and not isinstance(tiny, TinyTranslation):  # whose micro-batches differ in size
         assert compiled[1:2] == compiled[2:], "a step of the same phase compiled kernels anew"
     metrics, masks = sparsifier.metrics(per_layer=True), host(sparsifier.masks())
-    evaluated = loop.evaluate(session, "validation", 1, final=False)
+    RECORD.clear()
+    evaluated = loop.evaluate(session, "validation", 2, final=False)
+    if watched and session.run.task.name != "translation":
+        assert sum(RECORD.waits.values()) <= 1, RECORD.waits
     proof = str(prove(sparsifier)) if session.sparsifier.sparse else ""
     state = host(session.state_dict())
     dense = host(densify(session.model).state_dict())
