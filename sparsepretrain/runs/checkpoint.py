@@ -18,7 +18,7 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,14 +96,21 @@ class Checkpoint:
         self.require((name,))
         return self._with_tensors(name, self._state().get(name))
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self, mapped: Container[str] = ()) -> dict[str, Any]:
         """All parts, in the order in which they were saved.
+
+        Args:
+            mapped: parts whose tensors may be pages of the file, which take memory when they are
+                read: copy what is to be kept, since the file may be removed.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
         self.require()
-        return {name: self._with_tensors(name, part) for name, part in self._state().items()}
+        return {
+            name: self._with_tensors(name, part, copy=name not in mapped)
+            for name, part in self._state().items()
+        }
 
     def _state(self) -> dict[str, Any]:
         """The parts without their tensors; of format 1 with them."""
@@ -115,7 +122,7 @@ class Checkpoint:
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
 
-    def _with_tensors(self, name: str, part: Any) -> Any:
+    def _with_tensors(self, name: str, part: Any, *, copy: bool = True) -> Any:
         if self._manifest["format"] == 1:
             return part
         from safetensors import SafetensorError, safe_open
@@ -124,8 +131,8 @@ class Checkpoint:
         try:
             if file.name in self._manifest["sha256"]:
                 with safe_open(file, framework="pt") as opened:
-                    # clones, or they would be pages of a file that may be removed
-                    tensors = {key: opened.get_tensor(key).clone() for key in list(opened.keys())}
+                    tensors = {key: opened.get_tensor(key) for key in list(opened.keys())}
+                tensors = {k: t.clone() for k, t in tensors.items()} if copy else tensors
             return _join(part, tensors)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error

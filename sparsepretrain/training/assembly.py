@@ -69,11 +69,13 @@ def build_session(
         splits = ("train", "validation") if run.eval.batches != 0 else ("train",)
     task.open_data(splits, on_progress=console.progress)
     sharded = run.parallel.name == "fsdp" and world.size > 1
-    # what is sharded goes to the device block by block
-    model = build_model(task, torch.device("cpu") if sharded else world.device)
+    # what is sharded goes to the device block by block; one process draws weights for all
+    draws = world.is_main or not sharded
+    model = build_model(task, (torch.device("cpu") if draws else META) if sharded else world.device)
     # before sparsify, which freezes what comes from initial weights
-    buffers = {} if initial is None else load_initial(initial, run, task, model, console)
-    initial_weights = weights_hash(model) if trains else None
+    loads = initial is not None and draws
+    buffers = load_initial(initial, run, task, model, console) if initial and loads else {}
+    initial_weights = weights_hash(model) if trains and draws else None
     if compute_dtype(run.precision) == torch.float64:
         model.double()
     sparsifier = sparsify_model(run, task, model, device)

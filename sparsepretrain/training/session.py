@@ -34,6 +34,8 @@ AVERAGED = "ema_"
 
 COUNTERS = ("step", "tokens", "evaluated", "skipped", "skips_in_a_row", "lines")
 """Integers of a session that a checkpoint keeps."""
+COPIED = ("model", "optimizer", "ema")
+"""Parts of a checkpoint whose tensors loading copies, of a shard only its rows."""
 
 
 class Throughput(Observer):
@@ -349,7 +351,7 @@ class Session:
         """Restore what :meth:`state_dict` returned, here or in an older version.
 
         Args:
-            state: the parts, tensors on the CPU.
+            state: the parts, tensors on the CPU; those of :data:`COPIED` are not kept.
             source: what errors call it.
 
         Raises:
@@ -430,7 +432,8 @@ def _load_optimizer(
     for index, entries in loaded["state"].items():
         for key, value in entries.items():
             if isinstance(value, Tensor):
-                entries[key] = world.part(value, parameters[index])
+                part = world.part(value, parameters[index])
+                entries[key] = value.clone() if part is value else part
     optimizer.load_state_dict(loaded)
     for group, configured in zip(optimizer.param_groups, fresh["param_groups"], strict=True):
         # hyper-parameters come from the configuration

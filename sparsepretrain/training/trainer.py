@@ -32,7 +32,7 @@ from sparsepretrain.training.hardware import environment
 from sparsepretrain.training.identity import run_hashes
 from sparsepretrain.training.loop import run_steps
 from sparsepretrain.training.precision import describe
-from sparsepretrain.training.session import Session, Throughput
+from sparsepretrain.training.session import COPIED, Session, Throughput
 from sparsepretrain.training.signals import StopSignals
 from sparsepretrain.training.world import World, join
 
@@ -95,7 +95,7 @@ def _train(
             return 0
         source = world.first(lambda: choose_checkpoint(directory, run, named, console))
         if source is not None:
-            t.load_state_dict(source.parts(), source)
+            t.load_state_dict(source.parts(mapped=COPIED), source)
             console.info(f"continuing from {source} (step {t.step})")
         other = source if source is named else None
         world.first(lambda: _write_files(t, directory, source, other))

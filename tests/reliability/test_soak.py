@@ -48,7 +48,8 @@ def test_twenty_thousand_steps_and_ten_resumes(tiny, record_property):
     evaluated = [line["step"] for line in lines if "split" in line]
     assert evaluated == sorted(set(evaluated)) and evaluated[-1] == STEPS
     assert final_state(directory)["step"] == STEPS
-    assert len(set(handles)) == 1 and len(set(threads)) == 1, (handles, threads)
+    # threads of earlier tests may end meanwhile
+    assert len(set(handles)) == 1 and max(threads) == threads[0], (handles, threads)
     # the first part loads libraries and compiles loops
     assert max(memory[2:]) < 1.02 * memory[1], memory
     record_property("injected", STEPS)

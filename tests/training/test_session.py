@@ -10,7 +10,9 @@ import torch
 from tiny_runs import assert_equal_bits
 
 from sparsepretrain.errors import CheckpointError
+from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.training.loop import train_step
+from sparsepretrain.training.session import COPIED
 
 TENSORS = {"model", "optimizer", "ema"}
 
@@ -49,6 +51,19 @@ def test_parts_are_tensors_by_name_or_json(tiny, words):
         assert train_step(t)["loss"] == train_step(again)["loss"]
     left, right = t.state_dict(), again.state_dict()
     assert_equal_bits(left, right)
+
+
+def test_nothing_that_is_loaded_stays_in_the_files(tiny):
+    """What is read as pages of a file is copied: the file may change afterwards."""
+    outcome = tiny.train("ema=0.9", "steps=2")
+    (path,) = (outcome.directory / "checkpoints").iterdir()
+    t = tiny.build("ema=0.9", "steps=2")
+    t.load_state_dict(Checkpoint(path).parts(mapped=COPIED))
+    before = copy.deepcopy(t.state_dict())
+    for file in path.glob("*.safetensors"):
+        with open(file, "r+b") as opened:
+            opened.write(bytes(file.stat().st_size))
+    assert_equal_bits(before, t.state_dict())
 
 
 def test_the_state_of_format_1_is_read(tiny):
