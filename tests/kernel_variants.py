@@ -23,6 +23,7 @@ from sparsepretrain.bench.kernel_cases import (
     kernel_cases,
     normal,
     op,
+    operand,
     soft,
     tensor,
     weight_and_scale,
@@ -102,6 +103,17 @@ def soft_thresholds():
         limits = {"soft._soft_24": Limit(most, 40)}
         name = f"2:4 soft threshold {name}"
         yield KernelCase(name, make, run, size, limits, architectures=ONE)
+
+    name, limits = (
+        "2:4 prune along columns into bf16, mask in bits",
+        {"nm._prune_24": Limit(32, 72)},
+    )
+    run = op("nm_prune", dim=0, named=("out",))
+    yield KernelCase(name, operand(), run, 6.125, limits, architectures=ONE)
+    limits = {"soft._soft_24": Limit(26, 48)}
+    name = "S-STE along columns into bf16, mask in bits"
+    run = op("soft_prune", dim=0, gamma=0.2, named=("out",))
+    yield KernelCase(name, operand(), run, 6.125, limits, architectures=ONE)
 
 
 def others():

@@ -121,6 +121,22 @@ def hard_masks() -> Iterator[KernelCase]:
         ("2:8 prune and mask", op("nm_prune", 2, 8), 9, {"nm._mask_nm": Limit(26.0, 88)}),
     ):
         yield KernelCase(f"{name}, fp32", tensor(), run, size, limits, WEIGHTS)
+    name, limits = "2:4 prune into bf16, mask in bits", {"nm._prune_24": Limit(23.5, 56)}
+    yield KernelCase(name, operand(), op("nm_prune", named=("out",)), 6.125, limits, WEIGHTS)
+
+
+def operand(*others: Callable[[Shape, torch.device], Tensor]) -> Make:
+    """A weight, what else is wanted, and the memory of its operand in bf16."""
+
+    def make(shape: Shape, device: torch.device) -> tuple[Any, ...]:
+        weight = normal(shape, device)
+        return (
+            weight,
+            *(other(shape, device) for other in others),
+            torch.zeros_like(weight).to(BF16),
+        )
+
+    return make
 
 
 def _three_passes(x: Tensor, scale: Tensor) -> Tensor:
@@ -134,6 +150,10 @@ def weight_and_scale(dtype: torch.dtype = FP32) -> Make:
         normal(shape, device, dtype),
         torch.full((), 1.484, device=device),
     )
+
+
+def _scale(shape: Shape, device: torch.device) -> Tensor:
+    return torch.full((), 1.484, device=device)
 
 
 def soft(n: int = 2, m: int = 4, dtype: torch.dtype = BF16, **options: Any) -> Any:
@@ -159,13 +179,25 @@ def soft_thresholds() -> Iterator[KernelCase]:
     def all_weights(shape: Shape, device: torch.device) -> tuple[Any, ...]:
         sizes = FFN_124M if device.type == "cuda" else [shape]
         weights = [normal(size, device, seed=i) for i, size in enumerate(sizes)]
-        return weights, torch.full((), 1.484, device=device)
+        operands = [torch.zeros_like(weight).to(BF16) for weight in weights]
+        before = [kernels.pack_rows(normal(size, device) > 0) for size in sizes]
+        return weights, operands, before, torch.full((), 1.484, device=device)
 
-    def one_step(backend: str | None, weights: list[Tensor], scale: Tensor) -> list[Tensor]:
-        return [soft()(backend, weight, scale) for weight in weights]
+    def one_step(backend: str | None, weights: Any, operands: Any, before: Any, scale: Any) -> Any:
+        found = []
+        for weight, out, previous in zip(weights, operands, before, strict=True):
+            soft, code = into(backend, weight, scale, out)
+            flips = kernels.packed_flip_count(previous, code, replace=True, backend=backend)
+            found.append((soft, flips))
+        return found
 
+    into = op("soft_prune", named=("scale", "out"))
+    limits = {"soft._soft_24": Limit(20.0, 40)}
+    name, make = "2:4 soft threshold ×β into bf16, mask in bits", operand(_scale)
+    yield KernelCase(name, make, into, 6.125, limits, WEIGHTS)
+    limits |= {"masks._differing_bits": Limit(0.25, 48)}
     yield KernelCase(
-        "β·S(W) of all FFN weights of 124M", all_weights, one_step, 6, limits,
+        "S-STE after a step, all FFN weights of 124M", all_weights, one_step, 6.5, limits,
         {"24 weights": (24 * 3072, 768)}, goal_us=150.0, rotate=False, architectures=ONE,
     )  # fmt: skip
 
@@ -189,6 +221,15 @@ def decaying(dtype: torch.dtype = FP32) -> Make:
     return make
 
 
+def _code(shape: Shape, device: torch.device) -> Tensor:
+    return kernels.pack_rows(normal(shape, device, seed=1).abs() > 0.67)
+
+
+def packed_decaying(shape: Shape, device: torch.device) -> tuple[Any, ...]:
+    """Gradient, weight, packed mask and λ."""
+    return *decaying()(shape, device)[:2], _code(shape, device), 6e-5
+
+
 def pair(shape: Shape, device: torch.device) -> tuple[Any, ...]:
     """Two masks."""
     return normal(shape, device) > 0, normal(shape, device, seed=1) > 0
@@ -204,10 +245,17 @@ def masks() -> Iterator[KernelCase]:
     limits, decay = {"masks._masked_decay": Limit(13, 56)}, op("masked_decay_")
     yield KernelCase("masked decay, fp32", decaying(), decay, 13, limits, WEIGHTS, 0.85)
     yield KernelCase("masked decay, bf16 gradient", decaying(BF16), decay, 9, limits, WEIGHTS)
+    name, make = "masked decay, fp32, mask in bits", packed_decaying
+    yield KernelCase(name, make, decay, 12.125, limits, WEIGHTS)
+    limits = {"masks._select": Limit(7.0, 32)}
+    name, make = "W∘M into bf16, mask in bits", operand(_code)
+    yield KernelCase(name, make, op("apply_mask", named=("out",)), 6.125, limits, WEIGHTS)
     limits = {"masks._differing_bits": Limit(2.0, 48)}
     yield KernelCase("flip count, masks", pair, op("flip_count"), 2, limits, WEIGHTS)
     limits, run = {"masks._differing_bits": Limit(0.25, 48)}, op("packed_flip_count")
     yield KernelCase("flip count, packed", codes, run, 0.25, limits, WEIGHTS, 0.8)
+    run = op("packed_flip_count", replace=True)
+    yield KernelCase("flip count, packed, replaced", codes, run, 0.375, limits, WEIGHTS)
 
     def one(shape: Shape, device: torch.device) -> tuple[Any, ...]:
         return pair(shape, device)[:1]

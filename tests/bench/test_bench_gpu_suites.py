@@ -39,7 +39,10 @@ def test_registry():
         assert set(case.refused) <= set(case.architectures)
     assert all(case.shapes for case in kernel_cases())
     goals = {case.name for case in cases if case.goal or case.goal_us}
-    assert {"2:4 soft threshold ×β, fp32→bf16", "β·S(W) of all FFN weights of 124M"} <= goals
+    assert {
+        "2:4 soft threshold ×β, fp32→bf16",
+        "S-STE after a step, all FFN weights of 124M",
+    } <= goals
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
