@@ -37,30 +37,34 @@ def measure(tiny: Tiny, method: str) -> dict[str, float]:
     """Launches and bytes of one step in bf16, beyond those of the products.
 
     ``launches``, ``bytes``: of a step, per sparse layer and per sparse entry. ``micro_launches``,
-    ``micro_bytes``: of each micro-batch (of 16 tokens) in addition, likewise. The model has
-    parameters in fp32.
+    ``micro_bytes``: of each micro-batch (of 16 tokens) in addition, likewise. ``step_launches``: of
+    a step of a model of any size, once. The model has parameters in fp32.
     """
-    found = []
-    for count in (1, 3):
+
+    def counted(blocks: int, count: int) -> tuple[float, float, int]:
         words = [f"batch.size={count}", "batch.micro=1", "model.n_embd=128", "precision=bf16"]
-        words += [
-            f"sparsity={method}",
-            "parallel.device=cuda",
-            "compile=none",
-            *filter(None, [SETTLED.get(method)]),
-        ]
+        words += [f"sparsity={method}", "parallel.device=cuda", f"model.n_layer={blocks}"]
         with pretend_cuda():
-            session = tiny.build(*words)
+            session = tiny.build(*words, *filter(None, [SETTLED.get(method)]))
             for _ in range(STEP):
                 RECORD.clear()
                 loop.train_step(session)
         layers = session.sparsifier.layers.values()
         entries = sum(layer.weight.numel() for layer in layers)
-        found.append((RECORD.launches["sparse"] / len(layers), RECORD.bytes["sparse"] / entries))
-    micro = [(three - one) / 2 for one, three in zip(*found, strict=True)]
-    step = [one - each for one, each in zip(found[0], micro, strict=True)]
-    names = ("launches", "bytes", "micro_launches", "micro_bytes")
-    return {name: round(value, 2) for name, value in zip(names, (*step, *micro), strict=True)}
+        return RECORD.launches["sparse"], RECORD.bytes["sparse"] / entries, len(layers)
+
+    (one, size, layers), (three, more, _), (both, _, twice) = (
+        counted(blocks, count) for blocks, count in ((1, 1), (1, 3), (2, 1))
+    )
+    micro, all_of_it = (three - one) / 2 / layers, (both - one) / (twice - layers)
+    found = {
+        "launches": all_of_it - micro,
+        "bytes": size - (more - size) / 2,
+        "micro_launches": micro,
+        "micro_bytes": (more - size) / 2,
+        "step_launches": one - layers * all_of_it,
+    }
+    return {name: round(value, 2) for name, value in found.items()}
 
 
 @pytest.mark.parametrize("method", METHODS)
