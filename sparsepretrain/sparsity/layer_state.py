@@ -277,7 +277,8 @@ class LayerState(nn.Module):
                 operands = execution.prepare(exact, dtype, out)
         if self.model.store == dtype and not torch.compiler.is_compiling():
             if training:
-                self.kept_mask = mask
+                bits = mask is not None and mask.dtype == torch.bool and self.method.packed_masks
+                self.kept_mask = pack_rows(mask) if mask is not None and bits else mask
             # a weight that is only cast is not kept: the cast of an edited one is always right
             if operands is None or not only_cast:
                 self._stored[training] = operands

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -56,8 +57,11 @@ def dry_run(run: Run, console: Console | None = None) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     each, other = bytes_per_entry(run)
     averages = 4 * parameters * (run.ema is not None)
-    others = (parameters - coverage.sparse_parameters) * sum(other) + averages
-    sparse = coverage.sparse_parameters * sum(each)
+    entries = coverage.sparse_parameters, parameters - coverage.sparse_parameters
+    sparse, others = entries[0] * sum(each), entries[1] * sum(other) + averages
+    casts = entries[0] * each.casts + entries[1] * other.casts
+    dense = dataclasses.replace(run, sparsity=registry.get("method", "dense").Options(name="dense"))
+    beside = sum(entries) * sum(bytes_per_entry(dense)[1]) + averages + saved
     rows = [
         ("run directory", str(freeze.run_directory(run))),
         ("parameters", f"{parameters:,} ({parameters / 1e6:.1f}M)"),
@@ -74,10 +78,11 @@ def dry_run(run: Run, console: Console | None = None) -> None:
             "memory estimate",
             f"{size(others + sparse)}: {size(sparse)} sparse weights, {size(others)} others, "
             f"with gradients, moments{' and averages' * bool(averages)}"
-            f"\n{size(saved)} activations per micro-batch ({run.batch.micro})",
+            f"\n{size(saved)} activations per micro-batch ({run.batch.micro})"
+            f"\n{(others + sparse + saved) / beside:.3f} of what a dense run needs",
         ),
         ("bytes per entry", f"{each}; others: {sum(other):.3g}"),
-        *shard_rows(run, model, sparsifier, others + sparse),
+        *shard_rows(run, model, sparsifier, others + sparse - casts),
         (
             "steps",
             f"{run.steps:,} of {run.batch.size} samples in {micro_batches} "
@@ -204,7 +209,7 @@ def step_cost(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int
     alive: list[Tensor] = []  # keeps storages, and so their identities, distinct
     counter = FlopCounterMode(display=False)
     batch = task.example(1, META)
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
+    hooks = saved_tensors_hooks(pack, lambda saved: saved)
     with counter, hooks:
         loss, items = task.loss(model, batch)
         loss.backward()
@@ -241,6 +246,8 @@ class BytesPerEntry(NamedTuple):
     """A and B as products read them, and what else is kept between two steps."""
     state: float = 0.0
     """Masks and scales in the state dict."""
+    casts: float = 0.0
+    """What autocast makes of a weight that has no operand, while a micro-batch is computed."""
 
     def __str__(self) -> str:
         return ", ".join(f"{v:.3g} {k}" for k, v in self._asdict().items())
@@ -261,13 +268,17 @@ def bytes_per_entry(run: Run) -> tuple[BytesPerEntry, BytesPerEntry]:
         warnings.simplefilter("ignore", SparsePretrainWarning)
         optimizer = attach_optimizer(run, model, sparsify_model(run, task, model))
         for step in range(2):
+            y, saved = torch.ones(8, width, requires_grad=True), []
             with autocast(run.precision, torch.device("cpu")):
-                loss = model(torch.ones(8, width)).float().sum()
-            loss.backward()
+                for layer in model:
+                    saved.append(used := [])
+                    with saved_tensors_hooks(lambda t, kept=used: kept.append(t) or t, lambda t: t):
+                        y = layer(y)
+            y.float().sum().backward()
             if not step:  # then the operands of the next one are there as well
                 optimizer.step()
                 optimizer.zero_grad()
-    sparse, other = (_count(layer, optimizer) for layer in model)
+    sparse, other = map(_count, model, saved, (optimizer, optimizer))
     return sparse, other
 
 
@@ -277,7 +288,8 @@ def sparse_from_the_start(options: MethodOptions) -> MethodOptions:
     return dataclasses.replace(options, **phases)
 
 
-def _count(layer: Any, optimizer: Optimizer) -> BytesPerEntry:
+def _count(layer: Any, used: list[Tensor], optimizer: Optimizer) -> BytesPerEntry:
+    """``used``: what the layer saved for its backward."""
     weight = layer.weight
     saved = {t.untyped_storage()._cdata for t in layer.state_dict().values()}
     shared = {id(layer.sparsity.model)} if hasattr(layer, "sparsity") else set()
@@ -289,6 +301,9 @@ def _count(layer: Any, optimizer: Optimizer) -> BytesPerEntry:
         [t for t in kept if t.untyped_storage()._cdata not in saved],
         [t for t in kept if t.untyped_storage()._cdata in saved],
     ]
+    there = {t.untyped_storage()._cdata for part in found for t in part}
+    casts = [t for t in used if t.numel() == weight.numel()]
+    found.append([t for t in casts if t.untyped_storage()._cdata not in there])
     return BytesPerEntry(*(_bytes(part) / weight.numel() for part in found))
 
 

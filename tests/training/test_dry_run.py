@@ -137,7 +137,7 @@ def test_memory_is_what_training_keeps(tiny, method):
     )
     each, other = bytes_per_entry(t.run)
     assert kept / entries == pytest.approx(each.master + each.operands + each.state, rel=0.05)
-    assert (*each[:2], *other[:2]) == (4, 4, 4, 4) and other[3:] == (0, 0)
+    assert (*each[:2], *other[:2]) == (4, 4, 4, 4) and other[3:] == (0, 0, 2)
     # STEP keeps the frozen second moments beside the running ones
     assert each.moments == pytest.approx(12 if method == "step" else 8, rel=0.01)
     assert other.moments == pytest.approx(8, rel=0.01)
@@ -149,8 +149,22 @@ def test_memory_differs_by_method():
         text = show(f"sparsity={method}", "model=gpt2_124m")
         totals[method] = float(re.search(r"estimate +│ ([\d.]+) GiB: ", text)[1])
         entries.add(re.search(r"bytes per entry +│ ([^│]+)", text)[1])
-    assert totals["slope"] > totals["dense"] + 0.15 and totals["dense"] > 124_373_760 * 16 / 2**30
+    assert totals["slope"] > totals["dense"] + 0.1 and totals["dense"] > 124_373_760 * 16 / 2**30
     assert len(entries) == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "most"),
+    [
+        ("gpt2_124m", "sste", 1.02),
+        ("gpt2_1558m", "sste", 1.04),
+        ("gpt2_1558m", "tsrste", 1.04),
+        ("gpt2_1558m", "slope", 1.09),
+    ],
+)
+def test_a_sparse_run_needs_little_more_than_a_dense_one(model, method, most):
+    text = show(f"model={model}", f"sparsity={method}")
+    assert 1 <= float(re.search(r"([\d.]+) of what a dense run needs", text)[1]) <= most
 
 
 def test_small_runs_have_small_units():
