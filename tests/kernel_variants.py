@@ -79,9 +79,9 @@ def hard_masks():
         yield KernelCase(f"2:4 mask {name}", make, run, 5, {"nm._mask_24": most}, architectures=ONE)
     # a width that is no power of two wastes a quarter of the lanes and has no aligned loads
     for n, m, name, make, columns, most in (
-        (2, 6, " of a slice", part, 3072, Limit(30, 64, 0)),
-        (1, 4, "", tensor(), 512, Limit(19.0, 88)),
-        (2, 6, "", tensor(), 768, Limit(31.5, 88, 0)),
+        (2, 6, " of a slice", part, 3072, Limit(49.0, 64, 0)),
+        (1, 4, "", tensor(), 512, Limit(16.5, 64)),
+        (2, 6, "", tensor(), 768, Limit(49.0, 88, 0)),
         (16, 32, "", tensor(), 4096, Limit(20.0, 88)),
     ):
         name, run, limits = f"{n}:{m} mask{name}, fp32", op("nm_mask", n, m), {"nm._mask_nm": most}

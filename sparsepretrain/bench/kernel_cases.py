@@ -116,9 +116,9 @@ def hard_masks() -> Iterator[KernelCase]:
     yield KernelCase("2:4 mask, fp32", tensor(), mask, 5, limits, WEIGHTS, 0.85, others=usual)
     yield KernelCase("2:4 mask, bf16", tensor(BF16), mask, 3, limits, WEIGHTS)
     for name, run, size, limits in (
-        ("2:8 mask", op("nm_mask", 2, 8), 5, {"nm._mask_nm": Limit(18.5, 88)}),
+        ("2:8 mask", op("nm_mask", 2, 8), 5, {"nm._mask_nm": Limit(24.0, 64)}),
         ("2:4 prune and mask", op("nm_prune"), 9, {"nm._mask_24": Limit(25.0, 88)}),
-        ("2:8 prune and mask", op("nm_prune", 2, 8), 9, {"nm._mask_nm": Limit(26.0, 88)}),
+        ("2:8 prune and mask", op("nm_prune", 2, 8), 9, {"nm._mask_nm": Limit(31.5, 88)}),
     ):
         yield KernelCase(f"{name}, fp32", tensor(), run, size, limits, WEIGHTS)
     name, limits = "2:4 prune into bf16, mask in bits", {"nm._prune_24": Limit(23.5, 56)}
@@ -173,7 +173,7 @@ def soft_thresholds() -> Iterator[KernelCase]:
     yield KernelCase(name, make, soft(), 6, limits, WEIGHTS, 0.85, others=usual)
     name, make = "2:4 soft threshold ×β, bf16→bf16", weight_and_scale(BF16)
     yield KernelCase(name, make, soft(), 4, limits, WEIGHTS)
-    name, any_limits = "2:8 soft threshold ×β, fp32→bf16", {"soft._soft_nm": Limit(24.5, 88)}
+    name, any_limits = "2:8 soft threshold ×β, fp32→bf16", {"soft._soft_nm": Limit(31.0, 64)}
     yield KernelCase(name, weight_and_scale(), soft(2, 8), 6, any_limits, WEIGHTS)
 
     def all_weights(shape: Shape, device: torch.device) -> tuple[Any, ...]:

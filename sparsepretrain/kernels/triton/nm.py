@@ -137,10 +137,15 @@ def kept_by_rank(
 ):  # fmt: skip
     """Which keys (rows, groups, M rounded up to a power of two) are among the N largest.
 
-    An element is kept when fewer than N others beat it. The others are read again, one position
-    at a time: they are in the first-level cache, and M² comparisons need no registers of their own.
+    An element is kept when fewer than N others beat it. Up to M = 8 a thread holds a group in
+    registers. Beyond, the others are read again, one position at a time: they are in the
+    first-level cache, and M² comparisons need no registers of their own.
     """
     position = tl.arange(0, keys.shape[2])[None, None, :]
+    if keys.shape[2] == 8:
+        return (_losses_8(tl.where(position < M, keys, -1), LOW) < N) & (position < M)
+    elif keys.shape[2] == 4:
+        return (_losses_4(tl.where(position < M, keys, -1), LOW) < N) & (position < M)
     losses = tl.zeros(keys.shape, tl.int32)
     for j in tl.range(0, M):
         offsets = element_offsets(x, row, group * M + j)
@@ -148,6 +153,57 @@ def kept_by_rank(
         wins_ties = (position > j) if LOW else (position < j)
         losses += ((other > keys) | ((other == keys) & wins_ties)).to(tl.int32)
     return (losses < N) & (position < M)
+
+
+@triton.jit
+def _losses(keys, AT: tl.constexpr, COUNT: tl.constexpr, LOW: tl.constexpr):
+    """How many of the other keys beat the one at AT; of equal ones the later wins unless LOW.
+
+    Counted in fp32: of sums of comparisons LLVM makes vectors of bits, which lie in local memory,
+    and integers are added at half the rate.
+    """
+    losses = tl.full(keys[0].shape, AT, tl.float32)
+    for j in tl.static_range(COUNT):  # each comparison decides for both of its keys
+        if j > AT:
+            losses += _beats(keys[j], keys[AT], LOW)
+        elif j < AT:
+            losses -= _beats(keys[AT], keys[j], LOW)
+    return losses
+
+
+@triton.jit
+def _beats(later, earlier, LOW: tl.constexpr):
+    return tl.where((later > earlier) if LOW else (later >= earlier), 1.0, 0.0)
+
+
+@triton.jit
+def _losses_4(keys, LOW: tl.constexpr):
+    """:func:`_losses` of every key of (rows, groups, 4)."""
+    even, odd = tl.split(tl.reshape(keys, (keys.shape[0], keys.shape[1], 2, 2)))
+    k0, k2 = tl.split(even)
+    k1, k3 = tl.split(odd)
+    k = k0, k1, k2, k3
+    even = tl.join(_losses(k, 0, 4, LOW), _losses(k, 2, 4, LOW))
+    odd = tl.join(_losses(k, 1, 4, LOW), _losses(k, 3, 4, LOW))
+    return tl.reshape(tl.join(even, odd), keys.shape)
+
+
+@triton.jit
+def _losses_8(keys, LOW: tl.constexpr):
+    """:func:`_losses` of every key of (rows, groups, 8)."""
+    even, odd = tl.split(tl.reshape(keys, (keys.shape[0], keys.shape[1], 2, 2, 2)))
+    k04, k26 = tl.split(even)
+    k15, k37 = tl.split(odd)
+    k0, k4 = tl.split(k04)
+    k1, k5 = tl.split(k15)
+    k2, k6 = tl.split(k26)
+    k3, k7 = tl.split(k37)
+    k = k0, k1, k2, k3, k4, k5, k6, k7
+    l04 = tl.join(_losses(k, 0, 8, LOW), _losses(k, 4, 8, LOW))
+    l15 = tl.join(_losses(k, 1, 8, LOW), _losses(k, 5, 8, LOW))
+    l26 = tl.join(_losses(k, 2, 8, LOW), _losses(k, 6, 8, LOW))
+    l37 = tl.join(_losses(k, 3, 8, LOW), _losses(k, 7, 8, LOW))
+    return tl.reshape(tl.join(tl.join(l04, l26), tl.join(l15, l37)), keys.shape)
 
 
 @triton.jit
