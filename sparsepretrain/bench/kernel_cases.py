@@ -245,11 +245,11 @@ def masks() -> Iterator[KernelCase]:
     limits, decay = {"masks._masked_decay": Limit(13, 56)}, op("masked_decay_")
     yield KernelCase("masked decay, fp32", decaying(), decay, 13, limits, WEIGHTS, 0.85)
     yield KernelCase("masked decay, bf16 gradient", decaying(BF16), decay, 9, limits, WEIGHTS)
-    name, make = "masked decay, fp32, mask in bits", packed_decaying
-    yield KernelCase(name, make, decay, 12.125, limits, WEIGHTS)
-    limits = {"masks._select": Limit(7.0, 32)}
-    name, make = "W∘M into bf16, mask in bits", operand(_code)
-    yield KernelCase(name, make, op("apply_mask", named=("out",)), 6.125, limits, WEIGHTS)
+    name = "masked decay, fp32, mask in bits"
+    yield KernelCase(name, packed_decaying, decay, 12.125, limits, WEIGHTS)
+    name, limits = "W∘M into bf16, mask in bits", {"masks._select": Limit(7.0, 32)}
+    run = op("apply_mask", named=("out",))
+    yield KernelCase(name, operand(_code), run, 6.125, limits, WEIGHTS)
     limits = {"masks._differing_bits": Limit(2.0, 48)}
     yield KernelCase("flip count, masks", pair, op("flip_count"), 2, limits, WEIGHTS)
     limits, run = {"masks._differing_bits": Limit(0.25, 48)}, op("packed_flip_count")

@@ -60,7 +60,8 @@ def dry_run(run: Run, console: Console | None = None) -> None:
     entries = coverage.sparse_parameters, parameters - coverage.sparse_parameters
     sparse, others = entries[0] * sum(each), entries[1] * sum(other) + averages
     casts = entries[0] * each.casts + entries[1] * other.casts
-    dense = dataclasses.replace(run, sparsity=registry.get("method", "dense").Options(name="dense"))
+    method: type[Method] = registry.get("method", "dense")
+    dense = dataclasses.replace(run, sparsity=method.Options(name="dense"))
     beside = sum(entries) * sum(bytes_per_entry(dense)[1]) + averages + saved
     rows = [
         ("run directory", str(freeze.run_directory(run))),
@@ -264,21 +265,27 @@ def bytes_per_entry(run: Run) -> tuple[BytesPerEntry, BytesPerEntry]:
     width = 4 * options.m * -(-128 // options.m)  # what is one per layer or row hardly counts
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2)))
     task = cast(Any, SimpleNamespace(roles={"ffn": ["0"]}))
+    saved: list[list[Tensor]] = []  # what each layer keeps for its backward, in both steps
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[-1].append(tensor)
+        return tensor
+
     with warnings.catch_warnings():  # about the course of training, of which this is none
         warnings.simplefilter("ignore", SparsePretrainWarning)
         optimizer = attach_optimizer(run, model, sparsify_model(run, task, model))
         for step in range(2):
-            y, saved = torch.ones(8, width, requires_grad=True), []
-            with autocast(run.precision, torch.device("cpu")):
+            y = torch.ones(8, width, requires_grad=True)
+            hooks = saved_tensors_hooks(note, lambda tensor: tensor)
+            with autocast(run.precision, torch.device("cpu")), hooks:
                 for layer in model:
-                    saved.append(used := [])
-                    with saved_tensors_hooks(lambda t, kept=used: kept.append(t) or t, lambda t: t):
-                        y = layer(y)
+                    saved.append([])
+                    y = layer(y)
             y.float().sum().backward()
             if not step:  # then the operands of the next one are there as well
                 optimizer.step()
                 optimizer.zero_grad()
-    sparse, other = map(_count, model, saved, (optimizer, optimizer))
+    sparse, other = map(_count, model, saved[2:], (optimizer, optimizer))
     return sparse, other
 
 
