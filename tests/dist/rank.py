@@ -25,8 +25,8 @@ from tiny_runs import assert_equal_bits
 from sparsepretrain import config
 from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import identity, trainer
 from sparsepretrain.training.session import Session
-from sparsepretrain.training.trainer import train
 
 
 load_state_dict = Session.load_state_dict
@@ -46,16 +46,28 @@ def compared_with_its_source(own: Session, state: dict[str, Any], source: Any = 
     os._exit(0)
 
 
+def compared_with_their_hash(t: Session, *_: Any, **__: Any) -> None:
+    """Gather the weights that were handed out, and end; 0 if they have the hash of those drawn."""
+    state = t.model.state_dict().items()
+    whole = {k: t.world.whole(v) for k, v in state if "sparsity" not in k}
+    if t.world.is_main:
+        assert identity._hash(whole.items()) == t.initial_weights
+    t.world.first(lambda: None)
+    os._exit(0)
+
+
 def run(case: dict[str, Any]) -> int:
     """Train a case in a world of its own; the exit code of the command."""
     os.environ["MASTER_PORT"] = str(case["port"])
     if os.environ["RANK"] in case["strikes"]:
         strike(*case["strikes"][os.environ["RANK"]])
     try:
-        if case["reloads"]:
+        if case["only"] == "loading":
             Session.load_state_dict = compared_with_its_source  # type: ignore[method-assign]
+        elif case["only"] == "weights":
+            trainer._run = compared_with_their_hash  # type: ignore[assignment]
         with mistaken(case["mutant"]):
-            return train(config.load(case["words"]), Console.silent(), stop_after=case["stop_after"])
+            return trainer.train(config.load(case["words"]), Console.silent(), stop_after=case["stop_after"])
     except SparsePretrainError as error:
         print(f"{case['name']}: {error.label}: {error}", file=sys.stderr)
         return error.exit_code

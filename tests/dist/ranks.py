@@ -54,7 +54,9 @@ class Case:
     directory: Path = field(default_factory=Path)
     # rank -> kind, moment and number of a strike, see strikes.py
     strikes: dict[int, tuple[str, str, int]] = field(default_factory=dict)
-    reloads: bool = False  # load a checkpoint, compare what was loaded with it, and end
+    # "loading": compare what was loaded with its checkpoint, and end; "weights": what each process
+    # was given of the initial weights with their hash
+    only: str = ""
     fails: bool = False  # no process may end with 0
     # afterwards: exit code or -signal of each rank, and what all wrote on the standard error
     codes: list[int] = field(default_factory=list)
@@ -76,7 +78,7 @@ def train_with(tiny: Tiny, size: int, cases: list[Case]) -> dict[str, Path]:
         root = case.directory if case.directory.name else tiny.root / f"{size} {case.name}"
         words = [*tiny.overrides(*case.words, *case.parallel), "parallel.device=cpu"]
         words.append(f"runs_dir='{root}'")
-        keys = ("mutant", "stop_after", "strikes", "reloads")
+        keys = ("mutant", "stop_after", "strikes", "only")
         about = {key: getattr(case, key) for key in keys}
         plain.append({"name": case.name, "words": words, "port": store.port, **about})
         found[case.name] = words

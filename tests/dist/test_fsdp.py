@@ -52,6 +52,13 @@ def test_every_method(tiny, record_property):
     record_property("injected", len(killed))
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_initial_weights_are_those_that_one_process_draws(tiny, size):
+    words = {"sste": (), "slope": (), "sste all": ("sparsity.targets=all",)}
+    drawn = {name: (*variant(name.split()[0]), *own) for name, own in words.items()}
+    train_with(tiny, size, [Case(n, w, parallel=FSDP, only="weights") for n, w in drawn.items()])
+
+
 def test_every_number_of_processes_loads_what_another_has_saved(tiny, record_property):
     """Bit by bit, with averages; damaged ones would not be loaded at all."""
     words = {name: (*variant(name), *PROOF, "ema=0.9") for name in VARIANTS}
@@ -65,7 +72,7 @@ def test_every_number_of_processes_loads_what_another_has_saved(tiny, record_pro
     for size in sizes:
         train_with(tiny, size, cases(size, size, stop_after=4))
     for size in sizes:
-        all_cases = [case for saved_by in sizes for case in cases(saved_by, size, reloads=True)]
+        all_cases = [case for saved_by in sizes for case in cases(saved_by, size, only="loading")]
         train_with(tiny, size, all_cases)
     record_property("injected", len(sizes) ** 2 * len(words))
 
