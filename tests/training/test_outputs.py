@@ -113,15 +113,11 @@ def test_log_every_and_layers_every(tiny):
 
 
 def test_a_broken_proof_is_an_error(tiny, monkeypatch):
+    from sparsepretrain import kernels
     from sparsepretrain.errors import SparsePretrainError
-    from sparsepretrain.kernels import soft_threshold
-    from sparsepretrain.sparsity.methods.sste import SSTE
 
-    monkeypatch.setattr(
-        SSTE,
-        "_soft",
-        lambda self, w, dim, scale=None: soft_threshold(w, 3, 4, dim=dim, scale=scale),
-    )
+    right = kernels.soft_prune
+    monkeypatch.setattr(kernels, "soft_prune", lambda w, n, m, **rest: right(w, 3, 4, **rest))
     with pytest.raises(SparsePretrainError, match=r"NOT 2:4: transformer\.h\.0\.mlp\.c_fc"):
         tiny.train()
 
