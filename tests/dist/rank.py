@@ -35,7 +35,7 @@ load_state_dict = Session.load_state_dict
 def compared_with_its_source(own: Session, state: dict[str, Any], source: Any = None) -> None:
     """Load, collect again, and end; 0 if every tensor and number came back."""
     load_state_dict(own, state, source)
-    again = own.state_dict()
+    again = {k: dict(v) if isinstance(v, dict) else v for k, v in own.state_dict().items()}
     if own.world.is_main:
         for parts in (state, again):  # learning rates are set before each step
             for group in parts["optimizer_options"]["groups"]:
