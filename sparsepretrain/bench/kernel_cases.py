@@ -129,12 +129,8 @@ def operand(*others: Callable[[Shape, torch.device], Tensor]) -> Make:
     """A weight, what else is wanted, and the memory of its operand in bf16."""
 
     def make(shape: Shape, device: torch.device) -> tuple[Any, ...]:
-        weight = normal(shape, device)
-        return (
-            weight,
-            *(other(shape, device) for other in others),
-            torch.zeros_like(weight).to(BF16),
-        )
+        out = torch.zeros(shape, dtype=BF16, device=device)
+        return normal(shape, device), *(other(shape, device) for other in others), out
 
     return make
 

@@ -99,10 +99,8 @@ def identity(config: Config) -> str:
     for part, key, value in _meant(plain, ADDED):
         if part.get(key) == _canonical(value):
             part.pop(key, None)
-    if (
-        plain.get("compile") is not True
-    ):  # false is what the other modes say in older configurations
-        plain["compile"] = False
+    # false is what the other modes say in older configurations
+    plain["compile"] = plain.get("compile") is True
     plain["parallel"] = {"name": "single", "device": plain["parallel"]["device"]}
     text = json.dumps(plain, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
