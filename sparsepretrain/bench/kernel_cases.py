@@ -259,7 +259,7 @@ def masks() -> Iterator[KernelCase]:
     def code_of(shape: Shape, device: torch.device) -> tuple[Any, ...]:
         return codes(shape, device)[0], shape
 
-    limits = {"masks._pack": Limit(8.5, 32, 0)}
+    limits = {"masks._pack": Limit(1.6, 32)}
     yield KernelCase("pack mask", one, op("pack_24"), 1.125, limits, WEIGHTS)
     limits = {"masks._unpack": Limit(4.5, 32, 0)}
     yield KernelCase("unpack mask", code_of, op("unpack_24"), 1.125, limits, WEIGHTS)

@@ -147,8 +147,8 @@ def test_large_tensors_get_wide_indices():
         flip_count(mask, mask, backend="triton")
         pack_24(mask[:1024], backend="triton")
     wide = [launch.keywords["WIDE"] for launch in launches]
-    # flips are counted in words of four bytes
-    assert wide == [True, True, False, False]
+    # flags are packed in words of eight bytes, flips counted in words of four
+    assert wide == [False, True, False, False]
 
 
 LISTING = """

@@ -185,17 +185,16 @@ def over_elements(
     count: int,
     *args: Any,
     block: int = BLOCK,
-    reach: int = 0,
     **options: Any,
 ) -> None:
     """Launch ``kernel`` on parts of ``range(count)``.
 
     The kernel takes ``pointers``, ``count``, ``args`` and the constants ``BLOCK``, ``WIDE``
-    (offsets need 64 bits; the largest is ``count`` or ``reach``) and ``options``.
+    (offsets need 64 bits) and ``options``.
     """
     if not count:
         return
-    wide = max(count, reach) >= 2**31 - block
+    wide = count >= 2**31 - block
     with torch.cuda.device_of(pointers[0]):
         kernel[(-(-count // block),)](
             *pointers, count, *args, BLOCK=block, WIDE=wide, enable_fp_fusion=False, **options
