@@ -9,8 +9,12 @@
 #   kernels            kernels against the reference, other formulations and a device copy
 #   linear             one linear layer of every method against nn.Linear
 #   linear-auto        the same with sparse products where they are faster
+#   block              an FFN and a block of S-STE and T-SR-STE, training and inference
+#   block-auto         the same with sparse products where they are faster
+#   products           2:4 products against dense ones, fp16, bf16 and fp8
 #   train-METHOD       50 steps of GPT-2 124M beside dense; METHODS="srste sste tsrste"
 #   train-METHOD-auto  the same with sparse products where they are faster
+#   hours              GPU hours of whole recipes: only if it is named, with the package installed
 #
 # Without a PIECE all of them run. A piece that is finished is skipped when the command is given
 # again; delete PIECE.log to repeat it. A piece that fails does not keep the others from running.
@@ -40,11 +44,11 @@ for word in "$@"; do
     esac
 done
 
-known=(tests triton doctor kernels linear linear-auto)
+known=(tests triton doctor kernels linear linear-auto block block-auto products)
 for method in $METHODS; do known+=("train-$method" "train-$method-auto"); done
 for word in "${wanted[@]}"; do
-    if [[ " ${known[*]} " != *" $word "* ]]; then
-        echo "gpu_check: unknown piece '$word'; known are: ${known[*]}" >&2
+    if [[ " ${known[*]} hours " != *" $word "* ]]; then
+        echo "gpu_check: unknown piece '$word'; known are: ${known[*]} hours" >&2
         exit 2
     fi
 done
@@ -107,10 +111,11 @@ for piece in "${wanted[@]}"; do
             ;;
         doctor) run "$piece" "$PYTHON" -m sparsepretrain doctor ;;
         kernels) bench "$piece" suite=kernels ;;
-        linear*) bench "$piece" suite=linear "${auto[@]}" ;;
+        linear* | block*) bench "$piece" "suite=${piece%-auto}" "${auto[@]}" ;;
+        products | hours) bench "$piece" "suite=$piece" ;;
         train-*)
             method=${piece#train-}
-            bench "$piece" suite=steps "methods=${method%-auto}" "${auto[@]}"
+            bench "$piece" suite=train "methods=${method%-auto}" "${auto[@]}"
             ;;
     esac
 done

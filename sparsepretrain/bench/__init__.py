@@ -14,7 +14,10 @@ SUITES = {
     "cpu": "sparsepretrain.bench.cpu",
     "kernels": "sparsepretrain.bench.kernels",
     "linear": "sparsepretrain.bench.linear",
-    "steps": "sparsepretrain.bench.steps",
+    "block": "sparsepretrain.bench.block",
+    "products": "sparsepretrain.bench.products",
+    "train": "sparsepretrain.bench.train",
+    "hours": "sparsepretrain.bench.hours",
     "operands": "sparsepretrain.bench.operands",
     "host": "sparsepretrain.bench.host",
     "checkpoint": "sparsepretrain.bench.checkpoint",
@@ -24,11 +27,12 @@ SUITES = {
 of :data:`CHOOSE` have ``cases(quick, choice)``.
 
 A module may also have ``details() -> dict``, which goes into the JSON after the cases ran, and
-``draw(result, path)``, which is given a path for a plot.
+``draw(result, path)``, which is given a path for a plot, and ``report(result)``, lines of Markdown
+in the form of a paper's table.
 """
 
 
-CHOOSE = ("linear", "steps")
+CHOOSE = ("linear", "block", "train", "hours")
 """Suites that measure methods."""
 
 
@@ -51,7 +55,7 @@ def run(
     quick: bool = False,
     choice: Choice | None = None,
 ) -> dict[str, Any]:
-    """Run a suite, print its table and write the JSON.
+    """Run a suite, print its table and write the JSON; a page of Markdown and a plot go beside it.
 
     Args:
         suite: a key of :data:`SUITES`.
@@ -65,6 +69,7 @@ def run(
     """
     import torch
 
+    from sparsepretrain.bench.summary import page
     from sparsepretrain.tracking.console import Console
     from sparsepretrain.training.hardware import environment
 
@@ -85,10 +90,11 @@ def run(
         "within_limits": quick or all(case.ok is not False for case in cases),
     }
     write_atomic(path, json.dumps(result, indent=1) + "\n")
+    if hasattr(module, "draw"):
+        module.draw(result, path.with_suffix(".png"))
+    write_atomic(path.with_suffix(".md"), "\n".join(page(path)) + "\n")
     kept = {None: "", True: "yes", False: "NO"}
     rows = [(c.name, c.value_text, c.limit_text, kept[None if quick else c.ok]) for c in cases]
     console.table(f"bench {suite}", rows, header=["case", "value", "limit", "kept"])
-    console.info(f"written to {path}")
-    if hasattr(module, "draw"):
-        module.draw(result, path.with_suffix(".png"))
+    console.info(f"written to {path}, and as a page to {path.with_suffix('.md')}")
     return result

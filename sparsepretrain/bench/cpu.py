@@ -19,14 +19,12 @@ import torch.nn.functional as F
 
 from sparsepretrain import registry
 from sparsepretrain.bench import cpu_kernels, tasks
+from sparsepretrain.bench.hours import training
 from sparsepretrain.bench.linear import timed_methods
 from sparsepretrain.bench.plain import PlainGPT2
 from sparsepretrain.bench.progress import Phase
 from sparsepretrain.bench.timing import Case, amortised, interleaved, ratio
-from sparsepretrain.config import compose, validate
 from sparsepretrain.sparsity.method import G
-from sparsepretrain.tracking.console import Console
-from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.loop import train_step
 from sparsepretrain.training.session import Session
 
@@ -91,12 +89,6 @@ def cases(quick: bool) -> list[Case]:
         _start(1 if quick else 3, COLD_LIMIT, cold=True),
         *tasks.cases(training, rounds, Phase("tasks", len(tasks.experiments()), "experiments")),
     ]
-
-
-def training(overrides: list[str]) -> Session:
-    """The default run with ``overrides``, built and ready to step; nothing is written."""
-    plain = compose([*overrides, "tracker=jsonl"], [])
-    return build_session(validate(plain), Console())
 
 
 def _steps(rounds: int) -> list[Case]:

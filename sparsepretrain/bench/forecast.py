@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from sparsepretrain.bench.doctor import META, present_gpu
-from sparsepretrain.bench.linear import durations
+from sparsepretrain.bench.linear import durations, works_of
 from sparsepretrain.config.groups import SimulatedFP8
 from sparsepretrain.config.schema import Run
 from sparsepretrain.kernels.cusparselt.packed24 import unsupported
@@ -363,8 +363,8 @@ def measured(
         return partial(sparsify_with, options=options, **rest)
 
     assert not isinstance(run.precision, SimulatedFP8)  # whose products are never sparse
-    variants = {"emulated": sparse("emulate"), "sparse": sparse("semi_structured")}
-    series = durations(
-        layer.sizes[::-1], layer.inputs, device, rounds, variants, dtype=dtype, fresh=fresh
-    )
-    return {name.replace("nn.Linear", "dense"): each.us for name, each in series.items()}
+    backends = {"emulated": "emulate", "sparse": "semi_structured"}
+    variants = {"dense": None} | {name: sparse(backend) for name, backend in backends.items()}
+    build, inputs = partial(nn.Linear, *layer.sizes[::-1]), (*layer.inputs, layer.sizes[1])
+    works = works_of(build, inputs, device, variants, dtype=dtype, fresh=fresh)
+    return {name: series.us for name, series in durations(works, device, rounds).items()}

@@ -95,7 +95,7 @@ class Timed:
 
 def full_name(case: str, shape: list[int], impl: str) -> str:
     """What results are known by."""
-    return f"{case}, {'×'.join(map(str, shape))}, {impl}"
+    return ", ".join(filter(None, [case, "×".join(map(str, shape)), impl]))
 
 
 def cases(quick: bool) -> list[Timed]:

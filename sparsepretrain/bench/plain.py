@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
+    """Attention and FFN, each after a norm and beside a residual."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -21,6 +23,7 @@ class _Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Of ``x`` (batch, length, width) and its shape."""
         batch, length, width = x.shape
         heads = (batch, length, self.heads, width // self.heads)
         q, k, v = (t.view(heads).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(width, 2))
@@ -37,7 +40,7 @@ class PlainGPT2(nn.Module):
         width = options.n_embd
         self.tokens = nn.Embedding(options.vocab_size, width)
         self.positions = nn.Embedding(options.n_positions, width)
-        self.blocks = nn.ModuleList(_Block(width, options.n_head) for _ in range(options.n_layer))
+        self.blocks = nn.ModuleList(Block(width, options.n_head) for _ in range(options.n_layer))
         self.norm = nn.LayerNorm(width, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What ``scripts/gpu_check.sh`` has left in a directory, as ``summary.md``.
+"""Results as Markdown: a page for each file, ``summary.md`` for what ``gpu_check.sh`` has left.
 
 python -m sparsepretrain.bench.summary benchmarks/results/nvidia-h200
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from sparsepretrain.bench import SUITES
 from sparsepretrain.bench.compare import describe
 from sparsepretrain.files import write_atomic
 
@@ -25,30 +27,31 @@ def summary(directory: Path) -> str:
     if begun:
         lines.append(f"Not finished: {', '.join(begun)}.")
     for path in sorted(directory.glob("*.json")):
-        lines += ["", f"## {path.stem}", "", *_section(path)]
+        lines += ["", *page(path, "##")]
     return "\n".join(lines) + "\n"
 
 
-def _section(path: Path) -> Iterator[str]:
+def page(path: Path, heading: str = "#") -> Iterator[str]:
+    """Lines of Markdown about a results file: hardware, cases, and what its suite reports."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     environment = found["environment"]
     packages = environment["packages"]
+    yield from (f"{heading} {path.stem}", "")
     yield (
         f"{environment['hardware']['device']}, torch {packages.get('torch')}, triton "
         f"{packages.get('triton')}, commit {environment['commit']}"
         + (", few rounds: no figure means anything" if found["quick"] else "")
     )
-    yield from (
-        "",
-        "| case | measured | times as fast as | goal kept |",
-        "| --- | --- | --- | --- |",
-    )
+    module = import_module(SUITES[found["suite"]])
+    if hasattr(module, "report"):
+        yield from ("", *module.report(found))
+    yield from ("", "| case | measured | times as fast as | limit kept |", "| --- " * 4 + "|")
     for row in found["cases"]:
         name, reading = describe(row)
-        ratios = ", ".join(f"{other} {ratio:.2f}" for other, ratio in row["ratio_to"].items())
-        share = row["frac_of_copy"]
+        ratios = [f"{other} {ratio:.2f}" for other, ratio in row.get("ratio_to", {}).items()]
+        share = row.get("frac_of_copy")
         text = str(reading) + ("" if share is None else f", {share:.0%} of copy")
-        yield f"| {name} | {text} | {ratios} | {KEPT[row['ok']]} |"
+        yield f"| {name} | {text} | {', '.join(ratios)} | {KEPT[row['ok']]} |"
     if path.with_suffix(".png").exists():
         yield from ("", f"![{path.stem}]({path.stem}.png)")
 

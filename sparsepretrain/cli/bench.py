@@ -23,9 +23,9 @@ class Settings:
     quick: bool = False
     """Fewer repetitions: does it run, not how fast."""
     methods: str | None = None
-    """Of the suites linear and steps: these only, with commas between them."""
+    """Of the suites linear, block, train and hours: these only, with commas between them."""
     backend: Literal["emulate", "auto"] | None = None
-    """Of the suites linear and steps: whether products are sparse where that is faster."""
+    """Of those: whether products are sparse where that is faster."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Bench(Verb):
         choice = None
         if settings.methods or settings.backend:
             if settings.suite not in bench.CHOOSE:
-                several = " and ".join(bench.CHOOSE)
+                several = ", ".join(bench.CHOOSE)
                 raise ConfigError(f"methods and backend are for suite={several}")
             methods = tuple(filter(None, (settings.methods or "").split(",")))
             choice = bench.Choice(methods, settings.backend or "emulate")

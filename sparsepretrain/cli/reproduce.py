@@ -133,8 +133,8 @@ def _bench(part: Part) -> int:
     from sparsepretrain.config.compose import shell_line
 
     words = [
-        ["bench", suite, f"out=runs/{part.name}/{suite.rpartition('=')[2]}.json"]
-        for suite in part.table.bench
+        ["bench", *words, f"out=runs/{part.name}/{words[0].rpartition('=')[2]}.json"]
+        for words in map(str.split, part.table.bench)
     ]
     if torch.cuda.is_available():
         return max(map(main, words))

@@ -14,7 +14,7 @@ import torch
 from kernel_variants import all_cases
 
 from sparsepretrain import bench, cli, kernels
-from sparsepretrain.bench import gpu, steps
+from sparsepretrain.bench import gpu, linear, train
 from sparsepretrain.bench import kernels as suite
 from sparsepretrain.bench.kernel_cases import TINY, kernel_cases, normal
 from sparsepretrain.bench.kernels import Timed, difference
@@ -68,20 +68,38 @@ def test_kernels_without_a_gpu(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-@pytest.mark.parametrize("name", ["linear", "steps"])
-def test_layers_and_steps_without_a_gpu(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "impls", "lines"),
+    [
+        ("linear", ["nn.Linear", *timed_methods()], ["linear, LLaMA 7B, forward and backward"]),
+        ("train", ["dense", "sste"], ["training step, GPT-2 124M, bf16, compiled"]),
+        (
+            "block",
+            4 * ["nn.Linear", *timed_methods(["sste", "tsrste"])],
+            ["| sste | 2 | 16 | 64 | 2 | ", "| method | N | n | d | h | FFN, training, bf16 |"],
+        ),
+        ("products", 3 * ["dense", "2:4"], ["| fp8 e4m3 | 64 | 0.", "| type | m = n = k |"]),
+        ("hours", ["dense", "sste"], ["| GPT-2 micro | sste | 0.", "step, DeiT-base"]),
+    ],
+)
+def test_layers_and_steps_without_a_gpu(tmp_path, name, impls, lines):
     path = tmp_path / "out.json"
     result = bench.run(suite=name, out=path, quick=True)
-    every = ["nn.Linear", *timed_methods()]
-    assert [row["impl"] for row in result["cases"]] == (
-        every if name == "linear" else ["dense", "sste"]
-    )
-    for row in result["cases"]:
+    timed = [row for row in result["cases"] if row["us"]]
+    assert [row["impl"] for row in timed] == impls
+    for row in timed:
         assert row["status"] == "ok"
         assert row["us"]["p50"] > 0
         assert all(ratio > 0 for ratio in row["ratio_to"].values())
-    if name == "steps":
-        dense, sste = result["cases"]
+    others = [row for row in result["cases"] if row["us"] is None]
+    assert others and all(row["status"] == "skipped: needs a CUDA GPU" for row in others)
+    page = path.with_suffix(".md").read_text()
+    assert all(line in page for line in lines), page
+    if name == "hours":
+        dense, _ = timed
+        assert dense["hours"] == pytest.approx(dense["steps"] * dense["us"]["p50"] / 3.6e9)
+    if name == "train":
+        dense, sste = timed
         assert dense["losses"] != sste["losses"]
         assert dense["losses"][0] == pytest.approx(5.5, abs=0.5)  # ln 256 = 5.545
         assert sste["flip_rate"] > 0
@@ -93,10 +111,10 @@ def test_methods_and_backend_are_chosen(tmp_path, capsys):
     words = [f"out={path}", "quick=true", "methods=sste", "backend=auto"]
     for name, impls in (
         ("linear", ["nn.Linear", "dense", "sste, mvue=none", "sste"]),
-        ("steps", ["dense", "sste"]),
+        ("train", ["dense", "sste"]),
     ):
         assert cli.main(["bench", f"suite={name}", *words]) == 0
-        rows = json.loads(path.read_text())["cases"]
+        rows = [row for row in json.loads(path.read_text())["cases"] if row["us"]]
         assert sorted(row["impl"] for row in rows) == sorted(impls)
         assert all(row["case"].endswith(", backend=auto") for row in rows)
         assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
@@ -104,13 +122,15 @@ def test_methods_and_backend_are_chosen(tmp_path, capsys):
     assert cli.main(["bench", "suite=linear", "methods=sst", f"out={path}"]) == 2
     assert "no method 'sst' (did you mean 'sste'?)" in capsys.readouterr().err
     assert cli.main(["bench", "suite=cpu", "methods=sste"]) == 2
-    assert "methods and backend are for suite=linear and steps" in capsys.readouterr().err
+    assert (
+        "methods and backend are for suite=linear, block, train, hours" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.filterwarnings("ignore:StepAdamW switched")
 @pytest.mark.parametrize("name", timed_methods())
 def test_every_method_takes_steps(name):
-    run = steps.Training(name, steps.TINY, 2, steps.source_bytes(), CPU)
+    run = train.Training(name, train.TINY, 2, train.source_bytes(), CPU)
     run.step()
     assert len(run.losses) == 1
 
@@ -130,6 +150,15 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch):
         assert suite._is_right(result, case, work, inputs, expected) is (status == "ok")
         assert result.status == status
         assert result.ok is (None if status == "ok" else False)
+
+
+def test_a_wrong_sparse_product_gets_no_time(tmp_path, monkeypatch):
+    """``auto`` where a layer's sparse execution is broken: the row says so, the others stay."""
+    monkeypatch.setattr(linear, "TOLERANCE", -1.0)
+    choice = bench.Choice(("ste",), "auto")
+    result = bench.run(suite="linear", out=tmp_path / "out.json", quick=True, choice=choice)
+    status = {row["impl"]: row["status"] for row in result["cases"] if row["impl"]}
+    assert status == {"nn.Linear": "ok", "dense": "wrong", "ste": "wrong"}
 
 
 def test_an_unrepeatable_kernel_is_wrong():
@@ -288,7 +317,7 @@ for name in registry.names("method"):
 names = [m.name for m in pkgutil.iter_modules(sparsepretrain.kernels.__path__)]
 for name in names:
     importlib.import_module("sparsepretrain.kernels." + name)
-for name in ("kernels", "linear", "steps"):
+for name in ("kernels", "linear", "block", "products", "train"):
     importlib.import_module("sparsepretrain.bench." + name)
 import sparsepretrain as sp
 sp.sparsify

@@ -143,19 +143,22 @@ def test_layers_are_measured_where_a_gpu_is(an_h200, monkeypatch):
     monkeypatch.setattr(forecast, "ROUNDS", 2)
     given = ["sparsity=tsrste", "batch.size=4", "batch.micro=2", "task.sequence_length=32"]
     seen = []
-    durations = forecast.durations
+    works_of = forecast.works_of
 
-    def spy(*args, **options):
-        found = durations(*args, **options)
-        seen.append((args[:2], options, list(found)))
+    def spy(build, inputs, *args, **options):
+        found = works_of(build, inputs, *args, **options)
+        seen.append(((build().weight.shape, inputs), options, list(found)))
         return found
 
-    monkeypatch.setattr(forecast, "durations", spy)
+    monkeypatch.setattr(forecast, "works_of", spy)
     text = printed(forecast.forecast, load(*given))
     assert "on H200: 989.4 TFLOP/s" in text and "measured, forward and backward" in text
-    assert [args for args, _, _ in seen] == [((128, 512), (2, 32)), ((512, 128), (2, 32))]
+    assert [args for args, _, _ in seen] == [
+        ((512, 128), (2, 32, 128)),
+        ((128, 512), (2, 32, 512)),
+    ]
     assert {(o["fresh"], o["dtype"]) for _, o, _ in seen} == {(False, torch.bfloat16)}
-    assert seen[0][2] == ["nn.Linear", "emulated", "sparse"]
+    assert seen[0][2] == ["dense", "emulated", "sparse"]
     assert "as fast as dense" in text.splitlines()[-1]
     # another GPU than the one that is here: its data sheet only
     seen.clear()

@@ -14,6 +14,7 @@ from sparsepretrain.files import write_atomic
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
 PIECES = ["tests", "triton", "doctor", "kernels", "linear", "linear-auto"]
+PIECES += ["block", "block-auto", "products"]
 TRAIN = ["train-sste", "train-sste-auto"]
 PYTHON = """#!/bin/bash
 # stands in for Python: writes down what it was asked for
@@ -58,9 +59,9 @@ def test_pieces_are_resumed(check, tmp_path):
     finished = {path.stem for path in results.glob("*.log")}
     assert finished == {*PIECES, *TRAIN} - {"tests"}, "a failure keeps no other piece from running"
     assert "== linear: a goal was missed" in text and (results / "linear.json").exists()
-    assert [call.partition(" bench ")[2] for call in calls if "suite=steps" in call] == [
-        f"suite=steps methods=sste quick=false out={results}/train-sste.json",
-        f"suite=steps methods=sste backend=auto quick=false out={results}/train-sste-auto.json",
+    assert [call.partition(" bench ")[2] for call in calls if "suite=train" in call] == [
+        f"suite=train methods=sste quick=false out={results}/train-sste.json",
+        f"suite=train methods=sste backend=auto quick=false out={results}/train-sste-auto.json",
     ]
     assert calls[-1] == f"-m sparsepretrain.bench.summary {results}"
     (tmp_path / "broken").unlink()
@@ -113,7 +114,7 @@ def test_rehearsal(tmp_path):
     results = tmp_path / "fake"
     assert {path.stem for path in results.glob("*.log")} == {*PIECES, *TRAIN}
     drawn = {path.stem for path in results.glob("*.png")}
-    assert drawn == {"linear", "linear-auto", *TRAIN}
+    assert drawn == {*PIECES[4:], *TRAIN}
     text = (results / "summary.md").read_text()
     assert "Not finished" not in text and "few rounds: no figure means anything" in text
     assert "skipped: needs a CUDA GPU" in text and "nn.Linear 1.00" in text
