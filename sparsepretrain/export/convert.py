@@ -18,7 +18,7 @@ from sparsepretrain.models.pretrained import quiet
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import Method, densify
-from sparsepretrain.sparsity.coverage import Proof, is_nm
+from sparsepretrain.sparsity.coverage import Proof, nm_holds
 from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.tasks import Task
 from sparsepretrain.tracking.console import Console
@@ -166,7 +166,7 @@ def write(converted: Converted, directory: Path) -> float:
         mine, theirs = (m.get_submodule(name) for m in (model, loaded))
         axis = 0 if type(theirs).__name__ == "Conv1D" else 1
         pattern, weight = converted.pattern, theirs.weight
-        proven = pattern is None or is_nm(weight, *pattern, axis)  # type: ignore[arg-type]
+        proven = pattern is None or bool(nm_holds(weight, *pattern, axis))  # type: ignore[arg-type]
         if not proven or not torch.equal(mine.weight, weight):  # type: ignore[arg-type]
             raise CheckpointError(f"the weight of {name} changed when it was written and loaded")
     for name, (left, right) in converted.adapters.items():

@@ -188,8 +188,11 @@ class Proof:
         return f"{self.pattern} in all {self.groups:,} groups, {share:.1%} exact zeros"
 
 
-def is_nm(weight: Tensor, n: int, m: int, dim: int) -> bool:
-    """Whether every group of m along ``dim`` has at most n non-zeros, and all zeros are +0.0."""
+def nm_holds(weight: Tensor, n: int, m: int, dim: int) -> Tensor:
+    """Whether every group of m along ``dim`` has at most n non-zeros, and all zeros are +0.0.
+
+    0-d bool, on the device.
+    """
     zero = weight == 0
     fits = ((~zero).unflatten(dim, (-1, m)).sum(dim + 1) <= n).all()
-    return bool(fits) and not bool((zero & weight.signbit()).any())
+    return fits & ~(zero & weight.signbit()).any()

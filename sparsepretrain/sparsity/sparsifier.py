@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainWarning
 from sparsepretrain.kernels import boundary_magnitudes, unpacked
 from sparsepretrain.sparsity import reminder
-from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, is_nm
+from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, nm_holds
 from sparsepretrain.sparsity.execution import EMULATE
 from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
 from sparsepretrain.sparsity.method import Method
@@ -264,6 +264,16 @@ class Sparsifier:
         Args:
             per_layer: also ``flip_rate/<layer>`` and ``l1_gap/<layer>``.
         """
+        return self.metrics_with(None, per_layer=per_layer)[0]
+
+    @torch.no_grad()
+    def metrics_with(
+        self, counts: Tensor | None, *, per_layer: bool = False
+    ) -> tuple[dict[str, float], list[list[int]]]:
+        """:meth:`metrics`, and ``counts`` as a list: integers (k, layers) that are on the device.
+
+        All of it in one wait.
+        """
         self._require_sparse()
         rows, found = [], self.flips
         for layer in self.layers.values():
@@ -273,12 +283,19 @@ class Sparsifier:
             used = stored if forward is None else forward
             weight = own.whole_groups(stored)
             dropped, kept = boundary_magnitudes(weight, *self.method.pattern, dim=own.dim)
-            sizes = weight.new_tensor([stored.numel(), dropped.numel()], dtype=torch.float64)
             gap = (kept - dropped).sum(dtype=torch.float64)
+            sizes = [gap.new_full((), part.numel()) for part in (stored, dropped)]  # no copy
             rows.append(torch.stack([*sizes, used.count_nonzero().double(), gap]))
-        # one wait for the device; sums of integers below 2⁵³ are exact in fp64
-        numbers = self._state.total(torch.stack(rows))
-        table = (numbers if found is None else torch.column_stack([numbers, found])).tolist()
+        # sums of integers below 2⁵³ are exact in fp64
+        columns = [
+            self._state.total(torch.stack(rows)),
+            found,
+            counts if counts is None else counts.t(),
+        ]
+        table = torch.column_stack([c for c in columns if c is not None]).tolist()
+        width = 4 + (found is not None)
+        counted = [list(map(int, c)) for c in zip(*(row[width:] for row in table), strict=True)]
+        table = [row[:width] for row in table]
         entries, groups, nonzeros, gaps, *flips = map(sum, zip(*table, strict=True))
         result = {
             "density": nonzeros / entries,
@@ -295,7 +312,7 @@ class Sparsifier:
                 result[f"l1_gap/{name}"] = row[3] / row[1]
                 if flips:
                     result[f"flip_rate/{name}"] = row[4] / row[0]
-        return result
+        return result, counted
 
     def coverage(self) -> Coverage:
         """Which layers are sparse and what each product sees."""
@@ -449,15 +466,19 @@ def prove(sparsifier: Sparsifier) -> Proof:
     (n, m), phase = sparsifier.method.pattern, sparsifier.method.phase
     why = "" if phase.evaluation else phase.why
     proof = Proof(pattern=f"{n}:{m}", sparse=False, why_dense=why)
+    found = {}
     for name, layer in sparsifier.layers.items():
         weight = layer.sparsity.project(layer.weight).forward
         if weight is None:
             continue
-        proof.sparse = True
         weight = layer.sparsity.all_rows(weight)
-        if not is_nm(weight, n, m, layer.sparsity.dim):
-            proof.violations += (name,)
+        holds = nm_holds(weight, n, m, layer.sparsity.dim)
+        found[name] = torch.stack([holds.long(), (weight == 0).sum()])
         proof.groups += weight.numel() // m
-        proof.zeros += weight.numel() - int(weight.count_nonzero())
         proof.entries += weight.numel()
+    if found:
+        proof.sparse = True
+        rows = dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
+        proof.violations = tuple(name for name, (right, _) in rows.items() if not right)
+        proof.zeros = sum(zeros for _, zeros in rows.values())
     return proof

@@ -31,7 +31,8 @@ LOGITS_AT_ONCE = 2**24
 Observation = dict[str, Any]
 """What an evaluated micro-batch contributes to the metrics; ``(sum, count)`` pairs are averaged.
 
-A sum may be a 0-d tensor on the device: the loop reads those of all micro-batches in one wait.
+A sum may be a 0-d tensor on the device, and another entry a tensor, which becomes a list: the loop
+reads those of all micro-batches in one wait.
 """
 
 
@@ -193,18 +194,25 @@ def build_task(run: Run) -> Task:
 
 
 def read(observations: Sequence[Observation]) -> list[Observation]:
-    """With numbers in place of sums on a device, in one wait for it."""
+    """With numbers in place of tensors on a device, in one wait for it."""
     import torch
 
-    def held(value: Any) -> bool:
-        return isinstance(value, tuple) and isinstance(value[0], torch.Tensor)
+    def tensors(value: Any) -> list[Tensor]:
+        first = value[0] if isinstance(value, tuple) else value
+        return [first] if isinstance(first, torch.Tensor) else []
 
-    sums = [value[0].double() for seen in observations for value in seen.values() if held(value)]
-    numbers = iter(torch.stack(sums).tolist() if sums else ())
-    return [
-        {key: (next(numbers), value[1]) if held(value) else value for key, value in seen.items()}
-        for seen in observations
-    ]
+    found = [t for seen in observations for value in seen.values() for t in tensors(value)]
+    # exact: counts, classes and positions are below 2⁵³
+    numbers = iter(torch.cat([t.reshape(-1).double() for t in found]).tolist() if found else ())
+
+    def plain(value: Any) -> Any:
+        for tensor in tensors(value):
+            kind = float if tensor.is_floating_point() else int
+            part = [kind(next(numbers)) for _ in range(tensor.numel())]
+            value = (*part, value[1]) if isinstance(value, tuple) else part
+        return value
+
+    return [{key: plain(value) for key, value in seen.items()} for seen in observations]
 
 
 def averages(observations: Iterable[Observation]) -> dict[str, float]:

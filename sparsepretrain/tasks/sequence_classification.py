@@ -96,8 +96,8 @@ class SequenceClassification(RecordTask):
     def predictions(self, scores: Tensor, batch: Batch) -> Observation:
         predicted = scores[:, 0] if self.regression else scores.argmax(dim=1)
         return {
-            "predicted": predicted.tolist(),
-            "labels": batch["targets"].tolist(),
+            "predicted": predicted,
+            "labels": batch["targets"],
             "parts": batch["about"],
         }
 

@@ -196,7 +196,7 @@ class Translation(Task):
         logits, count = self._logits(model, batch).detach(), self.count(batch)
         smoothings = {"loss": self.options.label_smoothing, "nll": 0.0}
         seen: Observation = {
-            key: (float(cross_entropy(logits, batch["targets"], label_smoothing=smoothing)), count)
+            key: (cross_entropy(logits, batch["targets"], label_smoothing=smoothing), count)
             for key, smoothing in smoothings.items()
         }
         if final and self.options.bleu:

@@ -96,19 +96,20 @@ class Flips(Observer):
             self._compared = [count + 1 for count in self._compared]
 
     def at_log(self, session: Session, *, per_layer: bool) -> dict[str, Any]:
-        values = session.sparsifier.metrics(per_layer=per_layer)
+        values, sums = session.sparsifier.metrics_with(self._sums, per_layer=per_layer)
         last = {key: values.pop(key) for key in list(values) if key.startswith("flip_")}
-        values |= self._rates(per_layer=per_layer)
+        values |= self._rates(*sums, per_layer=per_layer)
         # without an update no masks were compared: the last flips are those of an older step
         if "flip_rate" in last and session.updated:
             values["flip_rate_last"] = last["flip_rate"]
             values |= {k: v for k, v in last.items() if k == "flip_interval"}
         return values
 
-    def _rates(self, *, per_layer: bool) -> dict[str, float]:
+    def _rates(
+        self, since_line: list[int], since_layers: list[int], *, per_layer: bool
+    ) -> dict[str, float]:
         """``flip_rate``, and ``flip_rate/<layer>`` if asked for; then counting starts anew."""
         result = {}
-        since_line, since_layers = self._sums.tolist()
         if self._compared[0]:
             entries = sum(self._entries.values())
             result["flip_rate"] = sum(since_line) / (self._compared[0] * entries)

@@ -21,6 +21,9 @@ WAITS = {
 }
 """Of an optimiser step, each at most once."""
 
+TIMED = ("tokens_per_second", "data_wait", "mfu_dense")
+"""Of a line of the record, what depends on the clock."""
+
 IMAGES = (
     "batch.size=4", "batch.micro=2", "steps=6", "eval.every=3", "eval.batches=1", "workers=0",
     "log.every=1", "tracker.mode=disabled",
@@ -62,13 +65,19 @@ def three_steps(tiny, words, *, watched=False):
     same_phase = [step[:2] for step in compiled[1:2]] == [step[:2] for step in compiled[2:]]
     if same_phase and not isinstance(tiny, TinyTranslation):  # whose micro-batches differ in size
         assert compiled[1:2] == compiled[2:], "a step of the same phase compiled kernels anew"
-    metrics, masks = sparsifier.metrics(per_layer=True), host(sparsifier.masks())
+    RECORD.clear()
+    line = [watch.at_log(session, per_layer=True) for watch in session.observers]
+    metrics = [{k: v for k, v in each.items() if k not in TIMED} for each in line]
+    assert not watched or sum(RECORD.waits.values()) <= 1, RECORD.waits
+    masks = host(sparsifier.masks())
     RECORD.clear()
     evaluated = loop.evaluate(session, "validation", 2, final=False)
-    if watched and session.run.task.name != "translation":
+    if watched:
         # of the averaged weights too
         assert sum(RECORD.waits.values()) <= 1 + (session.ema is not None), RECORD.waits
+    RECORD.clear()
     proof = str(prove(sparsifier)) if session.sparsifier.sparse else ""
+    assert not watched or sum(RECORD.waits.values()) <= 1, RECORD.waits
     state = host(session.state_dict())
     dense = host(densify(session.model).state_dict())
     return found, metrics, masks, evaluated, proof, state, dense
