@@ -46,6 +46,9 @@ RECORDS = ROOT / "docs" / "tables" / "records"
 RELIABILITY = ROOT / "docs" / "reliability.json"
 COMPILED = ROOT / "benchmarks" / "kernels_offline.json"
 
+SLOTS_PER_BYTE = 132 * 128 * 1.98e9 / 4.3e12
+"""Of the issue of instructions on an H200, while a device copy moves a byte."""
+
 VERDICTS = typing.get_args(Verdict)
 
 BLOCK = re.compile(
@@ -171,20 +174,26 @@ def compiled(argument: str, path: Path) -> str:
         f"Compiled with {compilers}; commit {result['environment']['commit']}.",
         "",
         "| case | kernel | registers | shared B | 128-bit / all loads "
-        "| instructions per element (sm_80 / 90 / 100) | limit |",
-        "|---|---|---|---|---|---|---|",
+        "| instructions per element (sm_80 / 90 / 100) "
+        "| slots (sm_90) | limit | of a copy, at most |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     grouped: dict[tuple[str, str], dict[str, Any]] = {}
+    slots: Counter[str] = Counter()
     for row in result["cases"]:
         grouped.setdefault((row["case"], row["kernel"]), {})[row["architecture"]] = row
+        slots[row["case"]] += row["slots"] if row["architecture"] == "sm_90" else 0
     for (case, kernel), by in grouped.items():
         shown = by["sm_90"]
         counts = [instructions(by.get(f"sm_{cc}")) for cc in (80, 90, 100)]
-        limit = shown["limit"]["instructions"]
-        loop = " ⟳" if shown["loops"] else ""
+        limit, busiest = shown["limit"]["slots"], shown["busiest"]
+        part = ""
+        if case in slots:  # one figure for all kernels of a case
+            part = f"{min(SLOTS_PER_BYTE * shown['bytes'] / slots.pop(case), 1):.0%}"
         lines.append(
             f"| {case} | `{kernel}` | {shown['registers']} | {shown['shared']} "
-            f"| {shown['wide_loads']} / {shown['loads']} | {' / '.join(counts)}{loop} | {limit:g} |"
+            f"| {shown['wide_loads']} / {shown['loads']} | {' / '.join(counts)} "
+            f"| {shown['slots']:.1f} {busiest} | {limit:g} | {part} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -279,7 +288,7 @@ def again(name: str, results: TableResults) -> str:
 def instructions(row: dict[str, Any] | None) -> str:
     if row is None:
         return "·"
-    return "–" if row["refused"] else f"{row['instructions']:.1f}"
+    return "–" if row["refused"] else f"{row['pipes']['issue']:.1f}"
 
 
 def reliability(_: str, path: Path) -> str:

@@ -40,8 +40,9 @@ ALL, ONE = (80, 90, 100), (90,)
 class Limit:
     """What the machine code of one kernel may cost, on any architecture."""
 
-    instructions: float
-    """Per element of the case, loops counted once."""
+    slots: float
+    """Of the issue of instructions, per element, in which any pipe may be busy: an instruction
+    takes one, one that half as many lanes execute takes two (``tests/kernels_offline``)."""
     registers: int = 128
     """Per thread; 128 still lets 16 warps live on a multiprocessor of 64k registers."""
     wide_loads: int = 1
@@ -111,17 +112,17 @@ def tensor(dtype: torch.dtype = FP32) -> Make:
 
 def hard_masks() -> Iterator[KernelCase]:
     """N:M masks, of which a bool per element is written, and STE's W∘M with its mask."""
-    usual, limits = {"topk": lambda x: topk(x).bool()}, {"nm._mask_24": Limit(14.5, 32)}
+    usual, limits = {"topk": lambda x: topk(x).bool()}, {"nm._mask_24": Limit(19.5, 32)}
     mask = op("nm_mask")
     yield KernelCase("2:4 mask, fp32", tensor(), mask, 5, limits, WEIGHTS, 0.85, others=usual)
     yield KernelCase("2:4 mask, bf16", tensor(BF16), mask, 3, limits, WEIGHTS)
     for name, run, size, limits in (
-        ("2:8 mask", op("nm_mask", 2, 8), 5, {"nm._mask_nm": Limit(24.0, 64)}),
-        ("2:4 prune and mask", op("nm_prune"), 9, {"nm._mask_24": Limit(25.0, 88)}),
-        ("2:8 prune and mask", op("nm_prune", 2, 8), 9, {"nm._mask_nm": Limit(31.5, 88)}),
+        ("2:8 mask", op("nm_mask", 2, 8), 5, {"nm._mask_nm": Limit(26.5, 64)}),
+        ("2:4 prune and mask", op("nm_prune"), 9, {"nm._mask_24": Limit(36.5, 88)}),
+        ("2:8 prune and mask", op("nm_prune", 2, 8), 9, {"nm._mask_nm": Limit(37.0, 88)}),
     ):
         yield KernelCase(f"{name}, fp32", tensor(), run, size, limits, WEIGHTS)
-    name, limits = "2:4 prune into bf16, mask in bits", {"nm._prune_24": Limit(23.5, 56)}
+    name, limits = "2:4 prune into bf16, mask in bits", {"nm._prune_24": Limit(34.0, 56)}
     yield KernelCase(name, operand(), op("nm_prune", named=("out",)), 6.125, limits, WEIGHTS)
 
 
@@ -159,8 +160,7 @@ def soft(n: int = 2, m: int = 4, dtype: torch.dtype = BF16, **options: Any) -> A
 
 def soft_thresholds() -> Iterator[KernelCase]:
     """S-STE's β·S(W) for the matrix products: threshold, scale and cast in one pass."""
-    # the goal is 12, reached on sm_100, which adds and multiplies two numbers at a time
-    limits = {"soft._soft_24": Limit(14.0, 40)}
+    limits = {"soft._soft_24": Limit(16.5, 40)}
     usual = {
         "three passes": _three_passes,
         "sort": lambda x, beta: (soft_by_sort(x) * beta).to(BF16),
@@ -169,7 +169,7 @@ def soft_thresholds() -> Iterator[KernelCase]:
     yield KernelCase(name, make, soft(), 6, limits, WEIGHTS, 0.85, others=usual)
     name, make = "2:4 soft threshold ×β, bf16→bf16", weight_and_scale(BF16)
     yield KernelCase(name, make, soft(), 4, limits, WEIGHTS)
-    name, any_limits = "2:8 soft threshold ×β, fp32→bf16", {"soft._soft_nm": Limit(31.0, 64)}
+    name, any_limits = "2:8 soft threshold ×β, fp32→bf16", {"soft._soft_nm": Limit(36.0, 64)}
     yield KernelCase(name, weight_and_scale(), soft(2, 8), 6, any_limits, WEIGHTS)
 
     def all_weights(shape: Shape, device: torch.device) -> tuple[Any, ...]:
@@ -188,10 +188,10 @@ def soft_thresholds() -> Iterator[KernelCase]:
         return found
 
     into = op("soft_prune", named=("scale", "out"))
-    limits = {"soft._soft_24": Limit(20.0, 40)}
+    limits = {"soft._soft_24": Limit(22.0, 40)}
     name, make = "2:4 soft threshold ×β into bf16, mask in bits", operand(_scale)
     yield KernelCase(name, make, into, 6.125, limits, WEIGHTS)
-    limits |= {"masks._differing_bits": Limit(0.25, 48)}
+    limits |= {"masks._differing_bits": Limit(0.26, 48)}
     yield KernelCase(
         "S-STE after a step, all FFN weights of 124M", all_weights, one_step, 6.5, limits,
         {"24 weights": (24 * 3072, 768)}, goal_us=150.0, rotate=False, architectures=ONE,
@@ -201,7 +201,7 @@ def soft_thresholds() -> Iterator[KernelCase]:
 def transposable() -> Iterator[KernelCase]:
     """The best of 90 masks per 4×4 block."""
     # a thread holds a whole block, so that loads of 16-bit types are 64 bits wide
-    for dtype, most, wide in ((FP32, 29.5, 1), (BF16, 32.0, 0)):
+    for dtype, most, wide in ((FP32, 30.5, 1), (BF16, 32.0, 0)):
         limits, run = {"transposable._search": Limit(most, 80, wide)}, op("transposable_mask")
         name, size = f"transposable mask, {NAMES[dtype]}", dtype.itemsize + 1
         yield KernelCase(name, tensor(dtype), run, size, limits, WEIGHTS, 0.3)
@@ -243,12 +243,12 @@ def masks() -> Iterator[KernelCase]:
     yield KernelCase("masked decay, bf16 gradient", decaying(BF16), decay, 9, limits, WEIGHTS)
     name = "masked decay, fp32, mask in bits"
     yield KernelCase(name, packed_decaying, decay, 12.125, limits, WEIGHTS)
-    name, limits = "W∘M into bf16, mask in bits", {"masks._select": Limit(7.0, 32)}
+    name, limits = "W∘M into bf16, mask in bits", {"masks._select": Limit(10.0, 32)}
     run = op("apply_mask", named=("out",))
     yield KernelCase(name, operand(_code), run, 6.125, limits, WEIGHTS)
-    limits = {"masks._differing_bits": Limit(2.0, 48)}
+    limits = {"masks._differing_bits": Limit(2.1, 48)}
     yield KernelCase("flip count, masks", pair, op("flip_count"), 2, limits, WEIGHTS)
-    limits, run = {"masks._differing_bits": Limit(0.25, 48)}, op("packed_flip_count")
+    limits, run = {"masks._differing_bits": Limit(0.26, 48)}, op("packed_flip_count")
     yield KernelCase("flip count, packed", codes, run, 0.25, limits, WEIGHTS, 0.8)
     run = op("packed_flip_count", replace=True)
     yield KernelCase("flip count, packed, replaced", codes, run, 0.375, limits, WEIGHTS)
@@ -261,7 +261,7 @@ def masks() -> Iterator[KernelCase]:
 
     limits = {"masks._pack": Limit(1.6, 32)}
     yield KernelCase("pack mask", one, op("pack_24"), 1.125, limits, WEIGHTS)
-    limits = {"masks._unpack": Limit(4.5, 32, 0)}
+    limits = {"masks._unpack": Limit(7.0, 32, 0)}
     yield KernelCase("unpack mask", code_of, op("unpack_24"), 1.125, limits, WEIGHTS)
 
 
@@ -292,9 +292,9 @@ def with_key(dtype: torch.dtype = BF16) -> Make:
 def mvue() -> Iterator[KernelCase]:
     """Unbiased 2:4 samples of the output gradient along tokens."""
     for estimator, dtype, most, goal in (
-        ("approximate", BF16, 52, 0.25),
-        ("approximate", FP32, 49, None),
-        ("exact", BF16, 41.5, None),
+        ("approximate", BF16, 53.5, 0.25),
+        ("approximate", FP32, 49.5, None),
+        ("exact", BF16, 48.5, None),
     ):
         limits = {"mvue24._sample": Limit(most, 80, 0)}
         run = op("mvue", named=("key",), dim=0, estimator=estimator)
@@ -307,9 +307,9 @@ DRAWN: dict[str, Any] = {"variant": "random", "rescale": True, "key": KEY}
 
 def pruned_gradients() -> Iterator[KernelCase]:
     """SDGP, by magnitude and at random."""
-    limits, run = {"sdgp._prune_24": Limit(15.0, 96)}, op("prune_gradient")
+    limits, run = {"sdgp._prune_24": Limit(21.0, 96)}, op("prune_gradient")
     yield KernelCase("SDGP 2:4 magnitude, bf16", tensor(BF16), run, 4, limits, TOKENS)
-    limits, run = {"sdgp._prune_24": Limit(61.0, 96)}, op("prune_gradient", **DRAWN)
+    limits, run = {"sdgp._prune_24": Limit(64.0, 96)}, op("prune_gradient", **DRAWN)
     name = "SDGP 2:4 random, bf16"
     yield KernelCase(name, tensor(BF16), run, 4, limits, TOKENS, architectures=ONE)
 
@@ -344,7 +344,7 @@ def gates() -> Iterator[KernelCase]:
 QUANTIZING = {
     format: {"fp8._largest": Limit(6.5, 32), "fp8._quantize": Limit(most, 32)}
     # sm_80 has no instruction for e5m2; 13.4 on the others
-    for format, most in (("e4m3", 14.5), ("e5m2", 20.5))
+    for format, most in (("e4m3", 14.5), ("e5m2", 26.5))
 }
 REFUSED = {"e4m3": (80,), "e5m2": ()}
 

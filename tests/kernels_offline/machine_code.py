@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
+
+LANES = {"issue": 128, "alu": 64, "fma": 128, "imad": 64, "xu": 16}
+"""Results per clock and multiprocessor of what executes instructions, on sm_90.
+
+``issue`` takes all of them. ``imad`` is the half of ``fma`` that multiplies integers too. On sm_80
+``fma`` is no wider than that half; what other architectures differ in is not modelled.
+"""
+_PIPES = {
+    "fma": "FADD FADD2 FMUL FMUL2 FFMA FFMA2 HADD2 HMUL2 HFMA2",
+    "imad": "IMAD IDP",
+    "xu": "MUFU F2F F2I I2F I2I FRND FLO POPC BREV",
+    "memory": "LDG STG LDS STS LDL STL LDSM STSM SHFL ATOM ATOMG ATOMS RED REDG",
+    "control": "BAR BMOV BRA BREAK BSSY BSYNC CALL CCTL CS2R DEPBAR ERRBAR EXIT LDC LDCU MEMBAR "
+    "R2UR RET S2R S2UR ULDC WARPSYNC YIELD",
+}
+PIPE_OF = {opcode: pipe for pipe, opcodes in _PIPES.items() for opcode in opcodes.split()}
+"""Opcode without modifiers -> the pipe that executes it. Those of uniform registers begin with U;
+the others, integers, logic, comparisons, selection and rounding, are those of ``alu``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +74,10 @@ class Facts:
     """Per program."""
     opcodes: list[str] = field(repr=False)
     """Opcode with modifiers of every instruction that does something."""
-    loops: int
-    """Backward branches: the static count then says less than what is executed."""
+    times: list[int] = field(repr=False)
+    """How often a thread executes each, if it skips none."""
+    loops: list[int]
+    """Rounds of each loop; 0: not known, and counted once."""
 
     @cached_property
     def spills(self) -> int:
@@ -73,10 +94,16 @@ class Facts:
         """Those of 128 bits or more per thread."""
         return self._count(r"LDG\b.*\.(128|256|ENL2)")
 
-    @property
-    def instructions(self) -> int:
-        """Instructions per thread, loops counted once."""
-        return len(self.opcodes)
+    @cached_property
+    def executed(self) -> dict[str, int]:
+        """Instructions per thread that each of :data:`LANES` executes."""
+        count: Counter[str] = Counter()
+        for opcode, times in zip(self.opcodes, self.times, strict=True):
+            name = opcode.partition(".")[0]
+            count["issue"] += times
+            count[PIPE_OF.get(name, "uniform" if name.startswith("U") else "alu")] += times
+        count["fma"] += count["imad"]
+        return {pipe: count[pipe] for pipe in LANES}
 
     def _count(self, pattern: str) -> int:
         return sum(re.match(pattern, opcode) is not None for opcode in self.opcodes)
@@ -141,25 +168,27 @@ def read_cubin(cubin: bytes, threads: int, shared: int) -> Facts:
     if found is None:
         raise ValueError(f"cuobjdump printed no resource usage: {usage[:200]!r}")
     registers, stack, static, local = map(int, found.groups())
-    opcodes, loops = read_listing(listing)
+    opcodes, times, loops = read_listing(listing)
     return Facts(
         registers=registers,
         stack=stack + local,
         shared=max(shared, static),
         threads=threads,
         opcodes=opcodes,
+        times=times,
         loops=loops,
     )
 
 
-def read_listing(listing: str) -> tuple[list[str], int]:
-    """(opcodes without NOP, number of backward branches) of nvdisasm's text.
+def read_listing(listing: str) -> tuple[list[str], list[int], list[int]]:
+    """(opcodes without NOP, how often each is executed, rounds of loops) of nvdisasm's text.
 
     Every kernel ends in a branch to itself, behind its EXIT: neither an instruction that runs nor
     a loop.
     """
+    lines: list[str] = []
     opcodes: list[str] = []
-    loops = 0
+    bodies: list[slice] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
         if label := re.match(r"\s*(\.L_\S+):", line):
@@ -171,9 +200,23 @@ def read_listing(listing: str) -> tuple[list[str], int]:
         if branch and branch[1] in labels:
             if labels[branch[1]] == len(opcodes):
                 continue
-            loops += 1
+            bodies.append(slice(labels[branch[1]], len(opcodes) + 1))
         opcodes.append(instruction[1])
-    return opcodes, loops
+        lines.append(line)
+    loops = [_rounds("\n".join(lines[body])) for body in bodies]
+    times = [1] * len(opcodes)
+    for body, rounds in zip(bodies, loops, strict=True):
+        times[body] = [t * max(rounds, 1) for t in times[body]]
+    return opcodes, times, loops
+
+
+def _rounds(body: str) -> int:
+    """Of a loop whose counter starts at 0 and ends at a constant; 0: no such counter is found."""
+    for end in re.finditer(r"SETP\.NE\S* \w+, \w+, (U?R\d+)(?:\.reuse)?, 0x(\w+)", body):
+        step = re.search(rf"ADD3? {end[1]},(?: U?P\w+,)* {end[1]}(?:\.reuse)?, 0x(\w+)", body)
+        if step:
+            return int(end[2], 16) // int(step[1], 16)
+    return 0
 
 
 def _tool(name: str, *args: str) -> str:

@@ -21,6 +21,7 @@ import torch
 import triton
 from kernel_variants import all_cases
 from machine_code import (
+    LANES,
     Facts,
     Launch,
     compile_launch,
@@ -58,9 +59,15 @@ class Row:
     loads: int = 0
     wide_loads: int = 0
     """Loads of 128 bits."""
-    instructions: float = 0.0
-    """Per element of the case, loops counted once."""
-    loops: int = 0
+    pipes: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Instructions per element of the case by what executes them (``machine_code.LANES``)."""
+    slots: float = 0.0
+    """Of the issue of instructions, per element, in which the busiest pipe is busy."""
+    busiest: str = ""
+    loops: list[int] = dataclasses.field(default_factory=list)
+    """Rounds of each."""
+    bytes: float = 0.0
+    """What an ideal kernel moves, per element of the case."""
     limit: dict[str, float] | None = None
     refused: str | None = None
     """Why the architecture cannot run the kernel."""
@@ -125,26 +132,37 @@ def _row(case: KernelCase, launch: Launch, capability: int) -> Row:
             row.problems.append(f"does not compile: {row.refused}")
         return row
     row.registers, row.shared, row.loops = facts.registers, facts.shared, facts.loops
+    row.bytes = case.bytes
     row.spills = facts.spills + facts.stack
     row.loads, row.wide_loads = facts.loads, facts.wide_loads
-    executed = facts.instructions * facts.threads * math.prod(launch.grid)
-    row.instructions = round(executed / math.prod(case.offline), 3)
+    threads = facts.threads * math.prod(launch.grid) / math.prod(case.offline)
+    row.pipes = {pipe: round(count * threads, 3) for pipe, count in facts.executed.items()}
+    row.busiest, slots = max(_slots(row).items(), key=lambda pair: pair[1])
+    row.slots = round(slots, 3)
     row.limit = None if limit is None else dataclasses.asdict(limit)
     row.problems += _problems(row, facts, limit)
     return row
+
+
+def _slots(row: Row) -> dict[str, float]:
+    """For how many slots of the issue each pipe is busy."""
+    return {pipe: count * LANES["issue"] / LANES[pipe] for pipe, count in row.pipes.items()}
 
 
 def _problems(row: Row, facts: Facts, limit: Limit | None) -> list[str]:
     found = []
     if row.spills:
         found.append(f"spills: {facts.spills} local loads and stores, {facts.stack} B of stack")
+    if not all(row.loops):
+        found.append("has a loop whose rounds are not known")
     if limit is None:
         return [*found, f"launches {row.kernel}, for which the case declares no limit"]
     slack = 1.0 if triton.__version__.startswith(LIMITS_FOR) else OTHER_COMPILER
     if row.registers > limit.registers * slack:
         found.append(f"{row.registers} registers > {limit.registers}")
-    if row.instructions > limit.instructions * slack:
-        found.append(f"{row.instructions} instructions per element > {limit.instructions}")
+    for pipe, slots in _slots(row).items():
+        if slots > limit.slots * slack:
+            found.append(f"{slots:.1f} slots per element of {pipe} > {limit.slots}")
     if row.wide_loads < limit.wide_loads:
         found.append(f"{row.wide_loads} loads of 128 bits < {limit.wide_loads}")
     return found

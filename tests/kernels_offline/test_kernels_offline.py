@@ -13,7 +13,7 @@ from sparsepretrain.bench.kernel_cases import KernelCase, Limit, normal
 from sparsepretrain.kernels import flip_count, nm_mask, pack_24, soft_threshold, unpack_24
 
 COMMITTED = json.loads(measure.RECORD.read_text())
-FIGURES = ("registers", "spills", "shared", "loads", "wide_loads", "instructions", "loops")
+FIGURES = ("registers", "spills", "shared", "loads", "wide_loads", "pipes", "loops", "bytes")
 RERUN = "run make kernels-offline"
 CASES = all_cases()
 
@@ -71,7 +71,7 @@ def case_of(**changes):
         "make": lambda shape, device: (normal(shape, device),),
         "run": lambda backend, x: nm_mask(x, backend=backend),
         "bytes": 5,
-        "limits": {"nm._mask_24": Limit(instructions=100)},
+        "limits": {"nm._mask_24": Limit(100)},
         "offline": (64, 256),
     }
     return KernelCase(**{**values, **changes})
@@ -81,15 +81,15 @@ def case_of(**changes):
     "limits, problem",
     [
         ({}, "no limit"),
-        ({"nm._mask_24": Limit(instructions=0.5)}, "instructions per element"),
-        ({"nm._mask_24": Limit(instructions=100, registers=8)}, "registers > 8"),
-        ({"nm._mask_24": Limit(instructions=100, wide_loads=99)}, "128 bits < 99"),
+        ({"nm._mask_24": Limit(0.5)}, "slots per element of issue > 0.5; "),
+        ({"nm._mask_24": Limit(100, registers=8)}, "registers > 8"),
+        ({"nm._mask_24": Limit(100, wide_loads=99)}, "128 bits < 99"),
     ],
 )
 def test_limits_are_judged(limits, problem):
     (row,) = measure.examine(case_of(limits=limits), 90)
     assert not row.ok
-    assert problem in " ".join(row.problems)
+    assert problem in "; ".join(row.problems)
 
 
 def test_a_kernel_that_should_be_refused_but_compiles():
@@ -158,6 +158,8 @@ LISTING = """
         /*0020*/              @!PT LDS RZ, [RZ] ;
 .L_x_0:
         /*0030*/                   FADD R1, R2, R3 ;
+        /*0034*/                   IADD3 R5, P1, R5, 0x2, RZ ;
+        /*0038*/                   ISETP.NE.U32.AND P0, PT, R5.reuse, 0x20, PT ;
         /*0040*/               @P0 BRA `(.L_x_0) ;
         /*0050*/              @UP0 UMOV UR4, 0x1 ;
         /*0060*/               @P1 BRA `(.L_x_2) ;
@@ -170,20 +172,46 @@ LISTING = """
 """
 
 
+def facts_of(listing):
+    opcodes, times, loops = machine_code.read_listing(listing)
+    of_launch = {"registers": 1, "stack": 0, "shared": 0, "threads": 128}
+    return machine_code.Facts(**of_launch, opcodes=opcodes, times=times, loops=loops)
+
+
 def test_reading_a_listing():
-    opcodes, loops = machine_code.read_listing(LISTING)
-    assert opcodes == ["LDC", "LDG.E.128", "LDS", "FADD", "BRA", "UMOV", "BRA", "EXIT"]
-    assert loops == 1
-    facts = machine_code.Facts(
-        registers=1, stack=0, shared=0, threads=128, opcodes=[*opcodes, "LDL", "STL.64"], loops=1
-    )
-    assert (facts.loads, facts.wide_loads, facts.spills, facts.instructions) == (1, 1, 2, 10)
+    facts = facts_of(LISTING)
+    loop = ["FADD", "IADD3", "ISETP.NE.U32.AND", "BRA"]
+    assert facts.opcodes == ["LDC", "LDG.E.128", "LDS", *loop, "UMOV", "BRA", "EXIT"]
+    assert facts.loops == [16]  # to 0x20 by 2
+    assert facts.times == [1, 1, 1, 16, 16, 16, 16, 1, 1, 1]
+    assert facts.executed == {"issue": 6 + 16 * 4, "alu": 32, "fma": 16, "imad": 0, "xu": 0}
+    assert (facts.loads, facts.wide_loads, facts.spills) == (1, 1, 0)
+    spilled = facts_of(LISTING.replace("LDS RZ, [RZ]", "STL.64 [R1], R2"))
+    assert spilled.spills == 1
+    assert facts_of(LISTING.replace("R5.reuse, 0x20", "R5, R6")).loops == [0]
+
+
+def test_an_unknown_loop_is_a_problem(monkeypatch):
+    monkeypatch.setattr(machine_code, "_rounds", lambda body: 0)
+    case = case_of(run=lambda backend, x: nm_mask(x, 16, 32, backend=backend))
+    (row,) = measure.examine(case, 90)
+    assert "has a loop whose rounds are not known" in row.problems
+
+
+def test_integers_multiply_in_half_of_the_lanes():
+    code = """
+        /*0000*/                   FFMA R1, R2, R3, R4 ;
+        /*0010*/                   IMAD.WIDE.U32 R4, R5, R6, RZ ;
+        /*0020*/                   MUFU.RCP R1, R1 ;
+        /*0030*/                   FSETP.GT.AND P0, PT, R1, R2, PT ;
+"""
+    assert facts_of(code).executed == {"issue": 4, "alu": 1, "fma": 2, "imad": 1, "xu": 1}
 
 
 def test_the_count_is_per_element():
     (small,) = measure.examine(case_of(offline=(64, 2048)), 90)
     (large,) = measure.examine(case_of(offline=(640, 2048)), 90)
-    assert small.instructions == large.instructions
+    assert small.pipes == large.pipes and small.slots == large.slots > 0
 
 
 def test_measuring_shows_how_far_it_is(capsys, monkeypatch):
