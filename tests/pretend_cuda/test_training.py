@@ -38,8 +38,20 @@ RECIPES = {
     "vit": (*IMAGES, "model=vit_nano", "sparsity=sste"),
     "resnet": (*IMAGES, "model=resnet_nano", "model.width=[8,8,8,16]", "sparsity=tsrste"),
     "weight": ("sparsity=sste", "sparsity.mvue=weight", "sparsity.beta_update=step"),
-    "semi_structured": ("sparsity=sste", "precision=bf16", "backend=semi_structured"),
 }
+SPARSE = {
+    **dict.fromkeys(("bimask", "slope", "srste", "ste"), ()),
+    "asp": ("sparsity.at=0.0",),
+    "mdgf": ("sparsity.until=0.0",),
+    "sdgf": ("sparsity.until=0.0",),
+    "sdgp": (),
+    "sste": (),
+    "step": ("sparsity.clipping=[0.0,0.0]",),
+    "tsrste": ("sparsity.dense_tail=0",),
+}
+"""Methods with a 2:4 operand -> with what the first steps have it."""
+PACKS = {"sdgp": (0, 1), "slope": (2, 0), "sste": (1, 1), "tsrste": (2, 1)}
+"""Operands of a layer that are packed per step, and per micro-batch; of the others one and none."""
 
 
 def host(value):
@@ -104,10 +116,29 @@ def test_other_recipes_do_too(tiny, words, monkeypatch):
     if words[: len(IMAGES)] == IMAGES:
         runs = f"runs_dir='{tiny.root / 'runs'}'"
         monkeypatch.setattr(tiny, "overrides", lambda *more: [*more, runs])
-    if "backend=semi_structured" in words:  # with the reference in place of cuSPARSELt
-        monkeypatch.setattr(semi_structured, "unsupported", lambda device: None)
-        monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
     compare(tiny, words)
+
+
+@pytest.mark.parametrize("method", SPARSE)
+def test_sparse_products_do_too(tiny, method, monkeypatch):
+    """With the reference in place of cuSPARSELt; packs are counted."""
+    monkeypatch.setattr(semi_structured, "unsupported", lambda device: None)
+    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+    step = loop.train_step
+
+    def counted(session):
+        values = step(session)
+        packs = sum(n for (_, name), n in RECORD.operators.items() if name == "compress_24")
+        weights, gradients = PACKS.get(method, (1, 0))
+        micro_batches = session.run.batch.size // session.run.batch.micro
+        if session.device.type == "cuda":
+            layers = len(session.sparsifier.layers)
+            assert packs == layers * (weights + gradients * micro_batches)
+        return values
+
+    monkeypatch.setattr(loop, "train_step", counted)
+    words = ("precision=bf16", "backend=semi_structured", *SPARSE[method])
+    compare(tiny, (f"sparsity={method}", *words))
 
 
 def test_translation_does_too(tiny):
