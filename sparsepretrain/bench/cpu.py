@@ -14,8 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from sparsepretrain import registry
 from sparsepretrain.bench import cpu_kernels, tasks
@@ -34,6 +36,7 @@ SAMPLED_LIMIT = 1.15
 """The same with MVUE."""
 MEMORY_LIMIT = 1.03
 PLAIN_LIMIT = 1.03
+NANOGPT_LIMIT = 1.0
 START_LIMIT = 8.0
 COLD_LIMIT = 12.0
 """Seconds, with kernels that are not compiled yet."""
@@ -101,6 +104,7 @@ def _steps(rounds: int) -> list[Case]:
         name: functools.partial(train_step, t) for name, t in built.items()
     }
     works["plain"] = _plain_step(built["dense"])
+    works["nanoGPT"] = _plain_step(built["dense"], nanogpt=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # STEP warns of a switch as early as this one
         seconds = interleaved(
@@ -117,7 +121,10 @@ def _steps(rounds: int) -> list[Case]:
     plain = ratio(
         "step time, our dense over plain PyTorch", dense, seconds["plain"], at_most=PLAIN_LIMIT
     )
-    return [*result.values(), plain]
+    nanogpt = ratio(
+        "step time, our dense over nanoGPT's loop", dense, seconds["nanoGPT"], at_most=NANOGPT_LIMIT
+    )
+    return [*result.values(), plain, nanogpt]
 
 
 def _searches(
@@ -138,16 +145,32 @@ def _searches(
     }
 
 
-def _plain_step(t: Session) -> Callable[[], object]:
-    """The same step without this project: data, loss, clipping, fused AdamW."""
+def _plain_step(t: Session, *, nanogpt: bool = False) -> Callable[[], object]:
+    """The same step without this project: data, loss, clipping, fused AdamW.
+
+    ``nanogpt``: as that project's train.py has it on a CPU: batches are stacked from windows of a
+    memory-mapped file, which is opened anew, and AdamW is not fused.
+    """
     torch.manual_seed(0)
     model = PlainGPT2(t.run.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    size = t.run.batch.size
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=not nanogpt)
+    size, length = t.run.batch.size, t.run.model.n_positions
     state = {"step": 0}
+    file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - as long as the step
+    np.random.default_rng(0).integers(256, size=10**6, dtype=np.uint16).tofile(file.name)
+
+    def windows() -> dict[str, Tensor]:
+        data = np.memmap(file.name, dtype=np.uint16, mode="r")
+        starts = torch.randint(len(data) - length, (size,))
+        return {
+            name: torch.stack(
+                [torch.from_numpy(data[i + k : i + k + length].astype(np.int64)) for i in starts]
+            )
+            for k, name in enumerate(("tokens", "targets"))
+        }
 
     def step() -> None:
-        batch = t.task.batch("train", state["step"], range(size), size)
+        batch = windows() if nanogpt else t.task.batch("train", state["step"], range(size), size)
         logits = model(batch["tokens"])
         loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
         loss.backward()

@@ -28,6 +28,10 @@ class Sparsifier:
     reads and changes the same. ``layers``: name -> sparse layer, in the model's order.
     """
 
+    only_finite = False
+    """Whether the caller steps only where it has seen that all gradients are finite. Then a fused
+    optimiser under loss scaling skips nothing, and nobody waits for the device to learn of it."""
+
     def __init__(self, state: ModelState) -> None:
         self._state = state
         self.layers: dict[str, SparseLayer] = {
@@ -418,7 +422,7 @@ class Sparsifier:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         held, self._held = self._held, {}
         found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and bool(found_inf):
+        if found_inf is not None and not self.only_finite and bool(found_inf):
             return
         state, method = self._state, self.method
         if held:

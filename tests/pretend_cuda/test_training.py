@@ -16,7 +16,6 @@ from sparsepretrain.training import loop
 METHODS = sorted(registry.names("method"))
 WAITS = {
     ("tolist", "training/loop.py:train_step"),  # the loss and the norm of the gradient
-    ("item", "sparsity/sparsifier.py:_after_step"),  # fp16: whether a gradient was infinite
     ("tolist", "optim/_step_adamw.py:step"),  # STEP's dense phase: the change of second moments
 }
 """Of an optimiser step, each at most once."""
