@@ -26,9 +26,8 @@ SUITES = {
 """Name -> module with ``cases(quick)``, a list of :class:`timing.Case` or ``kernels.Timed``; those
 of :data:`CHOOSE` have ``cases(quick, choice)``.
 
-A module may also have ``details() -> dict``, which goes into the JSON after the cases ran, and
-``draw(result, path)``, which is given a path for a plot, and ``report(result)``, lines of Markdown
-in the form of a paper's table.
+A module may also have ``draw(result, path)``, which is given a path for a plot, and
+``report(result)``, lines of Markdown in the form of a paper's table.
 """
 
 
@@ -69,6 +68,7 @@ def run(
     """
     import torch
 
+    from sparsepretrain.bench import gpu
     from sparsepretrain.bench.summary import page
     from sparsepretrain.tracking.console import Console
     from sparsepretrain.training.hardware import environment
@@ -78,14 +78,18 @@ def run(
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out: cannot write {path}: {error.strerror}") from error
-    console = Console()
+    console, cuda = Console(), torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
     module = import_module(SUITES[suite])
+    before = gpu.state() if cuda else None
     cases = module.cases(quick) if choice is None else module.cases(quick, choice)
     result = {
+        "schema": 1,
         "suite": suite,
         "quick": quick,
-        "environment": environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        **(module.details() if hasattr(module, "details") else {}),
+        "environment": environment(device),
+        "gpu": {"before": before, "after": gpu.state()} if cuda else None,
+        "ceilings": gpu.ceilings(device) if cuda else None,
         "cases": [case.as_dict() for case in cases],
         "within_limits": quick or all(case.ok is not False for case in cases),
     }

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from sparsepretrain.bench import EVERYTHING, Choice
-from sparsepretrain.bench.kernels import CUDA, Timed, details, draw
+from sparsepretrain.bench.kernels import CUDA, Timed, draw
 from sparsepretrain.bench.linear import CPU, DENSE, described, skipped, timed
 from sparsepretrain.bench.plain import Block
 
-__all__ = ["cases", "details", "draw", "report"]
+__all__ = ["cases", "draw", "report"]
 
 SHAPES = [
     (4, 2048, 768, 12),

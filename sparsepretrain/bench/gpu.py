@@ -17,6 +17,8 @@ ROUND_MS = 2.0
 COLD = 3
 """Inputs are rotated over so many times the size of the L2 cache."""
 COPY_BYTES = 1 << 30
+PRODUCT = 8192
+"""Rows and columns of the matrices of :func:`ceilings`."""
 
 Calls = Sequence[Callable[[], Any]]
 """The same work on different buffers, called in turn."""
@@ -58,6 +60,18 @@ def device_copy(device: torch.device) -> Calls:
 def bandwidth(copy: Series) -> list[float]:
     """Bytes per microsecond, read and written, of every round of :func:`device_copy`."""
     return [2 * COPY_BYTES / us for us in copy.us]
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """What a GPU reaches now: GB/s of a copy, TFLOP/s of a large dense product in bf16."""
+    size = PRODUCT
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in "ab")
+    found = measure({"copy": device_copy(device), "product": [lambda: a @ b]}, rounds=5)
+    product = statistics.median(found["product"].us)
+    return {
+        "copy_gbps": statistics.median(bandwidth(found["copy"])) / 1e3,
+        "bf16_tflops": 2 * size**3 / product / 1e6,
+    }
 
 
 def measure(works: dict[str, Calls], *, rounds: int) -> dict[str, Series]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sparsepretrain.bench import EVERYTHING, Choice, gpu
-from sparsepretrain.bench.kernels import Timed, details
+from sparsepretrain.bench.kernels import Timed
 from sparsepretrain.bench.linear import skipped
 from sparsepretrain.config import compose, validate
 from sparsepretrain.tracking.console import Console
@@ -24,7 +24,7 @@ from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.loop import train_step
 from sparsepretrain.training.session import Session
 
-__all__ = ["cases", "details", "report", "training"]
+__all__ = ["cases", "report", "training"]
 
 TEXT = "data=python_source"
 RECIPES = {

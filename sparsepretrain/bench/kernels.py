@@ -30,8 +30,6 @@ SKIPPED = "skipped: needs a CUDA GPU"
 ROUNDS = 25
 CUDA = torch.device("cuda")
 
-_state: dict[str, Any] = {}
-
 
 @dataclass(slots=True, kw_only=True)
 class Timed:
@@ -101,8 +99,6 @@ def full_name(case: str, shape: list[int], impl: str) -> str:
 def cases(quick: bool) -> list[Timed]:
     """All cases on all their shapes."""
     cuda = torch.cuda.is_available()
-    if cuda:
-        _state["before"] = gpu.state()
     rounds = 5 if quick else ROUNDS
     results = []
     for case in kernel_cases():
@@ -111,19 +107,6 @@ def cases(quick: bool) -> list[Timed]:
             if not cuda:
                 break
     return results
-
-
-def details() -> dict[str, Any]:
-    """The device before and after, and the bandwidth of the copies."""
-    if not _state:
-        return {"schema": 1, "gpu": None}
-    after = gpu.state()
-    copies = _state.get("copy", [])
-    return {
-        "schema": 1,
-        "gpu": {"before": _state["before"], "after": after},
-        "ceilings": {"copy_gbps": statistics.median(copies) / 1e3 if copies else None},
-    }
 
 
 def on_cpu(case: KernelCase) -> list[Timed]:
@@ -208,7 +191,6 @@ def _is_right(
 
 def _fill(results: dict[str, Timed], series: dict[str, gpu.Series]) -> None:
     copy = gpu.bandwidth(series[COPY])
-    _state.setdefault("copy", []).append(statistics.median(copy))
     for impl, result in results.items():
         if impl not in series:
             continue

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparsepretrain import registry
 from sparsepretrain.bench import EVERYTHING, Choice, gpu
-from sparsepretrain.bench.kernels import CUDA, SKIPPED, Timed, details, difference, draw
+from sparsepretrain.bench.kernels import CUDA, SKIPPED, Timed, difference, draw
 from sparsepretrain.bench.timing import interleaved
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Sparsifier, sparsify
@@ -26,7 +26,6 @@ __all__ = [
     "DENSE",
     "cases",
     "described",
-    "details",
     "draw",
     "durations",
     "skipped",

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.bench import gpu
-from sparsepretrain.bench.kernels import CUDA, Timed, details, difference, draw
+from sparsepretrain.bench.kernels import CUDA, Timed, difference, draw
 from sparsepretrain.bench.linear import CPU, TOLERANCE, durations, skipped
 from sparsepretrain.kernels import compress_24, matmul_24
 from sparsepretrain.training.hardware import known_gpu
 
-__all__ = ["cases", "details", "draw", "report"]
+__all__ = ["cases", "draw", "report"]
 
 SIZES = (2048, 4096, 8192, 16384)
 TINY = 64

@@ -42,6 +42,10 @@ def page(path: Path, heading: str = "#") -> Iterator[str]:
         f"{packages.get('triton')}, commit {environment['commit']}"
         + (", few rounds: no figure means anything" if found["quick"] else "")
     )
+    if ceilings := found.get("ceilings"):
+        yield "Ceilings, measured: {copy_gbps:.0f} GB/s, {bf16_tflops:.0f} TFLOP/s.".format(
+            **ceilings
+        )
     module = import_module(SUITES[found["suite"]])
     if hasattr(module, "report"):
         yield from ("", *module.report(found))

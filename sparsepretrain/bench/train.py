@@ -20,14 +20,14 @@ from torch import Tensor
 
 import sparsepretrain
 from sparsepretrain.bench import EVERYTHING, Choice, gpu
-from sparsepretrain.bench.kernels import Timed, details, draw
+from sparsepretrain.bench.kernels import Timed, draw
 from sparsepretrain.bench.linear import skipped, timed_methods
 from sparsepretrain.bench.plain import PlainGPT2
 from sparsepretrain.bench.timing import interleaved
 from sparsepretrain.optim.adamw import AdamWOptions
 from sparsepretrain.sparsity import Sparsifier, sparsify
 
-__all__ = ["cases", "details", "draw"]
+__all__ = ["cases", "draw"]
 
 GPT2_124M = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50304}
 ADAMW: Any = {"name": "adamw", "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}

@@ -268,6 +268,13 @@ def test_the_path_of_a_gpu(monkeypatch):
     assert len({place for backend, place in seen if backend == "triton"}) >= 9
 
 
+def test_ceilings(monkeypatch):
+    FakeCuda(monkeypatch)
+    monkeypatch.setattr(gpu, "PRODUCT", 64)
+    found = gpu.ceilings(CPU)
+    assert set(found) == {"copy_gbps", "bf16_tflops"} and all(v > 0 for v in found.values())
+
+
 def test_difference():
     x = torch.tensor([1.0, -4.0, float("nan"), float("inf")])
     assert difference(x, x.clone()) == 0

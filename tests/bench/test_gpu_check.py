@@ -94,6 +94,7 @@ def test_summary(tmp_path):
     }
     cases = [row.as_dict(), skipped.as_dict()]
     found = {"suite": "kernels", "quick": False, "environment": environment, "cases": cases}
+    found["ceilings"] = {"copy_gbps": 4012.3, "bf16_tflops": 700.4}
     write_atomic(tmp_path / "kernels.json", json.dumps(found))
     (tmp_path / "kernels.log").touch()
     (tmp_path / "tests.log.part").touch()
@@ -101,6 +102,7 @@ def test_summary(tmp_path):
     assert "Finished: kernels." in text and "Not finished: tests." in text
     assert "| a, 4×4, triton | 2 µs, 80% of copy | reference 3.00 | NO |" in text
     assert "| b, 4, triton | skipped: needs a CUDA GPU |  |  |" in text
+    assert "Ceilings, measured: 4012 GB/s, 700 TFLOP/s." in text
     assert "NVIDIA H200, torch 2.15.0, triton 3.9.0, commit abc" in text
 
 
