@@ -55,9 +55,9 @@ def _calls(triton: dict[str, Callable[..., object]]) -> dict[str, Callable[[], o
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 64, generator=draw)
     gradient = torch.randn(64, 96, generator=draw).bfloat16()
-    mask, beta, step = weight > 0, torch.ones(()), torch.zeros((), dtype=torch.int64)
+    mask, beta, clock = weight > 0, torch.ones(()), torch.zeros(2, dtype=torch.int64)
     code = kernels.pack_24(mask)
-    key = kernels.NoiseKey(*(torch.tensor(word) for word in (1, 2, 3)))
+    key = kernels.ClockKey(clock, 5, 3, 2, 24)
     return {
         "torch.mul": lambda: torch.mul(weight, weight),
         "soft_threshold": lambda: triton["soft_threshold"](
@@ -66,7 +66,6 @@ def _calls(triton: dict[str, Callable[..., object]]) -> dict[str, Callable[[], o
         "nm_prune": lambda: triton["nm_prune"](weight, 2, 4, -1, False),
         "transposable_mask": lambda: triton["transposable_mask"](weight),
         "mvue": lambda: triton["mvue"](gradient, 0, "approximate", None, key),
-        "noise_key": lambda: triton["noise_key"](step, 5, 3, 2),
         "prune_gradient": lambda: triton["prune_gradient"](gradient, 2, 4, 1),
         "pack_24": lambda: triton["pack_24"](mask),
         "packed_flip_count": lambda: triton["packed_flip_count"](code, code),

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be listed
     from sparsepretrain.kernels.bimask24 import bimask_masks, bimask_ones, bimask_prune
-    from sparsepretrain.kernels.common import NoiseKey, packed_shape, widen
+    from sparsepretrain.kernels.common import (
+        AnyKey,
+        ClockKey,
+        NoiseKey,
+        key_words,
+        noise_key,
+        packed_shape,
+        widen,
+    )
     from sparsepretrain.kernels.fp8 import dequantize_fp8, quantize_fp8
     from sparsepretrain.kernels.glu import geglu, swiglu
     from sparsepretrain.kernels.masks import (
@@ -30,7 +38,7 @@ if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be li
     )
     from sparsepretrain.kernels.mvue24 import mvue
     from sparsepretrain.kernels.nm import nm_mask, nm_prune
-    from sparsepretrain.kernels.noise import noise_key, uniform_like, uniform_noise
+    from sparsepretrain.kernels.noise import uniform_like, uniform_noise
     from sparsepretrain.kernels.packed24 import compress_24, matmul_24
     from sparsepretrain.kernels.sdgp import prune_gradient
     from sparsepretrain.kernels.soft import (

@@ -46,6 +46,54 @@ class NoiseKey(NamedTuple):
         return cls(seed & LOW_32, seed >> 32)
 
 
+class ClockKey(NamedTuple):
+    """The stream of a product in a micro-batch as what it follows from, for kernels to derive."""
+
+    clock: Tensor
+    """(completed optimiser steps, micro-batch): (2,), int64."""
+    seed: int
+    layer: int
+    product: int
+    room: int
+    """Token groups that a micro-batch may have: the first of micro-batch i is number i·room."""
+
+
+AnyKey = NoiseKey | ClockKey
+
+
+def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
+    """One Philox4x32-10 block; the parts are integers or int64 tensors holding 32-bit values."""
+    c0, c1, c2, c3 = counter
+    for r in range(PHILOX_ROUNDS):
+        k0, k1 = (key[0] + r * PHILOX_W0) & LOW_32, (key[1] + r * PHILOX_W1) & LOW_32
+        p0, p1 = c0 * PHILOX_M0, c2 * PHILOX_M1
+        c0, c1 = ((p1 >> 32) & LOW_32) ^ c1 ^ k0, p1 & LOW_32
+        c2, c3 = ((p0 >> 32) & LOW_32) ^ c3 ^ k1, p0 & LOW_32
+    return c0, c1, c2, c3
+
+
+def noise_key(seed: int, step: Any, layer: int, product: int, offset: Any = 0) -> NoiseKey:
+    """The stream of one product of one layer in one optimiser step.
+
+    Args:
+        seed: seed of the run, 0 ≤ seed < 2⁶³.
+        step: completed optimiser steps, an integer or 0-d int64 tensor.
+        layer: index of the layer among the sparse layers of the model.
+        product: 0 fprop, 1 dgrad, 2 wgrad.
+        offset: global index of this micro-batch's first token group.
+    """
+    k0, k1, _, _ = philox((step & LOW_32, layer, product, step >> 32), (seed & LOW_32, seed >> 32))
+    return NoiseKey(k0, k1, offset)
+
+
+def key_words(key: AnyKey | int) -> NoiseKey:
+    """The words of any key; an integer is a seed."""
+    if isinstance(key, ClockKey):
+        step, micro = key.clock.unbind()
+        return noise_key(key.seed, step, key.layer, key.product, micro * key.room)
+    return key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
+
+
 def functions_of(package: str, path: Iterable[str]) -> dict[str, Any]:
     """The public functions of all files of a package, by name, which must be unique."""
     modules = [import_module(f"{package}.{m.name}") for m in iter_modules(path) if not m.ispkg]

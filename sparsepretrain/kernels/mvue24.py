@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import INTEGER_OF_SIZE, NoiseKey, fours_of, from_fours
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE, AnyKey, fours_of, from_fours
 from sparsepretrain.kernels.dispatch import kernel_of
 from sparsepretrain.kernels.noise import uniform_noise
 
@@ -23,7 +23,7 @@ def mvue(
     dim: int = -1,
     estimator: str = "approximate",
     uniforms: Tensor | None = None,
-    key: NoiseKey | int | None = None,
+    key: AnyKey | int | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Unbiased 2:4 estimate of ``x`` with groups of four consecutive elements along ``dim``.
@@ -62,8 +62,7 @@ def mvue(
     fours = fours_of(x, dim)
     groups, _, features = fours.shape
     if uniforms is None:
-        stream = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key or 0)
-        noise = uniform_noise(stream, groups, features, draws, x.device, backend="reference")
+        noise = uniform_noise(key or 0, groups, features, draws, x.device, backend="reference")
         given = torch.stack(noise)
     else:
         given = uniforms.detach().reshape(features, groups, draws).to(fours.dtype).permute(2, 1, 0)

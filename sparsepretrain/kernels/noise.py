@@ -7,54 +7,14 @@ in int64 (or Python integers), which every device and compiler has.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import (
-    LOW_32,
-    PHILOX_M0,
-    PHILOX_M1,
-    PHILOX_ROUNDS,
-    PHILOX_W0,
-    PHILOX_W1,
-    NoiseKey,
-)
-from sparsepretrain.kernels.dispatch import find, kernel_of, prefers_triton
+from sparsepretrain.kernels.common import LOW_32, AnyKey, key_words, philox
+from sparsepretrain.kernels.dispatch import kernel_of
 
 
-def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
-    """One Philox4x32-10 block; the parts are integers or int64 tensors holding 32-bit values."""
-    c0, c1, c2, c3 = counter
-    for r in range(PHILOX_ROUNDS):
-        k0, k1 = (key[0] + r * PHILOX_W0) & LOW_32, (key[1] + r * PHILOX_W1) & LOW_32
-        p0, p1 = c0 * PHILOX_M0, c2 * PHILOX_M1
-        c0, c1 = ((p1 >> 32) & LOW_32) ^ c1 ^ k0, p1 & LOW_32
-        c2, c3 = ((p0 >> 32) & LOW_32) ^ c3 ^ k1, p0 & LOW_32
-    return c0, c1, c2, c3
-
-
-def noise_key(seed: int, step: Any, layer: int, product: int, offset: Any = 0) -> NoiseKey:
-    """The stream of one product of one layer in one optimiser step.
-
-    Args:
-        seed: seed of the run, 0 ≤ seed < 2⁶³.
-        step: completed optimiser steps, an integer or 0-d int64 tensor.
-        layer: index of the layer among the sparse layers of the model.
-        product: 0 fprop, 1 dgrad, 2 wgrad.
-        offset: global index of this micro-batch's first token group.
-    """
-    on_device = isinstance(step, Tensor) and step.is_cuda and prefers_triton(step.device)
-    if on_device and not torch.compiler.is_compiling() and (kernel := find("noise_key", "triton")):
-        k0, k1 = kernel(step, seed, layer, product).unbind()
-        return NoiseKey(k0, k1, offset)
-    # a compiler fuses these into one kernel
-    k0, k1, _, _ = philox((step & LOW_32, layer, product, step >> 32), (seed & LOW_32, seed >> 32))
-    return NoiseKey(k0, k1, offset)
-
-
-def uniform_like(x: Tensor, key: NoiseKey | int, dim: int, *, backend: str | None = None) -> Tensor:
+def uniform_like(x: Tensor, key: AnyKey | int, dim: int, *, backend: str | None = None) -> Tensor:
     """One uniform in [0, 1) per element of ``x``: fp32, same shape and device.
 
     Args:
@@ -69,7 +29,7 @@ def uniform_like(x: Tensor, key: NoiseKey | int, dim: int, *, backend: str | Non
 
 
 def uniform_noise(
-    key: NoiseKey | int,
+    key: AnyKey | int,
     groups: int,
     features: int,
     words: int,
@@ -88,10 +48,10 @@ def uniform_noise(
     Returns:
         ``words`` fp32 tensors of shape (groups, features).
     """
-    key = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
     device = torch.device(device or "cpu")
     if kernel := kernel_of("uniform_noise", backend, torch.empty(0, device=device)):
         return kernel(key, groups, features, words, device)
+    key = key_words(key)
     token = (torch.arange(groups, device=device) + key.offset).bitwise_and_(LOW_32)[:, None]
     feature = torch.arange(features, device=device)[None]
     zero = torch.zeros_like(feature[:, :1])

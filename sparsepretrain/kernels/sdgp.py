@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels import dispatch
-from sparsepretrain.kernels.common import NoiseKey, check_pattern
+from sparsepretrain.kernels.common import AnyKey, check_pattern
 from sparsepretrain.kernels.masks import apply_mask
 from sparsepretrain.kernels.nm import nm_mask, nm_prune
 from sparsepretrain.kernels.noise import uniform_like
@@ -29,7 +29,7 @@ def prune_gradient(
     epsilon: float = EPSILON,
     dim: int = -1,
     uniforms: Tensor | None = None,
-    key: NoiseKey | int | None = None,
+    key: AnyKey | int | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Keep N of every M consecutive output gradients along ``dim``.
@@ -80,7 +80,7 @@ def _largest(g: Tensor, n: int, m: int, dim: int, backend: str | None) -> Tensor
     return nm_prune(g, n, m, dim=dim, ties="low", backend=backend)[0]
 
 
-def _check_draws(g: Tensor, uniforms: Tensor | None, key: NoiseKey | int | None) -> None:
+def _check_draws(g: Tensor, uniforms: Tensor | None, key: AnyKey | int | None) -> None:
     if (uniforms is None) == (key is None):
         raise ValueError("prune_gradient: variant random needs either uniforms or key")
     if uniforms is not None and uniforms.shape != g.shape:

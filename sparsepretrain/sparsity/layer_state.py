@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import (
+    ClockKey,
     NoiseKey,
     noise_key,
     pack_rows,
@@ -23,7 +24,7 @@ from sparsepretrain.kernels import (
     unpack_rows,
     unpacked,
 )
-from sparsepretrain.kernels.common import widen
+from sparsepretrain.kernels.common import AnyKey, widen
 from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands
 from sparsepretrain.sparsity.method import Projection
 from sparsepretrain.sparsity.model_state import ModelState
@@ -108,13 +109,15 @@ class LayerState(nn.Module):
         """Noise stream of a product at this step."""
         return noise_key(self.model.seed, self.step, self.index, product)
 
-    def key_at(self, clock: Any, product: int, counters: int, per: int = 1) -> NoiseKey:
+    def key_at(self, clock: Any, product: int, counters: int, per: int = 1) -> AnyKey:
         """Noise stream of the draws of a micro-batch: ``counters`` of them, one for ``per`` tokens.
 
         Each has room for the largest of the global batch, so that no two of them share draws.
         """
-        first = clock[1] * max(counters, -(-self.model.capacity // per))
-        return noise_key(self.model.seed, clock[0], self.index, product, first)
+        seed, room = self.model.seed, max(counters, -(-self.model.capacity // per))
+        if isinstance(clock, Tensor):
+            return ClockKey(clock, seed, self.index, product, room)
+        return noise_key(seed, clock[0], self.index, product, clock[1] * room)
 
     def stored(self, weight: Tensor) -> Tensor:
         """The master weight that this process has: the weight itself, or the rows of its shard.

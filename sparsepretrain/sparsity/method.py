@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from sparsepretrain.kernels import NoiseKey
+    from sparsepretrain.kernels import AnyKey, NoiseKey
 else:  # for annotations only
-    NoiseKey = Optimizer = Tensor = Any
+    AnyKey = NoiseKey = Optimizer = Tensor = Any
 
 FPROP, DGRAD, WGRAD = 0, 1, 2  # numbers of the products in noise keys
 
@@ -337,11 +337,11 @@ class Method:
         """Xw(X): the input that wgrad sees; (tokens, in_features). Called for a row's Xw."""
         return x
 
-    def dgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
+    def dgrad_gradient(self, grad: Tensor, key: AnyKey) -> Tensor:
         """P(G): what dgrad sees; (…, out_features or out_channels). Called for a row's P."""
         return grad
 
-    def wgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
+    def wgrad_gradient(self, grad: Tensor, key: AnyKey) -> Tensor:
         """U(G): what wgrad sees; (tokens, out_features), fp32 or as given. Called for a row's U.
 
         Here :data:`MVUE`, by the option ``estimator`` if there is one.

@@ -61,13 +61,15 @@ class ModelState:
         ]
         # (completed steps, micro-batch) for compiled and captured graphs
         self.clock = torch.zeros(2, dtype=torch.int64, device=device)
+        self._reading: Tensor | None = None  # of the clock as it stands, on a GPU
         self._seen: Any = None
         method.set_step(0)
         self.write()
 
     def __getstate__(self) -> dict[str, Any]:
         """Of copies, which own their weights no longer and may ride on no optimiser."""
-        return self.__dict__ | {"_seen": None, "store": None, "expects_attach": True}
+        gone = {"_seen": None, "_reading": None, "store": None}
+        return self.__dict__ | gone | {"expects_attach": True}
 
     @property
     def label(self) -> str:
@@ -119,7 +121,7 @@ class ModelState:
             if self.clock.device != device:
                 self.clock = torch.zeros_like(self.clock, device=device)
             self.clock[0].fill_(self.step)
-            self.clock[1].fill_(self.micro)
+        self.set_micro(self.micro)
 
     def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
         """Version 0.1 kept the counters in the handle, whose ``load_state_dict`` sets them."""
@@ -127,7 +129,7 @@ class ModelState:
 
     def set_micro(self, micro: int) -> None:
         """The micro-batch that the next forward sees."""
-        self.micro = micro
+        self.micro, self._reading = micro, None
         with torch.inference_mode(False):
             self.clock[1].fill_(micro)
 
@@ -198,9 +200,15 @@ class ModelState:
 
     def now(self) -> Any:
         """(step, micro-batch) for the backward; a tensor where a graph reads it when it is run."""
-        if torch.compiler.is_compiling() or self.clock.is_cuda:
+        if torch.compiler.is_compiling():
             return self.clock.clone()
-        return self.step, self.micro
+        if not self.clock.is_cuda:
+            return self.step, self.micro
+        if torch.cuda.is_current_stream_capturing():  # a replay reads the clock again
+            return self.clock.clone()
+        if self._reading is None:
+            self._reading = self.clock.clone()
+        return self._reading
 
 
 def _checksum(values: list[int]) -> int:

@@ -102,17 +102,21 @@ def test_noise_has_the_bits_of_the_cpu(device):
 def test_keys_from_a_step_in_device_memory(device):
     for step in (0, 1, 40, 2**32 - 1, 2**33 + 7):
         expected = kernels.noise_key(123, step, 4, 2)
-        got = kernels.noise_key(123, torch.full((), step, device=device), 4, 2)
-        assert (int(got.k0), int(got.k1)) == (expected.k0, expected.k1)
+        clock = torch.full((2,), step, device=device)
+        for got in (
+            kernels.noise_key(123, clock[0], 4, 2),
+            kernels.key_words(kernels.ClockKey(clock, 123, 4, 2, 1)),
+        ):
+            assert (int(got.k0), int(got.k1)) == (expected.k0, expected.k1)
 
 
 @pytest.mark.cuda
 def test_a_replayed_graph_draws_fresh_noise(device):
     x = torch.randn(256, 512, device=device)
-    step = torch.zeros((), dtype=torch.int64, device=device)
+    clock = torch.zeros(2, dtype=torch.int64, device=device)
 
     def work():
-        return kernels.mvue(x, dim=0, key=kernels.noise_key(7, step, 0, 2))
+        return kernels.mvue(x, dim=0, key=kernels.ClockKey(clock, 7, 0, 2, 64))
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -123,9 +127,9 @@ def test_a_replayed_graph_draws_fresh_noise(device):
         captured = work()
     seen = []
     for number in (0, 1, 2, 1):
-        step.fill_(number)
+        clock.fill_(number)
         graph.replay()
-        expected = kernels.mvue(x, dim=0, key=kernels.noise_key(7, number, 0, 2))
+        expected = kernels.mvue(x, dim=0, key=kernels.noise_key(7, number, 0, 2, 64 * number))
         assert torch.equal(captured, expected)
         seen.append(captured.clone())
     assert not torch.equal(seen[0], seen[1])

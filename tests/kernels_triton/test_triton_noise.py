@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from same_bits import DEVICE, assert_same
 
-from sparsepretrain.kernels import NoiseKey, noise_key, uniform_noise
+from sparsepretrain.kernels import ClockKey, NoiseKey, key_words, noise_key, uniform_noise
 from sparsepretrain.kernels.triton import noise
 
 ONES = 0xFFFFFFFF
@@ -70,18 +70,11 @@ def test_a_changed_tensor_changes_the_noise():
 
 @pytest.mark.parametrize("seed", [0, 7, 2**32, 2**63 - 1])
 @pytest.mark.parametrize("step", [0, 1, 2**31, 2**40 + 3])
-def test_keys(seed, step):
-    for layer, product in ((0, 0), (1, 2), (4000, 1)):
-        expected = noise_key(seed, step, layer, product)
-        counter = torch.tensor(step, device=DEVICE)
-        derived = noise.noise_key(counter, seed, layer, product)
-        assert derived.tolist() == [expected.k0, expected.k1]
-        public = noise_key(seed, counter, layer, product, 5)
-        assert tuple(map(int, public)) == (expected.k0, expected.k1, 5)
-
-
-def test_a_derived_key_draws():
-    step = torch.tensor(12, device=DEVICE)
-    k0, k1 = noise.noise_key(step, 5, 3, 2).unbind()
-    got = uniform_noise(NoiseKey(k0, k1, 8), 5, 6, 1, DEVICE, backend="triton")[0]
-    assert_same(got.cpu(), uniform_noise(noise_key(5, 12, 3, 2, 8), 5, 6, 1)[0])
+def test_keys_of_a_clock(seed, step):
+    for micro, layer, product, room in ((0, 0, 0, 1), (3, 1, 2, 2**31), (2**33 + 1, 4000, 1, 77)):
+        key = ClockKey(torch.tensor([step, micro], device=DEVICE), seed, layer, product, room)
+        words = noise_key(seed, step, layer, product, micro * room)
+        assert tuple(map(int, key_words(key))) == words
+        got = uniform_noise(key, 3, 4, 2, DEVICE, backend="triton")
+        for a, b in zip(got, uniform_noise(words, 3, 4, 2), strict=True):
+            assert_same(a.cpu(), b)

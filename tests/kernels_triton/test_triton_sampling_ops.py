@@ -11,14 +11,16 @@ from sparsepretrain.kernels.triton import glu, mvue24, noise, sdgp
 
 X = nasty((8, 12), 0, special=False)
 STEP = torch.tensor(3, device=DEVICE)
-NUMBERS = ([None, None, None], [1, 2, 3])
-MIXED = ([STEP, None, STEP], [0, 2, 0])
+CLOCK = torch.tensor([3, 1], device=DEVICE)
+NUMBERS = noise.key_parts(NoiseKey(1, 2, 3), DEVICE)
+MIXED = noise.key_parts(NoiseKey(STEP, 2, STEP), DEVICE)
+DERIVED = noise.key_parts(kernels.ClockKey(CLOCK, 2**62 + 1, 4, 2, 3), DEVICE)
 UNIFORMS = torch.rand(12, 2, 2, device=DEVICE)
 OPERATIONS = {
     "uniform_noise": (noise.uniform_noise_op, (*MIXED, 3, 5, 2, torch.device(DEVICE))),
-    "noise_key": (noise.noise_key, (STEP, 2**62 + 1, 4, 2)),
     "mvue": (mvue24.mvue_op, (X, 0, False, None, *NUMBERS)),
     "mvue exact": (mvue24.mvue_op, (X, 1, True, None, *MIXED)),
+    "mvue of a clock": (mvue24.mvue_op, (X, 0, False, None, *DERIVED)),
     "mvue padded": (mvue24.mvue_op, (X[:7], 0, True, None, *MIXED)),
     "mvue uniforms": (mvue24.mvue_op, (X, 0, False, UNIFORMS, *NUMBERS)),
     "prune_gradient": (sdgp.prune_gradient_op, (X, 2, 4, 1, False, *NUMBERS, 1.0)),
@@ -54,20 +56,24 @@ def test_strides_of_results_are_promised_ones():
 
 
 def test_one_graph():
-    def sample(x, step):
+    def sample(x, clock):
+        step = clock[0]
         key = kernels.noise_key(5, step, 2, 1, offset=step)
+        derived = kernels.ClockKey(clock, 5, 2, 1, x.shape[0] // 4)
+        micro = kernels.mvue(x, dim=0, key=derived, backend="triton")
         pruned = kernels.mvue(x, dim=0, key=key, backend="triton")
         exact = kernels.mvue(x, estimator="exact", key=key, backend="triton")
         random = kernels.prune_gradient(x, variant="random", key=key, backend="triton")
         largest = kernels.prune_gradient(x, variant="rescaled", backend="triton")
         noise = kernels.uniform_noise(key, 4, 6, 2, x.device, backend="triton")
-        return pruned, exact, random, largest, *noise
+        return pruned, micro, exact, random, largest, *noise
 
     compiled = torch.compile(sample, backend="aot_eager", fullgraph=True)
-    for step in (STEP, STEP + 1):  # one graph for all steps
-        for got, expected in zip(compiled(X, step), sample(X, step), strict=True):
+    for clock in (CLOCK, CLOCK + 1):  # one graph for all steps
+        for got, expected in zip(compiled(X, clock), sample(X, clock), strict=True):
             assert_same(got, expected)
-    assert_same(sample(X, STEP)[0], kernels.mvue(X, dim=0, key=kernels.noise_key(5, 3, 2, 1, 3)))
+    for got, offset in zip(sample(X, CLOCK), (3, 2), strict=False):
+        assert_same(got, kernels.mvue(X, dim=0, key=kernels.noise_key(5, 3, 2, 1, offset)))
 
 
 @pytest.mark.parametrize("name", ["geglu", "swiglu"])

@@ -347,6 +347,7 @@ def pretend_cuda() -> Iterator[Record]:
             torch.cuda,
             is_available=lambda: True,
             is_initialized=lambda: False,
+            is_current_stream_capturing=lambda: False,
             device_count=lambda: 1,
             current_device=lambda: 0,
             _lazy_init=lambda: None,

@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import NoiseKey, fours_of, from_fours
+from sparsepretrain.kernels.common import AnyKey, fours_of, from_fours
 from sparsepretrain.kernels.cpu.launch import compiled, inlined, run
 from sparsepretrain.kernels.cpu.noise import counters, fill
 
@@ -19,7 +19,7 @@ _ONE_64, _INFINITE_64 = 2**52, 2**63 - 2**52
 
 
 def mvue(
-    x: Tensor, dim: int, estimator: str, uniforms: Tensor | None, key: NoiseKey | int | None
+    x: Tensor, dim: int, estimator: str, uniforms: Tensor | None, key: AnyKey | int | None
 ) -> Tensor:
     """The estimate of ``x`` with ``uniforms``, or those drawn under ``key``."""
     fours = fours_of(x, dim).contiguous()
@@ -28,8 +28,7 @@ def mvue(
     given = fours.new_empty(0, draws, features)
     if uniforms is not None:
         given = uniforms.detach().reshape(features, groups, draws).to(fours.dtype).permute(1, 2, 0)
-    stream = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key or 0)
-    tokens, k0, k1 = counters(stream, groups)
+    tokens, k0, k1 = counters(key or 0, groups)
     arrays = fours.numpy(), out.numpy(), tokens, given.contiguous().numpy()
     real, info = arrays[0].dtype.type, numpy.finfo(arrays[0].dtype)
     factor, saturation = real(float(info.tiny) * 2**30), real(torch.finfo(x.dtype).max)

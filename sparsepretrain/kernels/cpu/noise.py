@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels import common
-from sparsepretrain.kernels.common import LOW_32, NoiseKey
+from sparsepretrain.kernels.common import LOW_32, AnyKey, key_words
 from sparsepretrain.kernels.cpu.launch import Array, compiled, inlined, run
 
 _M0, _M1 = numpy.uint64(common.PHILOX_M0), numpy.uint64(common.PHILOX_M1)
@@ -18,7 +18,7 @@ _UNIT = numpy.float32(2.0**-24)
 
 
 def uniform_noise(
-    key: NoiseKey, groups: int, features: int, words: int, device: torch.device
+    key: AnyKey | int, groups: int, features: int, words: int, device: torch.device
 ) -> list[Tensor]:
     """``words`` fp32 tensors (groups, features)."""
     out = torch.empty(groups, words, features)
@@ -27,10 +27,11 @@ def uniform_noise(
     return list(out.unbind(1))
 
 
-def counters(key: NoiseKey, groups: int) -> tuple[Array, numpy.uint64, numpy.uint64]:
+def counters(key: AnyKey | int, groups: int) -> tuple[Array, numpy.uint64, numpy.uint64]:
     """(first word of the counter for each group, k0, k1)."""
-    tokens = numpy.arange(groups, dtype=numpy.uint64) + numpy.uint64(int(key.offset) & LOW_32)
-    return tokens & _LOW, numpy.uint64(int(key.k0)), numpy.uint64(int(key.k1))
+    k0, k1, offset = map(int, key_words(key))
+    tokens = numpy.arange(groups, dtype=numpy.uint64) + numpy.uint64(offset & LOW_32)
+    return tokens & _LOW, numpy.uint64(k0), numpy.uint64(k1)
 
 
 @inlined

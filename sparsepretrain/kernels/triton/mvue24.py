@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.common import NoiseKey
+from sparsepretrain.kernels.common import AnyKey
 from sparsepretrain.kernels.triton.launch import (
     INTERPRETED,
     empty_rows,
@@ -32,6 +32,7 @@ from sparsepretrain.kernels.triton.noise import (
     draw_bits,
     key_arguments,
     key_parts,
+    key_words,
     to_unit,
 )
 
@@ -43,7 +44,7 @@ _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
 def mvue(
-    x: Tensor, dim: int, estimator: str, uniforms: Tensor | None, key: NoiseKey | int | None
+    x: Tensor, dim: int, estimator: str, uniforms: Tensor | None, key: AnyKey | int | None
 ) -> Tensor:
     """:func:`sparsepretrain.kernels.mvue` for checked arguments."""
     return mvue_op(x, dim, estimator == "exact", uniforms, *key_parts(key or 0, x.device))
@@ -87,7 +88,8 @@ def mvue_op(
 
 @triton.jit(do_not_specialize=(*KEY_ARGUMENTS, "first_group"))
 def _sample(
-    x, out, count, groups, uniforms, k0, k1, offset, first_group, all_groups, saturation,
+    x, out, count, groups, uniforms, clock, k0, k1, layer, product, offset,
+    first_group, all_groups, saturation,
     TILE: tl.constexpr, EXACT: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     row, start = tile_of(count, groups, TILE)
@@ -100,7 +102,8 @@ def _sample(
         r0 = tl.load(pointers, mask, 0)
         r1 = tl.load(pointers + (DRAWS - 1), mask, 0)
     else:
-        first, second = draw_bits(number[None, :], row[:, None], k0, k1, offset)
+        words = key_words(clock, k0, k1, layer, product, offset)
+        first, second = draw_bits(number[None, :], row[:, None], words)
         r0, r1 = to_unit(first), to_unit(second)
     y0, y1, y2, y3 = _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT)
     store_fours(out, starts_of(out, row), start, row < count, groups, y0, y1, y2, y3, TILE)

@@ -1,6 +1,7 @@
 """Triton kernels of :mod:`sparsepretrain.kernels.noise`: the same bits, drawn where they are used.
 
-A key may live in device memory: a replayed CUDA graph then draws fresh noise when the step changes.
+What a key follows from may lie in device memory: a replayed CUDA graph then draws fresh noise when
+the step changes.
 """
 
 from __future__ import annotations
@@ -13,30 +14,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.common import LOW_32, NoiseKey
+from sparsepretrain.kernels.common import LOW_32, AnyKey, ClockKey, NoiseKey
 from sparsepretrain.kernels.triton.launch import element_offsets, operator, over_groups, tile_of
 
-KEY_ARGUMENTS = ("k0", "k1", "offset")
-"""Kernel arguments that differ from step to step and must not compile a variant per value."""
+KEY_ARGUMENTS = ("clock", "k0", "k1", "layer", "product", "offset")
+"""Kernel arguments, of :func:`key_words`, whose values must not compile a variant each."""
 
 
-def key_parts(key: NoiseKey | int, device: torch.device) -> tuple[list[Tensor | None], list[int]]:
-    """The parts of ``key`` for an operator's schema: tensors, and numbers where there is none."""
-    parts = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
-    tensors = [p.to(device) if isinstance(p, Tensor) else None for p in parts]
-    return tensors, [0 if isinstance(p, Tensor) else p for p in parts]
+def key_parts(key: AnyKey | int, device: torch.device) -> tuple[list[Tensor | None], list[int]]:
+    """:data:`KEY_ARGUMENTS` for an operator's schema: tensors, and numbers where there is none."""
+    if isinstance(key, ClockKey):
+        seed = key.seed & LOW_32, key.seed >> 32
+        parts: tuple[Any, ...] = key.clock, *seed, key.layer, key.product, key.room
+    else:
+        words = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
+        parts = None, words.k0, words.k1, 0, 0, words.offset
+    tensors = [part.to(device) if isinstance(part, Tensor) else None for part in parts]
+    return tensors, [0 if part is None or isinstance(part, Tensor) else part for part in parts]
 
 
 def key_arguments(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> list[Any]:
-    """What a kernel takes for k0, k1, offset: pointers, or numbers of one type, int32."""
-    return [
+    """What a kernel takes: pointers, or numbers of one type, int32; None for the missing clock."""
+    words = [
         (number + 2**31) % 2**32 - 2**31 if tensor is None else tensor
-        for tensor, number in zip(tensors, numbers, strict=True)
+        for tensor, number in zip(tensors[1:], numbers[1:], strict=True)
     ]
+    return [tensors[0], *words]
 
 
 def uniform_noise(
-    key: NoiseKey, groups: int, features: int, words: int, device: torch.device
+    key: AnyKey | int, groups: int, features: int, words: int, device: torch.device
 ) -> list[Tensor]:
     """See :func:`sparsepretrain.kernels.uniform_noise`."""
     return list(uniform_noise_op(*key_parts(key, device), groups, features, words, device).unbind())
@@ -64,16 +71,6 @@ def uniform_noise_op(
     return out
 
 
-@operator("noise_key", fake=lambda step, *_: torch.empty(2, dtype=torch.int64, device=step.device))
-def noise_key(step: Tensor, seed: int, layer: int, product: int) -> Tensor:
-    """(k0, k1) of :func:`sparsepretrain.kernels.noise_key` for a 0-d step tensor, in one launch."""
-    out = torch.empty(2, dtype=torch.int64, device=step.device)
-    words = [seed & LOW_32, seed >> 32, layer, product]
-    with torch.cuda.device_of(step):
-        _derive_key[(1,)](out, step, *key_arguments([None] * 4, words))
-    return out
-
-
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
     """One Philox4x32-10 block of uint32 tensors; they broadcast, so what is shared is done once."""
@@ -87,21 +84,36 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def key_word(part):
-    """A part of a key as 32 bits: a number, or read from where it points to."""
+def _word(part):
+    """32 bits: a number, or read from where it points to."""
     if part.dtype.is_ptr():
         part = tl.load(part)
     return part.to(tl.uint32)
 
 
 @triton.jit
-def draw_bits(token, feature, k0, k1, offset):
+def key_words(clock, k0, k1, layer, product, offset):
+    """(k0, k1, offset) as 32 bits.
+
+    Of a clock, (completed steps, micro-batch), they are derived here; k0 and k1 are then the words
+    of the seed, and offset the room of a micro-batch.
+    """
+    k0, k1, offset = _word(k0), _word(k1), _word(offset)
+    if clock is not None:
+        step, micro = tl.load(clock), tl.load(clock + 1)
+        low, high = step.to(tl.uint32), (step >> 32).to(tl.uint32)
+        k0, k1, _, _ = philox(low, _word(layer), _word(product), high, k0, k1)
+        offset = tl.mul(micro.to(tl.uint32), offset, sanitize_overflow=False)
+    return k0, k1, offset
+
+
+@triton.jit
+def draw_bits(token, feature, words):
     """The two first words for the counters (offset + token, feature, 0, 0)."""
+    k0, k1, offset = words
     zero = tl.full([], 0, tl.uint32)
-    token = tl.add(token.to(tl.uint32), key_word(offset), sanitize_overflow=False)
-    first, second, _, _ = philox(
-        token, feature.to(tl.uint32), zero, zero, key_word(k0), key_word(k1)
-    )
+    token = tl.add(token.to(tl.uint32), offset, sanitize_overflow=False)
+    first, second, _, _ = philox(token, feature.to(tl.uint32), zero, zero, k0, k1)
     return first, second
 
 
@@ -113,25 +125,15 @@ def to_unit(word):
 
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
 def _uniforms(
-    out, last, features, groups, k0, k1, offset, TILE: tl.constexpr, WORDS: tl.constexpr
+    out, last, features, groups, clock, k0, k1, layer, product, offset,
+    TILE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     feature, start = tile_of(features, groups, TILE)
     group = start + tl.arange(0, TILE.GROUPS)
     mask = (feature < features)[:, None] & (group < groups)[None, :]
-    first, second = draw_bits(group[None, :], feature[:, None], k0, k1, offset)
+    words = key_words(clock, k0, k1, layer, product, offset)
+    first, second = draw_bits(group[None, :], feature[:, None], words)
     offsets = element_offsets(out, feature, group)
     tl.store(out.data + offsets, to_unit(first), mask)
     if WORDS == 2:
         tl.store(last.data + offsets, to_unit(second), mask)
-
-
-@triton.jit(do_not_specialize=("seed_low", "seed_high", "layer", "product"))
-def _derive_key(out, step, seed_low, seed_high, layer, product):
-    count = tl.load(step).to(tl.int64)
-    low, high = count.to(tl.uint32), (count >> 32).to(tl.uint32)
-    k0, k1, _, _ = philox(
-        low, layer.to(tl.uint32), product.to(tl.uint32), high,
-        seed_low.to(tl.uint32), seed_high.to(tl.uint32),
-    )  # fmt: skip
-    tl.store(out, k0.to(tl.int64))
-    tl.store(out + 1, k1.to(tl.int64))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.common import NoiseKey
+from sparsepretrain.kernels.common import AnyKey
 from sparsepretrain.kernels.triton.launch import (
     any_groups,
     empty_rows,
@@ -23,11 +23,17 @@ from sparsepretrain.kernels.triton.launch import (
     tile_of,
 )
 from sparsepretrain.kernels.triton.nm import kept_by_rank, magnitude_bits, top_two
-from sparsepretrain.kernels.triton.noise import KEY_ARGUMENTS, draw_bits, key_arguments, key_parts
+from sparsepretrain.kernels.triton.noise import (
+    KEY_ARGUMENTS,
+    draw_bits,
+    key_arguments,
+    key_parts,
+    key_words,
+)
 
 
 def prune_gradient(
-    g: Tensor, n: int, m: int, dim: int, key: NoiseKey | int | None = None, scale: float = 1.0
+    g: Tensor, n: int, m: int, dim: int, key: AnyKey | int | None = None, scale: float = 1.0
 ) -> Tensor:
     """``g`` pruned by magnitude (low index wins ties) or, under a key, at random; then scaled."""
     return prune_gradient_op(g, n, m, dim, key is not None, *key_parts(key or 0, g.device), scale)
@@ -54,24 +60,25 @@ def prune_gradient_op(
 
 
 @triton.jit
-def _draw(row, element, k0, k1, offset):
+def _draw(row, element, words):
     """Keys in the order of the uniforms of the elements: counter (row, index along the axis)."""
-    first, _ = draw_bits(row, element, k0, k1, offset)
+    first, _ = draw_bits(row, element, words)
     return (first >> 8).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
 def _prune_24(
-    x, out, count, groups, k0, k1, offset, scale, TILE: tl.constexpr,
-    RANDOM: tl.constexpr,
+    x, out, count, groups, clock, k0, k1, layer, product, offset, scale,
+    TILE: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
     row, start = tile_of(count, groups, TILE)
     x0, x1, x2, x3 = load_fours(x, starts_of(x, row), start, row < count, groups, TILE)
     if RANDOM:
         token, element = row[:, None], ((start + tl.arange(0, TILE.GROUPS)) * 4)[None, :]
+        words = key_words(clock, k0, k1, layer, product, offset)
         keep0, keep1, keep2, keep3 = top_two(
-            _draw(token, element, k0, k1, offset), _draw(token, element + 1, k0, k1, offset),
-            _draw(token, element + 2, k0, k1, offset), _draw(token, element + 3, k0, k1, offset),
+            _draw(token, element, words), _draw(token, element + 1, words),
+            _draw(token, element + 2, words), _draw(token, element + 3, words),
             False,
         )  # fmt: skip
         x0, x1, x2, x3 = x0 * scale, x1 * scale, x2 * scale, x3 * scale
@@ -86,28 +93,29 @@ def _prune_24(
 
 @triton.jit
 def _drawn_by_rank(
-    keys, row, group, k0, k1, offset, N: tl.constexpr, M: tl.constexpr
+    keys, row, group, words, N: tl.constexpr, M: tl.constexpr
 ):  # fmt: skip
     """:func:`kept_by_rank` of drawn keys; the others are drawn again, one position at a time."""
     position = tl.arange(0, keys.shape[2])[None, None, :]
     losses = tl.zeros(keys.shape, tl.int32)
     for j in tl.range(0, M):
-        other = _draw(row[:, None], (group * M + j)[None, :], k0, k1, offset)[:, :, None]
+        other = _draw(row[:, None], (group * M + j)[None, :], words)[:, :, None]
         losses += ((other > keys) | ((other == keys) & (position < j))).to(tl.int32)
     return (losses < N) & (position < M)
 
 
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
 def _prune_nm(
-    x, out, count, groups, k0, k1, offset, scale, TILE: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, RANDOM: tl.constexpr,
+    x, out, count, groups, clock, k0, k1, layer, product, offset, scale,
+    TILE: tl.constexpr, N: tl.constexpr, M: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
     row, start = tile_of(count, groups, TILE)
     group, mask, _, element, filled = any_groups(row, start, count, groups, TILE, M)
     values = load_groups(x, row, element, filled)
     if RANDOM:
-        keys = _draw(row[:, None, None], element, k0, k1, offset)
-        keep = _drawn_by_rank(keys, row, group, k0, k1, offset, N, M)
+        words = key_words(clock, k0, k1, layer, product, offset)
+        keys = _draw(row[:, None, None], element, words)
+        keep = _drawn_by_rank(keys, row, group, words, N, M)
         values = values * scale
     else:
         keys = magnitude_bits(values)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Row
-from sparsepretrain.sparsity.method import NoiseKey, Problems, Tensor
+from sparsepretrain.sparsity.method import AnyKey, Problems, Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class SDGP(Method):
         """Gradients are pruned along out_features; logged masks run along in_features."""
         return self.options.m, self.options.m
 
-    def dgrad_gradient(self, grad: Tensor, key: NoiseKey) -> Tensor:
+    def dgrad_gradient(self, grad: Tensor, key: AnyKey) -> Tensor:
         variant, scope, epsilon = self.options.variant, self.options.scope, self.options.epsilon
         draws = key if variant == "random" else None
         return kernels.prune_gradient(
