@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from sparsepretrain import registry
+from sparsepretrain.kernels import no_fp8_products
 from sparsepretrain.kernels.cusparselt.packed24 import unsupported, version
 from sparsepretrain.sparsity.coverage import PRODUCTS
-from sparsepretrain.sparsity.execution import Backend
+from sparsepretrain.sparsity.execution import EMULATE, Backend
 from sparsepretrain.sparsity.execution.semi_structured import PRODUCT
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.tracking.console import Console
@@ -78,10 +79,15 @@ def machine(named: GPU | None = None) -> list[tuple[str, str]]:
 
 def here() -> str:
     """Whether sparse products run on this machine, in one line."""
-    why = unsupported(present_gpu() or torch.device("cpu"))
-    if why is None:
-        return f"Sparse products run here, in fp16 and bf16, with cuSPARSELt {version()}."
-    return f"No product runs sparse here: {why}. Training emulates them: the same results, no gain."
+    device = present_gpu() or torch.device("cpu")
+    missing = no_fp8_products(device)
+    fp8 = f"No product runs in fp8: {missing}." if missing else "Products run in fp8 here."
+    why = unsupported(device, fp8=False)
+    if why is not None:
+        emulated = "Training emulates them: the same results, no gain."
+        return f"No product runs sparse here: {why}. {emulated} {fp8}"
+    both = "" if missing or unsupported(device, fp8=True) else ", and in fp8 (e4m3×e4m3)"
+    return f"Sparse products run here, in fp16 and bf16{both}, with cuSPARSELt {version()}. {fp8}"
 
 
 def method_rows() -> list[list[str]]:
@@ -94,7 +100,7 @@ def method_rows() -> list[list[str]]:
         method: Any = registry.get("method", name)
         if not issubclass(method, Method):  # a plugin's, which only training refuses
             continue
-        fits = backend.fit(method.typical_row(name), SHAPE, 1, META)
+        fits = backend.fit(method.typical_row(name), SHAPE, 1, META, EMULATE)
         cells = dict.fromkeys(PRODUCTS, "dense")
         cells |= {PRODUCT[place]: "emulated" if why else "sparse" for place, why in fits.items()}
         reasons = dict.fromkeys(filter(None, fits.values()))

@@ -24,15 +24,15 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.kernels.cusparselt.packed24 import unsupported
 from sparsepretrain.sparsity import Sparsifier, sparsify_with
 from sparsepretrain.sparsity.coverage import collapsed
-from sparsepretrain.sparsity.execution import Backend
-from sparsepretrain.sparsity.execution.semi_structured import PRODUCT, no_products, objection
+from sparsepretrain.sparsity.execution import EMULATE, Backend
+from sparsepretrain.sparsity.execution.semi_structured import PRODUCT, objection
 from sparsepretrain.sparsity.method import Row
 from sparsepretrain.tasks import build_task
 from sparsepretrain.tracking.console import Console, count
 from sparsepretrain.training.assembly import build_model, layer_inputs, sparsify_model
 from sparsepretrain.training.hardware import GPU, known_gpu
 from sparsepretrain.training.plan import bytes_per_entry, size, sparse_from_the_start, step_cost
-from sparsepretrain.training.precision import compute_dtype, describe
+from sparsepretrain.training.precision import compute_dtype, describe, execution
 
 WIDTH = 2
 """Bytes of an entry in fp16 and bf16."""
@@ -172,7 +172,7 @@ def step_of(run: Run, device: torch.device | None = None) -> Step:
         state = layer.sparsity
         weights += layer.weight.numel()
         tokens = tuple(inputs[name][:-1])
-        fits = {p: why or objection(p, tokens, dtype) for p, why in state.fits.items()}
+        fits = {p: why or objection(p, tokens, dtype, state.base) for p, why in state.fits.items()}
         reasons += filter(None, fits.values())
         if layer.weight.dim() == 2:
             sizes = layer.weight.shape[1 - state.dim], layer.weight.shape[state.dim]
@@ -235,7 +235,9 @@ def forecast(run: Run, console: Console, named: GPU | None = None) -> None:
     gpu = named or (None if device is None else known_gpu(torch.cuda.get_device_name(device)))
     step = step_of(run, device)
     where = ", no GPU to reckon with: --gpu NAME" if gpu is None else f" on {gpu}"
-    if isinstance(run.precision, SimulatedFP8) or no_products(compute_dtype(run.precision)):
+    if isinstance(run.precision, SimulatedFP8) or EMULATE.unpackable(
+        "A", compute_dtype(run.precision)
+    ):
         gpu, where = None, ""  # data sheets are about other products
     console.info(f"\n{run.name}, {run.sparsity.name}, {describe(run.precision)}{where}\n")
     head = ["layer", "product", "operand", "m × n × k", "GFLOP", "µs dense", "µs sparse", "gain"]
@@ -304,7 +306,7 @@ def verdict(run: Run, step: Step, gpu: GPU | None) -> str:
         return f"No speed-up is to be expected: {why or f'{run.sparsity.name} has no N:M operand'}."
     most = f"{amdahl(step.share, SPEEDS[-1]):.2f}×"
     if gpu is None:
-        if here := unsupported(present_gpu() or torch.device("cpu")):
+        if here := unsupported(present_gpu() or torch.device("cpu"), fp8=False):
             return f"No speed-up is to be expected here: {here}. Elsewhere it is at most {most}."
         return f"At most {most}."
     dense, sparse = step.seconds(gpu)
@@ -360,9 +362,9 @@ def measured(
 
     def sparse(backend: str) -> Callable[[nn.Module], Sparsifier]:
         rest: Any = {"targets": ["*"], "total_steps": 1000, "backend": backend}
+        rest["precision"] = execution(run.precision)
         return partial(sparsify_with, options=options, **rest)
 
-    assert not isinstance(run.precision, SimulatedFP8)  # whose products are never sparse
     backends = {"emulated": "emulate", "sparse": "semi_structured"}
     variants = {"dense": None} | {name: sparse(backend) for name, backend in backends.items()}
     build, inputs = partial(nn.Linear, *layer.sizes[::-1]), (*layer.inputs, layer.sizes[1])

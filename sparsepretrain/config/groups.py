@@ -89,12 +89,23 @@ class SimulatedFP8(LossScaling):
     """
 
     name: Literal["fp8_sim"]
-    recipe: Literal["hybrid", "reference"]
-    """Operands of the backward products: e5m2 gradient × e4m3, or both e5m2 (authors' code)."""
+    recipe: Literal["hybrid", "reference", "e4m3"]
+    """Operands of the backward products: e5m2 gradient × e4m3, both e5m2 (authors' code) or both
+    e4m3."""
     dtype: Literal["fp32", "bf16", "fp16"]
     """Compute dtype of everything else."""
     tf32: bool = False
-    """As in fp32; the fp8 values are exact in TF32."""
+    """As in fp32."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FP8(SimulatedFP8):
+    """Products of the layers of ``sparsity.targets`` on fp8 tensor cores, of the same values."""
+
+    name: Literal["fp8"]  # type: ignore[assignment]
+    recipe: Literal["hybrid", "e4m3"]
+    """Operands of the backward products: e5m2 gradient × e4m3, or both e4m3, which alone can be 2:4
+    in hardware."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,7 +176,7 @@ GROUPS: dict[str, dict[str, type]] = {
     group: {name: cls for cls in classes for name in get_args(get_type_hints(cls)["name"])}
     for group, classes in {
         "schedule": (Decay, Warmup, Triangle),
-        "precision": (Precision, SinglePrecision, ScaledPrecision, SimulatedFP8),
+        "precision": (Precision, SinglePrecision, ScaledPrecision, SimulatedFP8, FP8),
         "parallel": (Parallel, DataParallel, FullySharded),
     }.items()
 }

@@ -165,7 +165,7 @@ class Run:
         if self.compile not in ("auto", "none", "off", False):
             yield "compile", "must be none with parallel=fsdp: use parallel=ddp"
         precision = getattr(self.precision, "name", "fp32")
-        if precision in ("fp16", "fp8_sim"):
+        if precision in ("fp16", "fp8", "fp8_sim"):
             yield "precision", f"must be fp32, bf16 or fp64 with parallel=fsdp, got {precision}"
         if self.probe:
             names = ", ".join(self.probe)

@@ -15,6 +15,9 @@ from torch import Tensor
 INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a floating dtype -> what its bits are viewed as."""
 FP8_FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+FP8_SLACK = 2.0**-10
+"""What a sum on fp8 tensor cores may lose, in units of the sum of magnitudes: they add with about
+14 bits (arXiv:2412.19437 section 3.3.2)."""
 
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
@@ -103,6 +106,15 @@ def functions_of(package: str, path: Iterable[str]) -> dict[str, Any]:
         for name, value in vars(module).items()
         if callable(value) and not name.startswith("_")
     }
+
+
+def no_cuda(device: torch.device) -> str:
+    """Why libraries of NVIDIA's do not run on ``device``; "": they may."""
+    if not torch.cuda.is_available():
+        return "this machine has no CUDA device"
+    return (
+        "" if device.type == "cuda" else f"the weights are on {device.type}, not on a CUDA device"
+    )
 
 
 def check_pattern(name: str, x: Tensor, n: int, m: int, dim: int) -> None:

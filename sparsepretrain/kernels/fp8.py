@@ -1,15 +1,22 @@
-"""Per-tensor fp8 with current scaling (S-STE section 5; NVIDIA's e4m3fn and e5m2)."""
+"""Per-tensor fp8 with current scaling (S-STE section 5; NVIDIA's e4m3fn and e5m2), and products."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import FP8_FORMATS
+from sparsepretrain.errors import one_line
+from sparsepretrain.kernels.common import FP8_FORMATS, FP8_SLACK, no_cuda
 from sparsepretrain.kernels.dispatch import kernel_of
+
+FP8_MULTIPLE = 16
+"""Of it are the sizes that torch's scaled product takes, but for the rows of its first matrix."""
+FP8_CAPABILITY = (8, 9)
+"""The first compute capability with fp8 tensor cores."""
 
 
 @torch.no_grad()
@@ -59,3 +66,107 @@ def _kernel(
     e4m3 = dtype == FP8_FORMATS["e4m3"]
     old = backend is None and x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9)
     return None if e4m3 and old else kernel_of(name, backend, x)
+
+
+def matmul_fp8(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    backend: str | None = None,
+) -> Tensor:
+    """Return a·bᵀ / (scale_a·scale_b) + bias, summed in fp32 and rounded once.
+
+    By default it is torch's scaled product: fp8 tensor cores compute it, which add with fewer bits
+    than fp32 between promotions to it, and CPUs in fp32. The reference multiplies the same values
+    in fp32, on GPUs in bf16, in which they are exact.
+
+    Args:
+        a: (m, k) in fp8. Unless ``backend`` is the reference it is contiguous, and 16 divides k.
+        b: (n, k) in fp8, likewise; 16 divides n too, and not both are e5m2.
+        scale_a, scale_b: 0-d fp32, of :func:`quantize_fp8`.
+        bias: (n,), added before rounding; tensor cores add it in a 16-bit ``out_dtype``.
+        out_dtype: fp32, bf16 or fp16.
+        backend: None or ``"reference"``.
+
+    Raises:
+        ValueError: what no device multiplies; tensors that do not fit together.
+    """
+    if a.dtype not in FP8_FORMATS.values() or b.dtype not in FP8_FORMATS.values():
+        raise ValueError(f"matmul_fp8: a is {a.dtype} and b {b.dtype}, and both must be in fp8")
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ValueError(f"matmul_fp8: a must be (m, k) and b (n, k), got {shapes}")
+    if bias is not None and bias.shape != b.shape[:1]:
+        raise ValueError(f"matmul_fp8: bias must be ({b.shape[0]},), got {tuple(bias.shape)}")
+    if backend == "reference":
+        if a.is_cuda:
+            product = torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
+        else:
+            product = a.float() @ b.float().t()
+        return unscaled(product, scale_a, scale_b, bias, out_dtype=out_dtype)
+    if backend is not None:
+        raise ValueError(f"matmul_fp8: there is no backend={backend!r}; use 'reference' or None")
+    if out_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"matmul_fp8: out_dtype must be fp32, bf16 or fp16, not {out_dtype}")
+    if not a.is_contiguous() or not b.is_contiguous():
+        raise ValueError(
+            f"matmul_fp8: a and b must be contiguous, got strides {a.stride()} and {b.stride()}"
+        )
+    if b.shape[0] % FP8_MULTIPLE or b.shape[1] % FP8_MULTIPLE or not b.numel():
+        size = tuple(b.shape)
+        raise ValueError(f"matmul_fp8: sizes of b must be multiples of {FP8_MULTIPLE}, got {size}")
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        raise ValueError("matmul_fp8: no library multiplies e5m2×e5m2")
+    # which cuBLAS does not add in fp32
+    inside = None if bias is None or out_dtype == torch.float32 else bias.to(out_dtype)
+    inverse = scale_a.reciprocal(), scale_b.reciprocal()
+    result: Tensor = torch._scaled_mm(a, b.t(), *inverse, bias=inside, out_dtype=out_dtype)
+    return result if bias is None or inside is not None else result + bias
+
+
+def unscaled(
+    product: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Return product / (scale_a·scale_b) + bias for a ``product`` (m, n) of fp8 values in fp32.
+
+    Args: see :func:`matmul_fp8`.
+    """
+    result = product * (scale_a.reciprocal() * scale_b.reciprocal())
+    return (result if bias is None else result + bias.float()).to(out_dtype)
+
+
+@functools.cache
+def no_fp8_products(device: torch.device) -> str:
+    """Why ``device`` multiplies no matrices in fp8; "": it does, as a small product shows."""
+    if reason := no_cuda(device):
+        return reason
+    if torch.version.hip is not None:
+        return "this build of torch is for ROCm, whose formats are others"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        found, first = ("{}.{}".format(*each) for each in (capability, FP8_CAPABILITY))
+        return f"compute capability {found} has no fp8 tensor cores ({first} is the first)"
+    random = torch.Generator(device).manual_seed(0)
+    given = [torch.randn(size, generator=random, device=device) for size in ((64, 128), (48, 128))]
+    b = quantize_fp8(given[1], "e4m3")
+    for format in FP8_FORMATS:
+        a = quantize_fp8(given[0], format)
+        pairs: Any = a[0], b[0], a[1], b[1]
+        try:
+            result = matmul_fp8(*pairs, out_dtype=torch.float32)
+        except RuntimeError as error:
+            return one_line(error)
+        left, right = (dequantize_fp8(*each).double() for each in (a, b))
+        slack = FP8_SLACK * (left.abs() @ right.abs().t())
+        if not bool(((result - left @ right.t()).abs() <= slack).all()):
+            return f"its product of {format} and e4m3 is wrong"
+    return ""

@@ -30,6 +30,7 @@ class CoveredLayer(NamedTuple):
     fprop: str  # operands in words, once they are sparse
     dgrad: str
     wgrad: str
+    simulated: str  # why its products are in simulated fp8, not in fp8; "": they are not
     emulated: dict[str, str]
     """Product with an N:M operand -> why it is not run sparse; "": it is. Empty: not asked for."""
 
@@ -47,7 +48,7 @@ class Coverage:
     total_parameters: int = 0
     dense_linears: list[str] = field(default_factory=list)
     """Linear layers and convolutions that stay dense."""
-    precision: str | None = None  # formats of simulated fp8; None: the products follow autocast
+    precision: str | None = None  # formats of fp8; None: the products follow autocast
     backend: str = "emulate"
     gathered: str = ""
     """In one line, which operands FSDP gathers packed; "": it was not asked to."""
@@ -90,6 +91,8 @@ class Coverage:
         )
         if self.precision is not None:
             lines.append(f"{self.precision}; evaluation without fp8")
+            found = Counter(layer.simulated for layer in self.layers if layer.simulated)
+            lines += [f"  simulated: {_layers(n)}: {why}" for why, n in found.items()]
         if self.backend != "emulate":
             lines += [self.chosen, *self._reasons()]
         if self.gathered:
@@ -101,7 +104,11 @@ class Coverage:
         found = Counter(item for layer in self.layers for item in layer.emulated.items())
         for (product, why), count in found.items():
             if why:
-                yield f"  emulated: {product} of {count} layer{'s' * (count > 1)}: {why}"
+                yield f"  emulated: {product} of {_layers(count)}: {why}"
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' * (count > 1)}"
 
 
 def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
@@ -117,7 +124,8 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         yet = "" if own.packs or own.settled else "not tried yet"
         why = {PRODUCT[place]: why or yet for place, why in own.fits.items()}
         kind = layer.replaces.__name__
-        rows.append(CoveredLayer(name, kind, *sizes, **words, emulated=why))
+        words |= {"simulated": own.simulated, "emulated": why}
+        rows.append(CoveredLayer(name, kind, *sizes, **words))
     found = [(k, sparse_class(type(module))) for k, module in state.root.named_modules()]
     packings = [own.packing for layer in layers.values() if (own := layer.sparsity).packing]
     return Coverage(

@@ -26,6 +26,7 @@ from sparsepretrain.kernels import (
 )
 from sparsepretrain.kernels.common import AnyKey, widen
 from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands
+from sparsepretrain.sparsity.execution.semi_structured import packings
 from sparsepretrain.sparsity.method import Projection
 from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.packing import Packing
@@ -55,9 +56,12 @@ class LayerState(nn.Module):
     _rows: dict[bool, Rows | None]  # in place of `_stored` where FSDP gathers; None: W itself
     _gathered: bool | None = None  # whether FSDP gathered A or W last; None: out of date
     _dtype: torch.dtype | None = None  # that FSDP asked for
+    base: Execution  # multiplies what is not packed
+    simulated: str  # why that is in simulated fp8 where real fp8 was asked for
     fits: dict[str, str]  # what `Backend.fit` says, then `Backend.settle`
+    choices: Mapping[str, Execution]  # executions by what they pack
     packs: str = ""  # places of the row whose operands may be packed
-    settled: bool = False  # whether products were tried with inputs
+    settled: bool = False  # whether products were tried with inputs, where they have to be
 
     if TYPE_CHECKING:  # the method's tensors
 
@@ -213,24 +217,32 @@ class LayerState(nn.Module):
         layer.keep()
 
     def fit(self, device: torch.device) -> None:
-        """Which operands can be packed on ``device``; those that must be faster wait for inputs."""
+        """What multiplies on ``device``; operands whose product must be faster wait for inputs."""
         backend, self.settled, self.fits = self.model.backend, False, {}
+        self.base, self.simulated = self.model.execution.of_layer(self.shape, self.dim, device)
         if backend is None:
             return
-        why = "its weight is sharded" if self.model.sharded else self.model.execution.without_sparse
-        self.fits = backend.fit(self.method.sparse_row, self.shape, self.dim, device, why)
+        why = "its weight is sharded" if self.model.sharded else ""
+        self.choices = packings(self.base)
+        given = self.shape, self.dim, device, self.base, why
+        self.fits = backend.fit(self.method.sparse_row, *given)
         self.packs = "" if backend.name == "auto" else self._fitting
 
     def settle(self, weight: Tensor, inputs: Any, dtype: torch.dtype, bias: bool) -> None:
         """Once inputs of shape (…, tokens of a sample, in_features) are known, try the products."""
         backend = self.model.backend
-        if backend is None or self.settled or weight.is_meta:
+        if self.settled or weight.is_meta:
             return
-        backend.require_here(weight.device, dtype)
+        self.model.execution.require_here(weight.device)
+        if backend is not None:
+            backend.require_here(weight.device, dtype, self.model.execution)
+        self.settled = True
+        if backend is None:
+            return
         sizes = self.shape[1 - self.dim], self.shape[self.dim], self.dim
-        rest = tuple(inputs[:-1]), dtype, weight.device, bias
+        rest = tuple(inputs[:-1]), dtype, weight.device, bias, self.base
         before, self.fits = self.packs, backend.settle(self.fits, sizes, *rest)
-        self.packs, self.settled = self._fitting, True
+        self.packs = self._fitting
         if self.packs != before:
             self.restore(weight)
 
@@ -240,10 +252,10 @@ class LayerState(nn.Module):
 
     def execution(self, dtype: torch.dtype, training: bool) -> Execution:
         """What multiplies in the present phase."""
-        model = self.model
-        if not training or not self.packs or model.backend is None:
-            return model.execution if training else EMULATE
-        return model.backend.execution(self.method.row, self.packs, dtype)
+        backend = self.model.backend
+        if not training or not self.packs or backend is None:
+            return self.base if training else EMULATE
+        return backend.execution(self.choices, self.method.row, self.packs, dtype)
 
     def operands(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
         """A and B in ``dtype``; None: the layer does what the class it replaces does."""
@@ -399,7 +411,7 @@ class LayerState(nn.Module):
         left = wide if torch.equal(forward[new], wide[new]) else forward
         held = Operands(self._turned(torch.where(mask, left, 0.0)), None, None)
         stored = self._stored.get(True)
-        self._stored[True] = self.model.execution.prepare(held, self.model.store, stored)
+        self._stored[True] = self.base.prepare(held, self.model.store, stored)
 
     def restore(self, weight: Tensor) -> None:
         """The weight changed: project anew where operands are stored, else nothing is kept."""

@@ -42,6 +42,7 @@ class SparseProducts(torch.autograd.Function):
         forward_weight: Tensor,
         backward_weight: Tensor | None,
         wgrad_scale: Tensor | None,
+        scales: Tensor | None,
         clock: Any,
         state: LayerState | None,
         how: Geometry,
@@ -56,17 +57,16 @@ class SparseProducts(torch.autograd.Function):
         ctx.clock, ctx.state, ctx.how, ctx.execution = clock, state, how, execution
         ctx.shapes = x.shape, weight.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        operands = Operands(forward_weight, backward_weight, wgrad_scale)
+        operands = Operands(forward_weight, backward_weight, wgrad_scale, scales)
         y, kept = execution.fprop(how, _inputs(state, x), operands, bias)
-        dgrad_weight = forward_weight if backward_weight is None else backward_weight
-        ctx.save_for_backward(dgrad_weight, wgrad_scale, *kept)
+        ctx.save_for_backward(operands.for_dgrad, wgrad_scale, scales, *kept)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """DX, dW and db."""
-        backward_weight, wgrad_scale, *kept = ctx.saved_tensors
+        backward_weight, wgrad_scale, scales, *kept = ctx.saved_tensors
         how, execution, state = ctx.how, ctx.execution, ctx.state
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         dx = dw = db = None
@@ -77,12 +77,13 @@ class SparseProducts(torch.autograd.Function):
             db = how.bgrad(grad, wide).to(ctx.dtypes[2])
         if need_dx:
             pruned = _pruned(state, how, ctx.clock, grad)
-            dx = execution.dgrad(how, pruned, backward_weight, ctx.shapes[0]).to(ctx.dtypes[0])
+            operands = Operands(backward_weight, None, wgrad_scale, scales)
+            dx = execution.dgrad(how, pruned, operands, ctx.shapes[0]).to(ctx.dtypes[0])
         if need_dw:
             estimate = partial(_sampled, state, how, ctx.clock)
             dw = execution.wgrad(how, grad, estimate, tuple(kept), ctx.shapes[1]).to(ctx.dtypes[1])
             dw = dw if wgrad_scale is None else dw * wgrad_scale
-        return dx, dw, db, *[None] * 7
+        return dx, dw, db, *[None] * 8
 
 
 def _inputs(state: LayerState | None, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,7 +150,7 @@ class SparseLayer(nn.Module):
             # without gradients too, for checkpoints that are recomputed
             if training and model.counting and model.begins:
                 model.count()
-            if training and model.backend is not None:
+            if training and not state.settled:
                 state.settle(weight, x.shape, dtype, self.bias is not None)
         operands = state.operands(weight, dtype, training)
         if operands is None:
@@ -158,7 +159,7 @@ class SparseLayer(nn.Module):
             given, how = self._products(x.to(dtype) if autocast else x)
             execution = state.execution(dtype, training)
             rest = (*operands, model.now(), state if training else None, how, execution)
-            in_fp32 = autocast and execution.rounds  # products of simulated fp8
+            in_fp32 = autocast and execution.rounds  # what fp8 does not multiply
             with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
                 y = SparseProducts.apply(given, weight, self.bias, *rest)
         residual = model.method.residual(x, state)

@@ -149,7 +149,7 @@ class Sparsifier:
                 and positions and are unpacked to the same bits; :meth:`coverage` says which.
 
         Raises:
-            ConfigError: prepared, attached or sharded already; simulated fp8; sparse products.
+            ConfigError: prepared, attached or sharded already; products in fp8; sparse ones.
         """
         from sparsepretrain.sparsity import sharding
 
@@ -158,7 +158,8 @@ class Sparsifier:
             done = "prepared for sharding" if self._state.sharded else "attached"
             raise ConfigError(f"the sparsifier is {done} already: the order is {sharding.ORDER}")
         if self._state.execution is not EMULATE:
-            raise ConfigError("fp8_sim does not go with sharding: leave precision out")
+            name = self._state.label.partition(" ")[0]
+            raise ConfigError(f"{name} does not go with sharding: leave precision out")
         backend = self._state.backend
         if backend is not None and backend.name != "auto":
             raise ConfigError(
@@ -181,10 +182,10 @@ class Sparsifier:
         ``dtype``: of the products, that of autocast; None: that of the weights.
         """
         self._require_sparse()
-        weight = next(iter(self.layers.values())).weight
-        self._state.store = dtype or weight.dtype
-        if self._state.backend is not None and not weight.is_meta:
-            self._state.backend.require_here(weight.device, self._state.store)
+        weight, state = next(iter(self.layers.values())).weight, self._state
+        state.store = dtype or weight.dtype
+        if state.backend is not None and not weight.is_meta:
+            state.backend.require_here(weight.device, state.store, state.execution)
         self.refresh()
 
     def choose_products(self, inputs: Mapping[str, Sequence[int]]) -> None:

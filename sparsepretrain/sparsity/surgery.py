@@ -15,7 +15,7 @@ from sparsepretrain import registry
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.sparsity import reminder
-from sparsepretrain.sparsity.execution import Backend, backend_of, execution_of
+from sparsepretrain.sparsity.execution import FP8, Backend, Execution, backend_of, execution_of
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.layers import (
     SparseLayer,
@@ -61,10 +61,10 @@ def sparsify(
             ones, in fp16 and bf16 on CUDA devices that have them, of whatever operand is 2:4 and
             fits; the rest is emulated (:meth:`Sparsifier.coverage` says why). ``"auto"``: those
             of them that are faster, which the first eager training forward of a layer finds out.
-        precision: None: the dtype of autocast, or of the weight. ``"fp8_sim"``, or a dict such as
-            ``{"name": "fp8_sim", "recipe": "reference"}``: training products of these layers see
-            fp8 operands (:class:`~sparsepretrain.sparsity.execution.SimulatedFP8`), evaluation
-            does not.
+        precision: None: the dtype of autocast, or of the weight. ``"fp8"``: training products of
+            these layers are those of fp8 tensor cores, evaluation's are not
+            (:class:`~sparsepretrain.sparsity.execution.FP8`). ``"fp8_sim"``: they have the same
+            operands, on any device. Or a dict such as ``{"name": "fp8", "recipe": "e4m3"}``.
         **options: the method's own (keys of ``configs/sparsity/<method>.yaml``); dotted ones as
             dicts, ``window={"start": 0.1}``.
 
@@ -74,8 +74,8 @@ def sparsify(
     Raises:
         ConfigError: an argument of the wrong type; unknown method, option or range; no layer for
             a pattern; a layer that is sparse already, shares its weight, or whose width is not a
-            multiple of M; a bare layer as ``model``; sharded weights (DTensor); sparse products
-            asked for of which none is possible.
+            multiple of M; a bare layer as ``model``; sharded weights (DTensor); sparse or fp8
+            products asked for of which none is possible.
     """
     targets, exclude = ([x] if isinstance(x, str) else x for x in (targets, exclude))
 
@@ -111,7 +111,7 @@ def sparsify_with(
     seed: int = 0,
     total_steps: int | None = None,
     backend: str | Backend = "emulate",
-    precision: str | dict[str, str] | None = None,
+    precision: str | dict[str, str] | Execution | None = None,
 ) -> Sparsifier:
     """:func:`sparsify` with options that were checked already, and the same errors.
 
@@ -127,14 +127,19 @@ def sparsify_with(
     layers = _select(model, [p for p in targets if not p.startswith("!")], dropped)
     _check_shapes(layers, method)
     device = next(iter(layers.values())).weight.device
+    later = device.type == "cpu" and torch.cuda.is_available()  # it may go there
+    place = torch.device("cuda", torch.cuda.current_device()) if later else device
+    classes: list[Any] = [sparse_class(type(layer)) for layer in layers.values()]
+    given = [
+        (tuple(layer.weight.shape), kind.in_dim, place)
+        for layer, kind in zip(layers.values(), classes, strict=True)
+    ]
+    bases = [execution.of_layer(*each) for each in given]
+    if isinstance(execution, FP8):
+        execution.require([why for _, why in bases])
     if chooser is not None:
-        later = device.type == "cpu" and torch.cuda.is_available()  # it may go there
-        place = torch.device("cuda", torch.cuda.current_device()) if later else device
-        fits = []
-        for layer in layers.values():
-            cls = sparse_class(type(layer))
-            shape, rest = tuple(layer.weight.shape), (cls.in_dim, place, execution.without_sparse)
-            fits.append(chooser.fit(method.sparse_row, shape, *rest))
+        row = method.sparse_row
+        fits = [chooser.fit(row, *each, base) for each, (base, _) in zip(given, bases, strict=True)]
         chooser.require(options.name, fits)
     state = ModelState(model, method, execution, chooser, seed, device)
     first = sum(isinstance(module, SparseLayer) for module in model.modules())

@@ -11,21 +11,21 @@ from torch.optim import Optimizer
 
 from sparsepretrain import registry
 from sparsepretrain.config import validate
-from sparsepretrain.config.groups import LossScaling, SimulatedFP8
+from sparsepretrain.config.groups import LossScaling
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
-from sparsepretrain.sparsity.execution import Backend
+from sparsepretrain.sparsity.execution import FP8, SIMULATED, Backend
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import compilation
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.gradients import gradients
 from sparsepretrain.training.identity import weights_hash
-from sparsepretrain.training.precision import Options, compute_dtype, set_numerics
+from sparsepretrain.training.precision import Options, compute_dtype, execution, set_numerics
 from sparsepretrain.training.session import EMA, Session
 from sparsepretrain.training.world import World
 
@@ -162,10 +162,14 @@ def sparsify_model(
         backend: of a model that will not.
     """
     options: MethodOptions = run.sparsity
-    fp8 = run.precision if isinstance(run.precision, SimulatedFP8) else None
+    multiplies = execution(run.precision)
+    if device is not None:
+        multiplies.require_here(device)
+    elif isinstance(multiplies, FP8) and not next(model.parameters()).is_meta:
+        multiplies = SIMULATED[multiplies.recipe]  # evaluation, which sees no fp8, runs anywhere
     if device is not None and run.backend != "emulate":
         backend = Backend(run.backend, device)
-        backend.require_here(device, compute_dtype(run.precision))
+        backend.require_here(device, compute_dtype(run.precision), multiplies)
     try:
         return sparsify_with(
             model,
@@ -174,7 +178,7 @@ def sparsify_model(
             seed=run.seed,
             total_steps=run.steps,
             backend=backend,
-            precision=None if fp8 is None else {"name": fp8.name, "recipe": fp8.recipe},
+            precision=multiplies,
         )
     except ConfigError as error:
         raise error.under("sparsity") from error

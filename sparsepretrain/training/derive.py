@@ -175,7 +175,7 @@ def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
         block = config["precision"]
         request.choices["precision"] = block["name"]
         request.blocks["precision"] = block
-        if block["name"] == "fp8_sim":  # dropped with MVUE
+        if block["name"] in ("fp8", "fp8_sim"):  # dropped with MVUE
             request.choices["precision"] = block["dtype"]
             keys = ("init_scale", "growth_interval") if block["dtype"] == "fp16" else ()
             request.blocks["precision"] = {"name": block["dtype"], **{k: block[k] for k in keys}}

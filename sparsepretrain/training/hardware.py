@@ -67,7 +67,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     Args:
         device: where the model is.
         precision: ``fp16`` or ``bf16``; fp32 has no entry since it may or may not mean TF32,
-            fp8_sim none since nothing runs in fp8.
+            fp8 none since only some layers run in it, and in fp8_sim none does.
     """
     if device.type != "cuda" or precision not in ("fp16", "bf16"):
         return None

@@ -228,7 +228,8 @@ def duration(run: Run, device: torch.device, total: float) -> str:
     text = count(total)
     work = f"{text.rstrip('kMGTPEZ')} {text.lstrip('0123456789.')}FLOPs in all, counted dense"
     if isinstance(run.precision, SimulatedFP8):
-        return f"{work}; simulated fp8 has no peak to compare with"
+        kind = "simulated fp8" if run.precision.name == "fp8_sim" else "fp8 beside other types"
+        return f"{work}; {kind} has no peak to compare with"
     peak = peak_flops(device, run.precision.name)
     if peak is None:
         return f"{work}; no time, since no peak is known for this device"

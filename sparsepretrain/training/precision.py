@@ -13,6 +13,7 @@ from sparsepretrain.config.groups import (
     SimulatedFP8,
     SinglePrecision,
 )
+from sparsepretrain.sparsity.execution import EMULATE, Execution, execution_of
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -24,8 +25,15 @@ Options = Precision | SinglePrecision | ScaledPrecision | SimulatedFP8
 
 
 def compute_dtype(options: Options) -> torch.dtype:
-    """Dtype of the matrix products; under simulated fp8, of those in all other layers."""
+    """Dtype of the matrix products; under fp8, of those in all other layers."""
     return _DTYPES[options.dtype if isinstance(options, SimulatedFP8) else options.name]
+
+
+def execution(options: Options) -> Execution:
+    """What multiplies in sparse layers."""
+    if not isinstance(options, SimulatedFP8):
+        return EMULATE
+    return execution_of({"name": options.name, "recipe": options.recipe})
 
 
 def set_numerics(options: Options, *, deterministic: bool) -> None:

@@ -42,7 +42,7 @@ def an_h200(monkeypatch):
     for module in (doctor, forecast):
         monkeypatch.setattr(module, "present_gpu", lambda: torch.device("cpu"))
     for module in (doctor, forecast, semi_structured):
-        monkeypatch.setattr(module, "unsupported", lambda device: None)
+        monkeypatch.setattr(module, "unsupported", lambda device, **_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
 

@@ -48,7 +48,7 @@ def test_a_common_path_makes_nothing_similar():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ("precision.recipe=hybrid", "'precision.recipe' (belongs to precision=fp8_sim)"),
+        ("precision.recipe=hybrid", "'precision.recipe' (belongs to precision=fp8_sim|fp8)"),
         ("optim.momentum=0.9", "'optim.momentum' (belongs to optim=sgd)"),
         ("optim=sgd optim.betas=[0,0]", "'optim.betas' (belongs to optim=adamw|lion)"),
         ("schedule=constant schedule.min_lr=0", "(belongs to schedule=cosine|linear)"),
@@ -75,7 +75,7 @@ def test_everything_at_once():
         "foo=1",
         "data.validation=2",
         "task.sequence_length=a",
-        "precision.name=fp8",
+        "precision.name=fp4",
         "tracker.mode=on",
     )
     assert len(found) == 12 - 1, "root rules wait for root types: clip is one of them"

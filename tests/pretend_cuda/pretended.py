@@ -211,7 +211,11 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     elif here and any(x.dim() for x in away):
         _mixup(str(func))
     plain_args, plain_kwargs = tree_map(_raw, args), tree_map(_raw, kwargs)
-    result = func(*plain_args, **plain_kwargs)
+    if name == "mm" and func._overloadname == "dtype":  # which CPUs do not have
+        left, right, dtype = plain_args
+        result = left.to(dtype) @ right.to(dtype)
+    else:
+        result = func(*plain_args, **plain_kwargs)
     if name == "_to_copy" and away and result is args[0]:
         result = result.clone()
     if name in WAITS and not isinstance(result, Tensor):

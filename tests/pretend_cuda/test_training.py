@@ -8,7 +8,7 @@ from tiny_translation import TinyTranslation
 from torch.utils._pytree import tree_map
 
 from sparsepretrain import densify, registry
-from sparsepretrain.sparsity.execution import semi_structured
+from sparsepretrain.sparsity.execution import SimulatedFP8, fp8, semi_structured
 from sparsepretrain.sparsity.methods.bimask import BiMask
 from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.training import loop
@@ -30,6 +30,11 @@ IMAGES = (
 RECIPES = {
     "fp16": ("sparsity=sste", "precision=fp16"),
     "fp8_sim": ("sparsity=tsrste", "precision=fp8_sim"),
+    "fp8": ("sparsity=sste", "precision=fp8"),
+    "fp8 e4m3": (
+        *("sparsity=tsrste", "precision=fp8", "precision.recipe=e4m3"),
+        "backend=semi_structured",
+    ),
     "ema": ("sparsity=sste", "ema=0.9"),
     "refresh": ("sparsity=tsrste", "sparsity.refresh=1", "sparsity.decay=1e-3"),
     "act24": ("sparsity=act24", "model=bert_nano"),
@@ -115,13 +120,20 @@ def test_other_recipes_do_too(tiny, words, monkeypatch):
     if words[: len(IMAGES)] == IMAGES:
         runs = f"runs_dir='{tiny.root / 'runs'}'"
         monkeypatch.setattr(tiny, "overrides", lambda *more: [*more, runs])
+    if "backend=semi_structured" in words:  # with the reference in place of cuSPARSELt
+        monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
+        monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+    if "precision=fp8_sim" in words:  # whose products CPUs multiply scaled, and GPUs as they are
+        monkeypatch.setattr(SimulatedFP8, "by_rows", lambda *_: True)
+    if "precision=fp8" in words:  # with torch's scaled products of a CPU
+        monkeypatch.setattr(fp8, "no_fp8_products", lambda device: "")
     compare(tiny, words)
 
 
 @pytest.mark.parametrize("method", SPARSE)
 def test_sparse_products_do_too(tiny, method, monkeypatch):
     """With the reference in place of cuSPARSELt; packs are counted."""
-    monkeypatch.setattr(semi_structured, "unsupported", lambda device: None)
+    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
     monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
     step = loop.train_step
 

@@ -41,6 +41,15 @@ CONVOLVED = [case for case in CASES if not registry.get("method", case[0]).linea
 """Those that convolutions have too."""
 
 
+SETTLED = {"mdgf": {"until": 0.0}, "sdgf": {"until": 0.0}, "asp": {"at": 0.0}}
+"""Options with which the first step sees the last phase."""
+PACKED = {
+    **dict.fromkeys(("ste", "srste", "step", "bimask", "asp", "mdgf", "sdgf"), "A"),
+    **{"sste": "AU", "tsrste": "ABU", "slope": "AB", "sdgp": "P"},
+}
+"""Operands of the table that are packed, by method; the others have none that is 2:4."""
+
+
 def ids(cases):
     return ["-".join([name, *(f"{k}={v}" for k, v in options.items())]) for name, options in cases]
 
@@ -61,6 +70,25 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.head(self.fc2(torch.tanh(self.fc1(x))))
+
+
+class Layer(nn.Module):
+    """One layer, (64, 96), stored as either kind stores it."""
+
+    def __init__(self, kind="Linear", bias=True, inputs=64, outputs=96):
+        super().__init__()
+        if kind == "Linear":
+            self.fc = nn.Linear(inputs, outputs, bias)
+        else:
+            from transformers.pytorch_utils import Conv1D
+
+            self.fc = Conv1D(outputs, inputs)
+        with torch.no_grad():
+            self.fc.weight.copy_(draw(*self.fc.weight.shape, seed=1))
+        self.fc.bias = nn.Parameter(draw(outputs, dtype=torch.float32)) if bias else None
+
+    def forward(self, x):
+        return self.fc(x)
 
 
 def sparsify(model, method, **options):

@@ -4,7 +4,17 @@ import copy
 
 import pytest
 import torch
-from sparse_cases import CASES, IDS, STEPS, build, draw, into_sparse_phase
+from sparse_cases import (
+    CASES,
+    IDS,
+    PACKED,
+    SETTLED,
+    STEPS,
+    Layer,
+    build,
+    draw,
+    into_sparse_phase,
+)
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -15,20 +25,13 @@ from sparsepretrain.sparsity import Method, MethodOptions, Projection, Row
 from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands, semi_structured
 from sparsepretrain.sparsity.layer_state import LayerState
 
-SETTLED = {"mdgf": {"until": 0.0}, "sdgf": {"until": 0.0}, "asp": {"at": 0.0}}
-"""Options with which the first step sees the last phase."""
-PACKED = {
-    **dict.fromkeys(("ste", "srste", "step", "bimask", "asp", "mdgf", "sdgf"), "A"),
-    **{"sste": "AU", "tsrste": "ABU", "slope": "AB", "sdgp": "P"},
-}
-"""Operands of the table that are packed, by method; the others have none that is 2:4."""
 NAMES = sorted(PACKED)
 
 
 @pytest.fixture(autouse=True)
 def supported(monkeypatch):
     """As on a device whose products are right, with the reference in place of its library."""
-    monkeypatch.setattr(semi_structured, "unsupported", lambda device: None)
+    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
     monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
 
 
@@ -39,8 +42,8 @@ class Absolute(Execution):
         xs, bias = [x.abs() for x in xs], None if bias is None else bias.abs()
         return EMULATE.fprop(how, xs, Operands(*map(magnitude, operands)), bias)
 
-    def dgrad(self, how, grad, weight, shape):
-        return EMULATE.dgrad(how, grad.abs(), weight.abs(), shape)
+    def dgrad(self, how, grad, operands, shape):
+        return EMULATE.dgrad(how, grad.abs(), Operands(*map(magnitude, operands)), shape)
 
     def wgrad(self, how, grad, estimate, kept, shape):
         return EMULATE.wgrad(how, grad, lambda g: estimate(g).abs(), kept, shape)
@@ -48,25 +51,6 @@ class Absolute(Execution):
 
 def magnitude(x):
     return None if x is None else x.abs()
-
-
-class Layer(nn.Module):
-    """One layer, (64, 96), stored as either kind stores it."""
-
-    def __init__(self, kind="Linear", bias=True, inputs=64, outputs=96):
-        super().__init__()
-        if kind == "Linear":
-            self.fc = nn.Linear(inputs, outputs, bias)
-        else:
-            from transformers.pytorch_utils import Conv1D
-
-            self.fc = Conv1D(outputs, inputs)
-        with torch.no_grad():
-            self.fc.weight.copy_(draw(*self.fc.weight.shape, seed=1))
-        self.fc.bias = nn.Parameter(draw(outputs, dtype=torch.float32)) if bias else None
-
-    def forward(self, x):
-        return self.fc(x)
 
 
 def sparsify(model, method, options=None, **settings):
@@ -295,7 +279,7 @@ def test_sparse_products_of_which_none_is_possible_are_refused(method, options, 
 
 def test_a_machine_without_support_says_so(monkeypatch):
     reason = "this machine has no CUDA device"
-    monkeypatch.setattr(semi_structured, "unsupported", lambda device: reason)
+    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: reason)
     with pytest.raises(ConfigError) as refused:
         sparsify(Layer(), "sste")
     told = f"backend=semi_structured: no product can be sparse: {reason}: "
@@ -312,7 +296,7 @@ def test_a_machine_without_support_says_so(monkeypatch):
 def test_a_model_that_moves_to_another_device(monkeypatch):
     model = Layer()
     handle = sparsify(model, "sste")
-    monkeypatch.setattr(semi_structured, "unsupported", lambda device: f"not on {device.type}")
+    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: f"not on {device.type}")
     model.to("cpu")  # back, from a GPU
     assert handle.layers["fc"].sparsity.packs == ""
     with pytest.raises(ConfigError, match="semi_structured: not on cpu"):

@@ -8,13 +8,13 @@ from tiny_runs import assert_same_run, metrics
 
 from sparsepretrain import cli
 from sparsepretrain.config import freeze
-from sparsepretrain.sparsity.execution import EMULATE, semi_structured
+from sparsepretrain.sparsity.execution import EMULATE, fp8, semi_structured
 
 
 @pytest.fixture
 def supported(monkeypatch):
     """As on a device whose products are right, with the reference in place of its library."""
-    monkeypatch.setattr(semi_structured, "unsupported", lambda device: None)
+    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
     monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
 
 
@@ -63,6 +63,38 @@ def test_runs_with_sparse_products_are_those_with_emulated_ones(method, tiny, su
     assert freeze.identity(tiny.load(*given)) == freeze.identity(
         tiny.load(*given, "backend=semi_structured")
     )
+    assert cli.main(["eval", str(outcome.directory)]) == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="such a machine may have them")
+def test_a_machine_without_products_in_fp8(tiny, capsys):
+    given = tiny.overrides("precision=fp8")
+    for more in ([], ["--dry-run"], ["backend=auto"], ["sparsity=dense"]):
+        assert cli.main(["train", *given, *more]) == 2
+        told = capsys.readouterr().err.strip()
+        assert len(told.splitlines()) == 1
+        assert told.endswith(
+            "precision=fp8: no product can be in fp8: this machine has no CUDA device: "
+            "precision=fp8_sim trains with the same values"
+        )
+    assert not (tiny.root / "runs").exists()
+
+
+@pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
+def test_runs_in_fp8_are_those_in_simulated_fp8(backend, tiny, supported, monkeypatch, capsys):
+    given = ("sparsity=tsrste", "precision.recipe=e4m3", "precision.dtype=bf16")
+    simulated = metrics(tiny.train("precision=fp8_sim", *given).directory)
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8, "no_fp8_products", lambda device: "")
+        outcome = tiny.train("precision=fp8", *given, f"backend={backend}")
+        assert cli.main(["train", *tiny.overrides("precision=fp8", *given), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "fp8 e4m3: fprop e4m3×e4m3, dgrad and wgrad e4m3×e4m3; evaluation without fp8" in shown
+    assert "fp8 beside other types has no peak to compare with" in shown
+    for ours, theirs in zip(metrics(outcome.directory), simulated, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+    assert ("are sparse, cuSPARSELt 0.8.1" in outcome.output) == (backend == "semi_structured")
+    # on a machine without them it is evaluated, which needs no fp8
     assert cli.main(["eval", str(outcome.directory)]) == 0
 
 

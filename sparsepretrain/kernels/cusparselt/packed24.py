@@ -9,12 +9,15 @@ of a size, never while a CUDA graph is captured.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from sparsepretrain.kernels.common import FP8_SLACK, no_cuda
 
 REPEATS = 20
 """Runs of an algorithm that must give the same bits."""
@@ -51,16 +54,14 @@ def version() -> str:
 
 
 @functools.cache
-def unsupported(device: torch.device) -> str | None:
-    """Why ``device`` multiplies no packed matrices of fp16 and bf16; None: it does.
+def unsupported(device: torch.device, *, fp8: bool = False) -> str | None:
+    """Why ``device`` multiplies no packed matrices of fp16 and bf16, or of fp8; None: it does.
 
     That torch has the library says nothing about the device, so small products of every layout are
     tested (:func:`fastest`), once per process.
     """
-    if not torch.cuda.is_available():
-        return "this machine has no CUDA device"
-    if device.type != "cuda":
-        return f"the weights are on {device.type}, not on a CUDA device"
+    if reason := no_cuda(device):
+        return reason
     if torch.version.hip is not None or not torch.backends.cusparselt.is_available():
         return "this build of torch has no cuSPARSELt"
     capability = torch.cuda.get_device_capability(device)
@@ -68,12 +69,16 @@ def unsupported(device: torch.device) -> str | None:
         found = "{}.{}".format(*capability)
         listed = ", ".join("{}.{}".format(*known) for known in CAPABILITIES)
         return f"compute capability {found} is none of those with kernels ({listed})"
-    for dtype in (torch.float16, torch.bfloat16):
-        for layout in ((True, True, True), (False, False, False), (False, True, False)):
-            try:
-                fastest(Problem(device, dtype, dtype, 256, 128, 512, *layout))
-            except RuntimeError as error:
-                return str(error)
+    types = [(torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16)]
+    layouts = [(True, True, True), (False, False, False), (False, True, False)]
+    if fp8:  # the dense operand is transposed, and scales and bias come after the product
+        types = [(torch.float8_e4m3fn, torch.float32)]
+        layouts = [(True, True, False), (True, False, False)]
+    for pair, layout in itertools.product(types, layouts):
+        try:
+            fastest(Problem(device, *pair, 256, 128, 512, *layout))
+        except RuntimeError as error:
+            return str(error)
     return None
 
 
@@ -122,8 +127,9 @@ def fastest(problem: Problem) -> Algorithm:
         expected += bias[:, None]
     if problem.transpose_result:
         expected, spread = expected.t(), spread.t()
-    # one rounding of the result, and what sums in fp32 may lose in any order
-    slack = torch.finfo(problem.out_dtype).eps * expected.abs() + 2.0**-16 * spread
+    # one rounding of the result, and what sums may lose in any order
+    sums = FP8_SLACK if problem.dtype.itemsize == 1 else 2.0**-16
+    slack = torch.finfo(problem.out_dtype).eps * expected.abs() + sums * spread
     packed = compress_24(sparse.to(problem.dtype))
     given = packed, dense.to(problem.dtype), bias.to(problem.out_dtype) if problem.bias else None
 

@@ -18,11 +18,13 @@ from sparsepretrain.sparsity.execution.base import (
     Linear,
     Operands,
 )
-from sparsepretrain.sparsity.execution.fp8_sim import SimulatedFP8
+from sparsepretrain.sparsity.execution.fp8 import FP8, SIMULATED, SimulatedFP8
 from sparsepretrain.sparsity.execution.semi_structured import Backend
 
 __all__ = [
     "EMULATE",
+    "FP8",
+    "SIMULATED",
     "Backend",
     "Convolution",
     "Execution",
@@ -43,13 +45,15 @@ def execution_of(precision: Any) -> Execution:
     """
     if precision is None:
         return EMULATE
-    if precision == "fp8_sim":
-        return SimulatedFP8(name="fp8_sim")
-    if isinstance(precision, dict):
-        return build(SimulatedFP8, precision, "precision")
+    if isinstance(precision, Execution):
+        return precision
+    given = {"name": precision} if isinstance(precision, str) else precision
+    name = given.get("name", "fp8_sim") if isinstance(given, dict) else None
+    if name in ("fp8", "fp8_sim"):
+        return build(FP8 if name == "fp8" else SimulatedFP8, given, "precision")
     raise ConfigError(
-        f"precision must be None (follow autocast), 'fp8_sim' or a dict with its name and recipe, "
-        f"got {precision!r}"
+        "precision must be None (follow autocast), 'fp8', 'fp8_sim' or a dict with its name and "
+        f"recipe, got {precision!r}"
     )
 
 

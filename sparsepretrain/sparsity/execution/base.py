@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
+
+from sparsepretrain.kernels.packed24 import LIMITS, TYPES, Limits
 
 Kept = tuple[Tensor, ...]  # what a backward keeps of X
 Estimate = Callable[[Tensor], Tensor]  # U: makes the output gradient of wgrad from G
@@ -22,6 +24,12 @@ class Operands(NamedTuple):
     backward: Tensor | None
     """The same for dgrad; None: ``forward`` (one tensor given twice breaks compiled graphs)."""
     wgrad_scale: Tensor | None  # 0-d factor of dW; None: 1
+    scales: Tensor | None = None  # (2,) fp32, of A and of B in fp8; None: they are in no fp8
+
+    @property
+    def for_dgrad(self) -> Tensor:
+        """B."""
+        return self.forward if self.backward is None else self.backward
 
 
 class Linear(NamedTuple):
@@ -99,11 +107,46 @@ class Execution:
 
     rounds: ClassVar[bool] = False
     """Whether operands get other values, and products another dtype, than autocast gives them."""
-    without_sparse: ClassVar[str] = ""
-    """Why there are no sparse products beside it; "": there may be."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # stateless, and compiled graphs know it by its identity
 
     def __str__(self) -> str:
         return ""  # the products follow autocast; else a label and details behind a colon
+
+    @property
+    def limits(self) -> Limits:
+        """What sizes sparse products ask for."""
+        return LIMITS[TYPES[0]]
+
+    def of_layer(
+        self, shape: tuple[int, ...], dim: int, device: torch.device
+    ) -> tuple[Execution, str]:
+        """What multiplies in a layer, and why it is another execution than this; "": it is this.
+
+        Args:
+            shape: of the stored weight.
+            dim: of in_features in it.
+            device: of the weight; the meta device says nothing about where it will train.
+        """
+        return self, ""
+
+    def require_here(self, device: torch.device) -> None:
+        """Refuse a device on which nothing of it can be done.
+
+        Raises:
+            ConfigError: says why.
+        """
+
+    def unpackable(self, place: str, dtype: torch.dtype | None = None) -> str:
+        """Why the operand at a place of the row has no sparse product; "": it can have one.
+
+        ``dtype``: of the products; None: not known yet.
+        """
+        if dtype is None or dtype in TYPES:
+            return ""
+        name = str(dtype).removeprefix("torch.")
+        return f"sparse products exist in fp16 and bf16, not in {name}"
 
     def cast(self, weight: Tensor, dtype: torch.dtype, backward: bool) -> Tensor:
         """A, or B, as its product sees it."""
@@ -114,8 +157,8 @@ class Execution:
 
         ``out``: earlier ones of the same layer, whose memory is used again.
         """
-        forward, backward, scale = exact
-        old_a, old_b, _ = out or (None, None, None)
+        forward, backward, scale, _ = exact
+        old_a, old_b, *_ = out or (None, None)
         a = into(old_a, self.cast(forward, dtype, False))
         b = None if backward is None else into(old_b, self.cast(backward, dtype, True))
         return Operands(a, b, scale)
@@ -126,9 +169,9 @@ class Execution:
         """Y in the dtype of X, and what the backward needs of X; ``xs`` are Xf(X) and Xw(X)."""
         return how.fprop(xs[0], operands.forward, bias), (xs[1],)
 
-    def dgrad(self, how: Geometry, grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    def dgrad(self, how: Geometry, grad: Tensor, operands: Operands, shape: torch.Size) -> Tensor:
         """DX, of ``shape``, from P(G) and B."""
-        return how.dgrad(grad, weight, shape)
+        return how.dgrad(grad, operands.for_dgrad, shape)
 
     def wgrad(
         self, how: Geometry, grad: Tensor, estimate: Estimate, kept: Kept, shape: torch.Size
@@ -142,6 +185,17 @@ def into(old: Tensor | None, new: Tensor) -> Tensor:
     if old is None or (old.dtype, old.shape) != (new.dtype, new.shape):
         return new
     return old if old.data_ptr() == new.data_ptr() else old.copy_(new)  # or was written there
+
+
+def misfit(shape: tuple[int, ...], dim: int, multiple: int) -> str:
+    """Why a weight has no products as rows, in sizes that ``multiple`` divides; "": it has."""
+    if len(shape) != 2:
+        return "a convolution"
+    sizes = {"out_features": shape[1 - dim], "in_features": shape[dim]}
+    odd = [
+        f"{k} = {size}, no multiple of {multiple}" for k, size in sizes.items() if size % multiple
+    ]
+    return ", ".join(odd)
 
 
 EMULATE = Execution()  # the execution of evaluation, whatever training uses

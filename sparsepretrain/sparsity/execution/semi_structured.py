@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,11 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsepretrain.errors import ConfigError, one_line
-from sparsepretrain.kernels import compress_24, matmul_24
+from sparsepretrain.kernels import compress_24, matmul_24, quantize_fp8, unscaled
 from sparsepretrain.kernels.cusparselt.packed24 import seconds, unsupported
-from sparsepretrain.kernels.packed24 import LIMITS, TYPES
 from sparsepretrain.sparsity.execution.base import (
-    EMULATE,
     Estimate,
     Execution,
     Geometry,
@@ -26,12 +25,13 @@ from sparsepretrain.sparsity.execution.base import (
     Linear,
     Operands,
     into,
+    misfit,
 )
+from sparsepretrain.sparsity.execution.fp8 import FP8, Quantised, rows_of
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.method import Row
 
-SPARSE, DENSE, _ = LIMITS[torch.float16]
 PRODUCT = {"A": "fprop", "Xf": "fprop", "B": "dgrad", "P": "dgrad", "U": "wgrad", "Xw": "wgrad"}
 """Place of an operand in the row -> the product that it belongs to."""
 PACKED = ("A", "B", "P", "U")
@@ -56,7 +56,7 @@ class SemiStructured(Execution):
 
     def prepare(self, exact: Operands, dtype: torch.dtype, out: Operands | None) -> Operands:
         """A of (out, in·9/16) and B of (in, out·9/16) where they are packed."""
-        old_a, old_b, _ = out or (None, None, None)
+        old_a, old_b, *_ = out or (None, None)
         a = exact.forward.to(dtype)
         b = a if exact.backward is None else exact.backward.to(dtype)
         has_b = exact.backward is not None or bool({"A", "B"} & {*self.packs})
@@ -75,17 +75,18 @@ class SemiStructured(Execution):
             return super().fprop(how, xs, operands, bias)
         bias = None if bias is None else bias.to(x.dtype)
         flags: Any = {"transpose_dense": True, "transpose_result": True}
-        y = matmul_24(a, _rows(x, DENSE), bias, **flags)
+        y = matmul_24(a, _rows(x, self.limits.dense), bias, **flags)
         return _cut(y, (*x.shape[:-1], a.shape[0])), (xs[1],)
 
-    def dgrad(self, how: Geometry, grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    def dgrad(self, how: Geometry, grad: Tensor, operands: Operands, shape: torch.Size) -> Tensor:
         """DXᵀ = Bᵀ·Gᵀ, or dX = P(G)·B."""
+        weight = operands.for_dgrad
         if weight.shape != (grad.shape[-1], shape[-1]):  # packed
             flags: Any = {"transpose_dense": True, "transpose_result": True}
-            return _cut(matmul_24(weight, _rows(grad, DENSE), **flags), shape)
+            return _cut(matmul_24(weight, _rows(grad, self.limits.dense), **flags), shape)
         if "P" not in self.packs:
-            return super().dgrad(how, grad, weight, shape)
-        packed, turned = compress_24(_rows(grad, SPARSE)), weight.t().is_contiguous()
+            return super().dgrad(how, grad, operands, shape)
+        packed, turned = compress_24(_rows(grad, self.limits.sparse)), weight.t().is_contiguous()
         dense = weight.t() if turned else weight.contiguous()  # Conv1D stores (in, out)
         return _cut(matmul_24(packed, dense, transpose_dense=turned), shape)
 
@@ -94,20 +95,94 @@ class SemiStructured(Execution):
     ) -> Tensor:
         """DW = U(G)ᵀ·X, or its transpose where the weight is stored so."""
         x = kept[0]
-        if "U" not in self.packs or straddles(x.shape[:-1]):
+        if "U" not in self.packs or straddles(x.shape[:-1], self.limits.sparse):
             return super().wgrad(how, grad, estimate, kept, shape)
         sampled = estimate(grad).to(x.dtype)
         packed = compress_24(sampled.reshape(-1, grad.shape[-1]).t().contiguous())
         assert isinstance(how, Linear)
-        return matmul_24(packed, _rows(x, SPARSE), transpose_result=how.dim == 0)
+        return matmul_24(packed, _rows(x, self.limits.sparse), transpose_result=how.dim == 0)
 
 
-def straddles(shape: tuple[int, ...]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class SemiStructuredFP8(FP8):
+    """Sparse fp8 products of some operands of a layer; the others are dense fp8 products.
+
+    The library reads a factor of the product on the host, so scales and bias come after it.
+    """
+
+    packs: str
+    """As in :class:`SemiStructured`; what is packed shares its format with the other operand."""
+
+    def __str__(self) -> str:
+        return f"semi_structured: {self.packs}, {super().__str__()}"
+
+    def arrange(self, q: Tensor, place: str) -> Tensor:
+        """A of (out, in·10/16) and the transpose of Bᵀ of (in, out·10/16) where they are packed."""
+        if place not in self.packs:
+            return super().arrange(q, place)
+        return compress_24(q.contiguous()) if place == "A" else compress_24(q.t().contiguous()).t()
+
+    def multiply(
+        self, left: Quantised, right: Quantised, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Yᵀ = A·Xᵀ and dXᵀ = Bᵀ·Gᵀ where ``right`` is packed."""
+        (x, scale_x), (packed, scale) = left, right
+        if packed.shape[1] == x.shape[1]:
+            return super().multiply(left, right, bias, dtype)
+        y = _product(packed, _rows(x, self.limits.dense), transpose_result=True)
+        return unscaled(y[: x.shape[0]], scale_x, scale, bias, out_dtype=dtype)
+
+    def dgrad(self, how: Geometry, grad: Tensor, operands: Operands, shape: torch.Size) -> Tensor:
+        """As dense, or dX = P(G)·B."""
+        if "P" not in self.packs:
+            return super().dgrad(how, grad, operands, shape)
+        assert operands.scales is not None
+        g, scale = quantize_fp8(grad, self.gradient)
+        packed = compress_24(_rows(g, self.limits.sparse))
+        dx = _product(packed, operands.for_dgrad.t(), transpose_result=False)
+        scales = scale, operands.scales[1]
+        return unscaled(_cut(dx, shape), *scales, out_dtype=grad.dtype)
+
+    def wgrad(
+        self, how: Geometry, grad: Tensor, estimate: Estimate, kept: Kept, shape: torch.Size
+    ) -> Tensor:
+        """As dense, or dW = U(G)ᵀ·X."""
+        x, scale_x = kept
+        if "U" not in self.packs or straddles(x.shape[:-1], self.limits.sparse):
+            return super().wgrad(how, grad, estimate, kept, shape)
+        assert isinstance(how, Linear)
+        u, scale = quantize_fp8(estimate(grad.float()), self.gradient)
+        packed, turned = compress_24(rows_of(u).t().contiguous()), rows_of(x).t().contiguous()
+        dw = _product(packed, turned, transpose_result=how.dim == 0)
+        return unscaled(dw, scale, scale_x, out_dtype=torch.float32)
+
+
+def _product(packed: Tensor, dense: Tensor, *, transpose_result: bool) -> Tensor:
+    """Packed·denseᵀ in fp8, the one layout that has kernels, with fp32 for what it comes to."""
+    flags: Any = {"transpose_dense": True, "transpose_result": transpose_result}
+    return matmul_24(packed, dense, out_dtype=torch.float32, **flags)
+
+
+@functools.cache
+def packings(base: Execution) -> dict[str, Execution]:
+    """Places whose operands are packed -> the execution that does; ``base`` multiplies the rest.
+
+    One object per choice: compiled graphs know them by their identity.
+    """
+    counts = range(1, 4)
+    found = ["".join(p) for n in counts for p in itertools.combinations(PACKED, n)]
+    made: dict[str, Execution] = {"": base}
+    if isinstance(base, FP8):
+        return made | {k: SemiStructuredFP8(**asdict(base), packs=k) for k in found}
+    return made | {k: SemiStructured(packs=k) for k in found}
+
+
+def straddles(shape: tuple[int, ...], multiple: int) -> str:
     """Why the tokens of an input (…, tokens of a sample) are no packed groups; "": they are."""
     tokens = torch.Size(shape).numel()
     if len(shape) > 1 and shape[-1] % 4:
         return f"samples of {shape[-1]} tokens, no multiple of 4"
-    return f"{tokens} tokens, no multiple of {SPARSE}" if tokens % SPARSE else ""
+    return f"{tokens} tokens, no multiple of {multiple}" if tokens % multiple else ""
 
 
 def _rows(x: Tensor, multiple: int) -> Tensor:
@@ -120,14 +195,6 @@ def _rows(x: Tensor, multiple: int) -> Tensor:
 def _cut(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Without what :func:`_rows` has added, in ``shape``."""
     return rows[: torch.Size(shape[:-1]).numel()].view(shape)
-
-
-_EXECUTIONS = {
-    "".join(places): SemiStructured(packs="".join(places))
-    for count in (1, 2, 3)
-    for places in itertools.combinations(PACKED, count)
-}
-"""One object per choice: compiled graphs know them by their identity."""
 
 
 class Case(NamedTuple):
@@ -174,7 +241,13 @@ class Backend:
         self.trials: dict[Case, Trial] = {}
 
     def fit(
-        self, row: Row, shape: tuple[int, ...], dim: int, device: torch.device, why: str = ""
+        self,
+        row: Row,
+        shape: tuple[int, ...],
+        dim: int,
+        device: torch.device,
+        base: Execution,
+        why: str = "",
     ) -> dict[str, str]:
         """Place of an N:M operand -> why it cannot be packed; "": it can.
 
@@ -183,25 +256,20 @@ class Backend:
             shape: of the stored weight.
             dim: of in_features in it.
             device: of the weight.
+            base: multiplies what is not packed.
             why: no product of the model can be sparse.
         """
         where = self.device if device.type == "meta" else device
         if not why and where is not None:
-            why = unsupported(where) or ""
-        if not why and len(shape) != 2:
-            why = "a convolution"
-        sizes = {"out_features": shape[1 - dim], "in_features": shape[dim]}
-        odd = [
-            f"{k} = {size}, no multiple of {SPARSE}" for k, size in sizes.items() if size % SPARSE
-        ]
-        why, found = why or ", ".join(odd), {}
+            why = unsupported(where, fp8=isinstance(base, FP8)) or ""
+        why, found = why or misfit(shape, dim, base.limits.sparse), {}
         for place, operand in row._asdict().items():
             if operand.pattern is None:
                 continue
             n, m = operand.pattern
             other = "" if place in PACKED else "the 2:4 operand is an activation"
             other = other if (n, m) == (2, 4) else f"{n}:{m}, not 2:4"
-            found[place] = other or why
+            found[place] = other or base.unpackable(place) or why
         return found
 
     def require(self, method: str, fits: Iterable[dict[str, str]]) -> None:
@@ -218,19 +286,27 @@ class Backend:
             f"backend={self.name}: no product can be sparse: {why}: backend=auto or emulate trains"
         )
 
-    def require_here(self, device: torch.device, dtype: torch.dtype) -> None:
+    def require_here(self, device: torch.device, dtype: torch.dtype, base: Execution) -> None:
         """Refuse a device or a dtype without sparse products, where these were asked for.
+
+        ``base``: multiplies what is not packed.
 
         Raises:
             ConfigError: says why.
         """
-        if self.name != "auto" and (why := unsupported(device) or no_products(dtype)):
+        if self.name == "auto":
+            return
+        why = unsupported(device, fp8=isinstance(base, FP8)) or base.unpackable("A", dtype)
+        if why:
             raise ConfigError(f"backend={self.name}: {why}: backend=auto or emulate trains")
 
-    def execution(self, row: Row, packs: str, dtype: torch.dtype) -> Execution:
-        """What a layer multiplies with in the phase of ``row``."""
-        packs = "".join([place for place in packs if getattr(row, place).pattern == (2, 4)])
-        return _EXECUTIONS[packs] if packs and dtype in TYPES else EMULATE
+    def execution(
+        self, choices: Mapping[str, Execution], row: Row, packs: str, dtype: torch.dtype
+    ) -> Execution:
+        """What a layer multiplies with in the phase of ``row``; ``choices``: its packings."""
+        base = choices[""]
+        now = [place for place in packs if getattr(row, place).pattern == (2, 4)]
+        return choices["".join([p for p in now if not base.unpackable(p, dtype)])]
 
     def settle(
         self,
@@ -240,6 +316,7 @@ class Backend:
         dtype: torch.dtype,
         device: torch.device,
         bias: bool,
+        base: Execution,
     ) -> dict[str, str]:
         """``fits`` after trials with inputs of one shape.
 
@@ -250,21 +327,22 @@ class Backend:
             dtype: of the products.
             device: of the layer.
             bias: whether the layer has one.
+            base: multiplies what is not packed.
         """
         out_features, in_features, dim = sizes
         found = dict(fits)
         for place in (place for place, why in fits.items() if not why):
             tokens = torch.Size(inputs).numel()
             case = Case(place, out_features, in_features, tokens, dtype, dim, bias)
-            why = objection(place, inputs, dtype)
+            why = objection(place, inputs, dtype, base)
             if not why and case not in self.trials:
-                self.trials[case] = self.attempt(case, device)
+                self.trials[case] = self.attempt(case, device, base)
             found[place] = why or self.trials[case].objection
         return found
 
     @torch.no_grad()
-    def attempt(self, case: Case, device: torch.device) -> Trial:
-        """Run one product, sparse and emulated, on random numbers; ``auto`` times both."""
+    def attempt(self, case: Case, device: torch.device, base: Execution) -> Trial:
+        """Run one product, sparse and by ``base``, on random numbers; ``auto`` times both."""
         place, out_features, in_features, tokens, dtype, dim, bias = case
         random = torch.Generator(device).manual_seed(0)
 
@@ -279,22 +357,22 @@ class Backend:
         weight = weight if dim == 1 else weight.t().contiguous().t()
         offset = draw(1, out_features)[0] if bias else None
         stored = torch.Size((out_features, in_features) if dim else (in_features, out_features))
-        how = Linear(dim)
+        how, exact = Linear(dim), Operands(weight, None, None)
+        kept = base.fprop(how, (x, x), base.prepare(exact, dtype, None), offset)[1]
 
         def run(execution: Execution) -> Tensor:
-            operands = execution.prepare(Operands(weight, None, None), dtype, None)
+            operands = execution.prepare(exact, dtype, None)
             if place == "A":
                 return execution.fprop(how, (x, x), operands, offset)[0]
             if place == "U":
-                return execution.wgrad(how, grad, lambda g: g, (x,), stored)
-            b = operands.forward if operands.backward is None else operands.backward
-            return execution.dgrad(how, grad, b, x.shape)
+                return execution.wgrad(how, grad, lambda g: g, kept, stored)
+            return execution.dgrad(how, grad, operands, x.shape)
 
-        sparse, times = _EXECUTIONS[place], []
+        sparse, times = packings(base)[place], []
         try:
             run(sparse)
             for _ in range(ROUNDS if self.name == "auto" else 0):  # in turns
-                times.append([seconds(partial(run, each), device) for each in (EMULATE, sparse)])
+                times.append([seconds(partial(run, each), device) for each in (base, sparse)])
         except RuntimeError as error:
             return Trial(error=one_line(error))
         return Trial(*map(statistics.median, zip(*times, strict=True)))
@@ -311,12 +389,7 @@ class Backend:
         return rows
 
 
-def objection(place: str, inputs: tuple[int, ...], dtype: torch.dtype) -> str:
+def objection(place: str, inputs: tuple[int, ...], dtype: torch.dtype, base: Execution) -> str:
     """Why inputs (…, tokens of a sample) of ``dtype`` have no sparse product; "": they have."""
-    return no_products(dtype) or (straddles(inputs) if place == "U" else "")
-
-
-def no_products(dtype: torch.dtype) -> str:
-    """Why products in ``dtype`` are not sparse; "": they can be."""
-    name = str(dtype).removeprefix("torch.")
-    return "" if dtype in TYPES else f"sparse products exist in fp16 and bf16, not in {name}"
+    many = straddles(inputs, base.limits.sparse) if place == "U" else ""
+    return base.unpackable(place, dtype) or many

@@ -1,0 +1,148 @@
+"""Products of matrices in fp8: values, contracts, and which devices have them."""
+
+import itertools
+
+import pytest
+import torch
+
+from sparsepretrain import kernels
+from sparsepretrain.kernels import fp8
+from sparsepretrain.kernels.cusparselt import packed24 as library
+
+FORMATS = ("e4m3", "e5m2")
+CUDA = torch.device("cuda", 0)
+
+
+def quantised(*shape, seed=0, format="e4m3"):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
+    return kernels.quantize_fp8(x, format)
+
+
+def given(formats=("e4m3", "e4m3"), m=24, n=48, k=64):
+    (a, scale_a), (b, scale_b) = (
+        quantised(rows, k, seed=rows, format=format)
+        for rows, format in zip((m, n), formats, strict=True)
+    )
+    return a, b, scale_a, scale_b
+
+
+@pytest.mark.parametrize("formats", [*itertools.product(FORMATS, FORMATS)][:3])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_products_are_those_of_the_values(formats, out_dtype, has_bias, backend):
+    a, b, scale_a, scale_b = operands = given(formats)
+    bias = torch.linspace(-2, 2, 48).bfloat16() if has_bias else None
+    got = kernels.matmul_fp8(*operands, bias, out_dtype=out_dtype, backend=backend)
+    left, right = a.double() / scale_a, (b.double() / scale_b).t()
+    expected = left @ right + (bias.double() if has_bias else 0)
+    # one rounding of the result and of the bias; sums of 64, and three factors, in fp32
+    slack = torch.finfo(out_dtype).eps * (expected.abs() + 2) + 70 * 2.0**-24 * (
+        left.abs() @ right.abs()
+    )
+    assert got.dtype == out_dtype and got.shape == (24, 48)
+    assert bool(((got.double() - expected).abs() <= slack).all())
+
+
+def test_the_reference_takes_any_layout_and_size():
+    a, b, *scales = given(m=5, n=7, k=11)
+    got = kernels.matmul_fp8(
+        a.t().contiguous().t(), b, *scales, out_dtype=torch.float32, backend="reference"
+    )
+    expected = kernels.dequantize_fp8(a, scales[0]) @ kernels.dequantize_fp8(b, scales[1]).t()
+    torch.testing.assert_close(got, expected)
+
+
+A, B, *SCALES = given()
+WIDE = given(("e5m2", "e5m2"))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "options", "message"),
+    [
+        (A.float(), B, {}, "a is torch.float32 and b torch.float8_e4m3fn, and both must be in fp8"),
+        (A, B[:, :32], {}, r"a must be \(m, k\) and b \(n, k\), got \(24, 64\) and \(48, 32\)"),
+        (A[None], B, {}, r"a must be \(m, k\)"),
+        (A.t().contiguous().t(), B, {}, r"contiguous, got strides \(1, 24\)"),
+        (A, B.t().contiguous().t(), {}, r"contiguous, got strides .* and \(1, 48\)"),
+        (A, B[:40], {}, r"multiples of 16, got \(40, 64\)"),
+        (A[:, :40].contiguous(), B[:, :40].contiguous(), {}, r"multiples of 16, got \(48, 40\)"),
+        (*WIDE[:2], {}, "no library multiplies e5m2×e5m2"),
+        (A, B, {"bias": torch.zeros(24)}, r"bias must be \(48,\), got \(24,\)"),
+        (A, B, {"out_dtype": torch.float64}, "must be fp32, bf16 or fp16, not torch.float64"),
+        (A, B, {"backend": "triton"}, "there is no backend='triton'"),
+    ],
+)
+def test_what_tensor_cores_do_not_multiply_is_refused(a, b, options, message):
+    with pytest.raises(ValueError, match=message):
+        kernels.matmul_fp8(a, b, *SCALES, **{"out_dtype": torch.float32} | options)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A GPU of compute capability 9.0 whose products are computed on the CPU."""
+    randn, generator = torch.randn, torch.Generator
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "Generator", lambda device: generator())
+    monkeypatch.setattr(torch, "randn", lambda size, generator, device: randn(size))
+    fp8.no_fp8_products.cache_clear()
+    yield CUDA
+    fp8.no_fp8_products.cache_clear()
+
+
+def test_a_device_whose_products_are_right(device):
+    assert fp8.no_fp8_products(device) == ""
+    assert "on cpu, not on a CUDA device" in fp8.no_fp8_products(torch.device("cpu"))
+
+
+def test_a_device_without_fp8_tensor_cores(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    told = "compute capability 8.6 has no fp8 tensor cores (8.9 is the first)"
+    assert fp8.no_fp8_products(device) == told
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (lambda y: y.neg(), "its product of e4m3 and e4m3 is wrong"),
+        (lambda y: y[999], "index 999 is out of bounds"),
+    ],
+)
+def test_a_device_whose_products_are_wrong_or_refused(device, fault, told, monkeypatch):
+    multiply = torch._scaled_mm
+
+    def faulty(*args, **options):
+        try:
+            return fault(multiply(*args, **options))
+        except IndexError as error:
+            raise RuntimeError(str(error)) from error
+
+    monkeypatch.setattr(torch, "_scaled_mm", faulty)
+    assert told in fp8.no_fp8_products(device)
+
+
+def test_a_machine_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    fp8.no_fp8_products.cache_clear()
+    assert fp8.no_fp8_products(CUDA) == "this machine has no CUDA device"
+    fp8.no_fp8_products.cache_clear()
+
+
+def test_packed_fp8_products_are_tested_in_their_own_layouts(device, monkeypatch):
+    tested = []
+    monkeypatch.setattr(library, "fastest", tested.append)
+    library.unsupported.cache_clear()
+    assert library.unsupported(device, fp8=True) is None
+    library.unsupported.cache_clear()
+    assert {(p.dtype, p.out_dtype) for p in tested} == {(torch.float8_e4m3fn, torch.float32)}
+    assert all(p.transpose_dense and not p.bias for p in tested)
+    assert {p.transpose_result for p in tested} == {False, True}
+
+
+def test_products_are_one_graph():
+    def product(a, b, scale_a, scale_b):
+        return kernels.matmul_fp8(a, b, scale_a, scale_b, out_dtype=torch.bfloat16) * 2
+
+    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*given()), product(*given()))

@@ -1,0 +1,337 @@
+"""Real fp8 products: those of simulated fp8, dense and sparse; where there are none, and why."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from sparse_cases import PACKED, SETTLED, STEPS, Layer, draw, into_sparse_phase
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import sparsepretrain as sp
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity.execution import FP8, Operands, SimulatedFP8, fp8, semi_structured
+from sparsepretrain.sparsity.layer_state import LayerState
+
+METHODS = [name for name in sp.list_methods() if name not in PACKED]
+RECIPES = ("hybrid", "e4m3")
+
+
+@pytest.fixture(autouse=True)
+def supported(monkeypatch):
+    """As on a device whose products are right, with those of the CPU in their place."""
+    monkeypatch.setattr(fp8, "no_fp8_products", lambda device: "")
+    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+
+
+class Magnitudes(SimulatedFP8):
+    """Sums of magnitudes: what the rounding of a sum is in proportion to."""
+
+    def prepare(self, exact, dtype, out):
+        return super().prepare(Operands(*map(magnitude, exact)), dtype, out)
+
+    def fprop(self, how, xs, operands, bias):
+        x = xs[0].abs()
+        xs = (x, x if xs[0] is xs[1] else xs[1].abs())
+        return super().fprop(how, xs, operands, magnitude(bias))
+
+    def dgrad(self, how, grad, operands, shape):
+        return super().dgrad(how, grad.abs(), operands, shape)
+
+    def wgrad(self, how, grad, estimate, kept, shape):
+        return super().wgrad(how, grad, lambda g: estimate(g).abs(), kept, shape)
+
+
+def magnitude(x):
+    return None if x is None else x.abs()
+
+
+def sparsify(model, method, recipe="hybrid", name="fp8", backend="emulate", options=None):
+    options = SETTLED.get(method, {}) | (options or {})
+    settings = {"targets": ["*fc*"], "total_steps": STEPS, "backend": backend}
+    precision = name and {"name": name, "recipe": recipe}
+    handle = sp.sparsify(model, method, precision=precision, **settings, **options)
+    into_sparse_phase(handle)
+    return handle
+
+
+def layer(kind="Linear", bias=True):
+    """With a bias that bf16 has."""
+    made = Layer(kind, bias)
+    if bias:
+        made.fc.bias.data = made.fc.bias.data.bfloat16().float()
+    return made
+
+
+def products(model, dtype, shape=(2, 32)):
+    """Y, dX and dW of one forward and backward."""
+    model.zero_grad()
+    x = draw(*shape, 64, seed=2, dtype=torch.float32).requires_grad_()
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        y = model(x)
+    y.backward(draw(*shape, 96, seed=3).to(dtype))
+    return [y.detach(), x.grad, model.fc.weight.grad]
+
+
+def compare(got, twin, method, recipe, dtype, monkeypatch, shape=(2, 32)):
+    """``got`` with the products of ``twin`` in simulated fp8, which they have to be."""
+    sparsify(twin, method, recipe, "fp8_sim")
+    expected = products(twin, dtype, shape)
+    with monkeypatch.context() as patch:
+        execution = Magnitudes(name="fp8_sim", recipe=recipe)
+        patch.setattr(LayerState, "execution", lambda *_: execution)
+        spread = products(twin, dtype, shape)
+    for a, b, s in zip(got, expected, spread, strict=True):
+        # Both sum the same numbers in fp32 and round once, so they are apart by one unit in the
+        # last place of the result, and in fp32 by what the order of up to 96 summands changes and
+        # by a factor and two rounded operands, which here are not divided by their scales.
+        slack = torch.finfo(dtype).eps * b.abs() + 104 * 2.0**-24 * s.abs()
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert bool(((a - b).abs() <= slack).all())
+
+
+KINDS = pytest.mark.parametrize(("kind", "bias"), [("Linear", False), ("Conv1D", True)])
+
+
+@KINDS
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("method", [*METHODS, *PACKED])
+def test_products_are_those_of_simulated_fp8(method, recipe, kind, bias, monkeypatch):
+    model, exact = layer(kind, bias), layer(kind, bias)
+    sparsify(model, method, recipe)
+    assert type(model.fc.sparsity.execution(torch.bfloat16, True)) is FP8
+    got = products(model, torch.bfloat16)
+    compare(got, layer(kind, bias), method, recipe, torch.bfloat16, monkeypatch)
+    sparsify(exact, method, name=None)
+    for a, b in zip(got, products(exact, torch.bfloat16), strict=True):
+        assert 1e-3 < (a - b).norm() / b.norm() < 0.1, "nothing was rounded, or too much"
+
+
+@KINDS
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("method", PACKED)
+def test_so_are_sparse_ones(method, recipe, kind, bias, monkeypatch):
+    """Of e4m3×e4m3; the backward products of the hybrid recipe are dense."""
+    model = layer(kind, bias)
+    packs = PACKED[method] if recipe == "e4m3" else PACKED[method].strip("BPU")
+    if not packs:
+        told = "no product can be sparse: e5m2×e4m3 has no sparse kernel on any GPU"
+        with pytest.raises(ConfigError, match=told):
+            sparsify(model, method, recipe, backend="semi_structured")
+        return
+    handle = sparsify(model, method, recipe, backend="semi_structured")
+    assert model.fc.sparsity.execution(torch.bfloat16, True).packs == packs
+    got = products(model, torch.bfloat16)
+    compare(got, layer(kind, bias), method, recipe, torch.bfloat16, monkeypatch)
+    (covered,) = handle.coverage().layers
+    mixed = {why for why in covered.emulated.values() if why}
+    assert mixed <= {"e5m2×e4m3 has no sparse kernel on any GPU"}
+    assert list(covered.emulated.values()).count("") == len(packs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("kind", "bias"), [("Linear", True), ("Conv1D", False)])
+@pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
+def test_in_other_types(dtype, kind, bias, backend, monkeypatch):
+    model = layer(kind, bias)
+    sparsify(model, "tsrste", "e4m3", backend=backend)
+    got = products(model, dtype)
+    compare(got, layer(kind, bias), "tsrste", "e4m3", dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("shape", [(15,), (3, 5), (2, 10), (4, 12)])
+@pytest.mark.parametrize("method", ["tsrste", "sdgp"])
+@pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
+def test_any_number_of_tokens(method, shape, backend, monkeypatch):
+    """Zeros fill up what tensor cores sum over; groups of tokens that are none stay dense."""
+    model = layer()
+    handle = sparsify(model, method, "e4m3", backend=backend)
+    got = products(model, torch.bfloat16, shape)
+    compare(got, layer(), method, "e4m3", torch.bfloat16, monkeypatch, shape)
+    why = {
+        (15,): "15 tokens, no multiple of 32",
+        (3, 5): "samples of 5 tokens, no multiple of 4",
+        (2, 10): "samples of 10 tokens, no multiple of 4",
+        (4, 12): "48 tokens, no multiple of 32",
+    }
+    if (method, backend) == ("tsrste", "semi_structured"):
+        (covered,) = handle.coverage().layers
+        assert covered.emulated == {"fprop": "", "dgrad": "", "wgrad": why[shape]}
+
+
+@pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
+@pytest.mark.parametrize("recipe", ["hybrid", "reference", "e4m3"])
+def test_simulated_products_of_gpus_are_those_of_cpus(kind, recipe, monkeypatch):
+    """GPUs multiply unscaled values, exact in bf16, and CPUs scaled ones in fp32."""
+    model = layer(kind)
+    sparsify(model, "sste", recipe, "fp8_sim")
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedFP8, "by_rows", lambda *_: True)
+        got = products(model, torch.bfloat16)
+    compare(got, layer(kind), "sste", recipe, torch.bfloat16, monkeypatch)
+
+
+def test_formats_are_exact_in_bf16():
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        q = torch.arange(256, dtype=torch.uint8).view(dtype)
+        assert torch.equal(q.bfloat16().double().nan_to_num(0), q.double().nan_to_num(0))
+
+
+@pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
+def test_weights_are_quantised_once_per_step_in_the_same_memory(backend, monkeypatch):
+    model = nn.Sequential(Layer(), nn.Linear(96, 64), Layer())
+    handle = sparsify(model, "tsrste", "e4m3", backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle.attach(optimizer)
+    handle.store_operands(torch.bfloat16)
+    handle.choose_products({"0.fc": (2, 32, 64), "2.fc": (2, 32, 64)})
+    own = handle.layers["0.fc"].sparsity
+    a, b, _, scales = own._stored[True]
+    columns = (40, 60) if backend == "semi_structured" else (64, 96)
+    assert a.shape == (96, columns[0]) and b.t().shape == (64, columns[1])
+    assert a.is_contiguous() and b.t().is_contiguous() and scales.shape == (2,)
+    calls, prepare = [], SimulatedFP8.prepare
+    monkeypatch.setattr(
+        SimulatedFP8, "prepare", lambda *args: calls.append(prepare(*args)) or calls[-1]
+    )
+    for step in range(2):
+        for micro in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(draw(2, 32, 64, seed=2 * step + micro, dtype=torch.float32))
+            y.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(calls) == 2 * 2, "layers × steps, whatever the micro-batches"
+    pointers = [t.data_ptr() for t in own._stored[True] if t is not None]
+    assert pointers == [a.data_ptr(), b.data_ptr(), scales.data_ptr()]
+
+
+class Mixed(nn.Module):
+    """A layer that fits, one whose width does not, and a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.narrow_fc = nn.Linear(64, 96), nn.Linear(96, 40)
+        self.fc_conv = nn.Conv2d(16, 16, 3)
+
+    def forward(self, x):
+        return self.narrow_fc(self.fc(x))
+
+
+def test_layers_that_do_not_fit_are_simulated():
+    model, twin = Mixed(), Mixed()
+    twin.load_state_dict(model.state_dict())
+    handle = sparsify(model, "ste", backend="semi_structured")
+    sparsify(twin, "ste", name="fp8_sim")
+    assert str(handle.coverage()).splitlines()[-5:] == [
+        "fp8 hybrid: fprop e4m3×e4m3, dgrad and wgrad e5m2×e4m3; evaluation without fp8",
+        "  simulated: 1 layer: out_features = 40, no multiple of 16",
+        "  simulated: 1 layer: a convolution",
+        "backend semi_structured: 1 of 3 products are sparse, cuSPARSELt 0.8.1",
+        "  emulated: fprop of 2 layers: its products are in simulated fp8",
+    ]
+    x = draw(8, 96, dtype=torch.float32)
+    assert torch.equal(model.narrow_fc(x), twin.narrow_fc(x))
+    x = draw(2, 16, 5, 5, dtype=torch.float32)
+    assert torch.equal(model.fc_conv(x), twin.fc_conv(x))
+
+
+@pytest.mark.parametrize("targets", [["narrow_fc"], ["fc_conv"], ["narrow_fc", "fc_conv"]])
+def test_fp8_of_which_nothing_is_possible_is_refused(targets):
+    why = "a convolution" if targets == ["fc_conv"] else "out_features = 40, no multiple of 16"
+    told = f"precision=fp8: no product can be in fp8: {why}: precision=fp8_sim trains with the same"
+    with pytest.raises(ConfigError, match=told) as caught:
+        sp.sparsify(Mixed(), "ste", targets=targets, precision="fp8")
+    assert len(caught.value.messages) == 1 and "\n" not in caught.value.messages[0]
+
+
+def test_a_device_without_tensor_cores_is_refused(monkeypatch):
+    model = Layer()
+    sparsify(model, "ste")
+    reason = "compute capability 8.6 has no fp8 tensor cores (8.9 is the first)"
+    monkeypatch.setattr(fp8, "no_fp8_products", lambda device: reason)
+    with pytest.raises(ConfigError) as caught:
+        sp.sparsify(Layer(), "ste", targets="fc", precision="fp8")
+    assert f"precision=fp8: no product can be in fp8: {reason}: " in str(caught.value)
+    model.to("cpu")  # back, from a GPU
+    with pytest.raises(ConfigError):
+        products(model, torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"no product can be in fp8: compute capability 8\.6"):
+        products(model, torch.bfloat16)
+
+
+def test_auto_times_sparse_products_against_dense_ones_in_fp8(monkeypatch):
+    taken = []
+
+    def seconds(run, device):
+        execution = run.args[0]
+        taken.append(execution)
+        run()
+        return {"A": 1e-3, "B": 3e-3}.get(getattr(execution, "packs", ""), 2e-3)
+
+    monkeypatch.setattr(semi_structured, "seconds", seconds)
+    handle = sparsify(model := layer(), "slope", "e4m3", backend="auto")
+    products(model, torch.bfloat16)
+    assert handle.layers["fc"].sparsity.packs == "A"
+    assert {type(each) for each in taken} == {FP8, semi_structured.SemiStructuredFP8}
+    (covered,) = handle.coverage().layers
+    assert covered.emulated == {"fprop": "", "dgrad": "slower: 3000 µs, emulated 2000 µs"}
+
+
+@pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
+def test_a_block_is_one_graph_and_equals_eager(backend):
+    torch._dynamo.reset()
+    results, counter = [], CompileCounterWithBackend("aot_eager")
+    for compiled in (False, True):
+        model = nn.Sequential(Layer())
+        handle = sparsify(model, "tsrste", "e4m3", backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle.attach(optimizer)
+        handle.store_operands(torch.bfloat16)
+        if compiled:
+            model[0].compile(backend=counter, fullgraph=True)
+        for step in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(draw(2, 32, 64, seed=step, dtype=torch.float32))
+            y.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert counter.frame_count == 1
+    torch.testing.assert_close(results[1], results[0], rtol=1e-2, atol=1e-4)
+    torch._dynamo.reset()
+
+
+def test_held_masks_evaluation_and_copies():
+    model = layer()
+    handle = sparsify(model, "sste", "e4m3", backend="semi_structured")
+    twin = layer()
+    sparsify(twin, "sste", "e4m3", "fp8_sim")
+    handle.store_operands(torch.bfloat16)
+    copied = copy.deepcopy(model)
+    assert copied.fc.sparsity.base is model.fc.sparsity.base
+    before = products(model, torch.bfloat16)
+    for a, b in zip(products(copied, torch.bfloat16), before, strict=True):
+        assert torch.equal(a, b)
+    handle.hold(handle.masks())
+    held = products(model, torch.bfloat16)[0]
+    torch.testing.assert_close(held, before[0], rtol=1e-2, atol=1e-2)
+    handle.refresh()
+    x = draw(2, 32, 64, dtype=torch.float32)
+    assert torch.equal(model.eval()(x), twin.eval()(x))
+    assert "fp8 e4m3 semi_structured" in repr(handle)
+    assert torch.equal(sp.densify(model)(x), sp.densify(twin)(x))
+
+
+def test_a_recipe_says_which_formats_its_products_have():
+    for name, recipe, formats in (
+        ("fp8", "hybrid", ("e5m2", "e4m3")),
+        ("fp8", "e4m3", ("e4m3", "e4m3")),
+        ("fp8_sim", "reference", ("e5m2", "e5m2")),
+    ):
+        cls = FP8 if name == "fp8" else SimulatedFP8
+        execution = replace(cls(name=name), recipe=recipe)
+        assert (execution.gradient, execution.backward) == formats
+        assert str(execution).startswith(f"{name} {recipe}: fprop e4m3×e4m3, ")
