@@ -7,8 +7,11 @@ import contextlib
 import errno
 import os
 import select
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import NoReturn
 
 from sparsepretrain import __version__, registry
@@ -77,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for ᵀ
     try:
-        with own_warnings(lambda line: _complain(f"warning: {line}")):
+        with _interrupts(), own_warnings(lambda line: _complain(f"warning: {line}")):
             code = _dispatch(argv)
         sys.stdout.flush()
         return code
@@ -107,7 +110,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             report(error)
             raise
         _complain("interrupted")
+        exec("")  # CPython ends by SIGINT if the last string that it executed was interrupted
         return INTERRUPTED
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[None]:
+    """SIGINT ends an import at once: C++ that is being loaded aborts where Python would raise."""
+    usual = signal.default_int_handler
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGINT) is not usual:
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        inner = frame
+        while inner is not None:
+            if inner.f_code.co_filename.startswith("<frozen importlib"):
+                os.write(2, b"sparsepretrain: interrupted\n")
+                os._exit(INTERRUPTED)
+            inner = inner.f_back
+        usual(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def verbs() -> dict[str, Verb]:

@@ -1,5 +1,10 @@
 """A verb of one's own is one file."""
 
+import functools
+import signal
+import subprocess
+import sys
+
 import pytest
 from plugin_files import forget
 
@@ -122,3 +127,32 @@ def test_a_verb_without_run_is_one_line_with_its_place(tmp_path, capsys):
     file.write_text(VERB.replace("def run", "def runs"))
     code, said = call(capsys, "greet", f"plugins=['{file}']")
     assert code == 2 and "class Greet lacks run" in said and "half_a_verb.py, line " in said
+
+
+INTERRUPTED = """
+import os, signal
+from sparsepretrain.cli import Verb
+from sparsepretrain.registry import register
+
+def interrupt():
+    exec("os.kill(os.getpid(), signal.SIGINT); print('not at once')")
+
+@register("verb", "wait")
+class Wait(Verb):
+    summary = "wait"
+
+    def run(self, args):
+        interrupt()
+"""
+
+
+@pytest.mark.parametrize("last", ["", "interrupt()"], ids=["in a string", "in an import"])
+def test_an_interrupt_has_its_exit_code_wherever_it_arrives(last, tmp_path):
+    """CPython itself would end by the signal after both, whatever is returned."""
+    file = tmp_path / "waits.py"
+    file.write_text(INTERRUPTED + last)
+    command = [sys.executable, "-m", "sparsepretrain", "wait", f"plugins=['{file}']"]
+    # as in a terminal: a shell's background jobs ignore it
+    usual = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=usual)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "sparsepretrain: interrupted\n")
