@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsepretrain.bench import gpu
 from sparsepretrain.bench.kernels import CUDA, Timed, difference, draw
 from sparsepretrain.bench.linear import CPU, TOLERANCE, durations, skipped
-from sparsepretrain.kernels import compress_24, matmul_24
+from sparsepretrain.kernels import compress_24, matmul_24, matmul_fp8
 from sparsepretrain.training.hardware import known_gpu
 
 __all__ = ["cases", "draw", "report"]
@@ -54,7 +54,7 @@ def _product(name: str, n: int, device: torch.device, rounds: int) -> list[Timed
         one = torch.ones((), device=device)
         works[DENSE] = partial(torch.matmul, a, x.t())
         if dtype.itemsize == 1:
-            works[DENSE] = partial(torch._scaled_mm, a, x.t(), one, one, out_dtype=out)
+            works[DENSE] = partial(matmul_fp8, a, x, one, one, out_dtype=out)
         works[SPARSE] = partial(matmul_24, compress_24(a), x, **flags)
         for impl, work in list(works.items()):
             row = rows[impl]
