@@ -9,6 +9,7 @@
 #   kernels            kernels against the reference, other formulations and a device copy
 #   linear             one linear layer of every method against nn.Linear
 #   linear-auto        the same with sparse products where they are faster
+#   linear-fp8         the same in fp8; linear-fp8-auto likewise
 #   block              an FFN and a block of S-STE and T-SR-STE, training and inference
 #   block-auto         the same with sparse products where they are faster
 #   products           2:4 products against dense ones, fp16, bf16 and fp8
@@ -44,7 +45,7 @@ for word in "$@"; do
     esac
 done
 
-known=(tests triton doctor kernels linear linear-auto block block-auto products)
+known=(tests triton doctor kernels linear linear-auto linear-fp8 linear-fp8-auto block block-auto products)
 for method in $METHODS; do known+=("train-$method" "train-$method-auto"); done
 for word in "${wanted[@]}"; do
     if [[ " ${known[*]} hours " != *" $word "* ]]; then
@@ -99,6 +100,7 @@ for piece in "${wanted[@]}"; do
     fi
     auto=()
     if [[ $piece == *-auto ]]; then auto=(backend=auto); fi
+    if [[ $piece == *-fp8* ]]; then auto+=(fp8=true); fi
     case $piece in
         tests | triton)
             words=(-m pytest -q -rs -p no:cacheprovider tests/gpu) settings=(SPARSEPRETRAIN_TEST_DEVICE=cuda)
@@ -111,7 +113,7 @@ for piece in "${wanted[@]}"; do
             ;;
         doctor) run "$piece" "$PYTHON" -m sparsepretrain doctor ;;
         kernels) bench "$piece" suite=kernels ;;
-        linear* | block*) bench "$piece" "suite=${piece%-auto}" "${auto[@]}" ;;
+        linear* | block*) bench "$piece" "suite=${piece%%-*}" "${auto[@]}" ;;
         products | hours) bench "$piece" "suite=$piece" ;;
         train-*)
             method=${piece#train-}

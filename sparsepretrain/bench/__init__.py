@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.files import write_atomic
+
+if TYPE_CHECKING:
+    import torch
 
 SUITES = {
     "cpu": "sparsepretrain.bench.cpu",
@@ -42,6 +45,23 @@ class Choice(NamedTuple):
     """Names; none: all of them."""
     backend: str = "emulate"
     """``auto``: with sparse products where they are faster."""
+    fp8: bool = False
+    """Whether sparse layers multiply in fp8."""
+
+    @property
+    def how(self) -> str:
+        """In words, for the name of a case."""
+        return ", fp8" * self.fp8 + f", backend={self.backend}" * (self.backend != "emulate")
+
+    def precision(self, device: torch.device) -> dict[str, str] | None:
+        """Of :func:`sparsepretrain.sparsify`, with a recipe that ``backend`` runs sparse.
+
+        A rehearsal on the CPU simulates fp8.
+        """
+        if not self.fp8:
+            return None
+        recipe = "hybrid" if self.backend == "emulate" else "e4m3"
+        return {"name": "fp8" if device.type == "cuda" else "fp8_sim", "recipe": recipe}
 
 
 EVERYTHING = Choice()

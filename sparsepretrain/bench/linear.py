@@ -102,7 +102,7 @@ def _title(layer: str, choice: Choice) -> str:
 
 def described(choice: Choice) -> str:
     """How products are computed, for the name of a case."""
-    return ", bf16" + f", backend={choice.backend}" * (choice.backend != "emulate")
+    return f", bf16{choice.how}"
 
 
 def timed(
@@ -129,7 +129,7 @@ def timed(
         inputs: shape of the module's input.
         device: CUDA, or the CPU in a rehearsal.
         rounds: interleaved.
-        choice: methods and backend.
+        choice: methods, backend and precision.
         targets: layers of the module that become sparse.
         fresh: see :func:`works_of`, as for ``training``.
         training: forward and backward; else the forward alone.
@@ -137,6 +137,7 @@ def timed(
 
     def works(backend: str) -> dict[str, Callable[[], Any]]:
         rest: Any = {"targets": [*targets], "total_steps": 1000, "backend": backend}
+        rest["precision"] = choice.precision(device)
         variants: dict[str, Sparsify | None] = {DENSE: None}
         for label, (method, options) in timed_methods(choice.methods).items():
             variants[label] = partial(sparsify, method=method, **rest, **options)

@@ -51,11 +51,8 @@ def cases(quick: bool, choice: Choice = EVERYTHING) -> list[Timed]:
     data = source_bytes()
     only = choice.methods or (("sste",) if quick or not cuda else ())
     names = [n for n in timed_methods(only) if not quick or n in ("dense", *only)]
-    runs = {
-        n: Training(n, sizes, batch, data, device, compiled=cuda, backend=choice.backend)
-        for n in names
-    }
-    how = f", backend={choice.backend}" * (choice.backend != "emulate")
+    runs = {n: Training(n, sizes, batch, data, device, compiled=cuda, choice=choice) for n in names}
+    how = choice.how
     works: dict[str, Callable[[], object]] = {n: run.step for n, run in runs.items()}
     seconds = interleaved(works, rounds=steps, warmup=2)
     series = {n: gpu.Series(us=[1e6 * s for s in seconds[n]], mode="step") for n in names}
@@ -98,7 +95,7 @@ class Training:
         *,
         compiled: bool = False,
         lr: float = 6e-4,
-        backend: str = "emulate",
+        choice: Choice = EVERYTHING,
     ) -> None:
         method, options = timed_methods()[name]
         torch.manual_seed(0)
@@ -112,7 +109,8 @@ class Training:
             method,
             targets=["*.up", "*.down"],
             total_steps=1000,
-            backend=backend,
+            backend=choice.backend,
+            precision=choice.precision(device),
             **options,
         )
         groups = [{"params": list(model.parameters())}]
@@ -120,7 +118,7 @@ class Training:
         fused = device.type == "cuda"
         self.optimizer = own or torch.optim.AdamW(groups, lr=lr, fused=fused)
         self.sparsifier.attach(self.optimizer)
-        if backend != "emulate":  # before a graph is compiled, which tries nothing
+        if choice.backend != "emulate":  # before a graph is compiled, which tries nothing
             self.sparsifier.store_operands(torch.bfloat16 if fused else None)
             inputs = {
                 name: (batch, sizes["n_positions"], layer.weight.shape[1])

@@ -26,6 +26,8 @@ class Settings:
     """Of the suites linear, block, train and hours: these only, with commas between them."""
     backend: Literal["emulate", "auto"] | None = None
     """Of those: whether products are sparse where that is faster."""
+    fp8: bool = False
+    """Of those but hours: whether sparse layers multiply in fp8."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,12 +68,14 @@ class Bench(Verb):
             raise ConfigError(f"unknown suite {settings.suite!r}{hint}")
         out = Path(settings.out) if settings.out else None
         choice = None
-        if settings.methods or settings.backend:
+        if settings.methods or settings.backend or settings.fp8:
             if settings.suite not in bench.CHOOSE:
                 several = ", ".join(bench.CHOOSE)
-                raise ConfigError(f"methods and backend are for suite={several}")
+                raise ConfigError(f"methods, backend and fp8 are for suite={several}")
+            if settings.fp8 and settings.suite == "hours":
+                raise ConfigError("suite=hours measures recipes as they are: leave fp8 out")
             methods = tuple(filter(None, (settings.methods or "").split(",")))
-            choice = bench.Choice(methods, settings.backend or "emulate")
+            choice = bench.Choice(methods, settings.backend or "emulate", settings.fp8)
         result = bench.run(suite=settings.suite, out=out, quick=settings.quick, choice=choice)
         return 0 if result["within_limits"] else 1
 

@@ -123,8 +123,24 @@ def test_methods_and_backend_are_chosen(tmp_path, capsys):
     assert "no method 'sst' (did you mean 'sste'?)" in capsys.readouterr().err
     assert cli.main(["bench", "suite=cpu", "methods=sste"]) == 2
     assert (
-        "methods and backend are for suite=linear, block, train, hours" in capsys.readouterr().err
+        "methods, backend and fp8 are for suite=linear, block, train, hours"
+        in capsys.readouterr().err
     )
+    assert cli.main(["bench", "suite=hours", "fp8=true"]) == 2
+    assert "suite=hours measures recipes as they are" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_layers_in_fp8_are_rehearsed_simulated(tmp_path):
+    path = tmp_path / "out.json"
+    for more, recipe in ((), "hybrid"), (("backend=auto",), "e4m3"):
+        words = [f"out={path}", "quick=true", "methods=ste", "fp8=true", *more]
+        assert cli.main(["bench", "suite=linear", *words]) == 0
+        rows = [row for row in json.loads(path.read_text())["cases"] if row["us"]]
+        assert {row["status"] for row in rows} == {"ok"}
+        assert all(", bf16, fp8" in row["case"] for row in rows)
+        choice = bench.Choice(backend="auto" if more else "emulate", fp8=True)
+        assert choice.precision(torch.device("cuda")) == {"name": "fp8", "recipe": recipe}
 
 
 @pytest.mark.filterwarnings("ignore:StepAdamW switched")

@@ -14,7 +14,7 @@ from sparsepretrain.files import write_atomic
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
 PIECES = ["tests", "triton", "doctor", "kernels", "linear", "linear-auto"]
-PIECES += ["block", "block-auto", "products"]
+PIECES += ["linear-fp8", "linear-fp8-auto", "block", "block-auto", "products"]
 TRAIN = ["train-sste", "train-sste-auto"]
 PYTHON = """#!/bin/bash
 # stands in for Python: writes down what it was asked for
@@ -62,6 +62,10 @@ def test_pieces_are_resumed(check, tmp_path):
     assert [call.partition(" bench ")[2] for call in calls if "suite=train" in call] == [
         f"suite=train methods=sste quick=false out={results}/train-sste.json",
         f"suite=train methods=sste backend=auto quick=false out={results}/train-sste-auto.json",
+    ]
+    assert [call.partition(" bench ")[2] for call in calls if "fp8=true" in call] == [
+        f"suite=linear fp8=true quick=false out={results}/linear-fp8.json",
+        f"suite=linear backend=auto fp8=true quick=false out={results}/linear-fp8-auto.json",
     ]
     assert calls[-1] == f"-m sparsepretrain.bench.summary {results}"
     (tmp_path / "broken").unlink()
