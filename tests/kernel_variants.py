@@ -155,6 +155,9 @@ def samples():
         run, limits = op("mvue", named=(named,), dim=dim), {"mvue24._sample": most}
         name = f"MVUE approximate, {name}, bf16"
         yield KernelCase(name, make, run, size, limits, architectures=ONE)
+    limits = {"mvue24._sample": Limit(62.5, 80, 0)}
+    run, name = op("mvue", named=("key",), dim=0, order="tokens_last"), "MVUE approximate, turned"
+    yield KernelCase(name, with_clock(), run, 4, limits)
 
 
 def pruned_gradients():

@@ -65,7 +65,7 @@ def _calls(triton: dict[str, Callable[..., object]]) -> dict[str, Callable[[], o
         ),
         "nm_prune": lambda: triton["nm_prune"](weight, 2, 4, -1, False),
         "transposable_mask": lambda: triton["transposable_mask"](weight),
-        "mvue": lambda: triton["mvue"](gradient, 0, "approximate", None, key),
+        "mvue": lambda: triton["mvue"](gradient, 0, "approximate", None, key, None),
         "prune_gradient": lambda: triton["prune_gradient"](gradient, 2, 4, 1),
         "pack_24": lambda: triton["pack_24"](mask),
         "packed_flip_count": lambda: triton["packed_flip_count"](code, code),

@@ -148,7 +148,8 @@ def fours_of(x: Tensor, dim: int) -> Tensor:
     return rows.view(rows.shape[0] // 4, 4, rows.shape[1])
 
 
-def from_fours(fours: Tensor, x: Tensor, dim: int) -> Tensor:
-    """Inverse of :func:`fours_of`: shape and dtype of ``x``."""
+def from_fours(fours: Tensor, x: Tensor, dim: int, order: str | None = None) -> Tensor:
+    """Inverse of :func:`fours_of`: shape and dtype of ``x``; ``order``: see :func:`mvue`."""
     rows = fours.flatten(0, 1)[: x.shape[dim]]
-    return rows.view(x.movedim(dim, 0).shape).movedim(0, dim).to(x.dtype)
+    out = rows.view(x.movedim(dim, 0).shape).movedim(0, dim).to(x.dtype)
+    return out if order is None else out.movedim(dim, -1).contiguous().movedim(-1, dim)

@@ -24,6 +24,7 @@ def mvue(
     estimator: str = "approximate",
     uniforms: Tensor | None = None,
     key: AnyKey | int | None = None,
+    order: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Unbiased 2:4 estimate of ``x`` with groups of four consecutive elements along ``dim``.
@@ -43,22 +44,27 @@ def mvue(
             exact: the shape of ``x`` with ``dim`` moved last and divided by four.
         key: stream of the counter-based generator (group index along ``dim``, flattened index of
             the other axes), or an integer seed. Used when ``uniforms`` is None.
+        order: ``"tokens_last"``: ``dim`` lies along memory in the result, which is contiguous with
+            ``dim`` moved last; None: the other axes do as they do in ``x``.
 
     Returns:
         tensor of the shape and dtype of ``x``; arithmetic is fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: unknown estimator, neither or both of uniforms and key, wrong uniforms shape.
+        ValueError: unknown estimator or order, neither or both of uniforms and key, wrong uniforms
+            shape.
     """
     kernel = kernel_of("mvue", backend, x)
     if estimator not in ("approximate", "exact"):
         raise ValueError(f"mvue: estimator must be 'approximate' or 'exact', got {estimator!r}")
+    if order not in (None, "tokens_last"):
+        raise ValueError(f"mvue: order must be None or 'tokens_last', got {order!r}")
     if (uniforms is None) == (key is None):
         raise ValueError("mvue: give either uniforms or key")
     draws = 2 if estimator == "approximate" else 1
     _check_draws(x, dim, draws, uniforms)
     if kernel:
-        return kernel(x.detach(), dim, estimator, uniforms, key)
+        return kernel(x.detach(), dim, estimator, uniforms, key, order)
     fours = fours_of(x, dim)
     groups, _, features = fours.shape
     if uniforms is None:
@@ -68,7 +74,7 @@ def mvue(
         given = uniforms.detach().reshape(features, groups, draws).to(fours.dtype).permute(2, 1, 0)
     method = _approximate if estimator == "approximate" else _exact
     out = torch.stack(method(fours.unbind(1), given, torch.finfo(x.dtype).max), 1)
-    return from_fours(out, x, dim)
+    return from_fours(out, x, dim, order)
 
 
 def _check_draws(x: Tensor, dim: int, draws: int, uniforms: Tensor | None) -> None:

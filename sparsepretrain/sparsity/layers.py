@@ -105,14 +105,20 @@ def _pruned(state: LayerState | None, how: Geometry, clock: Any, grad: Tensor) -
     return how.from_tokens(state.method.dgrad_gradient(tokens, key), grad.shape)
 
 
-def _sampled(state: LayerState | None, how: Geometry, clock: Any, grad: Tensor) -> Tensor:
-    """U(G). Groups of four tokens never straddle a micro-batch; each has one counter."""
+def _sampled(
+    state: LayerState | None, how: Geometry, clock: Any, grad: Tensor, order: str | None = None
+) -> Tensor:
+    """U(G), in a memory order of :func:`kernels.mvue` if the method has a choice.
+
+    Groups of four tokens never straddle a micro-batch; each has one counter.
+    """
     if state is None or not state.method.changes[3]:
         return grad
 
     def sample(rows: Tensor) -> Tensor:
         key = state.key_at(clock, WGRAD, -(-rows.shape[0] // 4), per=4)
-        return state.method.wgrad_gradient(rows, key)
+        given = {"order": order} if order and state.method.takes_order else {}
+        return state.method.wgrad_gradient(rows, key, **given)
 
     return how.from_tokens(by_groups_of_tokens(how.tokens(grad), sample), grad.shape)
 

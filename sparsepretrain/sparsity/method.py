@@ -10,6 +10,7 @@ must not import torch at the top level, so that configurations are checked witho
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
@@ -201,6 +202,7 @@ class Method:
         cls = type(self)  # whether J changes gradients, and weights after the update
         self.on_gradient = cls.adjust_gradient_ is not Method.adjust_gradient_
         self.on_weight = cls.adjust_weight_ is not Method.adjust_weight_
+        self.takes_order = "order" in inspect.signature(cls.wgrad_gradient).parameters
         self.state = dict(self.scalars)  # the integers of `scalars`; `after_step` may change them
         self.window = self.window_steps(options.window)
         if self.window[0] >= self.window[1]:
@@ -341,13 +343,14 @@ class Method:
         """P(G): what dgrad sees; (…, out_features or out_channels). Called for a row's P."""
         return grad
 
-    def wgrad_gradient(self, grad: Tensor, key: AnyKey) -> Tensor:
+    def wgrad_gradient(self, grad: Tensor, key: AnyKey, order: str | None = None) -> Tensor:
         """U(G): what wgrad sees; (tokens, out_features), fp32 or as given. Called for a row's U.
 
-        Here :data:`MVUE`, by the option ``estimator`` if there is one.
+        Here :data:`MVUE`, by the option ``estimator`` if there is one, in the memory ``order`` that
+        is asked for; methods of your own may leave that parameter out.
         """
         estimator = getattr(self.options, "estimator", "approximate")
-        return kernels.mvue(grad, dim=0, estimator=estimator, key=key)
+        return kernels.mvue(grad, dim=0, estimator=estimator, key=key, order=order)
 
     def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
         """What is added to X·A(W)ᵀ by ordinary autograd; (…, out_features). None: nothing."""

@@ -49,6 +49,9 @@ def test_odd_shapes_and_strides(dtype, layout, device):
             "exact": lambda b, d=dim: kernels.mvue(
                 view, dim=d, key=3, estimator="exact", backend=b
             ),
+            "turned": lambda b, d=dim: kernels.mvue(
+                view, dim=d, key=3, order="tokens_last", backend=b
+            ),
             "sdgp": lambda b, d=dim: kernels.prune_gradient(view, dim=d, backend=b),
             "transposable": lambda b: kernels.transposable_mask(view, backend=b),
             "fp8": lambda b: kernels.quantize_fp8(view, "e5m2", backend=b),

@@ -233,6 +233,10 @@ def test_axes_layouts_and_counters():
         moved = base.movedim(dim, 0)
         flat = mvue(moved.reshape(len(moved), -1), dim=0, key=4)
         assert torch.equal(mvue(base, dim=dim, key=4), flat.view(moved.shape).movedim(0, dim))
+        for backend in ("reference", "cpu"):
+            turned = mvue(base, dim=dim, key=4, order="tokens_last", backend=backend)
+            assert torch.equal(turned, mvue(base, dim=dim, key=4))
+            assert turned.movedim(dim, -1).is_contiguous()
     transposed = base.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     assert torch.equal(mvue(transposed, dim=1, key=4), mvue(base, dim=1, key=4))
     u = torch.rand(3, 5, 2, 2)
@@ -274,6 +278,7 @@ def test_uses_no_global_generator():
     ("options", "words"),
     [
         ({"key": 0, "estimator": "best"}, "estimator must be"),
+        ({"key": 0, "order": "features_last"}, "order must be None or 'tokens_last'"),
         ({}, "either uniforms or key"),
         ({"key": 0, "uniforms": torch.zeros(2, 2, 2)}, "either uniforms or key"),
         ({"uniforms": torch.zeros(2, 2, 1)}, "uniforms must have shape"),

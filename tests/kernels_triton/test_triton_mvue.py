@@ -96,6 +96,8 @@ def test_padding(estimator, length):
         rest = [s for i, s in enumerate(shape) if i != dim]
         u = torch.rand(*rest, -(-length // 4), ESTIMATORS[estimator])
         check(x, dim=dim, estimator=estimator, uniforms=u)
+        turned = check(x, dim=dim, estimator=estimator, key=3, order="tokens_last")
+        assert turned.movedim(dim, -1).is_contiguous()
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0,), (2, 0, 3)])

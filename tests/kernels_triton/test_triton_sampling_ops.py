@@ -18,11 +18,11 @@ DERIVED = noise.key_parts(kernels.ClockKey(CLOCK, 2**62 + 1, 4, 2, 3), DEVICE)
 UNIFORMS = torch.rand(12, 2, 2, device=DEVICE)
 OPERATIONS = {
     "uniform_noise": (noise.uniform_noise_op, (*MIXED, 3, 5, 2, torch.device(DEVICE))),
-    "mvue": (mvue24.mvue_op, (X, 0, False, None, *NUMBERS)),
-    "mvue exact": (mvue24.mvue_op, (X, 1, True, None, *MIXED)),
-    "mvue of a clock": (mvue24.mvue_op, (X, 0, False, None, *DERIVED)),
-    "mvue padded": (mvue24.mvue_op, (X[:7], 0, True, None, *MIXED)),
-    "mvue uniforms": (mvue24.mvue_op, (X, 0, False, UNIFORMS, *NUMBERS)),
+    "mvue": (mvue24.mvue_op, (X, 0, False, False, None, *NUMBERS)),
+    "mvue exact": (mvue24.mvue_op, (X, 1, False, True, None, *MIXED)),
+    "mvue of a clock": (mvue24.mvue_op, (X, 0, True, False, None, *DERIVED)),
+    "mvue padded": (mvue24.mvue_op, (X[:7], 0, True, True, None, *MIXED)),
+    "mvue uniforms": (mvue24.mvue_op, (X, 0, False, False, UNIFORMS, *NUMBERS)),
     "prune_gradient": (sdgp.prune_gradient_op, (X, 2, 4, 1, False, *NUMBERS, 1.0)),
     "prune_gradient 1:6": (sdgp.prune_gradient_op, (X, 1, 6, 1, True, *MIXED, 6.0)),
     "gated": (glu.gated, (X, True)),
@@ -48,7 +48,8 @@ def test_strides_of_results_are_promised_ones():
     for order in ((0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)):
         view = deep.permute(order).contiguous().permute([order.index(i) for i in range(4)])
         for op, rest in (
-            (mvue24.mvue_op, (1, False, None, *NUMBERS)),
+            (mvue24.mvue_op, (1, False, False, None, *NUMBERS)),
+            (mvue24.mvue_op, (1, True, False, None, *NUMBERS)),
             (sdgp.prune_gradient_op, (2, 4, 1, True, *NUMBERS, 1.0)),
             (glu.gated, (True,)),
         ):

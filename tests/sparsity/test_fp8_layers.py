@@ -58,7 +58,7 @@ def test_published_layer(monkeypatch):
     torch.testing.assert_close(model[0].sparsity.beta, g["sste_beta"], rtol=1e-6, atol=0)
     draws, mvue = torch.stack([g["sste_r0"], g["sste_r1"]], -1), kernels.mvue
     monkeypatch.setattr(
-        sste.kernels, "mvue", lambda x, *, dim, estimator, key: mvue(x, dim=dim, uniforms=draws)
+        sste.kernels, "mvue", lambda x, *, dim, **_: mvue(x, dim=dim, uniforms=draws)
     )
     x = g["sste_x"].clone().requires_grad_()
     y = model(x)

@@ -55,7 +55,7 @@ def test_tsrste_layer(monkeypatch):
     draws = torch.stack([g["r0"], g["r1"]], -1)
     mvue = kernels.mvue
     monkeypatch.setattr(
-        tsrste.kernels, "mvue", lambda x, *, dim, estimator, key: mvue(x, dim=dim, uniforms=draws)
+        tsrste.kernels, "mvue", lambda x, *, dim, **_: mvue(x, dim=dim, uniforms=draws)
     )
     close(products(model, g["x"], g["gy"])[2], g["gw_mvue"], rtol=1e-4)
 

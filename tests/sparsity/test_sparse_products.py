@@ -19,7 +19,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparsepretrain as sp
-from sparsepretrain import registry
+from sparsepretrain import kernels, registry
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Method, MethodOptions, Projection, Row
 from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands, semi_structured
@@ -413,6 +413,35 @@ def test_a_method_whose_operand_is_not_what_its_row_says():
             products(model, torch.bfloat16)
     finally:
         registry._registered["method"].pop("wrong")
+
+
+@pytest.mark.parametrize("choice", [True, False])
+def test_samples_are_packed_as_they_were_drawn(choice, monkeypatch):
+    """U(G) is stored by features, so that nothing turns it; a method may have no such choice."""
+    drawn, packed, dtype = [], [], torch.bfloat16
+
+    class Own(registry.get("method", "sste")):
+        def wgrad_gradient(self, grad, key):
+            return super().wgrad_gradient(grad, key)
+
+    def mvue(*args, **options):
+        drawn.append(kernels.mvue24.mvue(*args, **options))
+        return drawn[-1]
+
+    def compress(x):
+        packed.append(x)
+        return kernels.compress_24(x)
+
+    monkeypatch.setitem(vars(kernels), "mvue", mvue)
+    monkeypatch.setattr(semi_structured, "compress_24", compress)
+    expected, got = Layer(), Layer()
+    sparsify(expected, "sste")
+    if not choice:
+        monkeypatch.setitem(registry._registered["method"], "sste", Own)
+    sparsify(got, "sste")
+    for a, b in zip(products(expected, dtype), products(got, dtype), strict=True):
+        assert torch.equal(a, b)
+    assert (packed[-1].data_ptr() == drawn[-1].data_ptr()) == choice
 
 
 def test_training_is_that_of_emulated_products():

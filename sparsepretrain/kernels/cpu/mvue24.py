@@ -19,7 +19,12 @@ _ONE_64, _INFINITE_64 = 2**52, 2**63 - 2**52
 
 
 def mvue(
-    x: Tensor, dim: int, estimator: str, uniforms: Tensor | None, key: AnyKey | int | None
+    x: Tensor,
+    dim: int,
+    estimator: str,
+    uniforms: Tensor | None,
+    key: AnyKey | int | None,
+    order: str | None,
 ) -> Tensor:
     """The estimate of ``x`` with ``uniforms``, or those drawn under ``key``."""
     fours = fours_of(x, dim).contiguous()
@@ -36,7 +41,7 @@ def mvue(
     # by the types of these Numba compiles one of two
     exact, wide = (True if flag else None for flag in (estimator == "exact", real(0).itemsize == 8))
     run(_estimate, groups, arrays, *numbers, exact, wide)
-    return from_fours(out, x, dim)
+    return from_fours(out, x, dim, order)
 
 
 @inlined

@@ -41,6 +41,8 @@ class Tile(NamedTuple):
     """The groups lie along memory."""
     WIDE: bool
     """Offsets need 64 bits."""
+    TURNED: bool = False
+    """The groups lie along memory in the result alone."""
 
 
 class Rows(NamedTuple):
@@ -118,6 +120,7 @@ def _tiling(
     length = shape[dim]
     count, every = shape.numel() // length, (source, target, *others)
     contiguous = source[3] == target[3] == 1
+    turned = target[3] == 1 and not contiguous
     joined = None
     if not numbered and all(_gapless(strides, count, length) for strides in (source, target)):
         # groups never straddle rows, so all of it is one row: no tile hangs over a row's end
@@ -135,13 +138,13 @@ def _tiling(
         wide = min(across, power_of_two(groups))
         high = min(per_tile // wide, power_of_two(count))
     else:
-        high = min(LANES, per_tile, power_of_two(count))
+        high = min(LANES // 2 if turned else LANES, per_tile, power_of_two(count))
         wide = min(per_tile // high, power_of_two(groups))
     reach = max(
         count // inner * outer + inner * within + length * stride
         for inner, outer, within, stride in every
     )
-    tile = Tile(high, wide, contiguous, reach >= 2**31)
+    tile = Tile(high, wide, contiguous, reach >= 2**31, turned)
     return Tiling(count, groups, tile, -(-count // high) * -(-groups // wide), joined)
 
 
@@ -352,7 +355,7 @@ def load_fours(x, starts, first, rows_mask, groups, TILE: tl.constexpr):
 def store_fours(x, starts, first, rows_mask, groups, x0, x1, x2, x3, TILE: tl.constexpr):
     """Inverse of :func:`load_fours`; rounds to the stored type."""
     x0, x1, x2, x3 = narrow(x0, x.data), narrow(x1, x.data), narrow(x2, x.data), narrow(x3, x.data)
-    if TILE.CONTIGUOUS:
+    if TILE.CONTIGUOUS or TILE.TURNED:
         # join makes the new axis the fastest: (x0, x2) then (x1, x3) give 0, 1, 2, 3
         tile = tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (TILE.ROWS, TILE.GROUPS * 4))
         offsets = first * 4 + tl.arange(0, TILE.GROUPS * 4)

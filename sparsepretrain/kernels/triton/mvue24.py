@@ -44,23 +44,38 @@ _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
 def mvue(
-    x: Tensor, dim: int, estimator: str, uniforms: Tensor | None, key: AnyKey | int | None
+    x: Tensor,
+    dim: int,
+    estimator: str,
+    uniforms: Tensor | None,
+    key: AnyKey | int | None,
+    order: str | None,
 ) -> Tensor:
     """:func:`sparsepretrain.kernels.mvue` for checked arguments."""
-    return mvue_op(x, dim, estimator == "exact", uniforms, *key_parts(key or 0, x.device))
+    flags = order is not None, estimator == "exact"
+    return mvue_op(x, dim, *flags, uniforms, *key_parts(key or 0, x.device))
 
 
-@operator("mvue", fake=lambda x, dim, *_: empty_rows(x, dim, x.dtype))
+def _room(x: Tensor, dim: int, last: bool) -> Tensor:
+    """For the result, with ``dim`` along memory if it is to be ``last``."""
+    if not last:
+        return empty_rows(x, dim, x.dtype)
+    turned = x.movedim(dim, -1)
+    return torch.empty(turned.shape, dtype=x.dtype, device=x.device).movedim(-1, dim)
+
+
+@operator("mvue", fake=lambda x, dim, last, *_: _room(x, dim, last))
 def mvue_op(
     x: Tensor,
     dim: int,
+    last: bool,
     exact: bool,
     uniforms: Tensor | None,
     tensors: Sequence[Tensor | None],
     numbers: Sequence[int],
 ) -> Tensor:
     """:func:`mvue`; the key as :func:`key_parts` splits it."""
-    out = empty_rows(x, dim, x.dtype)
+    out = _room(x, dim, last)
     given = None
     if uniforms is not None:  # (rows, groups, draws)
         given = uniforms.reshape(uniforms.shape[:-2].numel(), *uniforms.shape[-2:])
@@ -78,8 +93,8 @@ def mvue_op(
     length = x.shape[dim]
     tail = length % 4
     if tail:  # at most three positions per row: padded in a copy of their own
-        last = x.narrow(dim, length - tail, tail).movedim(dim, -1)
-        padded = torch.nn.functional.pad(last, (0, 4 - tail))
+        ends = x.narrow(dim, length - tail, tail).movedim(dim, -1)
+        padded = torch.nn.functional.pad(ends, (0, 4 - tail))
         pruned = empty_rows(padded, -1, x.dtype)
         launch(padded, pruned, -1, length // 4)
         out.narrow(dim, length - tail, tail).copy_(pruned[..., :tail].movedim(-1, dim))

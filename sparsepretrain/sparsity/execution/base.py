@@ -14,7 +14,8 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from sparsepretrain.kernels.packed24 import LIMITS, TYPES, Limits
 
 Kept = tuple[Tensor, ...]  # what a backward keeps of X
-Estimate = Callable[[Tensor], Tensor]  # U: makes the output gradient of wgrad from G
+Estimate = Callable[..., Tensor]
+"""U: makes the output gradient of wgrad from G, in a memory order of :func:`kernels.mvue`."""
 
 
 class Operands(NamedTuple):

@@ -97,7 +97,7 @@ class SemiStructured(Execution):
         x = kept[0]
         if "U" not in self.packs or straddles(x.shape[:-1], self.limits.sparse):
             return super().wgrad(how, grad, estimate, kept, shape)
-        sampled = estimate(grad).to(x.dtype)
+        sampled = estimate(grad, "tokens_last").to(x.dtype)  # its transpose is contiguous
         packed = compress_24(sampled.reshape(-1, grad.shape[-1]).t().contiguous())
         assert isinstance(how, Linear)
         return matmul_24(packed, _rows(x, self.limits.sparse), transpose_result=how.dim == 0)
@@ -151,7 +151,7 @@ class SemiStructuredFP8(FP8):
         if "U" not in self.packs or straddles(x.shape[:-1], self.limits.sparse):
             return super().wgrad(how, grad, estimate, kept, shape)
         assert isinstance(how, Linear)
-        u, scale = quantize_fp8(estimate(grad.float()), self.gradient)
+        u, scale = quantize_fp8(estimate(grad.float(), "tokens_last"), self.gradient)
         packed, turned = compress_24(rows_of(u).t().contiguous()), rows_of(x).t().contiguous()
         dw = _product(packed, turned, transpose_result=how.dim == 0)
         return unscaled(dw, scale, scale_x, out_dtype=torch.float32)
@@ -365,7 +365,7 @@ class Backend:
             if place == "A":
                 return execution.fprop(how, (x, x), operands, offset)[0]
             if place == "U":
-                return execution.wgrad(how, grad, lambda g: g, kept, stored)
+                return execution.wgrad(how, grad, lambda g, order=None: g, kept, stored)
             return execution.dgrad(how, grad, operands, x.shape)
 
         sparse, times = packings(base)[place], []
