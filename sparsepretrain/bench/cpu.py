@@ -154,7 +154,7 @@ def _plain_step(t: Session, *, nanogpt: bool = False) -> Callable[[], object]:
     torch.manual_seed(0)
     model = PlainGPT2(t.run.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=not nanogpt)
-    size, length = t.run.batch.size, t.run.model.n_positions
+    size, length = t.run.batch.size, t.run.task.sequence_length
     state = {"step": 0}
     file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - as long as the step
     np.random.default_rng(0).integers(256, size=10**6, dtype=np.uint16).tofile(file.name)

@@ -31,6 +31,8 @@ from sparsepretrain.sparsity.method import Projection
 from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.packing import Packing
 
+CHANGING = frozenset(["_stored", "_rows", "_gathered", "kept_mask", "flips", "out"])
+"""Attributes of a layer's state that every step sets: no parameters, buffers or modules."""
 PREVIOUS_MASK = "previous_mask"  # buffer: packed mask of the last comparison, (rows, bytes)
 
 
@@ -86,6 +88,12 @@ class LayerState(nn.Module):
             self.method.update_(weight, self)
         # PyTorch's fused encoder layers read the stored weights, unless a module below has a hook
         self.register_forward_pre_hook(_never_called)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in CHANGING:  # nn.Module would look for parameters, for microseconds each
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without what can be computed again."""
