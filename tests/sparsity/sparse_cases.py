@@ -91,6 +91,18 @@ class Layer(nn.Module):
         return self.fc(x)
 
 
+class Mixed(nn.Module):
+    """A layer that fits, one whose width does not, and a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.narrow_fc = nn.Linear(64, 96), nn.Linear(96, 40)
+        self.fc_conv = nn.Conv2d(16, 16, 3)
+
+    def forward(self, x):
+        return self.narrow_fc(self.fc(x))
+
+
 def sparsify(model, method, **options):
     options = {"targets": ["fc*"], "total_steps": STEPS, "seed": 3} | options
     return sp.sparsify(model, method, **options)

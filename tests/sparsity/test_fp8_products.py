@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_cases import PACKED, SETTLED, STEPS, Layer, draw, into_sparse_phase
+from sparse_cases import PACKED, SETTLED, STEPS, Layer, Mixed, draw, into_sparse_phase
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -206,18 +206,6 @@ def test_weights_are_quantised_once_per_step_in_the_same_memory(backend, monkeyp
     assert len(calls) == 2 * 2, "layers × steps, whatever the micro-batches"
     pointers = [t.data_ptr() for t in own._stored[True] if t is not None]
     assert pointers == [a.data_ptr(), b.data_ptr(), scales.data_ptr()]
-
-
-class Mixed(nn.Module):
-    """A layer that fits, one whose width does not, and a convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.narrow_fc = nn.Linear(64, 96), nn.Linear(96, 40)
-        self.fc_conv = nn.Conv2d(16, 16, 3)
-
-    def forward(self, x):
-        return self.narrow_fc(self.fc(x))
 
 
 def test_layers_that_do_not_fit_are_simulated():

@@ -11,6 +11,7 @@ from sparse_cases import (
     SETTLED,
     STEPS,
     Layer,
+    Mixed,
     build,
     draw,
     into_sparse_phase,
@@ -231,18 +232,6 @@ def test_phases_decide_what_is_packed():
         kinds.append(getattr(own.execution(torch.bfloat16, True), "packs", ""))
     assert kinds == ["", "ABU", "ABU", ""]
     assert own.execution(torch.bfloat16, False) is EMULATE
-
-
-class Mixed(nn.Module):
-    """A layer that fits, one whose width does not, and a convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.narrow_fc = nn.Linear(64, 96), nn.Linear(96, 40)
-        self.fc_conv = nn.Conv2d(16, 16, 3)
-
-    def forward(self, x):
-        return self.narrow_fc(self.fc(x))
 
 
 def test_coverage_says_what_is_emulated_and_why():
