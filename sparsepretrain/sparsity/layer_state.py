@@ -27,7 +27,7 @@ from sparsepretrain.kernels import (
 from sparsepretrain.kernels.common import AnyKey, widen
 from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands
 from sparsepretrain.sparsity.execution.semi_structured import packings
-from sparsepretrain.sparsity.method import Projection
+from sparsepretrain.sparsity.method import Projection, W
 from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.packing import Packing
 
@@ -309,6 +309,8 @@ class LayerState(nn.Module):
 
     def _room(self, weight: Tensor, dtype: torch.dtype, old: Operands | None) -> Tensor | None:
         """Memory for A(W) in the stored dtype: that of earlier operands, or new one."""
+        if self.method.row.A == W:  # nothing is projected
+            return None
         if self.model.store != dtype or torch.compiler.is_compiling() or self.model.sharded:
             return None
         earlier = None if old is None else self._turned(old.forward)
