@@ -213,6 +213,8 @@ def memory_order(x: Tensor) -> list[int]:
 def empty_rows(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """A result of the shape of ``x``, and its strides unless :func:`rows_of` would copy those."""
     out = torch.empty_like(x, dtype=dtype)
+    if x.is_contiguous():
+        return out
     dim %= x.dim()
     try:
         out.view(x.shape[:dim].numel(), x.shape[dim], x.shape[dim + 1 :].numel())

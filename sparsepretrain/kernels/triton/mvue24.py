@@ -53,7 +53,7 @@ def mvue(
 ) -> Tensor:
     """:func:`sparsepretrain.kernels.mvue` for checked arguments."""
     flags = order is not None, estimator == "exact"
-    return mvue_op(x, dim, *flags, uniforms, *key_parts(key or 0, x.device))
+    return mvue_op(x, dim, *flags, uniforms, *key_parts(key, x.device))
 
 
 def _room(x: Tensor, dim: int, last: bool) -> Tensor:

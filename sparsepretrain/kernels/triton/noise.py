@@ -21,25 +21,31 @@ KEY_ARGUMENTS = ("clock", "k0", "k1", "layer", "product", "offset")
 """Kernel arguments, of :func:`key_words`, whose values must not compile a variant each."""
 
 
-def key_parts(key: AnyKey | int, device: torch.device) -> tuple[list[Tensor | None], list[int]]:
-    """:data:`KEY_ARGUMENTS` for an operator's schema: tensors, and numbers where there is none."""
+def key_parts(
+    key: AnyKey | int | None, device: torch.device
+) -> tuple[list[Tensor | None], list[int]]:
+    """:data:`KEY_ARGUMENTS` for an operator's schema: tensors, and numbers where there is none.
+
+    There is no number for the clock. The tensors may be fewer; None: nothing is drawn.
+    """
+    if key is None:
+        return [], [0] * 5
     if isinstance(key, ClockKey):
-        seed = key.seed & LOW_32, key.seed >> 32
-        parts: tuple[Any, ...] = key.clock, *seed, key.layer, key.product, key.room
-    else:
-        words = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
-        parts = None, words.k0, words.k1, 0, 0, words.offset
+        clock, seed, *others = key
+        return [clock.to(device)], [seed & LOW_32, seed >> 32, *others]
+    k0, k1, offset = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
+    parts = None, k0, k1, 0, 0, offset
     tensors = [part.to(device) if isinstance(part, Tensor) else None for part in parts]
-    return tensors, [0 if part is None or isinstance(part, Tensor) else part for part in parts]
+    return tensors, [0 if isinstance(part, Tensor) else part for part in parts[1:]]
 
 
 def key_arguments(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> list[Any]:
     """What a kernel takes: pointers, or numbers of one type, int32; None for the missing clock."""
-    words = [
-        (number + 2**31) % 2**32 - 2**31 if tensor is None else tensor
-        for tensor, number in zip(tensors[1:], numbers[1:], strict=True)
-    ]
-    return [tensors[0], *words]
+    arguments: list[Any] = [None, *[(number + 2**31) % 2**32 - 2**31 for number in numbers]]
+    for place, tensor in enumerate(tensors):
+        if tensor is not None:
+            arguments[place] = tensor
+    return arguments
 
 
 def uniform_noise(

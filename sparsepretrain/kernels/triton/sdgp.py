@@ -36,7 +36,7 @@ def prune_gradient(
     g: Tensor, n: int, m: int, dim: int, key: AnyKey | int | None = None, scale: float = 1.0
 ) -> Tensor:
     """``g`` pruned by magnitude (low index wins ties) or, under a key, at random; then scaled."""
-    return prune_gradient_op(g, n, m, dim, key is not None, *key_parts(key or 0, g.device), scale)
+    return prune_gradient_op(g, n, m, dim, key is not None, *key_parts(key, g.device), scale)
 
 
 @operator("prune_gradient", fake=lambda g, n, m, dim, *_: empty_rows(g, dim, g.dtype))
