@@ -1,11 +1,13 @@
 """Host time of a call of a kernel, beside that of ``torch.mul``: a GPU that is faster waits for it.
 
-Needs no GPU: all but Triton's own launch is done, on small tensors of the CPU.
+Needs no GPU: all but Triton's own launch is done, on small tensors of the CPU. What counts is the
+processor time of the thread.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from unittest.mock import patch
 
@@ -38,7 +40,8 @@ def cases(quick: bool) -> list[Case]:
         name: functools.partial(_often, call) for name, call in _calls(KERNELS).items()
     }
     with patch.object(JITFunction, "run", lambda *_, **__: None), torch.no_grad():
-        seconds = interleaved(works, rounds=rounds, on_round=Phase("calls", rounds, "rounds"))
+        phase = Phase("calls", rounds, "rounds")
+        seconds = interleaved(works, rounds=rounds, clock=time.thread_time, on_round=phase)
     under = seconds.pop("torch.mul")
     return [
         ratio(f"{name} over torch.mul", over, under, at_most=AT_MOST)
