@@ -19,6 +19,7 @@ from sparsepretrain.bench import kernels as suite
 from sparsepretrain.bench.kernel_cases import TINY, kernel_cases, normal
 from sparsepretrain.bench.kernels import Timed, difference
 from sparsepretrain.bench.linear import timed_methods
+from sparsepretrain.sparsity.execution import semi_structured
 
 CPU = torch.device("cpu")
 
@@ -169,12 +170,30 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch):
 
 
 def test_a_wrong_sparse_product_gets_no_time(tmp_path, monkeypatch):
-    """``auto`` where a layer's sparse execution is broken: the row says so, the others stay."""
-    monkeypatch.setattr(linear, "TOLERANCE", -1.0)
-    choice = bench.Choice(("ste",), "auto")
+    """``auto`` with one wrong entry in sparse products without a bias, which MVUE alone leads to."""
+    wrong = []
+
+    def multiply(packed, dense, bias=None, **flags):
+        product = kernels.matmul_24(packed, dense, bias, **flags)
+        if bias is None:
+            wrong.append(product.shape)
+            product[0, 0] += 0.03 * product.abs().max()
+        return product
+
+    def seconds(run, device):
+        run()
+        return 1e-3 if isinstance(run.args[0], semi_structured.SemiStructured) else 2e-3
+
+    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(semi_structured, "seconds", seconds)
+    monkeypatch.setattr(semi_structured, "matmul_24", multiply)
+    choice = bench.Choice(("sste",), "auto")
     result = bench.run(suite="linear", out=tmp_path / "out.json", quick=True, choice=choice)
-    status = {row["impl"]: row["status"] for row in result["cases"] if row["impl"]}
-    assert status == {"nn.Linear": "ok", "dense": "wrong", "ste": "wrong"}
+    rows = {row["impl"]: row for row in result["cases"] if row["impl"]}
+    status = {"nn.Linear": "ok", "dense": "ok", "sste, mvue=none": "ok", "sste": "wrong"}
+    assert {name: row["status"] for name, row in rows.items()} == status
+    assert rows["sste"]["us"] is None and set(wrong) == {(128, 64)}
+    assert rows["sste, mvue=none"]["max_err"] < linear.TOLERANCE < rows["sste"]["max_err"] < 0.04
 
 
 def test_an_unrepeatable_kernel_is_wrong():
