@@ -170,7 +170,7 @@ def test_a_wrong_kernel_gets_no_time(monkeypatch):
 
 
 def test_a_wrong_sparse_product_gets_no_time(tmp_path, monkeypatch):
-    """``auto`` with one wrong entry in sparse products without a bias, which MVUE alone leads to."""
+    """``auto`` with a wrong entry in sparse products without a bias, which only MVUE has."""
     wrong = []
 
     def multiply(packed, dense, bias=None, **flags):
