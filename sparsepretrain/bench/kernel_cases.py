@@ -84,8 +84,8 @@ class KernelCase:
 
 def kernel_cases() -> list[KernelCase]:
     """All cases, in the order of the operations of a training step."""
-    parts = hard_masks, soft_thresholds, transposable, masks, noise, mvue, pruned_gradients
-    return [case for part in (*parts, gates, fp8) for case in part()]
+    parts = hard_masks, soft_thresholds, all_layers, transposable, masks, noise, mvue
+    return [case for part in (*parts, pruned_gradients, gates, fp8) for case in part()]
 
 
 def op(name: str, *args: Any, named: tuple[str, ...] = (), **options: Any) -> Callable[..., Any]:
@@ -172,30 +172,46 @@ def soft_thresholds() -> Iterator[KernelCase]:
     name, any_limits = "2:8 soft threshold ×β, fp32→bf16", {"soft._soft_nm": Limit(36.0, 64)}
     yield KernelCase(name, weight_and_scale(), soft(2, 8), 6, any_limits, WEIGHTS)
 
-    def all_weights(shape: Shape, device: torch.device) -> tuple[Any, ...]:
-        sizes = FFN_124M if device.type == "cuda" else [shape]
-        weights = [normal(size, device, seed=i) for i, size in enumerate(sizes)]
-        operands = [torch.zeros_like(weight).to(BF16) for weight in weights]
-        before = [kernels.pack_rows(normal(size, device) > 0) for size in sizes]
-        return weights, operands, before, torch.full((), 1.484, device=device)
-
-    def one_step(backend: str | None, weights: Any, operands: Any, before: Any, scale: Any) -> Any:
-        found = []
-        for weight, out, previous in zip(weights, operands, before, strict=True):
-            soft, code = into(backend, weight, scale, out)
-            flips = kernels.packed_flip_count(previous, code, replace=True, backend=backend)
-            found.append((soft, flips))
-        return found
-
     into = op("soft_prune", named=("scale", "out"))
     limits = {"soft._soft_24": Limit(22.0, 40)}
     name, make = "2:4 soft threshold ×β into bf16, mask in bits", operand(_scale)
     yield KernelCase(name, make, into, 6.125, limits, WEIGHTS)
-    limits |= {"masks._differing_bits": Limit(0.26, 48)}
-    yield KernelCase(
-        "S-STE after a step, all FFN weights of 124M", all_weights, one_step, 6.5, limits,
-        {"24 weights": (24 * 3072, 768)}, goal_us=150.0, rotate=False, architectures=ONE,
-    )  # fmt: skip
+
+
+def all_layers() -> Iterator[KernelCase]:
+    """What a step calls after the optimiser's for all feed-forward weights of GPT-2 124M."""
+
+    def weights(shape: Shape, device: torch.device) -> tuple[Any, ...]:
+        sizes = FFN_124M if device.type == "cuda" else [shape]
+        found = [operand(_code, _code, _scale)(size, device) for size in sizes]
+        return tuple(map(list, zip(*found, strict=True)))
+
+    def soft(backend: str | None, xs: Any, before: Any, _: Any, scales: Any, outs: Any) -> Any:
+        pruned = kernels.foreach_soft_prune(xs, scales=scales, outs=outs, backend=backend)
+        return _flips(backend, before, pruned)
+
+    def hard(backend: str | None, xs: Any, before: Any, _: Any, __: Any, outs: Any) -> Any:
+        return _flips(backend, before, kernels.foreach_nm_prune(xs, outs=outs, backend=backend))
+
+    def stored(backend: str | None, xs: Any, _: Any, masks: Any, __: Any, outs: Any) -> Any:
+        return kernels.foreach_apply_mask(xs, masks, outs=outs, backend=backend)
+
+    counting = {"foreach._foreach_differing_bits": Limit(0.3, 48)}
+    for name, run, kernel, most, size in (
+        ("S-STE", soft, "foreach._foreach_soft_24", 23.0, 6.5),
+        ("STE", hard, "foreach._foreach_prune_24", 35.0, 6.5),
+        ("T-SR-STE", stored, "foreach._foreach_select", 11.0, 6.125),
+    ):
+        limits = {kernel: Limit(most, 64)} | (counting if size == 6.5 else {})
+        yield KernelCase(
+            f"{name} after a step, all FFN weights of 124M", weights, run, size, limits,
+            {"24 weights": (24 * 3072, 768)}, goal_us=150.0, rotate=False,
+        )  # fmt: skip
+
+
+def _flips(backend: str | None, before: list[Tensor], pruned: list[tuple[Tensor, Tensor]]) -> Any:
+    into = op("foreach_packed_flip_count", replace=True)
+    return [*pruned, *into(backend, before, [code for _, code in pruned])]
 
 
 def transposable() -> Iterator[KernelCase]:

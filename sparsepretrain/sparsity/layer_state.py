@@ -18,7 +18,6 @@ from sparsepretrain.kernels import (
     NoiseKey,
     noise_key,
     pack_rows,
-    packed_flip_count,
     packed_shape,
     unpack_24,
     unpack_rows,
@@ -283,16 +282,26 @@ class LayerState(nn.Module):
 
     @torch.no_grad()
     def _make(
-        self, weight: Tensor, dtype: torch.dtype, training: bool, out: Operands | None = None
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        training: bool,
+        out: Operands | None = None,
+        made: Projection | None = None,
     ) -> Operands | None:
-        """Project; operands of the stored dtype are kept, in the memory of earlier ones."""
+        """Project; operands of the stored dtype are kept, in the memory of earlier ones.
+
+        ``made``: the projection, if it has been made.
+        """
         execution = self.execution(dtype, training)
         with torch.inference_mode(False):  # a training forward may use it next
-            self.out = self._room(weight, dtype, out) if training and not execution.rounds else None
-            try:
-                forward, mask, backward, scale = self.project(weight, training)
-            finally:
-                self.out = None
+            if made is None:
+                self.out = self._room(weight, dtype, out) if training else None
+                try:
+                    made = self.project(weight, training)
+                finally:
+                    self.out = None
+            forward, mask, backward, scale = made
             only_cast, operands = forward is None and not execution.rounds, None
             if not only_cast or (training and any(self.method.changes)):
                 forward = weight.detach() if forward is None else forward
@@ -309,8 +318,8 @@ class LayerState(nn.Module):
 
     def _room(self, weight: Tensor, dtype: torch.dtype, old: Operands | None) -> Tensor | None:
         """Memory for A(W) in the stored dtype: that of earlier operands, or new one."""
-        if self.method.row.A == W:  # nothing is projected
-            return None
+        if self.method.row.A == W or self.execution(dtype, True).rounds:
+            return None  # nothing is projected, or what is written is rounded again
         if self.model.store != dtype or torch.compiler.is_compiling() or self.model.sharded:
             return None
         earlier = None if old is None else self._turned(old.forward)
@@ -423,15 +432,27 @@ class LayerState(nn.Module):
         stored = self._stored.get(True)
         self._stored[True] = self.base.prepare(held, self.model.store, stored)
 
-    def restore(self, weight: Tensor) -> None:
-        """The weight changed: project anew where operands are stored, else nothing is kept."""
+    def makes_room(self, weight: Tensor) -> bool:
+        """Before :meth:`restore`: set ``out``, where this layer can be projected with others."""
+        method, dtype = self.method, self.model.store
+        if not (method.joins and method.phase.training) or dtype is None or self.packs:
+            return False  # what is packed needs ``out`` for a moment: one layer after the other
+        if self.dim == 1 and weight.dtype == torch.float32:  # others are widened one by one
+            self.out = self._room(weight, dtype, self._stored.get(True))
+        return self.out is not None
+
+    def restore(self, weight: Tensor, made: Projection | None = None) -> None:
+        """The weight changed: project anew where operands are stored, else nothing is kept.
+
+        ``made``: its projection, of :meth:`Method.foreach_project` after :meth:`makes_room`.
+        """
         earlier = self._stored.get(True)
         self.forget()
         if self.model.sharded:
             if self._dtype is not None:
                 self._make_rows(self._dtype, True)
         elif self.model.store is not None:
-            self._make(weight, self.model.store, True, earlier)
+            self._make(weight, self.model.store, True, earlier, made)
 
     def forget(self) -> None:
         """What was stored is out of date; the next forward makes it again."""
@@ -466,12 +487,11 @@ class LayerState(nn.Module):
         gathered: Tensor = self.shard.gather(rows)
         return gathered if self.shard.rank == 0 else gathered[:0]
 
-    def compare(self, weight: Tensor) -> None:
-        """Count the flips since the last comparison; the new mask is remembered."""
-        new = self.kept_mask
-        if new is None or new.dtype == torch.bool:
-            new = pack_rows(self.mask_in_use(weight))
-        self.flips = packed_flip_count(self.previous_mask, new, replace=True)
+    def code_in_use(self, weight: Tensor) -> Tensor:
+        """:meth:`mask_in_use`, packed by rows."""
+        kept = self.kept_mask
+        packed = kept is not None and kept.dtype == torch.uint8
+        return kept if kept is not None and packed else pack_rows(self.mask_in_use(weight))
 
     def compared_mask(self, weight: Tensor) -> Tensor:
         """The mask of the last comparison, of the shape of ``weight``; bool."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainWarning
-from sparsepretrain.kernels import boundary_magnitudes, unpacked
+from sparsepretrain.kernels import boundary_magnitudes, foreach_packed_flip_count, unpacked
 from sparsepretrain.sparsity import reminder
 from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, nm_holds
 from sparsepretrain.sparsity.execution import EMULATE
@@ -131,8 +131,7 @@ class Sparsifier:
         self._state.write()
         reminder.ride(self._state, optimizer, self._before_step, self._after_step)
         if self.completed_steps == 0:
-            for layer in self.layers.values():
-                layer.sparsity.compare(layer.weight)
+            self._compare()
 
     def prepare_sharding(self, *, gather: str = "operand") -> None:
         """Before ``fully_shard`` (FSDP2): what it gathers will be operands, in the products' dtype.
@@ -240,8 +239,7 @@ class Sparsifier:
         self._state.sync()
         if self._state.sharded:
             self._state.reshard()
-        for layer in self.layers.values():
-            layer.sparsity.restore(layer.weight)
+        self._project()
 
     def masks(self) -> dict[str, Tensor]:
         """Name -> bool mask in use (``sste``: non-zeros of S(W)), shape of the stored weight.
@@ -442,15 +440,40 @@ class Sparsifier:
         state.write()
         if state.sharded:
             state.reshard()
-        for layer in self.layers.values():
-            own, weight = layer.sparsity, layer.weight
-            if inside:
-                own.update(weight)
-            own.restore(weight)
-            if compares:
-                own.compare(weight)
-            if not (method.on_gradient or method.on_weight):
-                own.kept_mask = None
+        if inside:
+            for layer in self.layers.values():
+                layer.sparsity.update(layer.weight)
+        self._project()
+        if compares:
+            self._compare()
+        if not (method.on_gradient or method.on_weight):
+            for layer in self.layers.values():
+                layer.sparsity.kept_mask = None
+
+    @torch.no_grad()
+    def _project(self) -> None:
+        """Project anew where operands are stored, all layers at once if the method can."""
+        pairs, made = [(layer.sparsity, layer.weight) for layer in self.layers.values()], {}
+        with torch.inference_mode(False):
+            several = [
+                (weight.detach(), own, own.out)
+                for own, weight in pairs
+                if own.makes_room(weight) and own.out is not None
+            ]
+            if several:
+                found = self._state.method.foreach_project(*zip(*several, strict=True))
+                made = {id(own): p for (_, own, _), p in zip(several, found, strict=True)}
+        for own, weight in pairs:
+            own.out = None
+            own.restore(weight, made.get(id(own)))
+
+    def _compare(self) -> None:
+        """Count the flips since the last comparison; the new masks are remembered."""
+        states = [layer.sparsity for layer in self.layers.values()]
+        new = [layer.sparsity.code_in_use(layer.weight) for layer in self.layers.values()]
+        flips = foreach_packed_flip_count([s.previous_mask for s in states], new, replace=True)
+        for own, found in zip(states, flips, strict=True):
+            own.flips = found
 
 
 def lost_decay(before: Tensor, after: Tensor, weight: Tensor, mask: Tensor) -> float:

@@ -1,5 +1,7 @@
 """N:M masks, soft threshold, transposable masks: the bits of the reference."""
 
+import itertools
+
 import pytest
 import torch
 from parity import DTYPES, layouts, nasty
@@ -7,11 +9,18 @@ from same_bits import DEVICE, assert_same
 
 from sparsepretrain.kernels import (
     apply_mask,
+    foreach_apply_mask,
+    foreach_nm_prune,
+    foreach_packed_flip_count,
+    foreach_soft_prune,
     masked_decay_,
+    masks,
+    nm,
     nm_mask,
     nm_prune,
     pack_rows,
     packed_flip_count,
+    soft,
     soft_prune,
     soft_threshold,
     transposable_mask,
@@ -121,3 +130,58 @@ def test_offsets_beyond_32_bits():
     assert_same(
         transposable_mask(blocks, backend="triton"), transposable_mask(near, backend="reference")
     )
+
+
+SIZES = [(32, 40), (16, 8), (48, 264), (16, 1024)]  # some less than a program, some more
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_layers_in_one_launch(dtype, monkeypatch):
+    xs = [nasty(shape, seed) for seed, shape in enumerate(SIZES)]
+    scales = [torch.tensor(1.0 + seed / 7, device=DEVICE) for seed in range(len(xs))]
+
+    def results(backend):
+        def new():
+            return [torch.full(x.shape, 9.0, dtype=dtype, device=DEVICE) for x in xs]
+
+        pruned = foreach_nm_prune(xs, outs=new(), backend=backend)
+        shrunk = foreach_soft_prune(xs, gamma=0.3, scales=scales, outs=new(), backend=backend)
+        codes, last = ([code.clone() for _, code in pairs] for pairs in (pruned, shrunk))
+        masked = foreach_apply_mask(xs, codes, outs=new(), backend=backend)
+        flips = foreach_packed_flip_count(codes, last, replace=True, backend=backend)
+        return [*itertools.chain(*pruned, *shrunk), *masked, *flips, *codes]
+
+    expected = results("reference")
+    for module, name in ((nm, "nm_prune"), (soft, "soft_prune"), (masks, "apply_mask")):
+        monkeypatch.delattr(module, name)  # nothing falls back to one by one
+    monkeypatch.delattr(masks, "packed_flip_count")
+    for got, wanted in zip(results("triton"), expected, strict=True):
+        assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("shape, dim", INTO[:8])
+def test_layers_that_do_not_fit_together_are_launched_one_by_one(shape, dim):
+    xs = [nasty(shape, 1), nasty(shape, 2).t().contiguous().t()]
+    both = []
+    for backend in ("triton", "reference"):
+        outs = [torch.empty_like(x, dtype=torch.bfloat16) for x in xs]
+        options = {"dim": dim, "outs": outs, "backend": backend}
+        scales = [torch.tensor(2.0, device=DEVICE)] * 2
+        pairs = foreach_nm_prune(xs, **options) + foreach_soft_prune(xs, scales=scales, **options)
+        codes = [code for _, code in pairs]
+        left = foreach_apply_mask(xs, codes[:2], outs=outs, backend=backend)
+        flips = foreach_packed_flip_count(codes[:2], codes[2:], backend=backend)
+        both.append([*codes, *left, *flips])
+    for got, wanted in zip(*both, strict=True):
+        assert_same(got, wanted)
+
+
+def test_tensors_between_which_nothing_is_aligned():
+    memory = nasty((1, 2048), 3).view(-1)
+    xs = [memory[:64].view(8, 8), memory[71:135].view(8, 8)]
+    both = []
+    for backend in ("triton", "reference"):
+        outs = [torch.empty(8, 8, device=DEVICE) for _ in xs]
+        both.append(itertools.chain(*foreach_nm_prune(xs, outs=outs, backend=backend)))
+    for got, wanted in zip(*both, strict=True):
+        assert_same(got, wanted)

@@ -38,7 +38,7 @@ def measure(tiny: Tiny, method: str) -> dict[str, float]:
 
     ``launches``, ``bytes``: of a step, per sparse layer and per sparse entry. ``micro_launches``,
     ``micro_bytes``: of each micro-batch (of 16 tokens) in addition, likewise. ``step_launches``: of
-    a step of a model of any size, once. The model has parameters in fp32.
+    a step of one micro-batch, whatever the number of layers. The model has parameters in fp32.
     """
 
     def counted(blocks: int, count: int) -> tuple[float, float, int]:
@@ -53,16 +53,16 @@ def measure(tiny: Tiny, method: str) -> dict[str, float]:
         entries = sum(layer.weight.numel() for layer in layers)
         return RECORD.launches["sparse"], RECORD.bytes["sparse"] / entries, len(layers)
 
-    (one, size, layers), (three, more, _), (both, _, twice) = (
-        counted(blocks, count) for blocks, count in ((1, 1), (1, 3), (2, 1))
-    )
-    micro, all_of_it = (three - one) / 2 / layers, (both - one) / (twice - layers)
+    (one, size, layers), (two, more, _) = counted(1, 1), counted(1, 2)
+    (other, _, many), (last, *_) = counted(2, 1), counted(2, 2)
+    micro = ((last - other) - (two - one)) / (many - layers)
+    every = (other - one) / (many - layers)
     found = {
-        "launches": all_of_it - micro,
-        "bytes": size - (more - size) / 2,
+        "launches": every - micro,
+        "bytes": size - (more - size),
         "micro_launches": micro,
-        "micro_bytes": (more - size) / 2,
-        "step_launches": one - layers * all_of_it,
+        "micro_bytes": more - size,
+        "step_launches": one - layers * every,
     }
     return {name: round(value, 2) for name, value in found.items()}
 

@@ -9,6 +9,9 @@ from sparse_cases import CASES, IDS, Net, build, draw, everything, gradients, sp
 from tiny_runs import assert_equal_bits
 from torch import nn
 
+from sparsepretrain.sparsity import Method
+from sparsepretrain.sparsity.methods.ste import STE
+
 every_case = pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
 
 
@@ -429,6 +432,57 @@ def test_masks_are_stored_only_where_decay_needs_them(method, needed):
     state = model.fc1.sparsity
     assert (state.kept_mask is not None) == needed and "flip_rate" in sparsifier.metrics()
     assert torch.equal(sparsifier.masks()["fc1"], state.project(model.fc1.weight).mask)
+
+
+def stored_after_two_steps(method, options, *, joins, dtype=torch.float32):
+    """Operands, masks in use and flips of all layers; how many were projected together."""
+    model, optimizer, sparsifier = build(method, options, dtype=dtype)
+    rule, many = sparsifier._state.method, []
+    rule.joins &= joins
+    project = rule.foreach_project
+    rule.foreach_project = lambda *lists: many.append(len(lists[0])) or project(*lists)
+    sparsifier.store_operands(torch.bfloat16)
+    train(model, optimizer, 0, 2)
+    layers = [layer.sparsity for layer in sparsifier.layers.values()]
+    found = [[own._stored[True].forward, own.previous_mask, own.flips] for own in layers]
+    return [found, *sparsifier.masks().values()], many
+
+
+@pytest.mark.parametrize("method", ["ste", "srste", "sdgf", "sste", "tsrste", "asp"])
+def test_layers_projected_together_are_those_projected_one_by_one(method):
+    options = {"at": 0.0} if method == "asp" else {}
+    (expected, one), (found, many) = (
+        stored_after_two_steps(method, options, joins=joins) for joins in (False, True)
+    )
+    assert_equal_bits(found, expected)
+    assert one == [] and set(many) == {2} and len(many) >= 2
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "dtype"),
+    [
+        ("sste", {"mvue": "weight"}, torch.float32),
+        ("bimask", {}, torch.float32),
+        ("slope", {}, torch.float32),
+        ("ste", {}, torch.bfloat16),
+        ("ste", {}, torch.float64),
+    ],
+)
+def test_what_is_projected_one_by_one(method, options, dtype):
+    assert stored_after_two_steps(method, options, joins=True, dtype=dtype)[1] == []
+
+
+def test_a_rule_of_its_own_is_not_passed_over():
+    class Mine(STE):
+        def project(self, weight, layer):
+            return super().project(weight, layer)
+
+    class Both(Mine):
+        def foreach_project(self, weights, layers, outs):
+            return super().foreach_project(weights, layers, outs)
+
+    options = STE.Options(name="ste")
+    assert [cls(options).joins for cls in (Method, STE, Mine, Both)] == [False, True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,12 @@ def _select_into(x: Tensor, mask: Tensor, out: Tensor) -> None:
 def _select(
     x, mask, out, count, BLOCK: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    offsets = block_offsets(BLOCK, WIDE)
+    select_kept(x, mask, out, count, block_offsets(BLOCK, WIDE), PACKED)
+
+
+@triton.jit
+def select_kept(x, mask, out, count, offsets, PACKED: tl.constexpr):
+    """Values that a mask keeps, rounded to the type of ``out``, and zeros."""
     exists = offsets < count
     kept = kept_at(mask, offsets, exists, PACKED)
     values = widen(tl.load(x + offsets, exists, 0))
@@ -144,7 +149,12 @@ def _differing_bits(
     previous, current, total, count,
     BLOCK: tl.constexpr, WIDE: tl.constexpr, REPLACE: tl.constexpr,
 ):  # fmt: skip
-    offsets = block_offsets(BLOCK, WIDE)
+    count_bits(previous, current, total, count, block_offsets(BLOCK, WIDE), REPLACE)
+
+
+@triton.jit
+def count_bits(previous, current, total, count, offsets, REPLACE: tl.constexpr):
+    """Add to ``total`` in how many bits words differ; the first ones become the second."""
     mask = offsets < count
     new = tl.load(current + offsets, mask, 0)
     bits = tl.load(previous + offsets, mask, 0) ^ new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -50,6 +51,7 @@ class SSTE(Method):
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self.two_operands = options.mvue == "weight"
+        self.joins &= not self.two_operands
         self.needs_whole = self.two_operands or options.beta_update == "step"
 
     @property
@@ -92,8 +94,21 @@ class SSTE(Method):
             estimator, key = self.options.estimator, layer.key(DGRAD)
             backward = kernels.mvue(forward, dim=1 - layer.dim, estimator=estimator, key=key)
             backward.add_(0.0)  # no -0.0: what is packed has at most two of four non-zero bits
-        scale = beta if self.options.ste_scale == "beta" else None
-        return Projection(forward, mask, backward, scale)
+        return Projection(forward, mask, backward, self._gradient_scale(layer))
+
+    def foreach_project(
+        self, weights: Sequence[Tensor], layers: Sequence[Layer], outs: Sequence[Tensor]
+    ) -> list[Projection]:
+        scales, gamma = [layer.beta for layer in layers], self.options.gamma
+        pruned = kernels.foreach_soft_prune(
+            weights, *self.pattern, gamma=gamma, dim=1, scales=scales, outs=outs
+        )
+        gradient = map(self._gradient_scale, layers)
+        return [Projection(*pair, None, f) for pair, f in zip(pruned, gradient, strict=True)]
+
+    def _gradient_scale(self, layer: Layer) -> Tensor | None:
+        """Factor of dW."""
+        return layer.beta if self.options.ste_scale == "beta" else None
 
     def _soft(self, weight: Tensor, dim: int) -> Tensor:
         return kernels.soft_threshold(weight, *self.pattern, gamma=self.options.gamma, dim=dim)
