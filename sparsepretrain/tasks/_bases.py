@@ -225,7 +225,7 @@ class RecordTask(Task):
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         scores = self.scores(model, batch)
-        loss = float(self.total(scores, batch)), self.count(batch)
+        loss = self.total(scores, batch), self.count(batch)
         return {"loss": loss, **self.predictions(scores, batch)}
 
 

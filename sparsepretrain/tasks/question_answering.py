@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BEST = 20
 """Most likely starts that are tried, each with its best end; SQuAD's evaluations try as many."""
+NEVER = float("-inf")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,10 +53,10 @@ class About(NamedTuple):
     example: int
     context: str
     answers: list[str]
-    first: int
-    """Place of the window's first context token in the sample."""
     spans: np.ndarray
     """(tokens, 2) characters of the window's context tokens."""
+    behind: int
+    """Tokens behind those, in every sample as many."""
 
 
 @register("task", "question_answering")
@@ -114,13 +115,13 @@ class QuestionAnswering(RecordTask):
                 and places[inside[-1], 1] >= start + len(text)
             )
             target = (first + inside[0], first + inside[-1] + after) if whole else (0, 0)
-            about = About(index, record["context"], answers, first, places)
+            about = About(index, record["context"], answers, places, len(tail))
             yield Sample(join(*head, part, tail), first, tuple(map(int, target)), about)
 
     def scores(self, model: nn.Module, batch: Batch) -> Tensor:
         """(batch, length, 2); padding can be neither start nor end."""
         scores = super().scores(model, batch)
-        return scores.masked_fill(~batch["mask"][..., None], float("-inf"))
+        return scores.masked_fill(~batch["mask"][..., None], NEVER)
 
     def total(self, scores: Tensor, batch: Batch) -> Tensor:
         """Σ over windows of the mean negative log likelihood of start and end."""
@@ -130,46 +131,45 @@ class QuestionAnswering(RecordTask):
         return F.cross_entropy(scores, batch["targets"], reduction="sum") / 2
 
     def predictions(self, scores: Tensor, batch: Batch) -> Observation:
-        """The best span of every window, with what it answers."""
-        found = []
-        for row, about in zip(scores.cpu().numpy(), batch["about"], strict=True):
-            score, text = self._best(row, about)
-            found.append((about.example, score, text, about.answers))
-        return {"answers": found}
+        """The best valid span of every window: inside the context, not too long.
+
+        ``score`` is -inf where there is none; ``first`` and ``last`` count the context's tokens.
+        """
+        import torch.nn.functional as F
+
+        after, most = int(self.options.end == "next"), self.options.max_answer
+        place = batch["second"].cumsum(1)  # from 1, in the context and behind it
+        outside = (place == 0) | (place > place[:, -1:] - batch["about"][0].behind)
+        starts = scores[..., 0].masked_fill(outside, NEVER)
+        ends = F.pad(scores[:, after:, 1], (0, after)).masked_fill(outside, NEVER)
+        ends, lengths = F.pad(ends, (0, most - 1), value=NEVER).unfold(1, most, 1).max(2)
+        tried = (-starts).sort(dim=1, stable=True).indices[:, :BEST]
+        sums = (starts + ends).gather(1, tried)
+        score, rank = sums.masked_fill(sums.isnan(), NEVER).max(1, keepdim=True)
+        start = tried.gather(1, rank)
+        first = place.gather(1, start) - 1
+        last = first + lengths.gather(1, start)
+        return {"score": score, "first": first, "last": last, "about": batch["about"]}
 
     def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
         """``exact_match`` and ``f1`` in percent: of each question, the best over its answers."""
         observations = list(observations)
-        best: dict[int, tuple[float, str, list[str]]] = {}
-        for observation in observations:
-            for example, score, text, answers in observation["answers"]:
-                if example not in best or score > best[example][0]:
-                    best[example] = score, text, answers
-        exact = [max(float(exact_match(t, a)) for a in answers) for _, t, answers in best.values()]
-        overlap = [max(f1(t, a) for a in answers) for _, t, answers in best.values()]
+        best: dict[int, tuple[float, int, int, About]] = {}
+        for seen in observations:
+            for window in zip(*(seen[k] for k in ("score", "first", "last", "about")), strict=True):
+                example = window[-1].example
+                best[example] = max(best.get(example, window), window, key=lambda each: each[0])
+        pairs = [
+            (a.context[a.spans[i, 0] : a.spans[j, 1]] if score > NEVER else "", a.answers)
+            for score, i, j, a in best.values()
+        ]
+        exact = [max(float(exact_match(t, a)) for a in answers) for t, answers in pairs]
+        overlap = [max(f1(t, a) for a in answers) for t, answers in pairs]
         return {
             **averages(observations),
             "exact_match": 100 * sum(exact) / len(exact),
             "f1": 100 * sum(overlap) / len(overlap),
         }
-
-    def _best(self, scores: np.ndarray, about: About) -> tuple[float, str]:
-        """Score and text of the best valid span: inside the context, not too long."""
-        import numpy as np
-
-        after = int(self.options.end == "next")
-        size = len(about.spans)
-        starts = scores[about.first : about.first + size, 0]
-        ends = scores[about.first + after : about.first + after + size, 1]
-        best = -np.inf, ""
-        for i in np.argsort(-starts, kind="stable")[:BEST]:
-            last = min(size, int(i) + self.options.max_answer)
-            j = int(i) + int(np.argmax(ends[i:last]))
-            score = float(starts[i] + ends[j])
-            if score > best[0]:
-                text = about.context[about.spans[i, 0] : about.spans[j, 1]]
-                best = score, text
-        return best
 
 
 def normalise(answer: str) -> str:

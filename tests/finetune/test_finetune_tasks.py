@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sparsepretrain import config
 from sparsepretrain.data.encoding import ByteCodec, FileCodec
-from sparsepretrain.tasks import build_task
+from sparsepretrain.tasks import build_task, read
 from sparsepretrain.tasks._bases import Sample
-from sparsepretrain.tasks.question_answering import exact_match, f1, normalise
+from sparsepretrain.tasks.question_answering import About, exact_match, f1, normalise
 from sparsepretrain.tasks.sequence_classification import _cut
 from sparsepretrain.training.assembly import build_model
 
@@ -138,12 +139,52 @@ def test_windows_of_a_long_context(tmp_path):
     rows = [{"question": "where?", "context": context, "answers": [["fgh", 15]]}]
     samples = task.encode(rows, ByteCodec())
     assert all(len(sample.ids) <= 24 for sample in samples)
-    texts = [
-        bytes(s.ids[s.about.first : s.about.first + len(s.about.spans)].tolist()) for s in samples
-    ]
+    texts = [bytes(s.ids[s.second : s.second + len(s.about.spans)].tolist()) for s in samples]
     assert [text.decode() for text in texts] == [context[i : i + 16] for i in (0, 12)]
     # every window with the whole answer has it as its target; the end is the token after it
     assert [sample.target for sample in samples] == [(0, 0), (7 + 3, 7 + 5 + 1)]
+
+
+def best_span(task, scores: np.ndarray, sample: Sample) -> tuple[float, int, int]:
+    """Start by start: score, first and last token of the best span; -inf where there is none."""
+    after, size = int(task.options.end == "next"), len(sample.about.spans)
+    starts = scores[sample.second : sample.second + size, 0]
+    ends = scores[sample.second + after : sample.second + after + size, 1]
+    best = -np.inf, -1, -1
+    for i in np.argsort(-starts, kind="stable")[:20]:
+        j = i + int(np.argmax(ends[i : min(size, i + task.options.max_answer)]))
+        with np.errstate(invalid="ignore"):  # inf - inf
+            score = float(starts[i] + ends[j])
+        if score > best[0]:
+            best = score, int(i), j
+    return best
+
+
+@pytest.mark.parametrize("end", ["last", "next"])
+@pytest.mark.parametrize("longest", [1, 5, 400])
+def test_the_best_span_is_that_of_a_search_start_by_start(end, longest):
+    _, task = task_of("python_qa", f"task.end={end}", f"task.max_answer={longest}")
+    contexts = enumerate(["x" * 70, "ab", "", "cd ef", "y" * 19])
+    rows = [{"question": "q" * n, "context": c, "answers": [["", 0]]} for n, c in contexts]
+    samples, draw = task.encode(rows, ByteCodec()), np.random.default_rng(0)
+    batch = task.collate(samples)
+    shape = (*batch["tokens"].shape, 2)
+    values = [-np.inf, np.inf, np.nan, 0.0, -0.0, 1.0, 2.0]
+    nasty = [
+        draw.choice(values, shape, p=[0.3, p, p, *[0.175 - p / 2] * 4]) for p in [0, 0.02] * 20
+    ]
+    equal = [np.full(shape, value) for value in values]
+    found = set()
+    for scores in (*nasty, *equal, draw.integers(0, 4, shape), draw.standard_normal(shape)):
+        scores = scores.astype(np.float32)
+        (seen,) = read([task.predictions(torch.from_numpy(scores), batch)])
+        for n, sample in enumerate(samples):
+            expected = best_span(task, scores[n], sample)
+            assert seen["score"][n] == expected[0]
+            if expected[0] > -np.inf:
+                assert (seen["first"][n], seen["last"][n]) == expected[1:]
+            found.add(expected)
+    assert len(found) > 50 and (-np.inf, -1, -1) in found
 
 
 @pytest.mark.parametrize("end", ["last", "next"])
@@ -151,22 +192,33 @@ def test_the_best_span_is_the_answer_when_the_model_is_right(end):
     _, task = task_of("python_qa", f"task.end={end}")
     rows = [{"question": "q", "context": "xx yy zz", "answers": [["yy", 3]]}]
     (sample,) = task.encode(rows, ByteCodec())
-    scores = np.zeros((len(sample.ids), 2), dtype=np.float32)
-    scores[sample.target[0], 0] = scores[sample.target[1], 1] = 9
-    scores[0] = 99  # the question is no answer
-    assert task._best(scores, sample.about) == (18.0, "yy")
-    scores[sample.about.first + 7, 0] = 20  # a later start: no end before it is taken
-    assert task._best(scores, sample.about)[1].startswith("z")
+    batch = task.collate([sample])
+    scores = torch.zeros(*batch["tokens"].shape, 2)
+    scores[0, sample.target[0], 0] = scores[0, sample.target[1], 1] = 9
+    scores[0, 0] = 99  # the question is no answer
+    (seen,) = read([task.predictions(scores, batch)])
+    assert (seen["score"], seen["first"], seen["last"]) == ([18.0], [3], [4])
+    scores[0, sample.second + 7, 0] = 20  # a later start: no end before it is taken
+    assert task.predictions(scores, batch)["first"].item() == 7
 
 
 def test_the_best_window_of_a_question_counts():
     _, task = task_of("python_qa")
+
+    def window(example: int, text: str, *answers: str) -> About:
+        return About(example, text, [*answers], np.array([[0, len(text)]]), 0)
+
+    about = [window(0, "wrong", "right one"), window(1, "x", "y")]
+    other = [window(0, "The right!", "right one", "no"), window(1, "y", "y")]
+    place = {"first": [0, 0], "last": [0, 0]}
     rows = [
-        {"loss": (2.0, 2), "answers": [(0, 1.0, "wrong", ["right one"]), (1, 0.0, "x", ["y"])]},
-        {"loss": (4.0, 1), "answers": [(0, 2.0, "The right!", ["right one", "no"])]},
+        {"loss": (2.0, 2), "score": [1.0, 0.0], **place, "about": about},
+        {"loss": (4.0, 1), "score": [2.0, 0.0], **place, "about": other},  # the first of equals
     ]
     found = task.metrics(rows)
     assert found == {"loss": 2.0, "exact_match": 0.0, "f1": pytest.approx(100 * 2 / 3 / 2)}
+    nothing = {"score": [-math.inf], "first": [3], "last": [0], "about": [window(0, "y", "y")]}
+    assert task.metrics([{"loss": (1.0, 1), **nothing}])["f1"] == 0.0
 
 
 def official_f1(prediction: str, truth: str) -> float:

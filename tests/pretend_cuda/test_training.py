@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from finetune_cases import build, glue, squad
 from pretended import RECORD, Pretended, pretend_cuda
 from tiny_runs import Tiny, assert_equal_bits, assert_same_run, interrupted
 from tiny_translation import TinyTranslation
@@ -154,6 +155,19 @@ def test_sparse_products_do_too(tiny, method, monkeypatch):
 
 def test_translation_does_too(tiny):
     compare(TinyTranslation(tiny.root, tiny.corpus), ("sparsity=sste",))
+
+
+@pytest.mark.parametrize("files", [squad, glue])
+def test_records_are_evaluated_in_one_wait(tiny, tmp_path, files):
+    source = tiny.train("steps=1", "sparsity=dense").directory
+    words = (*files(tmp_path), "compile=none")
+    session = build(source, *words)
+    expected = loop.evaluate(session, "validation", None, final=True)
+    with pretend_cuda():
+        session = build(source, *words, "parallel.device=cuda")
+        RECORD.clear()
+        assert loop.evaluate(session, "validation", None, final=True) == expected
+        assert RECORD.waits.total() == 1 and RECORD.mixups == [], RECORD.waits
 
 
 @pytest.mark.parametrize("method", ["sste", "step", "bimask"])
