@@ -113,7 +113,7 @@ def _measured(method: str, precision: str, world: World, rounds: int) -> dict[st
 def _layer_bytes(session: Session, world: World) -> int:
     """What this process receives of one sparse layer each time that it is gathered."""
     own = next(iter(session.sparsifier.layers.values())).sparsity
-    parts = own.to_gather(compute_dtype(session.run.precision), True)
+    parts = own.gathered.parts(compute_dtype(session.run.precision), True)
     return (world.size - 1) * sum(part.nbytes for part in parts)
 
 

@@ -127,7 +127,8 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         words |= {"simulated": own.simulated, "emulated": why}
         rows.append(CoveredLayer(name, kind, *sizes, **words))
     found = [(k, sparse_class(type(module))) for k, module in state.root.named_modules()]
-    packings = [own.packing for layer in layers.values() if (own := layer.sparsity).packing]
+    gathered = [g for layer in layers.values() if (g := layer.sparsity.gathered) is not None]
+    packings = [g.packing for g in gathered if g.packing is not None]
     return Coverage(
         method=method.options.name,
         pattern=f"{n}:{m}",

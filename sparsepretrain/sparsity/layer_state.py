@@ -7,7 +7,7 @@ it along: a copy follows its source when its buffers are copied.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +28,10 @@ from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands
 from sparsepretrain.sparsity.execution.semi_structured import packings
 from sparsepretrain.sparsity.method import Projection, W
 from sparsepretrain.sparsity.model_state import ModelState
-from sparsepretrain.sparsity.packing import Packing
 
-CHANGING = frozenset(["_stored", "_rows", "_gathered", "kept_mask", "flips", "out"])
+CHANGING = frozenset(["_stored", "kept_mask", "flips", "out"])
 """Attributes of a layer's state that every step sets: no parameters, buffers or modules."""
 PREVIOUS_MASK = "previous_mask"  # buffer: packed mask of the last comparison, (rows, bytes)
-
-
-class Rows(NamedTuple):
-    """What FSDP gathers of a layer from this process."""
-
-    parts: tuple[Tensor, ...]
-    wgrad_scale: Tensor | None
 
 
 class LayerState(nn.Module):
@@ -52,11 +44,7 @@ class LayerState(nn.Module):
     out: Tensor | None = None  # where the method may write A(W) while it projects
     shard: Any = None  # RowsOf the weight, from `attach` on, where FSDP shards it
     sharded: tuple[str, ...] = ()  # names of the tensors that are sharded with the weight
-    gathered_backward: Tensor | None = None  # B as FSDP gathered it
-    packing: Packing | None = None  # where FSDP is to gather packed operands
-    _rows: dict[bool, Rows | None]  # in place of `_stored` where FSDP gathers; None: W itself
-    _gathered: bool | None = None  # whether FSDP gathered A or W last; None: out of date
-    _dtype: torch.dtype | None = None  # that FSDP asked for
+    gathered: Any = None  # sharding.Gathered, in place of `_stored`, from `attach` on
     base: Execution  # multiplies what is not packed
     simulated: str  # why that is in simulated fp8 where real fp8 was asked for
     fits: dict[str, str]  # what `Backend.fit` says, then `Backend.settle`
@@ -96,7 +84,7 @@ class LayerState(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without what can be computed again."""
-        return self.__dict__ | {"_stored": {}, "_rows": {}, "kept_mask": None}
+        return self.__dict__ | {"_stored": {}, "kept_mask": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
         # .to(bfloat16) and the like convert the weight; scales stay fp32
@@ -153,14 +141,9 @@ class LayerState(nn.Module):
         gradient: Any = self.shard.parameter.grad
         return None if gradient is None else gradient._local_tensor
 
-    def cut(self, shard: Any, reasons: Mapping[str, str]) -> None:
-        """Keep the rows of a shard of what has the rows of the weight; from now on FSDP shards.
-
-        ``reasons``: of ``sharding.not_packed``; empty: operands are gathered as they are.
-        """
+    def cut(self, shard: Any) -> None:
+        """Keep the rows of a shard of what has the rows of the weight; from now on FSDP shards."""
         self.shard = shard
-        if reasons:
-            self.packing = Packing(reasons, self.shape, self.dim, shard.world)
         shape = tuple(shard.parameter.shape)
         packed = torch.uint8, packed_shape(shape)
         alike = (
@@ -267,13 +250,15 @@ class LayerState(nn.Module):
     def operands(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
         """A and B in ``dtype``; None: the layer does what the class it replaces does."""
         if self.model.sharded:
-            return self._gathered_operands(weight, training)
-        training = self._variant(training)
+            self.stored(weight)  # refuses what is not attached
+            operands: Operands | None = self.gathered.operands(weight, training)
+            return operands
+        training = self.variant(training)
         if training in self._stored and self.model.store == dtype:
             return self._stored[training]
         return self._make(weight, dtype, training)
 
-    def _variant(self, training: bool) -> bool:
+    def variant(self, training: bool) -> bool:
         """True also where the operands of evaluation are those of training."""
         phase = self.method.phase
         same = phase.training == phase.evaluation and not self.packs
@@ -305,7 +290,7 @@ class LayerState(nn.Module):
             only_cast, operands = forward is None and not execution.rounds, None
             if not only_cast or (training and any(self.method.changes)):
                 forward = weight.detach() if forward is None else forward
-                exact = Operands(self._turned(forward), self._turned(backward), scale)
+                exact = Operands(self.turned(forward), self.turned(backward), scale)
                 operands = execution.prepare(exact, dtype, out)
         if self.model.store == dtype and not torch.compiler.is_compiling():
             if training:
@@ -322,95 +307,16 @@ class LayerState(nn.Module):
             return None  # nothing is projected, or what is written is rounded again
         if self.model.store != dtype or torch.compiler.is_compiling() or self.model.sharded:
             return None
-        earlier = None if old is None else self._turned(old.forward)
+        earlier = None if old is None else self.turned(old.forward)
         if earlier is None or (earlier.shape, earlier.dtype) != (weight.shape, dtype):
             return torch.empty_like(weight, dtype=dtype)
         return earlier
 
-    @torch.no_grad()
-    def to_gather(self, dtype: torch.dtype, training: bool) -> tuple[Tensor, ...]:
-        """A of this process's rows, and B if the method has two operands, for FSDP to gather.
-
-        As they are stored, in ``dtype``, with as many rows as every process gives; or packed.
-        """
-        self.stored(self.model.example.weight)  # refuses what is not attached
-        self._dtype, training = dtype, self._variant(training)
-        if training not in self._rows:
-            self._make_rows(dtype, training)
-        rows, phase = self._rows[training], self.method.phase
-        self._gathered = phase.training if training else phase.evaluation
-        if rows is not None:
-            return rows.parts
-        if self.packing is not None and self.packing.packed:
-            raise ConfigError(
-                f"the weight of {self.layer_name!r} is gathered packed, and dense {phase.why}: "
-                "gather operands as they are (gather=operand)"
-            )
-        weight = self.shard.padded(self.shard.local.detach().to(dtype))  # W itself, cast anew
-        return (weight, weight) if self.method.two_operands else (weight,)
-
-    @torch.no_grad()
-    def _make_rows(self, dtype: torch.dtype, training: bool) -> None:
-        with torch.inference_mode(False):
-            forward, mask, backward, scale = self.project(self.shard.local, training)
-            if training:
-                self.kept_mask = mask
-            if forward is None:
-                self._rows[training] = None
-                return
-            if backward is not None and not self.method.two_operands:
-                raise ConfigError(
-                    f"method {self.method.options.name} returns a backward weight: under FSDP it "
-                    "must say so with two_operands"
-                )
-            parts = {"A": self.shard.padded(forward.to(dtype))}
-            if self.method.two_operands:
-                b = None if backward is None else self.shard.padded(backward.to(dtype))
-                parts["B"] = parts["A"] if b is None else b
-            self._rows[training] = Rows(self._packed(parts), scale)
-
-    def _packed(self, parts: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """What FSDP is to gather of operands, by place."""
-        if self.packing is None:
-            return tuple(parts.values())
-        try:
-            return tuple(t for k, rows in parts.items() for t in self.packing.pack(k, rows))
-        except ValueError as error:
-            raise ConfigError(
-                f"layer {self.layer_name!r} cannot be gathered packed, though method "
-                f"{self.method.options.name} says that it is 2:4: {error}"
-            ) from error
-
-    def is_gathered_for(self, training: bool) -> bool:
-        """Whether what FSDP gathered last is what a forward in this mode has to see."""
-        phase = self.method.phase
-        return self._gathered is (phase.training if training else phase.evaluation)
-
-    def _gathered_operands(self, weight: Tensor, training: bool) -> Operands | None:
-        """The weight is A already; None: that is all."""
-        self.stored(weight)
-        if not self.is_gathered_for(training):
-            raise ConfigError(
-                f"layer {self.layer_name!r} sees what was gathered in another phase, or from "
-                "weights that have changed since: call reshard() on the modules of FSDP, or run "
-                "the module that was given to sparsify"
-            )
-        kept = self._rows.get(self._variant(training))
-        scale = None if kept is None else kept.wgrad_scale
-        two = self._gathered and self.method.two_operands
-        if not two and scale is None and not (training and any(self.method.changes)):
-            return None
-        backward = None
-        if two:
-            assert self.gathered_backward is not None
-            backward = self.gathered_backward[: weight.shape[0]]
-        return Operands(self._turned(weight.detach()), self._turned(backward), scale)
-
     @overload
-    def _turned(self, weight: Tensor) -> Tensor: ...
+    def turned(self, weight: Tensor) -> Tensor: ...
     @overload
-    def _turned(self, weight: None) -> None: ...
-    def _turned(self, weight: Tensor | None) -> Tensor | None:
+    def turned(self, weight: None) -> None: ...
+    def turned(self, weight: Tensor | None) -> Tensor | None:
         """As operands are; Conv1D stores (in_features, out_features)."""
         return weight.t() if weight is not None and self.dim == 0 else weight
 
@@ -428,7 +334,7 @@ class LayerState(nn.Module):
         new = self.method.mask(widen(weight.detach()), self.dim) if new is None else new
         wide = weight.detach().to(forward.dtype)
         left = wide if torch.equal(forward[new], wide[new]) else forward
-        held = Operands(self._turned(torch.where(mask, left, 0.0)), None, None)
+        held = Operands(self.turned(torch.where(mask, left, 0.0)), None, None)
         stored = self._stored.get(True)
         self._stored[True] = self.base.prepare(held, self.model.store, stored)
 
@@ -448,15 +354,16 @@ class LayerState(nn.Module):
         """
         earlier = self._stored.get(True)
         self.forget()
-        if self.model.sharded:
-            if self._dtype is not None:
-                self._make_rows(self._dtype, True)
-        elif self.model.store is not None:
+        if self.gathered is not None:
+            self.gathered.restore()
+        elif self.model.store is not None and not self.model.sharded:
             self._make(weight, self.model.store, True, earlier, made)
 
     def forget(self) -> None:
         """What was stored is out of date; the next forward makes it again."""
-        self._stored, self._rows, self.kept_mask, self._gathered = {}, {}, None, None
+        self._stored, self.kept_mask = {}, None
+        if self.gathered is not None:
+            self.gathered.forget()
 
     @torch.no_grad()
     def mask_in_use(self, weight: Tensor) -> Tensor:

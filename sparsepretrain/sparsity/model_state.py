@@ -159,7 +159,8 @@ class ModelState:
         """Pre-hook of the root: its training forwards are micro-batches."""
         if self.sharded:
             self.sync()
-            if not self.example.sparsity.is_gathered_for(module.training):
+            gathered = self.example.sparsity.gathered
+            if gathered is None or not gathered.is_for(module.training):
                 self.reshard()
         if self.counting and module.training:
             self.begins = False

@@ -8,7 +8,7 @@ again; the master weights never leave their process. An operand that is 2:4 may 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.packing import not_packed
+from sparsepretrain.sparsity.execution import Operands
+from sparsepretrain.sparsity.packing import Packing, not_packed
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.layer_state import LayerState
@@ -91,23 +92,25 @@ class MasterShard(Tensor):
     ) -> tuple[tuple[Tensor, ...], Any]:
         """A of these rows, and B where the method has one, in the dtype of the products."""
         own: LayerState = module.sparsity  # type: ignore[assignment]
-        parts = own.to_gather(mp_policy.param_dtype or self.dtype, module.training)
+        own.stored(self)  # refuses what is not attached
+        parts = own.gathered.parts(mp_policy.param_dtype or self.dtype, module.training)
         # of a single shard, which is never packed, FSDP passes on the first tensor only
         alone = parts[1] if len(parts) > 1 and own.shard.world == 1 else None
-        return parts, (own, alone)
+        return parts, (own.gathered, alone)
 
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """The gathered A is the unsharded weight; B is kept beside it."""
-        own, alone = metadata
-        if own.packing is None:
-            own.gathered_backward = outputs[1] if len(outputs) > 1 else alone
+        gathered, alone = metadata
+        if gathered.packing is None:
+            gathered.backward = outputs[1] if len(outputs) > 1 else alone
             return None if out is not None else (outputs[0], ())
-        earlier = None if out is None else own.gathered_backward
-        found = own.packing.unpack(outputs, {"A": out, "B": earlier})
-        own.gathered_backward = found.get("B")
-        mine = tuple(found[place] for place in own.packing.packed)  # FSDP frees and allocates them
+        earlier = None if out is None else gathered.backward
+        found = gathered.packing.unpack(outputs, {"A": out, "B": earlier})
+        gathered.backward = found.get("B")
+        packed = gathered.packing.packed
+        mine = tuple(found[place] for place in packed)  # FSDP frees and allocates them
         return None if out is not None else (found["A"], mine)
 
     def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
@@ -181,6 +184,126 @@ class RowsOf:
         stride = torch.empty(shape, device="meta").stride()
         spec = self.parameter.device_mesh, self.parameter.placements
         return DTensor.from_local(local, *spec, run_check=False, shape=shape, stride=stride)
+
+
+class Rows(NamedTuple):
+    """What FSDP gathers of a layer from this process."""
+
+    parts: tuple[Tensor, ...]
+    wgrad_scale: Tensor | None
+
+
+class Gathered:
+    """The operands of a layer, projected from the rows of this process and gathered by FSDP.
+
+    Args:
+        own: the state of the layer, whose rows are known.
+        reasons: of :func:`not_packed`; empty: operands are gathered as they are.
+    """
+
+    _rows: dict[bool, Rows | None]  # for training (True) and evaluation (False); None: W itself
+    _last: bool | None  # whether A or W was gathered last; None: out of date
+
+    def __init__(self, own: LayerState, reasons: Mapping[str, str]) -> None:
+        self.own, self.shard, self.packing = own, own.shard, None
+        if reasons:
+            self.packing = Packing(reasons, own.shape, own.dim, self.shard.world)
+        self.backward: Tensor | None = None  # B, as it was gathered
+        self._dtype: torch.dtype | None = None  # that FSDP asked for
+        self.forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: without what can be computed again."""
+        return self.__dict__ | {"_rows": {}}
+
+    def forget(self) -> None:
+        """The weight has changed."""
+        self._rows, self._last = {}, None
+
+    def restore(self) -> None:
+        """Project anew, once FSDP has said in which dtype."""
+        if self._dtype is not None:
+            self._project(self._dtype, True)
+
+    @torch.no_grad()
+    def parts(self, dtype: torch.dtype, training: bool) -> tuple[Tensor, ...]:
+        """A of this process's rows, and B if the method has two operands, for FSDP to gather.
+
+        As they are stored, in ``dtype``, with as many rows as every process gives; or packed.
+        """
+        own = self.own
+        self._dtype, training = dtype, own.variant(training)
+        if training not in self._rows:
+            self._project(dtype, training)
+        rows, phase = self._rows[training], own.method.phase
+        self._last = phase.training if training else phase.evaluation
+        if rows is not None:
+            return rows.parts
+        if self.packing is not None and self.packing.packed:
+            raise ConfigError(
+                f"the weight of {own.layer_name!r} is gathered packed, and dense {phase.why}: "
+                "gather operands as they are (gather=operand)"
+            )
+        weight = self.shard.padded(self.shard.local.detach().to(dtype))  # W itself, cast anew
+        return (weight, weight) if own.method.two_operands else (weight,)
+
+    @torch.no_grad()
+    def _project(self, dtype: torch.dtype, training: bool) -> None:
+        own, shard = self.own, self.shard
+        with torch.inference_mode(False):
+            forward, mask, backward, scale = own.project(shard.local, training)
+            if training:
+                own.kept_mask = mask
+            if forward is None:
+                self._rows[training] = None
+                return
+            if backward is not None and not own.method.two_operands:
+                raise ConfigError(
+                    f"method {own.method.options.name} returns a backward weight: under FSDP it "
+                    "must say so with two_operands"
+                )
+            parts = {"A": shard.padded(forward.to(dtype))}
+            if own.method.two_operands:
+                b = None if backward is None else shard.padded(backward.to(dtype))
+                parts["B"] = parts["A"] if b is None else b
+            self._rows[training] = Rows(self._packed(parts), scale)
+
+    def _packed(self, parts: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """What FSDP is to gather of operands, by place."""
+        if self.packing is None:
+            return tuple(parts.values())
+        try:
+            return tuple(t for k, rows in parts.items() for t in self.packing.pack(k, rows))
+        except ValueError as error:
+            raise ConfigError(
+                f"layer {self.own.layer_name!r} cannot be gathered packed, though method "
+                f"{self.own.method.options.name} says that it is 2:4: {error}"
+            ) from error
+
+    def is_for(self, training: bool) -> bool:
+        """Whether what was gathered last is what a forward in this mode has to see."""
+        phase = self.own.method.phase
+        return self._last is (phase.training if training else phase.evaluation)
+
+    def operands(self, weight: Tensor, training: bool) -> Operands | None:
+        """The gathered weight is A already; None: that is all."""
+        own = self.own
+        if not self.is_for(training):
+            raise ConfigError(
+                f"layer {own.layer_name!r} sees what was gathered in another phase, or from "
+                "weights that have changed since: call reshard() on the modules of FSDP, or run "
+                "the module that was given to sparsify"
+            )
+        kept = self._rows.get(own.variant(training))
+        scale = None if kept is None else kept.wgrad_scale
+        two = self._last and own.method.two_operands
+        if not two and scale is None and not (training and any(own.method.changes)):
+            return None
+        backward = None
+        if two:
+            assert self.backward is not None
+            backward = self.backward[: weight.shape[0]]
+        return Operands(own.turned(weight.detach()), own.turned(backward), scale)
 
 
 class WholeLayer:
@@ -257,9 +380,10 @@ def bind(layers: Mapping[str, SparseLayer], state: ModelState) -> None:
     for name, layer in layers.items():
         own = layer.sparsity
         if own.shard is None:
-            own.cut(RowsOf(name, layer.weight), reasons)
-            if own.packing is not None:
-                packed = len(own.packing.packed) == len(own.packing.reasons)
+            own.cut(RowsOf(name, layer.weight))
+            own.gathered = Gathered(own, reasons)
+            if (packing := own.gathered.packing) is not None:
+                packed = len(packing.packed) == len(packing.reasons)
                 layer.weight._local_tensor.unpacked = packed
     if len({layer.sparsity.shard.group for layer in layers.values()}) > 1:
         raise ConfigError("sparse layers are sharded over different processes: use one mesh")

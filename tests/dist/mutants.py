@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from sparsepretrain.sparsity import Sparsifier, layer_state
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
-from sparsepretrain.sparsity.sharding import MasterShard, RowsOf
+from sparsepretrain.sparsity.sharding import Gathered, MasterShard, RowsOf
 from sparsepretrain.training import gradients, loop
 
 place, seed_draws, loss = Sparsifier.micro_batch, loop.seed_draws, gradients.Loss.forward
@@ -52,7 +52,7 @@ def by_pointer(own: Any, weight: Any, training: bool = False) -> Any:
     """Projections kept by where the rows lie, which is no longer the same on some processes only."""
     if own.shard is None:
         return project(own, weight, training)
-    key = own.step, own._variant(training), own.shard.local.data_ptr()
+    key = own.step, own.variant(training), own.shard.local.data_ptr()
     kept = own.__dict__.setdefault("kept_by_pointer", {})
     if key not in kept:
         kept[key] = project(own, weight, training)
@@ -64,9 +64,9 @@ def flat(mask: torch.Tensor) -> torch.Tensor:
     return pack(mask).flatten()
 
 
-def cut_flat(own: Any, shard: Any, reasons: Any) -> None:
+def cut_flat(own: Any, shard: Any) -> None:
     """A flat vector cannot be sharded: each process has one, of its rows."""
-    cut(own, shard, reasons)
+    cut(own, shard)
     own.sharded = tuple(key for key in own.sharded if key != PREVIOUS_MASK)
     del own.__dict__[PREVIOUS_MASK]
     own._buffers[PREVIOUS_MASK] = flat(torch.zeros_like(shard.local, dtype=torch.bool))
@@ -145,7 +145,7 @@ MUTANTS: dict[str, list[Any]] = {
     ],
     "a bit before the sum": [patch.object(gradients, "_sum", flipped_before)],
     "a bit after the sum": [patch.object(gradients.Gradients, "reduce", flipped_after)],
-    "no reshard": [patch.object(LayerState, "is_gathered_for", lambda own, training: True)],
+    "no reshard": [patch.object(Gathered, "is_for", lambda own, training: True)],
     "a shard shifted by one": [
         patch.object(RowsOf, "mine", shifted),
         patch.object(LayerState, "update", shifted_masks),
