@@ -25,6 +25,7 @@ from sparsepretrain.kernels import (
     soft_threshold,
     transposable_mask,
 )
+from sparsepretrain.kernels.triton import foreach
 
 PATTERNS = [(2, 4), (1, 4), (2, 8), (1, 16), (3, 5), (16, 32)]
 
@@ -185,3 +186,8 @@ def test_tensors_between_which_nothing_is_aligned():
         both.append(itertools.chain(*foreach_nm_prune(xs, outs=outs, backend=backend)))
     for got, wanted in zip(*both, strict=True):
         assert_same(got, wanted)
+
+
+def test_layers_of_several_devices_are_not_launched_together():
+    xs = [nasty((16, 8), 1), torch.empty(16, 8, device="meta")]
+    assert foreach.foreach_nm_prune(xs, 2, 4, 1, False, list(xs)) is None

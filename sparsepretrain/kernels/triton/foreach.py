@@ -114,14 +114,16 @@ def _codes(xs: Sequence[Tensor]) -> list[Tensor]:
 def _launch(
     kernel: Any, per_count: int, *columns: Sequence[Tensor], args: Any = (), **constants: Any
 ) -> bool:
-    """Launch ``kernel`` on programs of all layers; False: a distance is no multiple of APART.
+    """Launch ``kernel`` on programs of all layers; False: they do not fit into one launch.
+
+    They do not on several devices, beyond 2³¹ elements, at distances that are no multiple of APART.
 
     The kernel takes the table, the first tensor of each column (of fours, those of the first two as
     Rows), ``args`` and ``constants``. A row of the table: the distances of the columns in elements,
     and how many units of ``per_count`` elements of the first column there are.
     """
     first = columns[0]
-    if max(x.numel() for x in first) >= 2**31 - BLOCK:
+    if any(x.numel() >= 2**31 - BLOCK or x.device != first[0].device for x in first):
         return False
     table = _distances(columns, per_count)
     if table is None:
