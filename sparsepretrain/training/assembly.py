@@ -25,8 +25,9 @@ from sparsepretrain.training import compilation
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.gradients import gradients
 from sparsepretrain.training.identity import weights_hash
+from sparsepretrain.training.observers import EMA
 from sparsepretrain.training.precision import Options, compute_dtype, execution, set_numerics
-from sparsepretrain.training.session import EMA, Session
+from sparsepretrain.training.session import Session
 from sparsepretrain.training.world import World
 
 META = torch.device("meta")

@@ -24,7 +24,8 @@ from sparsepretrain.tracking.console import Console, significant
 from sparsepretrain.training import derive, loop
 from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.hardware import environment
-from sparsepretrain.training.session import Session, averages, put
+from sparsepretrain.training.observers import put
+from sparsepretrain.training.session import Session, averages
 
 
 def evaluate_checkpoint(

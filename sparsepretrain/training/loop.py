@@ -22,10 +22,11 @@ from sparsepretrain.tasks import Batch, Observation, read
 from sparsepretrain.training.batches import Request, ahead, split_requests, stream
 from sparsepretrain.training.compilation import eager
 from sparsepretrain.training.guard import require_finite_weights
+from sparsepretrain.training.observers import AVERAGED
 from sparsepretrain.training.precision import autocast, compute_dtype
 from sparsepretrain.training.replay import replayed
 from sparsepretrain.training.schedules import learning_rate
-from sparsepretrain.training.session import AVERAGED, Session
+from sparsepretrain.training.session import Session
 
 STOPS = (PREEMPTED, INTERRUPTED)
 """Exit codes of signals."""

@@ -1,19 +1,15 @@
-# ruff: noqa: D102 - what an override has to do stands at Observer
-"""Everything that a training loop touches, its state as named parts, and who watches its steps."""
+"""Everything that a training loop touches, and its state as named parts."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from sparsepretrain.config.schema import Run
 from sparsepretrain.data.preparation import Progress
@@ -24,178 +20,14 @@ from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.gradients import Gradients
 from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.observer import Observer, Probe
+from sparsepretrain.training.observers import EMA, Flips
 from sparsepretrain.training.signals import StopSignals
 from sparsepretrain.training.world import World
-
-__all__ = ["EMA", "Flips", "Observer", "Session", "Throughput", "averages", "put"]
-
-AVERAGED = "ema_"
-"""Before the name of a metric: that of the averaged weights."""
 
 COUNTERS = ("step", "tokens", "evaluated", "skipped", "skips_in_a_row", "lines")
 """Integers of a session that a checkpoint keeps."""
 COPIED = ("model", "optimizer", "ema")
 """Parts of a checkpoint whose tensors loading copies, of a shard only its rows."""
-
-
-class Throughput(Observer):
-    """Items per second and the share of time spent waiting for data, since the line before.
-
-    Evaluations and checkpoints do not count.
-
-    Args:
-        peak_items: items per second at the dense peak of the device, for MFU; None: not known.
-    """
-
-    def __init__(self, peak_items: float | None) -> None:
-        self._peak_items = peak_items
-        self._started = self._seconds = self._waited = 0.0
-        self._items = 0
-
-    def before_step(self, session: Session) -> None:
-        self._started = time.perf_counter()
-
-    def after_step(self, session: Session, values: dict[str, Any]) -> None:
-        self._seconds += time.perf_counter() - self._started
-        self._waited += values["waited"]
-        self._items += values["items"]
-
-    def at_log(self, session: Session, *, per_layer: bool) -> dict[str, Any]:
-        rate = self._items / self._seconds
-        result = {"tokens_per_second": rate, "data_wait": self._waited / self._seconds}
-        if self._peak_items is not None:
-            result["mfu_dense"] = rate / self._peak_items
-        self._seconds, self._waited, self._items = 0.0, 0.0, 0
-        return result
-
-
-class Flips(Observer):
-    """Numbers of the sparse weights; flip rates are means over all comparisons since a line.
-
-    Flips are summed on the device; only a line of the record reads them. One sum belongs to the
-    lines of the run, another to those with values of each layer, which are rarer. Both are part of
-    a checkpoint, so a mean does not depend on where a run was stopped.
-
-    Args:
-        sparsifier: attached; its layers give the entries that flips are divided by.
-    """
-
-    def __init__(self, sparsifier: Sparsifier) -> None:
-        weights = {name: layer.weight for name, layer in sparsifier.layers.items()}
-        self._entries = {name: weight.numel() for name, weight in weights.items()}
-        device = next(iter(weights.values())).device
-        # (2, layers): since the last line, and since the last one with layers
-        self._sums = torch.zeros(2, len(weights), dtype=torch.int64, device=device)
-        self._compared = [0, 0]
-
-    def after_step(self, session: Session, values: dict[str, Any]) -> None:
-        """Count what the step compared, if it did, without waiting for the device."""
-        flips = session.sparsifier.flips
-        if session.updated and flips is not None:
-            self._sums += flips
-            self._compared = [count + 1 for count in self._compared]
-
-    def at_log(self, session: Session, *, per_layer: bool) -> dict[str, Any]:
-        values, sums = session.sparsifier.metrics_with(self._sums, per_layer=per_layer)
-        last = {key: values.pop(key) for key in list(values) if key.startswith("flip_")}
-        values |= self._rates(*sums, per_layer=per_layer)
-        # without an update no masks were compared: the last flips are those of an older step
-        if "flip_rate" in last and session.updated:
-            values["flip_rate_last"] = last["flip_rate"]
-            values |= {k: v for k, v in last.items() if k == "flip_interval"}
-        return values
-
-    def _rates(
-        self, since_line: list[int], since_layers: list[int], *, per_layer: bool
-    ) -> dict[str, float]:
-        """``flip_rate``, and ``flip_rate/<layer>`` if asked for; then counting starts anew."""
-        result = {}
-        if self._compared[0]:
-            entries = sum(self._entries.values())
-            result["flip_rate"] = sum(since_line) / (self._compared[0] * entries)
-        if per_layer and self._compared[1]:
-            for (name, entries), flips in zip(self._entries.items(), since_layers, strict=True):
-                result[f"flip_rate/{name}"] = flips / (self._compared[1] * entries)
-        for index in range(1 + per_layer):
-            self._sums[index], self._compared[index] = 0, 0
-        return result
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sums": self._sums.tolist(), "compared": self._compared}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sums.copy_(torch.as_tensor(state["sums"]))
-        self._compared = list(state["compared"])
-
-
-class EMA(Observer):
-    """Exponential moving average of all parameters, one update per optimiser step.
-
-    After t updates the average is Σ dᵗ⁻ⁱ wᵢ / Σ dᵗ⁻ⁱ: the initial weights have no part in it, so
-    short runs need no warm-up of the decay. After a few times 1/(1 - d) steps this is the average
-    with constant decay of DeiT's recipe (timm's ModelEma, d = 0.99996); timm's own warm-up,
-    1 - (1 + t)^(-2/3), would not reach that decay in DeiT's 300 epochs.
-
-    Buffers (BatchNorm statistics, scales and masks of the method) are those of the model. What is
-    averaged is the master weight; evaluation projects the average, onto a mask that never trained:
-    the numbers of a run are those of its own weights.
-
-    Args:
-        model: on its device.
-        decay: d, in (0, 1).
-    """
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
-        self.updates = 0
-        self._parameters = dict(model.named_parameters())
-        self.averages = {k: p.detach().clone() for k, p in self._parameters.items()}
-
-    def after_step(self, session: Session, values: dict[str, Any]) -> None:
-        if session.updated:
-            self.update()
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Take in the weights after an optimiser step."""
-        self.updates += 1
-        # the share of the newest weights, (1 - d) / (1 - dᵗ), without cancellation for d near 1
-        share = (1 - self.decay) / -math.expm1(self.updates * math.log(self.decay))
-        averages, parameters = list(self.averages.values()), list(self._parameters.values())
-        get_ema_multi_avg_fn(1 - share)(tuple(averages), tuple(parameters), self.updates)
-
-    @contextlib.contextmanager
-    def applied(self, sparsifier: Sparsifier) -> Iterator[None]:
-        """Inside, the model holds the averages; afterwards its own weights again, bit for bit."""
-        trained = {name: p.detach().clone() for name, p in self._parameters.items()}
-        try:
-            put(self._parameters, self.averages, sparsifier)
-            yield
-        finally:
-            put(self._parameters, trained, sparsifier)
-
-    @torch.no_grad()
-    def load(self, averages: dict[str, Tensor], updates: int) -> None:
-        """Go on with averages of so many weights.
-
-        Raises:
-            ValueError: of a model with other parameters.
-        """
-        if set(averages) != set(self.averages):
-            raise ValueError("the averaged weights are those of another model")
-        for name, average in self.averages.items():
-            average.copy_(averages[name])
-        self.updates = updates
-
-
-@torch.no_grad()
-def put(
-    parameters: dict[str, nn.Parameter], values: dict[str, Tensor], sparsifier: Sparsifier
-) -> None:
-    """Copy weights into a model and project again."""
-    for name, parameter in parameters.items():
-        parameter.copy_(values[name])
-    sparsifier.refresh()
 
 
 @dataclass

@@ -31,8 +31,9 @@ from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.hardware import environment
 from sparsepretrain.training.identity import run_hashes
 from sparsepretrain.training.loop import run_steps
+from sparsepretrain.training.observers import Throughput
 from sparsepretrain.training.precision import describe
-from sparsepretrain.training.session import COPIED, Session, Throughput
+from sparsepretrain.training.session import COPIED, Session
 from sparsepretrain.training.signals import StopSignals
 from sparsepretrain.training.world import World, join
 

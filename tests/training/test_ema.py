@@ -9,7 +9,7 @@ import torch
 from tiny_runs import METHODS, assert_equal_bits, assert_same_run, final_state, interrupted, metrics
 
 from sparsepretrain.training import loop
-from sparsepretrain.training.session import EMA
+from sparsepretrain.training.observers import EMA
 
 
 def weights(t):

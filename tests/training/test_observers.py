@@ -7,7 +7,7 @@ import torch
 from tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted, metrics
 
 from sparsepretrain.training import batches, loop, trainer
-from sparsepretrain.training.session import Observer
+from sparsepretrain.training.observer import Observer
 
 
 class Probe(Observer):

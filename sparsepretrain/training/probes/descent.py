@@ -67,7 +67,7 @@ class Descent(Probe):
         if before["phase"] != session.sparsifier.method.phase:
             return
         from sparsepretrain.training.loop import training_loss
-        from sparsepretrain.training.session import put
+        from sparsepretrain.training.observers import put
 
         parameters = dict(session.model.named_parameters())
         after = {name: p.detach().clone() for name, p in parameters.items()}
