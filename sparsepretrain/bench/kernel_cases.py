@@ -116,6 +116,8 @@ def hard_masks() -> Iterator[KernelCase]:
     mask = op("nm_mask")
     yield KernelCase("2:4 mask, fp32", tensor(), mask, 5, limits, WEIGHTS, 0.85, others=usual)
     yield KernelCase("2:4 mask, bf16", tensor(BF16), mask, 3, limits, WEIGHTS)
+    name, limits = "2:4 mask in bits, fp32", {"nm._code_24": Limit(26.0, 40)}
+    yield KernelCase(name, tensor(), op("nm_mask", packed=True), 4.125, limits, WEIGHTS)
     for name, run, size, limits in (
         ("2:8 mask", op("nm_mask", 2, 8), 5, {"nm._mask_nm": Limit(26.5, 64)}),
         ("2:4 prune and mask", op("nm_prune"), 9, {"nm._mask_24": Limit(36.5, 88)}),

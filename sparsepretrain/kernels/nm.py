@@ -20,6 +20,7 @@ def nm_mask(
     *,
     dim: int = -1,
     ties: str = "high",
+    packed: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Mask of the N elements of largest magnitude in every M consecutive ones along ``dim``.
@@ -33,9 +34,10 @@ def nm_mask(
         n, m: the pattern, 1 ≤ n ≤ m.
         dim: axis of the groups; its size must be a multiple of ``m``.
         ties: ``"high"`` or ``"low"``.
+        packed: the result in bits, as :func:`pack_rows` packs it; ``x`` is at least 2-D.
 
     Returns:
-        bool tensor of the shape of ``x``, true = kept.
+        bool tensor of the shape of ``x``, true = kept; or uint8 of :func:`packed_shape`.
 
     Raises:
         ValueError: impossible pattern, axis not a multiple of M, unknown option.
@@ -43,9 +45,15 @@ def nm_mask(
     kernel = kernel_of("nm_mask", backend, x)
     _check("nm_mask", x, n, m, dim, ties)
     if n == m:
-        return torch.ones(x.shape, dtype=torch.bool, device=x.device)
-    if kernel:
-        return kernel(x.detach(), n, m, dim, ties == "low")
+        mask = torch.ones(x.shape, dtype=torch.bool, device=x.device)
+    elif kernel:
+        mask = kernel(x.detach(), n, m, dim, ties == "low", packed)
+    else:
+        mask = _by_sorting(x, n, m, dim, ties)
+    return pack_rows(mask) if packed and mask.dtype == torch.bool else mask
+
+
+def _by_sorting(x: Tensor, n: int, m: int, dim: int, ties: str) -> Tensor:
     keys = _magnitude_bits(x).unflatten(dim, (-1, m)).movedim(dim % x.dim() + 1, -1)
     keys = keys.flip(-1) if ties == "low" else keys
     order = keys.argsort(dim=-1, stable=True)  # among equals the later position ranks higher

@@ -366,16 +366,22 @@ class LayerState(nn.Module):
             self.gathered.forget()
 
     @torch.no_grad()
-    def mask_in_use(self, weight: Tensor) -> Tensor:
-        """The mask of the projection, or the one that the method's rule would choose; bool."""
+    def mask_in_use(self, weight: Tensor, *, packed: bool = False) -> Tensor:
+        """The mask of the projection, or the one that the method's rule would choose.
+
+        bool; or packed by rows.
+        """
         mask = self.project(weight).mask if self.kept_mask is None else self.kept_mask
-        if mask is not None:
-            return unpacked(mask, self.stored(weight).shape)
-        master = widen(self.stored(weight).detach())
-        if self._by_rows:
-            return self.method.mask(master, self.dim)
-        mine: Tensor = self.shard.mine(self.method.mask(self.shard.gather(master), self.dim))
-        return mine
+        if mask is None:
+            master = widen(self.stored(weight).detach())
+            if self._by_rows:
+                given = {"packed": True} if packed and self.method.packs_mask else {}
+                mask = self.method.mask(master, self.dim, **given)
+            else:
+                mask = self.shard.mine(self.method.mask(self.shard.gather(master), self.dim))
+        if packed:
+            return mask if mask.dtype == torch.uint8 else pack_rows(mask)
+        return unpacked(mask, self.stored(weight).shape)
 
     def adjusting_mask(self, weight: Tensor) -> Tensor:
         """:meth:`mask_in_use`, packed by rows if it is there so and the method takes it."""
@@ -393,12 +399,6 @@ class LayerState(nn.Module):
             return rows
         gathered: Tensor = self.shard.gather(rows)
         return gathered if self.shard.rank == 0 else gathered[:0]
-
-    def code_in_use(self, weight: Tensor) -> Tensor:
-        """:meth:`mask_in_use`, packed by rows."""
-        kept = self.kept_mask
-        packed = kept is not None and kept.dtype == torch.uint8
-        return kept if kept is not None and packed else pack_rows(self.mask_in_use(weight))
 
     def compared_mask(self, weight: Tensor) -> Tensor:
         """The mask of the last comparison, of the shape of ``weight``; bool."""

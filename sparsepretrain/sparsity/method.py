@@ -207,6 +207,7 @@ class Method:
         one, many = (next(c for c in cls.__mro__ if name in vars(c)) for name in names)
         self.joins = many is not Method and issubclass(many, one)
         """Whether ``foreach_project`` is of the class that ``project`` is of, or of one below."""
+        self.packs_mask = "packed" in inspect.signature(cls.mask).parameters
         self.takes_order = "order" in inspect.signature(cls.wgrad_gradient).parameters
         self.state = dict(self.scalars)  # the integers of `scalars`; `after_step` may change them
         self.window = self.window_steps(options.window)
@@ -324,9 +325,13 @@ class Method:
         In place, inside the window; ``weight`` is the master weight after the update, as stored.
         """
 
-    def mask(self, weight: Tensor, dim: int) -> Tensor:
-        """The mask that the method's rule chooses for ``weight``; bool, same shape."""
-        return kernels.nm_mask(weight, *self.pattern, dim=dim)
+    def mask(self, weight: Tensor, dim: int, packed: bool = False) -> Tensor:
+        """The mask that the method's rule chooses for ``weight``; bool, same shape.
+
+        ``packed``: it may be packed by rows instead; methods of your own may leave that parameter
+        out.
+        """
+        return kernels.nm_mask(weight, *self.pattern, dim=dim, packed=packed)
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
         """A(W), B(W) and the mask of a master weight, as stored, fp32 or wider.

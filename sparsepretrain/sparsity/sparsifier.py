@@ -469,10 +469,11 @@ class Sparsifier:
 
     def _compare(self) -> None:
         """Count the flips since the last comparison; the new masks are remembered."""
-        states = [layer.sparsity for layer in self.layers.values()]
-        new = [layer.sparsity.code_in_use(layer.weight) for layer in self.layers.values()]
-        flips = foreach_packed_flip_count([s.previous_mask for s in states], new, replace=True)
-        for own, found in zip(states, flips, strict=True):
+        pairs = [(layer.sparsity, layer.weight) for layer in self.layers.values()]
+        new = [own.mask_in_use(weight, packed=True) for own, weight in pairs]
+        previous = [own.previous_mask for own, _ in pairs]
+        flips = foreach_packed_flip_count(previous, new, replace=True)
+        for (own, _), found in zip(pairs, flips, strict=True):
             own.flips = found
 
 

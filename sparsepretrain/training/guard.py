@@ -117,7 +117,7 @@ def require_finite_weights(t: Session) -> None:
     Raises:
         DivergedError: whatever ``guard`` says, since every later step would keep it.
     """
-    norm = t.world.whole(torch.nn.utils.get_total_norm(list(t.model.parameters())))
+    norm = t.world.whole(torch.nn.utils.get_total_norm(t.parameters))
     if math.isfinite(float(norm)):  # one read of the device
         return
     for name in _not_finite(t, dict(t.model.named_parameters())):

@@ -107,7 +107,7 @@ def train_step(t: Session) -> dict[str, Any]:
     t.scaler.unscale_(t.optimizer)
     for observer in t.observers:
         observer.after_backward(t)
-    parameters = [p for p in t.model.parameters() if p.grad is not None]
+    parameters = [p for p in t.parameters if p.grad is not None]
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = t.world.whole(torch.nn.utils.get_total_norm(gradients))
     if t.step + 1 < t.end:

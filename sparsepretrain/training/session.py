@@ -75,12 +75,15 @@ class Session:
     """Whether a checkpoint could not be written in the background."""
     log_probe: Callable[[dict[str, Any]], object] = lambda line: None
     """Takes the lines of the probes."""
+    parameters: list[nn.Parameter] = field(init=False)
+    """Of the model; visiting every module takes time."""
     guard: Guard = field(init=False)
     flips: Flips = field(init=False)
     observers: list[Observer] = field(init=False)
     """Told of every step, in this order; anybody may add their own."""
 
     def __post_init__(self) -> None:
+        self.parameters = list(self.model.parameters())
         self.guard = Guard(self.run.guard)
         self.flips = Flips(self.sparsifier)
         self.observers = [self.flips] if self.ema is None else [self.flips, self.ema]

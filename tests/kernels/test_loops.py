@@ -67,6 +67,8 @@ def test_every_pattern(dtype, n, m):
         for dim in (0, -1):
             for ties in ("high", "low"):
                 assert agree("nm_prune", x, n, m, dim=dim, ties=ties), (name, dim, ties)
+                bits = {"dim": dim, "ties": ties, "packed": True}
+                assert agree("nm_mask", x, n, m, **bits), (name, dim, ties)
             for gamma in (0.0, 0.3, 1.0) if m < 100 else ():
                 assert agree("soft_threshold", x, n, m, gamma=gamma, dim=dim), (name, dim, gamma)
             assert agree("prune_gradient", x, n, m, dim=dim, variant="rescaled"), (name, dim)
@@ -94,6 +96,13 @@ def test_every_operation(dtype):
         assert agree("pack_24", mask) and agree("flip_count", mask, x > 1), name
         code = kernels.pack_24(mask)
         assert agree("packed_flip_count", code, kernels.pack_24(x > 1)), name
+        new = [kernels.pack_24(x > 1), code[-9:]]
+        olds = [[code.clone(), code[:9].clone()] for _ in range(2)]
+        both = [
+            kernels.foreach_packed_flip_count(old, new, replace=True, backend=backend)
+            for old, backend in zip(olds, ("cpu", "reference"), strict=True)
+        ]
+        assert all(map(same, *both)) and all(map(same, *olds)) and all(map(same, olds[0], new))
         assert agree("bimask_prune", matrix, torch.arange(len(matrix)).flip(0)), name
         for weight in (x, x.float(), x.double()):
             grad = x.clone(memory_format=torch.contiguous_format)

@@ -9,7 +9,7 @@ from golden_vectors import load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsepretrain.kernels import nm_mask, nm_prune
+from sparsepretrain.kernels import nm_mask, nm_prune, pack_rows
 
 PATTERNS = [(1, 4), (2, 4), (3, 4), (2, 8), (4, 8), (1, 16), (16, 32), (1, 1), (4, 4), (5, 7)]
 nan, inf = float("nan"), float("inf")
@@ -100,6 +100,18 @@ def test_expanded_and_differentiable_inputs():
     assert torch.equal(nm_mask(column, dim=0), expected.view(4, 1).expand(4, 3))
     mask = nm_mask(row.clone().requires_grad_())
     assert mask.dtype == torch.bool and not mask.requires_grad
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((3, 8), 1), ((3, 12), 1), ((8, 5), 0), ((4, 8, 2, 1), 1), ((0, 8), -1)]
+)
+def test_masks_in_bits(shape, dim, n):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    for backend in (None, "reference"):
+        code = nm_mask(x, n, dim=dim, packed=True, backend=backend)
+        assert code.dtype == torch.uint8
+        assert torch.equal(code, pack_rows(nm_mask(x, n, dim=dim, backend=backend)))
 
 
 def test_bfloat16_scores_change_masks():

@@ -93,6 +93,10 @@ def test_values_in_given_memory_and_masks_in_bits(shape, dim, dtype):
     for got, wanted in zip(found, results("reference"), strict=True):
         assert_same(got, wanted)
     assert_same(found[1], pack_rows(nm_mask(x, dim=dim, backend="reference")))
+    for ties in ("high", "low"):
+        options = {"dim": dim, "ties": ties, "packed": True}
+        alone = [nm_mask(x.to(dtype), **options, backend=b) for b in ("triton", "reference")]
+        assert_same(*alone)
     assert_same(found[7], found[3])
 
 

@@ -19,9 +19,10 @@ MASK = X > 0
 Q = X.to(torch.float8_e4m3fn)
 ONE = torch.ones((), device=DEVICE)
 OPERATIONS = {
-    "nm_mask": (nm.nm_mask, (X, 2, 4, 1, False)),
+    "nm_mask": (nm.nm_mask_op, (X, 2, 4, 1, False)),
+    "nm_code": (nm.nm_code_op, (X, 1, False)),
     "nm_prune": (nm.nm_prune_op, (X, 2, 4, 0, False)),
-    "nm_mask 1:8": (nm.nm_mask, (X, 1, 8, 1, True)),
+    "nm_mask 1:8": (nm.nm_mask_op, (X, 1, 8, 1, True)),
     "soft_threshold": (soft.soft_threshold, (X, 2, 4, 0.3, 1, ONE, torch.bfloat16)),
     "transposable_mask": (transposable.transposable_mask, (X,)),
     "apply_mask": (masks.apply_mask_op, (X, MASK)),

@@ -107,7 +107,10 @@ def run(kernel: Any, rows: int, arrays: tuple[Array, ...], *numbers: Any) -> Non
     """
     if not rows:
         return
-    parts = max(1, min(torch.get_num_threads(), arrays[0].size // PER_THREAD, rows))
+    parts = min(torch.get_num_threads(), arrays[0].size // PER_THREAD, rows)
+    if parts < 2:
+        kernel(*arrays, *numbers)
+        return
     ends = [rows * i // parts for i in range(parts + 1)]
     cut = [
         [a[len(a) // rows * start : len(a) // rows * stop] for a in arrays]

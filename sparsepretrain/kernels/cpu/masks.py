@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy
 import torch
 from torch import Tensor
@@ -41,16 +43,25 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Ten
 
 def packed_flip_count(previous: Tensor, current: Tensor, replace: bool = False) -> Tensor:
     """0-d int64: in how many bits two uint8 or bool tensors differ."""
-    found = torch.zeros((), dtype=torch.int64)
-    a, b = _words(previous), _words(current)
-    if len(a):
-        _differing_bits(a, b, found.view(1).numpy())
-    if replace:
-        previous.copy_(current)
-    return found
+    return foreach_packed_flip_count([previous], [current], replace)[0]
 
 
 flip_count = packed_flip_count
+
+
+def foreach_packed_flip_count(
+    previous: Sequence[Tensor], current: Sequence[Tensor], replace: bool
+) -> Tensor:
+    """(pairs,) int64."""
+    found = torch.zeros(len(previous), dtype=torch.int64)
+    counts = found.numpy()
+    for i, pair in enumerate(zip(previous, current, strict=True)):
+        a, b = map(_words, pair)
+        if len(a):
+            _differing_bits(a, b, counts[i : i + 1])
+    if replace:
+        torch._foreach_copy_(list(previous), list(current))
+    return found
 
 
 def pack_24(mask: Tensor) -> Tensor:

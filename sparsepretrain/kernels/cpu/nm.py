@@ -6,21 +6,30 @@ import numpy
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import INTEGER_OF_SIZE
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE, packed_shape
 from sparsepretrain.kernels.cpu.launch import compiled, groups_of, inlined, run
 
 TILE = 64
 """Most groups in a tile; their loops are what is vectorised."""
 
 
-def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
-    """Mask of the n < m largest; ``low``: the smaller index wins ties."""
-    mask = torch.empty(x.shape, dtype=torch.bool)
+def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool, packed: bool = False) -> Tensor:
+    """Mask of the n < m largest; ``low``: the smaller index wins ties.
+
+    ``packed``: in bits, where groups of four lie along memory in rows of whole bytes.
+    """
     bits = x.detach().contiguous().view(INTEGER_OF_SIZE[x.itemsize])
-    keys, flags = groups_of(bits, m, dim), groups_of(mask.view(torch.uint8), m, dim)
+    keys = groups_of(bits, m, dim)
     rows, inner = len(keys), keys.shape[2]
     word = keys.dtype.type
     numbers = not low, word(numpy.iinfo(word).max)
+    if packed and m == 4 and inner == 1 and x.shape[1:].numel() % 8 == 0:
+        code = torch.empty(packed_shape(x.shape), dtype=torch.uint8)
+        eights = keys.reshape(-1), code.numpy().reshape(-1)
+        run(_eights_along, code.numel(), eights, word(n), *numbers)
+        return code
+    mask = torch.empty(x.shape, dtype=torch.bool)
+    flags = groups_of(mask.view(torch.uint8), m, dim)
     if m == 4 and inner == 1:
         fours = keys.reshape(-1), flags.reshape(-1).view(numpy.uint32)
         run(_fours_along, rows, fours, word(n), *numbers)
@@ -58,6 +67,26 @@ def _fours_along(x, mask, n, high, magnitude):
         a, b, c, d = _kept(four, n, high, magnitude, zero, one)
         head = (byte if a else none) | (byte << 8 if b else none)
         mask[r] = head | (byte << 16 if c else none) | (byte << 24 if d else none)
+
+
+@inlined
+def _nibble(x, n, high, magnitude, zero, one):
+    """The flags of four in bits."""
+    a, b, c, d = _kept(x, n, high, magnitude, zero, one)
+    low = (one if a else zero) | (one << 1 if b else zero)
+    return low | (one << 2 if c else zero) | (one << 3 if d else zero)
+
+
+@compiled
+def _eights_along(x, code, n, high, magnitude):
+    """Groups along memory: x (8·bytes), code (bytes), two groups to a byte."""
+    zero, one = x.dtype.type(0), x.dtype.type(1)
+    for r in range(len(code)):
+        k = 8 * r
+        first = x[k], x[k + 1], x[k + 2], x[k + 3]
+        second = x[k + 4], x[k + 5], x[k + 6], x[k + 7]
+        low = _nibble(first, n, high, magnitude, zero, one)
+        code[r] = low | (_nibble(second, n, high, magnitude, zero, one) << 4)
 
 
 @compiled

@@ -26,9 +26,27 @@ from sparsepretrain.kernels.triton.launch import (
 )
 
 
+def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool, packed: bool = False) -> Tensor:
+    """:func:`sparsepretrain.kernels.nm_mask`; ``low``: the smaller index wins ties.
+
+    ``packed``: in bits where one pass can write them.
+    """
+    if packed and (n, m) == (2, 4) and packs(x, x):
+        return nm_code_op(x, dim, low)
+    return nm_mask_op(x, n, m, dim, low)
+
+
+@operator("nm_code", fake=lambda x, dim, low: packed_rows(x))
+def nm_code_op(x: Tensor, dim: int, low: bool) -> Tensor:
+    """The 2:4 mask of a contiguous matrix in bits."""
+    code, whole = packed_rows(x), x.shape[1] % 8 == 0
+    over_groups(_code_24, 4, dim, x, x, code, numbered=not whole, LOW=low)
+    return code
+
+
 @operator("nm_mask", fake=lambda x, n, m, dim, low: empty_rows(x, dim, torch.bool))
-def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
-    """:func:`sparsepretrain.kernels.nm_mask`; ``low``: the smaller index wins ties."""
+def nm_mask_op(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
+    """A new mask, a bool for each element."""
     mask = empty_rows(x, dim, torch.bool)
     _launch(x, n, m, dim, low, mask, None)
     return mask
@@ -115,6 +133,16 @@ def _mask_24(
         y0, y1 = tl.where(keep0, x0, 0.0), tl.where(keep1, x1, 0.0)
         y2, y3 = tl.where(keep2, x2, 0.0), tl.where(keep3, x3, 0.0)
         store_fours(pruned, starts, first, mask, groups, y0, y1, y2, y3, TILE)
+
+
+@triton.jit
+def _code_24(x, like, count, groups, code, TILE: tl.constexpr, LOW: tl.constexpr):
+    row, first = tile_of(count, groups, TILE)
+    x0, x1, x2, x3 = load_fours(x, starts_of(x, row), first, row < count, groups, TILE)
+    keep0, keep1, keep2, keep3 = top_two(
+        magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), LOW
+    )
+    store_code(code, row, first, count, groups, keep0, keep1, keep2, keep3, TILE)
 
 
 @triton.jit

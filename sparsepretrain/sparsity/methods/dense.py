@@ -47,7 +47,7 @@ class Dense(Method):
     def phase_of(self, step: int) -> Phase:
         return Phase(False, False)
 
-    def mask(self, weight: Tensor, dim: int) -> Tensor:
+    def mask(self, weight: Tensor, dim: int, packed: bool = False) -> Tensor:
         if self.options.flip_rule == "transposable":
             return transposable(weight)
-        return Method.mask(self, weight, dim)
+        return Method.mask(self, weight, dim, packed)
