@@ -179,7 +179,7 @@ def entry_kernels() -> set[str]:
             if isinstance(function, JITFunction) and function.__module__ == module.__name__:
                 found[kernel_name(function)] = function
                 called |= _callees(function)
-    return {name for name in found if not name.startswith("launch.")} - called
+    return {name for name in found if not name.startswith("tiles.")} - called
 
 
 def _callees(function: Any) -> set[str]:

@@ -18,10 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.common import packed_shape
-from sparsepretrain.kernels.triton.launch import BLOCK, Rows, Tile, block_offsets, tile_of
+from sparsepretrain.kernels.triton.launch import BLOCK, Rows, Tile
 from sparsepretrain.kernels.triton.masks import count_bits, select_kept
 from sparsepretrain.kernels.triton.nm import prune_tile
 from sparsepretrain.kernels.triton.soft import soft_tile
+from sparsepretrain.kernels.triton.tiles import block_offsets, tile_of
 
 GROUPS: dict[str, Any] = {"TILE": Tile(1, BLOCK // 4, True, False)}
 """For kernels over groups of four: a weight, whose rows follow each other, is one row."""

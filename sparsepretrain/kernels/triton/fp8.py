@@ -10,15 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.common import FP8_FORMATS
-from sparsepretrain.kernels.triton.launch import (
-    INTERPRETED,
-    block_offsets,
-    maximum,
-    memory_order,
-    minimum,
-    over_elements,
-    widen,
-)
+from sparsepretrain.kernels.triton.launch import INTERPRETED, memory_order, over_elements
+from sparsepretrain.kernels.triton.tiles import block_offsets, maximum, minimum, widen
 
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)

@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.triton.launch import (
+from sparsepretrain.kernels.triton.launch import over_groups, rows_of
+from sparsepretrain.kernels.triton.tiles import (
     element_offsets,
     maximum,
     minimum,
     narrow,
-    over_groups,
-    rows_of,
     tile_of,
     widen,
 )

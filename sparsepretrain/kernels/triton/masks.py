@@ -7,15 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.triton.launch import (
-    BLOCK,
-    block_offsets,
-    memory_order,
-    narrow,
-    operator,
-    over_elements,
-    widen,
-)
+from sparsepretrain.kernels.triton.launch import BLOCK, memory_order, operator, over_elements
+from sparsepretrain.kernels.triton.tiles import block_offsets, narrow, widen
 
 
 def apply_mask(x: Tensor, mask: Tensor, out: Tensor | None) -> Tensor:

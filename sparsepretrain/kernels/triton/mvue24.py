@@ -15,18 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.common import AnyKey
-from sparsepretrain.kernels.triton.launch import (
-    INTERPRETED,
-    empty_rows,
-    load_fours,
-    maximum,
-    minimum,
-    operator,
-    over_groups,
-    starts_of,
-    store_fours,
-    tile_of,
-)
+from sparsepretrain.kernels.triton.launch import INTERPRETED, empty_rows, operator, over_groups
 from sparsepretrain.kernels.triton.noise import (
     KEY_ARGUMENTS,
     draw_bits,
@@ -34,6 +23,14 @@ from sparsepretrain.kernels.triton.noise import (
     key_parts,
     key_words,
     to_unit,
+)
+from sparsepretrain.kernels.triton.tiles import (
+    load_fours,
+    maximum,
+    minimum,
+    starts_of,
+    store_fours,
+    tile_of,
 )
 
 _TINY: tl.constexpr = tl.constexpr(2.0**-126)

@@ -8,15 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.triton.launch import (
-    any_groups,
-    element_offsets,
     empty_rows,
-    load_fours,
-    load_groups,
     operator,
     over_groups,
     packed_rows,
     packs,
+)
+from sparsepretrain.kernels.triton.tiles import (
+    any_groups,
+    element_offsets,
+    load_fours,
+    load_groups,
     starts_of,
     store_code,
     store_fours,

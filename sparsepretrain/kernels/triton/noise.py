@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.common import LOW_32, AnyKey, ClockKey, NoiseKey
-from sparsepretrain.kernels.triton.launch import element_offsets, operator, over_groups, tile_of
+from sparsepretrain.kernels.triton.launch import operator, over_groups
+from sparsepretrain.kernels.triton.tiles import element_offsets, tile_of
 
 KEY_ARGUMENTS = ("clock", "k0", "k1", "layer", "product", "offset")
 """Kernel arguments, of :func:`key_words`, whose values must not compile a variant each."""

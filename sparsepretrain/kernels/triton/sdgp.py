@@ -10,18 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.common import AnyKey
-from sparsepretrain.kernels.triton.launch import (
-    any_groups,
-    empty_rows,
-    load_fours,
-    load_groups,
-    operator,
-    over_groups,
-    starts_of,
-    store_fours,
-    store_groups,
-    tile_of,
-)
+from sparsepretrain.kernels.triton.launch import empty_rows, operator, over_groups
 from sparsepretrain.kernels.triton.nm import kept_by_rank, magnitude_bits, top_two
 from sparsepretrain.kernels.triton.noise import (
     KEY_ARGUMENTS,
@@ -29,6 +18,15 @@ from sparsepretrain.kernels.triton.noise import (
     key_arguments,
     key_parts,
     key_words,
+)
+from sparsepretrain.kernels.triton.tiles import (
+    any_groups,
+    load_fours,
+    load_groups,
+    starts_of,
+    store_fours,
+    store_groups,
+    tile_of,
 )
 
 

@@ -10,23 +10,25 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.triton.launch import (
-    any_groups,
     empty_rows,
-    load_fours,
-    load_groups,
-    maximum,
-    minimum,
     operator,
     over_groups,
     packed_rows,
     packs,
+)
+from sparsepretrain.kernels.triton.nm import kept_by_rank, magnitude_bits
+from sparsepretrain.kernels.triton.tiles import (
+    any_groups,
+    load_fours,
+    load_groups,
+    maximum,
+    minimum,
     starts_of,
     store_code,
     store_fours,
     store_groups,
     tile_of,
 )
-from sparsepretrain.kernels.triton.nm import kept_by_rank, magnitude_bits
 
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 

@@ -8,14 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.common import PAIRS
-from sparsepretrain.kernels.triton.launch import (
-    INTERPRETED,
-    Rows,
-    Tile,
-    load_fours,
-    operator,
-    tile_of,
-)
+from sparsepretrain.kernels.triton.launch import INTERPRETED, Rows, Tile, operator
+from sparsepretrain.kernels.triton.tiles import load_fours, tile_of
 
 _NIBBLES: tl.constexpr = tl.constexpr(
     sum(1 << 4 * i + column for i, pair in enumerate(PAIRS) for column in pair)
