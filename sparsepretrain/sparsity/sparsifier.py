@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,14 +9,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparsepretrain.errors import CheckpointError, ConfigError, SparsePretrainWarning
-from sparsepretrain.kernels import boundary_magnitudes, foreach_packed_flip_count, unpacked
+from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.kernels import boundary_magnitudes
 from sparsepretrain.sparsity import reminder
 from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, nm_holds
 from sparsepretrain.sparsity.execution import EMULATE
 from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.model_state import ModelState
+from sparsepretrain.sparsity.steps import Steps
 
 
 class Sparsifier:
@@ -28,10 +27,6 @@ class Sparsifier:
     reads and changes the same. ``layers``: name -> sparse layer, in the model's order.
     """
 
-    only_finite = False
-    """Whether the caller steps only where it has seen that all gradients are finite. Then a fused
-    optimiser under loss scaling skips nothing, and nobody waits for the device to learn of it."""
-
     def __init__(self, state: ModelState) -> None:
         self._state = state
         self.layers: dict[str, SparseLayer] = {
@@ -39,8 +34,7 @@ class Sparsifier:
             for layer in state.root.modules()
             if isinstance(layer, SparseLayer) and layer.sparsity.model is state
         }
-        # masks of the weights before an update, for methods that change weights after it
-        self._held: dict[str, Tensor] = {}
+        self.steps = Steps(state, self.layers)
 
     def __repr__(self) -> str:
         words = [self.method.title, f"{len(self.layers)} layers", self._state.label]
@@ -78,10 +72,7 @@ class Sparsifier:
     @property
     def decay(self) -> float:
         """Λ of the masked decay that the next step applies; 0: none."""
-        method = self.method
-        if not method.phase.training or not (method.on_gradient or method.on_weight):
-            return 0.0
-        return float(getattr(method, "decay", getattr(method.options, "decay", 0.0)))
+        return self.steps.decay
 
     @property
     def sparse(self) -> bool:
@@ -129,9 +120,9 @@ class Sparsifier:
             raise ConfigError(text + late)
         self.method.attached(optimizer, list(weights.values()))
         self._state.write()
-        reminder.ride(self._state, optimizer, self._before_step, self._after_step)
+        reminder.ride(self._state, optimizer, self.steps.before, self.steps.after)
         if self.completed_steps == 0:
-            self._compare()
+            self.steps.compare()
 
     def prepare_sharding(self, *, gather: str = "operand") -> None:
         """Before ``fully_shard`` (FSDP2): what it gathers will be operands, in the products' dtype.
@@ -239,7 +230,7 @@ class Sparsifier:
         self._state.sync()
         if self._state.sharded:
             self._state.reshard()
-        self._project()
+        self.steps.project()
 
     def masks(self) -> dict[str, Tensor]:
         """Name -> bool mask in use (``sste``: non-zeros of S(W)), shape of the stored weight.
@@ -351,23 +342,6 @@ class Sparsifier:
         own.set_step(int(state["completed_steps"]))
         self.refresh()
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """J. With a closure the gradients exist only after it has run, so it is wrapped."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._adjust_gradients(optimizer)
-            return None
-
-        @functools.wraps(closure)
-        def with_adjustment() -> Any:
-            loss = closure()
-            self._adjust_gradients(optimizer)
-            return loss
-
-        if len(args) > 1:
-            return (args[0], with_adjustment, *args[2:]), kwargs
-        return args, kwargs | {"closure": with_adjustment}
-
     @property
     def _densified(self) -> bool:
         own = (getattr(layer, "sparsity", None) for layer in self.layers.values())
@@ -383,110 +357,6 @@ class Sparsifier:
                 f"sparse layers were replaced by others since: {', '.join(gone)}; "
                 "sparsifier_of(model) is a handle to those that are left"
             )
-
-    @torch.no_grad()
-    def _adjust_gradients(self, optimizer: Optimizer) -> None:
-        state, method = self._state, self.method
-        if not method.phase.training or not (method.on_gradient or method.on_weight):
-            return
-        # fused optimisers unscale inside their kernel: the decay has to carry the scale until then
-        scale = getattr(optimizer, "grad_scale", None)
-        for name, layer in self.layers.items():
-            own = layer.sparsity
-            weight, grad = own.stored(layer.weight), own.gradient(layer.weight)
-            if grad is None:
-                continue
-            mask = own.adjusting_mask(weight)
-            if method.on_weight:
-                self._held[name] = mask
-            if not method.on_gradient:
-                continue
-            rounds = self.decay > 0 and weight.dtype.itemsize < 4 and not state.told
-            before = grad.clone() if rounds else None
-            method.adjust_gradient_(grad, weight, mask, 1.0 if scale is None else scale)
-            if before is not None:  # looked at once, at the start
-                state.told = True
-                share = lost_decay(before, grad, weight, unpacked(mask, weight.shape))
-                if share > 0.5:
-                    warnings.warn(
-                        f"masked decay changes only {1 - share:.0%} of the masked gradients of "
-                        f"layer {name!r}: {share:.0%} is lost to rounding in "
-                        f"{str(weight.dtype).removeprefix('torch.')}; keep fp32 parameters and "
-                        "autocast",
-                        SparsePretrainWarning,
-                        stacklevel=5,
-                    )
-
-    @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        held, self._held = self._held, {}
-        found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and not self.only_finite and bool(found_inf):
-            return
-        state, method = self._state, self.method
-        if held:
-            # looked up anew: the optimiser's load_state_dict replaces the group dictionaries
-            rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
-            for name, mask in held.items():
-                own, weight = self.layers[name].sparsity, self.layers[name].weight
-                parameter = weight if own.shard is None else own.shard.parameter
-                method.adjust_weight_(own.stored(weight), mask, float(rates[id(parameter)]))
-        state.begin(state.step + 1)
-        method.after_step(optimizer)
-        start, stop = method.window
-        inside, compares = start <= state.step < stop, method.compares
-        if compares:
-            state.interval, state.compared_at = state.step - state.compared_at, state.step
-        state.write()
-        if state.sharded:
-            state.reshard()
-        if inside:
-            for layer in self.layers.values():
-                layer.sparsity.update(layer.weight)
-        self._project()
-        if compares:
-            self._compare()
-        if not (method.on_gradient or method.on_weight):
-            for layer in self.layers.values():
-                layer.sparsity.kept_mask = None
-
-    @torch.no_grad()
-    def _project(self) -> None:
-        """Project anew where operands are stored, all layers at once if the method can."""
-        pairs, made = [(layer.sparsity, layer.weight) for layer in self.layers.values()], {}
-        with torch.inference_mode(False):
-            several = [
-                (weight.detach(), own, own.out)
-                for own, weight in pairs
-                if own.makes_room(weight) and own.out is not None
-            ]
-            if several:
-                found = self._state.method.foreach_project(*zip(*several, strict=True))
-                made = {id(own): p for (_, own, _), p in zip(several, found, strict=True)}
-        for own, weight in pairs:
-            own.out = None
-            own.restore(weight, made.get(id(own)))
-
-    def _compare(self) -> None:
-        """Count the flips since the last comparison; the new masks are remembered."""
-        pairs = [(layer.sparsity, layer.weight) for layer in self.layers.values()]
-        new = [own.mask_in_use(weight, packed=True) for own, weight in pairs]
-        previous = [own.previous_mask for own, _ in pairs]
-        flips = foreach_packed_flip_count(previous, new, replace=True)
-        for (own, _), found in zip(pairs, flips, strict=True):
-            own.flips = found
-
-
-def lost_decay(before: Tensor, after: Tensor, weight: Tensor, mask: Tensor) -> float:
-    """Share of the masked entries of a layer whose decay rounding has lost.
-
-    Args:
-        before, after: what the decay is applied to, a gradient or the weight itself.
-        weight: decayed; a zero has nothing to lose.
-        mask: bool; what it spares is not looked at.
-    """
-    lost = (after == before) & ~mask & (weight != 0)
-    return float(lost.sum() / (~mask).sum().clamp(min=1))
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ def build_session(
     if compute_dtype(run.precision) == torch.float64:
         model.double()
     sparsifier = sparsify_model(run, task, model, device)
-    sparsifier.only_finite = True  # see Guard.accepts
+    sparsifier.steps.only_finite = True  # see Guard.accepts
     restore_method(sparsifier, buffers)
     if sharded:
         from sparsepretrain.training.shards import shard

@@ -154,7 +154,7 @@ def test_bimask_layer():
     y, gx, _ = products(model, g["x"], g["gy"])
     close(y, g["y"]), close(gx, g["gx"])
     sparsifier.attach(torch.optim.SGD(model.parameters(), lr=0.0))
-    sparsifier._adjust_gradients(torch.optim.SGD(model.parameters(), lr=0.0))
+    sparsifier.steps.adjust_gradients(torch.optim.SGD(model.parameters(), lr=0.0))
     close(model.linear.weight.grad, g["gw"])
 
 

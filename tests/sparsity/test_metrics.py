@@ -34,7 +34,7 @@ def test_flip_rate_weights_layers_by_size():
     sparsifier.attach(optimizer)
     with torch.no_grad():
         model["small"].weight.copy_(torch.tensor([[1.0, 2, 3, 4], [1, 2, 3, 4]]))
-        sparsifier._compare()
+        sparsifier.steps.compare()
         model["small"].weight.copy_(torch.tensor([[4.0, 2, 3, 1], [1, 2, 3, 4]]))
     optimizer.step()
     metrics = sparsifier.metrics(per_layer=True)

@@ -42,7 +42,7 @@ class Rounding(Probe):
             return
         import torch
 
-        from sparsepretrain.sparsity.sparsifier import lost_decay
+        from sparsepretrain.sparsity.steps import lost_decay
 
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         method, clip = session.sparsifier.method, session.run.clip

@@ -1,0 +1,168 @@
+"""What happens around the step of an optimiser, and after weights were edited by hand."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sparsepretrain.errors import SparsePretrainWarning
+from sparsepretrain.kernels import foreach_packed_flip_count, unpacked
+from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.model_state import ModelState
+
+
+class Steps:
+    """J before a step; counters, projections and flips after it.
+
+    Args:
+        state: of the model.
+        layers: name -> sparse layer, in the model's order.
+    """
+
+    only_finite = False
+    """Whether the caller steps only where it has seen that all gradients are finite. Then a fused
+    optimiser under loss scaling skips nothing, and nobody waits for the device to learn of it."""
+
+    def __init__(self, state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
+        self.state, self.layers = state, layers
+        # masks of the weights before an update, for methods that change weights after it
+        self._held: dict[str, Tensor] = {}
+
+    @property
+    def decay(self) -> float:
+        """See :attr:`Sparsifier.decay`."""
+        self.state.sync()
+        method = self.state.method
+        if not method.phase.training or not (method.on_gradient or method.on_weight):
+            return 0.0
+        return float(getattr(method, "decay", getattr(method.options, "decay", 0.0)))
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """J. With a closure the gradients exist only after it has run, so it is wrapped."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self.adjust_gradients(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def with_adjustment() -> Any:
+            loss = closure()
+            self.adjust_gradients(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], with_adjustment, *args[2:]), kwargs
+        return args, kwargs | {"closure": with_adjustment}
+
+    @torch.no_grad()
+    def adjust_gradients(self, optimizer: Optimizer) -> None:
+        """J, of the gradients that ``optimizer`` is about to use."""
+        self.state.sync()
+        state, method = self.state, self.state.method
+        if not method.phase.training or not (method.on_gradient or method.on_weight):
+            return
+        # fused optimisers unscale inside their kernel: the decay has to carry the scale until then
+        scale = getattr(optimizer, "grad_scale", None)
+        for name, layer in self.layers.items():
+            own = layer.sparsity
+            weight, grad = own.stored(layer.weight), own.gradient(layer.weight)
+            if grad is None:
+                continue
+            mask = own.adjusting_mask(weight)
+            if method.on_weight:
+                self._held[name] = mask
+            if not method.on_gradient:
+                continue
+            rounds = self.decay > 0 and weight.dtype.itemsize < 4 and not state.told
+            before = grad.clone() if rounds else None
+            method.adjust_gradient_(grad, weight, mask, 1.0 if scale is None else scale)
+            if before is not None:  # looked at once, at the start
+                state.told = True
+                share = lost_decay(before, grad, weight, unpacked(mask, weight.shape))
+                if share > 0.5:
+                    warnings.warn(
+                        f"masked decay changes only {1 - share:.0%} of the masked gradients of "
+                        f"layer {name!r}: {share:.0%} is lost to rounding in "
+                        f"{str(weight.dtype).removeprefix('torch.')}; keep fp32 parameters and "
+                        "autocast",
+                        SparsePretrainWarning,
+                        stacklevel=5,
+                    )
+
+    @torch.no_grad()
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The weights have changed: what the next step needs is made of them."""
+        held, self._held = self._held, {}
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and not self.only_finite and bool(found_inf):
+            return
+        state, method = self.state, self.state.method
+        if held:
+            # looked up anew: the optimiser's load_state_dict replaces the group dictionaries
+            rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+            for name, mask in held.items():
+                own, weight = self.layers[name].sparsity, self.layers[name].weight
+                parameter = weight if own.shard is None else own.shard.parameter
+                method.adjust_weight_(own.stored(weight), mask, float(rates[id(parameter)]))
+        state.begin(state.step + 1)
+        method.after_step(optimizer)
+        start, stop = method.window
+        inside, compares = start <= state.step < stop, method.compares
+        if compares:
+            state.interval, state.compared_at = state.step - state.compared_at, state.step
+        state.write()
+        if state.sharded:
+            state.reshard()
+        if inside:
+            for layer in self.layers.values():
+                layer.sparsity.update(layer.weight)
+        self.project()
+        if compares:
+            self.compare()
+        if not (method.on_gradient or method.on_weight):
+            for layer in self.layers.values():
+                layer.sparsity.kept_mask = None
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Project anew where operands are stored, all layers at once if the method can."""
+        pairs, made = [(layer.sparsity, layer.weight) for layer in self.layers.values()], {}
+        with torch.inference_mode(False):
+            several = [
+                (weight.detach(), own, own.out)
+                for own, weight in pairs
+                if own.makes_room(weight) and own.out is not None
+            ]
+            if several:
+                found = self.state.method.foreach_project(*zip(*several, strict=True))
+                made = {id(own): p for (_, own, _), p in zip(several, found, strict=True)}
+        for own, weight in pairs:
+            own.out = None
+            own.restore(weight, made.get(id(own)))
+
+    def compare(self) -> None:
+        """Count the flips since the last comparison; the new masks are remembered."""
+        pairs = [(layer.sparsity, layer.weight) for layer in self.layers.values()]
+        new = [own.mask_in_use(weight, packed=True) for own, weight in pairs]
+        previous = [own.previous_mask for own, _ in pairs]
+        flips = foreach_packed_flip_count(previous, new, replace=True)
+        for (own, _), found in zip(pairs, flips, strict=True):
+            own.flips = found
+
+
+def lost_decay(before: Tensor, after: Tensor, weight: Tensor, mask: Tensor) -> float:
+    """Share of the masked entries of a layer whose decay rounding has lost.
+
+    Args:
+        before, after: what the decay is applied to, a gradient or the weight itself.
+        weight: decayed; a zero has nothing to lose.
+        mask: bool; what it spares is not looked at.
+    """
+    lost = (after == before) & ~mask & (weight != 0)
+    return float(lost.sum() / (~mask).sum().clamp(min=1))
