@@ -31,7 +31,7 @@ class Reading(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A case in both files."""
+    """A case of the older file."""
 
     name: str
     old: Reading
@@ -54,9 +54,11 @@ class Change(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """``regressed``, ``improved``, ``same``; or why it is not judged."""
+        """``regressed``, ``lost``, ``improved``, ``same``; or why it is not judged."""
         if self.old.status == "ok" and self.new.status.startswith(("wrong", "failed")):
             return "regressed"
+        if self.old.value is not None and self.new.value is None:
+            return "lost"
         if self.ratio is None:
             return "not measured in both"
         if self.old.more_is_better is None:
@@ -82,8 +84,8 @@ def compare(old: Path, new: Path, threshold: float, console: Console | None = No
 
     A case regressed if it is worse by more than ``threshold`` (0.1: by 10 %) and the interval of
     its rounds, where the files have them, lies on the worse side as a whole; or if it was measured
-    and now is wrong or fails. Shares in per cent, and cases of which neither more nor less is said
-    to be better, are not judged.
+    and now is wrong or fails. It is lost if it now is skipped or gone. Shares in per cent, and
+    cases of which neither more nor less is said to be better, are not judged.
 
     Args:
         old: JSON of :func:`sparsepretrain.bench.run`.
@@ -106,17 +108,20 @@ def compare(old: Path, new: Path, threshold: float, console: Console | None = No
         if values[0] != values[1]:
             told = [json.dumps(value, ensure_ascii=False) for value in values]
             raise ConfigError(f"cannot compare: {what} of {old} is {told[0]}, of {new} {told[1]}")
-    before, after = (dict(map(describe, file["cases"])) for file in files)
-    changes = [Change(k, before[k], after[k], threshold) for k in before if k in after]
+    before, after = (_readings(*pair) for pair in zip((old, new), files, strict=True))
+    gone = Reading(None, status="gone")
+    changes = [Change(k, before[k], after.get(k, gone), threshold) for k in before]
     head = ["case", "old", "new", "new/old", "by rounds", ""]
     title = f"bench {files[0]['suite']}: {old} → {new}"
     console.table(title, [change.cells for change in changes], head, lines=False)
-    for path, only in ((old, before.keys() - after), (new, after.keys() - before)):
-        if only:
-            console.info(f"only in {path}: {'; '.join(sorted(only))}")
+    if only := after.keys() - before:
+        console.info(f"only in {new}: {'; '.join(sorted(only))}")
     worse = [change.name for change in changes if change.verdict == "regressed"]
     said = f"{len(worse)} of {len(changes)} cases regressed by more than {threshold:.0%}"
+    lost = [change.name for change in changes if change.verdict == "lost"]
     console.info(f"\n{said}{': ' * bool(worse)}{'; '.join(worse)}")
+    if lost:
+        console.info(f"{len(lost)} cases are measured no more: {'; '.join(lost)}")
     return changes
 
 
@@ -130,6 +135,13 @@ def _load(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not {"suite", "environment", "cases"} <= found.keys():
         raise ConfigError(f"{path} is no results file of `sparsepretrain bench`")
     return found
+
+
+def _readings(path: Path, file: dict[str, Any]) -> dict[str, Reading]:
+    try:
+        return dict(map(describe, file["cases"]))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} has a damaged case ({error!r})") from error
 
 
 def describe(row: dict[str, Any]) -> tuple[str, Reading]:

@@ -47,7 +47,7 @@ class Bench(Verb):
         add_settings(parser, Settings)
         parser.epilog = (
             "bench compare OLD NEW [threshold=0.1]: two results files of one suite and machine, "
-            "case by case; exit code 1 if one regressed by more than the threshold"
+            "case by case; exit code 1 if one is lost, or regressed by more than the threshold"
         )
 
     def words(self, before: list[str], current: str) -> list[str]:
@@ -88,4 +88,4 @@ class Bench(Verb):
         from sparsepretrain.bench.compare import compare
 
         changes = compare(Path(files[0]), Path(files[1]), settings.threshold)
-        return int(any(change.verdict == "regressed" for change in changes))
+        return int(any(change.verdict in ("regressed", "lost") for change in changes))

@@ -101,9 +101,7 @@ def flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None)
     Raises:
         ValueError: shapes differ.
     """
-    if previous.shape != current.shape:
-        shapes = tuple(previous.shape), tuple(current.shape)
-        raise ValueError(f"flip_count: shapes differ: {shapes[0]} and {shapes[1]}")
+    _require_pair("flip_count", previous, current)
     previous, current = previous.bool(), current.bool()
     if kernel := kernel_of("flip_count", backend, current):
         return kernel(previous, current)
@@ -122,7 +120,11 @@ def packed_flip_count(
 
     Returns:
         0-d int64 tensor.
+
+    Raises:
+        ValueError: shapes differ.
     """
+    _require_pair("packed_flip_count", previous, current)
     if kernel := kernel_of("packed_flip_count", backend, current):
         return kernel(previous, current, replace)
     flips = _bits(previous ^ current).sum()
@@ -143,12 +145,20 @@ def foreach_packed_flip_count(
     That takes contiguous codes whose sizes are multiples of 16 bytes.
     """
     operation = "foreach_packed_flip_count"
+    for pair in zip(previous, current, strict=True):
+        _require_pair(operation, *pair)
     kernel = kernel_of(operation, backend, current[0], composed=True) if current else None
     found = kernel(previous, current, replace) if kernel else None
     if found is not None:
         return list(found.unbind())
     options: Any = {"replace": replace, "backend": backend}
     return [packed_flip_count(a, b, **options) for a, b in zip(previous, current, strict=True)]
+
+
+def _require_pair(name: str, previous: Tensor, current: Tensor) -> None:
+    if previous.shape != current.shape:
+        shapes = tuple(previous.shape), tuple(current.shape)
+        raise ValueError(f"{name}: shapes differ: {shapes[0]} and {shapes[1]}")
 
 
 def pack_24(mask: Tensor, *, backend: str | None = None) -> Tensor:
@@ -198,7 +208,14 @@ def pack_rows(mask: Tensor) -> Tensor:
 
 
 def unpack_rows(code: Tensor, shape: Sequence[int]) -> Tensor:
-    """The bool mask of ``shape`` that :func:`pack_rows` made ``code`` from."""
+    """The bool mask of ``shape`` that :func:`pack_rows` made ``code`` from.
+
+    Raises:
+        ValueError: ``code`` is not of :func:`packed_shape`.
+    """
+    if code.shape != packed_shape(shape):
+        size = tuple(code.shape)
+        raise ValueError(f"unpack_rows: a code of {size} is no mask of {tuple(shape)}")
     rows, row = shape[0], math.prod(shape[1:])
     return unpack_24(code.flatten(), (rows, 8 * code.shape[1]))[:, :row].reshape(tuple(shape))
 
@@ -211,7 +228,8 @@ def unpacked(mask: Tensor, shape: Sequence[int]) -> Tensor:
 def _readable(mask: Tensor, like: Tensor) -> Tensor:
     """Bits that follow the memory of ``like``, which kernels read; else bool of its shape."""
     whole = like.is_contiguous() and like.shape[1:].numel() % 8 == 0
-    return mask if whole and mask.shape != like.shape else unpacked(mask, like.shape)
+    bits = whole and mask.shape != like.shape and mask.shape == packed_shape(like.shape)
+    return mask if bits else unpacked(mask, like.shape)
 
 
 def compact_24(x: Tensor) -> tuple[Tensor, Tensor]:

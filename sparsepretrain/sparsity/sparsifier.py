@@ -169,10 +169,16 @@ class Sparsifier:
         For loops that own their weights: whoever edits one between steps (averages, merges, loads)
         calls :meth:`refresh` afterwards. Operands of training are made after each step, in the same
         memory, those of evaluation when needed. Copies of the model project in every forward again.
-        ``dtype``: of the products, that of autocast; None: that of the weights.
+        ``dtype``: of the products: under autocast its dtype, or what is stored is not used; None:
+        that of the weights.
+
+        Raises:
+            ConfigError: no dtype that layers multiply in.
         """
         self._require_sparse()
         weight, state = next(iter(self.layers.values())).weight, self._state
+        if dtype not in (None, torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            raise ConfigError(f"store_operands: products are in fp32, bf16, fp16, not in {dtype}")
         state.store = dtype or weight.dtype
         if state.backend is not None and not weight.is_meta:
             state.backend.require_here(weight.device, state.store, state.execution)
@@ -183,7 +189,15 @@ class Sparsifier:
 
         For loops that compile: graphs do not try products. Call :meth:`store_operands` first.
         ``inputs``: name of a layer -> shape of its input in a micro-batch, (…, in_features).
+
+        Raises:
+            ConfigError: not exactly the sparse layers.
         """
+        if inputs.keys() != self.layers.keys():
+            missing, other = self.layers.keys() - inputs.keys(), inputs.keys() - self.layers.keys()
+            words = [f"no shape for {', '.join(sorted(missing))}"] * bool(missing)
+            words += [f"no sparse layer {', '.join(sorted(other))}"] * bool(other)
+            raise ConfigError(f"choose_products: {'; '.join(words)}")
         dtype = self._state.store
         for name, layer in self.layers.items():
             own = layer.sparsity
@@ -227,10 +241,8 @@ class Sparsifier:
 
     def refresh(self) -> None:
         """Project again where operands are stored: call it after changing weights by hand."""
-        self._state.sync()
-        if self._state.sharded:
-            self._state.reshard()
-        self.steps.project()
+        self._require_sparse()
+        self.steps.refresh()
 
     def masks(self) -> dict[str, Tensor]:
         """Name -> bool mask in use (``sste``: non-zeros of S(W)), shape of the stored weight.

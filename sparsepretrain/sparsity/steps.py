@@ -50,8 +50,14 @@ class Steps:
             self.adjust_gradients(optimizer)
             return None
 
+        called = False
+
         @functools.wraps(closure)
         def with_adjustment() -> Any:
+            nonlocal called
+            if called:  # the optimiser has moved the weights since
+                self.refresh()
+            called = True
             loss = closure()
             self.adjust_gradients(optimizer)
             return loss
@@ -129,21 +135,31 @@ class Steps:
             for layer in self.layers.values():
                 layer.sparsity.kept_mask = None
 
+    def refresh(self) -> None:
+        """See :meth:`Sparsifier.refresh`."""
+        self.state.sync()
+        if self.state.sharded:
+            self.state.reshard()
+        self.project()
+
     @torch.no_grad()
     def project(self) -> None:
         """Project anew where operands are stored, all layers at once if the method can."""
         pairs, made = [(layer.sparsity, layer.weight) for layer in self.layers.values()], {}
-        with torch.inference_mode(False):
-            several = [
-                (weight.detach(), own, own.out)
-                for own, weight in pairs
-                if own.makes_room(weight) and own.out is not None
-            ]
-            if several:
-                found = self.state.method.foreach_project(*zip(*several, strict=True))
-                made = {id(own): p for (_, own, _), p in zip(several, found, strict=True)}
+        try:
+            with torch.inference_mode(False):
+                several = [
+                    (weight.detach(), own, own.out)
+                    for own, weight in pairs
+                    if own.makes_room(weight) and own.out is not None
+                ]
+                if several:
+                    found = self.state.method.foreach_project(*zip(*several, strict=True))
+                    made = {id(own): p for (_, own, _), p in zip(several, found, strict=True)}
+        finally:
+            for own, _ in pairs:
+                own.out = None
         for own, weight in pairs:
-            own.out = None
             own.restore(weight, made.get(id(own)))
 
     def compare(self) -> None:

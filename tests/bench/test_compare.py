@@ -46,9 +46,9 @@ def test_times(compare):
     assert "1.200" in slow and slow.rstrip().endswith("regressed")
     assert "1.153 to 1.249" in slow  # 117.6/102 and 122.4/98
     assert "improved" in text and "new.json: a, 4×4, fresh" in text
-    assert "old.json: a, 4×4, gone" in text
-    assert "1 of 2 cases regressed by more than 10%: a, 4×4, triton" in text
-    assert compare(old, new, "threshold=0.25")[0] == 0
+    assert "1 cases are measured no more: a, 4×4, gone" in text
+    assert "1 of 3 cases regressed by more than 10%: a, 4×4, triton" in text
+    assert compare(results(timed(100.0)), new, "threshold=0.25")[0] == 0
     assert compare(new, new)[0] == 0
 
 
@@ -62,7 +62,8 @@ def test_what_was_right_and_is_wrong(compare):
     assert code == 1 and "regressed" in text
     skipped = results(timed(None, status="skipped: needs a CUDA GPU"))
     code, text = compare(results(timed(100.0)), skipped)
-    assert code == 0 and "not measured in both" in text
+    assert code == 1 and "lost" in text
+    assert compare(skipped, skipped)[0] == compare(skipped, results(timed(1.0)))[0] == 0
 
 
 def test_ratios_and_their_better_side(compare):
@@ -87,7 +88,7 @@ def test_ratios_and_their_better_side(compare):
 
 
 def test_a_value_of_nothing():
-    for old, new in ((0.0, 1.0), (None, 1.0), (1.0, None)):
+    for old, new in ((0.0, 1.0), (None, 1.0)):
         change = Change("x", Reading(old, more_is_better=False), Reading(new), 0.1)
         assert change.verdict == "not measured in both"
     more = Reading(2.0, more_is_better=True)
@@ -101,6 +102,7 @@ def test_refusals(compare, tmp_path, capsys):
         (results(timed(1.0), quick=True), "quick of {old} is false, of {new} true"),
         (results(timed(1.0), hardware={**HARDWARE, "device": "other"}), 'hardware of {old} is {{"'),
         ("{", "{new} holds no JSON"),
+        ({**good, "cases": [{"name": "x"}]}, "{new} has a damaged case (KeyError('value'))"),
         ("[]", "{new} is no results file of `sparsepretrain bench`"),
     ):
         code, text = compare(copy.deepcopy(good), bad)

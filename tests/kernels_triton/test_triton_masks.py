@@ -195,3 +195,32 @@ def test_tensors_between_which_nothing_is_aligned():
 def test_layers_of_several_devices_are_not_launched_together():
     xs = [nasty((16, 8), 1), torch.empty(16, 8, device="meta")]
     assert foreach.foreach_nm_prune(xs, 2, 4, 1, False, list(xs)) is None
+
+
+def test_what_one_launch_would_misread():
+    """Other shapes are refused, as by the reference; other types are launched one by one."""
+    x, code = nasty((16, 16), 1), pack_rows(nasty((16, 16), 2) > 0)
+    scales = [torch.tensor(1.5, device=DEVICE), torch.tensor(2.5, device=DEVICE).bfloat16()]
+    outs = [torch.zeros(16, 16, device=DEVICE) for _ in range(2)]
+    memory = torch.zeros(512, device=DEVICE)
+    results = []
+    for backend in ("triton", "reference"):
+        where = {"backend": backend}
+        with pytest.raises(RuntimeError):
+            foreach_nm_prune([x], outs=[memory[:128].view(16, 8)], **where)
+        with pytest.raises(ValueError):
+            foreach_apply_mask([x], [code[:, :1]], outs=outs[:1], **where)
+        with pytest.raises(ValueError):
+            foreach_packed_flip_count([code], [code[:8]], **where)
+        ones = torch.ones(16, 16, dtype=torch.uint8, device=DEVICE)
+        masked = foreach_apply_mask([x], [ones], outs=[torch.empty_like(x)], **where)
+        shrunk = foreach_soft_prune([x, x], scales=scales, outs=outs, **where)
+        results.append([*masked, *(values.clone() for values, _ in shrunk)])
+    assert not memory.any()
+    for got, wanted in zip(*results, strict=True):
+        assert_same(got, wanted)
+
+
+def test_the_table_of_a_launch_does_not_follow_the_default_device():
+    with torch.device("meta"):
+        assert foreach._on_device(((0, 256), (0, 256)), torch.device("cpu")).device.type == "cpu"

@@ -292,6 +292,8 @@ def _mixup(what: str) -> None:
 
 def _owner() -> str:
     for file, function in _frames():
+        if function == "_on_device":  # of the table of a launch: whether it is new, memory decides
+            return "rest"
         if function in ("fprop", "dgrad", "wgrad", "bgrad"):
             return "products"
         if file.startswith(("sparsity/", "kernels/")):

@@ -9,6 +9,8 @@ from sparse_cases import CASES, IDS, Net, build, draw, everything, gradients, sp
 from tiny_runs import assert_equal_bits
 from torch import nn
 
+from sparsepretrain import densify
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Method
 from sparsepretrain.sparsity.methods.ste import STE
 
@@ -221,20 +223,25 @@ def test_closures(style, decay_on):
 
 
 def test_lbfgs():
-    model, optimizer, sparsifier = build("srste", cls=torch.optim.LBFGS, lr=0.5)
-    losses = []
+    """It moves the weights between the calls of its closure."""
+    losses: list[list[float]] = [[], []]
+    for seen, stored in zip(losses, (False, True), strict=True):
+        model, optimizer, sparsifier = build("srste", cls=torch.optim.LBFGS, lr=0.5)
+        if stored:
+            sparsifier.store_operands()
 
-    def closure():
-        optimizer.zero_grad()
-        loss = (model(draw(16, 16)) - 1).square().mean()
-        loss.backward()
-        losses.append(float(loss.detach()))
-        return loss
+        def closure(model=model, optimizer=optimizer, seen=seen):
+            optimizer.zero_grad()
+            loss = (model(draw(16, 16)) - 1).square().mean()
+            loss.backward()
+            seen.append(float(loss.detach()))
+            return loss
 
-    for _ in range(3):
-        optimizer.step(closure)
-    assert sparsifier.completed_steps == 3 and losses[-1] < 0.5 * losses[0]
-    assert all((m.view(-1, 4).sum(1) == 2).all() for m in sparsifier.masks().values())
+        for _ in range(3):
+            optimizer.step(closure)
+        assert sparsifier.completed_steps == 3 and seen[-1] < 0.5 * seen[0]
+        assert all((m.view(-1, 4).sum(1) == 2).all() for m in sparsifier.masks().values())
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("update", ["init", "step"])
@@ -470,6 +477,27 @@ def test_layers_projected_together_are_those_projected_one_by_one(method):
 )
 def test_what_is_projected_one_by_one(method, options, dtype):
     assert stored_after_two_steps(method, options, joins=True, dtype=dtype)[1] == []
+
+
+def test_what_fails_while_layers_are_projected_leaves_nothing_behind(monkeypatch):
+    model, optimizer, sparsifier = build("ste", dtype=torch.float32)
+    sparsifier.store_operands()
+    with monkeypatch.context() as patch:
+        patch.setattr(STE, "foreach_project", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(model, optimizer, 0, 1)
+    assert all(layer.sparsity.out is None for layer in sparsifier.layers.values())
+
+
+def test_refusals_of_operands_and_shapes():
+    model, _, sparsifier = build("ste")
+    with pytest.raises(ConfigError, match=r"products are in fp32, bf16, fp16, not in torch\.int64"):
+        sparsifier.store_operands(torch.int64)
+    with pytest.raises(ConfigError, match=r"no shape for fc2; no sparse layer nope$"):
+        sparsifier.choose_products({"fc1": (2, 16), "nope": (2, 16)})
+    densify(model)
+    with pytest.raises(ConfigError, match="densified"):
+        sparsifier.refresh()
 
 
 def test_a_rule_of_its_own_is_not_passed_over():

@@ -67,7 +67,10 @@ def foreach_apply_mask(
     xs: Sequence[Tensor], masks: Sequence[Tensor], outs: Sequence[Tensor]
 ) -> list[Tensor] | None:
     """See :func:`sparsepretrain.kernels.foreach_apply_mask`."""
-    packed = all(mask.dtype == torch.uint8 and mask.is_contiguous() for mask in masks)
+    packed = all(
+        mask.dtype == torch.uint8 and mask.shape == packed_shape(x.shape) and mask.is_contiguous()
+        for x, mask in zip(xs, masks, strict=True)
+    )
     if not packed or not _matrices(-1, xs, outs):
         return None
     if not _launch(_foreach_select, 1, xs, outs, masks, BLOCK=BLOCK):
@@ -98,7 +101,7 @@ def _matrices(dim: int, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> bool:
     """Whether groups along ``dim`` lie in memory, in rows of whole bytes of mask."""
     return all(
         x.dim() == 2 and dim in (1, -1) and x.shape[1] % 8 == 0 and x.is_contiguous()
-        and out.is_contiguous() and x.dtype == xs[0].dtype and out.dtype == outs[0].dtype
+        and out.is_contiguous() and out.shape == x.shape
         for x, out in zip(xs, outs, strict=True)
     )  # fmt: skip
 
@@ -117,14 +120,19 @@ def _launch(
 ) -> bool:
     """Launch ``kernel`` on programs of all layers; False: they do not fit into one launch.
 
-    They do not on several devices, beyond 2³¹ elements, at distances that are no multiple of APART.
+    They do not on several devices, in several dtypes, beyond 2³¹ elements, or at distances that are
+    no multiples of APART.
 
     The kernel takes the table, the first tensor of each column (of fours, those of the first two as
     Rows), ``args`` and ``constants``. A row of the table: the distances of the columns in elements,
     and how many units of ``per_count`` elements of the first column there are.
     """
     first = columns[0]
-    if any(x.numel() >= 2**31 - BLOCK or x.device != first[0].device for x in first):
+    kinds = [{(x.dtype, x.device) for x in column} for column in columns]
+    devices = {device for kind in kinds for _, device in kind}
+    if max(map(len, kinds)) > 1 or len(devices) > 1:
+        return False
+    if any(x.numel() >= 2**31 - BLOCK for x in first):
         return False
     table = _distances(columns, per_count)
     if table is None:
@@ -153,7 +161,7 @@ def _distances(columns: Sequence[Sequence[Tensor]], per_count: int) -> Tensor | 
 @lru_cache(64)
 def _on_device(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        table = torch.tensor(rows).t().contiguous()
+        table = torch.tensor(rows, device="cpu").t().contiguous()
         if device.type == "cuda":  # the host does not wait for a copy from pinned memory
             table = table.pin_memory().to(device, non_blocking=True)
         return table

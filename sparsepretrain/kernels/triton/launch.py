@@ -265,7 +265,7 @@ def over_groups(
 def packs(x: Tensor, out: Tensor) -> bool:
     """Whether :func:`store_code` can pack what a kernel over fours of ``x`` keeps."""
     matrices = x.dim() == 2 and x.is_contiguous() and out.is_contiguous()
-    return matrices and x.shape[1] >= 8 and x.numel() > 0
+    return matrices and x.shape == out.shape and x.shape[1] >= 8 and x.numel() > 0
 
 
 def packed_rows(x: Tensor) -> Tensor:
