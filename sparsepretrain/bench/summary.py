@@ -49,15 +49,32 @@ def page(path: Path, heading: str = "#") -> Iterator[str]:
     module = import_module(SUITES[found["suite"]])
     if hasattr(module, "report"):
         yield from ("", *module.report(found))
-    yield from ("", "| case | measured | times as fast as | limit kept |", "| --- " * 4 + "|")
+    compared = any(row.get("ratio_to") for row in found["cases"])
+    heads = ["case", "measured", *["times as fast as"] * compared, "limit, kept"]
+    yield from ("", f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|")
     for row in found["cases"]:
         name, reading = describe(row)
-        ratios = [f"{other} {ratio:.2f}" for other, ratio in row.get("ratio_to", {}).items()]
         share = row.get("frac_of_copy")
-        text = str(reading) + ("" if share is None else f", {share:.0%} of copy")
-        yield f"| {name} | {text} | {', '.join(ratios)} | {KEPT[row['ok']]} |"
+        cells = [name, str(reading) + ("" if share is None else f", {share:.0%} of copy")]
+        if compared:
+            ratios = row.get("ratio_to", {}).items()
+            cells.append(", ".join(f"{other} {ratio:.2f}" for other, ratio in ratios))
+        yield f"| {' | '.join(cells)} | {_limit(row)}{KEPT[row['ok']]} |"
     if path.with_suffix(".png").exists():
         yield from ("", f"![{path.stem}]({path.stem}.png)")
+
+
+def _limit(row: dict[str, Any]) -> str:
+    """Of a case that was held to one, before whether it is kept."""
+    if row["ok"] is None:
+        return ""
+    if (goal := row.get("goal_us")) is not None:
+        return f"≤ {goal:g} µs, "
+    if (goal := row.get("goal")) is not None:
+        return f"≥ {goal:.0%} of copy, "
+    signs = {"at_most": "≤", "at_least": "≥"}
+    found = [f"{sign} {row[key]:g}, " for key, sign in signs.items() if row.get(key) is not None]
+    return "".join(found)
 
 
 def main() -> None:

@@ -188,16 +188,14 @@ class Sparsifier:
         """Decide now which products of each layer are sparse, instead of in its first forward.
 
         For loops that compile: graphs do not try products. Call :meth:`store_operands` first.
-        ``inputs``: name of a layer -> shape of its input in a micro-batch, (…, in_features).
+        ``inputs``: name of a layer -> shape of its input in a micro-batch, (…, in_features); those
+        of other modules are passed over.
 
         Raises:
-            ConfigError: not exactly the sparse layers.
+            ConfigError: a sparse layer is missing.
         """
-        if inputs.keys() != self.layers.keys():
-            missing, other = self.layers.keys() - inputs.keys(), inputs.keys() - self.layers.keys()
-            words = [f"no shape for {', '.join(sorted(missing))}"] * bool(missing)
-            words += [f"no sparse layer {', '.join(sorted(other))}"] * bool(other)
-            raise ConfigError(f"choose_products: {'; '.join(words)}")
+        if missing := [name for name in self.layers if name not in inputs]:
+            raise ConfigError(f"choose_products: no shape for {', '.join(missing)}")
         dtype = self._state.store
         for name, layer in self.layers.items():
             own = layer.sparsity

@@ -104,7 +104,7 @@ def test_summary(tmp_path):
     (tmp_path / "tests.log.part").touch()
     text = summary(tmp_path)
     assert "Finished: kernels." in text and "Not finished: tests." in text
-    assert "| a, 4×4, triton | 2 µs, 80% of copy | reference 3.00 | NO |" in text
+    assert "| a, 4×4, triton | 2 µs, 80% of copy | reference 3.00 | ≥ 85% of copy, NO |" in text
     assert "| b, 4, triton | skipped: needs a CUDA GPU |  |  |" in text
     assert "Ceilings, measured: 4012 GB/s, 700 TFLOP/s." in text
     assert "NVIDIA H200, torch 2.15.0, triton 3.9.0, commit abc" in text

@@ -493,7 +493,7 @@ def test_refusals_of_operands_and_shapes():
     model, _, sparsifier = build("ste")
     with pytest.raises(ConfigError, match=r"products are in fp32, bf16, fp16, not in torch\.int64"):
         sparsifier.store_operands(torch.int64)
-    with pytest.raises(ConfigError, match=r"no shape for fc2; no sparse layer nope$"):
+    with pytest.raises(ConfigError, match="no shape for fc2"):
         sparsifier.choose_products({"fc1": (2, 16), "nope": (2, 16)})
     densify(model)
     with pytest.raises(ConfigError, match="densified"):
