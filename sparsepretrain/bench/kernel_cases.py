@@ -195,6 +195,10 @@ def all_layers() -> Iterator[KernelCase]:
     def hard(backend: str | None, xs: Any, before: Any, _: Any, __: Any, outs: Any) -> Any:
         return _flips(backend, before, kernels.foreach_nm_prune(xs, outs=outs, backend=backend))
 
+    def dense(backend: str | None, xs: Any, before: Any, *_: Any) -> Any:
+        codes = kernels.foreach_nm_mask(xs, backend=backend)
+        return _flips(backend, before, [(code, code) for code in codes])
+
     def stored(backend: str | None, xs: Any, _: Any, masks: Any, __: Any, outs: Any) -> Any:
         return kernels.foreach_apply_mask(xs, masks, outs=outs, backend=backend)
 
@@ -202,9 +206,10 @@ def all_layers() -> Iterator[KernelCase]:
     for name, run, kernel, most, size in (
         ("S-STE", soft, "foreach._foreach_soft_24", 23.0, 6.5),
         ("STE", hard, "foreach._foreach_prune_24", 35.0, 6.5),
+        ("dense", dense, "foreach._foreach_code_24", 24.5, 4.5),
         ("T-SR-STE", stored, "foreach._foreach_select", 11.0, 6.125),
     ):
-        limits = {kernel: Limit(most, 64)} | (counting if size == 6.5 else {})
+        limits = {kernel: Limit(most, 64)} | (counting if size != 6.125 else {})
         yield KernelCase(
             f"{name} after a step, all FFN weights of 124M", weights, run, size, limits,
             {"24 weights": (24 * 3072, 768)}, goal_us=150.0, rotate=False,

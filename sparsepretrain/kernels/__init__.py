@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be li
         unpacked,
     )
     from sparsepretrain.kernels.mvue24 import mvue
-    from sparsepretrain.kernels.nm import foreach_nm_prune, nm_mask, nm_prune
+    from sparsepretrain.kernels.nm import foreach_nm_mask, foreach_nm_prune, nm_mask, nm_prune
     from sparsepretrain.kernels.noise import uniform_like, uniform_noise
     from sparsepretrain.kernels.packed24 import compress_24, matmul_24
     from sparsepretrain.kernels.sdgp import prune_gradient

@@ -139,8 +139,8 @@ def foreach_packed_flip_count(
     *,
     replace: bool = False,
     backend: str | None = None,
-) -> list[Tensor]:
-    """:func:`packed_flip_count` of each pair: in one launch on GPUs.
+) -> Tensor:
+    """:func:`packed_flip_count` of each pair, (pairs,) int64: in one launch on GPUs.
 
     That takes contiguous codes whose sizes are multiples of 16 bytes.
     """
@@ -150,9 +150,11 @@ def foreach_packed_flip_count(
     kernel = kernel_of(operation, backend, current[0], composed=True) if current else None
     found = kernel(previous, current, replace) if kernel else None
     if found is not None:
-        return list(found.unbind())
+        return found
     options: Any = {"replace": replace, "backend": backend}
-    return [packed_flip_count(a, b, **options) for a, b in zip(previous, current, strict=True)]
+    pairs = zip(previous, current, strict=True)
+    counts = [packed_flip_count(a, b, **options) for a, b in pairs]
+    return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
 
 
 def _require_pair(name: str, previous: Tensor, current: Tensor) -> None:

@@ -62,6 +62,30 @@ def _by_sorting(x: Tensor, n: int, m: int, dim: int, ties: str) -> Tensor:
     return kept.movedim(-1, dim % x.dim() + 1).reshape(x.shape)
 
 
+def foreach_nm_mask(
+    xs: Sequence[Tensor],
+    n: int = 2,
+    m: int = 4,
+    *,
+    dim: int = -1,
+    ties: str = "high",
+    backend: str | None = None,
+) -> list[Tensor]:
+    """:func:`nm_mask` of each tensor, packed: in one launch on GPUs, if it is 2:4.
+
+    That takes contiguous matrices of one dtype with groups along rows of whole bytes of mask; such
+    small ones take one call on CPUs, if it is N:4. Arguments and errors are those of
+    :func:`nm_mask`.
+    """
+    kernel = kernel_of("foreach_nm_mask", backend, xs[0], composed=True) if xs else None
+    for x in xs:
+        _check("foreach_nm_mask", x, n, m, dim, ties)
+    found = kernel(xs, n, m, dim, ties == "low") if kernel and n < m else None
+    if found is not None:
+        return found
+    return [nm_mask(x, n, m, dim=dim, ties=ties, packed=True, backend=backend) for x in xs]
+
+
 def nm_prune(
     x: Tensor,
     n: int = 2,

@@ -29,7 +29,7 @@ from sparsepretrain.sparsity.execution.semi_structured import packings
 from sparsepretrain.sparsity.method import Projection, W
 from sparsepretrain.sparsity.model_state import ModelState
 
-CHANGING = frozenset(["_stored", "kept_mask", "flips", "out"])
+CHANGING = frozenset(["_stored", "kept_mask", "out"])
 """Attributes of a layer's state that every step sets: no parameters, buffers or modules."""
 PREVIOUS_MASK = "previous_mask"  # buffer: packed mask of the last comparison, (rows, bytes)
 
@@ -38,7 +38,6 @@ class LayerState(nn.Module):
     """What is sparse about one layer: the method's tensors, the last mask, its draws."""
 
     previous_mask: Tensor
-    flips: Tensor  # 0-d int64: at the last comparison
     _stored: dict[bool, Operands | None]  # operands of training (True) and of evaluation (False)
     kept_mask: Tensor | None  # of the stored operands of training; bool or packed by rows
     out: Tensor | None = None  # where the method may write A(W) while it projects
@@ -254,9 +253,17 @@ class LayerState(nn.Module):
             operands: Operands | None = self.gathered.operands(weight, training)
             return operands
         training = self.variant(training)
+        if self._plain(dtype, training):
+            return None
         if training in self._stored and self.model.store == dtype:
             return self._stored[training]
         return self._make(weight, dtype, training)
+
+    def _plain(self, dtype: torch.dtype, training: bool) -> bool:
+        """Whether products see W itself: then nothing is projected, rounded or stored."""
+        phase = self.method.phase
+        sparse = phase.training if training else phase.evaluation
+        return not sparse and not self.execution(dtype, training).rounds
 
     def variant(self, training: bool) -> bool:
         """True also where the operands of evaluation are those of training."""
@@ -356,8 +363,10 @@ class LayerState(nn.Module):
         self.forget()
         if self.gathered is not None:
             self.gathered.restore()
-        elif self.model.store is not None and not self.model.sharded:
-            self._make(weight, self.model.store, True, earlier, made)
+            return
+        store = self.model.store
+        if store is not None and not self.model.sharded and not self._plain(store, True):
+            self._make(weight, store, True, earlier, made)
 
     def forget(self) -> None:
         """What was stored is out of date; the next forward makes it again."""
@@ -366,22 +375,25 @@ class LayerState(nn.Module):
             self.gathered.forget()
 
     @torch.no_grad()
-    def mask_in_use(self, weight: Tensor, *, packed: bool = False) -> Tensor:
-        """The mask of the projection, or the one that the method's rule would choose.
-
-        bool; or packed by rows.
-        """
-        mask = self.project(weight).mask if self.kept_mask is None else self.kept_mask
+    def mask_in_use(self, weight: Tensor) -> Tensor:
+        """The mask of the projection, or the one that the method's rule would choose; bool."""
+        mask = self.projected_mask(weight)
         if mask is None:
             master = widen(self.stored(weight).detach())
             if self._by_rows:
-                given = {"packed": True} if packed and self.method.packs_mask else {}
-                mask = self.method.mask(master, self.dim, **given)
+                mask = self.method.mask(master, self.dim)
             else:
                 mask = self.shard.mine(self.method.mask(self.shard.gather(master), self.dim))
-        if packed:
-            return mask if mask.dtype == torch.uint8 else pack_rows(mask)
         return unpacked(mask, self.stored(weight).shape)
+
+    def projected_mask(self, weight: Tensor) -> Tensor | None:
+        """The mask of the projection, bool or packed by rows; None: the method's rule chooses."""
+        return self.project(weight).mask if self.kept_mask is None else self.kept_mask
+
+    @property
+    def masked_alike(self) -> bool:
+        """Whether the method's rule for this layer can be applied to many layers at once."""
+        return self.method.by_magnitude and self.dim == 1 and self._by_rows
 
     def adjusting_mask(self, weight: Tensor) -> Tensor:
         """:meth:`mask_in_use`, packed by rows if it is there so and the method takes it."""

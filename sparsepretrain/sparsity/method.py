@@ -203,11 +203,11 @@ class Method:
         cls = type(self)  # whether J changes gradients, and weights after the update
         self.on_gradient = cls.adjust_gradient_ is not Method.adjust_gradient_
         self.on_weight = cls.adjust_weight_ is not Method.adjust_weight_
+        self.updates = cls.update_ is not Method.update_
         names = "project", "foreach_project"
         one, many = (next(c for c in cls.__mro__ if name in vars(c)) for name in names)
         self.joins = many is not Method and issubclass(many, one)
         """Whether ``foreach_project`` is of the class that ``project`` is of, or of one below."""
-        self.packs_mask = "packed" in inspect.signature(cls.mask).parameters
         self.takes_order = "order" in inspect.signature(cls.wgrad_gradient).parameters
         self.state = dict(self.scalars)  # the integers of `scalars`; `after_step` may change them
         self.window = self.window_steps(options.window)
@@ -325,13 +325,14 @@ class Method:
         In place, inside the window; ``weight`` is the master weight after the update, as stored.
         """
 
-    def mask(self, weight: Tensor, dim: int, packed: bool = False) -> Tensor:
-        """The mask that the method's rule chooses for ``weight``; bool, same shape.
+    def mask(self, weight: Tensor, dim: int) -> Tensor:
+        """The mask that the method's rule chooses for ``weight``; bool, same shape."""
+        return kernels.nm_mask(weight, *self.pattern, dim=dim)
 
-        ``packed``: it may be packed by rows instead; methods of your own may leave that parameter
-        out.
-        """
-        return kernels.nm_mask(weight, *self.pattern, dim=dim, packed=packed)
+    @property
+    def by_magnitude(self) -> bool:
+        """Whether :meth:`mask` is this class's, whose rule is applied to many layers at once."""
+        return type(self).mask is Method.mask
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
         """A(W), B(W) and the mask of a master weight, as stored, fp32 or wider.

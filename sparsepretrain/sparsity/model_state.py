@@ -42,6 +42,7 @@ class ModelState:
         self.step = 0  # completed optimiser steps
         self.micro = 0  # index of the current micro-batch in the global batch
         self.compared_at = 0  # completed steps at the last comparison of masks
+        self.flips: Any = None  # (layers,) int64: at the last comparison
         self.interval = 0  # steps between the last two comparisons; 0: none since the numbers came
         self.capacity = 0  # most tokens of a micro-batch if they differ; 0: all have equally many
         self.store: torch.dtype | None = None  # of stored operands; None: every forward projects

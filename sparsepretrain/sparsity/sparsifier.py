@@ -60,8 +60,7 @@ class Sparsifier:
         """
         if self._state.compared_at != self.completed_steps or not self._state.interval:
             return None
-        flips = torch.stack([layer.sparsity.flips for layer in self.layers.values()])
-        return self._state.total(flips)
+        return self._state.total(self._state.flips.clone())
 
     @property
     def completed_steps(self) -> int:

@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsepretrain.errors import SparsePretrainWarning
-from sparsepretrain.kernels import foreach_packed_flip_count, unpacked
+from sparsepretrain.kernels import (
+    foreach_nm_mask,
+    foreach_packed_flip_count,
+    pack_rows,
+    unpacked,
+    widen,
+)
 from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.model_state import ModelState
 
@@ -125,7 +131,7 @@ class Steps:
         state.write()
         if state.sharded:
             state.reshard()
-        if inside:
+        if inside and method.updates:
             for layer in self.layers.values():
                 layer.sparsity.update(layer.weight)
         self.project()
@@ -165,11 +171,19 @@ class Steps:
     def compare(self) -> None:
         """Count the flips since the last comparison; the new masks are remembered."""
         pairs = [(layer.sparsity, layer.weight) for layer in self.layers.values()]
-        new = [own.mask_in_use(weight, packed=True) for own, weight in pairs]
+        masks = [own.projected_mask(weight) for own, weight in pairs]
+        alike = [i for i, (own, _) in enumerate(pairs) if masks[i] is None and own.masked_alike]
+        masters = [widen(own.stored(weight).detach()) for own, weight in (pairs[i] for i in alike)]
+        chosen = foreach_nm_mask(masters, *self.state.method.pattern, dim=1)
+        for i, mask in zip(alike, chosen, strict=True):
+            masks[i] = mask
+        new = [
+            own.mask_in_use(weight) if mask is None else mask
+            for mask, (own, weight) in zip(masks, pairs, strict=True)
+        ]
+        packed = [mask if mask.dtype == torch.uint8 else pack_rows(mask) for mask in new]
         previous = [own.previous_mask for own, _ in pairs]
-        flips = foreach_packed_flip_count(previous, new, replace=True)
-        for (own, _), found in zip(pairs, flips, strict=True):
-            own.flips = found
+        self.state.flips = foreach_packed_flip_count(previous, packed, replace=True)
 
 
 def lost_decay(before: Tensor, after: Tensor, weight: Tensor, mask: Tensor) -> float:

@@ -10,6 +10,7 @@ from same_bits import DEVICE, assert_same
 from sparsepretrain.kernels import (
     apply_mask,
     foreach_apply_mask,
+    foreach_nm_mask,
     foreach_nm_prune,
     foreach_packed_flip_count,
     foreach_soft_prune,
@@ -154,10 +155,12 @@ def test_all_layers_in_one_launch(dtype, monkeypatch):
         codes, last = ([code.clone() for _, code in pairs] for pairs in (pruned, shrunk))
         masked = foreach_apply_mask(xs, codes, outs=new(), backend=backend)
         flips = foreach_packed_flip_count(codes, last, replace=True, backend=backend)
-        return [*itertools.chain(*pruned, *shrunk), *masked, *flips, *codes]
+        bits = [*foreach_nm_mask(xs, backend=backend)]
+        bits += foreach_nm_mask([x.to(dtype) for x in xs], ties="low", backend=backend)
+        return [*itertools.chain(*pruned, *shrunk), *masked, *flips, *codes, *bits]
 
     expected = results("reference")
-    for module, name in ((nm, "nm_prune"), (soft, "soft_prune"), (masks, "apply_mask")):
+    for module, name in ((nm, "nm_prune"), (nm, "nm_mask"), (soft, "soft_prune"), (masks, "apply_mask")):
         monkeypatch.delattr(module, name)  # nothing falls back to one by one
     monkeypatch.delattr(masks, "packed_flip_count")
     for got, wanted in zip(results("triton"), expected, strict=True):
@@ -176,7 +179,8 @@ def test_layers_that_do_not_fit_together_are_launched_one_by_one(shape, dim):
         codes = [code for _, code in pairs]
         left = foreach_apply_mask(xs, codes[:2], outs=outs, backend=backend)
         flips = foreach_packed_flip_count(codes[:2], codes[2:], backend=backend)
-        both.append([*codes, *left, *flips])
+        bits = foreach_nm_mask(xs, dim=dim, backend=backend)
+        both.append([*codes, *left, *flips, *bits])
     for got, wanted in zip(*both, strict=True):
         assert_same(got, wanted)
 
@@ -187,7 +191,8 @@ def test_tensors_between_which_nothing_is_aligned():
     both = []
     for backend in ("triton", "reference"):
         outs = [torch.empty(8, 8, device=DEVICE) for _ in xs]
-        both.append(itertools.chain(*foreach_nm_prune(xs, outs=outs, backend=backend)))
+        pruned = foreach_nm_prune(xs, outs=outs, backend=backend)
+        both.append([*itertools.chain(*pruned), *foreach_nm_mask(xs, backend=backend)])
     for got, wanted in zip(*both, strict=True):
         assert_same(got, wanted)
 
@@ -215,7 +220,8 @@ def test_what_one_launch_would_misread():
         ones = torch.ones(16, 16, dtype=torch.uint8, device=DEVICE)
         masked = foreach_apply_mask([x], [ones], outs=[torch.empty_like(x)], **where)
         shrunk = foreach_soft_prune([x, x], scales=scales, outs=outs, **where)
-        results.append([*masked, *(values.clone() for values, _ in shrunk)])
+        bits = foreach_nm_mask([x, x.bfloat16()], **where)
+        results.append([*masked, *(values.clone() for values, _ in shrunk), *bits])
     assert not memory.any()
     for got, wanted in zip(*results, strict=True):
         assert_same(got, wanted)

@@ -11,7 +11,8 @@ from torch import nn
 
 from sparsepretrain import densify
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity import Method
+from sparsepretrain.sparsity import Method, steps
+from sparsepretrain.sparsity.methods.dense import Dense
 from sparsepretrain.sparsity.methods.ste import STE
 
 every_case = pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
@@ -451,8 +452,8 @@ def stored_after_two_steps(method, options, *, joins, dtype=torch.float32):
     sparsifier.store_operands(torch.bfloat16)
     train(model, optimizer, 0, 2)
     layers = [layer.sparsity for layer in sparsifier.layers.values()]
-    found = [[own._stored[True].forward, own.previous_mask, own.flips] for own in layers]
-    return [found, *sparsifier.masks().values()], many
+    found = [[own._stored[True].forward, own.previous_mask] for own in layers]
+    return [found, sparsifier.flips, *sparsifier.masks().values()], many
 
 
 @pytest.mark.parametrize("method", ["ste", "srste", "sdgf", "sste", "tsrste", "asp"])
@@ -511,6 +512,44 @@ def test_a_rule_of_its_own_is_not_passed_over():
 
     options = STE.Options(name="ste")
     assert [cls(options).joins for cls in (Method, STE, Mine, Both)] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "joined"),
+    [
+        ("dense", {}, 2),
+        ("dense", {"flip_rule": "transposable"}, 0),
+        ("sdgp", {}, 2),
+        ("sste", {"window": {"start": 0.5}}, 0),
+        ("ste", {"window": {"start": 0.5}}, 2),
+    ],
+)
+def test_masks_that_nothing_projects(method, options, joined, monkeypatch):
+    """They are those of the method's rule, which one call gives for all layers where it is N:M."""
+    model, optimizer, sparsifier = build(method, options)
+    counts, foreach = [], steps.foreach_nm_mask
+    monkeypatch.setattr(
+        steps,
+        "foreach_nm_mask",
+        lambda xs, *rest, **more: counts.append(len(xs)) or foreach(xs, *rest, **more),
+    )
+    for step in range(3):
+        before = [layer.sparsity.compared_mask(layer.weight) for layer in (model.fc1, model.fc2)]
+        train(model, optimizer, step, step + 1)
+        for index, (layer, old) in enumerate(zip((model.fc1, model.fc2), before, strict=True)):
+            mask = sparsifier.method.mask(layer.weight, 1)
+            assert torch.equal(layer.sparsity.compared_mask(layer.weight), mask)
+            assert sparsifier.flips[index] == (mask ^ old).sum()
+    assert counts == [joined] * 3
+
+
+def test_a_rule_of_ones_own_masks_each_layer():
+    class Mine(Dense):
+        def mask(self, weight, dim):
+            return weight > 0
+
+    options = Dense.Options(name="dense")
+    assert [cls(options).by_magnitude for cls in (Dense, Mine)] == [True, False]
 
 
 @pytest.mark.parametrize(

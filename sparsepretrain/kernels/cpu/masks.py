@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels.common import INTEGER_OF_SIZE
-from sparsepretrain.kernels.cpu.launch import Array, compiled, run
+from sparsepretrain.kernels.cpu.launch import Array, array_at, compiled, run
 
 
 def apply_mask(x: Tensor, mask: Tensor, out: Tensor | None) -> Tensor:
@@ -54,11 +54,10 @@ def foreach_packed_flip_count(
 ) -> Tensor:
     """(pairs,) int64."""
     found = torch.zeros(len(previous), dtype=torch.int64)
-    counts = found.numpy()
-    for i, pair in enumerate(zip(previous, current, strict=True)):
-        a, b = map(_words, pair)
-        if len(a):
-            _differing_bits(a, b, counts[i : i + 1])
+    a, b = ([_filled(code) for code in codes] for codes in (previous, current))
+    places = [(x.data_ptr(), y.data_ptr(), x.numel() // 8) for x, y in zip(a, b, strict=True)]
+    if places:
+        _all_differing_bits(numpy.array(places), found.numpy())
     if replace:
         torch._foreach_copy_(list(previous), list(current))
     return found
@@ -85,17 +84,23 @@ def _flat(x: Tensor) -> Array:
     return x.detach().contiguous().view(-1).numpy()
 
 
+def _filled(x: Tensor) -> Tensor:
+    """A uint8 or bool tensor, or a copy that can be read as uint64, filled with zeros."""
+    if x.is_contiguous() and x.numel() % 8 == x.data_ptr() % 8 == 0:
+        return x
+    flat = x.contiguous().view(torch.uint8).view(-1)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).clone()
+
+
 def _words(x: Tensor) -> Array:
     """The bytes of a uint8 or bool tensor as uint64, the last one filled with zeros."""
-    flat = x.contiguous().view(torch.uint8).view(-1)
-    if flat.numel() % 8 or flat.data_ptr() % 8:
-        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).clone()
-    return flat.numpy().view(numpy.uint64)
+    return _filled(x).view(torch.uint8).view(-1).numpy().view(numpy.uint64)
 
 
 _PLACES, _UP = numpy.uint64(0x0102040810204080), numpy.uint64(56)
 _PAIRS, _FOURS = numpy.uint64(0x5555555555555555), numpy.uint64(0x3333333333333333)
 _EIGHTS, _BYTES = numpy.uint64(0x0F0F0F0F0F0F0F0F), numpy.uint64(0x0101010101010101)
+_WORDS = numpy.empty(0, numpy.uint64)
 _1, _2, _4 = numpy.uint64(1), numpy.uint64(2), numpy.uint64(4)
 
 
@@ -142,6 +147,15 @@ def _differing_bits(a, b, found):
         word = ((word >> _4) + word) & _EIGHTS
         total += (word * _BYTES) >> _UP
     found[0] = total
+
+
+@compiled
+def _all_differing_bits(places, found):
+    """:func:`_differing_bits` of all (address of a, of b, words)."""
+    for k in range(len(places)):
+        a, b, size = places[k]
+        old, new = array_at(a, size, _WORDS), array_at(b, size, _WORDS)
+        _differing_bits(old, new, found[k : k + 1])
 
 
 @compiled

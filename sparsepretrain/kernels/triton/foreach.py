@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.common import packed_shape
+from sparsepretrain.kernels.common import packed_room, packed_shape, whole_bytes
 from sparsepretrain.kernels.triton.launch import BLOCK, Rows, Tile
 from sparsepretrain.kernels.triton.masks import count_bits, select_kept
-from sparsepretrain.kernels.triton.nm import prune_tile
+from sparsepretrain.kernels.triton.nm import code_tile, prune_tile
 from sparsepretrain.kernels.triton.soft import soft_tile
 from sparsepretrain.kernels.triton.tiles import block_offsets, tile_of
 
@@ -30,13 +30,23 @@ APART = 16
 """Distances are multiples of so many elements: what is read together stays aligned."""
 
 
+def foreach_nm_mask(
+    xs: Sequence[Tensor], n: int, m: int, dim: int, low: bool
+) -> list[Tensor] | None:
+    """See :func:`sparsepretrain.kernels.foreach_nm_mask`."""
+    if (n, m) != (2, 4) or not all(whole_bytes(x, dim) for x in xs):
+        return None
+    codes = packed_room(xs)
+    return codes if _launch(_foreach_code_24, 4, xs, codes, LOW=low, **GROUPS) else None
+
+
 def foreach_nm_prune(
     xs: Sequence[Tensor], n: int, m: int, dim: int, low: bool, outs: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]] | None:
     """See :func:`sparsepretrain.kernels.foreach_nm_prune`."""
     if (n, m) != (2, 4) or not _matrices(dim, xs, outs):
         return None
-    codes = _codes(xs)
+    codes = packed_room(xs)
     if not _launch(_foreach_prune_24, 4, xs, outs, codes, LOW=low, **GROUPS):
         return None
     torch.autograd.graph.increment_version(outs)
@@ -55,7 +65,7 @@ def foreach_soft_prune(
     """See :func:`sparsepretrain.kernels.foreach_soft_prune`."""
     if (n, m) != (2, 4) or not _matrices(dim, xs, outs):
         return None
-    codes, constants = _codes(xs), {"BETWEEN": gamma != 0.0, **GROUPS}
+    codes, constants = packed_room(xs), {"BETWEEN": gamma != 0.0, **GROUPS}
     weights = 1.0 - gamma, gamma
     if not _launch(_foreach_soft_24, 4, xs, outs, codes, scales, args=weights, **constants):
         return None
@@ -98,21 +108,11 @@ def foreach_packed_flip_count(
 
 
 def _matrices(dim: int, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> bool:
-    """Whether groups along ``dim`` lie in memory, in rows of whole bytes of mask."""
+    """Whether all are of :func:`whole_bytes`."""
     return all(
-        x.dim() == 2 and dim in (1, -1) and x.shape[1] % 8 == 0 and x.is_contiguous()
-        and out.is_contiguous() and out.shape == x.shape
+        whole_bytes(x, dim) and out.is_contiguous() and out.shape == x.shape
         for x, out in zip(xs, outs, strict=True)
-    )  # fmt: skip
-
-
-def _codes(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Room for masks packed by rows, in one piece: their distances are the same in every step."""
-    shapes = [packed_shape(x.shape) for x in xs]
-    sizes = [rows * width for rows, width in shapes]
-    room = [-(-size // APART) * APART for size in sizes]
-    parts = torch.empty(sum(room), dtype=torch.uint8, device=xs[0].device).split(room)
-    return [part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)]
+    )
 
 
 def _launch(
@@ -123,7 +123,7 @@ def _launch(
     They do not on several devices, in several dtypes, beyond 2³¹ elements, or at distances that are
     no multiples of APART.
 
-    The kernel takes the table, the first tensor of each column (of fours, those of the first two as
+    The kernel takes the table, the first tensor of each column (of fours, matrices of numbers as
     Rows), ``args`` and ``constants``. A row of the table: the distances of the columns in elements,
     and how many units of ``per_count`` elements of the first column there are.
     """
@@ -140,7 +140,8 @@ def _launch(
     programs = max(-(-x.numel() // BLOCK) for x in first)
     firsts: list[Any] = [column[0] for column in columns]
     if per_count == 4:
-        firsts[:2] = [Rows(x, 1, 0, 0, 1) for x in firsts[:2]]
+        matrix = [x.dim() == 2 and x.is_floating_point() for x in firsts]
+        firsts = [Rows(x, 1, 0, 0, 1) if m else x for x, m in zip(firsts, matrix, strict=True)]
     with torch.cuda.device_of(first[0]):
         kernel[(programs, len(first))](table, *firsts, *args, enable_fp_fusion=False, **constants)
     return True
@@ -177,6 +178,14 @@ def _entry(table, column, COLUMNS: tl.constexpr):
 def _distance(table, column, COLUMNS: tl.constexpr):
     # of the load itself, since Triton 3.6 forgets what is said of the result of a function
     return tl.multiple_of(tl.load(table + tl.program_id(1) * COLUMNS + column), 16)
+
+
+@triton.jit
+def _foreach_code_24(table, x, code, TILE: tl.constexpr, LOW: tl.constexpr):
+    groups = tl.multiple_of(_entry(table, 2, 3).to(tl.int32), 2)
+    row, first = tile_of(1, groups, TILE)
+    start = _distance(table, 0, 3) + row * 0
+    code_tile(x, start, row, first, 1, groups, code + _distance(table, 1, 3), TILE, LOW)
 
 
 @triton.jit

@@ -140,7 +140,15 @@ def _mask_24(
 @triton.jit
 def _code_24(x, like, count, groups, code, TILE: tl.constexpr, LOW: tl.constexpr):
     row, first = tile_of(count, groups, TILE)
-    x0, x1, x2, x3 = load_fours(x, starts_of(x, row), first, row < count, groups, TILE)
+    code_tile(x, starts_of(x, row), row, first, count, groups, code, TILE, LOW)
+
+
+@triton.jit
+def code_tile(
+    x, start, row, first, count, groups, code, TILE: tl.constexpr, LOW: tl.constexpr
+):  # fmt: skip
+    """The mask of a tile of fours in bits; ``start``: offsets of the rows in ``x``."""
+    x0, x1, x2, x3 = load_fours(x, start, first, row < count, groups, TILE)
     keep0, keep1, keep2, keep3 = top_two(
         magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), LOW
     )

@@ -78,7 +78,7 @@ class SSTE(Method):
             weight = weight if weight.itemsize > 4 else weight.float()  # the master may be bf16
             layer.beta.copy_(self._scale(weight, self._soft(weight, layer.dim)))
 
-    def mask(self, weight: Tensor, dim: int, packed: bool = False) -> Tensor:
+    def mask(self, weight: Tensor, dim: int) -> Tensor:
         """The non-zeros of S(W): at most n of m."""
         return self._soft(weight, dim) != 0
 

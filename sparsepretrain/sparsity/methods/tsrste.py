@@ -80,7 +80,7 @@ class TSRSTE(MaskedDecay, StoredMask):
         self.ends_by = "dense_tail" if first <= stop else self.ends_by
         return start, min(stop, first)
 
-    def mask(self, weight: Tensor, dim: int, packed: bool = False) -> Tensor:
+    def mask(self, weight: Tensor, dim: int) -> Tensor:
         return transposable(weight)
 
     def update_(self, weight: Tensor, layer: Layer) -> None:
