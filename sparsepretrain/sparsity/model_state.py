@@ -110,19 +110,17 @@ class ModelState:
         self.method.set_step(self.step)
         values = [self.step, self.compared_at, *self.method.state.values()]
         counters = self.root.get_buffer(self.buffer)
-        with torch.inference_mode(False):
-            for place, value in enumerate([*values, _checksum(values)]):
-                counters[place].fill_(value)
+        _fill(counters, [*values, _checksum(values)])
         self._seen = (counters, counters._version)
         self._set_clock()
 
     def _set_clock(self) -> None:
-        with torch.inference_mode(False):
-            device = self.root.get_buffer(self.buffer).device
-            if self.clock.device != device:
+        device = self.root.get_buffer(self.buffer).device
+        if self.clock.device != device:
+            with torch.inference_mode(False):
                 self.clock = torch.zeros_like(self.clock, device=device)
-            self.clock[0].fill_(self.step)
-        self.set_micro(self.micro)
+        self._reading = None
+        _fill(self.clock, [self.step, self.micro])
 
     def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
         """Version 0.1 kept the counters in the handle, whose ``load_state_dict`` sets them."""
@@ -130,9 +128,9 @@ class ModelState:
 
     def set_micro(self, micro: int) -> None:
         """The micro-batch that the next forward sees."""
-        self.micro, self._reading = micro, None
-        with torch.inference_mode(False):
-            self.clock[1].fill_(micro)
+        if micro != self.micro:
+            self.micro = micro
+            self._set_clock()
 
     def begin(self, step: int) -> None:
         """So many optimiser steps are complete; forwards are counted from 0 again.
@@ -211,6 +209,16 @@ class ModelState:
         if self._reading is None:
             self._reading = self.clock.clone()
         return self._reading
+
+
+def _fill(numbers: Tensor, values: list[int]) -> None:
+    """On a GPU numbers come with a launch, one each: to copy them would be to wait for it."""
+    with torch.inference_mode(False):
+        if numbers.is_cpu:
+            numbers.copy_(torch.tensor(values, device=numbers.device))
+            return
+        for place, value in enumerate(values):
+            numbers[place].fill_(value)
 
 
 def _checksum(values: list[int]) -> int:

@@ -157,7 +157,8 @@ def seed_draws(seed: int, step: int, micro: int) -> None:
 
 def _items(t: Session, batches: list[Batch]) -> int:
     """What counts for the loss in the global batch."""
-    return int(t.world.sum(torch.tensor(sum(map(t.task.count, batches)))))
+    own = sum(map(t.task.count, batches))
+    return own if t.world.size == 1 else int(t.world.sum(torch.tensor(own)))
 
 
 def _losses(t: Session, step: int, batches: list[Batch]) -> Iterator[tuple[int, Tensor]]:

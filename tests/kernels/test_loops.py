@@ -118,12 +118,14 @@ def test_every_operation(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "m", "dim"), [(2, 4, 1), (1, 4, -1), (4, 4, 1), (2, 8, 1), (2, 4, 0)])
+@pytest.mark.parametrize(
+    ("n", "m", "dim"), [(2, 4, 1), (1, 4, -1), (4, 4, 1), (2, 8, 1), (2, 4, 0)]
+)
 def test_masks_of_all_layers(dtype, n, m, dim):
     shapes = [(8, 16), (40, 8), (16, 264), (8, 16)]
     xs = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(shapes)]
     xs = [x.mul(2).round().to(dtype) for x in xs]  # with ties
-    mixed, bent = xs[:2] + [xs[2].float()], [xs[0], xs[1].t().contiguous().t()]
+    mixed, bent = [*xs[:2], xs[2].float()], [xs[0], xs[1].t().contiguous().t()]
     for together in (xs, mixed, bent, [x.unflatten(1, (-1, 2, 2)) for x in xs], xs[:1], []):
         for ties in ("high", "low"):
             if together and together[0].dim() == 4 and dim != 0:

@@ -160,9 +160,10 @@ def test_all_layers_in_one_launch(dtype, monkeypatch):
         return [*itertools.chain(*pruned, *shrunk), *masked, *flips, *codes, *bits]
 
     expected = results("reference")
-    for module, name in ((nm, "nm_prune"), (nm, "nm_mask"), (soft, "soft_prune"), (masks, "apply_mask")):
+    ones = {nm: ("nm_prune", "nm_mask"), soft: ("soft_prune",)}
+    ones[masks] = "apply_mask", "packed_flip_count"
+    for module, name in ((module, name) for module, names in ones.items() for name in names):
         monkeypatch.delattr(module, name)  # nothing falls back to one by one
-    monkeypatch.delattr(masks, "packed_flip_count")
     for got, wanted in zip(results("triton"), expected, strict=True):
         assert_same(got, wanted)
 
