@@ -140,7 +140,7 @@ def foreach_packed_flip_count(
     replace: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """:func:`packed_flip_count` of each pair, (pairs,) int64: in one launch on GPUs.
+    """:func:`packed_flip_count` of each pair in one launch on GPUs: (pairs,) int64.
 
     That takes contiguous codes whose sizes are multiples of 16 bytes.
     """
@@ -153,7 +153,7 @@ def foreach_packed_flip_count(
         return found
     options: Any = {"replace": replace, "backend": backend}
     pairs = zip(previous, current, strict=True)
-    counts = [packed_flip_count(a, b, **options) for a, b in pairs]
+    counts = [packed_flip_count(a, b, **options).to(current[0].device) for a, b in pairs]
     return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
 
 

@@ -129,8 +129,8 @@ class ModelState:
     def set_micro(self, micro: int) -> None:
         """The micro-batch that the next forward sees."""
         if micro != self.micro:
-            self.micro = micro
-            self._set_clock()
+            self.micro, self._reading = micro, None
+            _fill(self.clock, [micro], 1)
 
     def begin(self, step: int) -> None:
         """So many optimiser steps are complete; forwards are counted from 0 again.
@@ -211,13 +211,13 @@ class ModelState:
         return self._reading
 
 
-def _fill(numbers: Tensor, values: list[int]) -> None:
-    """On a GPU numbers come with a launch, one each: to copy them would be to wait for it."""
+def _fill(numbers: Tensor, values: list[int], first: int = 0) -> None:
+    """Write from ``first`` on. On a GPU each is a launch: a copy would have to be waited for."""
     with torch.inference_mode(False):
         if numbers.is_cpu:
-            numbers.copy_(torch.tensor(values, device=numbers.device))
+            numbers[first:].copy_(torch.tensor(values, device=numbers.device))
             return
-        for place, value in enumerate(values):
+        for place, value in enumerate(values, first):
             numbers[place].fill_(value)
 
 

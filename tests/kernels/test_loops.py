@@ -10,6 +10,7 @@ import torch
 from sparsepretrain import kernels
 from sparsepretrain.errors import SparsePretrainWarning
 from sparsepretrain.kernels import dispatch
+from sparsepretrain.kernels.cpu import KERNELS
 
 nan, inf = float("nan"), float("inf")
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -135,6 +136,15 @@ def test_masks_of_all_layers(dtype, n, m, dim):
                 for backend in ("cpu", "reference")
             ]
             assert len(masks[0]) == len(together) and all(map(same, *masks))
+
+
+def test_tensors_of_several_devices_are_not_read_together():
+    x, elsewhere = torch.randn(8, 16), torch.empty(8, 16, device="meta")
+    masks = kernels.foreach_nm_mask([x, elsewhere])
+    assert torch.equal(masks[0], kernels.nm_mask(x, packed=True)) and masks[1].is_meta
+    assert KERNELS["foreach_packed_flip_count"](masks, masks, False) is None
+    with pytest.raises(ValueError, match="masks on meta and on cpu"):
+        kernels.packed_flip_count(*masks[::-1], backend="cpu")
 
 
 @pytest.mark.parametrize("shape", [(16, 24), (16, 8, 3, 3)])

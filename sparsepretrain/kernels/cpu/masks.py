@@ -43,7 +43,10 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Ten
 
 def packed_flip_count(previous: Tensor, current: Tensor, replace: bool = False) -> Tensor:
     """0-d int64: in how many bits two uint8 or bool tensors differ."""
-    return foreach_packed_flip_count([previous], [current], replace)[0]
+    found = foreach_packed_flip_count([previous], [current], replace)
+    if found is None:
+        raise ValueError(f"packed_flip_count: masks on {previous.device} and on {current.device}")
+    return found[0]
 
 
 flip_count = packed_flip_count
@@ -51,8 +54,10 @@ flip_count = packed_flip_count
 
 def foreach_packed_flip_count(
     previous: Sequence[Tensor], current: Sequence[Tensor], replace: bool
-) -> Tensor:
-    """(pairs,) int64."""
+) -> Tensor | None:
+    """(pairs,) int64; None: they are on several devices."""
+    if not all(x.is_cpu for codes in (previous, current) for x in codes):
+        return None
     found = torch.zeros(len(previous), dtype=torch.int64)
     a, b = ([_filled(code) for code in codes] for codes in (previous, current))
     places = [(x.data_ptr(), y.data_ptr(), x.numel() // 8) for x, y in zip(a, b, strict=True)]

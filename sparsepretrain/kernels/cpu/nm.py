@@ -52,8 +52,8 @@ def foreach_nm_mask(
     xs: Sequence[Tensor], n: int, m: int, dim: int, low: bool
 ) -> list[Tensor] | None:
     """Packed masks of small matrices; None: they do not fit together."""
-    dtypes, size = {x.dtype for x in xs}, max(x.numel() for x in xs)
-    if m != 4 or len(dtypes) > 1 or size >= PER_THREAD:
+    kinds, size = {(x.dtype, x.device) for x in xs}, max(x.numel() for x in xs)
+    if m != 4 or len(kinds) > 1 or size >= PER_THREAD:
         return None
     if not all(whole_bytes(x, dim) for x in xs):
         return None
