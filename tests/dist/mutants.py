@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from sparsepretrain.sparsity import Sparsifier, layer_state
+from sparsepretrain.sparsity import Sparsifier, layer_state, steps
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
 from sparsepretrain.sparsity.sharding import Gathered, MasterShard, RowsOf
 from sparsepretrain.training import gradients, loop
@@ -132,6 +132,7 @@ MUTANTS: dict[str, list[Any]] = {
     "kept by data_ptr": [patch.object(LayerState, "project", by_pointer)],
     "flat previous mask": [
         patch.object(layer_state, "pack_rows", flat),
+        patch.object(steps, "pack_rows", flat),
         patch.object(LayerState, "cut", cut_flat),
     ],
     "B dropped": [
