@@ -378,17 +378,21 @@ class LayerState(nn.Module):
     def mask_in_use(self, weight: Tensor) -> Tensor:
         """The mask of the projection, or the one that the method's rule would choose; bool."""
         mask = self.projected_mask(weight)
-        if mask is None:
-            master = widen(self.stored(weight).detach())
-            if self._by_rows:
-                mask = self.method.mask(master, self.dim)
-            else:
-                mask = self.shard.mine(self.method.mask(self.shard.gather(master), self.dim))
+        mask = self.chosen_mask(weight) if mask is None else mask
         return unpacked(mask, self.stored(weight).shape)
 
     def projected_mask(self, weight: Tensor) -> Tensor | None:
         """The mask of the projection, bool or packed by rows; None: the method's rule chooses."""
         return self.project(weight).mask if self.kept_mask is None else self.kept_mask
+
+    @torch.no_grad()
+    def chosen_mask(self, weight: Tensor) -> Tensor:
+        """The mask that the method's rule chooses; bool."""
+        master = widen(self.stored(weight).detach())
+        if self._by_rows:
+            return self.method.mask(master, self.dim).bool()
+        mine: Tensor = self.shard.mine(self.method.mask(self.shard.gather(master), self.dim))
+        return mine.bool()
 
     @property
     def masked_alike(self) -> bool:

@@ -178,7 +178,7 @@ class Steps:
         for i, mask in zip(alike, chosen, strict=True):
             masks[i] = mask
         new = [
-            own.mask_in_use(weight) if mask is None else mask
+            own.chosen_mask(weight) if mask is None else mask
             for mask, (own, weight) in zip(masks, pairs, strict=True)
         ]
         packed = [mask if mask.dtype == torch.uint8 else pack_rows(mask) for mask in new]

@@ -12,6 +12,7 @@ from torch import nn
 from sparsepretrain import densify
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Method, steps
+from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.methods.dense import Dense
 from sparsepretrain.sparsity.methods.ste import STE
 
@@ -533,6 +534,10 @@ def test_masks_that_nothing_projects(method, options, joined, monkeypatch):
         "foreach_nm_mask",
         lambda xs, *rest, **more: counts.append(len(xs)) or foreach(xs, *rest, **more),
     )
+    looks, look = [], LayerState.projected_mask
+    monkeypatch.setattr(
+        LayerState, "projected_mask", lambda own, weight: looks.append(own) or look(own, weight)
+    )
     for step in range(3):
         before = [layer.sparsity.compared_mask(layer.weight) for layer in (model.fc1, model.fc2)]
         train(model, optimizer, step, step + 1)
@@ -540,7 +545,7 @@ def test_masks_that_nothing_projects(method, options, joined, monkeypatch):
             mask = sparsifier.method.mask(layer.weight, 1)
             assert torch.equal(layer.sparsity.compared_mask(layer.weight), mask)
             assert sparsifier.flips[index] == (mask ^ old).sum()
-    assert counts == [joined] * 3
+    assert counts == [joined] * 3 and len(looks) == 6, "a projection is made once"
 
 
 def test_a_rule_of_ones_own_masks_each_layer():

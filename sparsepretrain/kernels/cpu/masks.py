@@ -45,7 +45,8 @@ def packed_flip_count(previous: Tensor, current: Tensor, replace: bool = False) 
     """0-d int64: in how many bits two uint8 or bool tensors differ."""
     found = foreach_packed_flip_count([previous], [current], replace)
     if found is None:
-        raise ValueError(f"packed_flip_count: masks on {previous.device} and on {current.device}")
+        where = f"masks on {previous.device} and on {current.device}"
+        raise ValueError(f"packed_flip_count: {where}: move one of them")
     return found[0]
 
 
