@@ -1,13 +1,14 @@
 # Two commands do everything on a fresh machine with Python ≥ 3.11, make and pip:
-#   make train   install the package as a user would and train the default run
+#   make train   install the package and train the default run
 #   make test    the same environment with the development tools; lint, types, imports, tests
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(shell find sparsepretrain configs -name '*.py' -o -name '*.yaml')
-# an editable installation follows the sources, so it also serves `make train`
-INSTALLED := $(if $(wildcard $(VENV)/.dev),$(VENV)/.dev,$(VENV)/.user)
-# two busy OpenMP threads per test process on a small machine are slower than one
+# Both commands install the checkout in editable mode: a copy in site-packages would shadow it.
+EDITABLE := $(VENV)/.editable
+DEV := $(VENV)/.editable-dev
+INSTALLED := $(if $(wildcard $(DEV)),$(DEV),$(EDITABLE))
+# Two busy OpenMP threads per test process on a small machine are slower than one.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: train test lint test-fast test-triton test-kernels-offline test-fault test-dist test-slow \
@@ -18,19 +19,19 @@ train: $(INSTALLED)
 
 test: lint test-fast test-triton test-kernels-offline
 
-lint: $(VENV)/.dev
+lint: $(DEV)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy --no-error-summary
 	@out=$$($(BIN)/lint-imports 2>&1) || { echo "$$out"; exit 1; }
 
-test-fast: $(VENV)/.dev
+test-fast: $(DEV)
 	$(TEST) -n 2 -m "not fault and not slow and not dist"
 
 # the Triton kernels in its interpreter, which cannot share a process with other uses of Triton:
 # their own tests, then the golden vectors and nasty blocks of the references (without the test that
 # averages 1,000 draws: a minute there)
-test-triton: $(VENV)/.dev
+test-triton: $(DEV)
 	$(TEST) -n 2 tests/kernels_triton tests/pretend_cuda
 	TRITON_INTERPRET=1 SPARSEPRETRAIN_TEST_BACKEND=triton SPARSEPRETRAIN_TEST_BLOCKS=1024 \
 		SPARSEPRETRAIN_TEST_CALLS=1 $(TEST) -n 2 -W ignore -k "(golden or block_properties) and not golden_losses" \
@@ -38,51 +39,57 @@ test-triton: $(VENV)/.dev
 		tests/kernels tests/sparsity
 
 # the same, compiled for sm_80, sm_90 and sm_100 and held to limits; no GPU is needed
-test-kernels-offline: $(VENV)/.dev
+test-kernels-offline: $(DEV)
 	$(TEST) -n 2 tests/kernels_offline
 
-test-fault: $(VENV)/.dev
+test-fault: $(DEV)
 	$(TEST) -m fault
 
 # several processes on the CPU (gloo), and what happens when one of them fails
-test-dist: $(VENV)/.dev
+test-dist: $(DEV)
 	$(TEST) -m dist
 
-test-slow: $(VENV)/.dev
+test-slow: $(DEV)
 	$(TEST) -m slow
 
 # all of docs/reliability.md, or `make reliability ROWS="R1 R3"`; about an hour on two cores
-reliability: $(VENV)/.dev
+reliability: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/reliability.py $(ROWS)
 	$(BIN)/python scripts/generate_docs.py
 
 # the 50-step losses that a change of a method's arithmetic changes; prints what did
-golden: $(VENV)/.dev
+golden: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/golden_losses.py
 
 bench: $(INSTALLED)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/sparsepretrain bench suite=cpu out=benchmarks/results/cpu.json
 
 # the tables of the documentation that come from the code and from the measurements
-docs: $(VENV)/.dev
+docs: $(DEV)
 	$(BIN)/python scripts/generate_docs.py
 
 # the figures that test-kernels-offline holds kernels to, and their table in docs/kernels.md
-kernels-offline: $(VENV)/.dev
+kernels-offline: $(DEV)
 	PYTHONPATH=tests $(BIN)/python tests/kernels_offline/measure.py
 	$(BIN)/python scripts/generate_docs.py
 
-$(VENV)/bin/python:
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
-$(VENV)/.user: $(VENV)/bin/python pyproject.toml $(SOURCES)
-	$(BIN)/python -m pip install --quiet .
+# Earlier versions installed a copy, in which pip leaves Numba's files: a directory without
+# __init__.py that hides the checkout.
+define install
+	$(BIN)/python -m pip install --quiet --editable "$(1)"
+	@rm -rf $(VENV)/lib/python*/site-packages/sparsepretrain
 	@touch $@
+endef
 
-$(VENV)/.dev: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	@touch $@
+$(EDITABLE): $(BIN)/python pyproject.toml
+	$(call install,.)
+
+$(DEV): $(BIN)/python pyproject.toml
+	$(call install,.[dev])
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

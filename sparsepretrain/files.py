@@ -1,4 +1,4 @@
-"""Files that are whole: a crash leaves the old one or the new one, never a part."""
+"""Atomic writes, and the directory in which this user's files are cached."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from pathlib import Path
 def is_plain_name(text: str) -> bool:
     """Whether ``text`` can be the name of a directory that is neither hidden nor two lines long."""
     return bool(text) and "/" not in text and not text.startswith(".") and text.isprintable()
+
+
+def cache_directory() -> Path:
+    """Return ``$SPARSEPRETRAIN_CACHE_DIR``, or ``sparsepretrain`` in the user's cache directory."""
+    own = os.environ.get("SPARSEPRETRAIN_CACHE_DIR")
+    if own:
+        return Path(own).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base or not os.path.isabs(base):  # the XDG specification ignores relative paths
+        base = os.path.expanduser("~/.cache")
+    return Path(base, "sparsepretrain")
 
 
 def write_atomic(path: Path, content: str | bytes | memoryview, *, tag: str = "") -> None:

@@ -1,11 +1,12 @@
-"""Fixtures of the tests that train; see tiny_runs.py."""
+"""Fixtures of all tests, and the check that tests leave nothing in the checkout."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,52 @@ import pytest
 pytest.register_assert_rewrite("tiny_runs")
 from tiny_runs import Tiny, write_corpus  # noqa: E402
 
-# several runs may share the cores of a test machine: idle threads must not spin
+from sparsepretrain.files import cache_directory  # noqa: E402
+
+# Several runs may share the cores of a test machine: idle threads must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Many tests have a cache directory of their own; compiling the CPU kernels for each takes seconds.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_directory() / "kernels" / "tests"))
+
+CHECKOUT = Path(__file__).parents[1]
+FILES_BEFORE = pytest.StashKey[set[Path]]()
+
+
+def _files_in_checkout() -> set[Path]:
+    """List every file but those that Git, Python and the test tools write while tests run."""
+    skipped = {".git", ".venv", ".hypothesis", "__pycache__"}
+    files: set[Path] = set()
+    for folder, folders, names in os.walk(CHECKOUT):
+        folders[:] = [f for f in folders if f not in skipped and not f.endswith("_cache")]
+        files.update(Path(folder, name) for name in names)
+    return files
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # in the process that starts the workers
+        session.config.stash[FILES_BEFORE] = _files_in_checkout()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    before = session.config.stash.get(FILES_BEFORE, None)
+    left = sorted(_files_in_checkout() - before) if before is not None else []
+    if left:
+        names = ", ".join(str(path.relative_to(CHECKOUT)) for path in left[:10])
+        print(f"\nFAILED: the tests left {len(left)} files in the checkout: {names}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _session_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep fixtures of modules and sessions out of the checkout too."""
+    with contextlib.chdir(tmp_path_factory.mktemp("session")):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test in an empty directory, as a user does: the checkout may hold runs."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sparsepretrain.data.formats import Pairs, amounts, pairs
     from sparsepretrain.data.order import Buckets, Windows, windows
     from sparsepretrain.data.preparation import Progress, load, prepare
-    from sparsepretrain.data.tokens import TokenData, cache_directory
+    from sparsepretrain.data.tokens import TokenData
 
 __all__ = [
     "Buckets",
@@ -25,7 +25,6 @@ __all__ = [
     "TokenData",
     "Windows",
     "amounts",
-    "cache_directory",
     "load",
     "pairs",
     "prepare",

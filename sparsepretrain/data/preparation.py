@@ -34,14 +34,13 @@ from sparsepretrain.data.tokens import (
     TOKENIZER,
     Damaged,
     TokenData,
-    cache_directory,
     fingerprint,
     open_tokens,
     token_dtype,
     verify,
 )
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainWarning
-from sparsepretrain.files import sync, write_atomic
+from sparsepretrain.files import cache_directory, sync, write_atomic
 
 TRAINING_TEXT = 256 << 20
 """Bytes of the train split that a tokenizer is trained on at most; more hardly changes it."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 from sparsepretrain.data.hub import hub_access, reason
 from sparsepretrain.errors import DataError
-from sparsepretrain.files import write_atomic
+from sparsepretrain.files import cache_directory, write_atomic
 from sparsepretrain.registry import suggestion
 
 
@@ -99,8 +99,6 @@ class Tokenizer:
         Raises:
             DataError: see :meth:`read`; or it is trained, so that only prepared data has it.
         """
-        from sparsepretrain.data.tokens import cache_directory
-
         if self.origin == "bytes":
             return None
         if self.origin == "file":

@@ -69,17 +69,6 @@ class TokenData:
         return open_codec(self.tokenizer_file).decode([int(i) for i in ids])
 
 
-def cache_directory() -> Path:
-    """``$SPARSEPRETRAIN_CACHE_DIR``, else ``sparsepretrain`` in the user's cache directory."""
-    own = os.environ.get("SPARSEPRETRAIN_CACHE_DIR")
-    if own:
-        return Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    if not base or not os.path.isabs(base):  # the XDG specification ignores relative paths
-        base = os.path.expanduser("~/.cache")
-    return Path(base, "sparsepretrain")
-
-
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Smallest unsigned little-endian dtype that holds every token."""
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")

@@ -336,7 +336,7 @@ def test_unwritable_cache(options, corpus, tmp_path, monkeypatch):
 
 
 def test_cache_directory(monkeypatch, tmp_path):
-    from sparsepretrain.data import cache_directory
+    from sparsepretrain.files import cache_directory
 
     assert cache_directory() == tmp_path / "cache"
     monkeypatch.delenv("SPARSEPRETRAIN_CACHE_DIR")

@@ -65,7 +65,7 @@ def test_weights_are_those_of_the_checkpoint(tmp_path):
     source = save(tmp_path, model)
     t = build(source, *glue(tmp_path), "task.max_length=64")
     assert torch.equal(t.model.transformer.wte.weight, model.transformer.wte.weight)
-    words = ["task=causal_lm", "data=python_source", "data.roots=['tests/finetune']"]
+    words = ["task=causal_lm", "data=python_source", f"data.roots=['{Path(__file__).parent}']"]
     t = build(source, *words, "task.sequence_length=16", "steps=1")
     tokens = torch.arange(16)[None]
     with torch.no_grad():

@@ -11,20 +11,23 @@ import hashlib
 import itertools
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding
 import numba
 import torch
 from numba.core import types
-from numba.core.caching import FunctionCache
-from numba.core.compiler import Compiler
+from numba.core.caching import NullCache
+from numba.core.compiler import Compiler, CompileResult
 from numba.extending import intrinsic
 from torch import Tensor
 
-from sparsepretrain.files import write_atomic
+from sparsepretrain import __version__
+from sparsepretrain.files import cache_directory, write_atomic
 
 Array = Any
 PER_THREAD = 2**21
@@ -46,43 +49,59 @@ class _Disjoint(Compiler):
         self.state.flags.noalias = True
 
 
-class _Folder:
-    """Compiled code on disk, one file per function, types, processor and sources of this folder.
+class _DiskCache(NullCache):
+    """Machine code of one function on disk: a file per signature, processor and state of sources.
 
-    Numba's own files have one index per function, which processes that compile at the same time
-    overwrite, and do not see that an imported function has changed.
+    Numba's own cache writes into the installed package, where pip leaves the files behind. Its
+    index per function is overwritten by processes that compile at the same time, and misses edits
+    of inlined functions.
     """
 
-    def __init__(self, path: str, name: str) -> None:
-        self.path, self.name = path, name
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
 
-    def _file(self, key: Any) -> Path:
-        digest = hashlib.sha256(repr((key, numba.__version__)).encode() + _SOURCES)
-        return Path(self.path, f"{self.name}-{digest.hexdigest()[:16]}.nbc")
+    @property
+    def cache_path(self) -> str:
+        """Directory of the files: ``NUMBA_CACHE_DIR``, or a part of this user's cache."""
+        config: Any = numba.config
+        if config.CACHE_DIR:
+            return str(config.CACHE_DIR)
+        processor = llvmlite.binding.get_host_cpu_name()
+        return str(cache_directory() / "kernels" / f"{__version__}-{processor}")
 
-    def load(self, key: Any) -> Any:
-        """What was saved under ``key``; None: nothing, or nothing that can be read."""
-        with contextlib.suppress(Exception):
-            return pickle.loads(self._file(key).read_bytes())
+    def _file(self, signature: Any, codegen: Any) -> Path:
+        versions = (numba.__version__, sys.implementation.cache_tag)
+        name = self.function.__qualname__
+        key = (self.function.__module__, name, signature, codegen.magic_tuple(), versions)
+        digest = hashlib.sha256(repr(key).encode() + _SOURCES).hexdigest()
+        return Path(self.cache_path, f"{name.rpartition('.')[2]}-{digest[:16]}.nbc")
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the cached code for a signature, or None if it is missing or unreadable."""
+        target_context.refresh()
+        file = self._file(sig, target_context.codegen())
+        with contextlib.suppress(Exception), open(file, "rb") as stream:
+            # Unpickling runs code, and a cache directory may be shared.
+            if os.fstat(stream.fileno()).st_uid == os.geteuid():
+                return CompileResult._rebuild(target_context, *pickle.load(stream))
         return None
 
-    def save(self, key: Any, data: Any) -> None:
-        """Keep ``data`` if that is possible."""
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Write compiled code; without a writable directory every process compiles anew."""
         with contextlib.suppress(Exception):
-            write_atomic(self._file(key), pickle.dumps(data))
+            file = self._file(sig, data.codegen)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            # Ranks that start together compile the same function.
+            write_atomic(file, pickle.dumps(data._reduce()), tag=f".{os.getpid()}")
 
 
 def compiled(function: Callable[..., None]) -> Any:
-    """``function`` as machine code, for the types it is first called with; kept on disk.
+    """Compile ``function`` at its first call with new types, and cache the code on disk.
 
     Neither fast-math nor contraction: the reference's bits. The arrays of a call must not overlap.
     """
     kernel: Any = numba.njit(nogil=True, error_model="numpy", pipeline_class=_Disjoint)(function)
-    with contextlib.suppress(Exception):  # no folder can be written, or another version of Numba
-        cache = FunctionCache(function)
-        folder: Any = _Folder(cache.cache_path, cache._impl.filename_base)
-        cache._cache_file = folder
-        kernel._cache = cache
+    kernel._cache = _DiskCache(function)
     return kernel
 
 

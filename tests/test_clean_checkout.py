@@ -1,0 +1,30 @@
+"""Tests run in their own directories; one that writes into the checkout fails the session."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+def run_pytest(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, "tests"]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("words", [[], ["-n", "2"]], ids=["one process", "workers"])
+def test_a_file_left_in_the_checkout_fails_the_session(tmp_path, words):
+    (tmp_path / "tests").mkdir()
+    for name in ("conftest.py", "tiny_runs.py"):
+        shutil.copy(TESTS / name, tmp_path / "tests")
+    test = tmp_path / "tests/test_writes.py"
+    write = "from pathlib import Path\n\ndef test_writes():\n    ({} / 'left').touch()\n"
+    test.write_text(write.format("Path.cwd()"))
+    done = run_pytest(tmp_path, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    test.write_text(write.format("Path(__file__).parents[1]"))
+    done = run_pytest(tmp_path, *words)
+    assert done.returncode == 1 and "checkout: left" in done.stdout, done.stdout + done.stderr
