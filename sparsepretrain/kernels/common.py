@@ -55,7 +55,8 @@ class ClockKey(NamedTuple):
     clock: Tensor
     """(completed optimiser steps, micro-batch): (2,), int64."""
     seed: int
-    layer: int
+    layer: Any
+    """Index of the layer: an integer, or a 0-d int64 tensor (under ``torch.compile``)."""
     product: int
     room: int
     """Token groups that a micro-batch may have: the first of micro-batch i is number i·room."""
@@ -75,13 +76,13 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[An
     return c0, c1, c2, c3
 
 
-def noise_key(seed: int, step: Any, layer: int, product: int, offset: Any = 0) -> NoiseKey:
+def noise_key(seed: int, step: Any, layer: Any, product: int, offset: Any = 0) -> NoiseKey:
     """The stream of one product of one layer in one optimiser step.
 
     Args:
         seed: seed of the run, 0 ≤ seed < 2⁶³.
         step: completed optimiser steps, an integer or 0-d int64 tensor.
-        layer: index of the layer among the sparse layers of the model.
+        layer: index of the layer among the sparse layers, an integer or 0-d int64 tensor.
         product: 0 fprop, 1 dgrad, 2 wgrad.
         offset: global index of this micro-batch's first token group.
     """

@@ -59,7 +59,7 @@ class LayerState(nn.Module):
         super().__init__()
         self.model, self.method = model, model.method  # what all sparse layers share
         self.layer_name = name
-        self.index = index  # position among the sparse layers: part of the noise key
+        self._index = index  # position among the sparse layers: part of the noise key
         self.dim, self.shape = dim, tuple(weight.shape)
         self.forget()
         self.fit(weight.device)
@@ -97,6 +97,14 @@ class LayerState(nn.Module):
         self.forget()
         self.fit(self.previous_mask.device)
         return self
+
+    @property
+    def index(self) -> Any:
+        """Position among the sparse layers: an integer, or a 0-d int64 tensor in compiled graphs.
+
+        An integer would be a constant of the graph: every block would be compiled for itself.
+        """
+        return self._index_tensor if torch.compiler.is_compiling() else self._index
 
     @property
     def step(self) -> Any:
@@ -207,6 +215,8 @@ class LayerState(nn.Module):
 
     def fit(self, device: torch.device) -> None:
         """What multiplies on ``device``; operands whose product must be faster wait for inputs."""
+        with torch.inference_mode(False):
+            self._index_tensor = torch.tensor(self._index, device=device)
         backend, self.settled, self.fits = self.model.backend, False, {}
         self.base, self.simulated = self.model.execution.of_layer(self.shape, self.dim, device)
         if backend is None:

@@ -33,9 +33,10 @@ def key_parts(
         return [], [0] * 5
     if isinstance(key, ClockKey):
         clock, seed, *others = key
-        return [clock.to(device)], [seed & LOW_32, seed >> 32, *others]
-    k0, k1, offset = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
-    parts = None, k0, k1, 0, 0, offset
+        parts = clock, seed & LOW_32, seed >> 32, *others
+    else:
+        k0, k1, offset = key if isinstance(key, NoiseKey) else NoiseKey.from_seed(key)
+        parts = None, k0, k1, 0, 0, offset
     tensors = [part.to(device) if isinstance(part, Tensor) else None for part in parts]
     return tensors, [0 if isinstance(part, Tensor) else part for part in parts[1:]]
 
