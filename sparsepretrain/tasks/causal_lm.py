@@ -62,4 +62,6 @@ class CausalLM(WindowTask):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """(Σ negative log likelihood in nats, number of target tokens)."""
         logits = self.recipe.logits(model, batch["tokens"])
-        return cross_entropy(logits, batch["targets"], ignore_index=-1), self.count(batch)
+        targets, compiled = batch["targets"], self.compiles_loss
+        loss = cross_entropy(logits, targets, compiled=compiled, ignore_index=-1)
+        return loss, self.count(batch)

@@ -10,7 +10,7 @@ from sparsepretrain.data.source import SPLITS
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
-from sparsepretrain.tasks import Batch, Observation, Task, cross_entropy, widen
+from sparsepretrain.tasks import Batch, Observation, Task, cross_entropy
 from sparsepretrain.tasks._bases import WindowTask
 
 if TYPE_CHECKING:
@@ -105,7 +105,8 @@ class MaskedLM(WindowTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """(Σ negative log likelihood of the selected tokens in nats, their number)."""
-        return cross_entropy(self._logits(model, batch), batch["targets"]), self.count(batch)
+        logits, compiled = self._logits(model, batch), self.compiles_loss
+        return cross_entropy(logits, batch["targets"], compiled=compiled), self.count(batch)
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Loss and accuracy of one micro-batch."""
@@ -114,9 +115,9 @@ class MaskedLM(WindowTask):
         return {"loss": (cross_entropy(logits, targets), count), "accuracy": (100 * right, count)}
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """(n, vocab_size) fp32."""
+        """Logits of the selected tokens: (n, vocab_size)."""
         logits: Tensor = self.recipe.logits(model, batch["tokens"], batch["positions"])
-        return widen(logits)
+        return logits
 
 
 def selected(probability: float, eligible: int) -> int:

@@ -184,7 +184,9 @@ class Translation(Task):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         """(Σ label-smoothed cross-entropy in nats, number of target tokens)."""
         logits, smoothing = self._logits(model, batch), self.options.label_smoothing
-        loss = cross_entropy(logits, batch["targets"], label_smoothing=smoothing)
+        loss = cross_entropy(
+            logits, batch["targets"], compiled=self.compiles_loss, label_smoothing=smoothing
+        )
         return loss, self.count(batch)
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:

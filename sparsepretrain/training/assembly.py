@@ -60,6 +60,7 @@ def build_session(
     mode = compilation.mode_of(run, world.device)
     set_numerics(run.precision, deterministic=run.deterministic)
     task = build_task(run)
+    task.compiles_loss = compilation.compiles_loss(run, world.device)
     trains = splits is None
     device = world.device if trains else None
     # wrong targets and widths are found before data is prepared and weights are drawn

@@ -30,16 +30,22 @@ def mode_of(run: Run, device: torch.device) -> str:
     return mode
 
 
+def compiles_loss(run: Run, device: torch.device) -> bool:
+    """True if the cross-entropy of training is compiled: on a GPU, unless compiling is off.
+
+    The model may still be run as it is, as with FSDP and probes.
+    """
+    return device.type == "cuda" and run.compile not in ("none", "off", False)
+
+
 def compiled(model: nn.Module, mode: str, backend: Any = "inductor") -> nn.Module:
     """The module to train with: ``model``, whose blocks may be compiled in place, or a wrapper.
 
-    Every block is compiled in its first forward, once per phase of the method.
+    Equal blocks share one graph per phase of the method.
     """
     if mode == "blocks":
         for block in blocks(model):
-            # the index of a layer, which its draws depend on, is part of a graph: without a region
-            # of its own, the ninth block would run eagerly (torch's recompile_limit)
-            block.compile(backend=backend, isolate_recompiles=True)
+            block.compile(backend=backend)
     elif mode != "none":
         speed = "reduce-overhead" if mode == "graphs" else None
         wrapped: Any = torch.compile(model, backend=backend, mode=speed)

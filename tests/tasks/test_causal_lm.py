@@ -6,9 +6,7 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsepretrain import tasks
 from sparsepretrain.errors import DataError
 from sparsepretrain.tasks import build_task
 from sparsepretrain.training.batches import split_requests
@@ -50,35 +48,6 @@ def test_loss_is_a_sum_in_fp32(task):
     assert total.item() == pytest.approx(-rows.sum().item(), rel=1e-6)
     with torch.autocast("cpu", torch.bfloat16):
         assert task.loss(model, batch)[0].dtype == torch.float32
-
-
-def test_many_logits_are_taken_in_parts(monkeypatch):
-    """Gradients keep their bits, and nothing wide is larger than a part."""
-
-    class Widest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
-                self.elements = max(self.elements, out.numel())
-            return out
-
-    torch.manual_seed(0)
-    targets = torch.randint(50, (4, 9))
-    targets[0, :3] = -100
-    found = []
-    for at_once in (2**24, 500):
-        monkeypatch.setattr(tasks, "LOGITS_AT_ONCE", at_once)
-        logits = torch.randn(4, 9, 50, generator=torch.Generator().manual_seed(1)).bfloat16()
-        logits.requires_grad_()
-        with Widest() as widest:
-            loss = tasks.cross_entropy(logits, targets, label_smoothing=0.1)
-            (loss / 33).backward()
-        found.append((loss.item(), logits.grad, widest.elements))
-    (whole, expected, all_), (parts, gradient, part) = found
-    assert parts == pytest.approx(whole, rel=1e-6) and torch.equal(gradient, expected)
-    assert (all_, part) == (4 * 9 * 50, 500)
 
 
 def test_no_look_ahead(task):
