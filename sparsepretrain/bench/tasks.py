@@ -73,7 +73,7 @@ def waiting(label: str, t: Session, steps: int) -> Case:
     for _ in range(max(1, steps // PART)):
         waited, started = 0.0, time.perf_counter()
         for _ in range(PART):
-            waited += train_step(t)["waited"]
+            waited += train_step(t).waited
         shares.append(100 * waited / (time.perf_counter() - started))
     return Case(
         name=f"waiting for data, {label}, {t.run.workers} worker(s)",

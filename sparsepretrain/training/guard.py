@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -47,15 +48,25 @@ class Guard:
         self._norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._sparse = False
 
-    def accepts(self, t: Session, loss: float, grad_norm: float) -> bool:
-        """Whether to update, counted in the session.
+    def accepts(
+        self,
+        t: Session,
+        loss: float,
+        grad_norm: float,
+        *,
+        step: int,
+        culprits: Callable[[], list[str]],
+    ) -> bool:
+        """True if the weights may be updated; counted in the session.
 
         Under loss scaling an infinite gradient is an overflow: skipped whatever the rule.
 
         Args:
-            t: the session, before its step is counted; its gradients are unscaled, not clipped.
-            loss: of the global batch.
-            grad_norm: of all gradients.
+            t: the session.
+            loss: mean loss of the global batch.
+            grad_norm: norm of all gradients, unscaled and not clipped.
+            step: number of the step, from 1.
+            culprits: names the parameters whose gradient is not finite, in the model's order.
 
         Raises:
             DivergedError: ``rule`` does not allow to skip, or not once more.
@@ -72,10 +83,10 @@ class Guard:
         if t.skips_in_a_row > allowed:
             times = f", {t.skips_in_a_row} steps in a row" if allowed else ""
             hint = "" if allowed else ", or continue past single steps with guard=skip"
-            what = "the loss or the gradient norm is a spike" if finite else _culprit(t, loss)
+            spike = "the loss or the gradient norm is a spike"
+            what = spike if finite else _culprit(loss, culprits)
             raise DivergedError(
-                f"step {t.step + 1}: {what}{times}; nothing was updated. "
-                f"Lower optim.lr or clip{hint}"
+                f"step {step}: {what}{times}; nothing was updated. Lower optim.lr or clip{hint}"
             )
         return False
 
@@ -128,10 +139,10 @@ def require_finite_weights(t: Session) -> None:
         )
 
 
-def _culprit(t: Session, loss: float) -> str:
+def _culprit(loss: float, culprits: Callable[[], list[str]]) -> str:
     if not math.isfinite(loss):
         return f"the loss is {loss}"
-    names = _not_finite(t, {k: p.grad for k, p in t.model.named_parameters() if p.grad is not None})
+    names = culprits()
     if not names:
         return "the gradient norm is not finite"
     # backward carries a NaN from where it arises to the layers before it

@@ -25,7 +25,7 @@ from sparsepretrain.errors import INTERRUPTED, PREEMPTED, ConfigError, RankError
 from sparsepretrain.processes import rank
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training.loop import STOPS
+from sparsepretrain.training.step import STOPS
 from sparsepretrain.training.trainer import train
 from sparsepretrain.training.world import World
 

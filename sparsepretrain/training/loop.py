@@ -6,6 +6,7 @@ pre-hook -> optimiser -> refresh and flip count, inside its post-hook.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import time
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.data.preparation import Progress
-from sparsepretrain.errors import INTERRUPTED, PREEMPTED, CheckpointError, DataError
+from sparsepretrain.errors import DataError
 from sparsepretrain.tasks import Batch, Observation, read
 from sparsepretrain.training.batches import Request, ahead, split_requests, stream
 from sparsepretrain.training.compilation import eager
@@ -27,12 +28,7 @@ from sparsepretrain.training.precision import autocast, compute_dtype
 from sparsepretrain.training.replay import replayed
 from sparsepretrain.training.schedules import learning_rate
 from sparsepretrain.training.session import Session
-
-STOPS = (PREEMPTED, INTERRUPTED)
-"""Exit codes of signals."""
-
-ENDS = (*STOPS, CheckpointError.exit_code)
-"""Exit codes to stop with; the first of them that any process has counts."""
+from sparsepretrain.training.step import ENDS, Step, total_and_stop
 
 SILENT_SECONDS = 1.0
 """Of an evaluation before it shows how far it is."""
@@ -58,21 +54,23 @@ def run_steps(
                 log({"step": t.step, "tokens": t.tokens, "split": "validation", **metrics})
         stopping = t.stopping
         if t.step and (stopping is not None or _due(run.checkpoint.every, t)):
+            if t.last is not None:
+                t.last.read()
             require_finite_weights(t)
             share_statistics(t)
             save()
         if stopping is not None or t.step >= t.end:
             return stopping
         was_sparse = t.sparsifier.sparse
-        values = train_step(t)
+        step = train_step(t)
         layers = bool(run.log.layers_every) and t.step % run.log.layers_every == 0
         # in the record whatever is due: a switch of phase, flips that no later line repeats, and
         # steps that were skipped
         event = t.sparsifier.sparse != was_sparse or t.sparsifier.refreshed or not t.updated
-        if t.step % run.log.every == 0 or layers or event or t.step in (1, t.end):
+        if _logs(t) or event:
+            numbers = {"loss": step.loss, "lr": step.lr, "grad_norm": step.grad_norm}
             require_finite_weights(t)
-            line = {"step": t.step, "tokens": t.tokens}
-            line |= {key: values[key] for key in ("loss", "lr", "grad_norm")}
+            line = {"step": t.step, "tokens": t.tokens, **numbers}
             for observer in t.observers:
                 line |= observer.at_log(t, per_layer=layers)
             if t.skipped:
@@ -82,8 +80,13 @@ def run_steps(
             save_masks()
 
 
-def train_step(t: Session) -> dict[str, Any]:
-    """One optimiser step over the global batch; returns loss, lr, grad_norm, items and waited."""
+def train_step(t: Session) -> Step:
+    """Take one optimizer step over the global batch.
+
+    Raises:
+        DataError: the batch has no target tokens.
+        DivergedError: the guard refuses the update, of this step or of the one before.
+    """
     run = t.run
     if not t.model.training:  # after an evaluation; visiting every module takes time
         t.model.train()
@@ -98,7 +101,7 @@ def train_step(t: Session) -> dict[str, Any]:
     items = _items(t, batches)
     if not items:
         raise DataError(
-            f"step {t.step + 1}: nothing in the batch counts for the loss; see the data"
+            f"step {t.step + 1}: the batch has no target tokens (all labels are ignored)"
         )
     losses = replayed(t, lambda: _gradients(t, batches, items))
     if t.own_stop is not None:
@@ -108,28 +111,76 @@ def train_step(t: Session) -> dict[str, Any]:
     for observer in t.observers:
         observer.after_backward(t)
     parameters = [p for p in t.parameters if p.grad is not None]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = t.world.whole(torch.nn.utils.get_total_norm(gradients))
+    norms = _norms([p.grad for p in parameters if p.grad is not None])
+    # before clipping, which spreads a NaN to every gradient
+    norm = t.world.whole(torch.linalg.vector_norm(norms))
+    step = Step(
+        number=t.step + 1,
+        lr=lr,
+        items=items,
+        waited=waited,
+        losses=losses,
+        parameters=parameters,
+        norms=norms,
+        norm=norm,
+        judge=functools.partial(_judge, t),
+    )
+    before, t.last = t.last, step
     if t.step + 1 < t.end:
         del batches
         t.batches.prepare(t.step + 1)
-    # the only wait for the device in a step
-    *values, grad_norm = torch.cat((losses, norm.reshape(1).to(losses.dtype))).tolist()
-    total, t.agreed = _read(values)
-    mean = total / items
-    # before clipping, which spreads a NaN to every gradient
-    if t.guard.accepts(t, mean, grad_norm):
+    if t.reads_late or step.read():
         if run.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, run.clip, norm)
-        t.scaler.step(t.optimizer)
+        if t.reads_late:
+            _step_if_finite(t.optimizer, step, before)
+        else:
+            t.scaler.step(t.optimizer)
     t.scaler.update()  # after an overflow: halves the scale
     t.optimizer.zero_grad(set_to_none=True)
     t.step += 1
     t.tokens += items
-    told = {"loss": mean, "lr": lr, "grad_norm": grad_norm, "items": items, "waited": waited}
+    if before is not None:
+        before.read()
+    if _logs(t) or _due(run.eval.every, t) or _due(run.checkpoint.every, t):
+        step.read()
     for observer in t.observers:
-        observer.after_step(t, told)
-    return told
+        observer.after_step(t, step)
+    return step
+
+
+def _judge(t: Session, step: Step) -> bool:
+    """Take in the numbers of a step; False if the guard refuses it."""
+    t.agreed = step.stop
+
+    def culprits() -> list[str]:
+        names = {id(p): name for name, p in t.model.named_parameters()}
+        finite = torch.isfinite(t.world.whole(step.norms)).tolist()
+        pairs = zip(step.parameters, finite, strict=True)
+        return [names[id(parameter)] for parameter, good in pairs if not good]
+
+    return t.guard.accepts(t, step.loss, step.grad_norm, step=step.number, culprits=culprits)
+
+
+def _norms(gradients: list[Tensor]) -> Tensor:
+    """Return the norm of each gradient, computed as torch.nn.utils.get_total_norm does."""
+    if gradients[0].is_cuda:
+        return torch.stack(torch._foreach_norm(gradients))
+    return torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+
+
+def _step_if_finite(optimizer: Any, step: Step, before: Step | None) -> None:
+    """Take the step on the device unless its numbers, or those of the step before, are not finite.
+
+    The host learns of the step before only now: a refused step must not be followed by another.
+    """
+    if before is not None:
+        step.nonfinite |= before.nonfinite
+    optimizer.grad_scale, optimizer.found_inf = None, step.nonfinite.float()
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def _gradients(t: Session, batches: list[Batch], items: int) -> Tensor:
@@ -191,19 +242,13 @@ def _no_losses(t: Session) -> Tensor:
     return torch.zeros(count, dtype=torch.float64, device=t.device)
 
 
-def _read(values: list[float]) -> tuple[float, int | None]:
-    """The losses added in the order of the micro-batches, and what the processes stop with."""
-    *_, total = itertools.accumulate(values[: -len(ENDS)])
-    return total, next((c for c, v in zip(ENDS, values[-len(ENDS) :], strict=True) if v), None)
-
-
 @torch.no_grad()
 def training_loss(t: Session, step: int, batches: list[Batch]) -> float:
     """The loss that training in ``step`` would report with the weights of now."""
     losses = _no_losses(t)
     for index, loss in _losses(t, step, batches):
         losses[index] = loss
-    return _read(t.world.sum(losses).tolist())[0] / _items(t, batches)
+    return total_and_stop(t.world.sum(losses).tolist())[0] / _items(t, batches)
 
 
 @torch.no_grad()
@@ -283,6 +328,12 @@ def share_statistics(t: Session) -> None:
         for name in ("running_mean", "running_var"):
             if (statistic := getattr(module, name, None)) is not None:
                 t.world.sum(statistic).div_(t.world.size)
+
+
+def _logs(t: Session) -> bool:
+    """True if the record has a line for the last step; events add more lines."""
+    every, layers = t.run.log.every, t.run.log.layers_every
+    return t.step % every == 0 or bool(layers and t.step % layers == 0) or t.step in (1, t.end)
 
 
 def _due(every: int, t: Session) -> bool:

@@ -21,10 +21,11 @@ class Observer:
     def after_backward(self, session: Any) -> None:
         """Gradients are those of the global batch, unscaled and not yet clipped."""
 
-    def after_step(self, session: Any, values: dict[str, Any]) -> None:
-        """After an optimiser step, or one that was skipped; gradients are gone.
+    def after_step(self, session: Any, step: Any) -> None:
+        """After an optimizer step, or one that was skipped; gradients are gone.
 
-        ``values`` are what ``train_step`` returns; ``session.step`` counts this step already.
+        ``step`` is a :class:`~sparsepretrain.training.step.Step`, whose ``loss`` and ``grad_norm``
+        may wait for the device; ``session.step`` counts it already.
         """
 
     def at_log(self, session: Any, *, per_layer: bool) -> dict[str, Any]:

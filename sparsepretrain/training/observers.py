@@ -18,6 +18,7 @@ from sparsepretrain.training.observer import Observer
 
 if TYPE_CHECKING:
     from sparsepretrain.training.session import Session
+    from sparsepretrain.training.step import Step
 
 AVERAGED = "ema_"
 """Before the name of a metric: that of the averaged weights."""
@@ -40,10 +41,10 @@ class Throughput(Observer):
     def before_step(self, session: Session) -> None:
         self._started = time.perf_counter()
 
-    def after_step(self, session: Session, values: dict[str, Any]) -> None:
+    def after_step(self, session: Session, step: Step) -> None:
         self._seconds += time.perf_counter() - self._started
-        self._waited += values["waited"]
-        self._items += values["items"]
+        self._waited += step.waited
+        self._items += step.items
 
     def at_log(self, session: Session, *, per_layer: bool) -> dict[str, Any]:
         rate = self._items / self._seconds
@@ -73,7 +74,7 @@ class Flips(Observer):
         self._sums = torch.zeros(2, len(weights), dtype=torch.int64, device=device)
         self._compared = [0, 0]
 
-    def after_step(self, session: Session, values: dict[str, Any]) -> None:
+    def after_step(self, session: Session, step: Step) -> None:
         """Count what the step compared, if it did, without waiting for the device."""
         flips = session.sparsifier.flips
         if session.updated and flips is not None:
@@ -136,7 +137,7 @@ class EMA(Observer):
         self._parameters = dict(model.named_parameters())
         self.averages = {k: p.detach().clone() for k, p in self._parameters.items()}
 
-    def after_step(self, session: Session, values: dict[str, Any]) -> None:
+    def after_step(self, session: Session, step: Step) -> None:
         if session.updated:
             self.update()
 

@@ -22,6 +22,7 @@ from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.observer import Observer, Probe
 from sparsepretrain.training.observers import EMA, Flips
 from sparsepretrain.training.signals import StopSignals
+from sparsepretrain.training.step import Step
 from sparsepretrain.training.world import World
 
 COUNTERS = ("step", "tokens", "evaluated", "skipped", "skips_in_a_row", "lines")
@@ -60,6 +61,8 @@ class Session:
     """Hash of the weights before anything was sparse; None: this session does not train."""
     step: int = 0
     """Completed steps."""
+    last: Step | None = None
+    """The last step of this process; its loss may still be on the device."""
     tokens: int = 0
     """Items trained on so far."""
     evaluated: int = -1
@@ -121,6 +124,17 @@ class Session:
         """Completed steps after which the loop returns."""
         steps = self.run.steps
         return steps if self.stop_after is None else min(self.stop_after, steps)
+
+    @property
+    def reads_late(self) -> bool:
+        """True if loss and norm of a step are read behind the optimizer of the next one.
+
+        The optimizer then has to skip refused gradients on the device, as fused ones do for
+        GradScaler. A guard that goes on after a refused step, and the loss scale, need the numbers
+        before the optimizer runs.
+        """
+        skips = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        return skips and self.guard.rule == "stop" and not self.scaler.is_enabled()
 
     @property
     def updated(self) -> bool:

@@ -140,9 +140,10 @@ class Pretended(torch.Tensor):
         copy = options.pop("copy", False)
         if args and isinstance(args[0], Tensor):
             args = (args[0].device, args[0].dtype, *args[1:])
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **options)
+        device, dtype, later, _ = torch._C._nn._parse_to(*args, **options)
         if device is not None and device.type == "cpu":
-            _wait("cpu")
+            if not later:  # else to pinned memory, which an event guards
+                _wait("cpu")
             host = self.raw.detach().clone()
             return host if dtype is None else host.to(dtype)
         if device is not None and device.type == "meta":
@@ -167,6 +168,16 @@ class Pretended(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs or {})
+
+
+class _Event:
+    """A CUDA event; only waiting for it counts."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        _wait("event")
 
 
 class _Mode(TorchDispatchMode):
@@ -202,7 +213,8 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         later = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         _wait("pageable copy to the device" + (", not waited for" if later else ""))
     elif name == "copy_" and away:
-        _wait("copy_ to the host")
+        if not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
+            _wait("copy_ to the host")
     elif name == "_to_copy" and getattr(args[0], "pinned", False) and kwargs.get("non_blocking"):
         pass
     elif name == "_to_copy" and away:
@@ -375,6 +387,7 @@ def pretend_cuda() -> Iterator[Record]:
             get_device_capability=lambda device=None: (9, 0),
             manual_seed_all=lambda seed: None,
             synchronize=lambda device=None: _wait("synchronize"),
+            Event=_Event,
         )
         put(torch.optim.Optimizer, _accelerator_graph_capture_health_check=lambda self: None)
         for module in (_foreach_utils, clip_grad, optimizer):

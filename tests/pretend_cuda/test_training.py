@@ -9,6 +9,7 @@ from tiny_translation import TinyTranslation
 from torch.utils._pytree import tree_map
 
 from sparsepretrain import densify, registry
+from sparsepretrain.runs.writer import Writer
 from sparsepretrain.sparsity.execution import SimulatedFP8, fp8, semi_structured
 from sparsepretrain.sparsity.methods.bimask import BiMask
 from sparsepretrain.sparsity.sparsifier import prove
@@ -16,7 +17,7 @@ from sparsepretrain.training import loop
 
 METHODS = sorted(registry.names("method"))
 WAITS = {
-    ("tolist", "training/loop.py:train_step"),  # the loss and the norm of the gradient
+    ("event", "training/step.py:read"),  # loss and gradient norm of the step before
     ("tolist", "optim/_step_adamw.py:step"),  # STEP's dense phase: the change of second moments
 }
 """Of an optimiser step, each at most once."""
@@ -72,7 +73,7 @@ def three_steps(tiny, words, *, watched=False):
     for _ in range(3):
         RECORD.clear()
         values = loop.train_step(session)
-        found.append((values["loss"], values["grad_norm"]))
+        found.append((values.loss, values.grad_norm))
         if watched:
             assert set(RECORD.waits) <= WAITS, RECORD.waits
             assert max(RECORD.waits[wait] for wait in WAITS) <= 1
@@ -191,3 +192,16 @@ def test_a_tensor_that_was_left_behind_stops_a_run(tiny, monkeypatch):
     tiny.build("sparsity=bimask", "parallel.device=cpu")
     with pretend_cuda(), pytest.raises(RuntimeError, match=r"same device.*sparsity/"):
         tiny.build("sparsity=bimask", "parallel.device=cuda", "compile=none")
+
+
+def test_a_snapshot_waits_for_the_device_once(tmp_path):
+    parts = {"a": torch.arange(6.0), "b": {"c": torch.ones(3, 4).t(), "number": 3}}
+    writer = Writer(tmp_path, background=True)
+    with pretend_cuda():
+        for _ in range(2):  # into new memory, and into that of the last snapshot
+            here = tree_map(lambda x: Pretended(x) if isinstance(x, torch.Tensor) else x, parts)
+            RECORD.clear()
+            state = writer._snapshot(here)
+            assert RECORD.waits.total() == 1 and not RECORD.mixups
+            assert_equal_bits(parts, state)
+    writer.close(pytest.fail)

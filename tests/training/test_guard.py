@@ -55,7 +55,8 @@ class Told:
 
 def judged(losses, norms=None, rule="spike"):
     told, guard = Told(), Guard(rule)
-    return [guard.accepts(told, *pair) for pair in zip(losses, norms or losses, strict=True)], told
+    pairs = zip(losses, norms or losses, strict=True)
+    return [guard.accepts(told, *pair, step=1, culprits=list) for pair in pairs], told
 
 
 def noise(count, seed=0):
@@ -98,9 +99,9 @@ def test_what_is_not_finite_stays_out_of_the_window():
 def test_a_phase_begins_anew():
     told, guard = Told(), Guard("spike")
     for x in noise(128):
-        assert guard.accepts(told, x, x)
+        assert guard.accepts(told, x, x, step=1, culprits=list)
     told.sparsifier = type("", (), {"sparse": False})
-    assert guard.accepts(told, 99.0, 99.0)
+    assert guard.accepts(told, 99.0, 99.0, step=1, culprits=list)
 
 
 def test_a_spike_updates_nothing_and_the_data_go_on(tiny, short):
@@ -113,12 +114,12 @@ def test_a_spike_updates_nothing_and_the_data_go_on(tiny, short):
     before = copy.deepcopy([t.model.state_dict(), t.optimizer.state_dict()["state"]])
     layer = t.model.transformer.h[0].mlp.c_fc.weight
     handle = layer.register_hook(lambda grad: grad * 1e4)
-    rate = train_step(t)["lr"]
+    rate = train_step(t).lr
     handle.remove()
     assert (t.step, t.skipped, t.sparsifier.completed_steps) == (9, 1, 8)
     assert_equal_bits(before, [t.model.state_dict(), t.optimizer.state_dict()["state"]])
     values = train_step(t)
-    assert seen == list(range(10)) and values["lr"] != rate
+    assert seen == list(range(10)) and values.lr != rate
     assert (t.skipped, t.updated, t.sparsifier.completed_steps) == (1, True, 9)
 
 

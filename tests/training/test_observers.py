@@ -62,10 +62,10 @@ def test_gradients_are_unscaled_and_not_clipped_and_updates_are_whole(tiny, prec
     values = loop.train_step(t)
     assert probe.calls == ["before", "gradients", "step 1"]
     gradients, updates = probe.gradients[0], probe.updates[0]
-    assert float(norm(gradients)) == values["grad_norm"] > 0.25
-    share = 0.25 / values["grad_norm"]
+    assert float(norm(gradients)) == values.grad_norm > 0.25
+    share = 0.25 / values.grad_norm
     for update, gradient in zip(updates, gradients, strict=True):
-        assert torch.allclose(update, -values["lr"] * share * gradient, atol=1e-6)
+        assert torch.allclose(update, -values.lr * share * gradient, atol=1e-6)
 
 
 def test_a_skipped_step_is_told_too(tiny):

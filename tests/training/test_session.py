@@ -48,7 +48,7 @@ def test_parts_are_tensors_by_name_or_json(tiny, words):
     again.load_state_dict({**state, **read})
     assert_equal_bits(json.loads(json.dumps(plain)), read)
     for _ in range(2):
-        assert train_step(t)["loss"] == train_step(again)["loss"]
+        assert train_step(t).loss == train_step(again).loss
     left, right = t.state_dict(), again.state_dict()
     assert_equal_bits(left, right)
 
@@ -99,10 +99,10 @@ def test_numerics_of_a_gpu_are_those_of_the_run(tiny):
     words = ("sparsity=sste", "steps=3")
     plain = tiny.build(*words)
     assert flags() == (False, False, False)
-    expected = [train_step(plain)["loss"] for _ in range(3)]
+    expected = [train_step(plain).loss for _ in range(3)]
     strict = tiny.build(*words, "deterministic=true", "precision.tf32=true")
     assert flags() == (True, True, True)
-    assert [train_step(strict)["loss"] for _ in range(3)] == expected
+    assert [train_step(strict).loss for _ in range(3)] == expected
     tiny.build(*words)
     assert flags() == (False, False, False)
     assert tiny.directory(*words) == tiny.directory(*words, "deterministic=true")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparsepretrain.training.session import Session
+    from sparsepretrain.training.step import Step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class Descent(Probe):
             "phase": session.sparsifier.method.phase,
         }
 
-    def after_step(self, session: Session, values: dict[str, Any]) -> None:
+    def after_step(self, session: Session, step: Step) -> None:
         """Compare what was predicted with what happens."""
         before, self._before = self._before, None
         if before is None or not session.updated:
@@ -76,17 +77,17 @@ class Descent(Probe):
             ((after[name] - start[name]).double() * gradient.double()).sum()
             for name, gradient in before["gradients"].items()
         ]
-        line = {"loss": values["loss"], "predicted": float(sum(products))}
+        line = {"loss": step.loss, "predicted": float(sum(products))}
         batches = session.batches.again(session.step - 1)
         with undisturbed(session):
             for epsilon in self.options.epsilons:
                 moved = {name: start[name].lerp(after[name], epsilon) for name in after}
                 put(parameters, moved, session.sparsifier)
-                change = training_loss(session, session.step - 1, batches) - values["loss"]
+                change = training_loss(session, session.step - 1, batches) - step.loss
                 line[f"actual_{epsilon:g}"] = change
             put(parameters, after, session.sparsifier)
             session.sparsifier.hold(before["masks"])
-            change = training_loss(session, session.step - 1, batches) - values["loss"]
+            change = training_loss(session, session.step - 1, batches) - step.loss
             line["weights_only"] = change
             put(parameters, after, session.sparsifier)
         self.write(session, line)

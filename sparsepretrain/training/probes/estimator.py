@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparsepretrain.training.session import Session
+    from sparsepretrain.training.step import Step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +87,7 @@ class Estimator(Probe):
                 drawn = torch.stack([e[index] for e in estimates if e is not None]).double()
                 self._line |= health(product, exact[index].double(), drawn)
 
-    def after_step(self, session: Session, values: dict[str, Any]) -> None:
+    def after_step(self, session: Session, step: Step) -> None:
         """Report it with the step."""
         if self._line:
             self.write(session, {"layer": self._name, **self._line})

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparsepretrain.training.session import Session
+    from sparsepretrain.training.step import Step
 
 COUNTS = ("deaths", "births", "resurrections")
 
@@ -64,7 +65,7 @@ class Lifetime(Probe):
                 "bins": bins,
             }
 
-    def after_step(self, session: Session, values: dict[str, Any]) -> None:
+    def after_step(self, session: Session, step: Step) -> None:
         """Follow the masks if they were compared, and sum up when a line is due."""
         layers = session.sparsifier.layers
         if session.updated and session.sparsifier.flips is not None:

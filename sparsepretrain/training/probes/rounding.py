@@ -10,6 +10,7 @@ from sparsepretrain.training.observer import Probe, ProbeOptions
 
 if TYPE_CHECKING:
     from sparsepretrain.training.session import Session
+    from sparsepretrain.training.step import Step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class Rounding(Probe):
             lost, masked = lost + pruned * self._line[f"lost/{name}"], masked + pruned
         self._line["lost"] = lost / max(masked, 1)
 
-    def after_step(self, session: Session, values: dict[str, Any]) -> None:
+    def after_step(self, session: Session, step: Step) -> None:
         """Report it with the step."""
         if self._line and session.updated:
             self.write(session, self._line)

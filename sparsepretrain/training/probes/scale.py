@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
@@ -10,6 +10,7 @@ from sparsepretrain.training.observer import Probe
 
 if TYPE_CHECKING:
     from sparsepretrain.training.session import Session
+    from sparsepretrain.training.step import Step
 
 
 @register("probe", "scale")
@@ -21,7 +22,7 @@ class Scale(Probe):
 
     name = "scale"
 
-    def after_step(self, session: Session, values: dict[str, Any]) -> None:
+    def after_step(self, session: Session, step: Step) -> None:
         """Read the scales and fit them anew."""
         if session.step % self.options.every:
             return

@@ -1,0 +1,104 @@
+"""Loss and norm are read behind the optimizer of the next step; records and errors stay exact."""
+
+import copy
+
+import pytest
+import torch
+from tiny_runs import assert_equal_bits, assert_same_run
+
+from sparsepretrain.errors import DivergedError
+from sparsepretrain.training.loop import train_step
+from sparsepretrain.training.session import Session
+
+
+def trained(t):
+    """All that a step updates, without the step counters, which nothing saves after an error."""
+    model = {k: v for k, v in t.model.state_dict().items() if k != "sparsity_counters"}
+    return [model, t.optimizer.state_dict()["state"]]
+
+
+QUIET = ("log.every=100", "log.layers_every=0", "eval.every=0", "checkpoint.every=100")
+
+
+def updates_and_reads(t, steps):
+    """Order of optimizer updates and of first readings, as (kind, number of the step)."""
+    events, accepts = [], t.guard.accepts
+
+    def noted(*args, step, **rest):
+        events.append(("read", step))
+        return accepts(*args, step=step, **rest)
+
+    t.guard.accepts = noted
+    t.optimizer.register_step_post_hook(lambda *_: events.append(("update", t.step + 1)))
+    for _ in range(steps):
+        train_step(t)
+    return events
+
+
+def test_no_reading_separates_a_backward_from_its_update(tiny):
+    t = tiny.build(*QUIET, "steps=9")
+    assert updates_and_reads(t, 5) == [
+        ("update", 1),
+        ("read", 1),  # the first step is recorded
+        ("update", 2),
+        ("update", 3),
+        ("read", 2),
+        ("update", 4),
+        ("read", 3),
+        ("update", 5),
+        ("read", 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("guard=skip",), ("guard=spike",), ("precision=fp16",), ("sparsity=step",)],
+    ids=lambda words: words[0],
+)
+def test_guards_and_optimizers_that_need_the_numbers_get_them_first(tiny, words):
+    t = tiny.build(*QUIET, "steps=9", *words)
+    kinds = [kind for kind, _ in updates_and_reads(t, 3)]
+    assert kinds == ["read", "update"] * 3
+
+
+@pytest.mark.parametrize("poisoned", ["the loss", "a gradient"])
+def test_a_refused_step_and_the_next_one_update_nothing(tiny, poisoned):
+    t = tiny.build(*QUIET, "steps=9")
+    for _ in range(2):
+        train_step(t)
+    before = copy.deepcopy(trained(t))
+    weight = t.model.transformer.h[0].mlp.c_fc.weight
+    if poisoned == "the loss":
+        loss = t.gradients.loss
+        t.gradients.loss = lambda batch: loss(batch) * float("nan")
+    else:
+        hook = weight.register_hook(lambda grad: grad * float("inf"))
+    train_step(t)
+    if poisoned == "the loss":
+        t.gradients.loss = loss
+    else:
+        hook.remove()
+    with pytest.raises(DivergedError, match=r"^step 3: .*nothing was updated") as caught:
+        train_step(t)
+    expected = "the loss is nan" if poisoned == "the loss" else "h.0.mlp.c_fc.weight"
+    assert expected in str(caught.value)
+    assert_equal_bits(before, trained(t))
+
+
+@pytest.mark.parametrize("method", ["sste", "srste"])
+def test_late_reading_changes_no_number(tiny, monkeypatch, method):
+    words = (f"sparsity={method}", "log.every=4", "eval.every=3", "checkpoint.every=5", "steps=12")
+    late = tiny.train(*words).directory
+    monkeypatch.setattr(Session, "reads_late", property(lambda t: False))
+    monkeypatch.setattr(tiny, "root", tiny.root / "early")
+    early = tiny.train(*words).directory
+    assert_same_run(late, early)
+
+
+def test_a_nan_in_the_last_step_is_found(tiny):
+    t = tiny.build(*QUIET, "steps=2")
+    train_step(t)
+    handle = t.model.transformer.h[0].mlp.c_fc.weight.register_hook(lambda g: g * torch.nan)
+    with pytest.raises(DivergedError, match=r"^step 2: "):
+        train_step(t)
+    handle.remove()
