@@ -14,11 +14,11 @@ from sparsepretrain.sparsity.execution import EMULATE, Backend
 from sparsepretrain.sparsity.execution.semi_structured import PRODUCT
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training.hardware import GPU, environment, known_gpu
+from sparsepretrain.training.hardware import GPU, environment, known_gpu, unusable_gpu
 
 META = torch.device("meta")
 SHAPE = (64, 64)
-"""Of a linear layer whose features 16 divides."""
+"""Of a linear layer whose features 64 divides."""
 REGRESSIONS = {
     "0.8.0": "slower on H100 and L4 than versions before and after it, says NVIDIA of 0.8.1: "
     "pip install 'nvidia-cusparselt-cu13>=0.8.1'"
@@ -38,7 +38,7 @@ def examine(console: Console, named: GPU | None = None) -> None:
     """Print what is here, and the products of each method; ``named``: a GPU to compare with."""
     console.table("this machine", machine(named), lines=False)
     console.info("")
-    title = "products that can be sparse: linear layers with features that 16 divides, fp16 or bf16"
+    title = "products that can be sparse: linear layers with features that 64 divides, fp16 or bf16"
     head = ["method", *PRODUCTS, "when", "why not"]
     console.table(title, method_rows(), head, lines=False)
     console.info(f"\n{here()}")
@@ -71,7 +71,8 @@ def machine(named: GPU | None = None) -> list[tuple[str, str]]:
             )
         )
     if not torch.cuda.device_count():
-        rows.append(("GPU", "none"))
+        why = unusable_gpu()
+        rows.append(("GPU", f"none: {why}" if why else "none"))
     if named is not None:
         rows.append(("compared with", f"{named} ({named.source})"))
     return rows

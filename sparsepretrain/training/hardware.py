@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -86,6 +89,41 @@ def visible_devices() -> list[str]:
         return []
     named = [d.strip() for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return [d for d in named if d] or [str(i) for i in range(torch.cuda.device_count())]
+
+
+@functools.cache
+def unusable_gpu() -> str:
+    """Return why torch sees no GPU on a machine that has a driver, and the remedy; "": it has none.
+
+    The newest wheels need the newest drivers, and torch falls back to the CPU without an error.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if hidden or torch.version.cuda is None or torch.cuda.is_available():
+        return ""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return (
+            "nvidia-smi is here, but the driver's libcuda.so.1 is not: in a container, set "
+            "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+            if shutil.which("nvidia-smi")
+            else ""
+        )
+    number, text = ctypes.c_int(), ctypes.c_char_p()
+    code = driver.cuInit(0)
+    driver.cuDriverGetVersion(ctypes.byref(number))
+    major, minor = number.value // 1000, number.value % 1000 // 10
+    if major < int(torch.version.cuda.partition(".")[0]):
+        # each driver runs all minor versions of its CUDA
+        index = "https://download.pytorch.org/whl/cu126"
+        other = f", or pip install torch --index-url {index}" if major == 12 else ""
+        return (
+            f"the NVIDIA driver is for CUDA {major}.{minor}, and this torch for CUDA "
+            f"{torch.version.cuda}: update the driver{other}"
+        )
+    driver.cuGetErrorString(code, ctypes.byref(text))
+    reason = (text.value or b"unknown error").decode()
+    return f"the NVIDIA driver finds no usable GPU (cuInit: {code}, {reason})"
 
 
 def environment(device: torch.device) -> dict[str, Any]:

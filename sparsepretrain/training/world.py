@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsepretrain.config.schema import Run, shares
-from sparsepretrain.errors import ConfigError, RankError, SparsePretrainError, one_line
+from sparsepretrain.errors import (
+    ConfigError,
+    RankError,
+    SparsePretrainError,
+    SparsePretrainWarning,
+    one_line,
+)
+from sparsepretrain.training.hardware import unusable_gpu
 
 T = TypeVar("T")
 
@@ -45,8 +54,13 @@ class World:
             ConfigError: cuda was asked for and there is none.
         """
         available = torch.cuda.is_available()
+        why = "" if available or device == "cpu" else unusable_gpu()
         if device == "cuda" and not available:
-            raise ConfigError("parallel.device=cuda, but torch sees no GPU: use auto or cpu")
+            raise ConfigError(
+                f"parallel.device=cuda, but {why or 'torch sees no GPU: use auto or cpu'}"
+            )
+        if why and os.environ.get("RANK", "0") == "0":
+            _warn_once(f"parallel.device=auto trains on the CPU: {why}")
         if available and device != "cpu":  # with its number, as the tensors on it say
             return cls(torch.device("cuda", torch.cuda.current_device()))
         return cls(torch.device("cpu"))
@@ -111,6 +125,11 @@ class World:
                 dist.barrier(group=self.host)
             raise RankError(exit_code)
         return result
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, SparsePretrainWarning, stacklevel=3)
 
 
 @contextlib.contextmanager

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import shutil
+import subprocess
+import warnings
 
 import pytest
 import torch
 
+from sparsepretrain import cli
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from sparsepretrain.training import hardware, world
 from sparsepretrain.training.hardware import GPUS, environment, known_gpu, peak_flops
 
 NAMES = {
@@ -67,3 +74,82 @@ def test_environment():
     assert found["packages"]["torch"]
     assert found["hardware"]["cores"] >= 1 and found["hardware"]["device"]
     assert found["command"].startswith("sparsepretrain")
+
+
+DRIVER = """
+int cuInit(unsigned flags) { return %d; }
+int cuDriverGetVersion(int *version) { *version = %d; return 0; }
+int cuGetErrorString(int code, const char **text) { *text = "no CUDA-capable device"; return 0; }
+"""
+CU126 = "--index-url https://download.pytorch.org/whl/cu126"
+TOO_OLD = "the NVIDIA driver is for CUDA 12.4, and this torch for CUDA 13.2: update the driver"
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine of which torch sees no GPU: with this driver, or with none."""
+    real = ctypes.CDLL
+
+    def make(code=None, version=0, *, smi=False):
+        hardware.unusable_gpu.cache_clear()
+        world._warn_once.cache_clear()
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        monkeypatch.setattr(torch.version, "cuda", "13.2")
+        which = {"nvidia-smi": "/usr/bin/nvidia-smi"} if smi else {}
+        library = tmp_path / f"libcuda-{code}-{version}.so"
+        if code is not None:
+            source = tmp_path / "libcuda.c"
+            source.write_text(DRIVER % (code, version))
+            subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+        monkeypatch.setattr(shutil, "which", which.get)
+        monkeypatch.setattr(
+            ctypes, "CDLL", lambda name, *rest: real(library if "cuda" in name else name, *rest)
+        )
+
+    yield make
+    hardware.unusable_gpu.cache_clear()
+    world._warn_once.cache_clear()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize(
+    ("driver", "message"),
+    [
+        ((803, 12040), f"{TOO_OLD}, or pip install torch {CU126}"),
+        ((803, 11080), "CUDA 11.8, and this torch for CUDA 13.2: update the driver"),
+        ((100, 13020), "finds no usable GPU (cuInit: 100, no CUDA-capable device)"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_explained(driver, message, machine, capsys):
+    machine(*driver)
+    with pytest.warns(SparsePretrainWarning) as caught:
+        for _ in range(2):
+            assert world.World.single("auto").device.type == "cpu"
+    (told,) = [str(w.message) for w in caught]
+    assert told.startswith("parallel.device=auto trains on the CPU: ") and told.endswith(message)
+    assert "\n" not in told
+    with pytest.raises(ConfigError) as refused:
+        world.World.single("cuda")
+    assert str(refused.value).endswith(message)
+    assert cli.main(["doctor"]) == 0
+    assert message in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_container_without_the_library_of_the_driver_is_explained(machine):
+    machine(smi=True)
+    with pytest.warns(SparsePretrainWarning, match=r"nvidia-smi is here, but .* libcuda\.so\.1"):
+        world.World.single("auto")
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_nothing_is_said_where_there_is_no_gpu_or_it_is_hidden(hidden, machine, monkeypatch):
+    machine(smi=hidden)
+    if hidden:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert world.World.single("auto").device.type == "cpu"
+    with pytest.raises(ConfigError, match=r"device=cuda, but torch sees no GPU"):
+        world.World.single("cuda")
