@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 ABOUT = "sparsity.json"
 """What an export says about its weights."""
-ROWS, COLUMNS = 32, 64
-"""Multiples that out_features and in_features must be of, in fp16 and bf16: CUTLASS's, which
-are the larger ones of the two libraries that torch calls."""
+ROWS, COLUMNS = 64, 64
+"""Multiples that out_features and in_features must be of, in fp16 and bf16: the larger ones of the
+two libraries that torch calls, cuSPARSELt's rows and CUTLASS's columns."""
 
 
 def require(converted: Converted) -> None:

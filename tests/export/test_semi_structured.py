@@ -24,7 +24,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("gpt2", ("sparsity=dense",), "are 2:4, these weights are dense"),
         ("gpt2", ("sparsity=ste", "sparsity.n=1"), "are 2:4, these weights are 1:4"),
-        ("gpt2", ("model.n_embd=40",), "mlp.c_fc is 160 × 40, but .* multiples of 32 × 64"),
+        ("gpt2", ("model.n_embd=40",), "mlp.c_fc is 160 × 40, but .* multiples of 64 × 64"),
         ("vit", (), "no semi-structured loader for models of timm"),
     ],
 )
