@@ -1,47 +1,23 @@
-"""Timing on a CUDA device: captured graphs, interleaved rounds, inputs that left the L2 cache."""
+"""A CUDA device for benchmarks: inputs that left the L2 cache, ceilings, present state."""
 
 from __future__ import annotations
 
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-ROUND_MS = 2.0
-"""One round of one work lasts at least so long: events resolve half a microsecond."""
+from sparsepretrain.kernels.cusparselt.packed24 import version
+from sparsepretrain.kernels.timing import Calls, Series, measure
+
 COLD = 3
 """Inputs are rotated over so many times the size of the L2 cache."""
 COPY_BYTES = 1 << 30
 PRODUCT = 8192
 """Rows and columns of the matrices of :func:`ceilings`."""
-
-Calls = Sequence[Callable[[], Any]]
-"""The same work on different buffers, called in turn."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
-    """Microseconds of one call in every round."""
-
-    us: list[float]
-    mode: str
-    """``graph``: replayed; ``eager``: launched one by one, because it cannot be captured."""
-
-    def percentiles(self) -> dict[str, float]:
-        """p10, median and p90, and how many rounds."""
-        ordered = sorted(self.us)
-        last = len(ordered) - 1
-        return {
-            "p10": ordered[round(0.1 * last)],
-            "p50": statistics.median(ordered),
-            "p90": ordered[round(0.9 * last)],
-            "rounds": len(ordered),
-        }
 
 
 def copies_for(size: int, *, rotate: bool = True) -> int:
@@ -74,70 +50,6 @@ def ceilings(device: torch.device) -> dict[str, float]:
     }
 
 
-def measure(works: dict[str, Calls], *, rounds: int) -> dict[str, Series]:
-    """Time works in one process: rounds A, B, C, B, C, A, … of captured graphs."""
-    ready = {name: _Prepared(calls) for name, calls in works.items()}
-    names = list(works)
-    us: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(-2, rounds):
-        shift = index % len(names)
-        for name in names[shift:] + names[:shift]:
-            measured = ready[name].time()
-            if index >= 0:
-                us[name].append(measured)
-    return {name: Series(us=us[name], mode=ready[name].mode) for name in names}
-
-
-class _Prepared:
-    """A work that is warm, captured if it can be, and repeated until a round is long enough."""
-
-    def __init__(self, calls: Calls) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for call in (*calls[:2], *calls[:2]):  # compiles, tunes, fills the allocator
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        once = _event_ms(lambda: [call() for call in calls]) / len(calls)
-        turns = max(1, round(ROUND_MS / max(once, 1e-3) / len(calls)))
-        self.count = turns * len(calls)
-        self.mode = "graph"
-        try:
-            self.run: Callable[[], Any] = self._capture(calls, turns)
-        except RuntimeError:  # it synchronises
-            torch.cuda.synchronize()
-            self.mode = "eager"
-            self.run = lambda: [call() for _ in range(turns) for call in calls]
-        self.run()
-
-    @staticmethod
-    def _capture(calls: Calls, turns: int) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            # results live until their next turn, so that written lines leave the cache too
-            alive = [call() for call in calls]
-            for _ in range(turns - 1):
-                for index, call in enumerate(calls):
-                    alive[index] = None
-                    alive[index] = call()
-            del alive
-        return graph.replay
-
-    def time(self) -> float:
-        """Microseconds per call."""
-        return 1e3 * _event_ms(self.run) / self.count
-
-
-def _event_ms(work: Callable[[], Any]) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    work()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop)
-
-
 def size_of(values: Any) -> int:
     """Bytes of all tensors in nested lists and tuples."""
     return sum(t.nbytes for t in tree_leaves(values) if isinstance(t, Tensor))
@@ -153,7 +65,7 @@ def state() -> dict[str, Any]:
         "memory": properties.total_memory,
         "l2": properties.L2_cache_size,
         "cuda": torch.version.cuda,
-        "cusparselt": _cusparselt(),
+        "cusparselt": version(),
     }
     for fields in (
         "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu",
@@ -173,12 +85,6 @@ def _query(fields: str, gpu: str) -> dict[str, str]:
         return {}
     values = map(str.strip, done.stdout.split(","))
     return dict(zip(fields.split(","), values, strict=False))
-
-
-def _cusparselt() -> int | None:
-    """Version of the loaded library: torch 2.11 pins 0.8.0, later ones do not."""
-    library = torch.backends.cusparselt
-    return library.version() if library.is_available() else None
 
 
 def median_ratio(over: Series, under: Series) -> float:

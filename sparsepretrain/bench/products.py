@@ -22,7 +22,7 @@ from sparsepretrain.training.hardware import known_gpu
 __all__ = ["cases", "draw", "report"]
 
 SIZES = (2048, 4096, 8192, 16384)
-TINY = 64
+TINY = 128
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8 e4m3": torch.float8_e4m3fn}
 DENSE, SPARSE = "dense", "2:4"
 

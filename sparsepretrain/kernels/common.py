@@ -24,6 +24,34 @@ PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
 PHILOX_ROUNDS = 10
 LOW_32 = 0xFFFFFFFF
 
+
+class Limits(NamedTuple):
+    """Sizes of packed products that cuSPARSELt is trusted with, for one type.
+
+    Positions lie in tiles: in 16 bits a packed (m, k) has m·k + ⌈m/64⌉·⌈k/32⌉·256 bytes. Where the
+    tiles are whole that is k·9/16 columns, what torch 2.9 allocates for every size: with others the
+    library would write past the end. In fp8 the tiles are taken to be 64 × 128 until a GPU shows
+    them.
+    """
+
+    rows: int
+    """Rows of the sparse operand are multiples of it."""
+    columns: int
+    """Columns of the sparse operand are multiples of it."""
+    dense: int
+    """Rows and columns of the dense operand are multiples of it."""
+    sixteenths: int
+    """Sixteenths of the elements that are left when a matrix is packed: half of the values, and
+    four bits for each group of four."""
+
+
+LIMITS = {
+    torch.float16: Limits(64, 32, 8, 9),
+    torch.bfloat16: Limits(64, 32, 8, 9),
+    torch.float8_e4m3fn: Limits(64, 128, 16, 10),
+}
+"""The types that are packed. In fp32 the library would multiply in TF32."""
+
 PAIRS = list(itertools.combinations(range(4), 2))
 """The six ways to keep two of four, as column pairs."""
 PATTERNS_90 = [
@@ -116,6 +144,22 @@ def no_cuda(device: torch.device) -> str:
     return (
         "" if device.type == "cuda" else f"the weights are on {device.type}, not on a CUDA device"
     )
+
+
+def broken(error: Exception, device: torch.device) -> bool:
+    """True if ``error`` is a CUDA error that every later call on ``device`` repeats."""
+    if not isinstance(error, torch.AcceleratorError):
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except torch.AcceleratorError:
+        return True
+    return False
+
+
+def packed_columns(k: int, dtype: torch.dtype) -> int:
+    """Columns of a packed matrix that has ``k`` before."""
+    return k * LIMITS[dtype].sixteenths // 16
 
 
 def check_pattern(name: str, x: Tensor, n: int, m: int, dim: int) -> None:

@@ -8,33 +8,13 @@ no factor of the product (``alpha``): the library waits for the device to read i
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsepretrain.kernels.common import LIMITS, Limits, packed_columns
 from sparsepretrain.kernels.dispatch import find
 
-
-class Limits(NamedTuple):
-    """What cuSPARSELt asks of the sizes of one type."""
-
-    sparse: int
-    """Rows and columns of the sparse operand are multiples of it."""
-    dense: int
-    """Rows and columns of the dense operand are multiples of it."""
-    sixteenths: int
-    """Sixteenths of the elements that are left when a matrix is packed: half of the values, and
-    four bits for each group of four."""
-
-
-LIMITS = {
-    torch.float16: Limits(16, 8, 9),
-    torch.bfloat16: Limits(16, 8, 9),
-    torch.float8_e4m3fn: Limits(32, 16, 10),
-}
-"""The types that are packed. In fp32 the library would multiply in TF32."""
 TYPES = (torch.float16, torch.bfloat16)
 """Those whose products need no scales: what layers are trained and loaded in."""
 
@@ -43,7 +23,8 @@ def compress_24(x: Tensor) -> Tensor:
     """The packed form of ``x``, which has at most two non-zeros in four neighbours of a row.
 
     Args:
-        x: (m, k), contiguous, a type of :data:`LIMITS`. What else is not zero is lost on a GPU.
+        x: (m, k), contiguous, a type and size of :data:`LIMITS`. On a GPU more than two non-zeros
+            in a group are lost.
 
     Returns:
         (m, k·9/16), or k·10/16 in fp8, of the same type: all values, then their positions. Only
@@ -51,9 +32,10 @@ def compress_24(x: Tensor) -> Tensor:
 
     Raises:
         ValueError: another type, shape or memory order; on the CPU more than two non-zeros.
+        RuntimeError: the library has another size for the packed matrix.
     """
     limits = _limits("compress_24", x)
-    _check("compress_24: x", x, limits.sparse)
+    _check("compress_24: x", x, limits.rows, limits.columns)
     packed: Tensor = torch.ops.sparsepretrain.compress_24(x)
     return packed
 
@@ -85,14 +67,19 @@ def matmul_24(
         RuntimeError: no algorithm of the library computes this product right, every time.
     """
     limits = _limits("matmul_24", packed)
-    _check("matmul_24: dense", dense, limits.dense)
+    _check("matmul_24: dense", dense, limits.dense, limits.dense)
     m, n = packed.shape[0], dense.shape[0 if transpose_dense else 1]
     k = dense.shape[1 if transpose_dense else 0]
     if packed.dtype != dense.dtype:
         raise ValueError(f"matmul_24: packed is {packed.dtype}, dense is {dense.dtype}")
-    if packed.dim() != 2 or packed.shape[1] * 16 != k * limits.sixteenths:
-        size = tuple(packed.shape)
+    size = tuple(packed.shape)
+    if packed.dim() != 2 or packed.shape[1] != packed_columns(k, packed.dtype):
         raise ValueError(f"matmul_24: packed {size} is no packed matrix with {k} columns")
+    if m % limits.rows or k % limits.columns:
+        raise ValueError(
+            f"matmul_24: {m} × {k} is an impossible product: a packed matrix has multiples of "
+            f"{limits.rows} × {limits.columns}"
+        )
     out = packed.dtype if out_dtype is None else out_dtype
     if out != packed.dtype and limits == LIMITS[torch.float16]:
         raise ValueError(f"matmul_24: products of {packed.dtype} have that type, not {out}")
@@ -112,10 +99,12 @@ def _limits(name: str, x: Tensor) -> Limits:
     return LIMITS[x.dtype]
 
 
-def _check(name: str, x: Tensor, multiple: int) -> None:
-    if x.dim() != 2 or x.shape[0] % multiple or x.shape[1] % multiple or not x.numel():
+def _check(name: str, x: Tensor, rows: int, columns: int) -> None:
+    if x.dim() != 2 or x.shape[0] % rows or x.shape[1] % columns or not x.numel():
         size = tuple(x.shape)
-        raise ValueError(f"{name} must be a matrix with sizes that {multiple} divides, got {size}")
+        raise ValueError(
+            f"{name} must be a matrix with multiples of {rows} × {columns}, got {size}"
+        )
     if not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
 
@@ -158,7 +147,8 @@ def _matmul(
 ) -> Tensor:
     rows = dense if transpose_dense else dense.t()  # (n, k)
     wide = None if bias is None else bias.float()
-    product = F.linear(rows.float(), _uncompress(packed, rows.shape[1]), wide).to(out_dtype)
+    with torch.autocast("cpu", enabled=False):  # which would round the product to its own type
+        product = F.linear(rows.float(), _uncompress(packed, rows.shape[1]), wide).to(out_dtype)
     return product if transpose_result else product.t().contiguous()
 
 
@@ -174,7 +164,7 @@ def _(packed: Tensor, dense: Tensor, *rest: object) -> Tensor:
 
 @_compress.register_fake
 def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] * LIMITS[x.dtype].sixteenths // 16)
+    return x.new_empty(x.shape[0], packed_columns(x.shape[1], x.dtype))
 
 
 @_matmul.register_fake

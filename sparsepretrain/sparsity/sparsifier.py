@@ -183,19 +183,25 @@ class Sparsifier:
             state.backend.require_here(weight.device, state.store, state.execution)
         self.refresh()
 
-    def choose_products(self, inputs: Mapping[str, Sequence[int]]) -> None:
+    def choose_products(self, inputs: Mapping[str, Sequence[int]], micro_batches: int = 1) -> None:
         """Decide now which products of each layer are sparse, instead of in its first forward.
 
         For loops that compile: graphs do not try products. Call :meth:`store_operands` first.
-        ``inputs``: name of a layer -> shape of its input in a micro-batch, (…, in_features); those
-        of other modules are passed over.
+
+        Args:
+            inputs: name of a layer -> shape of its input in a micro-batch, (…, in_features); those
+                of other modules are passed over.
+            micro_batches: of a step on this rank; they share packed weights, so ``auto`` counts
+                packing once for all of them.
 
         Raises:
             ConfigError: a sparse layer is missing.
         """
         if missing := [name for name in self.layers if name not in inputs]:
             raise ConfigError(f"choose_products: no shape for {', '.join(missing)}")
-        dtype = self._state.store
+        dtype, backend = self._state.store, self._state.backend
+        if backend is not None:
+            backend.micro_batches = micro_batches
         for name, layer in self.layers.items():
             own = layer.sparsity
             own.settle(

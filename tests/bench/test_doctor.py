@@ -44,7 +44,7 @@ def an_h200(monkeypatch):
     for module in (doctor, forecast, semi_structured):
         monkeypatch.setattr(module, "unsupported", lambda device, **_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+    monkeypatch.setattr(doctor, "version", lambda: "0.8.1")
 
 
 def test_a_machine_without_a_gpu(no_gpu):

@@ -17,7 +17,7 @@ def supported(device):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("m, k, n", [(256, 512, 128), (768, 3072, 2048), (48, 80, 40)])
+@pytest.mark.parametrize("m, k, n", [(256, 512, 128), (768, 3072, 2048), (64, 96, 40)])
 def test_products_are_those_of_the_reference(m, k, n, dtype, device):
     print(f"cuSPARSELt {library.version()}")
     x = kernels.nm_prune(torch.randn(m, k, device=device))[0].to(dtype)
@@ -36,6 +36,13 @@ def test_products_are_those_of_the_reference(m, k, n, dtype, device):
         got = (got.t() if transpose_result else got).double()
         slack = torch.finfo(dtype).eps * expected.abs() + 2.0**-16 * spread
         assert bool(((got - expected).abs() <= slack).all())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("m, k", [(48, 80), (80, 4096), (16, 16)])
+def test_odd_sizes_are_refused_before_the_library_packs_them(m, k, device):
+    with pytest.raises(ValueError, match=rf"multiples of 64 × 32, got \({m}, {k}\)"):
+        kernels.compress_24(torch.zeros(m, k, dtype=torch.bfloat16, device=device))
 
 
 @pytest.mark.cuda

@@ -1,10 +1,15 @@
 """Packed 2:4 matrices: sizes, products and contracts; which algorithms of a library are used."""
 
 import itertools
+import math
+import shutil
+import subprocess
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsepretrain import kernels
 from sparsepretrain.kernels import packed24
@@ -26,41 +31,85 @@ def sparse(m, k, dtype=BRAIN):
     return x.to(dtype)
 
 
-@pytest.mark.parametrize(("dtype", "columns"), [(HALF, 36), (BRAIN, 36), (BYTE, 40)])
+def library_bytes(m, k):
+    """Size of a packed matrix of 16-bit entries, as the library has it on Ampere and Hopper."""
+    return m * k + math.ceil(m / 64) * math.ceil(k / 32) * 256
+
+
+@pytest.mark.parametrize(("dtype", "columns"), [(HALF, 72), (BRAIN, 72), (BYTE, 80)])
 def test_packing_has_the_size_of_the_library_and_loses_nothing(dtype, columns):
-    x = sparse(32, 64, dtype)
+    x = sparse(64, 128, dtype)
     packed = kernels.compress_24(x)
-    assert packed.shape == (32, columns) and packed.dtype == dtype
-    assert torch.equal(packed24._uncompress(packed, 64), x.float())
+    assert packed.shape == (64, columns) and packed.dtype == dtype
+    assert torch.equal(packed24._uncompress(packed, 128), x.float())
+
+
+def test_sizes_whose_packed_size_is_another_one_are_refused_by_name():
+    """Beyond whole tiles torch 2.9 would let the library write past the end."""
+    assert library_bytes(8, 16) == 384  # NVIDIA/CUDALibrarySamples#95
+    for m, k in itertools.product(range(16, 209, 16), range(16, 209, 16)):
+        x = torch.zeros(m, k, dtype=BRAIN)
+        if m % 64 or k % 32:
+            with pytest.raises(ValueError, match=rf"multiples of 64 × 32, got \({m}, {k}\)"):
+                kernels.compress_24(x)
+            packed = torch.zeros(m, k * 9 // 16, dtype=BRAIN)
+            with pytest.raises(ValueError, match=f"{m} × {k} is an impossible product"):
+                kernels.matmul_24(packed, torch.zeros(k, 8, dtype=BRAIN))
+        else:
+            assert kernels.compress_24(x).nbytes == library_bytes(m, k)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, BYTE])
+@pytest.mark.parametrize("shape", [(64, 128), (128, 256), (192, 1024)])
+def test_packed_shapes_are_those_of_fake_tensors_and_of_torch(shape, dtype):
+    """Compiled graphs rely on them; torch has a rule for its product, none for its packing."""
+    m, k = shape
+    x = sparse(m, k, dtype)
+    packed = kernels.compress_24(x)
+    with FakeTensorMode() as mode:
+        fake = kernels.compress_24(mode.from_tensor(x))
+    assert (fake.shape, fake.dtype) == (packed.shape, dtype)
+    dense = torch.empty(k, 48, dtype=dtype, device="meta")
+    for transposed in (False, True):
+        result = torch._cslt_sparse_mm(packed.to("meta"), dense, transpose_result=transposed)
+        assert result.shape == ((48, m) if transposed else (m, 48))
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
 @pytest.mark.parametrize("flags", FLAGS)
 def test_products_are_summed_in_fp32_and_rounded_once(dtype, flags):
     transpose_dense, transpose_result, has_bias = flags
-    x, dense = sparse(32, 64, dtype), draw(64, 24, seed=1, dtype=dtype)
-    bias = draw(32, seed=2, dtype=dtype) if has_bias else None
+    x, dense = sparse(64, 96, dtype), draw(96, 24, seed=1, dtype=dtype)
+    bias = draw(64, seed=2, dtype=dtype) if has_bias else None
     expected = x.double() @ dense.double() + (bias.double()[:, None] if has_bias else 0)
     given = dense.t().contiguous() if transpose_dense else dense
     options = {"transpose_dense": transpose_dense, "transpose_result": transpose_result}
     got = kernels.matmul_24(kernels.compress_24(x), given, bias, **options)
     assert got.is_contiguous() and got.dtype == dtype
     got = got.t() if transpose_result else got
-    # half a unit in the last place, and what a sum of 64 loses in fp32
+    # half a unit in the last place, and what a sum of 96 loses in fp32
     spread = x.double().abs() @ dense.double().abs()
-    slack = torch.finfo(dtype).eps / 2 * expected.abs() + 64 * 2**-24 * spread
+    slack = torch.finfo(dtype).eps / 2 * expected.abs() + 96 * 2**-24 * spread
     assert bool(((got.double() - expected).abs() <= slack).all())
 
 
 def test_a_product_of_fp8_has_a_type_of_its_own():
-    x, dense = sparse(32, 64, BYTE), draw(16, 64, seed=1, dtype=BYTE)
+    x, dense = sparse(64, 128, BYTE), draw(16, 128, seed=1, dtype=BYTE)
     packed = kernels.compress_24(x)
     got = kernels.matmul_24(packed, dense, transpose_dense=True, out_dtype=torch.float32)
     torch.testing.assert_close(got, x.float() @ dense.float().t())
 
 
-X, DENSE = draw(32, 64), draw(64, 24)
-PACKED = kernels.compress_24(sparse(32, 64))
+def test_autocast_rounds_no_product():
+    x, dense = sparse(64, 128, BYTE), draw(16, 128, seed=1, dtype=BYTE)
+    options = {"transpose_dense": True, "out_dtype": torch.float32}
+    expected = kernels.matmul_24(kernels.compress_24(x), dense, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(kernels.matmul_24(kernels.compress_24(x), dense, **options), expected)
+
+
+X, DENSE = draw(64, 96), draw(96, 24)
+PACKED = kernels.compress_24(sparse(64, 96))
 
 
 @pytest.mark.parametrize(
@@ -68,23 +117,22 @@ PACKED = kernels.compress_24(sparse(32, 64))
     [
         (lambda: kernels.compress_24(X), "more than two non-zeros"),
         (lambda: kernels.compress_24(X.float()), "type float16, bfloat16, float8_e4m3fn, not"),
-        (lambda: kernels.compress_24(sparse(64, 32).t()), r"contiguous, got strides \(1, 32\)"),
-        (lambda: kernels.compress_24(sparse(32, 40)), r"16 divides, got \(32, 40\)"),
-        (lambda: kernels.compress_24(sparse(40, 32)), r"16 divides, got \(40, 32\)"),
-        (lambda: kernels.compress_24(sparse(48, 64, BYTE)), r"32 divides, got \(48, 64\)"),
-        (lambda: kernels.compress_24(sparse(32, 64)[None]), "must be a matrix"),
-        (lambda: kernels.compress_24(sparse(32, 64)[:0]), r"got \(0, 64\)"),
+        (lambda: kernels.compress_24(sparse(96, 64).t()), r"contiguous, got strides \(1, 64\)"),
+        (lambda: kernels.compress_24(sparse(64, 128, BYTE)[:, :96]), r"64 × 128, got \(64, 96\)"),
+        (lambda: kernels.compress_24(sparse(32, 128, BYTE)), r"64 × 128, got \(32, 128\)"),
+        (lambda: kernels.compress_24(sparse(64, 96)[None]), "must be a matrix"),
+        (lambda: kernels.compress_24(sparse(64, 96)[:0]), r"got \(0, 96\)"),
         (lambda: kernels.matmul_24(PACKED, DENSE.t().contiguous().t()), "dense must be contiguous"),
-        (lambda: kernels.matmul_24(PACKED, draw(64, 48)[:, ::2]), "dense must be contiguous"),
-        (lambda: kernels.matmul_24(PACKED, draw(64, 20)), r"8 divides, got \(64, 20\)"),
+        (lambda: kernels.matmul_24(PACKED, draw(96, 48)[:, ::2]), "dense must be contiguous"),
+        (lambda: kernels.matmul_24(PACKED, draw(96, 20)), r"8 × 8, got \(96, 20\)"),
         (
             lambda: kernels.matmul_24(PACKED, DENSE.half()),
             "packed is .*bfloat16, dense is .*float16",
         ),
-        (lambda: kernels.matmul_24(PACKED, draw(32, 24)), "no packed matrix with 32 columns"),
-        (lambda: kernels.matmul_24(PACKED[:, :18], DENSE), "no packed matrix with 64 columns"),
-        (lambda: kernels.matmul_24(PACKED, DENSE, draw(24)), r"bias must be \(32,\)"),
-        (lambda: kernels.matmul_24(PACKED, DENSE, draw(32).float()), "in .*float32"),
+        (lambda: kernels.matmul_24(PACKED, draw(64, 24)), "no packed matrix with 64 columns"),
+        (lambda: kernels.matmul_24(PACKED[:, :18], DENSE), "no packed matrix with 96 columns"),
+        (lambda: kernels.matmul_24(PACKED, DENSE, draw(24)), r"bias must be \(64,\)"),
+        (lambda: kernels.matmul_24(PACKED, DENSE, draw(64).float()), "in .*float32"),
         (lambda: kernels.matmul_24(PACKED, DENSE, out_dtype=torch.float32), "have that type, not"),
     ],
 )
@@ -101,9 +149,9 @@ def test_there_is_no_factor_of_a_product():
 def test_both_are_operators_with_rules_for_shapes():
     checks = ("test_schema", "test_faketensor")
     ops = torch.ops.sparsepretrain
-    torch.library.opcheck(ops.compress_24, (sparse(32, 64),), test_utils=checks)
+    torch.library.opcheck(ops.compress_24, (sparse(64, 96),), test_utils=checks)
     for flags in itertools.product([False, True], repeat=2):
-        dense = draw(24, 64) if flags[0] else DENSE
+        dense = draw(24, 96) if flags[0] else DENSE
         torch.library.opcheck(
             ops.matmul_24, (PACKED, dense, None, *flags, BRAIN), test_utils=checks
         )
@@ -112,7 +160,7 @@ def test_both_are_operators_with_rules_for_shapes():
     def product(x, dense, bias):
         return kernels.matmul_24(kernels.compress_24(x), dense, bias) * 2
 
-    given = sparse(32, 64), DENSE, draw(32)
+    given = sparse(64, 96), DENSE, draw(64)
     compiled = torch.compile(product, backend=counter, fullgraph=True)(*given)
     assert torch.equal(compiled, product(*given)) and counter.frame_count == 1
 
@@ -127,7 +175,8 @@ class Library:
         monkeypatch.setattr(torch, "_cslt_compress", lambda x: packed24._compress(x).flatten())
         monkeypatch.setattr(torch, "_cslt_sparse_mm", self.multiply)
         monkeypatch.setattr(torch._C._cusparselt, "mm_search", self.search)
-        monkeypatch.setattr(library, "seconds", lambda run, device: self.duration(run))
+        monkeypatch.setattr(library, "medians", self.medians)
+        monkeypatch.setattr(library, "version", lambda: "0.8.1")
         library.fastest.cache_clear()
         library.unsupported.cache_clear()
 
@@ -135,13 +184,13 @@ class Library:
         assert alpha is None
         return 5, 2, 1, self.count
 
-    def duration(self, run):
-        algorithm = run.args[1]
-        return {self.SLOW: 2.0}.get(algorithm.id, 1.0 - algorithm.id / 100)
+    def medians(self, works, device):
+        numbers = {name: run.args[1].id for name, run in works.items()}
+        return {name: 2.0 if i == self.SLOW else 1.0 - i / 100 for name, i in numbers.items()}
 
     def multiply(self, packed, dense, bias, *, out_dtype, transpose_result, alg_id, **split):
         self.products.append((alg_id, split["split_k"], split["split_k_mode"]))
-        if alg_id == self.REFUSED:
+        if alg_id == self.REFUSED or alg_id >= self.count:
             raise RuntimeError("CUDA error: operation not supported")
         # a view is taken for the transpose of a contiguous matrix, whatever its strides are
         transposed = not dense.is_contiguous()
@@ -156,7 +205,7 @@ class Library:
 
 
 def problem(**changes):
-    base = library.Problem(torch.device("cpu"), BRAIN, BRAIN, 32, 24, 64, True, True, True)
+    base = library.Problem(torch.device("cpu"), BRAIN, BRAIN, 64, 24, 96, True, True, True)
     return base._replace(**changes)
 
 
@@ -177,10 +226,10 @@ def test_only_algorithms_that_are_right_and_repeat_are_used(monkeypatch):
 def test_products_of_the_library_are_those_of_the_reference(monkeypatch, layout):
     Library(monkeypatch)
     transpose_dense, transpose_result, has_bias = layout
-    dense = draw(24, 64) if transpose_dense else DENSE
-    bias = draw(32, seed=3) if has_bias else None
-    given = kernels.compress_24(sparse(32, 64)), dense, bias, transpose_dense, transpose_result
-    packed = library.compress_24(sparse(32, 64))
+    dense = draw(24, 96) if transpose_dense else DENSE
+    bias = draw(64, seed=3) if has_bias else None
+    given = kernels.compress_24(sparse(64, 96)), dense, bias, transpose_dense, transpose_result
+    packed = library.compress_24(sparse(64, 96))
     assert torch.equal(packed, given[0])
     assert torch.equal(library.matmul_24(*given, BRAIN), packed24._matmul(*given, BRAIN))
 
@@ -188,8 +237,7 @@ def test_products_of_the_library_are_those_of_the_reference(monkeypatch, layout)
 def test_a_product_without_an_algorithm_is_an_error(monkeypatch):
     Library(monkeypatch, count=1).search = None
     monkeypatch.setattr(torch._C._cusparselt, "mm_search", lambda *_: (2, 1, -1, 1))
-    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
-    message = "a packed 32 × 64 × 24 product in bfloat16: none of 2 algorithms of cuSPARSELt 0.8.1"
+    message = "a packed 64 × 96 × 24 product in bfloat16: none of 2 algorithms of cuSPARSELt 0.8.1"
     with pytest.raises(RuntimeError, match=message):
         library.fastest(problem())
 
@@ -217,10 +265,122 @@ def test_a_device_is_supported_when_its_products_are_right(monkeypatch):
     library.unsupported.cache_clear()
 
 
-def test_versions_are_those_of_the_loaded_library(monkeypatch):
-    for number, name in ((801, "0.8.1"), (602, "0.6.2"), (None, "none")):
-        monkeypatch.setattr(torch.backends.cusparselt, "version", lambda number=number: number)
-        assert library.version() == name
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_version_is_that_of_the_loaded_library(tmp_path, monkeypatch):
+    """It differs from the one that torch was built with where the library was upgraded."""
+    source, built = tmp_path / "library.c", tmp_path / "libcusparseLt.so.0"
+    source.write_text("int cusparseLtGetProperty(int i, int *v) { *v = 7 + i; return 0; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", built, source], check=True)
+    maps = tmp_path / "maps"
+    maps.write_text(
+        f"7f00-7f01 r--p 00000000 fe:01 12    /lib/libc.so\n7f02-7f03 r-xp 0 0 0  {built}\n"
+    )
+    monkeypatch.setattr(library, "Path", lambda name: maps if name == "/proc/self/maps" else None)
+    library.version.cache_clear()
+    assert library.version() == "7.8.9"
+    library.version.cache_clear()
+    maps.write_text("")
+    assert library.version() == "none"
+    library.version.cache_clear()
+
+
+def test_algorithms_are_tried_by_number_where_the_search_refuses(monkeypatch):
+    fake = Library(monkeypatch)
+
+    def refuse(*_):
+        raise RuntimeError(
+            "CUDA error: operation not supported when calling cusparseLtMatmulSearch"
+        )
+
+    monkeypatch.setattr(torch._C._cusparselt, "mm_search", refuse)
+    assert library.fastest(problem()) == (5, 1, -1)
+    assert {number for number, *_ in fake.products} == {*range(library.NUMBERS)}
+
+
+def fail(*_, **__):
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("where", ["multiply", "search", "medians"])
+def test_an_algorithm_that_breaks_the_device_is_named_and_not_refused(where, monkeypatch):
+    multiply = Library(monkeypatch).multiply
+
+    def first(*args, **options):
+        return fail() if options["alg_id"] == 1 else multiply(*args, **options)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)  # as every call from now on
+    if where == "multiply":
+        monkeypatch.setattr(torch, "_cslt_sparse_mm", first)
+    elif where == "search":
+        monkeypatch.setattr(torch._C._cusparselt, "mm_search", fail)
+    else:
+        monkeypatch.setattr(library, "medians", fail)
+    culprit = {"search": "the search for an algorithm", "medians": "algorithm 5"}
+    message = f"{culprit.get(where, 'algorithm 1')} of cuSPARSELt 0.8.1 broke the device: CUDA err"
+    with pytest.raises(torch.AcceleratorError, match=message):
+        library.fastest(problem())
+    # nor is it a device without sparse products
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    small = problem()
+    monkeypatch.setattr(library, "Problem", lambda *_: small)
+    with pytest.raises(torch.AcceleratorError, match=message):
+        library.unsupported(torch.device("cuda", 0))
+
+
+def test_an_error_that_leaves_the_device_in_order_is_a_refusal(monkeypatch):
+    multiply = Library(monkeypatch).multiply
+
+    def first(*args, **options):
+        return fail() if options["alg_id"] == 5 else multiply(*args, **options)
+
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", first)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert library.fastest(problem()) == (1, 1, -1)
+
+
+def test_a_size_that_the_library_packs_otherwise_is_an_error(monkeypatch):
+    Library(monkeypatch)
+    more = torch.zeros(64 * 60, dtype=BRAIN)
+    monkeypatch.setattr(torch, "_cslt_compress", lambda x: more.view(64, 60))  # as torch 2.10 does
+    with pytest.raises(RuntimeError, match="packs 64 × 96 in 7680 bytes, not in 6912"):
+        library.compress_24(sparse(64, 96))
+
+
+class Largest(TorchDispatchMode):
+    """Entries of the largest tensor in fp64."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            self.entries = max(self.entries, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("transpose_result", [False, True])
+def test_references_have_at_most_2048_columns(transpose_result, monkeypatch):
+    fake = Library(monkeypatch)
+    with Largest() as largest:
+        best = library.fastest(problem(n=5000, transpose_result=transpose_result))
+    assert largest.entries <= 96 * 2048
+    assert best == (5, 2, 1)
+    # a tile of eight columns that is wrong is found wherever it is
+    multiply = fake.multiply
+
+    def wrong(packed, *args, alg_id, **options):
+        result = multiply(packed, *args, alg_id=alg_id, **options)
+        if alg_id == 5:
+            columns = result if not transpose_result else result.t()
+            columns[:, 4992:] += 1
+        return result
+
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", wrong)
+    library.fastest.cache_clear()
+    best = library.fastest(problem(n=5000, transpose_result=transpose_result))
+    assert best == (1, 1, -1)
 
 
 def test_nothing_is_tested_while_a_graph_is_captured(monkeypatch):

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 
 from sparsepretrain import densify, registry
 from sparsepretrain.runs.writer import Writer
+from sparsepretrain.sparsity import coverage
 from sparsepretrain.sparsity.execution import SimulatedFP8, fp8, semi_structured
 from sparsepretrain.sparsity.methods.bimask import BiMask
 from sparsepretrain.sparsity.sparsifier import prove
@@ -35,7 +36,7 @@ RECIPES = {
     "fp8": ("sparsity=sste", "precision=fp8"),
     "fp8 e4m3": (
         *("sparsity=tsrste", "precision=fp8", "precision.recipe=e4m3"),
-        "backend=semi_structured",
+        *("backend=semi_structured", "model.n_embd=128"),
     ),
     "ema": ("sparsity=sste", "ema=0.9"),
     "refresh": ("sparsity=tsrste", "sparsity.refresh=1", "sparsity.decay=1e-3"),
@@ -124,7 +125,7 @@ def test_other_recipes_do_too(tiny, words, monkeypatch):
         monkeypatch.setattr(tiny, "overrides", lambda *more: [*more, runs])
     if "backend=semi_structured" in words:  # with the reference in place of cuSPARSELt
         monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
-        monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+        monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
     if "precision=fp8_sim" in words:  # whose products CPUs multiply scaled, and GPUs as they are
         monkeypatch.setattr(SimulatedFP8, "by_rows", lambda *_: True)
     if "precision=fp8" in words:  # with torch's scaled products of a CPU
@@ -136,7 +137,7 @@ def test_other_recipes_do_too(tiny, words, monkeypatch):
 def test_sparse_products_do_too(tiny, method, monkeypatch):
     """With the reference in place of cuSPARSELt; packs are counted."""
     monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
-    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+    monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
     step = loop.train_step
 
     def counted(session):
@@ -150,7 +151,7 @@ def test_sparse_products_do_too(tiny, method, monkeypatch):
         return values
 
     monkeypatch.setattr(loop, "train_step", counted)
-    words = ("precision=bf16", "backend=semi_structured", *SPARSE[method])
+    words = ("precision=bf16", "backend=semi_structured", "model.n_embd=64", *SPARSE[method])
     compare(tiny, (f"sparsity={method}", *words))
 
 

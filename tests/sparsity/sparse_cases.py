@@ -73,9 +73,9 @@ class Net(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer, (64, 96), stored as either kind stores it."""
+    """One layer, (128, 256), stored as either kind stores it; all its products can be sparse."""
 
-    def __init__(self, kind="Linear", bias=True, inputs=64, outputs=96):
+    def __init__(self, kind="Linear", bias=True, inputs=128, outputs=256):
         super().__init__()
         if kind == "Linear":
             self.fc = nn.Linear(inputs, outputs, bias)
@@ -96,7 +96,7 @@ class Mixed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.fc, self.narrow_fc = nn.Linear(64, 96), nn.Linear(96, 40)
+        self.fc, self.narrow_fc = nn.Linear(128, 256), nn.Linear(256, 40)
         self.fc_conv = nn.Conv2d(16, 16, 3)
 
     def forward(self, x):

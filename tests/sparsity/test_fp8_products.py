@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity import coverage
 from sparsepretrain.sparsity.execution import FP8, Operands, SimulatedFP8, fp8, semi_structured
 from sparsepretrain.sparsity.layer_state import LayerState
 
@@ -23,7 +24,7 @@ def supported(monkeypatch):
     """As on a device whose products are right, with those of the CPU in their place."""
     monkeypatch.setattr(fp8, "no_fp8_products", lambda device: "")
     monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
-    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+    monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
 
 
 class Magnitudes(SimulatedFP8):
@@ -68,10 +69,10 @@ def layer(kind="Linear", bias=True):
 def products(model, dtype, shape=(2, 32)):
     """Y, dX and dW of one forward and backward."""
     model.zero_grad()
-    x = draw(*shape, 64, seed=2, dtype=torch.float32).requires_grad_()
+    x = draw(*shape, 128, seed=2, dtype=torch.float32).requires_grad_()
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         y = model(x)
-    y.backward(draw(*shape, 96, seed=3).to(dtype))
+    y.backward(draw(*shape, 256, seed=3).to(dtype))
     return [y.detach(), x.grad, model.fc.weight.grad]
 
 
@@ -85,9 +86,9 @@ def compare(got, twin, method, recipe, dtype, monkeypatch, shape=(2, 32)):
         spread = products(twin, dtype, shape)
     for a, b, s in zip(got, expected, spread, strict=True):
         # Both sum the same numbers in fp32 and round once, so they are apart by one unit in the
-        # last place of the result, and in fp32 by what the order of up to 96 summands changes and
+        # last place of the result, and in fp32 by what the order of up to 256 summands changes and
         # by a factor and two rounded operands, which here are not divided by their scales.
-        slack = torch.finfo(dtype).eps * b.abs() + 104 * 2.0**-24 * s.abs()
+        slack = torch.finfo(dtype).eps * b.abs() + 264 * 2.0**-24 * s.abs()
         assert a.shape == b.shape and a.dtype == b.dtype
         assert bool(((a - b).abs() <= slack).all())
 
@@ -117,7 +118,7 @@ def test_so_are_sparse_ones(method, recipe, kind, bias, monkeypatch):
     model = layer(kind, bias)
     packs = PACKED[method] if recipe == "e4m3" else PACKED[method].strip("BPU")
     if not packs:
-        told = "no product can be sparse: e5m2×e4m3 has no sparse kernel on any GPU"
+        told = "no product can be sparse: cuSPARSELt has no kernel of e5m2×e4m3"
         with pytest.raises(ConfigError, match=told):
             sparsify(model, method, recipe, backend="semi_structured")
         return
@@ -127,7 +128,7 @@ def test_so_are_sparse_ones(method, recipe, kind, bias, monkeypatch):
     compare(got, layer(kind, bias), method, recipe, torch.bfloat16, monkeypatch)
     (covered,) = handle.coverage().layers
     mixed = {why for why in covered.emulated.values() if why}
-    assert mixed <= {"e5m2×e4m3 has no sparse kernel on any GPU"}
+    assert mixed <= {"cuSPARSELt has no kernel of e5m2×e4m3"}
     assert list(covered.emulated.values()).count("") == len(packs)
 
 
@@ -151,14 +152,12 @@ def test_any_number_of_tokens(method, shape, backend, monkeypatch):
     got = products(model, torch.bfloat16, shape)
     compare(got, layer(), method, "e4m3", torch.bfloat16, monkeypatch, shape)
     why = {
-        (15,): "15 tokens, no multiple of 32",
         (3, 5): "samples of 5 tokens, no multiple of 4",
         (2, 10): "samples of 10 tokens, no multiple of 4",
-        (4, 12): "48 tokens, no multiple of 32",
     }
     if (method, backend) == ("tsrste", "semi_structured"):
         (covered,) = handle.coverage().layers
-        assert covered.emulated == {"fprop": "", "dgrad": "", "wgrad": why[shape]}
+        assert covered.emulated == {"fprop": "", "dgrad": "", "wgrad": why.get(shape, "")}
 
 
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
@@ -181,16 +180,16 @@ def test_formats_are_exact_in_bf16():
 
 @pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
 def test_weights_are_quantised_once_per_step_in_the_same_memory(backend, monkeypatch):
-    model = nn.Sequential(Layer(), nn.Linear(96, 64), Layer())
+    model = nn.Sequential(Layer(), nn.Linear(256, 128), Layer())
     handle = sparsify(model, "tsrste", "e4m3", backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle.attach(optimizer)
     handle.store_operands(torch.bfloat16)
-    handle.choose_products({"0.fc": (2, 32, 64), "2.fc": (2, 32, 64)})
+    handle.choose_products({"0.fc": (2, 32, 128), "2.fc": (2, 32, 128)})
     own = handle.layers["0.fc"].sparsity
     a, b, _, scales = own._stored[True]
-    columns = (40, 60) if backend == "semi_structured" else (64, 96)
-    assert a.shape == (96, columns[0]) and b.t().shape == (64, columns[1])
+    columns = (80, 160) if backend == "semi_structured" else (128, 256)
+    assert a.shape == (256, columns[0]) and b.t().shape == (128, columns[1])
     assert a.is_contiguous() and b.t().is_contiguous() and scales.shape == (2,)
     calls, prepare = [], SimulatedFP8.prepare
     monkeypatch.setattr(
@@ -199,7 +198,7 @@ def test_weights_are_quantised_once_per_step_in_the_same_memory(backend, monkeyp
     for step in range(2):
         for micro in range(2):
             with torch.autocast("cpu", torch.bfloat16):
-                y = model(draw(2, 32, 64, seed=2 * step + micro, dtype=torch.float32))
+                y = model(draw(2, 32, 128, seed=2 * step + micro, dtype=torch.float32))
             y.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -220,7 +219,7 @@ def test_layers_that_do_not_fit_are_simulated():
         "backend semi_structured: 1 of 3 products are sparse, cuSPARSELt 0.8.1",
         "  emulated: fprop of 2 layers: its products are in simulated fp8",
     ]
-    x = draw(8, 96, dtype=torch.float32)
+    x = draw(8, 256, dtype=torch.float32)
     assert torch.equal(model.narrow_fc(x), twin.narrow_fc(x))
     x = draw(2, 16, 5, 5, dtype=torch.float32)
     assert torch.equal(model.fc_conv(x), twin.fc_conv(x))
@@ -253,13 +252,15 @@ def test_a_device_without_tensor_cores_is_refused(monkeypatch):
 def test_auto_times_sparse_products_against_dense_ones_in_fp8(monkeypatch):
     taken = []
 
-    def seconds(run, device):
-        execution = run.args[0]
-        taken.append(execution)
-        run()
-        return {"A": 1e-3, "B": 3e-3}.get(getattr(execution, "packs", ""), 2e-3)
+    def medians(works, device):
+        found = {}
+        for name, run in works.items():
+            run()
+            taken.append(run.args[0])
+            found[name] = {"A": 1e-3, "B": 3e-3}.get(getattr(taken[-1], "packs", ""), 2e-3)
+        return found
 
-    monkeypatch.setattr(semi_structured, "seconds", seconds)
+    monkeypatch.setattr(semi_structured, "medians", medians)
     handle = sparsify(model := layer(), "slope", "e4m3", backend="auto")
     products(model, torch.bfloat16)
     assert handle.layers["fc"].sparsity.packs == "A"
@@ -282,7 +283,7 @@ def test_a_block_is_one_graph_and_equals_eager(backend):
             model[0].compile(backend=counter, fullgraph=True)
         for step in range(2):
             with torch.autocast("cpu", torch.bfloat16):
-                y = model(draw(2, 32, 64, seed=step, dtype=torch.float32))
+                y = model(draw(2, 32, 128, seed=step, dtype=torch.float32))
             y.float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -307,7 +308,7 @@ def test_held_masks_evaluation_and_copies():
     held = products(model, torch.bfloat16)[0]
     torch.testing.assert_close(held, before[0], rtol=1e-2, atol=1e-2)
     handle.refresh()
-    x = draw(2, 32, 64, dtype=torch.float32)
+    x = draw(2, 32, 128, dtype=torch.float32)
     assert torch.equal(model.eval()(x), twin.eval()(x))
     assert "fp8 e4m3 semi_structured" in repr(handle)
     assert torch.equal(sp.densify(model)(x), sp.densify(twin)(x))

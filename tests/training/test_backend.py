@@ -8,6 +8,7 @@ from tiny_runs import assert_same_run, metrics
 
 from sparsepretrain import cli
 from sparsepretrain.config import freeze
+from sparsepretrain.sparsity import coverage
 from sparsepretrain.sparsity.execution import EMULATE, fp8, semi_structured
 
 
@@ -15,7 +16,7 @@ from sparsepretrain.sparsity.execution import EMULATE, fp8, semi_structured
 def supported(monkeypatch):
     """As on a device whose products are right, with the reference in place of its library."""
     monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
-    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+    monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
 
 
 def environment(outcome):
@@ -51,7 +52,7 @@ def test_a_precision_without_sparse_products(tiny, supported, capsys):
 
 @pytest.mark.parametrize("method", ["sste", "tsrste"])
 def test_runs_with_sparse_products_are_those_with_emulated_ones(method, tiny, supported):
-    given = ("precision=bf16", f"sparsity={method}")
+    given = ("precision=bf16", f"sparsity={method}", "model.n_embd=64")
     emulated = metrics(tiny.train(*given, "name=emulated").directory)
     outcome = tiny.train(*given, "backend=semi_structured", "name=sparse")
     assert "are sparse, cuSPARSELt 0.8.1" in outcome.output
@@ -83,6 +84,7 @@ def test_a_machine_without_products_in_fp8(tiny, capsys):
 @pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
 def test_runs_in_fp8_are_those_in_simulated_fp8(backend, tiny, supported, monkeypatch, capsys):
     given = ("sparsity=tsrste", "precision.recipe=e4m3", "precision.dtype=bf16")
+    given = (*given, "model.n_embd=128")
     simulated = metrics(tiny.train("precision=fp8_sim", *given).directory)
     with monkeypatch.context() as patch:
         patch.setattr(fp8, "no_fp8_products", lambda device: "")
@@ -99,17 +101,21 @@ def test_runs_in_fp8_are_those_in_simulated_fp8(backend, tiny, supported, monkey
 
 
 def test_what_auto_has_found_is_in_the_run_directory(tiny, supported, monkeypatch):
-    def seconds(run, device):
+    def seconds(run):
         run()
         return {"A": 1e-3, "U": 3e-3}.get(getattr(run.args[0], "packs", ""), 2e-3)
 
-    monkeypatch.setattr(semi_structured, "seconds", seconds)
-    outcome = tiny.train("precision=bf16", "backend=auto", "steps=2", "compile=false")
+    def medians(works, device):
+        return {name: seconds(run) for name, run in works.items()}
+
+    monkeypatch.setattr(semi_structured, "medians", medians)
+    given = ("precision=bf16", "backend=auto", "steps=2", "compile=false", "model.n_embd=64")
+    outcome = tiny.train(*given)
     assert "backend auto: 2 of 4 products are sparse, cuSPARSELt 0.8.1" in outcome.output
     written = environment(outcome)
     assert any("slower: 3000 µs, emulated 2000 µs" in line for line in written["coverage"])
     rows = {(row["product"], row["out_features"]): row for row in written["backend"]["products"]}
-    assert set(rows) == {(p, n) for p in ("fprop", "wgrad") for n in (32, 128)}
+    assert set(rows) == {(p, n) for p in ("fprop", "wgrad") for n in (64, 256)}
     for (product, _), row in rows.items():
         assert row["runs"] == ("sparse" if product == "fprop" else "emulated")
         assert row["emulated"] == 2e-3

@@ -8,19 +8,28 @@ of a size, never while a CUDA graph is captured.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import itertools
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import FP8_SLACK, no_cuda
+from sparsepretrain.errors import one_line
+from sparsepretrain.kernels.common import FP8_SLACK, broken, no_cuda, packed_columns
+from sparsepretrain.kernels.timing import medians
 
 REPEATS = 20
 """Runs of an algorithm that must give the same bits."""
+CHECKED = 2048
+"""Most columns of a product that are compared with fp64; a 7B model's product of 16k tokens would
+take 1.4 GB for each fp64 tensor."""
+NUMBERS = 64
+"""Algorithms to try where the library's search, which counts them, refuses."""
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 """Compute capabilities that the library names kernels for (its versions 0.8.0 and 0.8.1)."""
 
@@ -47,10 +56,22 @@ class Problem(NamedTuple):
     bias: bool
 
 
+@functools.cache
 def version() -> str:
-    """Of the library that torch has loaded; it need not be the one that torch was built with."""
-    number = torch.backends.cusparselt.version()
-    return "none" if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    """Version of the library that this process has loaded; "none": it has loaded none.
+
+    ``torch.backends.cusparselt.version()`` is a constant of the library that torch was built with.
+    """
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text(encoding="utf-8").splitlines() if maps.exists() else []
+    path = next((line.split(maxsplit=5)[5] for line in lines if "libcusparseLt" in line), None)
+    if path is None:
+        return "none"
+    parts = [ctypes.c_int() for _ in range(3)]
+    library = ctypes.CDLL(path)
+    for index, part in enumerate(parts):  # major, minor, patch
+        library.cusparseLtGetProperty(index, ctypes.byref(part))
+    return ".".join(str(part.value) for part in parts)
 
 
 @functools.cache
@@ -78,6 +99,8 @@ def unsupported(device: torch.device, *, fp8: bool = False) -> str | None:
         try:
             fastest(Problem(device, *pair, 256, 128, 512, *layout))
         except RuntimeError as error:
+            if broken(error, device):
+                raise
             return str(error)
     return None
 
@@ -85,7 +108,13 @@ def unsupported(device: torch.device, *, fp8: bool = False) -> str | None:
 def compress_24(x: Tensor) -> Tensor:
     """See :func:`sparsepretrain.kernels.compress_24`."""
     packed: Tensor = torch._cslt_compress(x)
-    return packed.view(x.shape[0], -1)  # older versions of torch return one row
+    (m, k), columns = x.shape, packed_columns(x.shape[1], x.dtype)
+    if packed.numel() != m * columns:
+        raise RuntimeError(
+            f"cuSPARSELt {version()} packs {m} × {k} in {packed.nbytes} bytes, "
+            f"not in {m * columns * x.itemsize}"
+        )
+    return packed.view(m, columns)  # torch 2.9 returns one row
 
 
 def matmul_24(
@@ -110,76 +139,109 @@ def fastest(problem: Problem) -> Algorithm:
 
     Raises:
         RuntimeError: there is none, or a CUDA graph is being captured.
+        torch.AcceleratorError: an algorithm broke the device; nothing runs on it any more.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{_name(problem)} is new: run it once before a CUDA graph is captured")
-    random = torch.Generator(problem.device).manual_seed(0)
-    device, m, n, k = problem.device, problem.m, problem.n, problem.k
-    sparse, dense, bias = (
-        torch.randn(size, generator=random, device=device).to(problem.dtype).double()
-        for size in ((m, k), (n, k) if problem.transpose_dense else (k, n), (m,))
-    )
-    fours = sparse.view(m, -1, 4)
-    fours.scatter_(-1, fours.abs().argsort(-1)[..., :2], 0.0)
-    columns = dense.t() if problem.transpose_dense else dense
-    expected, spread = sparse @ columns, sparse.abs() @ columns.abs()
-    if problem.bias:
-        expected += bias[:, None]
-    if problem.transpose_result:
-        expected, spread = expected.t(), spread.t()
-    # one rounding of the result, and what sums may lose in any order
-    sums = FP8_SLACK if problem.dtype.itemsize == 1 else 2.0**-16
-    slack = torch.finfo(problem.out_dtype).eps * expected.abs() + sums * spread
-    packed = compress_24(sparse.to(problem.dtype))
-    given = packed, dense.to(problem.dtype), bias.to(problem.out_dtype) if problem.bias else None
-
-    def run(algorithm: Algorithm) -> Callable[[], Tensor]:
-        return functools.partial(_multiply, problem, algorithm, *given)
-
-    tried = list(_candidates(problem, *given))
-    right = [each for each in tried if trusted(run(each), expected, slack)]
+    sample = _sample(problem)
+    tried = list(_candidates(problem, *sample.operands))
+    right = [each for each in tried if trusted(problem, each, sample)]
     if not right:
         raise RuntimeError(
             f"{_name(problem)}: none of {len(tried)} algorithms of cuSPARSELt {version()} is right "
             f"and gives the same bits {REPEATS} times"
         )
-    return min(right, key=lambda each: seconds(run(each), device))
+
+    def seconds(algorithm: Algorithm) -> float:  # one by one: each graph keeps its result
+        run = functools.partial(_multiply, problem, algorithm, *sample.operands)
+        with _named(problem, f"algorithm {algorithm.id}"):
+            return medians({"": run}, problem.device)[""]
+
+    return min(right, key=seconds)
 
 
-def trusted(run: Callable[[], Tensor], expected: Tensor, slack: Tensor) -> bool:
-    """Whether ``run`` comes within ``slack`` of ``expected``, with the same bits every time."""
+class _Sample(NamedTuple):
+    """Random operands of a problem, and some columns of their product in fp64."""
+
+    operands: tuple[Tensor, Tensor, Tensor | None]  # packed, dense, bias
+    step: int  # every so many columns
+    expected: Tensor
+    slack: Tensor
+
+
+def _sample(problem: Problem) -> _Sample:
+    device, dtype, out, m, n, k, transposed, _, has_bias = problem
+    random = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=random, device=device)
+
+    wide = draw(m, k)
+    fours = wide.view(m, -1, 4)
+    fours.scatter_(-1, fours.abs().argsort(-1)[..., :2], 0.0)
+    sparse, dense = wide.to(dtype), (draw(n, k) if transposed else draw(k, n)).to(dtype)
+    bias = draw(m).to(out) if has_bias else None
+    # every so many columns rather than the first ones: each tile of the kernel has some of them
+    step = -(-n // CHECKED)
+    left, right = sparse.double(), (dense.t() if transposed else dense)[:, ::step].double()
+    expected, spread = left @ right, left.abs() @ right.abs()
+    if bias is not None:
+        expected += bias.double()[:, None]
+    # one rounding of the result, and what sums may lose in any order
+    sums = FP8_SLACK if dtype.itemsize == 1 else 2.0**-16
+    slack = torch.finfo(out).eps * expected.abs() + sums * spread
+    return _Sample((compress_24(sparse), dense, bias), step, expected, slack)
+
+
+def trusted(problem: Problem, algorithm: Algorithm, sample: _Sample) -> bool:
+    """True if the product is close enough to the expected one, with the same bits every time."""
+    run = functools.partial(_multiply, problem, algorithm, *sample.operands)
     try:
-        first = run()
-        if not bool(((first - expected).abs() <= slack).all()):
-            return False
-        return all(torch.equal(run(), first) for _ in range(REPEATS - 1))
-    except RuntimeError:  # refused for this size
+        with _named(problem, f"algorithm {algorithm.id}"):
+            first = run()
+            columns = (first.t() if problem.transpose_result else first)[:, :: sample.step]
+            if not bool(((columns - sample.expected).abs() <= sample.slack).all()):
+                return False
+            return all(torch.equal(run(), first) for _ in range(REPEATS - 1))
+    except RuntimeError as error:  # refused for this size
+        if broken(error, problem.device):
+            raise
         return False
-
-
-def seconds(run: Callable[[], object], device: torch.device, calls: int = 10) -> float:
-    """Mean duration of ``calls`` calls in a row, after three to warm up."""
-    for _ in range(3):
-        run()
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda *_: None
-    wait(device)
-    started = time.perf_counter()
-    for _ in range(calls):
-        run()
-    wait(device)
-    return (time.perf_counter() - started) / calls
 
 
 def _candidates(
     problem: Problem, packed: Tensor, dense: Tensor, bias: Tensor | None
 ) -> Iterable[Algorithm]:
-    """What the library's own search finds, and every algorithm by its number."""
+    """Result of the library's own search, and every algorithm by its number."""
     columns = dense.t() if problem.transpose_dense else dense
     out = None if problem.out_dtype == problem.dtype else problem.out_dtype
-    *found, count = torch._C._cusparselt.mm_search(  # type: ignore[attr-defined]
-        packed, columns, bias, None, out, problem.transpose_result
-    )
+    try:
+        with _named(problem, "the search for an algorithm"):
+            *found, count = torch._C._cusparselt.mm_search(  # type: ignore[attr-defined]
+                packed, columns, bias, None, out, problem.transpose_result
+            )
+    except RuntimeError as error:  # numbered algorithms may compute layouts that it refuses
+        if broken(error, problem.device):
+            raise
+        return map(Algorithm, range(NUMBERS))
     return dict.fromkeys([Algorithm(*found), *map(Algorithm, range(count))])
+
+
+@contextlib.contextmanager
+def _named(problem: Problem, culprit: str) -> Iterator[None]:
+    """Name the culprit of an error after which the device computes nothing more.
+
+    It surfaces at some later call: what waits for the device has to be inside.
+    """
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        if not broken(error, problem.device):
+            raise
+        raise torch.AcceleratorError(
+            f"{_name(problem)}: {culprit} of cuSPARSELt {version()} broke the device: "
+            f"{one_line(error)}"
+        ) from error
 
 
 def _multiply(

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from sparsepretrain.kernels.packed24 import LIMITS, TYPES, Limits
+from sparsepretrain.kernels.common import LIMITS, Limits
+from sparsepretrain.kernels.packed24 import TYPES
 
 Kept = tuple[Tensor, ...]  # what a backward keeps of X
 Estimate = Callable[..., Tensor]
@@ -188,14 +189,12 @@ def into(old: Tensor | None, new: Tensor) -> Tensor:
     return old if old.data_ptr() == new.data_ptr() else old.copy_(new)  # or was written there
 
 
-def misfit(shape: tuple[int, ...], dim: int, multiple: int) -> str:
-    """Why a weight has no products as rows, in sizes that ``multiple`` divides; "": it has."""
+def misfit(shape: tuple[int, ...], dim: int, out_multiple: int, in_multiple: int) -> str:
+    """Why a weight has no products as rows with features of these multiples; "": it has."""
     if len(shape) != 2:
         return "a convolution"
-    sizes = {"out_features": shape[1 - dim], "in_features": shape[dim]}
-    odd = [
-        f"{k} = {size}, no multiple of {multiple}" for k, size in sizes.items() if size % multiple
-    ]
+    sizes = ("out", shape[1 - dim], out_multiple), ("in", shape[dim], in_multiple)
+    odd = [f"{k}_features = {size}, no multiple of {of}" for k, size, of in sizes if size % of]
     return ", ".join(odd)
 
 

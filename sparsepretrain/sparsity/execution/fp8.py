@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import dequantize_fp8, matmul_fp8, no_fp8_products, quantize_fp8
+from sparsepretrain.kernels.common import LIMITS, Limits
 from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
-from sparsepretrain.kernels.packed24 import LIMITS, Limits
 from sparsepretrain.sparsity.execution.base import (
     Estimate,
     Execution,
@@ -143,7 +143,7 @@ class FP8(SimulatedFP8):
         self, shape: tuple[int, ...], dim: int, device: torch.device
     ) -> tuple[Execution, str]:
         why = "" if device.type == "meta" else no_fp8_products(device)
-        why = why or misfit(shape, dim, FP8_MULTIPLE)
+        why = why or misfit(shape, dim, FP8_MULTIPLE, FP8_MULTIPLE)
         return (SIMULATED[self.recipe], why) if why else (self, "")
 
     def require_here(self, device: torch.device) -> None:
@@ -167,7 +167,7 @@ class FP8(SimulatedFP8):
     def unpackable(self, place: str, dtype: torch.dtype | None = None) -> str:
         if place == "A" or self.gradient == self.backward:
             return ""
-        return f"{self.gradient}×{self.backward} has no sparse kernel on any GPU"
+        return f"cuSPARSELt has no kernel of {self.gradient}×{self.backward}"
 
     @property
     def limits(self) -> Limits:

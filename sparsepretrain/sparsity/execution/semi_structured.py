@@ -16,7 +16,9 @@ from torch import Tensor
 
 from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.kernels import compress_24, matmul_24, quantize_fp8, unscaled
-from sparsepretrain.kernels.cusparselt.packed24 import seconds, unsupported
+from sparsepretrain.kernels.common import Limits, broken
+from sparsepretrain.kernels.cusparselt.packed24 import unsupported
+from sparsepretrain.kernels.timing import medians
 from sparsepretrain.sparsity.execution.base import (
     Estimate,
     Execution,
@@ -27,7 +29,7 @@ from sparsepretrain.sparsity.execution.base import (
     into,
     misfit,
 )
-from sparsepretrain.sparsity.execution.fp8 import FP8, Quantised, rows_of
+from sparsepretrain.sparsity.execution.fp8 import FP8, Quantised
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.method import Row
@@ -36,8 +38,14 @@ PRODUCT = {"A": "fprop", "Xf": "fprop", "B": "dgrad", "P": "dgrad", "U": "wgrad"
 """Place of an operand in the row -> the product that it belongs to."""
 PACKED = ("A", "B", "P", "U")
 """Places whose operands are packed."""
-ROUNDS = 5
-"""Of a trial, in which sparse and emulated products take turns."""
+TOKENS = 512
+"""Zeros fill up the tokens of a sparse product to a multiple of it.
+
+Every size of a product is checked once and searched for its fastest algorithm, which takes tenths
+of a second. Token counts that change from batch to batch (translation, fine-tuning) then share a
+few sizes, and each product that runs is still one that was checked. At 16k tokens it costs at most
+3 % of a product; ``auto`` counts it. It is a multiple of all of :data:`LIMITS`, too.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +83,7 @@ class SemiStructured(Execution):
             return super().fprop(how, xs, operands, bias)
         bias = None if bias is None else bias.to(x.dtype)
         flags: Any = {"transpose_dense": True, "transpose_result": True}
-        y = matmul_24(a, _rows(x, self.limits.dense), bias, **flags)
+        y = matmul_24(a, _rows(x), bias, **flags)
         return _cut(y, (*x.shape[:-1], a.shape[0])), (xs[1],)
 
     def dgrad(self, how: Geometry, grad: Tensor, operands: Operands, shape: torch.Size) -> Tensor:
@@ -83,10 +91,10 @@ class SemiStructured(Execution):
         weight = operands.for_dgrad
         if weight.shape != (grad.shape[-1], shape[-1]):  # packed
             flags: Any = {"transpose_dense": True, "transpose_result": True}
-            return _cut(matmul_24(weight, _rows(grad, self.limits.dense), **flags), shape)
+            return _cut(matmul_24(weight, _rows(grad), **flags), shape)
         if "P" not in self.packs:
             return super().dgrad(how, grad, operands, shape)
-        packed, turned = compress_24(_rows(grad, self.limits.sparse)), weight.t().is_contiguous()
+        packed, turned = compress_24(_rows(grad)), weight.t().is_contiguous()
         dense = weight.t() if turned else weight.contiguous()  # Conv1D stores (in, out)
         return _cut(matmul_24(packed, dense, transpose_dense=turned), shape)
 
@@ -95,12 +103,11 @@ class SemiStructured(Execution):
     ) -> Tensor:
         """DW = U(G)ᵀ·X, or its transpose where the weight is stored so."""
         x = kept[0]
-        if "U" not in self.packs or straddles(x.shape[:-1], self.limits.sparse):
+        if "U" not in self.packs or straddles(x.shape[:-1]):
             return super().wgrad(how, grad, estimate, kept, shape)
         sampled = estimate(grad, "tokens_last").to(x.dtype)  # its transpose is contiguous
-        packed = compress_24(sampled.reshape(-1, grad.shape[-1]).t().contiguous())
         assert isinstance(how, Linear)
-        return matmul_24(packed, _rows(x, self.limits.sparse), transpose_result=how.dim == 0)
+        return matmul_24(compress_24(_columns(sampled)), _rows(x), transpose_result=how.dim == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +136,7 @@ class SemiStructuredFP8(FP8):
         (x, scale_x), (packed, scale) = left, right
         if packed.shape[1] == x.shape[1]:
             return super().multiply(left, right, bias, dtype)
-        y = _product(packed, _rows(x, self.limits.dense), transpose_result=True)
+        y = _product(packed, _rows(x), transpose_result=True)
         return unscaled(y[: x.shape[0]], scale_x, scale, bias, out_dtype=dtype)
 
     def dgrad(self, how: Geometry, grad: Tensor, operands: Operands, shape: torch.Size) -> Tensor:
@@ -138,7 +145,7 @@ class SemiStructuredFP8(FP8):
             return super().dgrad(how, grad, operands, shape)
         assert operands.scales is not None
         g, scale = quantize_fp8(grad, self.gradient)
-        packed = compress_24(_rows(g, self.limits.sparse))
+        packed = compress_24(_rows(g))
         dx = _product(packed, operands.for_dgrad.t(), transpose_result=False)
         scales = scale, operands.scales[1]
         return unscaled(_cut(dx, shape), *scales, out_dtype=grad.dtype)
@@ -148,12 +155,11 @@ class SemiStructuredFP8(FP8):
     ) -> Tensor:
         """As dense, or dW = U(G)ᵀ·X."""
         x, scale_x = kept
-        if "U" not in self.packs or straddles(x.shape[:-1], self.limits.sparse):
+        if "U" not in self.packs or straddles(x.shape[:-1]):
             return super().wgrad(how, grad, estimate, kept, shape)
         assert isinstance(how, Linear)
         u, scale = quantize_fp8(estimate(grad.float(), "tokens_last"), self.gradient)
-        packed, turned = compress_24(rows_of(u).t().contiguous()), rows_of(x).t().contiguous()
-        dw = _product(packed, turned, transpose_result=how.dim == 0)
+        dw = _product(compress_24(_columns(u)), _columns(x), transpose_result=how.dim == 0)
         return unscaled(dw, scale, scale_x, out_dtype=torch.float32)
 
 
@@ -161,6 +167,18 @@ def _product(packed: Tensor, dense: Tensor, *, transpose_result: bool) -> Tensor
     """Packed·denseᵀ in fp8, the one layout that has kernels, with fp32 for what it comes to."""
     flags: Any = {"transpose_dense": True, "transpose_result": transpose_result}
     return matmul_24(packed, dense, out_dtype=torch.float32, **flags)
+
+
+def _multiples(place: str, limits: Limits) -> tuple[int, int]:
+    """Multiples that out_features and in_features are of, where the operand at ``place`` is packed.
+
+    A (out, in), B (in, out), P (tokens, out) and U (out, tokens) are packed; with P and U,
+    in_features are columns of the dense operand.
+    """
+    rows, columns, dense, _ = limits
+    return {"A": (rows, columns), "B": (columns, rows), "P": (columns, dense), "U": (rows, dense)}[
+        place
+    ]
 
 
 @functools.cache
@@ -177,19 +195,24 @@ def packings(base: Execution) -> dict[str, Execution]:
     return made | {k: SemiStructured(packs=k) for k in found}
 
 
-def straddles(shape: tuple[int, ...], multiple: int) -> str:
+def straddles(shape: tuple[int, ...]) -> str:
     """Why the tokens of an input (…, tokens of a sample) are no packed groups; "": they are."""
-    tokens = torch.Size(shape).numel()
-    if len(shape) > 1 and shape[-1] % 4:
-        return f"samples of {shape[-1]} tokens, no multiple of 4"
-    return f"{tokens} tokens, no multiple of {multiple}" if tokens % multiple else ""
+    odd = len(shape) > 1 and shape[-1] % 4
+    return f"samples of {shape[-1]} tokens, no multiple of 4" if odd else ""
 
 
-def _rows(x: Tensor, multiple: int) -> Tensor:
+def _rows(x: Tensor) -> Tensor:
     """X as a contiguous matrix, with zeros for tokens that are missing to a multiple."""
     rows = x.reshape(-1, x.shape[-1])
-    missing = -rows.shape[0] % multiple
+    missing = -rows.shape[0] % TOKENS
     return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).contiguous()
+
+
+def _columns(x: Tensor) -> Tensor:
+    """The transpose of :func:`_rows`, contiguous."""
+    columns = x.reshape(-1, x.shape[-1]).t()
+    missing = -columns.shape[1] % TOKENS
+    return (F.pad(columns, (0, missing)) if missing else columns).contiguous()
 
 
 def _cut(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -214,7 +237,7 @@ class Trial(NamedTuple):
 
     emulated: float = 0.0
     sparse: float = 0.0
-    """With the packing of its operand, as if every micro-batch packed the weights."""
+    """With the packing of its operand; of weights, the share of one micro-batch of a step."""
     error: str = ""
 
     @property
@@ -238,6 +261,8 @@ class Backend:
     def __init__(self, name: str, device: torch.device | None = None) -> None:
         self.name = name
         self.device = device
+        self.micro_batches = 1
+        """Micro-batches of a step, which share packed weights; 1 where that is not known."""
         self.trials: dict[Case, Trial] = {}
 
     def fit(
@@ -262,14 +287,15 @@ class Backend:
         where = self.device if device.type == "meta" else device
         if not why and where is not None:
             why = unsupported(where, fp8=isinstance(base, FP8)) or ""
-        why, found = why or misfit(shape, dim, base.limits.sparse), {}
+        found = {}
         for place, operand in row._asdict().items():
             if operand.pattern is None:
                 continue
             n, m = operand.pattern
             other = "" if place in PACKED else "the 2:4 operand is an activation"
             other = other if (n, m) == (2, 4) else f"{n}:{m}, not 2:4"
-            found[place] = other or base.unpackable(place) or why
+            other = other or base.unpackable(place) or why
+            found[place] = other or misfit(shape, dim, *_multiples(place, base.limits))
         return found
 
     def require(self, method: str, fits: Iterable[dict[str, str]]) -> None:
@@ -342,40 +368,57 @@ class Backend:
 
     @torch.no_grad()
     def attempt(self, case: Case, device: torch.device, base: Execution) -> Trial:
-        """Run one product, sparse and by ``base``, on random numbers; ``auto`` times both."""
+        """Run one product, sparse, on random numbers; ``auto`` times it and the one by ``base``."""
         place, out_features, in_features, tokens, dtype, dim, bias = case
         random = torch.Generator(device).manual_seed(0)
 
-        def draw(*size: int) -> Tensor:
-            """2:4 along both axes: every other one, as on a chessboard."""
+        def draw(*size: int, holes: bool = False) -> Tensor:
+            """Random numbers; with holes 2:4 along both axes, as on a chessboard."""
             values = torch.randn(size, generator=random, device=device)
-            values[::2, 1::2], values[1::2, ::2] = 0, 0
+            if holes:
+                values[::2, 1::2], values[1::2, ::2] = 0, 0
             return values.to(dtype)
 
-        x, grad = draw(tokens, in_features), draw(tokens, out_features)
-        weight = draw(out_features, in_features)
+        # only the packed operand has zeros: a dense product is faster where there are more of them
+        weights = place in ("A", "B")
+        x, grad = draw(tokens, in_features), draw(tokens, out_features, holes=not weights)
+        weight = draw(out_features, in_features, holes=weights)
         weight = weight if dim == 1 else weight.t().contiguous().t()
         offset = draw(1, out_features)[0] if bias else None
         stored = torch.Size((out_features, in_features) if dim else (in_features, out_features))
         how, exact = Linear(dim), Operands(weight, None, None)
         kept = base.fprop(how, (x, x), base.prepare(exact, dtype, None), offset)[1]
 
-        def run(execution: Execution) -> Tensor:
-            operands = execution.prepare(exact, dtype, None)
+        def run(execution: Execution, operands: Operands | None = None) -> Tensor:
+            operands = operands or execution.prepare(exact, dtype, None)
             if place == "A":
                 return execution.fprop(how, (x, x), operands, offset)[0]
             if place == "U":
                 return execution.wgrad(how, grad, lambda g, order=None: g, kept, stored)
             return execution.dgrad(how, grad, operands, x.shape)
 
-        sparse, times = packings(base)[place], []
+        both = {"emulated": base, "sparse": packings(base)[place]}
+        works: dict[str, Any] = {}
+        times: dict[str, float] = {}
         try:
-            run(sparse)
-            for _ in range(ROUNDS if self.name == "auto" else 0):  # in turns
-                times.append([seconds(partial(run, each), device) for each in (base, sparse)])
-        except RuntimeError as error:
+            run(both["sparse"])  # which looks for an algorithm
+            if self.name == "auto":
+                for name, each in both.items():
+                    works[name] = partial(run, each, each.prepare(exact, dtype, None))
+                    if weights:
+                        works[f"first {name}"] = partial(run, each)
+                times = medians(works, device)
+        except (RuntimeError, ValueError) as error:  # of the library, or of a size
+            if broken(error, device):
+                raise
             return Trial(error=one_line(error))
-        return Trial(*map(statistics.median, zip(*times, strict=True)))
+
+        def mean(name: str) -> float:
+            """Per micro-batch, where the first one of a step prepares the weights."""
+            later = times.get(name, 0.0)
+            return later + (times.get(f"first {name}", later) - later) / self.micro_batches
+
+        return Trial(mean("emulated"), mean("sparse"))
 
     def table(self) -> list[dict[str, Any]]:
         """What was tried, as rows of plain values."""
@@ -391,5 +434,4 @@ class Backend:
 
 def objection(place: str, inputs: tuple[int, ...], dtype: torch.dtype, base: Execution) -> str:
     """Why inputs (…, tokens of a sample) of ``dtype`` have no sparse product; "": they have."""
-    many = straddles(inputs, base.limits.sparse) if place == "U" else ""
-    return base.unpackable(place, dtype) or many
+    return base.unpackable(place, dtype) or (straddles(inputs) if place == "U" else "")

@@ -1,0 +1,110 @@
+"""Time of work on a CUDA device: captured graphs in interleaved rounds, by events."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ROUND_MS = 2.0
+"""One round of one work lasts at least so long: events resolve half a microsecond."""
+ROUNDS = 5
+"""Rounds of :func:`medians`."""
+
+Calls = Sequence[Callable[[], Any]]
+"""The same work on different buffers, called in turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Microseconds of one call in every round."""
+
+    us: list[float]
+    mode: str
+    """``graph``: replayed; ``eager``: launched one by one, because it cannot be captured."""
+
+    def percentiles(self) -> dict[str, float]:
+        """p10, median and p90, and how many rounds."""
+        ordered = sorted(self.us)
+        last = len(ordered) - 1
+        return {
+            "p10": ordered[round(0.1 * last)],
+            "p50": statistics.median(ordered),
+            "p90": ordered[round(0.9 * last)],
+            "rounds": len(ordered),
+        }
+
+
+def medians(works: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
+    """Return the median seconds of a call of each work on ``device``, timed in turns."""
+    with torch.cuda.device(device):
+        found = measure({name: [call] for name, call in works.items()}, rounds=ROUNDS)
+    return {name: statistics.median(series.us) / 1e6 for name, series in found.items()}
+
+
+def measure(works: dict[str, Calls], *, rounds: int) -> dict[str, Series]:
+    """Time works in one process: rounds A, B, C, B, C, A, … of captured graphs."""
+    ready = {name: _Prepared(calls) for name, calls in works.items()}
+    names = list(works)
+    us: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(-2, rounds):
+        shift = index % len(names)
+        for name in names[shift:] + names[:shift]:
+            measured = ready[name].time()
+            if index >= 0:
+                us[name].append(measured)
+    return {name: Series(us=us[name], mode=ready[name].mode) for name in names}
+
+
+class _Prepared:
+    """A work that is warm, captured if it can be, and repeated until a round is long enough."""
+
+    def __init__(self, calls: Calls) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for call in (*calls[:2], *calls[:2]):  # compiles, tunes, fills the allocator
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        once = _event_ms(lambda: [call() for call in calls]) / len(calls)
+        turns = max(1, round(ROUND_MS / max(once, 1e-3) / len(calls)))
+        self.count = turns * len(calls)
+        self.mode = "graph"
+        try:
+            self.run: Callable[[], Any] = self._capture(calls, turns)
+        except RuntimeError:  # it synchronises
+            torch.cuda.synchronize()
+            self.mode = "eager"
+            self.run = lambda: [call() for _ in range(turns) for call in calls]
+        self.run()
+
+    @staticmethod
+    def _capture(calls: Calls, turns: int) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        # other threads, such as those that pin memory, may call CUDA in the meantime
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # results live until their next turn, so that written lines leave the cache too
+            alive = [call() for call in calls]
+            for _ in range(turns - 1):
+                for index, call in enumerate(calls):
+                    alive[index] = None
+                    alive[index] = call()
+            del alive
+        return graph.replay
+
+    def time(self) -> float:
+        """Microseconds per call."""
+        return 1e3 * _event_ms(self.run) / self.count
+
+
+def _event_ms(work: Callable[[], Any]) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    work()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
