@@ -110,7 +110,7 @@ def build_session(
         initial_weights=initial_weights,
     )
     if inputs:
-        sparsifier.choose_products(inputs)
+        sparsifier.choose_products(inputs, each)
     for name, options in run.probe.items():
         probe: Any = registry.get("probe", name)
         session.observers.append(probe(options, session))
