@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import marshal
 import os
 import pickle
 import sys
@@ -70,9 +71,11 @@ class _DiskCache(NullCache):
         return str(cache_directory() / "kernels" / f"{__version__}-{processor}")
 
     def _file(self, signature: Any, codegen: Any) -> Path:
+        code = marshal.dumps(self.function.__code__.replace(co_filename=""))
+        captured = [cell.cell_contents for cell in self.function.__closure__ or ()]
         versions = (numba.__version__, sys.implementation.cache_tag)
         name = self.function.__qualname__
-        key = (self.function.__module__, name, signature, codegen.magic_tuple(), versions)
+        key = (name, code, captured, signature, codegen.magic_tuple(), versions)
         digest = hashlib.sha256(repr(key).encode() + _SOURCES).hexdigest()
         return Path(self.cache_path, f"{name.rpartition('.')[2]}-{digest[:16]}.nbc")
 
@@ -87,7 +90,9 @@ class _DiskCache(NullCache):
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Write compiled code; without a writable directory every process compiles anew."""
+        """Write compiled code; without a writable directory every process compiles again."""
+        if data.library.has_dynamic_globals:  # addresses of this process
+            return
         with contextlib.suppress(Exception):
             file = self._file(sig, data.codegen)
             file.parent.mkdir(parents=True, exist_ok=True)
