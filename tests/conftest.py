@@ -27,7 +27,7 @@ FILES_BEFORE = pytest.StashKey[set[Path]]()
 
 
 def _files_in_checkout() -> set[Path]:
-    """List every file but those that Git, Python and the test tools write while tests run."""
+    """List all files, without those that Git, Python and test tools write while tests run."""
     skipped = {".git", ".venv", ".hypothesis", "__pycache__"}
     files: set[Path] = set()
     for folder, folders, names in os.walk(CHECKOUT):
@@ -121,7 +121,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     original = loop.train_step
 
     def arm(step: int, number: int = signal.SIGTERM) -> None:
-        def train_step(t: Any) -> dict[str, Any]:
+        def train_step(t: Any) -> Any:
             values = original(t)
             if t.step == step:
                 os.kill(os.getpid(), number)

@@ -32,8 +32,8 @@ class Steps:
     """
 
     only_finite = False
-    """Whether the caller steps only where it has seen that all gradients are finite. Then a fused
-    optimiser under loss scaling skips nothing, and nobody waits for the device to learn of it."""
+    """True if the caller ends, or does not step, where a gradient is not finite. Then no step that
+    counts is skipped by a fused optimizer, and nothing waits for the device to learn of it."""
 
     def __init__(self, state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
         self.state, self.layers = state, layers

@@ -81,7 +81,7 @@ def build_session(
     if compute_dtype(run.precision) == torch.float64:
         model.double()
     sparsifier = sparsify_model(run, task, model, device)
-    sparsifier.steps.only_finite = True  # see Guard.accepts
+    sparsifier.steps.only_finite = True  # the guard sees to that
     restore_method(sparsifier, buffers)
     if sharded:
         from sparsepretrain.training.shards import shard

@@ -12,6 +12,9 @@ from torch import nn
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 
+PHASES = 4
+"""Phases of a method, at most, in which a block is compiled."""
+
 
 def mode_of(run: Run, device: torch.device) -> str:
     """``none``, ``blocks``, ``graphs`` or ``model`` for a run on ``device``.
@@ -33,9 +36,10 @@ def mode_of(run: Run, device: torch.device) -> str:
 def compiles_loss(run: Run, device: torch.device) -> bool:
     """True if the cross-entropy of training is compiled: on a GPU, unless compiling is off.
 
-    The model may still be run as it is, as with FSDP and probes.
+    Probes compare losses with and without gradients, and only the former would be compiled. FSDP
+    runs the model as it is, but not the loss.
     """
-    return device.type == "cuda" and run.compile not in ("none", "off", False)
+    return device.type == "cuda" and run.compile not in ("none", "off", False) and not run.probe
 
 
 def compiled(model: nn.Module, mode: str, backend: Any = "inductor") -> nn.Module:
@@ -44,7 +48,12 @@ def compiled(model: nn.Module, mode: str, backend: Any = "inductor") -> nn.Modul
     Equal blocks share one graph per phase of the method.
     """
     if mode == "blocks":
-        for block in blocks(model):
+        found = list(blocks(model))
+        # Blocks of one class share their code, whose graphs dynamo counts: without room for each
+        # kind of block in each phase, the rest of the model would run uncompiled.
+        config: Any = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, PHASES * len(found))
+        for block in found:
             block.compile(backend=backend)
     elif mode != "none":
         speed = "reduce-overhead" if mode == "graphs" else None

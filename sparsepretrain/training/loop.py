@@ -6,7 +6,6 @@ pre-hook -> optimiser -> refresh and flip count, inside its post-hook.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 import time
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.data.preparation import Progress
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import DataError, DivergedError
 from sparsepretrain.tasks import Batch, Observation, read
 from sparsepretrain.training.batches import Request, ahead, split_requests, stream
 from sparsepretrain.training.compilation import eager
@@ -55,19 +54,15 @@ def run_steps(
         stopping = t.stopping
         if t.step and (stopping is not None or _due(run.checkpoint.every, t)):
             if t.last is not None:
-                t.last.read()
+                _take_in(t, t.last)
             require_finite_weights(t)
             share_statistics(t)
             save()
         if stopping is not None or t.step >= t.end:
             return stopping
-        was_sparse = t.sparsifier.sparse
         step = train_step(t)
         layers = bool(run.log.layers_every) and t.step % run.log.layers_every == 0
-        # in the record whatever is due: a switch of phase, flips that no later line repeats, and
-        # steps that were skipped
-        event = t.sparsifier.sparse != was_sparse or t.sparsifier.refreshed or not t.updated
-        if _logs(t) or event:
+        if _logs(t) or step.event:
             numbers = {"loss": step.loss, "lr": step.lr, "grad_norm": step.grad_norm}
             require_finite_weights(t)
             line = {"step": t.step, "tokens": t.tokens, **numbers}
@@ -87,7 +82,7 @@ def train_step(t: Session) -> Step:
         DataError: the batch has no target tokens.
         DivergedError: the guard refuses the update, of this step or of the one before.
     """
-    run = t.run
+    run, was_sparse = t.run, t.sparsifier.sparse
     if not t.model.training:  # after an evaluation; visiting every module takes time
         t.model.train()
     lr = learning_rate(run.schedule, run.optim.lr, t.step, run.steps)
@@ -123,9 +118,9 @@ def train_step(t: Session) -> Step:
         parameters=parameters,
         norms=norms,
         norm=norm,
-        judge=functools.partial(_judge, t),
+        judge=lambda loss, norm: _judge(t, step, loss, norm),
     )
-    before, t.last = t.last, step
+    before, t.last = t.last, step if t.reads_late else None
     if t.step + 1 < t.end:
         del batches
         t.batches.prepare(t.step + 1)
@@ -141,17 +136,36 @@ def train_step(t: Session) -> Step:
     t.step += 1
     t.tokens += items
     if before is not None:
-        before.read()
-    if _logs(t) or _due(run.eval.every, t) or _due(run.checkpoint.every, t):
-        step.read()
+        _take_in(t, before)
+    changed = t.sparsifier.sparse != was_sparse or t.sparsifier.refreshed
+    if not t.reads_late or before is None or changed or _shows(t):
+        _take_in(t, step)
+    step.event = changed or not t.updated
     for observer in t.observers:
         observer.after_step(t, step)
     return step
 
 
-def _judge(t: Session, step: Step) -> bool:
-    """Take in the numbers of a step; False if the guard refuses it."""
+def _take_in(t: Session, step: Step) -> None:
+    """Wait for the numbers of a step; every rank does so at the same places of the loop."""
+    try:
+        step.read()
+    except DivergedError:
+        t.last = None  # a caller that trains on does so without the refused step
+        raise
     t.agreed = step.stop
+
+
+def _shows(t: Session) -> bool:
+    """True if something that the run keeps depends on the numbers of the last step."""
+    run = t.run
+    masks = run.log.masks_every and t.step % run.log.masks_every == 0
+    due = _due(run.eval.every, t) or _due(run.checkpoint.every, t)
+    return bool(_logs(t) or due or masks or run.probe)
+
+
+def _judge(t: Session, step: Step, loss: float, grad_norm: float) -> bool:
+    """Let the guard judge a step; False if it refuses the update."""
 
     def culprits() -> list[str]:
         names = {id(p): name for name, p in t.model.named_parameters()}
@@ -159,14 +173,15 @@ def _judge(t: Session, step: Step) -> bool:
         pairs = zip(step.parameters, finite, strict=True)
         return [names[id(parameter)] for parameter, good in pairs if not good]
 
-    return t.guard.accepts(t, step.loss, step.grad_norm, step=step.number, culprits=culprits)
+    return t.guard.accepts(t, loss, grad_norm, step=step.number, culprits=culprits)
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:
-    """Return the norm of each gradient, computed as torch.nn.utils.get_total_norm does."""
-    if gradients[0].is_cuda:
+    """Return the norm of each gradient, as torch.nn.utils.get_total_norm has them."""
+    if gradients and gradients[0].is_cuda:
         return torch.stack(torch._foreach_norm(gradients))
-    return torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    return torch.stack(norms) if norms else torch.zeros(1)
 
 
 def _step_if_finite(optimizer: Any, step: Step, before: Step | None) -> None:

@@ -25,7 +25,8 @@ class Observer:
         """After an optimizer step, or one that was skipped; gradients are gone.
 
         ``step`` is a :class:`~sparsepretrain.training.step.Step`, whose ``loss`` and ``grad_norm``
-        may wait for the device; ``session.step`` counts it already.
+        may wait for the device: where one rank reads them, all have to. ``session.step`` counts it
+        already.
         """
 
     def at_log(self, session: Any, *, per_layer: bool) -> dict[str, Any]:

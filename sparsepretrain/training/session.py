@@ -62,7 +62,7 @@ class Session:
     step: int = 0
     """Completed steps."""
     last: Step | None = None
-    """The last step of this process; its loss may still be on the device."""
+    """The last step of this process, where its loss may still be on the device."""
     tokens: int = 0
     """Items trained on so far."""
     evaluated: int = -1
@@ -127,7 +127,7 @@ class Session:
 
     @property
     def reads_late(self) -> bool:
-        """True if loss and norm of a step are read behind the optimizer of the next one.
+        """True if loss and norm of a step are read after the optimizer step of the next one.
 
         The optimizer then has to skip refused gradients on the device, as fused ones do for
         GradScaler. A guard that goes on after a refused step, and the loss scale, need the numbers

@@ -22,7 +22,7 @@ ENDS = (*STOPS, CheckpointError.exit_code)
 class Step:
     """A step of the optimizer.
 
-    Loss and gradient norm are copied to the host behind the backward. Reading them at once would
+    Loss and gradient norm are copied to the host after the backward. Reading them at once would
     leave the device idle while the host launches the optimizer, so the loop reads them one step
     later where the optimizer skips refused gradients by itself.
     """
@@ -38,17 +38,20 @@ class Step:
     losses: Tensor
     """Losses of the micro-batches and a flag per code of :data:`ENDS`; fp64."""
     parameters: list[nn.Parameter]
-    """Those that have a gradient."""
+    """Parameters that have a gradient."""
     norms: Tensor
     """Norm of the gradient of each of them, before clipping."""
     norm: Tensor
     """Norm of all gradients; 0-d."""
-    judge: Callable[[Step], bool]
-    """Called once, when loss and norm are read: False if the step may not update the weights."""
+    judge: Callable[[float, float], bool]
+    """Called with loss and norm when they are read: False if the step may not update weights."""
 
     def __post_init__(self) -> None:
         self.nonfinite = ~torch.isfinite(self.losses.sum() + self.norm)
         """True if no guard accepts the step; 0-d bool on the device."""
+        self.event = False
+        """True if the record gets a line for this step whatever ``log.every`` says: a switch of
+        phase, flips that no later line repeats, or a step that was skipped."""
         self.stop: int | None = None
         """Exit code that the ranks agreed to stop with, once the numbers are read."""
         values = torch.cat((self.losses, self.norm.reshape(1).to(self.losses.dtype)))
@@ -70,8 +73,8 @@ class Step:
                 self._copied.synchronize()
             *losses, norm = self._copy.tolist()
             total, self.stop = total_and_stop(losses)
+            self._accepted = self.judge(total / self.items, norm)
             self._numbers = total / self.items, norm
-            self._accepted = self.judge(self)
         return self._accepted
 
     @property

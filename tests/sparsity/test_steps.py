@@ -322,7 +322,7 @@ def test_fresh_noise_for_every_coordinate(what):
     elif what == "micro":
         sparsifier.micro_batch(1)
     elif what == "layer":
-        model.fc1.sparsity.index = 1
+        model.fc1.sparsity._index = 1
     else:
         model.fc1.sparsity.model.seed = 4
     assert not torch.equal(wgrad(), first)

@@ -239,5 +239,5 @@ def test_a_batch_without_a_token_to_mask_is_refused(tiny, monkeypatch):
     monkeypatch.setattr(t.task, "count", lambda batch: 0)
     from sparsepretrain.training.loop import train_step
 
-    with pytest.raises(DataError, match="step 1: nothing in the batch counts for the loss"):
+    with pytest.raises(DataError, match="step 1: the batch has no target tokens"):
         train_step(t)

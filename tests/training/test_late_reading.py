@@ -1,12 +1,13 @@
-"""Loss and norm are read behind the optimizer of the next step; records and errors stay exact."""
+"""Loss and norm are read after the next optimizer step; records and errors stay exact."""
 
 import copy
 
 import pytest
 import torch
-from tiny_runs import assert_equal_bits, assert_same_run
+from tiny_runs import assert_equal_bits, assert_same_run, metrics
 
 from sparsepretrain.errors import DivergedError
+from sparsepretrain.training import loop
 from sparsepretrain.training.loop import train_step
 from sparsepretrain.training.session import Session
 
@@ -93,6 +94,56 @@ def test_late_reading_changes_no_number(tiny, monkeypatch, method):
     monkeypatch.setattr(tiny, "root", tiny.root / "early")
     early = tiny.train(*words).directory
     assert_same_run(late, early)
+
+
+def test_a_caller_that_trains_on_after_an_error_does_so(tiny):
+    t = tiny.build(*QUIET, "steps=20")
+    train_step(t)
+    weight = t.model.transformer.h[0].mlp.c_fc.weight
+    hook = weight.register_hook(lambda grad: grad * torch.nan)
+    train_step(t)
+    hook.remove()
+    with pytest.raises(DivergedError, match=r"^step 2: "):
+        train_step(t)
+    before = weight.detach().clone()
+    for _ in range(2):
+        train_step(t)
+    assert not torch.equal(before, weight) and weight.isfinite().all()
+
+
+@pytest.mark.parametrize("words", [("log.masks_every=1",), ("probe.lifetime={every: 1}",)])
+def test_a_refused_step_leaves_no_mask_and_no_line_of_a_probe(tiny, monkeypatch, words):
+    words = (*QUIET, "steps=9", *words)
+    step = loop.train_step
+
+    def poisoned(t):
+        if t.step == 2:
+            weight = t.model.transformer.h[0].mlp.c_fc.weight
+            weight.register_hook(lambda grad: grad * torch.nan)
+        return step(t)
+
+    monkeypatch.setattr(loop, "train_step", poisoned)
+    with pytest.raises(DivergedError, match=r"^step 3: "):
+        tiny.train(*words)
+    directory = tiny.directory(*words)
+    kept = [file.name for file in (directory / "masks").glob("*")]
+    lines = directory / "probes.jsonl"
+    kept += lines.read_text().splitlines() if lines.exists() else []
+    assert kept and not any("00000003" in line or '"step": 3' in line for line in kept), kept
+
+
+def test_events_are_recorded_with_the_numbers_of_their_step(tiny):
+    words = ("sparsity=tsrste", "sparsity.refresh=3", "sparsity.dense_tail=0", "log.every=100")
+    words = (*words, "log.layers_every=0", "eval.every=0", "steps=9")
+    lines = {line["step"]: line for line in metrics(tiny.train(*words).directory)}
+    every = tiny.train(*words[:3], "log.every=1", *words[4:]).directory
+    full = {line["step"]: line for line in metrics(every) if "split" not in line}
+    events = [step for step in lines if step not in (0, 1, 9)]
+    assert events
+    for step in events:
+        assert [lines[step][k] for k in ("loss", "grad_norm", "lr")] == [
+            full[step][k] for k in ("loss", "grad_norm", "lr")
+        ]
 
 
 def test_a_nan_in_the_last_step_is_found(tiny):
