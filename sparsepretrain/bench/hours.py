@@ -73,7 +73,7 @@ def _recipe(name: str, method: str, overrides: list[str], steps: int) -> Timed:
         us = []
         for index in range(WARMUP + steps):
             started = time.perf_counter()
-            train_step(t)  # ends with a wait for the device
+            train_step(t).read()  # waits for the device
             if index >= WARMUP:
                 us.append(1e6 * (time.perf_counter() - started))
         t.batches.close()
