@@ -111,7 +111,8 @@ def key_words(clock, k0, k1, layer, product, offset):
         step, micro = tl.load(clock), tl.load(clock + 1)
         low, high = step.to(tl.uint32), (step >> 32).to(tl.uint32)
         k0, k1, _, _ = philox(low, _word(layer), _word(product), high, k0, k1)
-        offset = tl.mul(micro.to(tl.uint32), offset, sanitize_overflow=False)
+        # by this name in Triton 3.5 too, which has no tl.mul
+        offset = tl.core.mul(micro.to(tl.uint32), offset, sanitize_overflow=False)
     return k0, k1, offset
 
 

@@ -1,0 +1,45 @@
+"""Every kernel case through Triton's compiler, binder and launcher; the driver runs nothing."""
+
+import math
+
+import pytest
+import torch
+from kernel_variants import all_cases
+from stub_driver import CAPABILITY, StubDriver, compiler
+
+CASES = [case for case in all_cases() if CAPABILITY not in case.refused]
+RAGGED = (72, 96)
+"""Divides no tile; constants, and with them the machine code, are those of small tensors."""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    if compiler() is None:
+        pytest.skip("needs a C compiler (cc), as Triton does")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here, whose driver cannot be replaced: tests/gpu launches the cases")
+    stub = StubDriver(tmp_path_factory.mktemp("driver"))
+    with stub.active():
+        yield stub
+
+
+def launched(case, shape, driver):
+    begin = len(driver.launches())
+    case.run("triton", *case.make(shape, torch.device("cpu")))
+    launches = driver.launches(begin)
+    assert {launch.kernel for launch in launches} == {k.partition(".")[2] for k in case.limits}
+    for launch in launches:
+        assert math.prod(launch.grid) >= 1 and launch.threads in (32, 64, 128, 256, 512)
+    return launches
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_every_case_is_launched_on_odd_sizes(case, driver):
+    launched(case, RAGGED, driver)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_every_case_is_launched_on_whole_tiles(case, driver):
+    launches = launched(case, case.offline, driver)
+    assert max(math.prod(launch.grid) for launch in launches) > 1
