@@ -59,7 +59,7 @@ class SparseProducts(torch.autograd.Function):
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         operands = Operands(forward_weight, backward_weight, wgrad_scale, scales)
         y, kept = execution.fprop(how, _inputs(state, x), operands, bias)
-        ctx.save_for_backward(operands.for_dgrad, wgrad_scale, scales, *kept)
+        ctx.save_for_backward(operands.for_dgrad(), wgrad_scale, scales, *kept)
         return y
 
     @staticmethod

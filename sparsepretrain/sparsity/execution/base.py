@@ -28,7 +28,6 @@ class Operands(NamedTuple):
     wgrad_scale: Tensor | None  # 0-d factor of dW; None: 1
     scales: Tensor | None = None  # (2,) fp32, of A and of B in fp8; None: they are in no fp8
 
-    @property
     def for_dgrad(self) -> Tensor:
         """B."""
         return self.forward if self.backward is None else self.backward
@@ -173,7 +172,7 @@ class Execution:
 
     def dgrad(self, how: Geometry, grad: Tensor, operands: Operands, shape: torch.Size) -> Tensor:
         """DX, of ``shape``, from P(G) and B."""
-        return how.dgrad(grad, operands.for_dgrad, shape)
+        return how.dgrad(grad, operands.for_dgrad(), shape)
 
     def wgrad(
         self, how: Geometry, grad: Tensor, estimate: Estimate, kept: Kept, shape: torch.Size

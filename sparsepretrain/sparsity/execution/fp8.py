@@ -97,13 +97,15 @@ class SimulatedFP8(Execution):
             y = self.multiply((rows_of(seen[0]), seen[1]), a, bias, x.dtype)
             return y.view(*x.shape[:-1], -1), kept
         bias = None if bias is None else bias.float()
-        return how.fprop(dequantize_fp8(*seen), dequantize_fp8(*a), bias).to(x.dtype), kept
+        y = how.fprop(dequantize_fp8(*seen), dequantize_fp8(*a), bias)
+        # torch 2.11 compiles a cast that changes nothing here to gradients of zero
+        return y if y.dtype == x.dtype else y.to(x.dtype), kept
 
     def dgrad(self, how: Geometry, grad: Tensor, operands: Operands, shape: torch.Size) -> Tensor:
         """DX of P(G), which was made in high precision, rounded once."""
         assert operands.scales is not None
         g, scale = quantize_fp8(grad, self.gradient)
-        b, scale_b = operands.for_dgrad, operands.scales[1]
+        b, scale_b = operands.for_dgrad(), operands.scales[1]
         if self.by_rows(how, grad):
             dx = self.multiply((rows_of(g), scale), (b.t(), scale_b), None, grad.dtype)
             return dx.view(shape)

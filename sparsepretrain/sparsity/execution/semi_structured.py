@@ -88,7 +88,7 @@ class SemiStructured(Execution):
 
     def dgrad(self, how: Geometry, grad: Tensor, operands: Operands, shape: torch.Size) -> Tensor:
         """DXᵀ = Bᵀ·Gᵀ, or dX = P(G)·B."""
-        weight = operands.for_dgrad
+        weight = operands.for_dgrad()
         if weight.shape != (grad.shape[-1], shape[-1]):  # packed
             flags: Any = {"transpose_dense": True, "transpose_result": True}
             return _cut(matmul_24(weight, _rows(grad), **flags), shape)
@@ -146,7 +146,7 @@ class SemiStructuredFP8(FP8):
         assert operands.scales is not None
         g, scale = quantize_fp8(grad, self.gradient)
         packed = compress_24(_rows(g))
-        dx = _product(packed, operands.for_dgrad.t(), transpose_result=False)
+        dx = _product(packed, operands.for_dgrad().t(), transpose_result=False)
         scales = scale, operands.scales[1]
         return unscaled(_cut(dx, shape), *scales, out_dtype=grad.dtype)
 
