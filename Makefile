@@ -8,16 +8,17 @@ BIN := $(VENV)/bin
 EDITABLE := $(VENV)/.editable
 DEV := $(VENV)/.editable-dev
 INSTALLED := $(if $(wildcard $(DEV)),$(DEV),$(EDITABLE))
+VERSIONS ?= .versions
 # Two busy OpenMP threads per test process on a small machine are slower than one.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: train test lint test-fast test-triton test-kernels-offline test-fault test-dist test-slow \
-	reliability golden bench kernels-offline docs clean
+.PHONY: train test lint test-fast test-triton test-kernels-offline test-without-gpu test-versions \
+	test-fault test-dist test-slow reliability golden bench kernels-offline docs clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
 
-test: lint test-fast test-triton test-kernels-offline
+test: lint test-fast test-triton test-kernels-offline test-without-gpu
 
 lint: $(DEV)
 	$(BIN)/ruff check --quiet .
@@ -41,6 +42,14 @@ test-triton: $(DEV)
 # the same, compiled for sm_80, sm_90 and sm_100 and held to limits; no GPU is needed
 test-kernels-offline: $(DEV)
 	$(TEST) -n 2 tests/kernels_offline
+
+# launches of every kernel under a driver that runs nothing, in the same kind of process
+test-without-gpu: $(DEV)
+	$(TEST) -n 2 -m "not slow" tests/gpu_without_gpu
+
+# the oldest torch that is supported, and others, in environments of their own (13 GB in VERSIONS)
+test-versions: $(DEV)
+	PYTHON=$(BIN)/python VERSIONS=$(VERSIONS) scripts/test_versions.sh
 
 test-fault: $(DEV)
 	$(TEST) -m fault
@@ -92,4 +101,4 @@ $(DEV): $(BIN)/python pyproject.toml
 	$(call install,.[dev])
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .versions build dist *.egg-info
