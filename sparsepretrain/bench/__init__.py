@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 SUITES = {
     "cpu": "sparsepretrain.bench.cpu",
+    "smoke": "sparsepretrain.bench.smoke",
+    "trust": "sparsepretrain.bench.trust",
     "kernels": "sparsepretrain.bench.kernels",
     "linear": "sparsepretrain.bench.linear",
     "block": "sparsepretrain.bench.block",
@@ -26,8 +29,8 @@ SUITES = {
     "checkpoint": "sparsepretrain.bench.checkpoint",
     "gather": "sparsepretrain.bench.gather",
 }
-"""Name -> module with ``cases(quick)``, a list of :class:`timing.Case` or ``kernels.Timed``; those
-of :data:`CHOOSE` have ``cases(quick, choice)``.
+"""Name -> module with ``cases(quick)``, a list of :class:`timing.Case` or ``kernels.Timed``, or of
+functions that measure some; those of :data:`CHOOSE` have ``cases(quick, choice)``.
 
 A module may also have ``draw(result, path)``, which is given a path for a plot, and
 ``report(result)``, lines of Markdown in the form of a paper's table.
@@ -73,14 +76,18 @@ def run(
     out: Path | None = None,
     quick: bool = False,
     choice: Choice | None = None,
+    budget: float | None = None,
 ) -> dict[str, Any]:
     """Run a suite, print its table and write the JSON; a page of Markdown and a plot go beside it.
+
+    The JSON is renewed after every case, so that a run that is killed keeps what it measured.
 
     Args:
         suite: a key of :data:`SUITES`.
         out: file to write; None: ``<suite>.json`` in the working directory.
         quick: few repetitions, to see that it works; limits are not judged.
         choice: for the suites of :data:`CHOOSE`; None: every method, emulated.
+        budget: seconds after which no further case is begun; None: no limit.
 
     Returns:
         what was written: environment, settings and one entry per case; ``within_limits`` tells
@@ -89,6 +96,7 @@ def run(
     import torch
 
     from sparsepretrain.bench import gpu
+    from sparsepretrain.bench.kernels import skipped
     from sparsepretrain.bench.summary import page
     from sparsepretrain.tracking.console import Console
     from sparsepretrain.training.hardware import environment
@@ -102,18 +110,33 @@ def run(
     device = torch.device("cuda" if cuda else "cpu")
     module = import_module(SUITES[suite])
     before = gpu.state() if cuda else None
-    cases = module.cases(quick) if choice is None else module.cases(quick, choice)
-    result = {
+    cases: list[Any] = []
+    result: dict[str, Any] = {
         "schema": 1,
         "suite": suite,
         "quick": quick,
         "environment": environment(device),
-        "gpu": {"before": before, "after": gpu.state()} if cuda else None,
+        "gpu": {"before": before} if cuda else None,
         "ceilings": gpu.ceilings(device) if cuda else None,
-        "cases": [case.as_dict() for case in cases],
-        "within_limits": quick or all(case.ok is not False for case in cases),
     }
-    write_atomic(path, json.dumps(result, indent=1) + "\n")
+
+    def write() -> None:
+        result["cases"] = [case.as_dict() for case in cases]
+        result["within_limits"] = quick or all(case.ok is not False for case in cases)
+        write_atomic(path, json.dumps(result, indent=1) + "\n")
+
+    started = time.monotonic()
+    works = [*(module.cases(quick) if choice is None else module.cases(quick, choice))]
+    for index, work in enumerate(works):
+        if budget is not None and time.monotonic() - started > budget:
+            left = f"skipped: {budget:g} s are over"
+            cases.append(skipped(f"the last {len(works) - index} of {len(works)}", [], left))
+            break
+        cases += work() if callable(work) else [work]
+        write()
+    if cuda:
+        result["gpu"]["after"] = gpu.state()
+    write()
     if hasattr(module, "draw"):
         module.draw(result, path.with_suffix(".png"))
     write_atomic(path.with_suffix(".md"), "\n".join(page(path)) + "\n")

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from sparsepretrain.bench import EVERYTHING, Choice
-from sparsepretrain.bench.kernels import CUDA, Timed, draw
-from sparsepretrain.bench.linear import CPU, DENSE, described, skipped, timed
+from sparsepretrain.bench.kernels import CUDA, Timed, Work, draw, skipped
+from sparsepretrain.bench.linear import CPU, DENSE, described, timed
 from sparsepretrain.bench.plain import Block
 
 __all__ = ["cases", "draw", "report"]
@@ -54,16 +54,18 @@ PASSES = {"training": True, "inference": False}
 """Forward and backward, or the forward alone."""
 
 
-def cases(quick: bool, choice: Choice = EVERYTHING) -> list[Timed]:
+def cases(quick: bool, choice: Choice = EVERYTHING) -> list[Timed | Work]:
     """Every size in turn; without a GPU these are skipped, and a tiny one is timed."""
     choice = choice._replace(methods=choice.methods or METHODS)
-    shapes, device, rounds, found = SHAPES, CUDA, 5 if quick else 15, []
+    shapes, device, rounds = SHAPES, CUDA, 5 if quick else 15
+    found: list[Timed | Work] = []
     if not torch.cuda.is_available():
-        found = [skipped(title, []) for title, *_ in _titles(choice)]
+        found += [skipped(title, []) for title, *_ in _titles(choice)]
         shapes, device, rounds = [TINY], CPU, 2
     for title, build, training in _titles(choice):
         for batch, length, width, heads in shapes[: 2 if quick else None]:
-            found += timed(
+            work = partial(
+                timed,
                 title,
                 [batch, length, width, heads],
                 partial(build, width, heads),
@@ -75,6 +77,7 @@ def cases(quick: bool, choice: Choice = EVERYTHING) -> list[Timed]:
                 fresh=False,
                 training=training,
             )
+            found.append(work)
     return found
 
 

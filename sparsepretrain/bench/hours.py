@@ -7,6 +7,7 @@ sentences fill the same buckets with more pairs. Evaluations and checkpoints are
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Iterator
@@ -16,8 +17,7 @@ from typing import Any
 import torch
 
 from sparsepretrain.bench import EVERYTHING, Choice, gpu
-from sparsepretrain.bench.kernels import Timed
-from sparsepretrain.bench.linear import skipped
+from sparsepretrain.bench.kernels import Timed, Work, skipped
 from sparsepretrain.config import compose, validate
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.assembly import build_session
@@ -47,17 +47,17 @@ class Recipe(Timed):
     """Of all its steps, on the devices that were measured."""
 
 
-def cases(quick: bool, choice: Choice = EVERYTHING) -> list[Timed]:
+def cases(quick: bool, choice: Choice = EVERYTHING) -> list[Timed | Work]:
     """Every recipe, one after the other; without a GPU these are skipped for a tiny one."""
     methods = ("dense", *(choice.methods or ("sste",)))
-    recipes, found, steps = RECIPES, [], 2 if quick else 10
+    recipes, steps, found = RECIPES, 2 if quick else 10, list[Timed | Work]()
     if not torch.cuda.is_available():
-        found = [skipped(f"step, {name}", []) for name in RECIPES]
+        found += [skipped(f"step, {name}", []) for name in RECIPES]
         recipes, steps = {"GPT-2 micro": ["model=gpt2_micro"]}, 2
     for name, overrides in recipes.items():
         for method in dict.fromkeys(methods):
             words = [*overrides, f"sparsity={method}", f"backend={choice.backend}"]
-            found.append(_recipe(name, method, words, steps))
+            found.append(functools.partial(_recipe, name, method, words, steps))
     return found
 
 
@@ -67,7 +67,7 @@ def training(overrides: list[str]) -> Session:
     return build_session(validate(plain), Console())
 
 
-def _recipe(name: str, method: str, overrides: list[str], steps: int) -> Timed:
+def _recipe(name: str, method: str, overrides: list[str], steps: int) -> list[Timed]:
     try:
         t = training(overrides)
         us = []
@@ -78,9 +78,9 @@ def _recipe(name: str, method: str, overrides: list[str], steps: int) -> Timed:
                 us.append(1e6 * (time.perf_counter() - started))
         t.batches.close()
     except torch.OutOfMemoryError:
-        return skipped(f"step, {name}", [], "skipped: out of memory")
+        return [skipped(f"step, {name}", [], "skipped: out of memory")]
     series = gpu.Series(us=us, mode="step")
-    return Recipe(
+    recipe = Recipe(
         case=f"step, {name}",
         shape=[t.run.batch.size],
         impl=method,
@@ -89,6 +89,7 @@ def _recipe(name: str, method: str, overrides: list[str], steps: int) -> Timed:
         steps=t.run.steps,
         hours=t.run.steps * statistics.median(us) / 3.6e9,
     )
+    return [recipe]
 
 
 def report(result: dict[str, Any]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -91,22 +92,38 @@ class Timed:
         return {**asdict(self), "ok": self.ok}
 
 
+Work = Callable[[], list[Timed]]
+"""Measures one case of a suite."""
+
+
+def skipped(case: str, shape: list[int], why: str = SKIPPED) -> Timed:
+    """A case that is not measured here, in any size or variant."""
+    return Timed(case=case, shape=shape, impl="", status=why)
+
+
+def failure(error: Exception) -> str:
+    """Status of a case that ended in ``error``."""
+    return f"failed: {' '.join(str(error).split())[:160]}"
+
+
 def full_name(case: str, shape: list[int], impl: str) -> str:
     """What results are known by."""
     return ", ".join(filter(None, [case, "×".join(map(str, shape)), impl]))
 
 
-def cases(quick: bool) -> list[Timed]:
-    """All cases on all their shapes."""
-    cuda = torch.cuda.is_available()
+def cases(quick: bool) -> list[Work]:
+    """All cases on all their shapes, small ones last; without a GPU on a tiny one."""
+    timed = kernel_cases()
+    if not torch.cuda.is_available():
+        return [functools.partial(on_cpu, case) for case in timed]
     rounds = 5 if quick else ROUNDS
-    results = []
-    for case in kernel_cases():
-        for shape in list(case.shapes.values())[: 1 if quick else None]:
-            results += on_gpu(case, shape, rounds) if cuda else on_cpu(case)
-            if not cuda:
-                break
-    return results
+    pairs = [
+        (case, shape)
+        for case in timed
+        for shape in list(case.shapes.values())[: 1 if quick else None]
+    ]
+    pairs.sort(key=lambda pair: -math.prod(pair[1]))
+    return [functools.partial(on_gpu, case, shape, rounds) for case, shape in pairs]
 
 
 def on_cpu(case: KernelCase) -> list[Timed]:
@@ -150,9 +167,10 @@ def on_gpu(case: KernelCase, shape: Shape, rounds: int, device: torch.device = C
     works: dict[str, Callable[..., Any]] = {
         OURS: functools.partial(case.run, OURS),
         REFERENCE: reference,
-        COMPILED: torch.compile(reference, dynamic=False),
-        **case.others,
     }
+    if case.goal is not None or case.goal_us is not None:  # compiling takes seconds
+        works[COMPILED] = torch.compile(reference, dynamic=False)
+    works |= case.others
     ideal = case.bytes * shape[0] * shape[1]
     results = {
         impl: Timed(case=case.name, shape=list(shape), impl=impl, bytes=ideal) for impl in works
@@ -166,8 +184,11 @@ def on_gpu(case: KernelCase, shape: Shape, rounds: int, device: torch.device = C
         if _is_right(results[impl], case, work, inputs, expected):
             right[impl] = [functools.partial(work, *one) for one in sets]
     del expected
-    series = gpu.measure(right, rounds=rounds)
-    _fill(results, series)
+    try:
+        _fill(results, gpu.measure(right, rounds=rounds))
+    except RuntimeError as error:
+        for impl in results.keys() & right.keys():
+            results[impl].status = failure(error)
     torch._dynamo.reset()
     return list(results.values())
 
@@ -178,7 +199,7 @@ def _is_right(
     try:
         first, again = work(*_fresh(inputs)), work(*_fresh(inputs))
     except Exception as error:  # another formulation that does not run must not end the suite
-        result.status = f"failed: {' '.join(str(error).split())[:160]}"
+        result.status = failure(error)
         return False
     result.max_err = difference(first, expected)
     # other formulations may round elsewhere, or break ties elsewhere

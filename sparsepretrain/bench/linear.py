@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparsepretrain import registry
 from sparsepretrain.bench import EVERYTHING, Choice, gpu
-from sparsepretrain.bench.kernels import CUDA, SKIPPED, Timed, difference, draw
+from sparsepretrain.bench.kernels import CUDA, Timed, Work, difference, draw, failure, skipped
 from sparsepretrain.bench.timing import interleaved
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Sparsifier, sparsify
@@ -28,7 +28,6 @@ __all__ = [
     "described",
     "draw",
     "durations",
-    "skipped",
     "timed",
     "timed_methods",
     "works_of",
@@ -66,22 +65,15 @@ def timed_methods(only: Sequence[str] = ()) -> dict[str, tuple[str, dict[str, An
     }
 
 
-def cases(quick: bool, choice: Choice = EVERYTHING) -> list[Timed]:
+def cases(quick: bool, choice: Choice = EVERYTHING) -> list[Timed | Work]:
     """Every method on every layer; without a GPU these are skipped, and a tiny one is timed."""
     if not torch.cuda.is_available():
         found = [skipped(_title(name, choice), []) for name in LAYERS]
-        return found + _layer("tiny", (64, 128), 64, CPU, 2, choice)
+        return [*found, partial(_layer, "tiny", (64, 128), 64, CPU, 2, choice)]
     rounds = 5 if quick else 25
     return [
-        row
-        for name, sizes in LAYERS.items()
-        for row in _layer(name, sizes, TOKENS, CUDA, rounds, choice)
+        partial(_layer, name, sizes, TOKENS, CUDA, rounds, choice) for name, sizes in LAYERS.items()
     ]
-
-
-def skipped(case: str, shape: list[int], why: str = SKIPPED) -> Timed:
-    """A case that is not measured here, in any size or variant."""
-    return Timed(case=case, shape=shape, impl="", status=why)
 
 
 def _layer(
@@ -156,6 +148,8 @@ def timed(
         measured = durations(ours, device, rounds)
     except torch.OutOfMemoryError:
         return [skipped(case, shape, "skipped: out of memory")]
+    except RuntimeError as error:
+        return [skipped(case, shape, failure(error))]
     for label, series in measured.items():
         rows[label].mode, rows[label].us = series.mode, series.percentiles()
         rows[label].ratio_to = {DENSE: gpu.median_ratio(measured[DENSE], series)}

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.bench import gpu
-from sparsepretrain.bench.kernels import CUDA, Timed, difference, draw
-from sparsepretrain.bench.linear import CPU, TOLERANCE, durations, skipped
+from sparsepretrain.bench.kernels import CUDA, Timed, Work, difference, draw, failure, skipped
+from sparsepretrain.bench.linear import CPU, TOLERANCE, durations
 from sparsepretrain.kernels import compress_24, matmul_24, matmul_fp8
 from sparsepretrain.training.hardware import known_gpu
 
@@ -27,13 +27,13 @@ TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8 e4m3": torch.float8
 DENSE, SPARSE = "dense", "2:4"
 
 
-def cases(quick: bool) -> list[Timed]:
+def cases(quick: bool) -> list[Timed | Work]:
     """Every type and size; without a GPU these are skipped, and a tiny one is computed."""
     if torch.cuda.is_available():
         sizes, rounds = SIZES[: 1 if quick else None], 5 if quick else 25
-        return [row for name in TYPES for n in sizes for row in _product(name, n, CUDA, rounds)]
+        return [partial(_product, name, n, CUDA, rounds) for name in TYPES for n in sizes]
     found = [skipped(_title(name), []) for name in TYPES]
-    return found + [row for name in TYPES for row in _product(name, TINY, CPU, 2)]
+    return [*found, *(partial(_product, name, TINY, CPU, 2) for name in TYPES)]
 
 
 def _title(name: str) -> str:
@@ -65,7 +65,10 @@ def _product(name: str, n: int, device: torch.device, rounds: int) -> list[Timed
     except RuntimeError as error:  # this device or library has no such product
         why = f"skipped: {' '.join(str(error).split())[:160]}"
         return [Timed(case=_title(name), shape=[n] * 3, impl=impl, status=why) for impl in rows]
-    measured = durations(works, device, rounds)
+    try:
+        measured = durations(works, device, rounds)
+    except RuntimeError as error:
+        return [skipped(_title(name), [n] * 3, failure(error))]
     for impl, series in measured.items():
         rows[impl].mode, rows[impl].us = series.mode, series.percentiles()
         if DENSE in measured:

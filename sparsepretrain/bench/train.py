@@ -20,8 +20,8 @@ from torch import Tensor
 
 import sparsepretrain
 from sparsepretrain.bench import EVERYTHING, Choice, gpu
-from sparsepretrain.bench.kernels import Timed, draw
-from sparsepretrain.bench.linear import skipped, timed_methods
+from sparsepretrain.bench.kernels import Timed, draw, skipped
+from sparsepretrain.bench.linear import timed_methods
 from sparsepretrain.bench.plain import PlainGPT2
 from sparsepretrain.bench.timing import interleaved
 from sparsepretrain.optim.adamw import AdamWOptions
@@ -118,8 +118,8 @@ class Training:
         fused = device.type == "cuda"
         self.optimizer = own or torch.optim.AdamW(groups, lr=lr, fused=fused)
         self.sparsifier.attach(self.optimizer)
+        self.sparsifier.store_operands(torch.bfloat16 if fused else None)  # as the trainer does
         if choice.backend != "emulate":  # before a graph is compiled, which tries nothing
-            self.sparsifier.store_operands(torch.bfloat16 if fused else None)
             inputs = {
                 name: (batch, sizes["n_positions"], layer.weight.shape[1])
                 for name, layer in self.sparsifier.layers.items()

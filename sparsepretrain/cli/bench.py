@@ -28,6 +28,8 @@ class Settings:
     """Of those: whether products are sparse where that is faster."""
     fp8: bool = False
     """Of those but hours: whether sparse layers multiply in fp8."""
+    budget: float | None = None
+    """Seconds after which no further case is begun."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +78,13 @@ class Bench(Verb):
                 raise ConfigError("suite=hours measures recipes as they are: leave fp8 out")
             methods = tuple(filter(None, (settings.methods or "").split(",")))
             choice = bench.Choice(methods, settings.backend or "emulate", settings.fp8)
-        result = bench.run(suite=settings.suite, out=out, quick=settings.quick, choice=choice)
+        result = bench.run(
+            suite=settings.suite,
+            out=out,
+            quick=settings.quick,
+            choice=choice,
+            budget=settings.budget,
+        )
         return 0 if result["within_limits"] else 1
 
     def _compare(self, words: list[str]) -> int:

@@ -40,14 +40,23 @@ class Series:
 
 def medians(works: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
     """Return the median seconds of a call of each work on ``device``, timed in turns."""
+    calls: dict[str, Calls] = {name: [call] for name, call in works.items()}
     with torch.cuda.device(device):
-        found = measure({name: [call] for name, call in works.items()}, rounds=ROUNDS)
+        try:
+            found = measure(calls, rounds=ROUNDS)
+        except RuntimeError:  # of a capture; one of the work itself comes again
+            torch.cuda.synchronize()
+            found = measure(calls, rounds=ROUNDS, graphs=False)
     return {name: statistics.median(series.us) / 1e6 for name, series in found.items()}
 
 
-def measure(works: dict[str, Calls], *, rounds: int) -> dict[str, Series]:
-    """Time works in one process: rounds A, B, C, B, C, A, … of captured graphs."""
-    ready = {name: _Prepared(calls) for name, calls in works.items()}
+def measure(works: dict[str, Calls], *, rounds: int, graphs: bool = True) -> dict[str, Series]:
+    """Time works in one process: rounds A, B, C, B, C, A, … of captured graphs.
+
+    Raises:
+        RuntimeError: a work failed, or its capture.
+    """
+    ready = {name: _Prepared(calls, graphs) for name, calls in works.items()}
     names = list(works)
     us: dict[str, list[float]] = {name: [] for name in names}
     for index in range(-2, rounds):
@@ -62,7 +71,7 @@ def measure(works: dict[str, Calls], *, rounds: int) -> dict[str, Series]:
 class _Prepared:
     """A work that is warm, captured if it can be, and repeated until a round is long enough."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, graphs: bool) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -72,20 +81,19 @@ class _Prepared:
         once = _event_ms(lambda: [call() for call in calls]) / len(calls)
         turns = max(1, round(ROUND_MS / max(once, 1e-3) / len(calls)))
         self.count = turns * len(calls)
-        self.mode = "graph"
-        try:
-            self.run: Callable[[], Any] = self._capture(calls, turns)
-        except RuntimeError:  # it synchronises
-            torch.cuda.synchronize()
-            self.mode = "eager"
-            self.run = lambda: [call() for _ in range(turns) for call in calls]
+        self.run: Callable[[], Any] = lambda: [call() for _ in range(turns) for call in calls]
+        self.mode = "graph" if graphs and not _waits(calls[0]) else "eager"
+        if self.mode == "graph":
+            self.run = self._capture(calls, turns)
         self.run()
 
     @staticmethod
     def _capture(calls: Calls, turns: int) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        # other threads, such as those that pin memory, may call CUDA in the meantime
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # Other threads, such as those that pin memory, may call CUDA in the meantime. The outer
+        # context restores the stream where a capture fails.
+        stream = torch.cuda.stream(torch.cuda.current_stream())
+        with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
             # results live until their next turn, so that written lines leave the cache too
             alive = [call() for call in calls]
             for _ in range(turns - 1):
@@ -98,6 +106,25 @@ class _Prepared:
     def time(self) -> float:
         """Microseconds per call."""
         return 1e3 * _event_ms(self.run) / self.count
+
+
+def _waits(call: Callable[[], Any]) -> bool:
+    """True if the host waits for the device in ``call``, which no graph can capture.
+
+    Found before a capture: a capture that fails in torch up to 2.12 leaves the allocator in a state
+    in which every later capture fails too (pytorch#180395).
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
 
 
 def _event_ms(work: Callable[[], Any]) -> float:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from sparsepretrain.bench import kernels as suite
 from sparsepretrain.bench.kernel_cases import TINY, kernel_cases, normal
 from sparsepretrain.bench.kernels import Timed, difference
 from sparsepretrain.bench.linear import timed_methods
+from sparsepretrain.kernels.timing import medians
 from sparsepretrain.sparsity.execution import semi_structured
 
 CPU = torch.device("cpu")
@@ -235,11 +237,15 @@ def test_times_become_fractions_and_ratios():
 
 
 class FakeCuda:
-    """Enough of torch.cuda to time on the CPU; a call that ``refuses`` cannot be captured."""
+    """Enough of torch.cuda to time on the CPU.
+
+    A capture that fails spoils all later ones, as in torch up to 2.12.
+    """
 
     def __init__(self, monkeypatch):
         self.clock = itertools.count()
-        self.capturing = False
+        self.capturing = self.spoilt = False
+        self.sync_debug_mode = "default"
         properties = SimpleNamespace(L2_cache_size=3 * 64 * 256 * 4)
         nothing = contextlib.nullcontext
         for name, value in {
@@ -252,6 +258,8 @@ class FakeCuda:
             "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
             "graph": self.capture,
             "Event": self.event,
+            "get_sync_debug_mode": lambda: self.sync_debug_mode,
+            "set_sync_debug_mode": lambda mode: setattr(self, "sync_debug_mode", mode),
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(gpu, "COPY_BYTES", 1 << 16)
@@ -259,11 +267,21 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def capture(self, graph, **_):
-        self.capturing = True
+        if self.spoilt:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+        self.capturing = self.spoilt = True
         try:
             yield
+            self.spoilt = False
         finally:
             self.capturing = False
+
+    def wait(self):
+        """What torch does where the host waits for the device."""
+        if self.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if self.sync_debug_mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
 
     def event(self, enable_timing):
         event = SimpleNamespace(at=0, synchronize=lambda: None)
@@ -281,8 +299,7 @@ def test_the_path_of_a_gpu(monkeypatch):
         return kernels.nm_mask(x)
 
     def synchronises(x):
-        if cuda.capturing:
-            raise RuntimeError("operation not permitted when stream is capturing")
+        cuda.wait()
         return kernels.nm_mask(x)
 
     case = dataclasses.replace(
@@ -304,6 +321,130 @@ def test_the_path_of_a_gpu(monkeypatch):
     # the inputs are 64 kB and the cache three times that: nine sets keep every one cold
     assert gpu.copies_for(64 * 256 * 4) == 9
     assert len({place for backend, place in seen if backend == "triton"}) >= 9
+
+
+def test_a_work_that_waits_is_not_captured_and_spoils_no_later_case(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+
+    def waits(x):
+        cuda.wait()
+        return kernels.nm_mask(x)
+
+    case = dataclasses.replace(case_named("2:4 mask, bf16"), run=lambda _, x: kernels.nm_mask(x))
+    first = dataclasses.replace(case, others={"waits": waits})
+    modes = {row.impl: row.mode for row in suite.on_gpu(first, TINY, rounds=1, device=CPU)}
+    assert modes == {"triton": "graph", "reference": "graph", "waits": "eager"}
+    assert not cuda.spoilt and cuda.sync_debug_mode == "default"
+    later = suite.on_gpu(case, TINY, rounds=1, device=CPU)
+    assert [row.mode for row in later] == ["graph", "graph"]
+
+
+def test_a_failed_capture_stops_its_case_with_a_reason(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+
+    def run(backend, x):
+        if cuda.capturing:
+            raise RuntimeError("no graph\nof this")
+        return kernels.nm_mask(x)
+
+    case = dataclasses.replace(case_named("2:4 mask, bf16"), run=run)
+    rows = suite.on_gpu(case, TINY, rounds=1, device=CPU)
+    assert {row.status for row in rows} == {"failed: no graph of this"}
+    assert all(row.us is None and row.ok is False for row in rows)
+
+
+@pytest.mark.parametrize("name", ["linear", "products"])
+def test_a_module_that_cannot_be_timed_is_a_failed_case(name, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("no graph of this")
+
+    monkeypatch.setattr(import_module(f"sparsepretrain.bench.{name}"), "durations", refuse)
+    choice = bench.Choice(("ste",)) if name == "linear" else None
+    result = bench.run(suite=name, out=tmp_path / "out.json", quick=True, choice=choice)
+    failed = [row for row in result["cases"] if row["status"] == "failed: no graph of this"]
+    assert len(failed) == (1 if name == "linear" else 3)
+    assert all(row["ok"] is False for row in failed)
+
+
+def named(name, us=1.0):
+    return Timed(
+        case=name, shape=[], impl="", us=dict.fromkeys(("p10", "p50", "p90", "rounds"), us)
+    )
+
+
+@pytest.fixture
+def listed(tmp_path, monkeypatch):
+    """``listed(*works, **words)`` runs them as a suite; the JSON and what was raised."""
+    module = SimpleNamespace()
+    monkeypatch.setitem(bench.SUITES, "kernels", "listed_suite")
+    monkeypatch.setitem(sys.modules, "listed_suite", module)
+
+    def run(*works, **words):
+        module.cases, path, error = lambda quick: works, tmp_path / "out.json", None
+        try:
+            bench.run(suite="kernels", out=path, **words)
+        except BaseException as caught:
+            error = caught
+        return [row["case"] for row in json.loads(path.read_text())["cases"]], error
+
+    return run
+
+
+def test_cases_that_were_measured_survive_the_end_of_a_suite(listed):
+    def killed():
+        raise KeyboardInterrupt
+
+    cases, error = listed(lambda: [named("a"), named("b")], named("c"), killed, named("d"))
+    assert cases == ["a", "b", "c"] and isinstance(error, KeyboardInterrupt)
+
+
+def test_no_case_is_begun_when_the_budget_is_spent(listed, monkeypatch, tmp_path):
+    seconds = iter(range(0, 1000, 10))
+    monkeypatch.setattr(bench.time, "monotonic", lambda: next(seconds))
+    works = [lambda name=name: [named(name)] for name in "abcde"]
+    cases, error = listed(*works, budget=25)
+    assert error is None and cases == ["a", "b", "the last 3 of 5"]
+    last = json.loads((tmp_path / "out.json").read_text())["cases"][-1]
+    assert last["status"] == "skipped: 25 s are over" and last["ok"] is None
+
+
+def test_products_to_choose_from_are_timed_one_by_one_where_no_graph_captures_them(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+    def refused():
+        if cuda.capturing:
+            raise RuntimeError("no graph of this")
+
+    assert set(medians({"a": refused, "b": lambda: None}, CPU)) == {"a", "b"}
+    with pytest.raises(RuntimeError, match="no such product"):
+        medians({"a": lambda: (_ for _ in ()).throw(RuntimeError("no such product"))}, CPU)
+
+
+def test_references_are_compiled_where_there_is_a_goal(monkeypatch):
+    FakeCuda(monkeypatch)
+    without = case_named("2:4 mask, bf16")
+    goal = dataclasses.replace(without, goal=0.5)
+    for case, compiled in ((without, False), (goal, True)):
+        case = dataclasses.replace(case, run=lambda _, x: kernels.nm_mask(x))
+        found = {row.impl for row in suite.on_gpu(case, TINY, rounds=1, device=CPU)}
+        assert ("compiled reference" in found) is compiled
+
+
+def test_small_shapes_are_timed_last(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    shapes = [work.args[1] for work in suite.cases(quick=False)]
+    assert len(shapes) == sum(len(case.shapes) for case in kernel_cases())
+    sizes = [rows * columns for rows, columns in shapes]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+
+
+@pytest.mark.parametrize("backend", ["emulate", "auto"])
+def test_training_stores_operands_whatever_the_backend(backend):
+    choice = bench.Choice(("sste",), backend)
+    run = train.Training("sste", train.TINY, 2, train.source_bytes(), CPU, choice=choice)
+    run.step()
+    assert all(layer.sparsity._stored for layer in run.sparsifier.layers.values())
 
 
 def test_ceilings(monkeypatch):

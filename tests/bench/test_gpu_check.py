@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -13,77 +16,164 @@ from sparsepretrain.bench.summary import summary
 from sparsepretrain.files import write_atomic
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
-PIECES = ["tests", "triton", "doctor", "kernels", "linear", "linear-auto"]
-PIECES += ["linear-fp8", "linear-fp8-auto", "block", "block-auto", "products"]
-TRAIN = ["train-sste", "train-sste-auto"]
+PIECES = ["smoke", "doctor", "trust", "linear", "linear-auto", "train-sste", "train-sste-auto"]
+PIECES += ["kernels", "tests", "triton", "products", "linear-fp8", "linear-fp8-auto"]
+PIECES += ["block", "block-auto", "linear-all"]
 PYTHON = """#!/bin/bash
 # stands in for Python: writes down what it was asked for
 echo "$*" >> "{calls}"
 words=$*
 out=${{words##*out=}}
 case "$*" in
-    *get_device_name*) [ -e "{gpu}" ] && echo "NVIDIA H200" ;;
+    *get_device_name*)
+        if [ ! -e "{gpu}" ]; then echo "no driver" >&2; exit 1; fi
+        echo "NVIDIA H200" ;;
+    *"import xdist"*) [ -e "{xdist}" ] ;;
+    *"import hydra"*) [ -e "{hydra}" ] ;;
     *tests/gpu*) [ ! -e "{broken}" ] ;;
     *suite=linear*) echo '{{}}' > "$out"; exit 1 ;;
+    *suite=products*)
+        echo '{{"cases": 1}}' > "$out"
+        if [ -e "{slow}" ]; then sleep 60 & wait; fi ;;
     *suite=*) echo '{{}}' > "$out" ;;
 esac
 """
+FLAGS = ("gpu", "hydra", "xdist", "broken", "slow")
+
+
+class Check:
+    """The script on a machine with a GPU and a Python that only writes down its calls."""
+
+    def __init__(self, root):
+        self.root, self.results = root, root / "out" / "nvidia-h200"
+        self.flags = {name: root / name for name in FLAGS}
+        python = root / "python"
+        python.write_text(PYTHON.format(calls=root / "calls", **self.flags))
+        python.chmod(0o755)
+        for name in ("gpu", "hydra", "xdist"):
+            self.flags[name].touch()
+        self.settings = {"PYTHON": str(python), "OUT": str(root / "out"), "METHODS": "sste"}
+
+    def start(self, *words, **settings):
+        (self.root / "calls").unlink(missing_ok=True)
+        return subprocess.Popen(
+            ["bash", str(SCRIPT), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | self.settings | settings,
+        )
+
+    def __call__(self, *words, **settings):
+        """Exit code, output and the calls of Python."""
+        process = self.start(*words, **settings)
+        text, _ = process.communicate(timeout=120)
+        calls = self.root / "calls"
+        return process.returncode, text, calls.read_text().splitlines() if calls.exists() else []
+
+    def packed(self):
+        """Name -> text of what was packed."""
+        with tarfile.open(self.root / "out" / "results.tar.gz") as tar:
+            files = [member for member in tar if member.isfile()]
+            return {Path(m.name).name: tar.extractfile(m).read().decode() for m in files}
 
 
 @pytest.fixture
 def check(tmp_path):
-    """``check(*words)``: exit code, output and the calls of Python, on a machine with a GPU."""
-    files = {name: tmp_path / name for name in ("calls", "gpu", "broken")}
-    python = tmp_path / "python"
-    python.write_text(PYTHON.format(**files))
-    python.chmod(0o755)
-    files["gpu"].touch()
-
-    def run(*words):
-        files["calls"].unlink(missing_ok=True)
-        settings = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "METHODS": "sste"}
-        done = subprocess.run(
-            ["bash", str(SCRIPT), *words], capture_output=True, text=True, env=os.environ | settings
-        )
-        calls = files["calls"].read_text().splitlines() if files["calls"].exists() else []
-        return done.returncode, done.stdout + done.stderr, calls
-
-    return run
+    return Check(tmp_path)
 
 
-def test_pieces_are_resumed(check, tmp_path):
-    (tmp_path / "broken").touch()
+def test_pieces_run_in_order_and_are_resumed(check):
+    check.flags["broken"].touch()
     code, text, calls = check()
-    results = tmp_path / "out" / "nvidia-h200"
-    assert code == 1 and "gpu_check: failed: tests;" in text
-    finished = {path.stem for path in results.glob("*.log")}
-    assert finished == {*PIECES, *TRAIN} - {"tests"}, "a failure keeps no other piece from running"
-    assert "== linear: a goal was missed" in text and (results / "linear.json").exists()
-    assert [call.partition(" bench ")[2] for call in calls if "suite=train" in call] == [
-        f"suite=train methods=sste quick=false out={results}/train-sste.json",
-        f"suite=train methods=sste backend=auto quick=false out={results}/train-sste-auto.json",
-    ]
-    assert [call.partition(" bench ")[2] for call in calls if "fp8=true" in call] == [
-        f"suite=linear fp8=true quick=false out={results}/linear-fp8.json",
-        f"suite=linear backend=auto fp8=true quick=false out={results}/linear-fp8-auto.json",
-    ]
-    assert calls[-1] == f"-m sparsepretrain.bench.summary {results}"
-    (tmp_path / "broken").unlink()
+    assert code == 1 and "gpu_check: failed: tests\n" in text
+    begun = [line.split()[1].strip(":") for line in text.splitlines() if line.startswith("== ")]
+    assert list(dict.fromkeys(begun)) == PIECES
+    finished = {path.stem for path in check.results.glob("*.log")}
+    assert finished == {*PIECES} - {"tests"}, "a failure keeps no other piece from running"
+    assert "== linear: a goal was missed" in text and (check.results / "linear.json").exists()
+    benches = [call.partition(" bench ")[2] for call in calls if " bench " in call]
+    out, rest = check.results, "quick=false budget=480"
+    for expected in (
+        f"suite=smoke quick=false budget=60 out={out}/smoke.json",
+        f"suite=trust {rest} out={out}/trust.json",
+        f"suite=train methods=sste {rest} out={out}/train-sste.json",
+        f"suite=train methods=sste backend=auto {rest} out={out}/train-sste-auto.json",
+        f"suite=linear methods=sste,tsrste,slope fp8=true {rest} out={out}/linear-fp8.json",
+        f"suite=linear methods=sste,tsrste,slope backend=auto fp8=true {rest} "
+        f"out={out}/linear-fp8-auto.json",
+        f"suite=block backend=auto {rest} out={out}/block-auto.json",
+        f"suite=linear {rest} out={out}/linear-all.json",
+    ):
+        assert expected in benches
+    assert all("-n 8 tests/" in call for call in calls if "-m pytest" in call)
+    check.flags["broken"].unlink()
+    check.flags["xdist"].unlink()
     code, text, calls = check()
     assert code == 0 and text.count("was finished before") == len(finished)
-    assert len(calls) == 3 and "tests/gpu" in calls[1], "the name, what had failed, the summary"
-    (results / "kernels.log").unlink()
+    assert [call.split()[-1] for call in calls if "-m pytest" in call] == ["tests/gpu"]
+    assert not any("-n 8" in call for call in calls)
+    (check.results / "kernels.log").unlink()
     code, text, calls = check("kernels", "linear")
-    assert code == 0 and len(calls) == 3 and "suite=kernels" in calls[1]
+    assert code == 0 and sum(" bench " in call for call in calls) == 1
 
 
-def test_what_is_refused(check, tmp_path):
+def test_everything_is_packed_after_every_piece(check):
+    for piece in ("doctor", "kernels"):
+        assert check(piece)[0] == 0
+        assert f"{piece}.log" in check.packed()
+    assert {"doctor.log", "kernels.log", "kernels.json"} <= check.packed().keys()
+    code, text, _ = check("products", TAR=str(check.root / "elsewhere" / "a.tar.gz"))
+    assert code == 0 and "elsewhere/a.tar.gz" in text
+    assert (check.root / "elsewhere" / "a.tar.gz").exists()
+
+
+def test_what_a_piece_out_of_time_has_measured_is_kept(check):
+    check.flags["slow"].touch()
+    code, text, _ = check("products", "doctor", LIMIT="2")
+    assert code == 1 and "== products: FAILED with exit code 124 after" in text
+    assert "== doctor: done" in text and "gpu_check: failed: products\n" in text
+    assert json.loads(check.packed()["products.json"]) == {"cases": 1}
+    assert "FAILED with exit code 124" in check.packed()["products.log.part"]
+
+
+def test_no_piece_is_begun_that_does_not_fit_into_the_time_that_is_left(check):
+    check.flags["slow"].touch()
+    code, text, calls = check("products", "doctor", LIMIT="9", WITHIN="3")
+    assert code == 1 and "== products: FAILED with exit code 124 after" in text
+    assert "== doctor: not begun, too little of the 3 s is left" in text
+    assert "gpu_check: failed: products doctor" in text
+    assert not any("sparsepretrain doctor" in call for call in calls)
+
+
+def test_what_was_measured_is_packed_when_the_script_is_stopped(check):
+    check.flags["slow"].touch()
+    process = check.start("doctor", "products", "kernels")
+    deadline = time.monotonic() + 60
+    while not (check.results / "products.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    text, _ = process.communicate(timeout=30)
+    assert process.returncode == 143 and "== kernels" not in text
+    assert {"doctor.log", "products.json", "products.log.part"} <= check.packed().keys()
+
+
+def test_smoke_alone_needs_hydra(check):
+    check.flags["hydra"].unlink()
+    code, text, calls = check()
+    assert code == 0 and "== smoke: skipped, training needs hydra-core" in text
+    assert not any("suite=smoke" in call for call in calls)
+    assert {path.stem for path in check.results.glob("*.log")} == {*PIECES} - {"smoke"}
+
+
+def test_what_is_refused(check):
     code, text, calls = check("kernel")
     assert code == 2 and not calls
-    assert text.startswith("gpu_check: unknown piece 'kernel'; known are: tests triton doctor")
-    (tmp_path / "gpu").unlink()
+    assert text.startswith("gpu_check: unknown piece 'kernel'; known are: smoke doctor trust")
+    check.flags["gpu"].unlink()
     code, text, _ = check("kernels")
-    assert code == 1 and "no CUDA GPU here; --fake rehearses on the CPU" in text
+    assert code == 1 and text.startswith("no driver\ngpu_check: no CUDA GPU here, for the reason")
+    assert "--fake rehearses on the CPU" in text
 
 
 def test_summary(tmp_path):
@@ -111,17 +201,44 @@ def test_summary(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_rehearsal(tmp_path):
-    settings = {"PYTHON": sys.executable, "OUT": str(tmp_path), "METHODS": "sste"}
-    command = ["bash", str(SCRIPT), "--fake"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = tmp_path / "fake"
-    assert {path.stem for path in results.glob("*.log")} == {*PIECES, *TRAIN}
+@pytest.mark.timeout(3600)
+def test_rehearsal_survives_a_killed_piece_and_leaves_one_tar(tmp_path):
+    """All pieces on the CPU, of which one is killed while it measures."""
+    pids, python, results = tmp_path / "pids", tmp_path / "python", tmp_path / "out" / "fake"
+    python.write_text(f'#!/bin/bash\necho "$$ $*" >> {pids}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    settings = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "METHODS": "sste"}
+    process = subprocess.Popen(
+        ["bash", str(SCRIPT), "--fake"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | settings,
+    )
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("== kernels: ") and "suite=kernels" in line:
+            while not (results / "kernels.json").exists() and process.poll() is None:
+                time.sleep(0.02)
+            calls = pids.read_text().splitlines()
+            os.kill(int(next(c for c in calls if "suite=kernels" in c).split()[0]), signal.SIGKILL)
+    assert process.wait(timeout=60) == 1, "".join(lines)
+    text = "".join(lines)
+    assert "== kernels: FAILED with exit code 137" in text
+    assert "gpu_check: failed: kernels\n" in text
+    assert {path.stem for path in results.glob("*.log")} == {*PIECES} - {"kernels"}
+    with tarfile.open(tmp_path / "out" / "results.tar.gz") as tar:
+        packed = {Path(member.name).name for member in tar if member.isfile()}
+        kept = json.load(tar.extractfile("fake/kernels.json"))
+    assert packed == {path.name for path in results.iterdir()}
+    assert kept["cases"]
     drawn = {path.stem for path in results.glob("*.png")}
-    assert drawn == {*PIECES[4:], *TRAIN}
-    text = (results / "summary.md").read_text()
-    assert "Not finished" not in text and "few rounds: no figure means anything" in text
-    assert "skipped: needs a CUDA GPU" in text and "nn.Linear 1.00" in text
-    assert "backend=auto, 2×64, sste |" in text
+    assert drawn == {
+        name for name in PIECES if name.startswith(("linear", "train", "block", "prod"))
+    }
+    summarised = (results / "summary.md").read_text()
+    assert "Not finished: kernels." in summarised
+    assert "few rounds: no figure means anything" in summarised
+    assert "skipped: needs a CUDA GPU" in summarised and "nn.Linear 1.00" in summarised
+    assert "backend=auto, 2×64, sste |" in summarised
