@@ -9,6 +9,8 @@ import pytest
 import torch
 
 DEVICE = os.environ.get("SPARSEPRETRAIN_TEST_DEVICE", "cpu")
+COMPILED = DEVICE != "cpu"
+"""Triton kernels are compiled, half a second for each variant, not interpreted."""
 LAYOUTS = ["contiguous", "transposed", "sliced", "strided", "expanded"]
 
 

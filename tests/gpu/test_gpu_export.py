@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.sparse import SparseSemiStructuredTensor
 
+pytest.importorskip("hydra", reason="needs the installed package, hydra-core among it")
 sys.path.append(str(Path(__file__).parents[1] / "export"))
 from export_cases import export, write_run
 

@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 import torch
+import triton
+from packaging import version
 from parity import DTYPES, layouts, nasty
-from same_bits import DEVICE, assert_same
+from same_bits import COMPILED, DEVICE, assert_same
 
 from sparsepretrain.kernels import (
     apply_mask,
@@ -28,12 +30,18 @@ from sparsepretrain.kernels import (
 )
 from sparsepretrain.kernels.triton import foreach
 
+lost_nan = pytest.mark.xfail(
+    not COMPILED and version.parse(triton.__version__) < version.parse("3.8"),
+    reason="its interpreter returns NaN for tl.minimum(x, NaN); machine code returns x",
+    strict=False,  # a shape may be too small for a NaN
+)
 PATTERNS = [(2, 4), (1, 4), (2, 8), (1, 16), (3, 5), (16, 32)]
 
 
 def shapes(m):
-    """(shape, group axis) with sizes that fill no tile."""
-    return [((37, 9 * m), 1), ((9 * m, 37), 0), ((3, 5 * m, 7), 1), ((0, m), 1), ((m,), 0)]
+    """(shape, group axis) with sizes that fill no tile; one of them where kernels are compiled."""
+    sizes = [((37, 9 * m), 1), ((9 * m, 37), 0), ((3, 5 * m, 7), 1), ((0, m), 1), ((m,), 0)]
+    return sizes[:1] if COMPILED else sizes
 
 
 @pytest.mark.parametrize("n, m", PATTERNS)
@@ -111,6 +119,7 @@ def test_many_groups(n, m):
         assert_same(soft_threshold(x, n, m, gamma=gamma, backend="triton"), expected)
 
 
+@lost_nan
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(416, 416), (20, 36), (4, 4), (0, 8), (132, 68)])
 def test_transposable(shape, dtype):
@@ -120,6 +129,7 @@ def test_transposable(shape, dtype):
         assert_same(transposable_mask(view, backend="triton"), expected)
 
 
+@lost_nan
 def test_offsets_beyond_32_bits():
     """The second row lies 2³¹ elements after the first; untouched memory costs nothing."""
     values = nasty((2, 64), 3)
