@@ -202,9 +202,9 @@ def test_bench(monkeypatch):
         return {"within_limits": options["quick"]}
 
     replace(monkeypatch, "bench", run=run, SUITES=("cpu",))
-    assert cli.main(["bench", "suite=cpu", "quick=true", "out=x.json"]) == 0
+    assert cli.main(["bench", "suite=cpu", "quick=true", "out=x.json", "budget=90"]) == 0
     options = {"suite": "cpu", "out": Path("x.json"), "quick": True, "choice": None}
-    assert seen == [options]
+    assert seen == [options | {"budget": 90.0}]
     assert cli.main(["bench", "suite=cpu"]) == 1
 
 
