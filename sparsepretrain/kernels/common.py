@@ -98,10 +98,20 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[An
     c0, c1, c2, c3 = counter
     for r in range(PHILOX_ROUNDS):
         k0, k1 = (key[0] + r * PHILOX_W0) & LOW_32, (key[1] + r * PHILOX_W1) & LOW_32
-        p0, p1 = c0 * PHILOX_M0, c2 * PHILOX_M1
-        c0, c1 = ((p1 >> 32) & LOW_32) ^ c1 ^ k0, p1 & LOW_32
-        c2, c3 = ((p0 >> 32) & LOW_32) ^ c3 ^ k1, p0 & LOW_32
+        (high0, low0), (high1, low1) = _words(c0, PHILOX_M0), _words(c2, PHILOX_M1)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
     return c0, c1, c2, c3
+
+
+def _words(a: Any, b: int) -> tuple[Any, Any]:
+    """The high and the low 32 bits of the product of two 32-bit values.
+
+    By halves of ``a``: the whole product overflows int64, which is undefined in the C++ that graphs
+    for the CPU become (torch 2.9 and 2.11 drew other numbers).
+    """
+    low = (a & 0xFFFF) * b
+    high = (a >> 16) * b + (low >> 16)
+    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
 
 
 def noise_key(seed: int, step: Any, layer: Any, product: int, offset: Any = 0) -> NoiseKey:
