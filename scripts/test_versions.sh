@@ -3,9 +3,9 @@
 #
 #   PYTHON=.venv/bin/python VERSIONS=.versions scripts/test_versions.sh
 #
-# In an environment per version of torch: every kernel through the stub driver, layers, torch.compile,
-# and a short training run. Versions of Triton alone: the stub driver. Environments are made once, below
-# VERSIONS (6 to 8 GB each, with the CUDA libraries of torch), and kept. Ends with versions and counts.
+# In an environment per version of torch: every kernel through the stub driver, products on fake CUDA
+# tensors, layers, torch.compile, and a short training run. Versions of Triton alone: the stub driver. Environments are made once, below
+# VERSIONS (5 to 8 GB each, with the CUDA libraries of torch), and kept. Ends with versions and counts.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -49,7 +49,10 @@ for version in "${TORCH[@]}"; do
     fi
     name=$(versions "$python")
     pytest=("$python" -m pytest -p no:cacheprovider --timeout 900)
-    check "$name, kernels" "${pytest[@]}" tests/gpu_without_gpu/test_stub_driver.py
+    where=tests/gpu_without_gpu
+    # fake CUDA tensors of torch 2.9 ask the driver
+    if [ "$version" = "$MINIMUM.0" ]; then where+=/test_stub_driver.py; fi
+    check "$name, kernels" "${pytest[@]}" "$where"
     check "$name, layers" "${pytest[@]}" "${LAYERS[@]}"
     check "$name, torch.compile" "${pytest[@]}" "${COMPILE[@]}"
     for mode in none blocks; do
