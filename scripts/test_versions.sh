@@ -4,8 +4,9 @@
 #   PYTHON=.venv/bin/python VERSIONS=.versions scripts/test_versions.sh
 #
 # In an environment per version of torch: every kernel through the stub driver, products on fake CUDA
-# tensors, layers, torch.compile, and a short training run. Versions of Triton alone: the stub driver. Environments are made once, below
-# VERSIONS (5 to 8 GB each, with the CUDA libraries of torch), and kept. Ends with versions and counts.
+# tensors, layers, torch.compile, and a short training run. Versions of Triton alone: the stub driver.
+# Environments are made once, below VERSIONS (5 to 8 GB each, with the CUDA libraries of torch), and
+# kept. Ends with versions and counts.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -400,7 +400,7 @@ def test_cases_that_were_measured_survive_the_end_of_a_suite(listed):
 
 def test_no_case_is_begun_when_the_budget_is_spent(listed, monkeypatch, tmp_path):
     seconds = iter(range(0, 1000, 10))
-    monkeypatch.setattr(bench.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     works = [lambda name=name: [named(name)] for name in "abcde"]
     cases, error = listed(*works, budget=25)
     assert error is None and cases == ["a", "b", "the last 3 of 5"]
