@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from sparsepretrain.optim.initialization import creates_state
 
 DENOMINATORS = ("sqrt_v_plus_eps34", "sqrt_of_v_plus_eps")
 
@@ -86,12 +86,29 @@ class StepAdamW(Optimizer):
         self.frozen_bias_correction = frozen_bias_correction
         self.denominator = denominator
         self.require_full_window = require_full_window
-        self.steps = 0
-        self.switched_at: int | None = None
         self._sparse: set[int] = set()
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         beta2 = self.param_groups[0]["betas"][1]
-        self._changes: deque[float] = deque(maxlen=window or max(1, round(1 / (1 - beta2))))
+        self.window = window or max(1, round(1 / (1 - beta2)))
+        # In a group, because torch's distributed checkpoints keep groups and state, nothing else.
+        self.param_groups[0] |= {"steps": 0, "switched_at": None, "changes": []}
+
+    @property
+    def steps(self) -> int:
+        """Completed steps."""
+        return int(self.param_groups[0]["steps"])
+
+    @property
+    def switched_at(self) -> int | None:
+        """Number of the step after which the sparse phase began; None in the dense phase."""
+        step: int | None = self.param_groups[0]["switched_at"]
+        return step
+
+    @property
+    def changes(self) -> list[float]:
+        """Z of the last steps of the dense phase, at most :attr:`window` of them."""
+        changes: list[float] = self.param_groups[0]["changes"]
+        return changes
 
     @property
     def sparse_phase(self) -> bool:
@@ -101,7 +118,7 @@ class StepAdamW(Optimizer):
     @property
     def window_mean(self) -> float | None:
         """Mean of the changes in the window; None before the first step."""
-        return sum(self._changes) / len(self._changes) if self._changes else None
+        return sum(self.changes) / len(self.changes) if self.changes else None
 
     @property
     def threshold(self) -> float:
@@ -130,7 +147,13 @@ class StepAdamW(Optimizer):
         """Update all parameters that have a gradient, then decide about the switch."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        self.steps += 1
+        if creates_state(self):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self._begin(p)
+            return loss
+        self.param_groups[0]["steps"] += 1
         every = [_local(p) for group in self.param_groups for p in group["params"]]
         # all temporaries of a launch are no larger than those of the largest parameter alone
         most = max([AT_ONCE, *(p.numel() for p in every if not p.is_cpu)])
@@ -138,9 +161,11 @@ class StepAdamW(Optimizer):
         watched: list[Tensor] = []
         for group in self.param_groups:
             used = [p for p in group["params"] if p.grad is not None]
-            for p in used:
-                if not self.state[p]:
-                    self._begin(p)
+            new = [p for p in used if not self.state[p]]
+            for p in new:
+                self._begin(p)
+            if self.sparse_phase and (late := [p for p in new if id(p) in self._sparse]):
+                self._second_moments(late, group)  # without a gradient before: v* is the first v
             for params in _parts([p for p in used if id(p) not in self._sparse], most):
                 self._update(params, group, self._second_moments(params, group)[1])
             sparse = [p for p in used if id(p) in self._sparse]
@@ -159,18 +184,6 @@ class StepAdamW(Optimizer):
             mean = total / max(count, 1.0)
             self._decide(mean if self.option == 1 else math.exp(mean))
         return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimiser's state; phase, step count and window included."""
-        own = {"steps": self.steps, "switched_at": self.switched_at, "changes": [*self._changes]}
-        return super().state_dict() | {"autoswitch": own}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
-        own = state_dict["autoswitch"]
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "autoswitch"})
-        self.steps, self.switched_at = own["steps"], own["switched_at"]
-        self._changes = deque(own["changes"], maxlen=self._changes.maxlen)
 
     def _begin(self, p: Tensor) -> None:
         state = self.state[p]
@@ -205,12 +218,8 @@ class StepAdamW(Optimizer):
         self._divide(params, group, denominators)
 
     def _update_frozen(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        """The step of the sparse phase."""
-        # without a gradient before the switch, v* is v after the first one
-        if late := [p for p in params if "frozen" not in self.state[p]]:
-            self._second_moments(late, group)
-            self._freeze(late)
-        v: Tensors = self._of(params, "frozen")
+        """The step of the sparse phase: v* is v, which no step moves any more."""
+        v: Tensors = self._of(params, "max_exp_avg_sq" if self.amsgrad else "exp_avg_sq")
         if self.frozen_bias_correction:
             assert self.switched_at is not None
             v = torch._foreach_div(v, 1 - group["betas"][1] ** self.switched_at)
@@ -240,24 +249,18 @@ class StepAdamW(Optimizer):
         moved = size > 0
         return torch.stack([_sum(size.masked_fill_(~moved, 1.0).log_()), moved.sum()])
 
-    def _freeze(self, params: Iterable[Tensor]) -> None:
-        v = "max_exp_avg_sq" if self.amsgrad else "exp_avg_sq"
-        for p in params:
-            self.state[p]["frozen"] = self.state[p][v].clone()
-
     def _decide(self, change: float) -> None:
-        self._changes.append(change)
+        group = self.param_groups[0]
+        group["changes"] = [*self.changes, change][-self.window :]  # state dicts hold the old list
         mean = self.window_mean
         assert mean is not None
         low, high = self.clipping
-        full = len(self._changes) == self._changes.maxlen or not self.require_full_window
+        full = len(self.changes) == self.window or not self.require_full_window
         settled = mean < self.threshold and full and (low is None or self.steps > low)
         if not settled and (high is None or self.steps <= high):
             return
-        self.switched_at = self.steps
-        params = (p for group in self.param_groups for p in group["params"])
-        self._freeze(p for p in params if id(p) in self._sparse and self.state[p])
-        correction = 1 - self.param_groups[0]["betas"][1] ** self.steps
+        group["switched_at"] = self.steps
+        correction = 1 - group["betas"][1] ** self.steps
         if correction < 0.99 and not self.frozen_bias_correction:
             warnings.warn(
                 f"StepAdamW switched at step {self.steps}, before its second moments had settled: "

@@ -202,6 +202,14 @@ class SparseLayer(nn.Module):
         """How this layer multiplies, and X as that wants it."""
         return x, Linear(self.in_dim)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.sparsity.model.sharded and not keep_vars:
+            # The wrapper that FSDP gathers has no memory, which writers of files look for.
+            from sparsepretrain.sparsity.sharding import unwrapped
+
+            destination[f"{prefix}weight"] = unwrapped(destination[f"{prefix}weight"])
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         self.sparsity.convert_old_tensors(state_dict, prefix, self.weight)
         super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -333,14 +333,18 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor._tensor if isinstance(tensor, MasterShard) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded: collective where it is."""
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return the same shard without :class:`MasterShard`, in the same memory."""
     if not isinstance(tensor, DTensor):
-        return tensor
+        return plain(tensor)
     spec = tensor.device_mesh, tensor.placements
     shape, stride = tensor.shape, tensor.stride()
-    rows = DTensor.from_local(plain(tensor), *spec, run_check=False, shape=shape, stride=stride)
-    return rows.full_tensor()
+    return DTensor.from_local(plain(tensor), *spec, run_check=False, shape=shape, stride=stride)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All-gather the shards of a tensor; one that is not sharded is returned."""
+    return unwrapped(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from sparsepretrain.kernels import (
     unpacked,
     widen,
 )
+from sparsepretrain.optim.initialization import creates_state
 from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.model_state import ModelState
 
@@ -39,6 +40,7 @@ class Steps:
         self.state, self.layers = state, layers
         # masks of the weights before an update, for methods that change weights after it
         self._held: dict[str, Tensor] = {}
+        self._counts = True  # the step that is being taken trains the model
 
     @property
     def decay(self) -> float:
@@ -53,7 +55,9 @@ class Steps:
         """J. With a closure the gradients exist only after it has run, so it is wrapped."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self.adjust_gradients(optimizer)
+            self._counts = not creates_state(optimizer)
+            if self._counts:
+                self.adjust_gradients(optimizer)
             return None
 
         called = False
@@ -110,6 +114,9 @@ class Steps:
     @torch.no_grad()
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The weights have changed: what the next step needs is made of them."""
+        if not self._counts:
+            self._counts = True
+            return
         held, self._held = self._held, {}
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and not self.only_finite and bool(found_inf):

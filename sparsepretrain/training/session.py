@@ -276,8 +276,9 @@ def _load_optimizer(
         for word, value in {**loaded, **options.pop("values")}.items():
             name, _, key = word.rpartition("|")
             entries.setdefault(indices[name], {})[key] = value
-        del options["groups"]
-        loaded = {**options, "state": entries, "param_groups": fresh["param_groups"]}
+        pairs = zip(options.pop("groups"), fresh["param_groups"], strict=True)
+        groups = [saved | {"params": group["params"]} for saved, group in pairs]
+        loaded = {**options, "state": entries, "param_groups": groups}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, entries in loaded["state"].items():
         for key, value in entries.items():
@@ -286,8 +287,8 @@ def _load_optimizer(
                 entries[key] = value.clone() if part is value else part
     optimizer.load_state_dict(loaded)
     for group, configured in zip(optimizer.param_groups, fresh["param_groups"], strict=True):
-        # hyper-parameters come from the configuration
-        group.update({k: v for k, v in configured.items() if k != "params"})
+        # Hyper-parameters come from the configuration; what else a group holds is state.
+        group.update({k: v for k, v in configured.items() if k in optimizer.defaults})
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch_checkpoints import LOADS, save
 
 import sparsepretrain as sp
 from sparsepretrain.optim import StepAdamW
@@ -47,8 +51,8 @@ def layer(kind: str, inputs: int, outputs: int) -> nn.Module:
     return nn.Linear(inputs, outputs)
 
 
-def model_of(kind: str, inner: int) -> nn.Sequential:
-    torch.manual_seed(0)
+def model_of(kind: str, inner: int, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
     return nn.Sequential(Block(kind, inner), Block(kind, inner)).double()
 
 
@@ -67,10 +71,12 @@ def optimizer(method: str, model: nn.Module, fused: bool) -> torch.optim.Optimiz
     return torch.optim.AdamW(model.parameters(), lr=3e-3, fused=fused)
 
 
-def sparse_model(name: str, kind: str, inner: int) -> tuple[nn.Sequential, sp.Sparsifier]:
+def sparse_model(
+    name: str, kind: str, inner: int, seed: int = 0
+) -> tuple[nn.Sequential, sp.Sparsifier]:
     """A whole model, and the method of one of ``VARIANTS`` in it."""
     method, given = options(name)
-    model = model_of(kind, inner)
+    model = model_of(kind, inner, seed)
     targets = ["*.up", "*.down"]
     return model, sp.sparsify(model, method, targets=targets, seed=3, total_steps=STEPS, **given)
 
@@ -102,6 +108,18 @@ def misaligned(
     return count
 
 
+@contextmanager
+def shared_directory() -> Iterator[str]:
+    """A temporary directory of rank 0, which all ranks are told of."""
+    with tempfile.TemporaryDirectory() as own:
+        names = [own]
+        if dist.is_initialized():
+            dist.broadcast_object_list(names)
+        yield names[0]
+        if dist.is_initialized():
+            dist.barrier()
+
+
 def train(
     name: str,
     kind: str = "linear",
@@ -114,27 +132,42 @@ def train(
     evaluates: bool = False,
     fused: bool = True,
     micro_batches: int = 4,
+    resume: str = "",
 ) -> dict[str, Any]:
-    """Losses, flips and metrics of every step; masks, proof and weights at the end."""
+    """Losses, flips and metrics of every step; masks, proof and weights at the end.
+
+    ``resume``: halfway all is saved, and another model loads it with this function of
+    ``torch_checkpoints`` and goes on.
+    """
     rank, world = (dist.get_rank(), dist.get_world_size()) if shards else (0, 1)
-    model, sparsifier = sparse_model(name, kind, inner)
-    if shards:
-        sparsifier.prepare_sharding()
-        names, sizes = ("replicate", "shard"), (replicas, world // replicas)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        mesh = mesh if replicas > 1 else mesh["shard"]
-        for block in model:
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-    steps = optimizer(sparsifier.method.options.name, model, fused)
-    sparsifier.attach(steps)
+
+    def start(seed: int = 0) -> tuple[nn.Sequential, sp.Sparsifier, torch.optim.Optimizer]:
+        model, sparsifier = sparse_model(name, kind, inner, seed)
+        if shards:
+            sparsifier.prepare_sharding()
+            names, sizes = ("replicate", "shard"), (replicas, world // replicas)
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+            mesh = mesh if replicas > 1 else mesh["shard"]
+            for block in model:
+                fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)
+        steps = optimizer(sparsifier.method.options.name, model, fused)
+        sparsifier.attach(steps)
+        return model, sparsifier, steps
+
+    model, sparsifier, steps = start()
     shape = (WIDTH, 4, 4) if kind == "conv2d" else (8, WIDTH)
     losses, numbers = [], []
     for step in range(STEPS):
+        if resume and step == STEPS // 2:
+            with shared_directory() as directory:
+                save(model, steps, directory, resume)
+                model, sparsifier, steps = start(seed=1)
+                LOADS[resume](model, steps, directory)
         torch.manual_seed(100 + step)
         x = torch.randn(micro_batches * SAMPLES, *shape, dtype=torch.float64)
         parts = list(zip(x.split(SAMPLES), x.roll(1, -1).split(SAMPLES), strict=True))
@@ -174,7 +207,7 @@ def train(
 
 def compare(case: dict[str, Any]) -> dict[str, Any]:
     """What differs between shards and one process."""
-    only = {"replicas", "reshard", "counted"}
+    only = {"replicas", "reshard", "counted", "resume"}
     with mistaken(case.pop("mutant", "")):
         mine = train(shards=True, **case)
     alone = train(shards=False, **{k: v for k, v in case.items() if k not in only})

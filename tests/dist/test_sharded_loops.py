@@ -39,6 +39,11 @@ UNEVEN = [
     {"name": "tsrste", "kind": "conv2d"},
     {"name": "srste", "inner": 4},  # 2, 2 and no rows
 ]
+RESUMED = [
+    {"name": name, "resume": f"load_{order}"}
+    for name in VARIANTS
+    for order in ("together", "model_first", "optimizer_first")
+]
 REPLICAS = [{"name": name, "replicas": 2} for name in ("sste", "bimask", "tsrste")]
 
 
@@ -72,8 +77,9 @@ def compared(size, cases):
         *((2, METHODS), (2, STORAGES), (2, WAYS)),
         (3, [case | {"micro_batches": 6} for case in UNEVEN]),
         (4, REPLICAS),
+        (2, RESUMED),
     ],
-    ids=["methods", "storages", "ways", "uneven", "replicas"],
+    ids=["methods", "storages", "ways", "uneven", "replicas", "resumed"],
 )
 def test_shards_give_the_answer_of_a_whole_model(size, cases):
     for case, found in zip(cases, compared(size, cases), strict=True):

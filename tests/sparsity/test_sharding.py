@@ -9,7 +9,13 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tiny_runs import assert_equal_bits
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -32,6 +38,10 @@ def pair(method="srste", **options):
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).double()
     targets = {"targets": ["0", "2"]}
     return model, sp.sparsify(model, method, **targets, total_steps=6, **options)
+
+
+def plain_shard(tensor):
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def sgd(model):
@@ -262,3 +272,48 @@ def test_an_operand_of_another_phase_is_never_used(mesh, resharded):
     else:
         with pytest.raises(ConfigError, match="layer '0' sees what was gathered in another phase"):
             model(x)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_sharded_state_dict_is_written_as_safetensors_and_read_again(mesh, tmp_path, attached):
+    model, sparsifier = pair("sste")
+    sparsifier.prepare_sharding()
+    fully_shard(model, mesh=mesh)
+    if attached:
+        optimizer = sgd(model)
+        sparsifier.attach(optimizer)
+        train(model, sparsifier, optimizer, steps=2)
+    state = {key: value for key, value in model.state_dict().items() if "counters" not in key}
+    assert not any(isinstance(plain_shard(value), MasterShard) for value in state.values())
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save(state, storage_writer=writer)
+    expected = {key: whole(value).clone() for key, value in state.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(tmp_path)))
+    found = {key: whole(value) for key, value in model.state_dict().items() if key in expected}
+    assert_equal_bits(found, expected)
+
+
+def test_a_consolidated_file_loads_in_stock_transformers(mesh, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, vocab_size=40, num_hidden_layers=2, tie_word_embeddings=False)
+    model = LlamaForCausalLM(config)
+    sparsifier = sp.sparsify(model, "sste", targets=["*.mlp.*"], seed=0)
+    sparsifier.prepare_sharding()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    sparsifier.attach(sgd(model))
+    writer = HuggingFaceStorageWriter(
+        str(tmp_path), save_distributed=True, enable_consolidation=True
+    )
+    # torch consolidates floating-point tensors only, and stock models have no other keys
+    state = {key: value for key, value in model.state_dict().items() if "sparsity" not in key}
+    dcp.save(state, storage_writer=writer)
+    config.save_pretrained(tmp_path)
+    stock = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert_equal_bits(dict(stock.state_dict()), {key: whole(value) for key, value in state.items()})
