@@ -202,6 +202,19 @@ class SparseLayer(nn.Module):
         """How this layer multiplies, and X as that wants it."""
         return x, Linear(self.in_dim)
 
+    def register_parameter(self, name: str, param: Any) -> None:
+        """Refuse a weight that tensor parallelism shards; ``fully_shard`` does not come here.
+
+        Raises:
+            ConfigError: the weight was whole, and ``param`` is a DTensor.
+        """
+        if _is_dtensor(param) and not _is_dtensor(self._parameters.get(name)):
+            raise ConfigError(
+                f"{name} of a sparse {self.replaces.__name__} was sharded by something other than "
+                "fully_shard: tensor parallelism of sparse layers is not supported"
+            )
+        super().register_parameter(name, param)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.sparsity.model.sharded and not keep_vars:
@@ -279,11 +292,15 @@ def layer_family(cls: type[nn.Module]) -> type[nn.Module] | None:
     return None
 
 
+def _is_dtensor(value: Any) -> bool:
+    """True if ``value`` is sharded; importing DTensor to look takes half a second."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(value, distributed.DTensor)
+
+
 def refuse_sharded(layers: Mapping[str, nn.Module]) -> None:
     """Masks need whole weights: a ConfigError names a DTensor (FSDP2, tensor parallelism)."""
-    distributed = sys.modules.get("torch.distributed.tensor")  # half a second to import
-    cls = () if distributed is None else distributed.DTensor
-    if names := [name for name, layer in layers.items() if isinstance(layer.weight, cls)]:
+    if names := [name for name, layer in layers.items() if _is_dtensor(layer.weight)]:
         more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
         raise ConfigError(
             f"the weight of {names[0]!r}{more} is sharded (DTensor): sparsify the model before "

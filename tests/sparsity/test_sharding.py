@@ -18,6 +18,11 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError
@@ -317,3 +322,12 @@ def test_a_consolidated_file_loads_in_stock_transformers(mesh, tmp_path):
     config.save_pretrained(tmp_path)
     stock = LlamaForCausalLM.from_pretrained(tmp_path)
     assert_equal_bits(dict(stock.state_dict()), {key: whole(value) for key, value in state.items()})
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_tensor_parallelism_is_named_where_it_is_refused(mesh, prepared):
+    model, sparsifier = pair()
+    if prepared:
+        sparsifier.prepare_sharding()
+    with pytest.raises(ConfigError, match="tensor parallelism of sparse layers is not supported"):
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
