@@ -130,8 +130,7 @@ class Sparsifier:
         model, the optimiser, :meth:`attach`. Sparse weights become other Parameters of the same
         values. From :meth:`attach` on a process projects the rows that it stores once per step, so
         :meth:`refresh` is needed after weights were edited by hand; :meth:`metrics`,
-        :meth:`masks`, ``prove`` and evaluation are collective: every process calls them. Gradients
-        must be summed: see docs/many_machines.md.
+        :meth:`masks`, ``prove`` and evaluation are collective: every process calls them.
 
         Args:
             gather: ``operand``, or ``packed``: operands that are 2:4 all the time travel as values

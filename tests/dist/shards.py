@@ -140,6 +140,8 @@ def train(
     ``torch_checkpoints`` and goes on.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if shards else (0, 1)
+    # FSDP averages gradients; a method that adds a constant to their norms needs sums
+    sums = float(options(name)[1].get("epsilon", 0)) > 0
 
     def start(seed: int = 0) -> tuple[nn.Sequential, sp.Sparsifier, torch.optim.Optimizer]:
         model, sparsifier = sparse_model(name, kind, inner, seed)
@@ -152,7 +154,7 @@ def train(
                 fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
             fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
             for module in model.modules():
-                if isinstance(module, FSDPModule):
+                if sums and isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
         steps = optimizer(sparsifier.method.options.name, model, fused)
@@ -177,7 +179,7 @@ def train(
                 sparsifier.micro_batch(index, rank, world)
             given_x, wanted = parts[index * world + rank]
             loss = (model(given_x) - wanted).square().sum() / x.numel()
-            loss.backward()
+            (loss if sums else loss * world).backward()
             total += loss.detach()
         if shards:
             dist.all_reduce(total)
