@@ -14,6 +14,8 @@ from tiny_runs import (
     metrics,
 )
 
+from sparsepretrain.errors import CheckpointError
+
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("stops", [(3,), pytest.param((1, 3, 5), marks=pytest.mark.slow)], ids=str)
@@ -237,3 +239,20 @@ def test_never_keeps_the_old_run(tiny):
     assert str(kept) in second.output
     assert first.directory.with_name(first.directory.name + ".old-2").is_dir()
     assert_same_run(kept, first.directory)
+
+
+def test_another_micro_batch_names_the_older_run(tiny, stop_after):
+    stop_after(3)
+    older = tiny.train("batch.micro=2").directory
+    new = tiny.train("batch.micro=4")
+    again = tiny.train("batch.micro=4")
+    others = [tiny.train("batch.micro=1", w) for w in ("optim.lr=0.02", "seed=5")]
+    text = " ".join(new.output.split())
+    assert f"note: {older} is this run with batch.micro=2, at step 3; " in text
+    assert f"add resume={older}" in text
+    assert all("is this run with" not in run.output for run in (again, *others))
+
+
+def test_a_misspelt_resume_gets_a_suggestion(tiny):
+    with pytest.raises(CheckpointError, match=r"resume=atuo: no such .*; did you mean auto\?"):
+        tiny.train("resume=atuo")
