@@ -44,6 +44,8 @@ MOST_LISTED = 16
 """Names in a message; more make it unreadable."""
 
 _registered: dict[str, dict[str, type]] = {kind: {} for kind in PACKAGES}
+named_plugins: set[str] = set()
+"""Plugins that a command line or a configuration of the user named, once they are imported."""
 
 
 def register(kind: str, name: str) -> Callable[[type[T]], type[T]]:
@@ -151,9 +153,7 @@ def load_plugin(plugin: str) -> None:
 
 
 def _import_file(plugin: str) -> None:
-    path = Path(plugin).expanduser().resolve()
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    module_name = f"sparsepretrain_plugin_{path.stem}_{digest}"
+    path, module_name = Path(plugin).expanduser().resolve(), _module_name(plugin)
     if module_name in sys.modules:
         return
     if not path.is_file():
@@ -167,6 +167,34 @@ def _import_file(plugin: str) -> None:
     except BaseException:
         del sys.modules[module_name]
         raise
+
+
+def _module_name(plugin: str) -> str:
+    """Key of an imported plugin in ``sys.modules``."""
+    if not plugin.endswith(".py"):
+        return plugin
+    path = Path(plugin).expanduser().resolve()
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    return f"sparsepretrain_plugin_{path.stem}_{digest}"
+
+
+def require_imported(plugins: object, source: object) -> None:
+    """Refuse plugins that only a checkpoint names: to import one is to run its code.
+
+    Args:
+        plugins: ``plugins`` of the checkpoint's configuration.
+        source: names the checkpoint in the error.
+
+    Raises:
+        ConfigError: a plugin was not imported before, from the command line for example.
+    """
+    load_plugins([])  # installed ones; their problems are reported by the check of a configuration
+    names = [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else []
+    if new := [name for name in names if _module_name(name) not in sys.modules]:
+        raise ConfigError(
+            f"{source} names plugins, and a plugin runs code: if you trust them, add "
+            f"plugins=[{','.join(new)}]"
+        )
 
 
 def origin(error: BaseException) -> str:
@@ -196,6 +224,7 @@ def load_plugins(named: object) -> list[str]:
         try:
             if isinstance(plugin, str):
                 load_plugin(plugin)
+                named_plugins.update({plugin} - set(installed))
         except ConfigError as error:
             errors += error.messages
     return errors

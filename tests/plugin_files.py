@@ -7,6 +7,7 @@ from sparsepretrain import registry
 
 def forget(stem: str) -> None:
     """Undo the import of ``plugins=[…/stem.py]``."""
+    registry.named_plugins.clear()
     for name in [name for name in sys.modules if f"sparsepretrain_plugin_{stem}_" in name]:
         del sys.modules[name]
         for registered in registry._registered.values():

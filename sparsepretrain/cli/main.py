@@ -170,7 +170,7 @@ def _dispatch(argv: list[str]) -> int:
         print(_help(), end="")
         return 0 if name else UsageError.exit_code
     built_in = name in registry.built_in("verb")
-    if not built_in and (problems := _load_plugins(plugins)):
+    if (plugins or not built_in) and (problems := _load_plugins(plugins)):
         raise ConfigError(problems)
     if name not in registry.names("verb"):
         hint = registry.suggestion(name, verbs())
@@ -178,7 +178,7 @@ def _dispatch(argv: list[str]) -> int:
             hint = f" (did you mean 'sparsepretrain train {name}'?)"
         raise UsageError(f"unknown verb {name!r}{hint}")
     verb = _verb(name)
-    if built_in or isinstance(verb, ConfiguredVerb):  # they are part of the configuration
+    if isinstance(verb, ConfiguredVerb):  # they are part of the configuration
         rest += plugins
     try:
         args = parser(name).read(rest)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-from sparsepretrain.optim.initialization import creates_state
+from sparsepretrain.optim._initialization import creates_state
 
 DENOMINATORS = ("sqrt_v_plus_eps34", "sqrt_of_v_plus_eps")
 
@@ -184,6 +184,16 @@ class StepAdamW(Optimizer):
             mean = total / max(count, 1.0)
             self._decide(mean if self.option == 1 else math.exp(mean))
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned.
+
+        Raises:
+            ValueError: the state is that of another optimizer.
+        """
+        if "switched_at" not in state_dict["param_groups"][0]:
+            raise ValueError("StepAdamW: its phase is missing in the first parameter group")
+        super().load_state_dict(state_dict)
 
     def _begin(self, p: Tensor) -> None:
         state = self.state[p]

@@ -344,7 +344,11 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """All-gather the shards of a tensor; one that is not sharded is returned."""
-    return unwrapped(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    sharded: Any = unwrapped(tensor)
+    found: Tensor = sharded.full_tensor()
+    return found
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from sparsepretrain.kernels import (
     unpacked,
     widen,
 )
-from sparsepretrain.optim.initialization import creates_state
+from sparsepretrain.optim._initialization import creates_state
 from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.model_state import ModelState
 

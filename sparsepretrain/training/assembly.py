@@ -281,10 +281,13 @@ def evaluated_model(source: Source) -> tuple[Task, nn.Module, Sparsifier]:
 
     Raises:
         CheckpointError: its configuration is of another version, or does not fit its weights.
+        ConfigError: it names plugins that were not imported before.
     """
     assert source.config is not None and source.checkpoint is not None
+    if not registry.named_plugins:  # they replace the checkpoint's, whose files may lie elsewhere
+        registry.require_imported(source.config.get("plugins"), source.path)
     try:
-        run = validate(source.config)
+        run = validate({**source.config, "plugins": []})
         task = build_task(run)
         model = build_model(task, torch.device("cpu"))
         sparsifier = sparsify_model(run, task, model)

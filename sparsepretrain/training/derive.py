@@ -56,6 +56,8 @@ def evaluated(source: Source, overrides: Sequence[str], config_dirs: Sequence[Pa
                 raise ConfigError(f"{source.path} has no tokenizer.json: give data.tokenizer")
             plain["data"] |= _reading(source, plain["data"])
     else:
+        if "plugins" not in typed:
+            registry.require_imported(source.config.get("plugins"), source.path)
         plain = amend(source.config, request)
         if "init" in plain:
             plain["init"]["path"] = None  # of the weights that the checkpoint replaces
@@ -134,6 +136,8 @@ def _take_on(source: Source, request: Request) -> dict[str, Any]:
         settings["model.path"] = str(place)
         request.choices.setdefault("sparsity", "dense")
     else:
+        if not any(key == "plugins" for key, _ in request.values):
+            registry.require_imported(source.config.get("plugins"), source.path)
         settings |= _from_run(source.config, request)
     method: Any = registry.get("method", request.choices["sparsity"])
     settings |= {f"sparsity.{key}": value for key, value in method.finetune_options.items()}
@@ -170,7 +174,7 @@ def with_recipe(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[s
 def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
     """What a run hands on: model, method, precision, plugins; its own task too, and the data."""
     request.blocks["model"] = config["model"]
-    settings: dict[str, Any] = {"plugins": config["plugins"]} if config["plugins"] else {}
+    settings: dict[str, Any] = {"plugins": config["plugins"]} if config.get("plugins") else {}
     if "precision" not in request.choices:
         block = config["precision"]
         request.choices["precision"] = block["name"]

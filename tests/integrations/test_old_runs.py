@@ -21,13 +21,12 @@ RUNS = {
         ["sparsity=tsrste", "sparsity.refresh=2", "sparsity.dense_tail=0.2"],
         5.507031540458019,
     ),
-    "6bd0b4be-s0": (["sparsity=step"], 5.506609555620414),
     "c7896e4f-s0": (["sparsity=asp"], 5.506609537280523),
     "c808c7b9-s0": (["sparsity=mdgf", "sparsity.until=0.75"], 5.506385672550935),
 }
 """Overrides, and validation loss at step 4 as version 0.1 evaluated it.
 
-``step`` has switched and ``asp`` pruned by then; ``tsrste`` is dense and ``mdgf`` binary from step
+``asp`` has pruned by then; ``tsrste`` is dense and ``mdgf`` binary from step
 6 on."""
 SETTINGS = """
 data=text_files data.files=['corpus.txt'] data.validation=0.3 model.n_embd=8 model.n_layer=1

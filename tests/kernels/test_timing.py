@@ -25,6 +25,8 @@ class Clocks:
             "Event": lambda enable_timing: Event(self),
             "CUDAGraph": lambda: SimpleNamespace(kernels=[], replay=None),
             "graph": self.capture,
+            "get_sync_debug_mode": lambda: 0,
+            "set_sync_debug_mode": lambda mode: None,
         }
         for name, value in cuda.items():
             monkeypatch.setattr(torch.cuda, name, value)

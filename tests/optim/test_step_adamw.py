@@ -191,3 +191,9 @@ def test_launches_do_not_grow_with_the_number_of_parameters(option, switch):
         counts.append(counted.launches)
         assert optimizer.sparse_phase == (switch == 1)
     assert counts[0] == counts[1] <= 30
+
+
+def test_state_of_another_optimizer_is_refused():
+    w = torch.ones(2, 4, requires_grad=True)
+    with pytest.raises(ValueError, match="its phase is missing"):
+        StepAdamW([w]).load_state_dict(torch.optim.AdamW([w]).state_dict())

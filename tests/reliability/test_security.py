@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from plugin_files import forget
 
+from sparsepretrain import registry
 from sparsepretrain.cli import main
 from sparsepretrain.errors import ConfigError
 
@@ -152,3 +154,59 @@ def test_a_plug_in_is_imported_only_when_it_is_named(tmp_path, monkeypatch):
     assert code == 0 and not (tmp_path / "ran").exists()
     subprocess.run([*words, "configs", "plugins=[my_method.py]"], cwd=tmp_path, capture_output=True)
     assert (tmp_path / "ran").exists()
+
+
+@pytest.fixture
+def tampered(tiny, tmp_path):
+    """A run whose configuration names a plugin, with sums that are right; (run, mark, plugin)."""
+    import hashlib
+
+    import yaml
+
+    directory = tiny.train("steps=2").directory
+    plugin, mark = tmp_path / "planted.py", tmp_path / "ran"
+    plugin.write_text(f"open({str(mark)!r}, 'w').close()\n")
+    (path,) = (directory / "checkpoints").iterdir()
+    for file in (directory / "config.yaml", path / "config.yaml"):
+        file.write_text(
+            yaml.safe_dump(yaml.safe_load(file.read_text()) | {"plugins": [str(plugin)]})
+        )
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["sha256"]["config.yaml"] = hashlib.sha256(
+        (path / "config.yaml").read_bytes()
+    ).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    registry.named_plugins.clear()
+    yield directory, mark, plugin
+    forget("planted")
+    forget("planted_copy")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("eval", "RUN"),
+        ("export", "RUN"),
+        ("finetune", "RUN", "task=glue/mrpc"),
+        ("train", "init.path='RUN'", "sparsity=ste", "steps=2", "tracker=jsonl"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_plugin_that_only_a_checkpoint_names_is_refused(tampered, capsys, words):
+    directory, mark, plugin = tampered
+    words = [word.replace("RUN", str(directory)) for word in words]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "names plugins, and a plugin runs code" in line and f"plugins=[{plugin}]" in line
+    assert not mark.exists()
+    main([*words, f"plugins=[{plugin}]"])
+    assert mark.exists()
+    assert "names plugins" not in capsys.readouterr().err
+
+
+def test_a_plugin_that_the_user_names_replaces_that_of_a_checkpoint(tampered, tmp_path):
+    directory, mark, _ = tampered
+    own = tmp_path / "planted_copy.py"
+    own.write_text("")
+    assert main(["eval", str(directory), f"plugins=[{own}]"]) == 0
+    assert not mark.exists()
