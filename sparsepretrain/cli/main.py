@@ -170,7 +170,7 @@ def _dispatch(argv: list[str]) -> int:
         print(_help(), end="")
         return 0 if name else UsageError.exit_code
     built_in = name in registry.built_in("verb")
-    if (plugins or not built_in) and (problems := _load_plugins(plugins)):
+    if not built_in and (problems := _load_plugins(plugins)):
         raise ConfigError(problems)
     if name not in registry.names("verb"):
         hint = registry.suggestion(name, verbs())
@@ -180,6 +180,8 @@ def _dispatch(argv: list[str]) -> int:
     verb = _verb(name)
     if isinstance(verb, ConfiguredVerb):  # they are part of the configuration
         rest += plugins
+    elif plugins and (problems := _load_plugins(plugins)):
+        raise ConfigError(problems)
     try:
         args = parser(name).read(rest)
     except SystemExit as stop:  # argparse ends --help this way
