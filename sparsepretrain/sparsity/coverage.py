@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsepretrain.kernels.cusparselt.packed24 import version
 from sparsepretrain.sparsity.execution.semi_structured import PRODUCT
-from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
+from sparsepretrain.sparsity.layers import SparseLayer, dense_weights, sparse_class
 from sparsepretrain.sparsity.method import Row
 from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.packing import gathering
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
+SHOWN = 4
+"""Names of dense weights in a report."""
 
 
 class CoveredLayer(NamedTuple):
@@ -48,6 +51,10 @@ class Coverage:
     total_parameters: int = 0
     dense_linears: list[str] = field(default_factory=list)
     """Linear layers and convolutions that stay dense."""
+    other_weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Name -> shape of other parameters with two or more dimensions, all dense; no embeddings."""
+    embeddings: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Name -> shape of the weights of embeddings, all dense."""
     precision: str | None = None  # formats of fp8; None: the products follow autocast
     backend: str = "emulate"
     gathered: str = ""
@@ -89,6 +96,15 @@ class Coverage:
             f"of {self.total_parameters:,} parameters ({share:.1%}); "
             f"{len(self.dense_linears)} linear layers and convolutions stay dense"
         )
+        if others := self.other_weights:
+            entries = sum(map(math.prod, others.values()))
+            shown = [f"{k} {shape}" for k, shape in [*others.items()][:SHOWN]]
+            more = [f"{len(others) - SHOWN} more"] * (len(others) > SHOWN)
+            listed = ", ".join([*shown, *more])
+            lines.append(f"other weights of two or more dimensions: {entries:,} entries: {listed}")
+        if self.embeddings:
+            entries = sum(map(math.prod, self.embeddings.values()))
+            lines.append(f"embeddings: {entries:,} entries")
         if self.precision is not None:
             lines.append(f"{self.precision}; evaluation without fp8")
             found = Counter(layer.simulated for layer in self.layers if layer.simulated)
@@ -126,7 +142,7 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         kind = layer.replaces.__name__
         words |= {"simulated": own.simulated, "emulated": why}
         rows.append(CoveredLayer(name, kind, *sizes, **words))
-    found = [(k, sparse_class(type(module))) for k, module in state.root.named_modules()]
+    census = count_weights(state.root)
     gathered = [g for layer in layers.values() if (g := layer.sparsity.gathered) is not None]
     packings = [g.packing for g in gathered if g.packing is not None]
     return Coverage(
@@ -137,11 +153,45 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         layers=rows,
         sparse_parameters=sum(layer.weight.numel() for layer in layers.values()),
         total_parameters=sum(p.numel() for p in state.root.parameters()),
-        dense_linears=[k for k, cls in found if cls is not None],  # None where sparse already
+        dense_linears=[*census.linears],
+        other_weights={name: tuple(weight.shape) for name, weight in census.others.items()},
+        embeddings={name: tuple(weight.shape) for name, weight in census.embeddings.items()},
         precision=str(state.execution) or None,
         backend="emulate" if state.backend is None else state.backend.name,
         gathered=f"gathered {gathering(packings)}" if packings else "",
     )
+
+
+class Census(NamedTuple):
+    """Weights of two or more dimensions by kind of module, under their names; each once."""
+
+    sparse: dict[str, Tensor]
+    linears: dict[str, Tensor]  # dense layers that could be sparse, by the name of the layer
+    others: dict[str, Tensor]
+    embeddings: dict[str, Tensor]
+
+    @property
+    def multiplied(self) -> int:
+        """Entries of all weights but embeddings; of a tied head too, which is one."""
+        tied = set(map(id, self.embeddings.values()))
+        kinds = self.sparse, self.linears, self.others
+        return sum(w.numel() for kind in kinds for w in kind.values() if id(w) not in tied)
+
+
+def count_weights(root: nn.Module) -> Census:
+    """Sort the weights of a model by what they are."""
+    census = Census({}, {}, {}, {})
+    for name, module in root.named_modules():
+        if isinstance(module, SparseLayer):
+            census.sparse[name] = module.weight
+        elif sparse_class(type(module)) is not None:
+            census.linears[name] = module.weight
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            census.embeddings[name] = module.weight
+        else:
+            found = dense_weights(module).items()
+            census.others.update({".".join(filter(None, (name, k))): w for k, w in found})
+    return census
 
 
 def collapsed(rows: list[list[str]]) -> list[list[str]]:
@@ -181,6 +231,7 @@ class Proof:
     groups: int = 0
     zeros: int = 0  # exact zeros
     entries: int = 0
+    multiplied: int = 0  # entries of all weights of two or more dimensions, without embeddings
     violations: tuple[str, ...] = ()  # layers with a group of more than N, or with a -0.0
 
     @property
@@ -193,8 +244,11 @@ class Proof:
             return f"dense weights {self.why_dense}".rstrip()
         if self.violations:
             return f"NOT {self.pattern}: {', '.join(self.violations)}"
-        share = self.zeros / self.entries
-        return f"{self.pattern} in all {self.groups:,} groups, {share:.1%} exact zeros"
+        share, part = self.zeros / self.entries, self.entries / self.multiplied
+        return (
+            f"{self.pattern} in all {self.groups:,} groups, {share:.1%} exact zeros, in {part:.1%} "
+            "of the weights outside embeddings"
+        )
 
 
 def nm_holds(weight: Tensor, n: int, m: int, dim: int) -> Tensor:

@@ -298,6 +298,23 @@ def _is_dtensor(value: Any) -> bool:
     return distributed is not None and isinstance(value, distributed.DTensor)
 
 
+def dense_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters of ``module`` itself that hold a matrix and that no sparse layer stands for.
+
+    Embeddings are looked up, not multiplied, and normalization scales.
+    """
+    if isinstance(module, SparseLayer | LayerState | nn.Embedding | nn.EmbeddingBag | nn.LayerNorm):
+        return {}
+    return {
+        key: parameter
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+        and parameter.is_floating_point()
+        and not torch.nn.parameter.is_lazy(parameter)
+        and parameter.dim() >= 2
+    }
+
+
 def refuse_sharded(layers: Mapping[str, nn.Module]) -> None:
     """Masks need whole weights: a ConfigError names a DTensor (FSDP2, tensor parallelism)."""
     if names := [name for name, layer in layers.items() if _is_dtensor(layer.weight)]:

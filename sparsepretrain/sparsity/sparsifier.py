@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.kernels import boundary_magnitudes
 from sparsepretrain.sparsity import reminder
-from sparsepretrain.sparsity.coverage import Coverage, Proof, cover, nm_holds
+from sparsepretrain.sparsity.coverage import Coverage, Proof, count_weights, cover, nm_holds
 from sparsepretrain.sparsity.execution import EMULATE
 from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
 from sparsepretrain.sparsity.method import Method
@@ -391,6 +391,7 @@ def prove(sparsifier: Sparsifier) -> Proof:
         proof.entries += weight.numel()
     if found:
         proof.sparse = True
+        proof.multiplied = count_weights(sparsifier._state.root).multiplied
         rows = dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
         proof.violations = tuple(name for name, (right, _) in rows.items() if not right)
         proof.zeros = sum(zeros for _, zeros in rows.values())

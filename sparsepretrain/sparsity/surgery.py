@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,6 +19,7 @@ from sparsepretrain.sparsity.execution import FP8, Backend, Execution, backend_o
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.layers import (
     SparseLayer,
+    dense_weights,
     layer_family,
     refuse_sharded,
     sparse_class,
@@ -26,6 +27,9 @@ from sparsepretrain.sparsity.layers import (
 from sparsepretrain.sparsity.method import Method, MethodOptions
 from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.sparsifier import Sparsifier
+
+SUPPORTED = "(supported: nn.Linear, nn.Conv2d, transformers' Conv1D)"
+"""Kinds of layers, in messages."""
 
 
 def sparsify(
@@ -236,6 +240,8 @@ def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> di
     problems: list[str | tuple[str, str]] = []
     chosen: dict[str, Any] = {}
     matched: set[str] = set()
+    dense: dict[str, str] = {}  # modules with weights that cannot be sparse
+    left_out: dict[str, str] = {}  # such modules that the pattern "*" matches, as everything
     owners: dict[Any, list[str]] = defaultdict(list)  # parameter -> its names
     names: dict[nn.Module, list[str]] = defaultdict(list)  # and with a dot before, for `*.x`
     for name, module in model.named_modules(remove_duplicate=False):
@@ -251,16 +257,34 @@ def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> di
             pass
         elif isinstance(module, SparseLayer):
             problems.append(f"layer {name!r} is sparse already: call densify(model) first")
+        elif layer_family(type(module)) is not None and module._parameters.get("weight") is None:
+            problems.append(
+                f"layer {name!r} computes its weight from another one (parametrization, "
+                "spectral_norm or weight_norm): remove that, or exclude the layer"
+            )
         elif sparse_class(type(module)) is not None:
             chosen[name] = module
         elif layer_family(type(module)) is not None:
             kind = type(module).__name__
             problems.append(f"layer {name!r} ({kind}) has a forward of its own: exclude it")
+        elif kept := dense_weights(module):
+            text = _described(name, module, kept)
+            if hits == {"*"}:
+                left_out[name] = text
+                continue
+            dense[name] = text
         else:
             continue
         matched |= hits
+    if dense:
+        globs = ", ".join(sorted({f"'*.{name.rpartition('.')[2]}'" for name in dense}))
+        text = f": weights that match cannot be sparse {SUPPORTED}: {_listed(dense.values())}"
+        problems.append(("targets", f"{text}; leave them out, such as exclude=[{globs}]"))
     for pattern in patterns:
-        if pattern not in matched:
+        if pattern not in matched and (found := _parameters_like(model, pattern)):
+            text = f": {pattern!r} matches {_listed(found)}, which cannot be sparse {SUPPORTED}"
+            problems.append(("targets", text))
+        elif pattern not in matched:
             known = [k for k, v in model.named_modules() if sparse_class(type(v)) is not None]
             text = f": no linear layer or convolution matches {pattern!r}"
             problems.append(("targets", text + registry.suggestion(pattern, known[:8])))
@@ -272,7 +296,37 @@ def _select(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> di
         problems.append(("targets", ": every layer that matches is excluded"))
     if problems:
         raise ConfigError(problems)
+    if left_out:
+        warnings.warn(
+            f"weights that match targets stay dense {SUPPORTED}: {_listed(left_out.values())}",
+            SparsePretrainWarning,
+            stacklevel=4,
+        )
     return chosen
+
+
+def _described(name: str, module: nn.Module, weights: dict[str, Any]) -> str:
+    """Name and shape of a module's own parameters, and its class."""
+    shapes = ", ".join(f"{name}.{k} {tuple(weight.shape)}" for k, weight in weights.items())
+    return f"{shapes} of {type(module).__name__}"
+
+
+def _listed(texts: Iterable[str]) -> str:
+    """The first three, and how many more there are."""
+    every = [*texts]
+    more = [f"and {len(every) - 3} more"] * (len(every) > 3)
+    return "; ".join([*every[:3], *more])
+
+
+def _parameters_like(model: nn.Module, pattern: str) -> list[str]:
+    """Parameters of two or more dimensions, in no linear layer, whose names match a glob."""
+    found = []
+    for name, module in model.named_modules():
+        if layer_family(type(module)) is None:
+            kept = dense_weights(module).items()
+            like = {k: w for k, w in kept if fnmatchcase(f".{name}.{k}", pattern)}
+            found += [_described(name, module, like)] if like else []
+    return found
 
 
 def _check_shapes(layers: dict[str, Any], method: Method) -> None:

@@ -135,7 +135,7 @@ REFUSALS = {
     "own products": (nn.Sequential(OwnConvolution(8, 8, 1)), "ste", OWN.format("OwnConvolution")),
     "lazy": (nn.Sequential(nn.LazyConv2d(8, 1)), "ste", "layer '0' has no shape yet"),
     "bare": (nn.Conv2d(8, 8, 1), "ste", "the model is a bare layer"),
-    "1-d": (nn.Sequential(nn.Conv1d(8, 8, 1)), "ste", "no linear layer or convolution matches"),
+    "1-d": (nn.Sequential(nn.Conv1d(8, 8, 1)), "ste", "of Conv1d, which cannot be sparse"),
 }
 
 

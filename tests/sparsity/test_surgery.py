@@ -13,6 +13,7 @@ from torch import nn
 import sparsepretrain as sp
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
+from sparsepretrain.sparsity.sparsifier import prove
 
 
 class Shared(nn.Module):
@@ -372,3 +373,68 @@ def test_what_can_be_computed_again_is_not_saved():
     assert model.fc1.sparsity._stored
     assert abs(len(pickle.dumps(model)) - before) < 64
     assert copy.deepcopy(model).fc1.sparsity._stored == {}
+
+
+class Experts(nn.Module):
+    """Experts as transformers keeps them: one parameter for all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 16, 32))
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 16)
+        self.mlp = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+        self.mlp.experts = Experts()
+
+
+def test_a_matching_weight_that_cannot_be_sparse_is_an_error():
+    with pytest.raises(ConfigError) as caught:
+        sp.sparsify(Routed(), "ste", targets=["mlp.*"])
+    (text,) = caught.value.messages
+    assert "mlp.experts.up (4, 16, 32) of Experts" in text and "exclude=['*.experts']" in text
+    assert "supported: nn.Linear" in text
+    sparsifier = sp.sparsify(Routed(), "ste", targets=["mlp.*"], exclude=["*.experts"])
+    assert list(sparsifier.layers) == ["mlp.0"]
+
+
+def test_a_glob_that_only_parameters_match_gets_the_reason():
+    with pytest.raises(
+        ConfigError, match=r"mlp\.experts\.up \(4, 16, 32\) of Experts, which cannot"
+    ):
+        sp.sparsify(Routed(), "ste", targets=["*.experts.*"])
+
+
+def test_everything_warns_of_weights_that_stay_dense_and_reports_count_them():
+    model = Routed()
+    with pytest.warns(sp.errors.SparsePretrainWarning, match=r"mlp\.experts\.up \(4, 16, 32\)"):
+        sparsifier = sp.sparsify(model, "ste", targets=["*"])
+    coverage = sparsifier.coverage()
+    assert coverage.other_weights == {"mlp.experts.up": (4, 16, 32)}
+    assert coverage.embeddings == {"embedding": (8, 16)}
+    text = str(coverage)
+    assert "2,048 entries: mlp.experts.up (4, 16, 32)" in text and "embeddings: 128 entries" in text
+    assert str(prove(sparsifier)).endswith("in 11.1% of the weights outside embeddings")
+
+
+def test_attention_weights_that_stay_dense_are_named():
+    model = nn.Sequential(nn.Linear(16, 16), nn.MultiheadAttention(16, 2))
+    with pytest.raises(ConfigError, match=r"1\.in_proj_weight \(48, 16\) of MultiheadAttention"):
+        sp.sparsify(model, "ste", targets=["0", "1"])
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        torch.nn.utils.spectral_norm,
+        torch.nn.utils.parametrizations.spectral_norm,
+        torch.nn.utils.parametrizations.weight_norm,
+    ],
+)
+def test_a_weight_that_is_computed_is_refused_with_the_reason(computed):
+    model = nn.Sequential(computed(nn.Linear(16, 16)))
+    with pytest.raises(ConfigError, match="layer '0' computes its weight from another one"):
+        sp.sparsify(model, "srste", targets=["0"])
