@@ -50,6 +50,7 @@ class LayerState(nn.Module):
     choices: Mapping[str, Execution]  # executions by what they pack
     packs: str = ""  # places of the row whose operands may be packed
     settled: bool = False  # whether products were tried with inputs, where they have to be
+    initialized: bool = True  # False: the method's tensors left the meta device and hold anything
 
     if TYPE_CHECKING:  # the method's tensors
 
@@ -94,9 +95,36 @@ class LayerState(nn.Module):
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[key] = old.to(new.device)
         self._follow()
+        if before[PREVIOUS_MASK].is_meta and not self.previous_mask.is_meta:  # to_empty
+            self.previous_mask.zero_()
+            self.initialized = not self.own_tensors
+            self.model.emptied = True
         self.forget()
         self.fit(self.previous_mask.device)
         return self
+
+    @property
+    def own_tensors(self) -> list[str]:
+        """Names of the method's tensors in the state dict."""
+        return [key for key in (*self._buffers, *self._parameters) if key != PREVIOUS_MASK]
+
+    @torch.no_grad()
+    def reset(self, weight: Tensor) -> None:
+        """Compute the method's tensors from initial weights; collective where they are sharded."""
+        master = widen(self.all_rows(self.stored(weight).detach()))
+        tensors = {PREVIOUS_MASK: pack_rows(torch.zeros_like(master, dtype=torch.bool))}
+        for key, value in (tensors | self.method.initial_state(master, self)).items():
+            part = self.shard.mine(value) if key in self.sharded else value
+            if getattr(self, key).is_meta:  # a dense state dict was assigned to a model on meta
+                kind: Any = self._parameters if key in self._parameters else self._buffers
+                kind[key] = part
+            else:
+                getattr(self, key).copy_(part)
+        self.initialized = self.model.baseline_due = True
+        if self.method.window[0] == 0:
+            self.update(weight)
+        self.forget()
+        self.fit(self.previous_mask.device)
 
     @property
     def index(self) -> Any:
@@ -195,6 +223,12 @@ class LayerState(nn.Module):
         phase = self.method.phase
         if not (phase.training if training else phase.evaluation):
             return Projection(None, None)
+        if not self.initialized:
+            raise ConfigError(
+                f"layer {self.layer_name!r} came from the meta device and its "
+                f"{', '.join(self.own_tensors)} has no values: call sparsifier.reset() once the "
+                "weights are initialized, or load a checkpoint of the sparse model"
+            )
         # masks and scales come from the master in fp32 or wider, never from a cast copy
         master = widen(self.stored(weight).detach())
         if self._by_rows:

@@ -26,7 +26,7 @@ from sparsepretrain.sparsity.execution import (
     Linear,
     Operands,
 )
-from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
 from sparsepretrain.sparsity.method import DGRAD, WGRAD
 
 
@@ -127,12 +127,14 @@ def by_groups_of_tokens(tokens: Tensor, function: Callable[[Tensor], Tensor]) ->
     """``function`` of (…, tokens of a sample, features) as rows, in groups of four tokens.
 
     A sample of another length is filled with zero tokens (197 become 200), so that cutting the
-    batch elsewhere changes no group.
+    batch elsewhere changes no group. Two dimensions are one sample.
     """
-    length, features = tokens.shape[-2:] if tokens.dim() > 2 else (0, tokens.shape[-1])
-    filled = F.pad(tokens, (0, 0, 0, -length % 4)) if length % 4 else tokens
+    length, features = tokens.shape[-2:] if tokens.dim() > 1 else (1, tokens.shape[-1])
+    if not length % 4:
+        return function(tokens.reshape(-1, features)).view(tokens.shape)
+    filled = F.pad(tokens.view(*tokens.shape[:-2], length, features), (0, 0, 0, -length % 4))
     result = function(filled.reshape(-1, features)).view(filled.shape)
-    return result[..., :length, :] if length % 4 else result
+    return result[..., :length, :].reshape(tokens.shape)
 
 
 class SparseLayer(nn.Module):
@@ -224,9 +226,16 @@ class SparseLayer(nn.Module):
             destination[f"{prefix}weight"] = unwrapped(destination[f"{prefix}weight"])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        self.sparsity.convert_old_tensors(state_dict, prefix, self.weight)
+        own = self.sparsity
+        own.convert_old_tensors(state_dict, prefix, self.weight)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self.sparsity.forget()
+        own.forget()
+        if all(
+            f"{prefix}sparsity.{key}" in state_dict for key in (*own.own_tensors, PREVIOUS_MASK)
+        ):
+            own.initialized = True
+        elif f"{prefix}weight" in state_dict and own.model.is_new and not self.weight.is_meta:
+            own.reset(self.weight)  # initial weights of a dense model
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # most sparse classes are made on the fly: what is pickled is the class they replace

@@ -52,6 +52,8 @@ class ModelState:
         self.told = False  # whether the masked decay that low precision loses was looked at
         self.counting = True  # forwards count micro-batches; no: the loop states them
         self.begins = True  # the next layer that runs begins a micro-batch
+        self.emptied = False  # the buffer left the meta device and holds anything
+        self.baseline_due = False  # weights were replaced: the next step compares masks first
         self._fresh = True  # the next forward is the first one after a step
         self._had_gradient = False
         size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, checksum
@@ -92,6 +94,10 @@ class ModelState:
             return
         if not buffer.is_meta:
             *values, checksum = buffer.tolist()
+            emptied, self.emptied = self.emptied, False
+            if emptied and (checksum != _checksum(values) or not any(values)):
+                self.write()  # nothing was loaded since
+                return
             if checksum != _checksum(values):
                 raise ConfigError(
                     "the counters and masks of this sparse model were averaged: they must be "
@@ -108,11 +114,15 @@ class ModelState:
     def write(self) -> None:
         """Bring buffer and phase up to date with the integers; waits for no device."""
         self.method.set_step(self.step)
-        values = [self.step, self.compared_at, *self.method.state.values()]
         counters = self.root.get_buffer(self.buffer)
-        _fill(counters, [*values, _checksum(values)])
+        _fill(counters, self._values())
         self._seen = (counters, counters._version)
         self._set_clock()
+
+    def _values(self) -> list[int]:
+        """The integers as the buffer holds them."""
+        values = [self.step, self.compared_at, *self.method.state.values()]
+        return [*values, _checksum(values)]
 
     def _set_clock(self) -> None:
         device = self.root.get_buffer(self.buffer).device
@@ -123,8 +133,14 @@ class ModelState:
         _fill(self.clock, [self.step, self.micro])
 
     def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Version 0.1 kept the counters in the handle, whose ``load_state_dict`` sets them."""
-        state_dict.setdefault(prefix + self.buffer, self.root.get_buffer(self.buffer))
+        """A dense state dict, and one of version 0.1, has no counters: they stay as they are."""
+        buffer = self.root.get_buffer(self.buffer)
+        if not buffer.is_meta:
+            self.sync()
+        elif rest[0].get("assign_to_params_buffers"):  # the weights leave the meta device
+            given = next((v for k, v in state_dict.items() if k.startswith(prefix)), buffer)
+            buffer = torch.tensor(self._values(), device=given.device)
+        state_dict.setdefault(prefix + self.buffer, buffer)
 
     def set_micro(self, micro: int) -> None:
         """The micro-batch that the next forward sees."""
@@ -140,6 +156,21 @@ class ModelState:
         self.step, self.micro = step, 0
         self.counting = self.begins = self._fresh = True
         self.method.set_step(step)
+
+    @property
+    def is_new(self) -> bool:
+        """True if no step was taken; of averaged counters, which nobody reads yet, it is not."""
+        try:
+            self.sync()
+        except ConfigError:
+            return False
+        return self.step == 0
+
+    def reset(self) -> None:
+        """Counters and scalars as before the first step."""
+        self.compared_at, self.interval, self.flips = 0, 0, None
+        self.method.state = dict(self.method.scalars)
+        self.set_step(0)
 
     def set_step(self, step: int) -> None:
         """:meth:`begin` and :meth:`write`."""

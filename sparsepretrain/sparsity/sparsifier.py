@@ -120,8 +120,8 @@ class Sparsifier:
         self.method.attached(optimizer, list(weights.values()))
         self._state.write()
         reminder.ride(self._state, optimizer, self.steps.before, self.steps.after)
-        if self.completed_steps == 0:
-            self.steps.compare()
+        self._state.baseline_due = self.completed_steps == 0
+        self.steps.take_baseline()
 
     def prepare_sharding(self, *, gather: str = "operand") -> None:
         """Before ``fully_shard`` (FSDP2): what it gathers will be operands, in the products' dtype.
@@ -156,6 +156,22 @@ class Sparsifier:
         sharding.prepare(self.layers, self._state, gather)
         for layer in self.layers.values():
             layer.sparsity.fit(layer.weight.device)
+
+    def reset(self) -> None:
+        """Begin anew from the weights of now: frozen scales, fixed masks, counters, flip baseline.
+
+        Needed where weights were initialized after :func:`sparsify`: by ``reset_parameters`` after
+        the meta device, or by hand. A dense state dict that is loaded before the first step does
+        it by itself. Collective where the model is sharded.
+
+        Raises:
+            ConfigError: densified, or prepared for sharding and not attached.
+        """
+        self._require_sparse()
+        self._state.reset()
+        for layer in self.layers.values():
+            layer.sparsity.reset(layer.weight)
+        self.refresh()
 
     def detach(self) -> None:
         """Undo :meth:`attach`; the layers stay sparse."""

@@ -53,6 +53,7 @@ class Steps:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """J. With a closure the gradients exist only after it has run, so it is wrapped."""
+        self.take_baseline()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._counts = not creates_state(optimizer)
@@ -175,6 +176,13 @@ class Steps:
         for own, weight in pairs:
             own.restore(weight, made.get(id(own)))
 
+    def take_baseline(self) -> None:
+        """Remember the masks of initial weights, if that is due, for the first flip rate."""
+        if self.state.baseline_due:
+            self.state.baseline_due = False
+            self.compare()
+
+    @torch.no_grad()
     def compare(self) -> None:
         """Count the flips since the last comparison; the new masks are remembered."""
         pairs = [(layer.sparsity, layer.weight) for layer in self.layers.values()]
