@@ -161,6 +161,8 @@ class SparseLayer(nn.Module):
             if training and not state.settled:
                 state.settle(weight, x.shape, dtype, self.bias is not None)
         operands = state.operands(weight, dtype, training)
+        if x.is_nested:
+            return self._nested(x, operands)
         if operands is None:
             y = self.replaces.forward(self, x)
         else:
@@ -172,6 +174,20 @@ class SparseLayer(nn.Module):
                 y = SparseProducts.apply(given, weight, self.bias, *rest)
         residual = model.method.residual(x, state)
         return y if residual is None else y + residual
+
+    def _nested(self, x: Tensor, operands: Operands | None) -> Tensor:
+        """Evaluate samples of several lengths, as nn.TransformerEncoder passes them on.
+
+        Raises:
+            ConfigError: in training, or where the method adds to the product.
+        """
+        if self.training or self.sparsity.method.residual(x[0], self.sparsity) is not None:
+            raise ConfigError(
+                "nested tensors are supported in evaluation, of methods without adapters: build "
+                "nn.TransformerEncoder with enable_nested_tensor=False"
+            )
+        weight = self.sparsity.turned(self.weight) if operands is None else operands.forward
+        return F.linear(x, weight, self.bias)
 
     def gradients(
         self, x: Tensor, grad: Tensor, clock: Any, *, exact: bool = False

@@ -53,6 +53,7 @@ class ModelState:
         self.counting = True  # forwards count micro-batches; no: the loop states them
         self.begins = True  # the next layer that runs begins a micro-batch
         self.emptied = False  # the buffer left the meta device and holds anything
+        self.stepping = False  # the optimizer with the hooks is inside its step
         self.baseline_due = False  # weights were replaced: the next step compares masks first
         self._fresh = True  # the next forward is the first one after a step
         self._had_gradient = False
@@ -194,7 +195,9 @@ class ModelState:
                 self.reshard()
         if self.counting and module.training:
             self.begins = False
-            if torch.is_grad_enabled():
+            # A reentrant checkpoint of the root runs it without gradients first, on inputs that
+            # require some.
+            if torch.is_grad_enabled() or any(getattr(x, "requires_grad", False) for x in args):
                 self.count()
 
     @torch.compiler.disable

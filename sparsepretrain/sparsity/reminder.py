@@ -97,13 +97,13 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     found = _suspects.pop(optimizer, None)
     if not found:
         return
-    # a wrapper such as SAM steps the optimiser that carries the hooks inside its own step
+    # A wrapper such as SAM steps another optimizer inside its own step; either may have the hooks.
     wrong = {
         state: layer
         for state, (layer, step) in found.items()
-        if state.step == step and layer.weight.grad is not None
+        if state.step == step and not state.stepping and layer.weight.grad is not None
     }
-    if wrong or all(state.step != step for state, (_, step) in found.items()):
+    if wrong or all(s.step != step or s.stepping for s, (_, step) in found.items()):
         _checked[optimizer] = len(optimizer.param_groups)
     for state, layer in wrong.items():
         other = riding(state)

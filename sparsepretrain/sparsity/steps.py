@@ -53,6 +53,7 @@ class Steps:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """J. With a closure the gradients exist only after it has run, so it is wrapped."""
+        self.state.stepping = True
         self.take_baseline()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -115,6 +116,7 @@ class Steps:
     @torch.no_grad()
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The weights have changed: what the next step needs is made of them."""
+        self.state.stepping = False
         if not self._counts:
             self._counts = True
             return

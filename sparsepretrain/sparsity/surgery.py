@@ -202,6 +202,15 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
             "a sharded model cannot be densified: save it, and load the checkpoint in one process"
         )
     folded: list[str] = []
+    for state in states:
+        state.sync()
+        if (phase := state.method.phase) and not phase.evaluation and phase.why:
+            warnings.warn(
+                f"{state.method.options.name} evaluates dense weights {phase.why}: densify leaves "
+                "no zeros in them",
+                SparsePretrainWarning,
+                stacklevel=2,
+            )
     for layer in layers:
         own, weight = layer.sparsity, layer.weight
         with torch.no_grad():

@@ -189,7 +189,9 @@ class Bypassed(nn.Module):
     forward = encode
 
 
-@pytest.mark.parametrize("how", ["root", "part", "method", "twice", "reentrant", "saved"])
+@pytest.mark.parametrize(
+    "how", ["root", "part", "method", "twice", "reentrant", "saved", "reentrant root"]
+)
 def test_draws_do_not_depend_on_how_the_model_is_called(how):
     def call(model, x):
         if how == "part":
@@ -200,7 +202,8 @@ def test_draws_do_not_depend_on_how_the_model_is_called(how):
             return model.encode(model.encode(x))
         if how == "root":
             return model(x)
-        return checkpoint(model.encode, x, use_reentrant=how == "reentrant")
+        run = model if how == "reentrant root" else model.encode
+        return checkpoint(run, x, use_reentrant=how != "saved")
 
     results = []
     x, g = draw(8, 8, 16).requires_grad_(), draw(8, 8, 16, seed=1)
@@ -352,14 +355,21 @@ def test_sam_is_right_on_its_base_optimiser(style, silent):
         torch.testing.assert_close(p, q)
 
 
-@pytest.mark.parametrize("style", ["closure", "two_steps"])
-def test_sam_around_the_hooks_is_said_once(style, recwarn):
-    """Attached to the outer optimiser, whose own step two-step loops never call."""
+def test_sam_that_carries_the_hooks_may_step_its_base_optimizer(silent):
     model = Net()
     handle = sparsify(model, "srste")
     optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
     handle.attach(optimizer)
-    sam_loop(model, optimizer, style)
+    sam_loop(model, optimizer, "closure")
+    assert handle.completed_steps == 3
+
+
+def test_a_loop_that_never_calls_the_step_with_the_hooks_is_said_once(recwarn):
+    model = Net()
+    handle = sparsify(model, "srste")
+    optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
+    handle.attach(optimizer)
+    sam_loop(model, optimizer, "two_steps")
     (message,) = said(recwarn)
     assert "SGD updated the sparse layer 'fc1'" in message and "another optimiser (SAM)" in message
 

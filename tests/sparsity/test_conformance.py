@@ -370,3 +370,14 @@ def test_windows(method, options):
         other[2].load_state_dict(sparsifier.state_dict())
         assert other[2].method.phase == sparsifier.method.phase
         assert torch.equal(other[0](x), model(x))
+
+
+@pytest.mark.parametrize("method", ["act24", "sste"])
+def test_a_batch_that_four_does_not_divide_equals_one_with_zero_rows(method):
+    results = []
+    for rows in (6, 8):
+        model, _, _ = build(method)
+        x = torch.cat([draw(6, 16), torch.zeros(2, 16, dtype=torch.float64)])[:rows]
+        model(x)[:6].square().sum().backward()
+        results.append(gradients(model)["fc1.weight"])  # its input has the zero rows
+    torch.testing.assert_close(results[0], results[1])

@@ -438,3 +438,25 @@ def test_a_weight_that_is_computed_is_refused_with_the_reason(computed):
     model = nn.Sequential(computed(nn.Linear(16, 16)))
     with pytest.raises(ConfigError, match="layer '0' computes its weight from another one"):
         sp.sparsify(model, "srste", targets=["0"])
+
+
+def test_densify_says_that_weights_of_a_dense_tail_stay_dense():
+    model, optimizer, _ = build("tsrste", {"dense_tail": 0.95})
+    train(model, optimizer, 0, 4)
+    with pytest.warns(sp.errors.SparsePretrainWarning, match="tsrste evaluates dense weights"):
+        sp.densify(model)
+    assert (model.fc1.weight != 0).all()
+
+
+@pytest.mark.parametrize("method", ["ste", "sste"])
+def test_an_encoder_with_padding_is_evaluated_on_nested_tensors(method):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    sp.sparsify(encoder, method, targets=["*.linear*"])
+    x, padding = draw(2, 5, 16, dtype=torch.float32), torch.zeros(2, 5, dtype=torch.bool)
+    padding[0, 3:] = True
+    with torch.no_grad():
+        found = encoder(x, src_key_padding_mask=padding)
+        expected = sp.densify(encoder)(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(found[~padding], expected[~padding])
