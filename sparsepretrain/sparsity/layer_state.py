@@ -88,14 +88,14 @@ class LayerState(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
         # .to(bfloat16) and the like convert the weight; scales stay fp32
-        before = dict(self._buffers)
+        before, was_meta = dict(self._buffers), self.previous_mask.is_meta
         super()._apply(fn, recurse)
         for key, old in before.items():
             new = self._buffers[key]
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[key] = old.to(new.device)
         self._follow()
-        if before[PREVIOUS_MASK].is_meta and not self.previous_mask.is_meta:  # to_empty
+        if was_meta and not self.previous_mask.is_meta:  # to_empty
             self.previous_mask.zero_()
             self.initialized = not self.own_tensors
             self.model.emptied = True

@@ -460,3 +460,9 @@ def test_an_encoder_with_padding_is_evaluated_on_nested_tensors(method):
         found = encoder(x, src_key_padding_mask=padding)
         expected = sp.densify(encoder)(x, src_key_padding_mask=padding)
     torch.testing.assert_close(found[~padding], expected[~padding])
+
+
+def test_importing_the_library_does_not_import_the_compiler():
+    """It takes longer than everything of ours together."""
+    code = "import sparsepretrain as sp, sys; sp.sparsify; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
