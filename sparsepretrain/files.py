@@ -6,10 +6,14 @@ import contextlib
 import os
 from pathlib import Path
 
+LONGEST_NAME = 200
+"""Bytes of a directory's name; file systems allow 255, and temporary names are longer."""
+
 
 def is_plain_name(text: str) -> bool:
-    """Whether ``text`` can be the name of a directory that is neither hidden nor two lines long."""
-    return bool(text) and "/" not in text and not text.startswith(".") and text.isprintable()
+    """True if ``text`` can be the name of a directory that is neither hidden nor two lines long."""
+    plain = bool(text) and "/" not in text and not text.startswith(".") and text.isprintable()
+    return plain and len(text.encode()) <= LONGEST_NAME
 
 
 def cache_directory() -> Path:

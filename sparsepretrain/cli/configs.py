@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from pathlib import Path
 
 from sparsepretrain.cli._verb import Verb, add_config_dir, in_columns
-from sparsepretrain.registry import register
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.registry import register, suggestion
 
 
 @register("verb", "configs")
 class Configs(Verb):
-    summary = "list the configuration groups, their options and where they come from"
+    summary = "list the configuration groups and their options, or print the keys of some"
     place = 7
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "options",
+            nargs="*",
+            metavar="GROUP=OPTION",
+            help="print the file of an option, a comment beside each key: sparsity=sste",
+        )
         add_config_dir(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config.compose import build, read
         from sparsepretrain.config.places import catalogue, shipped
+
+        if args.options:
+            print("\n".join(_files(args.options, catalogue(args.config_dir))), end="")
+            return 0
 
         _, defaults = build(read((), args.config_dir))
         rows = [["group", "option", "from"]]
@@ -30,3 +43,20 @@ class Configs(Verb):
         print(*in_columns(rows), sep="\n")
         print("\n* of a plain `sparsepretrain train`; model=… brings its own choices")
         return 0
+
+
+def _files(words: list[str], groups: dict[str, dict[str, Path]]) -> Iterator[str]:
+    """Text of the files of ``GROUP=OPTION``, each after a line with its path.
+
+    Raises:
+        ConfigError: there is no such group or option.
+    """
+    for word in words:
+        group, _, option = word.partition("=")
+        if group not in groups:
+            raise ConfigError(f"there is no group {group!r}{suggestion(group, groups)}")
+        if option not in groups[group]:
+            near = suggestion(option, groups[group], f"{group}=")
+            raise ConfigError(f"group {group} has no option {option!r}{near}")
+        file = groups[group][option] / group / f"{option}.yaml"
+        yield f"# {file}\n{file.read_text(encoding='utf-8')}"

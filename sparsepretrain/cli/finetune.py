@@ -8,6 +8,14 @@ from sparsepretrain.cli._verb import UsageError
 from sparsepretrain.cli.train import Train
 from sparsepretrain.registry import register
 
+EXAMPLES = """\
+examples:
+  sparsepretrain finetune runs/gpt2_nano/HASH-s0 task=glue/mrpc
+  sparsepretrain finetune DIRECTORY-OF-A-HUGGING-FACE-MODEL task=glue/mrpc sparsity=ste
+
+`sparsepretrain configs finetune=OPTION` prints the keys of a recipe.
+"""
+
 
 @register("verb", "finetune")
 class Finetune(Train):
@@ -21,6 +29,7 @@ class Finetune(Train):
             help="run directory, checkpoint in it, or Hugging Face checkpoint",
         )
         super().add_arguments(parser)
+        parser.epilog = EXAMPLES
 
     def words(self, before: list[str], current: str) -> list[str]:
         """``task=`` takes recipes too."""

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from sparsepretrain.tracking.console import Console
 
 
+EXAMPLES = """\
+examples:
+  sparsepretrain train sparsity=sste sparsity.gamma=0.2
+  sparsepretrain train model=gpt2_124m sparsity=srste optim.lr=1e-4 schedule.min_lr=0 --dry-run
+
+`sparsepretrain configs` lists groups and options; `sparsepretrain configs sparsity=sste` prints the
+keys of an option with a comment beside each.
+"""
+
+
 @register("verb", "train")
 class Train(ConfiguredVerb):
     summary = "train a model; model=… brings the paper's recipe, everything can be changed"
@@ -23,6 +33,8 @@ class Train(ConfiguredVerb):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
+        parser.epilog = EXAMPLES
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
         parser.add_argument(
             "--cfg", choices=["job"], help="print the resolved configuration and stop"
         )

@@ -18,9 +18,9 @@ MOST_STEPS = 10**9
 class Batch:
     """Samples per optimiser step and per forward: sequences, images, or buckets of pairs."""
 
-    size: Annotated[int, "> 0"]
+    size: Annotated[int, "[1, 2^24]"]
     """Global batch: samples per optimiser step."""
-    micro: Annotated[int, "> 0"]
+    micro: Annotated[int, "[1, 2^24]"]
     """Samples per forward and backward on one device; divides ``size``."""
 
     def problems(self) -> Problems:
@@ -146,7 +146,8 @@ class Run:
         if not self.runs_dir:
             yield "runs_dir", "must name a directory, got ''"
         if not is_plain_name(self.name):
-            yield "name", f"must be a plain directory name, got {self.name!r}"
+            shown = self.name if len(self.name) <= 60 else f"{self.name[:60]}…"
+            yield "name", f"must be a plain directory name of at most 200 bytes, got {shown!r}"
         yield from self._kept()
         yield from _fitting(self)
         if self.parallel is not None:

@@ -24,6 +24,9 @@ from sparsepretrain.tracking.console import Console
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 
+MOST_RUNS = 10_000
+"""Runs of a sweep; more are a slip of the hand, and take minutes to check."""
+
 SHOWN = 10
 """The best trials, printed at the end of a search."""
 
@@ -95,7 +98,9 @@ def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: 
             if low >= high:
                 errors.append(f"{word}: the end of a range must be above its start")
             elif whole and (not search or key == "seed"):
-                values = [str(i) for i in range(int(low), int(high) + 1)]
+                values = [
+                    *map(str, itertools.islice(range(int(low), int(high) + 1), MOST_RUNS + 1))
+                ]
             else:
                 axes.ranges[key] = Range(low, high, low > 0 and not whole, whole)
         elif parsed.is_interval_sweep():
@@ -108,7 +113,7 @@ def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: 
             if not values:
                 errors.append(f"{word} matches no option of {key}")
         else:
-            values = list(parsed.sweep_string_iterator())
+            values = list(itertools.islice(parsed.sweep_string_iterator(), MOST_RUNS + 1))
         if key == "seed" and all(value.isdigit() for value in values):
             axes.seeds = list(dict.fromkeys(map(int, values)))
         elif key == "name":
@@ -122,6 +127,13 @@ def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: 
         errors += [f"{key}={axes.ranges[key]} {text}: {key}=a,b,c" for key in axes.ranges]
     if search and not axes.ranges and not axes.values:
         errors.append("a search needs a range (optim.lr=1e-4..1e-2) or values (sparsity=ste,sste)")
+    runs = math.prod([len(axes.seeds), *map(len, axes.values.values())])
+    if runs > MOST_RUNS:
+        errors.append(f"a sweep takes at most {MOST_RUNS:,} runs, and these are more: give less")
+    if runs == 1 and not search and not axes.ranges and not errors:
+        errors.append(
+            "a sweep needs several values: sparsepretrain sweep sparsity=ste,sste seed=0..2"
+        )
     if errors:
         raise ConfigError(errors)
     return axes

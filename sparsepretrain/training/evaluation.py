@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.data.tokenizer import tokenizer
-from sparsepretrain.errors import CheckpointError, ConfigError, DataError, cannot_write
+from sparsepretrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    cannot_write,
+)
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.weights import Source
@@ -55,6 +61,7 @@ def evaluate_checkpoint(
 
     Raises:
         CheckpointError, ConfigError, DataError: with one line for the user.
+        DivergedError: a metric is not a number.
     """
     console = console or Console()
     source = weights.find(path, console.warn)
@@ -83,6 +90,12 @@ def evaluate_checkpoint(
         *((k, significant(v) if isinstance(v, float) else str(v)) for k, v in metrics.items()),
     ]
     console.table(f"{run.task.name}, {run.sparsity.name}", rows)
+    wrong = [k for k, v in metrics.items() if isinstance(v, float) and math.isnan(v)]
+    if wrong:
+        raise DivergedError(
+            f"{source.path}: {', '.join(wrong)} is nan: expected finite weights and data; evaluate "
+            "an earlier checkpoint. Nothing was written"
+        )
     result = {
         **identity(
             *(source, overrides, t.device),

@@ -181,6 +181,31 @@ def test_configs(tmp_path, capsys):
     assert "ste *" not in out.replace("sste *", "")
 
 
+def test_configs_prints_the_keys_of_an_option(tmp_path, capsys):
+    (tmp_path / "sparsity").mkdir()
+    (tmp_path / "sparsity/mine.yaml").write_text("name: mine  # a comment\n")
+    words = ["configs", "sparsity=sste", "sparsity=mine", "--config-dir", str(tmp_path)]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "gamma: 0.0" in out and "# threshold between" in out
+    assert f"# {tmp_path}/sparsity/mine.yaml\nname: mine  # a comment\n" in out
+    for word, told in (("sparsty=ste", "'sparsity'"), ("sparsity=sst", "'sparsity=sste'")):
+        assert cli.main(["configs", word]) == 2
+        assert f"(did you mean {told}?)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["train", "finetune"])
+def test_help_has_examples_that_are_accepted(verb, capsys):
+    assert cli.main([verb, "--help"]) == 0
+    out = capsys.readouterr().out
+    examples = [line.split() for line in out.splitlines() if line.startswith("  sparsepretrain ")]
+    assert len(examples) == 2 and "sparsepretrain configs" in out
+    for _, own, *words in examples:
+        assert own == verb
+        if verb == "train":
+            assert cli.main(["train", *[w for w in words if w != "--dry-run"], "--cfg", "job"]) == 0
+
+
 def test_report(monkeypatch, capsys):
     seen = []
 

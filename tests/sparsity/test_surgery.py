@@ -464,5 +464,7 @@ def test_an_encoder_with_padding_is_evaluated_on_nested_tensors(method):
 
 def test_importing_the_library_does_not_import_the_compiler():
     """It takes longer than everything of ours together."""
-    code = "import sparsepretrain as sp, sys; sp.sparsify; assert 'torch._dynamo' not in sys.modules"
+    code = (
+        "import sparsepretrain as sp, sys; sp.sparsify; assert 'torch._dynamo' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

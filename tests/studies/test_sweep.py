@@ -179,3 +179,17 @@ def test_jobs_run_here_too(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_refused_word_names_the_place() -> None:
     with pytest.raises(ConfigError, match=r"run: unknown key 'optim\.lt'"):
         axes("optim.lt=1").cells("x", [])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "a sweep needs several values: sparsepretrain sweep sparsity=ste,sste seed=0..2"),
+        (["seed=0..1000000"], "at most 10,000 runs"),
+        (["seed=range(0,1000000000)"], "at most 10,000 runs"),
+        (["seed=0..999", "optim.lr=1,2,3,4,5,6,7,8,9,10,11"], "at most 10,000 runs"),
+    ],
+)
+def test_one_run_and_too_many_runs_are_refused_at_once(words, told, capsys):
+    assert cli.main(["sweep", *words]) == 2
+    assert told in capsys.readouterr().err

@@ -99,6 +99,13 @@ def test_a_long_evaluation_shows_how_far_it_is(trained, evaluate, monkeypatch):
     assert shown[-1].startswith(f"validation: {result['samples']} of {result['samples']} samples")
 
 
+def test_weights_that_are_not_finite_end_with_exit_code_5(trained, evaluate, monkeypatch, tmp_path):
+    monkeypatch.setattr(loop, "evaluate", lambda *_, **__: {"loss": math.nan, "accuracy": 0.5})
+    with pytest.raises(DivergedError, match=r"loss is nan: .*Nothing was written") as caught:
+        evaluate(trained, out=tmp_path / "eval.jsonl")
+    assert caught.value.exit_code == 5 and not (tmp_path / "eval.jsonl").exists()
+
+
 def test_an_earlier_checkpoint(tiny, trained, evaluate):
     early, late = evaluate(trained / "checkpoints/step_00000004"), evaluate(trained)
     assert early["step"] == 4 and early["metrics"] != late["metrics"]
