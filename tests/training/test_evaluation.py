@@ -11,6 +11,7 @@ import torch
 from tiny_runs import Tiny, final_state, metrics
 
 from sparsepretrain.cli import main
+from sparsepretrain.errors import DivergedError
 from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.tracking.console import Console
