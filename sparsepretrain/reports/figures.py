@@ -68,14 +68,18 @@ def of_runs(paired: Paired) -> dict[str, Figure]:
     return {n: plots.footed(figure, runs) for n, figure in drawn.items() if figure is not None}
 
 
+def compared(run: RunData, partner: RunData, key: str) -> tuple[int, float] | None:
+    """Return the last step after 0 at which both evaluated ``key``, and by how much they differ."""
+    first, second = (one.curve(key, "validation", None) for one in (run, partner))
+    steps, values = (first and second and _minus({key: first}, {key: second}, key)) or ([], [])
+    pairs = [(int(step), value) for step, value in zip(steps, values, strict=True) if step > 0]
+    return pairs[-1] if pairs and pairs[-1][1] is not None else None  # type: ignore[return-value]
+
+
 def final(pairs: Sequence[tuple[RunData, RunData]], key: str, label: str = "") -> Difference:
-    """The last validation value that a run and its partner both have, minus the partner's."""
-    last = []
-    for both in pairs:
-        first, second = (run.curve(key, "validation", None) for run in both)
-        curve = _minus({key: first}, {key: second}, key) if first and second else None
-        last += curve[1][-1:] if curve else []
-    return Difference(label, [value for value in last if value is not None])
+    """Compare the last validation values of pairs that ended at the same step."""
+    found = [compared(*both, key) for both in pairs if both[0].end == both[1].end]
+    return Difference(label, [pair[1] for pair in found if pair is not None])
 
 
 def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str]]:

@@ -145,18 +145,26 @@ def _rows(part: Any) -> int:
 
 def _heat_map(axes: Axes, mesh: Any, points: int) -> dict[str, Any]:
     values = np.ma.filled(mesh.get_array(), np.nan)
-    steps = mesh.get_coordinates()[0, 1:, 0]
+    edges = mesh.get_coordinates()[0, :, 0]  # of the columns, one more than there are
+    steps = edges[1:]
     every = -(-len(steps) // points)
     ticks = [tick.get_text() for tick in axes.get_yticklabels()]
     names = ticks if len(ticks) == len(values) else [str(i) for i in range(len(values))]
     shown = values[:, ::every]
+    last = np.minimum(np.arange(1, shown.shape[1] + 1) * every, len(steps)) - 1
+    ends = np.broadcast_to(steps[last], shown.shape)
     return {
         "type": "heatmap",
         "y": names,
-        **_numbers(x=steps[::every], z=np.log10(shown), customdata=shown),
+        **_numbers(
+            x=np.append(edges[:-1:every], edges[-1]),
+            z=np.log10(shown),
+            customdata=np.stack((shown, ends), -1),
+        ),
         "colorscale": "Viridis",
         "colorbar": {"title": {"text": "log₁₀ of the<br>flip rate"}},
-        "hovertemplate": "%{y}<br>step %{x}<br>flip rate %{customdata:.2e}<extra></extra>",
+        "hovertemplate": "%{y}<br>step %{customdata[1]}<br>flip rate %{customdata[0]:.2e}"
+        "<extra></extra>",
     }
 
 

@@ -20,7 +20,7 @@ from sparsepretrain.config.tables import Scale, load_table
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.files import write_atomic
 from sparsepretrain.reports import plots, probes
-from sparsepretrain.reports.figures import final, of_runs
+from sparsepretrain.reports.figures import compared, of_runs
 from sparsepretrain.reports.results import collect, read_record, write_record
 from sparsepretrain.reports.runs import (
     Paired,
@@ -306,13 +306,17 @@ def _numbers(run: RunData) -> list[tuple[str, str]]:
 def _row(run: RunData, partner: RunData | None, metrics: Sequence[str]) -> tuple[str, ...]:
     loss, flips = (run.series(key)[1] for key in ("loss", "flip_rate"))
     validation, rate = run.last("loss", "validation"), run.median("tokens_per_second")
-    compared = [] if partner is None or partner is run else final([(run, partner)], "loss").values
+    difference = "–"
+    if partner is not None and partner is not run and (found := compared(run, partner, "loss")):
+        step, value = found
+        same = run.end == partner.end == step
+        difference = f"{value:+.4f}" if same else f"{value:+.4f} (step {step})"
     return (
         str(run.option("sparsity", "name", "–")),
         str(run.end),
         _loss(smooth(loss)[0][-1]) if len(loss) else "–",
         "–" if validation is None else _loss(validation),
-        f"{compared[0]:+.4f}" if compared else "–",
+        difference,
         *(_score(run.last(name, "validation")) for name in metrics),
         f"{smooth(flips)[0][-1]:.2e}{plots.over(run)}" if np.any(np.isfinite(flips)) else "–",
         "–" if rate is None else count(rate),

@@ -261,8 +261,13 @@ def _mean(d: Difference, digits: int, sign: str = "") -> str:
     if not d.n:
         return "–"
     low, high = d.interval()
-    half = "" if math.isnan(low) else f" ± {(high - low) / 2:.{digits}f}"
-    return f"{d.mean:{sign}.{digits}f}{half}"
+    half = (high - low) / 2
+    scale = abs(d.mean) if math.isnan(half) else half
+    lost = any(value and not float(f"{value:.{digits}f}") for value in (d.mean, half))
+    if lost and scale:
+        digits = 1 - math.floor(math.log10(scale))  # two of them are significant
+    text = "" if math.isnan(low) else f" ± {half:.{digits}f}"
+    return f"{d.mean:{sign}.{digits}f}{text}"
 
 
 def _power(

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from sparsepretrain.errors import (
 )
 from sparsepretrain.files import write_atomic
 from sparsepretrain.runs import checkpoint, record
+
+SET_ASIDE = re.compile(r"\.old-\d+$")
+"""End of the name of a run that ``resume=never`` has replaced."""
 
 
 class _Entry:
@@ -317,12 +321,16 @@ def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
     for path in map(Path, paths):
         below = [RunDirectory(path)]
         if not below[0].record_file.is_file():
-            below = [RunDirectory(file.parent) for file in sorted(path.rglob(name))]
+            found_below = [RunDirectory(file.parent) for file in sorted(path.rglob(name))]
+            below = [run for run in found_below if not SET_ASIDE.search(run.path.name)]
         if not path.is_dir():
             problems.append(f"{path} is not a directory: give the directory of a run")
         elif not below:
             problems.append(f"{path} has no {name}, nor has a directory below it")
         elif len(paths) > 1:
+            for run in [run for run in below if SET_ASIDE.search(run.path.name)]:
+                problems.append(f"{run} was set aside by resume=never; name it alone to see it")
+                below.remove(run)
             for run in [run for run in below if not run.record_file.stat().st_size]:
                 problems.append(f"{run.record_file} has no records yet")
                 below.remove(run)

@@ -212,3 +212,12 @@ def test_a_grid_of_rows_in_a_table_with_columns_is_refused():
 def test_a_best_needs_a_direction():
     with pytest.raises(ConfigError, match="has no best"):
         table(better=None, kind="best_of", of=["dense", "ste"])
+
+
+def test_means_are_written_with_digits_that_tell_them_from_zero():
+    from sparsepretrain.reports.table import _mean
+
+    assert _mean(Difference("x", [0.1, 0.2, 0.3]), 5, "+") == "+0.20000 ± 0.24841"
+    assert _mean(Difference("x", [1e-7, 2e-7, 3e-7]), 5, "+") == "+0.00000020 ± 0.00000025"
+    assert _mean(Difference("x", [3e-8]), 5) == "0.000000030"
+    assert _mean(Difference("x", [0.0, 0.0]), 5) == "0.00000 ± 0.00000"

@@ -38,6 +38,8 @@ def test_several_runs_are_one_page_that_needs_no_network(tmp_path):
     assert len(maps) == 4 and maps[0]["y"] == [
         name.removeprefix("transformer.h.") for name in LAYERS
     ]
+    edges = numbers(maps[0]["x"])
+    assert list(edges) == [0, 20, 40, 60, 80, 100], "columns end where the run ends"
     names = {trace.get("name") for traces, _ in shown for trace in traces}
     assert {"ste", "srste", "sste"} <= names
     assert "What differs" in own and "<td>sste</td>" in own

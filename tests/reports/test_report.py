@@ -409,6 +409,28 @@ def last_loss(run: Path, value: float) -> Path:
     return run
 
 
+def cut(run: Path, last: int) -> Path:
+    """The run as it is after step ``last``, with an evaluation at step 0."""
+    lines = [{"step": 0, "split": "validation", "loss": 4.5}]
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    lines += [line for line in records if line["step"] <= last]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_runs_of_unequal_length_are_compared_where_both_were_evaluated(tmp_path: Path) -> None:
+    runs = [cut(make_run(tmp_path / "dense", "dense"), 100)]
+    runs += [cut(make_run(tmp_path / f"s{last}", "sste"), last) for last in (60, 40)]
+    last_loss(runs[1], 3.0)
+    text = (runs[1] / "metrics.jsonl").read_text().replace('"loss": 3.5}', '"loss": 3.75}')
+    (runs[1] / "metrics.jsonl").write_text(text)
+    page = report(runs, out=tmp_path / "out")[-1].read_text()
+    assert "| +0.2500 (step 50) |" in page
+    assert "+0.0000" not in page, "step 0 compares initial weights"
+    paired = pair([load(run) for run in runs], labels([load(run) for run in runs]))
+    assert "final" not in of_runs(paired) or not of_runs(paired)["final"].axes[0].lines
+
+
 def test_differences_are_paired_by_seed_and_data(tmp_path: Path) -> None:
     more: list[dict[str, Any]] = [{"seed": 0}, {"seed": 1}, {"seed": 0, "data": {"name": "other"}}]
     dense = [make_run(tmp_path / f"d{i}", "dense", **options) for i, options in enumerate(more)]

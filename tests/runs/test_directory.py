@@ -36,3 +36,14 @@ def test_what_is_no_run_is_left_out_beside_runs(tmp_path: Path) -> None:
         "notes.txt is not a directory",
     )
     assert all(w in str(t.message) for w, t in zip(words, told, strict=True))
+
+
+def test_a_run_that_was_set_aside_is_left_out_of_several(tmp_path):
+    run, old = tmp_path / "a-s0", tmp_path / "a-s0.old-1"
+    for path in (run, old):
+        path.mkdir()
+        (path / "metrics.jsonl").write_text("{}\n")
+    with pytest.warns(SparsePretrainWarning, match=r"a-s0\.old-1 was set aside by resume=never"):
+        assert find_runs([run, old]) == [RunDirectory(run)]
+    assert find_runs([tmp_path]) == [RunDirectory(run)]
+    assert find_runs([old]) == [RunDirectory(old)]
