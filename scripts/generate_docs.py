@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import statistics
 import sys
 import textwrap
 import types
@@ -237,7 +238,7 @@ def reports(_: str, path: Path) -> str:
 
 
 def compared(name: str, path: Path) -> str:
-    """The figure of a table, and the final differences of its rows to the baseline."""
+    """Return a figure, and the final differences of rows to the baseline, also as shares of it."""
     found, about = records().get(name), load_table(name)
     if found is None:
         return f"Not run yet: `sparsepretrain reproduce {name} && sparsepretrain report {name}`.\n"
@@ -247,17 +248,21 @@ def compared(name: str, path: Path) -> str:
         for row in about.rows
         if row != about.baseline and (d := minus(found.values(key), row, about.baseline or "")).n
     }
-    said = []
+    dense = statistics.fmean(found.values(key)[about.baseline or ""].values())
+    digits, rows = metric.digits, []
     for row, d in sorted(differences.items(), key=lambda item: item[1].mean):
         half = (d.interval()[1] - d.mean) if d.n > 1 else math.nan
-        said.append(f"{row} {d.mean:+.{metric.digits}f} ± {half:.{metric.digits}f}")
-    title = prose(about.title)
+        share = f"{100 * d.mean / dense:+.0f} %"
+        rows.append([row, f"{d.mean:+.{digits}f} ± {half:.{digits}f}", share])
+    title, unit = prose(about.title), (metric.variant or "").partition(";")[0]
     text = (
-        f"[{title}]({page(name, path)}.md): {metric.label} at the end minus that of "
-        f"{about.baseline}, with 95 % intervals over seeds: {', '.join(said)}. {again(name, found)}"
+        f"[{title}]({page(name, path)}.md): {metric.label} at the end ({unit}); "
+        f"{about.baseline} has {dense:.{digits}f}. Differences to {about.baseline} are paired by seed, with 95 % "
+        f"intervals. {again(name, found)}"
     )
     text = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
-    return f"![{title}]({page(name, path)}-difference.png)\n\n{text}\n"
+    heads = ["method", f"Δ to {about.baseline}", f"of {about.baseline}"]
+    return f"![{title}]({page(name, path)}-final.png)\n\n{text}\n\n{table(heads, rows)}"
 
 
 def records() -> dict[str, TableResults]:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import shutil
+import tomllib
 
 import pytest
 import yaml
@@ -196,3 +197,11 @@ def test_dead_links_are_found(tmp_path):
     file = PAGES / "README.md"
     text = "# A b\n[x](ste.md) [y](nothing.md) [z](#a-b) [w](#c) [v](ste.md#nowhere) `[u](n.md)`"
     assert dead_links(file, text) == ["nothing.md", "#c", "ste.md#nowhere"]
+
+
+def test_the_readme_lists_every_extra():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].keys() - {"dev"}
+    assert extras == set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) & extras
+    assert text.index("pip install .") < text.index("```sh")
