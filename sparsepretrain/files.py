@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
+import stat
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+NAMES: dict[type, str] = {dict: "object", list: "array"}
+"""Kinds of JSON values, in errors."""
 
 LONGEST_NAME = 200
 """Bytes of a directory's name; file systems allow 255, and temporary names are longer."""
@@ -25,6 +33,42 @@ def cache_directory() -> Path:
     if not base or not os.path.isabs(base):  # the XDG specification ignores relative paths
         base = os.path.expanduser("~/.cache")
     return Path(base, "sparsepretrain")
+
+
+def parse_json(text: str | bytes, kind: type[T]) -> T:
+    """Return the value that ``text`` writes in JSON.
+
+    Raises:
+        ValueError: ``text`` is not JSON, nested too deeply, or no ``kind``.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists and objects are nested too deeply") from None
+    if not isinstance(value, kind):
+        raise ValueError(f"expected a JSON {NAMES[kind]}, got {type(value).__name__}")
+    return value
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """Return the value in a JSON file.
+
+    Raises:
+        OSError: the file cannot be read, or is a pipe or a device, which may have no end.
+        ValueError: see :func:`parse_json`; or the file is not UTF-8.
+    """
+    require_file(path)
+    return parse_json(path.read_text(encoding="utf-8"), kind)
+
+
+def require_file(path: Path) -> None:
+    """Refuse what is no regular file: reading a pipe may never end.
+
+    Raises:
+        OSError: ``path`` is missing, or something else.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def write_atomic(path: Path, content: str | bytes | memoryview, *, tag: str = "") -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparsepretrain.files import write_atomic
+from sparsepretrain.files import read_json, write_atomic
 
 
 def test_text_and_bytes_are_written_as_they_are(tmp_path: Path) -> None:
@@ -47,3 +47,26 @@ def test_the_error_is_that_of_writing(tmp_path: Path) -> None:
     (tmp_path / "file.tmp").mkdir()
     with pytest.raises(IsADirectoryError):
         write_atomic(tmp_path / "file", "new")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("[1]", "expected a JSON object, got list"),
+        ("{", "Expecting property name"),
+        ("1" * 5000, "digits"),
+        (b"\xff\xfe", "utf-8"),
+    ],
+)
+def test_json_of_any_kind_is_a_value_error(tmp_path, content, told):
+    file = tmp_path / "a.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=told):
+        read_json(file, dict)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_json(tmp_path / "pipe", dict)

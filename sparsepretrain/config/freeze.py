@@ -12,6 +12,7 @@ from sparsepretrain.config.groups import key_of
 from sparsepretrain.config.places import check_yaml
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, one_line
+from sparsepretrain.files import require_file
 
 NOT_IDENTITY = (
     *("resume", "runs_dir", "tracker", "seed", "workers", "backend", "deterministic"),
@@ -69,6 +70,10 @@ def from_yaml(file: Path) -> dict[str, Any]:
     import yaml
     from omegaconf import OmegaConf
 
+    try:
+        require_file(file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {one_line(error)}") from error
     check_yaml(file)
     try:
         plain = OmegaConf.to_container(OmegaConf.load(file))

@@ -22,7 +22,7 @@ import numpy as np
 
 from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.errors import DataError
-from sparsepretrain.files import write_atomic
+from sparsepretrain.files import read_json, write_atomic
 
 FORMAT = 1
 """Version of the layout; part of every directory's name, so that others are never opened."""
@@ -119,7 +119,7 @@ def verify(
     sums: dict[str, str] = manifest["sha256"] | manifest.get("references", {})
     remembered = None
     with contextlib.suppress(OSError, ValueError):
-        remembered = json.loads((directory / VERIFIED).read_text(encoding="utf-8"))
+        remembered = read_json(directory / VERIFIED, dict)
     try:
         stats, done = {name: os.stat(directory / name) for name in sums}, 0
         stamps = {name: [s.st_size, s.st_mtime_ns, s.st_ino] for name, s in stats.items()}
@@ -152,14 +152,14 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest, whose fingerprint stands for the dtype and the checksums in it."""
     file = directory / MANIFEST
     try:
-        manifest = dict(json.loads(file.read_text(encoding="utf-8")))
+        manifest = read_json(file, dict)
         whole = (
             manifest["format"] == FORMAT
             and manifest["fingerprint"] == fingerprint(manifest["dtype"], manifest["sha256"])
             and {"name", "vocab_size", "end_of_text", "tokenizer_bytes"} <= set(manifest)
             and all(isinstance(count, int) for count in manifest["tokens"].values())
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         whole = False
     if not whole:
         name = directory.name.rpartition("-")[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from sparsepretrain.errors import CheckpointError, ConfigError, one_line
+from sparsepretrain.files import read_json
 from sparsepretrain.kernels.packed24 import TYPES
 
 if TYPE_CHECKING:
@@ -66,11 +66,9 @@ def load_semi_structured(
 
     directory = Path(directory)
     try:
-        about = json.loads((directory / ABOUT).read_text(encoding="utf-8"))
-        (name,) = json.loads((directory / "config.json").read_text(encoding="utf-8"))[
-            "architectures"
-        ]
-    except (OSError, ValueError, KeyError) as error:
+        about = read_json(directory / ABOUT, dict)
+        (name,) = read_json(directory / "config.json", dict)["architectures"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory} is no export of a model of transformers") from error
     if about["pattern"] != "2:4" or about["adapters"]:
         told = "2:4 and adapters" if about["adapters"] else about["pattern"] or "dense"

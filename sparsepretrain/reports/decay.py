@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.files import read_json
 from sparsepretrain.reports.plots import COLOURS, GREY, new_figure, point_marker, visible
 from sparsepretrain.reports.runs import load
 
@@ -26,7 +26,7 @@ def decay_report(directory: Path) -> Path:
         DataError: a damaged record.
     """
     try:
-        result = json.loads((directory / "tune.json").read_text(encoding="utf-8"))
+        result = read_json(directory / "tune.json", dict)
         figure = decay_figure(result)
         figure.savefig(directory / PICTURE)
     except (OSError, ValueError) as error:

@@ -22,7 +22,7 @@ from sparsepretrain.config.cells import Cell, cells, word
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.tables import Metric, Scale, Size, Stage, Table, load_table, place
 from sparsepretrain.errors import ConfigError, DataError, one_line
-from sparsepretrain.files import write_atomic
+from sparsepretrain.files import parse_json, require_file, write_atomic
 from sparsepretrain.reports.runs import Curve, RunData, load
 from sparsepretrain.runs.directory import RunDirectory
 
@@ -35,6 +35,10 @@ SHARED = {
     "evaluation": ("data", "task", "batch", "eval"),
 }
 """Hash of a run -> parts of the configuration that it follows from, beside the seed."""
+
+
+LARGEST = 1 << 28
+"""Bytes of a record of a table, unpacked; those in the repository have less than a megabyte."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -298,8 +302,12 @@ def read_record(file: Path) -> TableResults:
         DataError: it is not there or not such a file.
     """
     try:
-        plain = json.loads(gzip.decompress(file.read_bytes()))
-        return strict.build(TableResults, plain)
+        require_file(file)
+        with gzip.open(file) as stream:
+            text = stream.read(LARGEST + 1)
+        if len(text) > LARGEST:
+            raise ValueError(f"more than {LARGEST >> 20} MiB")
+        return strict.build(TableResults, parse_json(text, dict))
     except (OSError, EOFError, ValueError, ConfigError) as error:
         raise DataError(f"{file} is no record of a table: {one_line(error)}") from error
 

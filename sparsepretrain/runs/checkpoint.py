@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import CheckpointError, ConfigError, reason
-from sparsepretrain.files import is_plain_name, sync
+from sparsepretrain.files import is_plain_name, read_json, require_file, sync
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,8 +118,8 @@ class Checkpoint:
         if file.name == STATE[1]:
             return read_tensors(file)
         try:
-            return dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+            return read_json(file, dict)
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
 
     def _with_tensors(self, name: str, part: Any, *, copy: bool = True) -> Any:
@@ -134,7 +134,7 @@ class Checkpoint:
                     tensors = {key: opened.get_tensor(key) for key in list(opened.keys())}
                 tensors = {k: t.clone() for k, t in tensors.items()} if copy else tensors
             return _join(part, tensors)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
 
     def require(self, parts: Iterable[str] | None = None) -> None:
@@ -154,7 +154,7 @@ class Checkpoint:
         Files that were found right before are not read again.
         """
         try:
-            manifest = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+            manifest = read_json(self.path / MANIFEST, dict)
             if manifest["format"] not in STATE:
                 known = " and ".join(map(str, STATE))
                 return f"format {manifest['format']}, this version reads {known}"
@@ -168,6 +168,7 @@ class Checkpoint:
                 return f"{MANIFEST} does not name its files"
             wanted = sums.keys() if parts is None else needed | set(map(_shard, parts))
             for name in sorted((wanted & sums.keys()) - self._checked):
+                require_file(self.path / name)
                 if _sum(self.path / name) != sums[name]:
                     return f"{name} does not match its checksum"
                 self._checked.add(name)

@@ -22,7 +22,7 @@ from sparsepretrain.errors import (
     SparsePretrainWarning,
     cannot_write,
 )
-from sparsepretrain.files import write_atomic
+from sparsepretrain.files import read_json, write_atomic
 from sparsepretrain.runs import checkpoint, record
 
 SET_ASIDE = re.compile(r"\.old-\d+$")
@@ -180,10 +180,9 @@ class RunDirectory:
         if not self.environment_file.is_file():
             return {}
         try:
-            values: dict[str, Any] = json.loads(self.environment_file.read_text(encoding="utf-8"))
+            return read_json(self.environment_file, dict)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.environment_file} cannot be read: {error}") from error
-        return values
 
     def failures(self) -> dict[str, dict[str, Any]]:
         """What failed when it was last tried -> its ``exit_code`` and ``error``, one line.
@@ -192,10 +191,9 @@ class RunDirectory:
         what a signal killed is minus the number of the signal.
         """
         try:
-            found: dict[str, dict[str, Any]] = json.loads(self.failures_file.read_text("utf-8"))
+            return read_json(self.failures_file, dict)
         except (OSError, ValueError):
             return {}
-        return found
 
     def note_failure(self, what: str, exit_code: int = 0, error: str = "") -> None:
         """Keep for :meth:`failures` how ``what`` failed; exit code 0: it did not.
@@ -214,7 +212,7 @@ class RunDirectory:
     def status(self) -> int | None:
         """The exit code that the first of several processes left; None: there is none yet."""
         with contextlib.suppress(OSError, ValueError, KeyError):
-            return int(json.loads(self.status_file.read_text("utf-8"))["exit_code"])
+            return int(read_json(self.status_file, dict)["exit_code"])
         return None
 
     def leave_status(self, exit_code: int | None) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepretrain.errors import ConfigError, DataError, cannot_write
-from sparsepretrain.files import write_atomic
+from sparsepretrain.files import parse_json, write_atomic
 
 
 class Record:
@@ -127,8 +127,9 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
                     raise DataError(f"{file}, line {wrong} is not a JSON record: remove that line")
                 record = None
                 with contextlib.suppress(ValueError):
-                    record = json.loads(text)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    record = parse_json(text, dict)
+                step = None if record is None else record.get("step")
+                if record is not None and isinstance(step, int) and 0 <= step < 2**53:
                     yield record
                 else:
                     wrong = wrong or number
@@ -147,8 +148,8 @@ def tail(file: Path, size: int = 1 << 18) -> list[dict[str, Any]]:
     records = []
     for text in texts:
         with contextlib.suppress(ValueError):  # the first and the last may be a part of a line
-            records.append(json.loads(text))
-    return [line for line in records if isinstance(line, dict) and "step" in line]
+            records.append(parse_json(text, dict))
+    return [line for line in records if "step" in line]
 
 
 def _dump(line: dict[str, Any]) -> str:

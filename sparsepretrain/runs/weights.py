@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from sparsepretrain import registry
 from sparsepretrain.errors import CheckpointError, reason
+from sparsepretrain.files import read_json
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.directory import RunDirectory
@@ -134,7 +134,7 @@ def _weight_files(source: Source) -> list[Path]:
             return [file]
         if (index := locate(source, f"{name}.index.json")) is not None:
             try:
-                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+                names = read_json(index, dict)["weight_map"].values()
             except (OSError, ValueError, KeyError, AttributeError) as error:
                 raise CheckpointError(f"{index} is damaged: it names no files") from error
             files = {name: locate(source, name) for name in sorted(set(names))}

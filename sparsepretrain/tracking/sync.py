@@ -14,7 +14,7 @@ from typing import Any, Literal
 from sparsepretrain.config import strict
 from sparsepretrain.config.groups import Tracker
 from sparsepretrain.errors import ConfigError, SparsePretrainError, reason
-from sparsepretrain.files import write_atomic
+from sparsepretrain.files import read_json, write_atomic
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.tracking.stream import values_of
@@ -156,6 +156,6 @@ def _digest(files: list[Path], more: str) -> str:
 
 def _read(file: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return read_json(file, dict)
     except (OSError, ValueError):
         return {}

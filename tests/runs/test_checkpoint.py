@@ -16,9 +16,10 @@ import safetensors.torch
 import torch
 from tiny_runs import assert_equal_bits, assert_same_run, final_state, metrics
 
-from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.errors import CheckpointError, ConfigError, DataError
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.checkpoint import Checkpoint, Retention
+from sparsepretrain.runs.directory import RunDirectory
 
 MODEL = "shard-00000-model.safetensors"
 FILES = {"config.yaml", "state.json", MODEL, "shard-00000-optimizer.safetensors", "manifest.json"}
@@ -676,3 +677,44 @@ def test_resume_from_nothing(tiny, resume):
     with pytest.raises(CheckpointError, match="resume=") as caught:
         tiny.train(f"resume={resume}")
     assert "\n" not in str(caught.value) and not (tiny.root / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("manifest.json", "[" * 100_000),
+        ("state.json", "[" * 100_000),
+        ("state.json", '{"counters": {"$items": 5}}'),
+        ("state.json", '{"counters": {"$items": [[[], 1]]}}'),
+        ("state.json", None),
+        ("config.yaml", None),
+    ],
+)
+def test_crafted_files_are_one_line(tiny, file, content):
+    """With sums that are right; None: a pipe."""
+    directory = tiny.train("steps=2").directory
+    (path,) = (directory / "checkpoints").iterdir()
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / file).unlink()
+    if content is None:
+        os.mkfifo(path / file)
+    else:
+        (path / file).write_text(content)
+        manifest["sha256"][file] = hashlib.sha256(content.encode()).hexdigest()
+    if file != "manifest.json":
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError) as caught:
+        tiny.train("name=other", f"resume='{path}'", "steps=4")
+    assert "\n" not in str(caught.value)
+
+
+def test_crafted_records_are_one_line(tiny):
+    directory = RunDirectory(tiny.train("steps=2").directory)
+    directory.environment_file.write_text("[]")
+    with pytest.raises(ConfigError, match="expected a JSON object, got list"):
+        directory.environment()
+    lines = directory.record_file.read_text()
+    for line in ("[" * 100_000, json.dumps({"step": 2**70}), json.dumps({"step": -1})):
+        directory.record_file.write_text(f"{line}\n{lines}")
+        with pytest.raises(DataError, match="line 1 is not a JSON record"):
+            directory.record()
