@@ -257,8 +257,8 @@ def compared(name: str, path: Path) -> str:
     title, unit = prose(about.title), (metric.variant or "").partition(";")[0]
     text = (
         f"[{title}]({page(name, path)}.md): {metric.label} at the end ({unit}); "
-        f"{about.baseline} has {dense:.{digits}f}. Differences to {about.baseline} are paired by seed, with 95 % "
-        f"intervals. {again(name, found)}"
+        f"{about.baseline} has {dense:.{digits}f}. Differences to {about.baseline} are paired by "
+        f"seed, with 95 % intervals. {again(name, found)}"
     )
     text = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
     heads = ["method", f"Δ to {about.baseline}", f"of {about.baseline}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import textwrap
 from typing import Any
 
@@ -11,8 +12,9 @@ from sparsepretrain.cli._verb import ConfiguredVerb, in_columns
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register
 
-WIDTH = 100
-"""Columns that the table keeps to."""
+NO_BREAK = "\u00a0"
+WIDEST = 100
+"""Columns of the table at most."""
 
 
 @register("verb", "methods")
@@ -27,6 +29,7 @@ class Methods(ConfiguredVerb):
         plain = compose(args.overrides, args.config_dir)
         if problems := registry.load_plugins(plain["plugins"]):
             raise ConfigError(problems)
+        width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
         rows, below = [["method", *COLUMNS.values()]], [[""]]
         for name in registry.names("method"):
             method: Any = registry.get("method", name)
@@ -36,11 +39,26 @@ class Methods(ConfiguredVerb):
                 continue
             rows.append([name, *(operand.text for operand in method.typical_row(name))])
             words = [method.phases, method.summary, method.paper]
-            below.append(textwrap.wrap("; ".join(w for w in words if w != "–"), WIDTH - 4))
-        for line, more in zip(in_columns(rows), below, strict=True):
-            print(line, *(f"    {text}" for text in more if text), sep="\n")
+            below.append(textwrap.wrap("; ".join(w for w in words if w != "–"), width - 4))
+        lines = [[line] for line in in_columns(rows)]
+        if max(len(line) for (line,) in lines) > width:  # operands one after the other
+            pairs = [_pairs(rows[0], row) for row in rows]
+            each = zip(rows[1:], pairs[1:], strict=True)
+            lines = [[], *([row[0], *_indented(text, width)] for row, text in each)]
+        for line, more in zip(lines, below, strict=True):
+            print(*line, *(f"    {text}" for text in more if text), sep="\n")
         print(
             "\nfprop Y = Xf(X)·A(W)ᵀ   dgrad dX = P(G)·B(W)   wgrad dW = U(G)ᵀ·Xw(X)\n"
             "the optimiser receives J(dW, W)"
         )
         return 0
+
+
+def _pairs(names: list[str], row: list[str]) -> str:
+    """Operands by name, each with spaces that no line ends at."""
+    words = [f"{k} = {v}" for k, v in zip(names[1:], row[1:], strict=False)]
+    return ", ".join(word.replace(" ", NO_BREAK) for word in words)
+
+
+def _indented(text: str, width: int) -> list[str]:
+    return [f"    {line.replace(NO_BREAK, ' ')}" for line in textwrap.wrap(text, width - 4)]

@@ -157,7 +157,8 @@ class Run:
             yield "compile", "must be blocks with parallel=ddp, got graphs"
         floor, peak = getattr(self.schedule, "min_lr", 0.0), getattr(self.optim, "lr", None)
         if peak is not None and floor > peak:
-            yield "schedule.min_lr", f"must be ≤ optim.lr ({peak}), got {floor}"
+            text = f"must be ≤ optim.lr ({peak}), got {floor}: add schedule.min_lr={peak / 10:g}"
+            yield "schedule.min_lr", text
 
     def _sharded(self) -> Problems:
         """What does not go with ``parallel=fsdp``."""

@@ -56,12 +56,16 @@ class Console:
         return cls(open(os.devnull, "w"), live=False)
 
     def info(self, line: str) -> None:
-        """Print one line."""
-        self._rich.print(line, soft_wrap=True)
+        """Print one line; a terminal gets it broken between words, but for commands to copy."""
+        self._rich.print(line, soft_wrap=self._is_soft(line))
 
     def warn(self, line: str) -> None:
         """Print one line that starts with ``warning:``."""
-        self._rich.print(f"warning: {line}", soft_wrap=True, style="yellow")
+        self._rich.print(f"warning: {line}", soft_wrap=self._is_soft(line), style="yellow")
+
+    def _is_soft(self, line: str) -> bool:
+        """True if the terminal may break the line anywhere, so that it is copied whole."""
+        return not self._rich.is_terminal or line.startswith("sparsepretrain ")
 
     def loading(self, what: str) -> None:
         """Say what the next seconds are spent on, before PyTorch is imported."""
@@ -82,8 +86,8 @@ class Console:
     ) -> None:
         """Print a table of rows of equal length, cells with ``str``; ``title`` may be empty.
 
-        Where it is wider than the terminal, its widest column is folded. Without ``lines`` more
-        of it fits.
+        Where it is wider than the terminal, its widest columns are folded; nothing is cut off.
+        Without ``lines`` more of it fits.
         """
         self._rich.print(_table(title, rows, header, lines=lines))
 
@@ -181,9 +185,7 @@ def _table(
 ) -> Table:
     texts = [list(map(str, row)) for row in rows]
     names = header or [""] * max(map(len, texts), default=0)
-    widths = [max(map(len, column)) for column in zip(names, *texts, strict=True)]
-    widest = widths.index(max(widths, default=0)) if widths else 0
-    columns = [Column(name, no_wrap=i != widest) for i, name in enumerate(names)]
+    columns = [Column(name, overflow="fold") for name in names]  # the widest gives way first
     table = Table(*columns, title=title or None, title_justify="left", title_style="bold")
     table.show_header = header is not None
     if not lines:

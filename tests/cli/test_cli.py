@@ -160,6 +160,15 @@ def test_methods(capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_methods_fit_a_narrow_terminal(width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert cli.main(["methods"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-2])) <= width
+    assert any("U(G) = MVUE(G)" in line for line in lines)
+
+
 def test_methods_of_a_plugin(tmp_path, capsys):
     plugin = tmp_path / "bare.py"
     plugin.write_text(

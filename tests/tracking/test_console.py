@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 import warnings
@@ -10,6 +11,11 @@ import pytest
 from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import SparsePretrainWarning
 from sparsepretrain.tracking.console import Console, clock, count, describe, significant
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def state(phase: str, done: int, total: int | None, unit: str = "tokens", **more: int) -> Progress:
@@ -189,3 +195,30 @@ def test_the_unit_is_that_of_the_task():
     console.unit = "images"
     console.step({"step": 1, "loss": 1.0, "tokens_per_second": 100.0}, 2)
     assert "100 images/s" in out.getvalue() and "tokens" not in out.getvalue()
+
+
+def test_a_terminal_gets_lines_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    console = Console(out)
+    console.info("runs/a: learning rate 1e-3, steps 0 to 40 of the whole run")
+    console.warn("this machine has no CUDA device for the products")
+    command = "sparsepretrain train sparsity=sste sparsity.gamma=0.2"
+    console.info(command)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
+    assert "steps 0" in " ".join(lines) and max(map(len, lines[:4])) <= 40
+    assert lines[-1] == command, "a command is copied whole"
+
+
+def test_no_column_is_cut_off_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    name = "transformer.h.0.mlp.c_fc"
+    Console(out).table(
+        "", [[name, "a reason of many words, too long", "x" * 20]], ["layer", "why", "what"]
+    )
+    text = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
+    cells = ["".join(line.split("│")[1].strip() for line in text.splitlines() if "│" in line)]
+    assert name in cells[0] and "…" not in text
