@@ -50,6 +50,7 @@ class LayerState(nn.Module):
     choices: Mapping[str, Execution]  # executions by what they pack
     packs: str = ""  # places of the row whose operands may be packed
     settled: bool = False  # whether products were tried with inputs, where they have to be
+    reset_due: bool = False  # initial weights were loaded before `attach` of a sharded model
     initialized: bool = True  # False: the method's tensors left the meta device and hold anything
 
     if TYPE_CHECKING:  # the method's tensors
@@ -114,12 +115,16 @@ class LayerState(nn.Module):
         master = widen(self.all_rows(self.stored(weight).detach()))
         tensors = {PREVIOUS_MASK: pack_rows(torch.zeros_like(master, dtype=torch.bool))}
         for key, value in (tensors | self.method.initial_state(master, self)).items():
-            part = self.shard.mine(value) if key in self.sharded else value
-            if getattr(self, key).is_meta:  # a dense state dict was assigned to a model on meta
+            own = getattr(self, key)
+            if own.is_meta:  # a dense state dict was assigned to a model on meta
                 kind: Any = self._parameters if key in self._parameters else self._buffers
-                kind[key] = part
+                kind[key] = value
+            elif key in self.sharded:
+                own.copy_(self.shard.mine(value))
+            elif self.shard is not None and key in self._parameters:  # FSDP shards it by itself
+                own._local_tensor.copy_(type(self.shard)(key, own).mine(value))
             else:
-                getattr(self, key).copy_(part)
+                own.copy_(value)
         self.initialized = self.model.baseline_due = True
         if self.method.window[0] == 0:
             self.update(weight)

@@ -244,14 +244,19 @@ class SparseLayer(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         own = self.sparsity
         own.convert_old_tensors(state_dict, prefix, self.weight)
+        names = (*own.own_tensors, PREVIOUS_MASK)
+        brought = [_brings(state_dict, f"{prefix}sparsity.{k}", getattr(own, k)) for k in names]
+        brings_weight = _brings(state_dict, f"{prefix}weight", self.weight)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         own.forget()
-        if all(
-            f"{prefix}sparsity.{key}" in state_dict for key in (*own.own_tensors, PREVIOUS_MASK)
-        ):
-            own.initialized = True
-        elif f"{prefix}weight" in state_dict and own.model.is_new and not self.weight.is_meta:
-            own.reset(self.weight)  # initial weights of a dense model
+        if all(brought):
+            own.initialized, own.reset_due = True, False
+        elif brings_weight and own.model.is_new and not self.weight.is_meta:
+            # initial weights of a dense model
+            if own.model.sharded and own.shard is None:
+                own.reset_due = True  # `attach` knows which rows they are
+            else:
+                own.reset(self.weight)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # most sparse classes are made on the fly: what is pickled is the class they replace
@@ -315,6 +320,26 @@ def layer_family(cls: type[nn.Module]) -> type[nn.Module] | None:
         if conv1d or c in (nn.Linear, nn.Conv2d):
             return c
     return None
+
+
+def _brings(state_dict: Mapping[str, Tensor], key: str, present: Tensor) -> bool:
+    """True if ``state_dict`` has another tensor than ``present`` under ``key``.
+
+    Where torch loads whole tensors into shards, it adds what the module has already.
+    """
+    value = state_dict.get(key)
+    if value is None:
+        return False
+    if value.is_meta or present.is_meta or not value.numel():
+        return True
+    return _memory(value).data_ptr() != _memory(present).data_ptr()
+
+
+def _memory(tensor: Any) -> Tensor:
+    """The plain tensor in a DTensor, in a shard of a master weight, or ``tensor`` itself."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    plain: Tensor = getattr(tensor, "_tensor", tensor)
+    return plain
 
 
 def _is_dtensor(value: Any) -> bool:

@@ -390,6 +390,9 @@ def bind(layers: Mapping[str, SparseLayer], state: ModelState) -> None:
         if own.shard is None:
             own.cut(RowsOf(name, layer.weight))
             own.gathered = Gathered(own, reasons)
+            if own.reset_due:
+                own.reset_due = False
+                own.reset(layer.weight)
             if (packing := own.gathered.packing) is not None:
                 packed = len(packing.packed) == len(packing.reasons)
                 layer.weight._local_tensor.unpacked = packed

@@ -180,7 +180,9 @@ class Steps:
 
     def take_baseline(self) -> None:
         """Remember the masks of initial weights, if that is due, for the first flip rate."""
-        if self.state.baseline_due:
+        if not self.state.baseline_due:
+            return
+        if all(layer.sparsity.initialized for layer in self.layers.values()):
             self.state.baseline_due = False
             self.compare()
 

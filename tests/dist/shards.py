@@ -8,7 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mutants import mistaken
 from ranks import VARIANTS
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -133,18 +134,21 @@ def train(
     fused: bool = True,
     micro_batches: int = 4,
     resume: str = "",
+    meta: bool = False,
 ) -> dict[str, Any]:
     """Losses, flips and metrics of every step; masks, proof and weights at the end.
 
     ``resume``: halfway all is saved, and another model loads it with this function of
-    ``torch_checkpoints`` and goes on.
+    ``torch_checkpoints`` and goes on. ``meta``: the model is made on the meta device, and initial
+    weights are loaded into its shards.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if shards else (0, 1)
     # FSDP averages gradients; a method that adds a constant to their norms needs sums
     sums = float(options(name)[1].get("epsilon", 0)) > 0
 
     def start(seed: int = 0) -> tuple[nn.Sequential, sp.Sparsifier, torch.optim.Optimizer]:
-        model, sparsifier = sparse_model(name, kind, inner, seed)
+        with torch.device("meta") if meta and shards else nullcontext():
+            model, sparsifier = sparse_model(name, kind, inner, seed)
         if shards:
             sparsifier.prepare_sharding()
             names, sizes = ("replicate", "shard"), (replicas, world // replicas)
@@ -157,6 +161,10 @@ def train(
                 if sums and isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
+        if meta and shards:
+            model.to_empty(device="cpu")
+            options = StateDictOptions(full_state_dict=True, strict=False)
+            set_model_state_dict(model, model_of(kind, inner, seed).state_dict(), options=options)
         steps = optimizer(sparsifier.method.options.name, model, fused)
         sparsifier.attach(steps)
         return model, sparsifier, steps
@@ -209,7 +217,7 @@ def train(
 
 def compare(case: dict[str, Any]) -> dict[str, Any]:
     """What differs between shards and one process."""
-    only = {"replicas", "reshard", "counted", "resume"}
+    only = {"replicas", "reshard", "counted", "resume", "meta"}
     with mistaken(case.pop("mutant", "")):
         mine = train(shards=True, **case)
     alone = train(shards=False, **{k: v for k, v in case.items() if k not in only})

@@ -44,6 +44,7 @@ RESUMED = [
     for name in VARIANTS
     for order in ("together", "model_first", "optimizer_first")
 ]
+META = [{"name": name, "meta": True} for name in VARIANTS]
 REPLICAS = [{"name": name, "replicas": 2} for name in ("sste", "bimask", "tsrste")]
 
 
@@ -78,8 +79,9 @@ def compared(size, cases):
         (3, [case | {"micro_batches": 6} for case in UNEVEN]),
         (4, REPLICAS),
         (2, RESUMED),
+        (2, META),
     ],
-    ids=["methods", "storages", "ways", "uneven", "replicas", "resumed"],
+    ids=["methods", "storages", "ways", "uneven", "replicas", "resumed", "meta"],
 )
 def test_shards_give_the_answer_of_a_whole_model(size, cases):
     for case, found in zip(cases, compared(size, cases), strict=True):

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim import StepAdamW
-from sparsepretrain.sparsity.sharding import MasterShard, part_of, whole
+from sparsepretrain.sparsity.sharding import MasterShard, part_of, plain, whole
 from sparsepretrain.sparsity.sparsifier import prove
 
 
@@ -331,3 +331,23 @@ def test_tensor_parallelism_is_named_where_it_is_refused(mesh, prepared):
         sparsifier.prepare_sharding()
     with pytest.raises(ConfigError, match="tensor parallelism of sparse layers is not supported"):
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+@pytest.mark.parametrize("method", ["sste", "slope", "tsrste", "bimask"])
+def test_a_model_from_the_meta_device_is_sharded_and_reset(mesh, method):
+    whole_model, its_sparsifier = pair(method)
+    weights = {k: v.clone() for k, v in whole_model.named_parameters() if "sparsity" not in k}
+    its_optimizer = sgd(whole_model)
+    its_sparsifier.attach(its_optimizer)
+    with torch.device("meta"):
+        model, sparsifier = pair(method)
+    sparsifier.prepare_sharding()
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    optimizer = sgd(model)
+    sparsifier.attach(optimizer)
+    with torch.no_grad():
+        for name, value in weights.items():
+            plain(model.get_parameter(name)).copy_(value)
+    sparsifier.reset()
+    assert train(model, sparsifier, optimizer) == train(whole_model, its_sparsifier, its_optimizer)
