@@ -130,7 +130,7 @@ def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: 
     runs = math.prod([len(axes.seeds), *map(len, axes.values.values())])
     if runs > MOST_RUNS:
         errors.append(f"a sweep takes at most {MOST_RUNS:,} runs, and these are more: give less")
-    if runs == 1 and not search and not axes.ranges and not errors:
+    if not overrides and not search:
         errors.append(
             "a sweep needs several values: sparsepretrain sweep sparsity=ste,sste seed=0..2"
         )

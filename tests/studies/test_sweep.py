@@ -190,6 +190,6 @@ def test_a_refused_word_names_the_place() -> None:
         (["seed=0..999", "optim.lr=1,2,3,4,5,6,7,8,9,10,11"], "at most 10,000 runs"),
     ],
 )
-def test_one_run_and_too_many_runs_are_refused_at_once(words, told, capsys):
+def test_no_words_and_too_many_runs_are_refused_at_once(words, told, capsys):
     assert cli.main(["sweep", *words]) == 2
     assert told in capsys.readouterr().err
