@@ -19,8 +19,7 @@ in brackets is one value. Each run is an ordinary one in runs/NAME/VALUES/HASH-s
 reproduce, all are checked first, finished ones are skipped, partial ones continue, failing ones are
 rows, and the same command continues. --search lets Optuna choose N trials from ranges, as
 optim.lr=1e-4..1e-2 (by its logarithm), interval(0,0.5) or 2..8, and from values, for the best
-metric of the last evaluation, the mean over the seeds. Rates below the default schedule's floor
-need schedule.min_lr=0 beside optim.lr.
+metric of the last evaluation, the mean over the seeds.
 """
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   sparsepretrain train sparsity=sste sparsity.gamma=0.2
-  sparsepretrain train model=gpt2_124m sparsity=srste optim.lr=1e-4 schedule.min_lr=0 --dry-run
+  sparsepretrain train model=gpt2_124m sparsity=srste optim.lr=1e-4 --dry-run
 
 `sparsepretrain configs` lists groups and options; `sparsepretrain configs sparsity=sste` prints the
 keys of an option with a comment beside each.
@@ -78,7 +78,7 @@ class Train(ConfiguredVerb):
             dry_run(run, console)
             return 0
         if run.resume == "auto" and directory.is_finished(run, end):  # known without torch
-            console.info(f"{directory} is finished ({end} steps): nothing to do")
+            console.info(directory.nothing_to_do(run, end))
         else:
             console.loading(run.name)
             code = _train(run, args.stop_after, console)

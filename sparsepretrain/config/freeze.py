@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sparsepretrain.config.groups import key_of
 from sparsepretrain.config.places import check_yaml
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, one_line
@@ -22,35 +20,6 @@ NOT_IDENTITY = (
 """Keys that leave the result alone, but for rounding; the seed stands next to the hash in the
 directory name."""
 
-Table = dict[tuple[str, str | None], dict[str, Any]]
-
-ADDED: Table = {
-    ("model", "gpt2"): {"activation": "gelu_tanh"},
-    ("model", "bert"): {"activation": "gelu"},
-    ("model", "marian"): {"activation": "relu"},
-    ("model", "timm_image"): {"activation": None, "zero_init_last": None},
-    ("task", "causal_lm"): {"replacement": False},
-    ("task", "image_classification"): {"lighting": 0.0},
-    **{("schedule", n): {"start": None} for n in ("cosine", "linear", "inverse_sqrt", "constant")},
-    ("precision", "fp8_sim"): {"init_scale": 65536.0, "growth_interval": 2000, "tf32": False},
-    ("precision", "fp32"): {"tf32": False},
-    ("sparsity", "slope"): {"adapters": {"rank": 0, "start": 0.99}},
-    ("checkpoint", None): {"keep_every": 0, "keep_best": 0, "background": False},
-    ("parallel", "single"): {"reduction": "fast"},
-    ("parallel", "fsdp"): {"gather": "operand"},
-}
-"""(Group, what is chosen in it; None: nothing is) -> key -> what a configuration without it means.
-
-A configuration that was frozen before the key existed is read as if it had this value, and the hash
-leaves the key out at this value, so that a new key makes no new experiments of old ones.
-"""
-
-CHANGED: Table = {("sparsity", "sdgp"): {"epsilon": 1.0e-4}}
-"""The same for keys whose default is another one now: they are in the hash at every value."""
-
-ADDED_AT_ROOT: dict[str, Any] = {"probe": {}}
-"""The same as ``ADDED`` for keys of the root: at these values they are not in the hash."""
-
 Config = Run | dict[str, Any]
 
 
@@ -62,7 +31,7 @@ def to_yaml(plain: dict[str, Any]) -> str:
 
 
 def from_yaml(file: Path) -> dict[str, Any]:
-    """Read a frozen configuration; keys that it is too old for get the value they had in effect.
+    """Read a frozen configuration.
 
     Raises:
         ConfigError: the file is missing, endless or not a YAML mapping.
@@ -81,30 +50,23 @@ def from_yaml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {one_line(error)}") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"{file} is not a configuration: it must be a mapping of keys")
-    result = {str(key): value for key, value in plain.items()}
-    for table in (ADDED, CHANGED):
-        for part, key, value in _meant(result, table):
-            part.setdefault(key, value)
-    return result
+    return {str(key): value for key, value in plain.items()}
 
 
 def identity(config: Config) -> str:
-    """Eight hexadecimal digits that are equal for equal experiments.
+    """Return eight hexadecimal digits that are equal for equal experiments.
 
-    What ``NOT_IDENTITY`` names is left out, so the seeds of one experiment share it, and of
-    ``parallel`` everything but the device, so that a run can go on with other processes; of
-    ``compile`` all values but true, which always was another experiment, are one. The order of keys
-    and the spelling of numbers (``1`` or ``1.0``) make no difference.
-    A mapping is expected as ``Run.plain`` gives it.
+    The hash leaves out the keys of ``NOT_IDENTITY``, so all seeds of an experiment share it. Of
+    ``parallel`` it keeps the device only, so that a run can continue on another number of ranks. Of
+    ``compile`` it keeps only whether the value is true, the one mode that changes rounding. The
+    order of keys and the spelling of numbers (``1`` or ``1.0``) make no difference.
+
+    Args:
+        config: a run, or a mapping as ``Run.plain`` returns it.
     """
-    chosen = {k: v for k, v in _plain(config).items() if v != ADDED_AT_ROOT.get(k, ...)}
-    plain = _canonical(chosen)
+    plain = _canonical(_plain(config))
     for group, _, key in (dotted.rpartition(".") for dotted in NOT_IDENTITY):
         (plain[group] if group else plain).pop(key, None)
-    for part, key, value in _meant(plain, ADDED):
-        if part.get(key) == _canonical(value):
-            part.pop(key, None)
-    # false is what the other modes say in older configurations
     plain["compile"] = plain.get("compile") is True
     plain["parallel"] = {"name": "single", "device": plain["parallel"]["device"]}
     text = json.dumps(plain, sort_keys=True)
@@ -141,15 +103,6 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 
 def _plain(config: Config) -> dict[str, Any]:
     return config.plain if isinstance(config, Run) else config
-
-
-def _meant(plain: dict[str, Any], table: Table) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """(group of ``plain``, key, value) of what ``table`` says about the choices of ``plain``."""
-    for (group, name), keys in table.items():
-        part = plain.get(group)
-        if isinstance(part, dict) and part.get(key_of(group)) == name:
-            for key, value in keys.items():
-                yield part, key, value
 
 
 def _show(leaves: dict[str, Any], key: str) -> str:

@@ -30,8 +30,8 @@ class Decay(Warmup):
     """Linear warm-up, then cosine or linear decay to a floor at the last step."""
 
     name: Literal["cosine", "linear"]  # type: ignore[assignment]
-    min_lr: Annotated[float, "≥ 0"]
-    """Learning rate that the decay reaches after the last step."""
+    end: Annotated[float, "[0, 1]"]
+    """Learning rate after the last step, as a fraction of the peak."""
 
 
 @dataclass(slots=True, kw_only=True)

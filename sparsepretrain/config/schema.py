@@ -155,10 +155,6 @@ class Run:
         yield from self._sharded()
         if self.compile == "graphs" and getattr(self.parallel, "name", "single") == "ddp":
             yield "compile", "must be blocks with parallel=ddp, got graphs"
-        floor, peak = getattr(self.schedule, "min_lr", 0.0), getattr(self.optim, "lr", None)
-        if peak is not None and floor > peak:
-            text = f"must be ≤ optim.lr ({peak}), got {floor}: add schedule.min_lr={peak / 10:g}"
-            yield "schedule.min_lr", text
 
     def _sharded(self) -> Problems:
         """What does not go with ``parallel=fsdp``."""

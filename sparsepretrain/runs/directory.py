@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
@@ -293,7 +293,7 @@ class RunDirectory:
         return record.read(self.probes_file) if self.probes_file.is_file() else []
 
     def is_finished(self, run: Run, end: int) -> bool:
-        """Whether step ``end`` or a later one has a whole checkpoint and its evaluation."""
+        """True if step ``end`` or a later one has an intact checkpoint and its evaluation."""
         late = [path for step, path in checkpoint.saved(self.checkpoints).items() if step >= end]
         if all(checkpoint.Checkpoint(path).problem() is not None for path in late):
             return False
@@ -303,6 +303,16 @@ class RunDirectory:
             return any(line["step"] >= end and "split" in line for line in self.record())
         except (ConfigError, DataError):
             return False
+
+    def nothing_to_do(self, run: Run, end: int) -> str:
+        """Return the line that is printed if the run has already reached step ``end``."""
+        how_far = f"{end} steps" if end >= run.steps else f"step {end} of {run.steps}"
+        return f"{self} is {state_at(end, run.steps)} ({how_far}): nothing to do"
+
+
+def state_at(end: int, steps: int) -> Literal["finished", "partial"]:
+    """Return the state of a run of ``steps`` steps that ended after step ``end``."""
+    return "finished" if end >= steps else "partial"
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:

@@ -22,7 +22,7 @@ from sparsepretrain.config import validate
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, SparsePretrainError
 from sparsepretrain.runs import checkpoint, record
-from sparsepretrain.runs.directory import RunDirectory
+from sparsepretrain.runs.directory import RunDirectory, state_at
 from sparsepretrain.studies.child import LOST, start_child
 from sparsepretrain.tracking.console import Console, clock, significant
 from sparsepretrain.training.signals import StopSignals
@@ -63,7 +63,8 @@ class Cell:
     """The run that it is a stage of, and the stage's name, where its failure is noted."""
     then: Callable[[], Iterable[Cell]] = tuple
     """The cells that it makes possible, asked for once it is finished."""
-    state: Literal["waiting", "running", "finished", "failed", "stopped"] = "waiting"
+    state: Literal["waiting", "running", "finished", "partial", "stopped", "failed"] = "waiting"
+    """``partial``: the run reached ``stop_after``; ``stopped``: a signal ended it before."""
     exit_code: int = 0
     """Of a failed cell; minus the number of the signal that killed it."""
     error: str = ""
@@ -82,16 +83,26 @@ class Cell:
 
     @property
     def end(self) -> int:
-        """Steps after which it is finished."""
+        """The last step of this cell: of the run, or ``stop_after``."""
         steps = self.run.steps
         return steps if self.stop_after is None else min(self.stop_after, steps)
 
     @property
+    def goal(self) -> Literal["finished", "partial"]:
+        """State of the cell after its last step, in the words of the reports."""
+        return state_at(self.end, self.run.steps)
+
+    @property
+    def is_done(self) -> bool:
+        """True if the cell reached its last step in this study or before."""
+        return self.state in ("finished", "partial")
+
+    @property
     def left(self) -> str:
-        """What is to be done: ``finished``, ``from step 40`` or ``to run``."""
+        """The work left: ``finished`` or ``partial`` (none), ``from step 40`` or ``to run``."""
         if self.run.resume != "never":
             if self.directory.is_finished(self.run, self.end):
-                return "finished"
+                return self.goal
             if saved := checkpoint.saved(self.directory.checkpoints):
                 return f"from step {max(saved)}"
         return "to run"
@@ -129,7 +140,7 @@ class Cell:
         return [
             self.label,
             self.state,
-            f"{'–' if step is None else step}/{self.end}",
+            f"{'–' if step is None else step}/{self.run.steps}",
             "–" if loss is None else significant(loss),
             "–" if flips is None else f"{flips:.1e}",
             note,
@@ -215,11 +226,11 @@ class Study(contextlib.AbstractContextManager["Study"]):
 
     def _start(self, cell: Cell) -> None:
         left, log = cell.left, cell.directory.console_log
-        if left == "finished":
-            cell.state = "finished"
+        if left == cell.goal:
+            cell.state = cell.goal
             cell.look()
             cell.note()
-            self._say(cell, f"{cell.directory} is finished ({cell.end} steps): nothing to do")
+            self._say(cell, cell.directory.nothing_to_do(cell.run, cell.end))
             return
         try:
             with cell.directory.claim():  # or another process trains it
@@ -261,7 +272,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
             trained = (cell.line.get("step", 0) - step) * (cell.pace or 0.0)
             self._beside.append(max(0.0, time.monotonic() - begun - trained))
         if code == 0 or stopping:
-            cell.state = "stopped" if code else "finished"
+            cell.state = "stopped" if code else cell.goal
             if not code:
                 cell.note()
             self._say(cell, cell.state)
@@ -273,8 +284,8 @@ class Study(contextlib.AbstractContextManager["Study"]):
             self._fail(cell, code, lines[-1].strip() if lines else "no output")
 
     def _next(self, cell: Cell) -> list[Cell]:
-        """What a finished cell makes possible; what is refused is a failed row."""
-        found = list(cell.then()) if cell.state == "finished" else []
+        """Return the cells that ``cell`` makes possible; cells that are refused have failed."""
+        found = list(cell.then()) if cell.is_done else []
         self.cells += found
         for refused in [other for other in found if other.state == "failed"]:
             self._fail(refused, refused.exit_code, refused.error)

@@ -34,7 +34,7 @@ def show_plan(
     total, flops, items, unit, unknown = 0, 0.0, 0, "", ""
     costs: dict[str, tuple[float, int]] = {}
     for cell, state in zip(chosen, left, strict=True):
-        done = cell.end if state == "finished" else int(state.partition("from step ")[2] or 0)
+        done = cell.end if state == cell.goal else int(state.partition("from step ")[2] or 0)
         steps, plain = cell.end - done, cell.run.plain
         key = json.dumps([plain[group] for group in ("model", "task", "data", "batch")])
         if key not in costs:
@@ -49,7 +49,8 @@ def show_plan(
         items += steps * costs[key][1]
         if not cell.end:
             unknown = unknown or "not known: steps of epochs are counted on prepared data"
-    run, open_ = chosen[0].run, len(left) - left.count("finished")
+    run = chosen[0].run
+    open_ = sum(state != cell.goal for cell, state in zip(chosen, left, strict=True))
     facts = [("runs", f"{open_} of {len(left)} to run or continue"), ("steps", f"{total:,}")]
     if not unknown:
         device = World.single(run.parallel.device).device

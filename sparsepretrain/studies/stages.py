@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from sparsepretrain.config.cells import Cell, stage_words
 from sparsepretrain.config.tables import Stage
@@ -29,8 +30,13 @@ class Evaluation(engine.Cell):
         return max(checkpoint.saved(self.directory.checkpoints), default=self.run.steps)
 
     @property
+    def goal(self) -> Literal["finished"]:
+        """An evaluation has no part."""
+        return "finished"
+
+    @property
     def left(self) -> str:
-        """Whether the newest checkpoint has such a line."""
+        """``finished`` if the newest checkpoint has such a line, else ``to run``."""
         self.look()
         return "finished" if self.line.get("done") else "to run"
 

@@ -270,7 +270,7 @@ class Search:
     def _value(self, cell: engine.Cell) -> float:
         if cell.exit_code == DivergedError.exit_code:
             return -math.inf if self.maximize else math.inf
-        if cell.state != "finished":
+        if not cell.is_done:
             return math.nan
         lines = [line for line in cell.directory.record() if line.get("split") == "validation"]
         value = lines[-1].get(self.metric) if lines else None

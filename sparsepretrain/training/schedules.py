@@ -43,7 +43,7 @@ def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> flo
 
     Warm-up is linear and reaches the peak at update ``warmup`` + 1; with ``start=0`` the first
     update has rate 0 (nanoGPT until 2024, on which S-STE and T-SR-STE build). Decays reach
-    ``min_lr`` at ``steps``, a triangle reaches zero there.
+    ``end`` times the peak at ``steps``, a triangle reaches zero there.
 
     Args:
         schedule: the group ``schedule``.
@@ -65,7 +65,8 @@ def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> flo
     assert isinstance(schedule, Decay)
     progress = (step - warmup) / max(steps - warmup, 1)
     left = 1 - progress if schedule.name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return schedule.min_lr + (peak - schedule.min_lr) * left
+    floor = peak * schedule.end
+    return floor + (peak - floor) * left
 
 
 def _triangle(schedule: Triangle, progress: float) -> float:

@@ -78,7 +78,7 @@ def _train(
     def finished() -> bool:
         done = run.resume != "never" and directory.is_finished(run, end)
         if done:
-            console.info(f"{directory} is finished ({end} steps): nothing to do")
+            console.info(directory.nothing_to_do(run, end))
         return done
 
     named = world.first(lambda: named_checkpoint(run, console))

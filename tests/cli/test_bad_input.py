@@ -114,7 +114,7 @@ def out_of_range() -> list[tuple[list[str], list[str]]]:
             ("optim.lr=0",), ("optim.lr=-1e-3",), ("optim.betas=[0.9,1.0]",), ("optim.eps=0",),
             ("optim.weight_decay=-0.1",), ("optim=sgd", "optim.momentum=-1"),
             ("optim=sgd", "optim.momentum=0", "optim.nesterov=true"),
-            ("schedule.warmup=-1",), ("schedule.min_lr=-1.0",), ("schedule.min_lr=1.0",),
+            ("schedule.warmup=-1",), ("schedule.end=-1.0",), ("schedule.end=1.5",),
             ("precision=fp16", "precision.init_scale=0"), ("sparsity.gamma=1.5",),
             ("precision=fp8_sim", "precision.recipe=foo"),
             ("precision=fp8_sim", "precision.dtype=fp64"),

@@ -70,7 +70,7 @@ def test_published_gpt2_settings():
     assert plain["eval"] == {"every": 1000, "batches": 200} and plain["clip"] == 1.0
     assert plain["optim"]["lr"] == 1.5e-4 and plain["optim"]["betas"] == [0.9, 0.95]
     assert plain["optim"]["weight_decay"] == 0.1
-    rates = {"warmup": 3000, "start": 0.0, "min_lr": 1e-5}
+    rates = {"warmup": 3000, "start": 0.0, "end": 1 / 15}
     assert plain["schedule"] == {"name": "cosine", **rates} and plain["task"]["replacement"]
     assert plain["precision"]["name"] == "fp16" and plain["data"]["name"] == "openwebtext"
     assert plain["task"]["sequence_length"] == 1024 and plain["model"]["vocab_size"] == 50304

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsepretrain.config import freeze, load, validate
+from sparsepretrain.config import load, validate
 from sparsepretrain.config.freeze import (
     NOT_IDENTITY,
     diff,
@@ -96,23 +96,6 @@ def test_identity_ignores_order_and_spelling_of_numbers():
     assert identity(load(["optim.eps=0.00000001", "clip=1"]).plain) == identity(PLAIN)
     assert identity(RUN) == identity(PLAIN)
     assert identity(load(["data.vocab_size=256"]).plain) == identity(PLAIN), "what null means here"
-
-
-def test_a_new_key_makes_no_new_experiment_of_an_old_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(freeze, "ADDED", {("model", "gpt2"): {"bias": False}})
-    old = copy.deepcopy(PLAIN)
-    del old["model"]["bias"]
-    (tmp_path / "config.yaml").write_text(to_yaml(old))
-    assert from_yaml(tmp_path / "config.yaml") == PLAIN
-    assert identity(old) == identity(PLAIN) != identity(changed("model.bias", True))
-
-
-def test_a_changed_default_does_not_change_old_runs(tmp_path):
-    old = load(["sparsity=sdgp", "sparsity.epsilon=1e-4"]).plain
-    written = identity(old)
-    del old["sparsity"]["epsilon"]
-    (tmp_path / "config.yaml").write_text(to_yaml(old))
-    assert identity(from_yaml(tmp_path / "config.yaml")) == written
 
 
 def test_run_directory():

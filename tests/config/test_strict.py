@@ -13,6 +13,7 @@ from sparsepretrain.config.schema import Batch, Run
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import suggestion
+from sparsepretrain.training.schedules import learning_rate
 
 KEYS = sorted({key.rpartition(".")[2] for key in flat(compose())})
 
@@ -51,7 +52,7 @@ def test_a_common_path_makes_nothing_similar():
         ("precision.recipe=hybrid", "'precision.recipe' (belongs to precision=fp8_sim|fp8)"),
         ("optim.momentum=0.9", "'optim.momentum' (belongs to optim=sgd)"),
         ("optim=sgd optim.betas=[0,0]", "'optim.betas' (belongs to optim=adamw|lion)"),
-        ("schedule=constant schedule.min_lr=0", "(belongs to schedule=cosine|linear)"),
+        ("schedule=constant schedule.end=0", "(belongs to schedule=cosine|linear)"),
         ("sparsity.clipping=[0,1]", "'sparsity.clipping' (belongs to sparsity=step)"),
         ("sparsity=ste sparsity.refresh=4", "(belongs to sparsity=dense|tsrste)"),
         ("data.files=x", "'data.files' (belongs to data.source=text_files)"),
@@ -95,10 +96,15 @@ def test_everything_at_once():
         assert sum(re.search(rf"(^|'){key}\b", message) is not None for message in found) == 1, key
 
 
+def test_the_end_of_a_decay_follows_the_peak():
+    """``optim.lr=1e-4`` was refused while the floor was an absolute rate."""
+    run = load(["model=gpt2_nano", "optim.lr=1e-4"])
+    assert learning_rate(run.schedule, run.optim.lr, run.steps, run.steps) == pytest.approx(1e-5)
+
+
 def test_cross_rules_name_both_sides():
     assert "model.n_positions (256)" in problems("task.sequence_length=257")[0]
     assert "data.vocab_size (4096)" in problems("data.tokenizer=bpe")[0]
-    assert "optim.lr (0.002)" in problems("schedule.min_lr=0.1")[0]
 
 
 @given(st.integers(1, 64), st.integers(1, 64))

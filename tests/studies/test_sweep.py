@@ -109,7 +109,7 @@ def test_a_search_finds_the_rate_and_continues(
 ) -> None:
     words = [
         "sweep",
-        *tiny.overrides("optim.lr=1e-6..1e-1", "steps=2", "schedule.min_lr=0"),
+        *tiny.overrides("optim.lr=1e-6..1e-1", "steps=2"),
         "--search",
     ]
     assert cli.main([*words, "5", "--dry-run"]) == 0

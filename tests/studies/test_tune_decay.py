@@ -209,7 +209,7 @@ def test_few_comparisons_are_warned_of(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_a_frozen_reference_is_an_error(tiny: Tiny, tmp_path: Path) -> None:
-    search = plan(tiny, *TSRSTE, "optim.lr=1e-12", "schedule.min_lr=0", interval=(0.6, 0.95))
+    search = plan(tiny, *TSRSTE, "optim.lr=1e-12", interval=(0.6, 0.95))
     with pytest.raises(ConfigError, match="no mask flips at the end of the dense run"):
         tune(search, tmp_path)
 

@@ -14,8 +14,8 @@ from sparsepretrain import config
 from sparsepretrain.config.groups import Decay, Triangle, Warmup
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
 
-COSINE = Decay(name="cosine", warmup=9, start=None, min_lr=0.1)
-LINEAR = Decay(name="linear", warmup=9, start=None, min_lr=0.1)
+COSINE = Decay(name="cosine", warmup=9, start=None, end=0.1)
+LINEAR = Decay(name="linear", warmup=9, start=None, end=0.1)
 ROOT = Warmup(name="inverse_sqrt", warmup=9, start=None)
 CONSTANT = Warmup(name="constant", warmup=9, start=None)
 
@@ -73,7 +73,7 @@ def test_cosine_is_not_linear():
 )
 def test_always_positive_and_never_above_the_peak(name, warmup, steps, peak):
     if name in ("cosine", "linear"):
-        schedule = Decay(name=name, warmup=warmup, start=None, min_lr=peak / 10)
+        schedule = Decay(name=name, warmup=warmup, start=None, end=0.1)
     else:
         schedule = Warmup(name=name, warmup=warmup, start=None)
     rates = [learning_rate(schedule, peak, step, steps) for step in range(steps)]
