@@ -161,6 +161,8 @@ class SparseLayer(nn.Module):
             if training and not state.settled:
                 state.settle(weight, x.shape, dtype, self.bias is not None)
         operands = state.operands(weight, dtype, training)
+        if not (training or weight.requires_grad or operands is None):
+            reminder.warn_if_frozen_changed(self)
         if x.is_nested:
             return self._nested(x, operands)
         if operands is None:
@@ -249,6 +251,7 @@ class SparseLayer(nn.Module):
         brings_weight = _brings(state_dict, f"{prefix}weight", self.weight)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         own.forget()
+        reminder.forget_frozen(self)
         if all(brought):
             own.initialized, own.reset_due = True, False
         elif brings_weight and own.model.is_new and not self.weight.is_meta:

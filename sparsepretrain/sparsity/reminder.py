@@ -11,6 +11,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -32,6 +35,8 @@ _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 # during a step: models whose weights it holds without their hooks, and their steps so far
 _suspects: WeakKeyDictionary[Optimizer, _Found] = WeakKeyDictionary()
 _released: WeakSet[Optimizer] = WeakSet()  # carried the hooks of a model that was densified
+# sparse layer with a frozen weight -> a few values of the weight at its last evaluation
+_frozen_values: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
 _listening: list[Any] = []  # the handles of the global hooks, once there are some
 
 
@@ -42,6 +47,39 @@ def watch(layer: Any) -> None:
         _listening.append(register_optimizer_step_post_hook(_after))
     living.add(layer)
     _checked.clear()
+
+
+@torch.no_grad()
+def warn_if_frozen_changed(layer: Any) -> None:
+    """Warn if a frozen weight differs from the last evaluation, as after peft's ``merge``.
+
+    Writes through ``weight.data`` change neither version nor address of the tensor, so 16 values of
+    it are compared. On a GPU this waits for the device, but only in evaluation of frozen layers.
+    """
+    weight = layer.weight
+    if torch.compiler.is_compiling() or layer.sparsity.model.sharded:
+        return
+    if type(weight) is not Parameter or weight.is_meta:  # functional_call, fake tensors
+        return
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    values = weight.detach().flatten()
+    values = values[:: max(1, len(values) // 16)].clone()
+    before = _frozen_values.get(layer)
+    _frozen_values[layer] = values
+    if before is not None and before.device == values.device and not torch.equal(before, values):
+        warnings.warn(
+            f"the frozen weight of the sparse layer {layer.sparsity.layer_name!r} changed outside "
+            f"an optimizer step, and {layer.sparsity.model.method.options.name} projects it again: "
+            "outputs change. Before adapters are merged, call sparsepretrain.densify(model)",
+            SparsePretrainWarning,
+            stacklevel=4,
+        )
+
+
+def forget_frozen(layer: Any) -> None:
+    """Accept the weight as it is: a state dict was loaded."""
+    _frozen_values.pop(layer, None)
 
 
 def riding(state: ModelState) -> Optimizer | None:

@@ -291,7 +291,8 @@ def test_peft_merges_into_sparse_layers(kind):
     wrapped = peft.get_peft_model(model, config).eval()
     assert wrapped(x).shape == plain.shape and not torch.allclose(wrapped(x), plain)
     wrapped.merge_adapter()
-    merged = wrapped(x)
+    with pytest.warns(SparsePretrainWarning, match="frozen weight .*densify"):
+        merged = wrapped(x)
     layer = handle.layers["fc1"]
     delta = wrapped.base_model.model.fc1.get_delta_weight("default")
     torch.testing.assert_close(layer.weight, before["fc1"] + delta)
@@ -307,7 +308,7 @@ def test_peft_merges_into_sparse_layers(kind):
             target.bias.copy_(own.bias)
         torch.testing.assert_close(merged, reference(x))
     wrapped.unmerge_adapter()
-    with wrapped.disable_adapter():
+    with wrapped.disable_adapter(), pytest.warns(SparsePretrainWarning, match="frozen weight"):
         torch.testing.assert_close(wrapped(x), plain)
     sp.densify(wrapped)
 
@@ -326,3 +327,19 @@ def test_peft_trains_adapters_on_a_frozen_sparse_model():
         optimizer.zero_grad()
     assert handle.completed_steps == 2 and torch.equal(handle.layers["fc1"].weight, before)
     assert any(p.count_nonzero() for k, p in wrapped.named_parameters() if "lora_B" in k)
+
+
+def test_a_frozen_weight_that_nobody_changes_warns_of_nothing():
+    model, _ = sparse_net("sste", window={})
+    x = batches()[0]["x"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SparsePretrainWarning)
+        for p in model.parameters():
+            p.requires_grad_(False)
+        for _ in range(2):
+            model.eval()(x)
+        other, _ = sparse_net("sste", window={})
+        model.load_state_dict(
+            {k: 2 * v if "weight" in k else v for k, v in other.state_dict().items()}
+        )
+        model(x)  # loaded on purpose
