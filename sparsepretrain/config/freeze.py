@@ -15,7 +15,6 @@ from sparsepretrain.files import require_file
 NOT_IDENTITY = (
     *("resume", "runs_dir", "tracker", "seed", "workers", "backend", "deterministic"),
     "checkpoint.background",
-    "replay_every",
 )
 """Keys that leave the result alone, but for rounding; the seed stands next to the hash in the
 directory name."""

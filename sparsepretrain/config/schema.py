@@ -106,7 +106,7 @@ class Run:
     workers: Annotated[int, "≥ 0"]
     """Processes that make batches ahead of the model; 0: the training process makes them."""
     init: Init = field(default_factory=Init)
-    compile: Literal["auto", "none", "off", "blocks", "graphs"] | bool
+    compile: Literal["auto", "none", "off", "blocks"] | bool
     """What torch.compile makes faster; auto: blocks on a GPU, none on a CPU; true: the whole model
     in one piece; false: none."""
     backend: Literal["emulate", "semi_structured", "auto"] = "emulate"
@@ -117,9 +117,6 @@ class Run:
     guard: Literal["stop", "skip", "spike"]
     """Non-finite loss or gradient: stop with exit code 5, or skip the step and count it; spike
     skips a loss or gradient norm far above those of the steps before, too."""
-    replay_every: Annotated[int, "≥ 0"] = 0
-    """Optimiser steps between those that are computed twice, to stop where a bit differs; 0: never.
-    Such a step takes twice as long."""
     model: Any
     task: Any
     data: Any
@@ -153,8 +150,6 @@ class Run:
         if self.parallel is not None:
             yield from shares(self, getattr(self.parallel, "nproc", None) or 1)
         yield from self._sharded()
-        if self.compile == "graphs" and getattr(self.parallel, "name", "single") == "ddp":
-            yield "compile", "must be blocks with parallel=ddp, got graphs"
 
     def _sharded(self) -> Problems:
         """What does not go with ``parallel=fsdp``."""

@@ -35,7 +35,6 @@ def pictures(run: RunData) -> dict[str, Figure]:
         "probe_scale": figure_4(alone),
         "probe_lifetime": lifetime_figure(run),
         "probe_estimator": estimator_figure(run),
-        "probe_rounding": rounding_figure(run),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
@@ -231,19 +230,6 @@ def estimator_figure(run: RunData) -> Figure | None:
         axes.set_ylabel(f"{name} ÷ squared norm of the exact gradient")
         axes.legend(fontsize=8, frameon=False)
         plots.step_axis(axes)
-    return plots.footed(figure, [run])
-
-
-def rounding_figure(run: RunData) -> Figure | None:
-    """Share of the masked decay that rounding loses; None without the probe."""
-    found = measured([run], "rounding", "lost")
-    if not len(found):
-        return None
-    figure, axes = plots.new_figure((8.5, 3.6))
-    axes.plot(found[:, 0], 100 * found[:, 1], color=COLOURS[0])
-    dtype = run.option("probe", "rounding", {}).get("dtype", "?")
-    axes.set_ylabel(f"masked decay lost in {dtype} (%)")
-    plots.step_axis(axes)
     return plots.footed(figure, [run])
 
 

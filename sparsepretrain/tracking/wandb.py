@@ -60,18 +60,8 @@ class WeightsAndBiases:
         """Where W&B keeps this run, which is open; ``offline-run-…`` if that is all there is."""
         return Path(self._run.dir).parent
 
-    @property
-    def first_step(self) -> int:
-        """The first step that an online run, which is open, does not have yet; offline 0."""
-        return int(self._run.starting_step)
-
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)  # rows of one step are merged
-
-    def show(self, media: dict[str, Any]) -> None:
-        """Send pictures, pages and tables, after the last step."""
-        if media:
-            self._run.log(media)
 
     def close(self, exit_code: int, summary: dict[str, Any]) -> None:
         self._run.summary.update(summary)

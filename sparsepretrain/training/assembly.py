@@ -95,8 +95,7 @@ def build_session(
         world=world,
         task=task,
         model=model,
-        # graphs are captured for the shapes of training
-        forward_model=model if mode == "graphs" else forward_model,
+        forward_model=forward_model,
         compiled=mode,
         sparsifier=sparsifier,
         scaler=_grad_scaler(run.precision, world.device),
@@ -104,7 +103,7 @@ def build_session(
         batches=TrainingBatches(
             task, run.batch.size, run.batch.micro, world.device, run.workers, share
         ),
-        gradients=gradients(run.parallel, task, forward_model, world, captured=mode == "graphs"),
+        gradients=gradients(run.parallel, task, forward_model, world),
         ema=None if run.ema is None else EMA(model, run.ema),
         on_progress=console.progress,
         initial_weights=initial_weights,

@@ -1,4 +1,4 @@
-"""What ``compile`` comes to: blocks, CUDA graphs, the whole model, or nothing."""
+"""torch.compile of a run: of its blocks, of the whole model, or off."""
 
 from __future__ import annotations
 
@@ -10,26 +10,19 @@ import torch
 from torch import nn
 
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import ConfigError
 
 PHASES = 4
 """Phases of a method, at most, in which a block is compiled."""
 
 
 def mode_of(run: Run, device: torch.device) -> str:
-    """``none``, ``blocks``, ``graphs`` or ``model`` for a run on ``device``.
-
-    Raises:
-        ConfigError: graphs without a GPU.
-    """
+    """Return ``none``, ``blocks`` or ``model`` for a run on ``device``."""
     names: dict[Any, str] = {True: "model", False: "none", "off": "none"}
     mode = names.get(run.compile, str(run.compile))
     if mode == "auto":
-        # FSDP gathers between blocks, and graphs run none of the hooks that probes may need
+        # FSDP gathers between blocks, and compiled blocks run none of the hooks of probes
         able = device.type == "cuda" and run.parallel.name != "fsdp" and not run.probe
         return "blocks" if able else "none"
-    if mode == "graphs" and device.type != "cuda":
-        raise ConfigError([("compile", f": graphs needs a GPU, this is {device.type}: use blocks")])
     return mode
 
 
@@ -56,8 +49,7 @@ def compiled(model: nn.Module, mode: str, backend: Any = "inductor") -> nn.Modul
         for block in found:
             block.compile(backend=backend)
     elif mode != "none":
-        speed = "reduce-overhead" if mode == "graphs" else None
-        wrapped: Any = torch.compile(model, backend=backend, mode=speed)
+        wrapped: Any = torch.compile(model, backend=backend)
         return wrapped
     return model
 

@@ -49,20 +49,6 @@ class Gradients:
         """After the last micro-batch: gradients are those of the global batch."""
 
 
-class Captured(Gradients):
-    """Those of CUDA graphs, which write them to the same memory in every micro-batch."""
-
-    @contextlib.contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
-        torch.compiler.cudagraph_mark_step_begin()
-        fresh = [p for p in self.loss.parameters() if p.grad is None]
-        yield
-        if not last:  # what follows is added to a copy
-            for parameter in fresh:
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.clone()
-
-
 class Summed(Gradients):
     """DistributedDataParallel with sums, which are sent while the last backward runs."""
 
@@ -136,18 +122,11 @@ class Tree(Gradients):
         self._used.zero_()
 
 
-def gradients(
-    parallel: Any, task: Task, model: nn.Module, world: World, *, captured: bool = False
-) -> Gradients:
-    """As the group ``parallel`` says, for a model that is sparse, and sharded, already.
-
-    ``captured``: its backward is a CUDA graph.
-    """
+def gradients(parallel: Any, task: Task, model: nn.Module, world: World) -> Gradients:
+    """As the group ``parallel`` says, for a model that is sparse, and sharded, already."""
     loss = Loss(task, model)
     if getattr(parallel, "reduction", "fast") == "tree":
         return Tree(loss, world)
-    if captured:
-        return Captured(loss, world)
     # FSDP sums gradients in the backward
     alone = world.size == 1 or parallel.name == "fsdp"
     return Gradients(loss, world) if alone else Summed(loss, world)

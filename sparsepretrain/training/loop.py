@@ -24,7 +24,6 @@ from sparsepretrain.training.compilation import eager
 from sparsepretrain.training.guard import require_finite_weights
 from sparsepretrain.training.observers import AVERAGED
 from sparsepretrain.training.precision import autocast, compute_dtype
-from sparsepretrain.training.replay import replayed
 from sparsepretrain.training.schedules import learning_rate
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.step import ENDS, Step, total_and_stop
@@ -98,7 +97,7 @@ def train_step(t: Session) -> Step:
         raise DataError(
             f"step {t.step + 1}: the batch has no target tokens (all labels are ignored)"
         )
-    losses = replayed(t, lambda: _gradients(t, batches, items))
+    losses = _gradients(t, batches, items)
     if t.own_stop is not None:
         losses[ENDS.index(t.own_stop) - len(ENDS)] = 1.0
     t.world.sum(losses)

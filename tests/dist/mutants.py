@@ -86,30 +86,6 @@ def shifted_masks(own: Any, weight: torch.Tensor) -> None:
             own.__dict__[key].copy_(own.__dict__[key].roll(1, 0))
 
 
-def flip(tensor: torch.Tensor, calls: Iterator[int]) -> None:
-    """In the fifth call on the second process a bit of the greatest entry is wrong; fp64."""
-    if next(calls) == 5 and RANK == 1:
-        flat = tensor.flatten()
-        place = int(flat.abs().argmax())
-        flat[place : place + 1].view(torch.int64).bitwise_xor_(1 << 40)
-
-
-def flipped_before(state: Any, bucket: Any, calls: Iterator[int] = itertools.count(1)) -> Any:
-    """A wrong bit in what a process gives to the sum, which is then wrong on all of them."""
-    flip(bucket.buffer(), calls)
-    return summed(state, bucket)
-
-
-flipped_before.__annotations__ = summed.__annotations__
-
-
-def flipped_after(own: Any, calls: Iterator[int] = itertools.count(1)) -> None:
-    """A wrong bit in the sum that one process has."""
-    weight = dict(own.loss.named_parameters())
-    gradient: Any = next(w.grad for name, w in weight.items() if "mlp.c_fc.weight" in name)
-    flip(getattr(gradient, "_local_tensor", gradient), calls)
-
-
 MUTANTS: dict[str, list[Any]] = {
     "mean": [
         patch.object(gradients, "_sum", mean),
@@ -144,8 +120,6 @@ MUTANTS: dict[str, list[Any]] = {
             ),
         )
     ],
-    "a bit before the sum": [patch.object(gradients, "_sum", flipped_before)],
-    "a bit after the sum": [patch.object(gradients.Gradients, "reduce", flipped_after)],
     "no reshard": [patch.object(Gathered, "is_for", lambda own, training: True)],
     "a shard shifted by one": [
         patch.object(RowsOf, "mine", shifted),

@@ -71,27 +71,3 @@ def test_shards_that_are_not_those_of_the_weights_are_noticed(record_property):
     # ASP's mask is never recomputed
     assert found[1]["misaligned"] and found[2]["misaligned"], found
     record_property("injected", len(found))
-
-
-def test_a_wrong_bit_stops_every_process_before_the_step(tiny, record_property):
-    """``replay_every`` notices it on whatever process it is; without it nothing does."""
-    words, twice = (*variant("sste"), *KINDS["fp64"]), ("replay_every=1",)
-    faults = [("ddp", "a bit before the sum"), *((p, "a bit after the sum") for p in ("ddp", "fsdp"))]
-    cases = []
-    for parallel in ("ddp", "fsdp"):
-        group = (f"parallel={parallel}",)
-        for name, own in (("once", words), ("twice", (*words, *twice))):
-            cases.append(Case(f"{parallel} {name}", own, parallel=group))
-    for parallel, mutant in faults:
-        options = {"mutant": mutant, "parallel": (f"parallel={parallel}",)}
-        cases.append(Case(f"{parallel} {mutant}, once", words, **options))
-        cases.append(Case(f"{parallel} {mutant}", (*words, *twice), fails=True, **options))
-    many = train_with(tiny, 2, cases)
-    for parallel in ("ddp", "fsdp"):
-        assert_same_run(many[f"{parallel} once"], many[f"{parallel} twice"])
-    for case in cases:
-        if case.fails:
-            last = metrics(many[case.name])[-1]["step"]
-            assert case.codes == [1, 1] and 0 < last < 9, case
-            assert f"step {last + 1}, computed twice" in case.errors, case
-    record_property("injected", len(faults))

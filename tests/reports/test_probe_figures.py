@@ -24,7 +24,7 @@ STEPS = range(5, 101, 5)
 
 
 def make_probed(path: Path, noise: float, **config) -> Path:
-    run = make_run(path, probe={"rounding": {"every": 5, "dtype": "bf16"}}, **config)
+    run = make_run(path, **config)
     generator, lines = np.random.default_rng(0), []
     for step in STEPS:
         predicted = -1.0 / step
@@ -42,7 +42,6 @@ def make_probed(path: Path, noise: float, **config) -> Path:
         sign = 1 if step % 10 else -1
         health = {"layer": "a", "wgrad_variance": 0.5, "wgrad_bias": 0.1 * sign}
         lines.append({"step": step, "probe": "estimator", **health})
-        lines.append({"step": step, "probe": "rounding", "lost": 0.25, "lost/a": 0.25})
     (run / "probes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run
 
@@ -50,7 +49,7 @@ def make_probed(path: Path, noise: float, **config) -> Path:
 def test_one_run_has_a_picture_of_every_probe(tmp_path):
     run = make_probed(tmp_path / "run", 0.0)
     written = {file.name for file in report([run])}
-    names = {"figure1", "figure2", "scale", "lifetime", "estimator", "rounding"}
+    names = {"figure1", "figure2", "scale", "lifetime", "estimator"}
     assert {f"probe_{name}.png" for name in names} <= written
     page = (run / "report.md").read_text()
     assert "| nano, sste, seed 0 | 1 | 10 | 1.000 | 0.0 % | 0.50 | 0.00 |" in page
@@ -58,7 +57,6 @@ def test_one_run_has_a_picture_of_every_probe(tmp_path):
     (dots, line) = drawn["probe_estimator"].axes[0].lines[:2]
     assert np.allclose(dots.get_ydata()[:2], [0.1, -0.1])
     assert line.get_ydata()[-1] == pytest.approx(0)
-    assert drawn["probe_rounding"].axes[0].lines[0].get_ydata() == pytest.approx(25)
     gaps = drawn["probe_lifetime"].axes[2].lines[0].get_ydata()
     assert gaps == pytest.approx([0.1 / (k + 1) for k in range(11)]), "in the order of numbers"
 

@@ -10,12 +10,9 @@ from torch._dynamo.utils import counters
 
 from sparsepretrain import config
 from sparsepretrain.config import freeze
-from sparsepretrain.errors import ConfigError
 from sparsepretrain.tasks import build_task
 from sparsepretrain.training import compilation, loop
 from sparsepretrain.training.assembly import META, build_model
-from sparsepretrain.training.gradients import Captured
-from sparsepretrain.training.world import World
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -44,7 +41,6 @@ def counter(monkeypatch):
         (("compile=off",), CUDA, "none"),
         (("compile=none",), CUDA, "none"),
         (("compile=blocks",), CPU, "blocks"),
-        (("compile=graphs",), CUDA, "graphs"),
         (("compile=true",), CPU, "model"),
     ],
 )
@@ -77,16 +73,11 @@ def test_training_with_a_compiled_loss_gives_the_same_losses(tiny, monkeypatch, 
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_graphs_without_a_gpu_are_refused(tiny):
-    with pytest.raises(ConfigError, match=r"^compile: graphs needs a GPU, .* use blocks$"):
-        tiny.train("compile=graphs")
-
-
 def test_the_mode_is_no_identity_but_for_the_whole_model():
     def identity(word):
         return freeze.identity(config.load([f"compile={word}"]))
 
-    assert {identity(w) for w in ("auto", "none", "blocks", "graphs")} == {identity("false")}
+    assert {identity(w) for w in ("auto", "none", "blocks")} == {identity("false")}
     assert identity("true") != identity("false")
 
 
@@ -146,29 +137,3 @@ def test_many_kinds_of_blocks_are_all_compiled(monkeypatch):
         block(torch.ones(2, 4))
     assert counter.frame_count == 12
     torch._dynamo.reset()
-
-
-def test_gradients_of_a_graph_survive_its_next_run(monkeypatch):
-    """A backward that writes its result to the same memory every time, as a CUDA graph does."""
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
-    memory = torch.zeros(3)
-
-    class Replayed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, weight, x):
-            ctx.save_for_backward(x)
-            return weight @ x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return memory.copy_(grad * ctx.saved_tensors[0]), None
-
-    model = nn.ParameterList([torch.ones(3)])
-    gradients = Captured(model, World.single("cpu"))
-    parts = torch.arange(6.0).view(2, 3)
-    for step in range(2):
-        for index, x in enumerate(parts):
-            with gradients.micro_batch(last=index == 1):
-                Replayed.apply(model[0], x + step).backward()
-        assert torch.equal(model[0].grad, (parts + step).sum(0))
-        model[0].grad = None
