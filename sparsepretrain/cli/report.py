@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from importlib.util import find_spec
 from pathlib import Path
 
 from sparsepretrain.cli._verb import UsageError, Verb, add_config_dir, integer_from
@@ -46,14 +45,11 @@ class Report(Verb):
 
         name, *others = args.words
         console = Console()
-        page = find_spec("plotly") is not None
-        if not page:
-            console.info("no HTML page: it needs plotly, pip install 'sparsepretrain[report]'")
         with console.own_warnings():
             if name not in names(args.config_dir):
                 if args.scale or args.seeds or args.runs_dir or args.record or args.from_record:
                     raise UsageError(f"{name} is no table: --scale and the like belong to tables")
-                written = reports.report([*map(Path, args.words)], args.out, page=page)
+                written = reports.report([*map(Path, args.words)], args.out, page=True)
             else:
                 if wrong := [word for word in others if "=" not in word]:
                     raise UsageError(f"{wrong[0]!r} after the table {name}: give KEY=VALUE")
@@ -67,7 +63,7 @@ class Report(Verb):
                     config_dirs=args.config_dir,
                     record=args.record,
                     from_record=args.from_record,
-                    html=page,
+                    html=True,
                 )
         print(*written, sep="\n")
         return 0

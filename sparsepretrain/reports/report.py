@@ -71,7 +71,7 @@ def report(
         runs: run directories, or directories above them.
         out: write there instead.
         labels: one name per run; by default what differs between the configurations.
-        page: write ``report.html`` too, 5 MB with all it needs; plotly is the extra ``report``.
+        page: write ``report.html`` too: text and figures in one file, below 1 MB.
 
     Returns:
         The files written, pictures first.
