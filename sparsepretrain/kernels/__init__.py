@@ -28,8 +28,6 @@ if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be li
         compact_24,
         expand_24,
         flip_count,
-        foreach_apply_mask,
-        foreach_packed_flip_count,
         masked_decay_,
         pack_24,
         pack_rows,
@@ -39,13 +37,12 @@ if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be li
         unpacked,
     )
     from sparsepretrain.kernels.mvue24 import mvue
-    from sparsepretrain.kernels.nm import foreach_nm_mask, foreach_nm_prune, nm_mask, nm_prune
+    from sparsepretrain.kernels.nm import nm_mask, nm_prune
     from sparsepretrain.kernels.noise import uniform_like, uniform_noise
     from sparsepretrain.kernels.packed24 import compress_24, matmul_24
     from sparsepretrain.kernels.sdgp import prune_gradient
     from sparsepretrain.kernels.soft import (
         boundary_magnitudes,
-        foreach_soft_prune,
         l1_scale,
         optimal_scale,
         scale_sums,

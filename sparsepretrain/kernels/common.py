@@ -190,22 +190,6 @@ def packed_shape(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], -(-math.prod(shape[1:]) // 8)
 
 
-def whole_bytes(x: Tensor, dim: int) -> bool:
-    """Whether ``x`` is a contiguous matrix with groups along rows that fill bytes of mask."""
-    return x.dim() == 2 and dim in (1, -1) and x.shape[1] % 8 == 0 and x.is_contiguous()
-
-
-def packed_room(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Room for masks packed by rows, in one piece: distances between them never change.
-
-    They are multiples of 16 bytes, so that what is read at once stays aligned.
-    """
-    shapes = [packed_shape(x.shape) for x in xs]
-    *starts, size = itertools.accumulate([-(-r * w // 16) * 16 for r, w in shapes], initial=0)
-    room = torch.empty(size, dtype=torch.uint8, device=xs[0].device)
-    return [room.as_strided(s, (s[1], 1), i) for s, i in zip(shapes, starts, strict=True)]
-
-
 def widen(x: Tensor) -> Tensor:
     """``x`` in fp32, which every value of fewer bits is in exactly; fp64 as it is."""
     return x if x.dtype == torch.float64 else x.float()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,25 +31,6 @@ def apply_mask(
         return kernel(x.detach(), _readable(mask, x), out)
     pruned = x.detach().masked_fill(~unpacked(mask, x.shape), 0)
     return pruned if out is None else out.copy_(pruned)
-
-
-def foreach_apply_mask(
-    xs: Sequence[Tensor],
-    masks: Sequence[Tensor],
-    *,
-    outs: Sequence[Tensor],
-    backend: str | None = None,
-) -> list[Tensor]:
-    """:func:`apply_mask` of each tensor into its ``out``: in one launch on GPUs.
-
-    That takes contiguous matrices of one dtype, and packed masks with rows of whole bytes.
-    """
-    kernel = kernel_of("foreach_apply_mask", backend, xs[0], composed=True) if xs else None
-    found = kernel(xs, masks, outs) if kernel else None
-    if found is not None:
-        return found
-    each = zip(xs, masks, outs, strict=True)
-    return [apply_mask(x, mask, out=out, backend=backend) for x, mask, out in each]
 
 
 @torch.no_grad()
@@ -131,30 +111,6 @@ def packed_flip_count(
     if replace:
         previous.copy_(current)
     return flips
-
-
-def foreach_packed_flip_count(
-    previous: Sequence[Tensor],
-    current: Sequence[Tensor],
-    *,
-    replace: bool = False,
-    backend: str | None = None,
-) -> Tensor:
-    """:func:`packed_flip_count` of each pair in one launch on GPUs: (pairs,) int64.
-
-    That takes contiguous codes whose sizes are multiples of 16 bytes.
-    """
-    operation = "foreach_packed_flip_count"
-    for pair in zip(previous, current, strict=True):
-        _require_pair(operation, *pair)
-    kernel = kernel_of(operation, backend, current[0], composed=True) if current else None
-    found = kernel(previous, current, replace) if kernel else None
-    if found is not None:
-        return found
-    options: Any = {"replace": replace, "backend": backend}
-    pairs = zip(previous, current, strict=True)
-    counts = [packed_flip_count(a, b, **options).to(current[0].device) for a, b in pairs]
-    return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
 
 
 def _require_pair(name: str, previous: Tensor, current: Tensor) -> None:

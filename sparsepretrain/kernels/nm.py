@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -62,30 +59,6 @@ def _by_sorting(x: Tensor, n: int, m: int, dim: int, ties: str) -> Tensor:
     return kept.movedim(-1, dim % x.dim() + 1).reshape(x.shape)
 
 
-def foreach_nm_mask(
-    xs: Sequence[Tensor],
-    n: int = 2,
-    m: int = 4,
-    *,
-    dim: int = -1,
-    ties: str = "high",
-    backend: str | None = None,
-) -> list[Tensor]:
-    """:func:`nm_mask` of each tensor, packed: in one launch on GPUs, if it is 2:4.
-
-    That takes contiguous matrices of one dtype with groups along rows of whole bytes of mask; such
-    small ones take one call on CPUs, if it is N:4. Arguments and errors are those of
-    :func:`nm_mask`.
-    """
-    kernel = kernel_of("foreach_nm_mask", backend, xs[0], composed=True) if xs else None
-    for x in xs:
-        _check("foreach_nm_mask", x, n, m, dim, ties)
-    found = kernel(xs, n, m, dim, ties == "low") if kernel and n < m else None
-    if found is not None:
-        return found
-    return [nm_mask(x, n, m, dim=dim, ties=ties, packed=True, backend=backend) for x in xs]
-
-
 def nm_prune(
     x: Tensor,
     n: int = 2,
@@ -112,31 +85,6 @@ def nm_prune(
         mask = nm_mask(x, n, m, dim=dim, ties=ties, backend=backend)
         pruned = apply_mask(x, mask, out=out, backend=None if backend == "triton" else backend)
     return pruned, mask if out is None or mask.dtype == torch.uint8 else pack_rows(mask)
-
-
-def foreach_nm_prune(
-    xs: Sequence[Tensor],
-    n: int = 2,
-    m: int = 4,
-    *,
-    dim: int = -1,
-    ties: str = "high",
-    outs: Sequence[Tensor],
-    backend: str | None = None,
-) -> list[tuple[Tensor, Tensor]]:
-    """:func:`nm_prune` of each tensor into its ``out``: in one launch on GPUs, if it is 2:4.
-
-    That takes contiguous matrices of one dtype with groups along rows of whole bytes of mask.
-    Arguments, results and errors are those of :func:`nm_prune`, in lists.
-    """
-    kernel = kernel_of("foreach_nm_prune", backend, xs[0], composed=True) if xs else None
-    for x in xs:
-        _check("foreach_nm_prune", x, n, m, dim, ties)
-    found = kernel(xs, n, m, dim, ties == "low", outs) if kernel else None
-    if found is not None:
-        return found
-    options: Any = {"dim": dim, "ties": ties, "backend": backend}
-    return [nm_prune(x, n, m, out=out, **options) for x, out in zip(xs, outs, strict=True)]
 
 
 def _check(name: str, x: Tensor, n: int, m: int, dim: int, ties: str) -> None:

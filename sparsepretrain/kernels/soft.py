@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -87,34 +84,6 @@ def soft_prune(
         soft = soft_threshold(wide, n, m, gamma=gamma, dim=dim, scale=scale, backend=backend)
         pruned, mask = soft.to(x.dtype) if out is None else out.copy_(soft), soft != 0
     return pruned, mask if out is None or mask.dtype == torch.uint8 else pack_rows(mask)
-
-
-@torch.no_grad()
-def foreach_soft_prune(
-    xs: Sequence[Tensor],
-    n: int = 2,
-    m: int = 4,
-    *,
-    gamma: float = 0.0,
-    dim: int = -1,
-    scales: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    backend: str | None = None,
-) -> list[tuple[Tensor, Tensor]]:
-    """:func:`soft_prune` of each tensor into its ``out``: in one launch on GPUs, if it is 2:4.
-
-    That takes contiguous matrices of one dtype with groups along rows of whole bytes of mask.
-    Arguments, results and errors are those of :func:`soft_prune`, in lists.
-    """
-    kernel = kernel_of("foreach_soft_prune", backend, xs[0], composed=True) if xs else None
-    for x in xs:
-        _check("foreach_soft_prune", x, n, m, gamma, dim)
-    found = kernel(xs, n, m, gamma, dim, scales, outs) if kernel else None
-    if found is not None:
-        return found
-    options: Any = {"gamma": gamma, "dim": dim, "backend": backend}
-    each = zip(xs, scales, outs, strict=True)
-    return [soft_prune(x, n, m, scale=scale, out=out, **options) for x, scale, out in each]
 
 
 def _check(name: str, x: Tensor, n: int, m: int, gamma: float, dim: int) -> None:

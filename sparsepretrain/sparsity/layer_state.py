@@ -328,21 +328,15 @@ class LayerState(nn.Module):
         dtype: torch.dtype,
         training: bool,
         out: Operands | None = None,
-        made: Projection | None = None,
     ) -> Operands | None:
-        """Project; operands of the stored dtype are kept, in the memory of earlier ones.
-
-        ``made``: the projection, if it has been made.
-        """
+        """Project; operands of the stored dtype are kept, in the memory of earlier ones."""
         execution = self.execution(dtype, training)
         with torch.inference_mode(False):  # a training forward may use it next
-            if made is None:
-                self.out = self._room(weight, dtype, out) if training else None
-                try:
-                    made = self.project(weight, training)
-                finally:
-                    self.out = None
-            forward, mask, backward, scale = made
+            self.out = self._room(weight, dtype, out) if training else None
+            try:
+                forward, mask, backward, scale = self.project(weight, training)
+            finally:
+                self.out = None
             only_cast, operands = forward is None and not execution.rounds, None
             if not only_cast or (training and any(self.method.changes)):
                 forward = weight.detach() if forward is None else forward
@@ -394,20 +388,8 @@ class LayerState(nn.Module):
         stored = self._stored.get(True)
         self._stored[True] = self.base.prepare(held, self.model.store, stored)
 
-    def makes_room(self, weight: Tensor) -> bool:
-        """Before :meth:`restore`: set ``out``, where this layer can be projected with others."""
-        method, dtype = self.method, self.model.store
-        if not (method.joins and method.phase.training) or dtype is None or self.packs:
-            return False  # what is packed needs ``out`` for a moment: one layer after the other
-        if self.dim == 1 and weight.dtype == torch.float32:  # others are widened one by one
-            self.out = self._room(weight, dtype, self._stored.get(True))
-        return self.out is not None
-
-    def restore(self, weight: Tensor, made: Projection | None = None) -> None:
-        """The weight changed: project anew where operands are stored, else nothing is kept.
-
-        ``made``: its projection, of :meth:`Method.foreach_project` after :meth:`makes_room`.
-        """
+    def restore(self, weight: Tensor) -> None:
+        """Project the changed weight again where operands are stored, else drop them."""
         earlier = self._stored.get(True)
         self.forget()
         if self.gathered is not None:
@@ -415,7 +397,7 @@ class LayerState(nn.Module):
             return
         store = self.model.store
         if store is not None and not self.model.sharded and not self._plain(store, True):
-            self._make(weight, store, True, earlier, made)
+            self._make(weight, store, True, earlier)
 
     def forget(self) -> None:
         """What was stored is out of date; the next forward makes it again."""
@@ -442,11 +424,6 @@ class LayerState(nn.Module):
             return self.method.mask(master, self.dim).bool()
         mine: Tensor = self.shard.mine(self.method.mask(self.shard.gather(master), self.dim))
         return mine.bool()
-
-    @property
-    def masked_alike(self) -> bool:
-        """Whether the method's rule for this layer can be applied to many layers at once."""
-        return self.method.by_magnitude and self.dim == 1 and self._by_rows
 
     def adjusting_mask(self, weight: Tensor) -> Tensor:
         """:meth:`mask_in_use`, packed by rows if it is there so and the method takes it."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -204,10 +203,6 @@ class Method:
         self.on_gradient = cls.adjust_gradient_ is not Method.adjust_gradient_
         self.on_weight = cls.adjust_weight_ is not Method.adjust_weight_
         self.updates = cls.update_ is not Method.update_
-        names = "project", "foreach_project"
-        one, many = (next(c for c in cls.__mro__ if name in vars(c)) for name in names)
-        self.joins = many is not Method and issubclass(many, one)
-        """Whether ``foreach_project`` is of the class that ``project`` is of, or of one below."""
         self.takes_order = "order" in inspect.signature(cls.wgrad_gradient).parameters
         self.state = dict(self.scalars)  # the integers of `scalars`; `after_step` may change them
         self.window = self.window_steps(options.window)
@@ -329,11 +324,6 @@ class Method:
         """The mask that the method's rule chooses for ``weight``; bool, same shape."""
         return kernels.nm_mask(weight, *self.pattern, dim=dim)
 
-    @property
-    def by_magnitude(self) -> bool:
-        """Whether :meth:`mask` is this class's, whose rule is applied to many layers at once."""
-        return type(self).mask is Method.mask
-
     def project(self, weight: Tensor, layer: Layer) -> Projection:
         """A(W), B(W) and the mask of a master weight, as stored, fp32 or wider.
 
@@ -341,16 +331,6 @@ class Method:
         what changes over time is in the layer (:meth:`update_`).
         """
         return Projection(None, None)
-
-    def foreach_project(
-        self, weights: Sequence[Tensor], layers: Sequence[Layer], outs: Sequence[Tensor]
-    ) -> list[Projection]:
-        """:meth:`project` of several layers, whose ``dim`` is 1, into ``outs`` (see Layer.out).
-
-        For methods whose kernels take all layers in one launch (``kernels.foreach_…``). Called
-        after an optimiser step; not for a class that has another ``project`` than this one's.
-        """
-        raise NotImplementedError
 
     def fprop_input(self, x: Tensor) -> Tensor:
         """Xf(X): the input that fprop sees in training; (…, in_features). Called for a row's Xf."""

@@ -13,11 +13,9 @@ from torch.optim import Optimizer
 
 from sparsepretrain.errors import SparsePretrainWarning
 from sparsepretrain.kernels import (
-    foreach_nm_mask,
-    foreach_packed_flip_count,
     pack_rows,
+    packed_flip_count,
     unpacked,
-    widen,
 )
 from sparsepretrain.optim._initialization import creates_state
 from sparsepretrain.sparsity.layers import SparseLayer
@@ -160,23 +158,9 @@ class Steps:
 
     @torch.no_grad()
     def project(self) -> None:
-        """Project anew where operands are stored, all layers at once if the method can."""
-        pairs, made = [(layer.sparsity, layer.weight) for layer in self.layers.values()], {}
-        try:
-            with torch.inference_mode(False):
-                several = [
-                    (weight.detach(), own, own.out)
-                    for own, weight in pairs
-                    if own.makes_room(weight) and own.out is not None
-                ]
-                if several:
-                    found = self.state.method.foreach_project(*zip(*several, strict=True))
-                    made = {id(own): p for (_, own, _), p in zip(several, found, strict=True)}
-        finally:
-            for own, _ in pairs:
-                own.out = None
-        for own, weight in pairs:
-            own.restore(weight, made.get(id(own)))
+        """Project the weights again in layers that store operands."""
+        for layer in self.layers.values():
+            layer.sparsity.restore(layer.weight)
 
     def take_baseline(self) -> None:
         """Remember the masks of initial weights, if that is due, for the first flip rate."""
@@ -188,21 +172,15 @@ class Steps:
 
     @torch.no_grad()
     def compare(self) -> None:
-        """Count the flips since the last comparison; the new masks are remembered."""
-        pairs = [(layer.sparsity, layer.weight) for layer in self.layers.values()]
-        masks = [own.projected_mask(weight) for own, weight in pairs]
-        alike = [i for i, (own, _) in enumerate(pairs) if masks[i] is None and own.masked_alike]
-        masters = [widen(own.stored(weight).detach()) for own, weight in (pairs[i] for i in alike)]
-        chosen = foreach_nm_mask(masters, *self.state.method.pattern, dim=1)
-        for i, mask in zip(alike, chosen, strict=True):
-            masks[i] = mask
-        new = [
-            own.chosen_mask(weight) if mask is None else mask
-            for mask, (own, weight) in zip(masks, pairs, strict=True)
-        ]
-        packed = [mask if mask.dtype == torch.uint8 else pack_rows(mask) for mask in new]
-        previous = [own.previous_mask for own, _ in pairs]
-        self.state.flips = foreach_packed_flip_count(previous, packed, replace=True)
+        """Count the flips since the last comparison and remember the new masks."""
+        counts = []
+        for layer in self.layers.values():
+            own = layer.sparsity
+            mask = own.projected_mask(layer.weight)
+            mask = own.chosen_mask(layer.weight) if mask is None else mask
+            packed = mask if mask.dtype == torch.uint8 else pack_rows(mask)
+            counts.append(packed_flip_count(own.previous_mask, packed, replace=True))
+        self.state.flips = torch.stack([count.to(counts[-1].device) for count in counts])
 
 
 def lost_decay(before: Tensor, after: Tensor, weight: Tensor, mask: Tensor) -> float:

@@ -1,7 +1,5 @@
 """N:M masks, soft threshold, transposable masks: the bits of the reference."""
 
-import itertools
-
 import pytest
 import torch
 import triton
@@ -11,24 +9,15 @@ from same_bits import COMPILED, DEVICE, assert_same
 
 from sparsepretrain.kernels import (
     apply_mask,
-    foreach_apply_mask,
-    foreach_nm_mask,
-    foreach_nm_prune,
-    foreach_packed_flip_count,
-    foreach_soft_prune,
     masked_decay_,
-    masks,
-    nm,
     nm_mask,
     nm_prune,
     pack_rows,
     packed_flip_count,
-    soft,
     soft_prune,
     soft_threshold,
     transposable_mask,
 )
-from sparsepretrain.kernels.triton import foreach
 
 lost_nan = pytest.mark.xfail(
     not COMPILED and version.parse(triton.__version__) < version.parse("3.8"),
@@ -146,98 +135,3 @@ def test_offsets_beyond_32_bits():
     assert_same(
         transposable_mask(blocks, backend="triton"), transposable_mask(near, backend="reference")
     )
-
-
-SIZES = [(32, 40), (16, 8), (48, 264), (16, 1024)]  # some less than a program, some more
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_all_layers_in_one_launch(dtype, monkeypatch):
-    xs = [nasty(shape, seed) for seed, shape in enumerate(SIZES)]
-    scales = [torch.tensor(1.0 + seed / 7, device=DEVICE) for seed in range(len(xs))]
-
-    def results(backend):
-        def new():
-            return [torch.full(x.shape, 9.0, dtype=dtype, device=DEVICE) for x in xs]
-
-        pruned = foreach_nm_prune(xs, outs=new(), backend=backend)
-        shrunk = foreach_soft_prune(xs, gamma=0.3, scales=scales, outs=new(), backend=backend)
-        codes, last = ([code.clone() for _, code in pairs] for pairs in (pruned, shrunk))
-        masked = foreach_apply_mask(xs, codes, outs=new(), backend=backend)
-        flips = foreach_packed_flip_count(codes, last, replace=True, backend=backend)
-        bits = [*foreach_nm_mask(xs, backend=backend)]
-        bits += foreach_nm_mask([x.to(dtype) for x in xs], ties="low", backend=backend)
-        return [*itertools.chain(*pruned, *shrunk), *masked, *flips, *codes, *bits]
-
-    expected = results("reference")
-    ones = {nm: ("nm_prune", "nm_mask"), soft: ("soft_prune",)}
-    ones[masks] = "apply_mask", "packed_flip_count"
-    for module, name in ((module, name) for module, names in ones.items() for name in names):
-        monkeypatch.delattr(module, name)  # nothing falls back to one by one
-    for got, wanted in zip(results("triton"), expected, strict=True):
-        assert_same(got, wanted)
-
-
-@pytest.mark.parametrize("shape, dim", INTO[:8])
-def test_layers_that_do_not_fit_together_are_launched_one_by_one(shape, dim):
-    xs = [nasty(shape, 1), nasty(shape, 2).t().contiguous().t()]
-    both = []
-    for backend in ("triton", "reference"):
-        outs = [torch.empty_like(x, dtype=torch.bfloat16) for x in xs]
-        options = {"dim": dim, "outs": outs, "backend": backend}
-        scales = [torch.tensor(2.0, device=DEVICE)] * 2
-        pairs = foreach_nm_prune(xs, **options) + foreach_soft_prune(xs, scales=scales, **options)
-        codes = [code for _, code in pairs]
-        left = foreach_apply_mask(xs, codes[:2], outs=outs, backend=backend)
-        flips = foreach_packed_flip_count(codes[:2], codes[2:], backend=backend)
-        bits = foreach_nm_mask(xs, dim=dim, backend=backend)
-        both.append([*codes, *left, *flips, *bits])
-    for got, wanted in zip(*both, strict=True):
-        assert_same(got, wanted)
-
-
-def test_tensors_between_which_nothing_is_aligned():
-    memory = nasty((1, 2048), 3).view(-1)
-    xs = [memory[:64].view(8, 8), memory[71:135].view(8, 8)]
-    both = []
-    for backend in ("triton", "reference"):
-        outs = [torch.empty(8, 8, device=DEVICE) for _ in xs]
-        pruned = foreach_nm_prune(xs, outs=outs, backend=backend)
-        both.append([*itertools.chain(*pruned), *foreach_nm_mask(xs, backend=backend)])
-    for got, wanted in zip(*both, strict=True):
-        assert_same(got, wanted)
-
-
-def test_layers_of_several_devices_are_not_launched_together():
-    xs = [nasty((16, 8), 1), torch.empty(16, 8, device="meta")]
-    assert foreach.foreach_nm_prune(xs, 2, 4, 1, False, list(xs)) is None
-
-
-def test_what_one_launch_would_misread():
-    """Other shapes are refused, as by the reference; other types are launched one by one."""
-    x, code = nasty((16, 16), 1), pack_rows(nasty((16, 16), 2) > 0)
-    scales = [torch.tensor(1.5, device=DEVICE), torch.tensor(2.5, device=DEVICE).bfloat16()]
-    outs = [torch.zeros(16, 16, device=DEVICE) for _ in range(2)]
-    memory = torch.zeros(512, device=DEVICE)
-    results = []
-    for backend in ("triton", "reference"):
-        where = {"backend": backend}
-        with pytest.raises(RuntimeError):
-            foreach_nm_prune([x], outs=[memory[:128].view(16, 8)], **where)
-        with pytest.raises(ValueError):
-            foreach_apply_mask([x], [code[:, :1]], outs=outs[:1], **where)
-        with pytest.raises(ValueError):
-            foreach_packed_flip_count([code], [code[:8]], **where)
-        ones = torch.ones(16, 16, dtype=torch.uint8, device=DEVICE)
-        masked = foreach_apply_mask([x], [ones], outs=[torch.empty_like(x)], **where)
-        shrunk = foreach_soft_prune([x, x], scales=scales, outs=outs, **where)
-        bits = foreach_nm_mask([x, x.bfloat16()], **where)
-        results.append([*masked, *(values.clone() for values, _ in shrunk), *bits])
-    assert not memory.any()
-    for got, wanted in zip(*results, strict=True):
-        assert_same(got, wanted)
-
-
-def test_the_table_of_a_launch_does_not_follow_the_default_device():
-    with torch.device("meta"):
-        assert foreach._on_device(((0, 256), (0, 256)), torch.device("cpu")).device.type == "cpu"

@@ -89,10 +89,8 @@ class Record:
 
 
 RECORD = Record()
-IN_PLACE = ("_masked_decay", "_differing_bits", "_foreach_differing_bits")
+IN_PLACE = ("_masked_decay", "_differing_bits")
 """Kernels that read their first argument and may write it; others read or write one."""
-FOREACH: list[Any] = []
-"""The tensors of all layers in the launch of a ``_foreach_`` kernel, which is given the first."""
 
 
 class Pretended(torch.Tensor):
@@ -323,10 +321,7 @@ def pretend_cuda() -> Iterator[Record]:
     from torch.utils import _foreach_utils
     from triton.runtime.interpreter import InterpretedFunction
 
-    from sparsepretrain.kernels.triton import foreach
-
     RECORD.__init__()
-    launch_of_all = foreach._launch
     run, grouped = InterpretedFunction.run, _foreach_utils._group_tensors_by_device_and_dtype
     real_to, real_autocast = nn.Module.to, torch.autocast
     enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -335,19 +330,13 @@ def pretend_cuda() -> Iterator[Record]:
         device = CUDA if any(isinstance(x, Pretended) for part in lists for x in part) else None
         return {(device or k[0], k[1]): v for k, v in grouped(lists, with_indices).items()}
 
-    def of_all(kernel: Any, per_count: int, *columns: Any, **options: Any) -> bool:
-        FOREACH[:] = columns
-        return launch_of_all(kernel, per_count, *columns, **options)
-
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        several = FOREACH if self.fn.__name__.startswith("_foreach_") else []
-        leaves = tree_leaves((args, several))
+        leaves = tree_leaves(args)
         tensors = {x.data_ptr(): x for x in leaves if isinstance(x, Tensor)}
         if any(not isinstance(x, Pretended) for x in tensors.values()):
             _mixup(f"kernel {self.fn.__name__}")
         RECORD.variants[self.fn.__name__].add(_variant(self, args, options))
-        first = several[0] if several else args[:1]
-        written = list(first) if self.fn.__name__ in IN_PLACE else []
+        written = list(args[:1]) if self.fn.__name__ in IN_PLACE else []
         RECORD.launch(f"triton {self.fn.__name__}", list(tensors.values()), written)
         with _disable_current_modes():
             plain, options = tree_map(_raw, args), tree_map(_raw, options)
@@ -402,7 +391,6 @@ def pretend_cuda() -> Iterator[Record]:
         put(nn.Module, to=to)
         put(torch.Tensor, pin_memory=_pinned)
         put(InterpretedFunction, run=launch)
-        put(foreach, _launch=of_all)
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)
         stack.enter_context(_Mode())

@@ -11,10 +11,7 @@ from torch import nn
 
 from sparsepretrain import densify
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity import Method, steps
 from sparsepretrain.sparsity.layer_state import LayerState
-from sparsepretrain.sparsity.methods.dense import Dense
-from sparsepretrain.sparsity.methods.ste import STE
 
 every_case = pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
 
@@ -443,54 +440,6 @@ def test_masks_are_stored_only_where_decay_needs_them(method, needed):
     assert torch.equal(sparsifier.masks()["fc1"], state.project(model.fc1.weight).mask)
 
 
-def stored_after_two_steps(method, options, *, joins, dtype=torch.float32):
-    """Operands, masks in use and flips of all layers; how many were projected together."""
-    model, optimizer, sparsifier = build(method, options, dtype=dtype)
-    rule, many = sparsifier._state.method, []
-    rule.joins &= joins
-    project = rule.foreach_project
-    rule.foreach_project = lambda *lists: many.append(len(lists[0])) or project(*lists)
-    sparsifier.store_operands(torch.bfloat16)
-    train(model, optimizer, 0, 2)
-    layers = [layer.sparsity for layer in sparsifier.layers.values()]
-    found = [[own._stored[True].forward, own.previous_mask] for own in layers]
-    return [found, sparsifier.flips, *sparsifier.masks().values()], many
-
-
-@pytest.mark.parametrize("method", ["ste", "srste", "sdgf", "sste", "tsrste", "asp"])
-def test_layers_projected_together_are_those_projected_one_by_one(method):
-    options = {"at": 0.0} if method == "asp" else {}
-    (expected, one), (found, many) = (
-        stored_after_two_steps(method, options, joins=joins) for joins in (False, True)
-    )
-    assert_equal_bits(found, expected)
-    assert one == [] and set(many) == {2} and len(many) >= 2
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "dtype"),
-    [
-        ("sste", {"mvue": "weight"}, torch.float32),
-        ("bimask", {}, torch.float32),
-        ("slope", {}, torch.float32),
-        ("ste", {}, torch.bfloat16),
-        ("ste", {}, torch.float64),
-    ],
-)
-def test_what_is_projected_one_by_one(method, options, dtype):
-    assert stored_after_two_steps(method, options, joins=True, dtype=dtype)[1] == []
-
-
-def test_what_fails_while_layers_are_projected_leaves_nothing_behind(monkeypatch):
-    model, optimizer, sparsifier = build("ste", dtype=torch.float32)
-    sparsifier.store_operands()
-    with monkeypatch.context() as patch:
-        patch.setattr(STE, "foreach_project", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train(model, optimizer, 0, 1)
-    assert all(layer.sparsity.out is None for layer in sparsifier.layers.values())
-
-
 def test_refusals_of_operands_and_shapes():
     model, _, sparsifier = build("ste")
     with pytest.raises(ConfigError, match=r"products are in fp32, bf16, fp16, not in torch\.int64"):
@@ -502,38 +451,18 @@ def test_refusals_of_operands_and_shapes():
         sparsifier.refresh()
 
 
-def test_a_rule_of_its_own_is_not_passed_over():
-    class Mine(STE):
-        def project(self, weight, layer):
-            return super().project(weight, layer)
-
-    class Both(Mine):
-        def foreach_project(self, weights, layers, outs):
-            return super().foreach_project(weights, layers, outs)
-
-    options = STE.Options(name="ste")
-    assert [cls(options).joins for cls in (Method, STE, Mine, Both)] == [False, True, False, True]
-
-
 @pytest.mark.parametrize(
-    ("method", "options", "joined"),
+    ("method", "options"),
     [
-        ("dense", {}, 2),
-        ("dense", {"flip_rule": "transposable"}, 0),
-        ("sdgp", {}, 2),
-        ("sste", {"window": {"start": 0.5}}, 0),
-        ("ste", {"window": {"start": 0.5}}, 2),
+        ("dense", {}),
+        ("dense", {"flip_rule": "transposable"}),
+        ("sdgp", {}),
+        ("sste", {"window": {"start": 0.5}}),
+        ("ste", {"window": {"start": 0.5}}),
     ],
 )
-def test_masks_that_nothing_projects(method, options, joined, monkeypatch):
-    """They are those of the method's rule, which one call gives for all layers where it is N:M."""
+def test_dense_layers_are_compared_by_the_masks_of_the_rule(method, options, monkeypatch):
     model, optimizer, sparsifier = build(method, options)
-    counts, foreach = [], steps.foreach_nm_mask
-    monkeypatch.setattr(
-        steps,
-        "foreach_nm_mask",
-        lambda xs, *rest, **more: counts.append(len(xs)) or foreach(xs, *rest, **more),
-    )
     looks, look = [], LayerState.projected_mask
     monkeypatch.setattr(
         LayerState, "projected_mask", lambda own, weight: looks.append(own) or look(own, weight)
@@ -545,16 +474,7 @@ def test_masks_that_nothing_projects(method, options, joined, monkeypatch):
             mask = sparsifier.method.mask(layer.weight, 1)
             assert torch.equal(layer.sparsity.compared_mask(layer.weight), mask)
             assert sparsifier.flips[index] == (mask ^ old).sum()
-    assert counts == [joined] * 3 and len(looks) == 6, "a projection is made once"
-
-
-def test_a_rule_of_ones_own_masks_each_layer():
-    class Mine(Dense):
-        def mask(self, weight, dim):
-            return weight > 0
-
-    options = Dense.Options(name="dense")
-    assert [cls(options).by_magnitude for cls in (Dense, Mine)] == [True, False]
+    assert len(looks) == 6, "a projection is made once"
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,8 @@ from typing import Any
 import llvmlite.binding
 import numba
 import torch
-from numba.core import types
 from numba.core.caching import NullCache
 from numba.core.compiler import Compiler, CompileResult
-from numba.extending import intrinsic
 from torch import Tensor
 
 from sparsepretrain import __version__
@@ -151,24 +149,6 @@ def run(kernel: Any, rows: int, arrays: tuple[Array, ...], *numbers: Any) -> Non
     kernel(*cut[0], *numbers)
     for done in waiting:
         done.result()
-
-
-@intrinsic
-def _pointer(typing: Any, address: Any, like: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(like.dtype)(address, like), build
-
-
-@inlined
-def array_at(address, size, like):
-    """The array of ``size`` elements of the type of ``like`` at an address (a tensor's data_ptr).
-
-    One call can so take many tensors: a NumPy array of each costs microseconds.
-    """
-    pointer: Any = _pointer
-    return numba.carray(pointer(address, like), size)
 
 
 def groups_of(x: Tensor, m: int, dim: int) -> Array:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy
 import torch
 from torch import Tensor
 
 from sparsepretrain.kernels.common import INTEGER_OF_SIZE
-from sparsepretrain.kernels.cpu.launch import Array, array_at, compiled, run
+from sparsepretrain.kernels.cpu.launch import Array, compiled, run
 
 
 def apply_mask(x: Tensor, mask: Tensor, out: Tensor | None) -> Tensor:
@@ -42,31 +40,20 @@ def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Ten
 
 
 def packed_flip_count(previous: Tensor, current: Tensor, replace: bool = False) -> Tensor:
-    """0-d int64: in how many bits two uint8 or bool tensors differ."""
-    found = foreach_packed_flip_count([previous], [current], replace)
-    if found is None:
+    """Return the number of bits in which two uint8 or bool tensors differ; 0-d int64."""
+    if not (previous.is_cpu and current.is_cpu):
         where = f"masks on {previous.device} and on {current.device}"
         raise ValueError(f"packed_flip_count: {where}: move one of them")
+    found = torch.zeros(1, dtype=torch.int64)
+    old, new = _words(previous), _words(current)
+    if len(new):
+        _differing_bits(old, new, found.numpy())
+    if replace:
+        previous.copy_(current)
     return found[0]
 
 
 flip_count = packed_flip_count
-
-
-def foreach_packed_flip_count(
-    previous: Sequence[Tensor], current: Sequence[Tensor], replace: bool
-) -> Tensor | None:
-    """(pairs,) int64; None: they are on several devices."""
-    if not all(x.is_cpu for codes in (previous, current) for x in codes):
-        return None
-    found = torch.zeros(len(previous), dtype=torch.int64)
-    a, b = ([_filled(code) for code in codes] for codes in (previous, current))
-    places = [(x.data_ptr(), y.data_ptr(), x.numel() // 8) for x, y in zip(a, b, strict=True)]
-    if places:
-        _all_differing_bits(numpy.array(places), found.numpy())
-    if replace:
-        torch._foreach_copy_(list(previous), list(current))
-    return found
 
 
 def pack_24(mask: Tensor) -> Tensor:
@@ -153,15 +140,6 @@ def _differing_bits(a, b, found):
         word = ((word >> _4) + word) & _EIGHTS
         total += (word * _BYTES) >> _UP
     found[0] = total
-
-
-@compiled
-def _all_differing_bits(places, found):
-    """:func:`_differing_bits` of all (address of a, of b, words)."""
-    for k in range(len(places)):
-        a, b, size = places[k]
-        old, new = array_at(a, size, _WORDS), array_at(b, size, _WORDS)
-        _differing_bits(old, new, found[k : k + 1])
 
 
 @compiled

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import INTEGER_OF_SIZE, packed_room, packed_shape, whole_bytes
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE, packed_shape
 from sparsepretrain.kernels.cpu.launch import (
-    PER_THREAD,
-    array_at,
     compiled,
     groups_of,
     inlined,
@@ -46,23 +42,6 @@ def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool, packed: bool = False
         kernel = _fours_across if m == 4 else _any
         run(kernel, rows, (keys, flags), word(n), *numbers)
     return mask
-
-
-def foreach_nm_mask(
-    xs: Sequence[Tensor], n: int, m: int, dim: int, low: bool
-) -> list[Tensor] | None:
-    """Packed masks of small matrices; None: they do not fit together."""
-    kinds, size = {(x.dtype, x.device) for x in xs}, max(x.numel() for x in xs)
-    if m != 4 or len(kinds) > 1 or size >= PER_THREAD:
-        return None
-    if not all(whole_bytes(x, dim) for x in xs):
-        return None
-    codes = packed_room(xs)
-    places = [(x.data_ptr(), c.data_ptr(), c.numel()) for x, c in zip(xs, codes, strict=True)]
-    like = numpy.empty(0, f"i{xs[0].itemsize}")
-    largest = like.dtype.type(numpy.iinfo(like.dtype).max)
-    _eights_of_all(numpy.array(places), like, like.dtype.type(n), not low, largest)
-    return codes
 
 
 @inlined
@@ -113,16 +92,6 @@ def _eights_along(x, code, n, high, magnitude):
         second = x[k + 4], x[k + 5], x[k + 6], x[k + 7]
         low = _nibble(first, n, high, magnitude, zero, one)
         code[r] = low | (_nibble(second, n, high, magnitude, zero, one) << 4)
-
-
-@compiled
-def _eights_of_all(places, like, n, high, magnitude):
-    """:func:`_eights_along` of all (address of x, of code, bytes of code)."""
-    byte = numpy.empty(0, numpy.uint8)
-    for k in range(len(places)):
-        x, code, size = places[k]
-        flat, bits = array_at(x, 8 * size, like), array_at(code, size, byte)
-        _eights_along(flat, bits, n, high, magnitude)
 
 
 @compiled

@@ -42,12 +42,7 @@ def _select_into(x: Tensor, mask: Tensor, out: Tensor) -> None:
 def _select(
     x, mask, out, count, BLOCK: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    select_kept(x, mask, out, count, block_offsets(BLOCK, WIDE), PACKED)
-
-
-@triton.jit
-def select_kept(x, mask, out, count, offsets, PACKED: tl.constexpr):
-    """Values that a mask keeps, rounded to the type of ``out``, and zeros."""
+    offsets = block_offsets(BLOCK, WIDE)
     exists = offsets < count
     kept = kept_at(mask, offsets, exists, PACKED)
     values = widen(tl.load(x + offsets, exists, 0))
@@ -142,12 +137,7 @@ def _differing_bits(
     previous, current, total, count,
     BLOCK: tl.constexpr, WIDE: tl.constexpr, REPLACE: tl.constexpr,
 ):  # fmt: skip
-    count_bits(previous, current, total, count, block_offsets(BLOCK, WIDE), REPLACE)
-
-
-@triton.jit
-def count_bits(previous, current, total, count, offsets, REPLACE: tl.constexpr):
-    """Add to ``total`` in how many bits words differ; the first ones become the second."""
+    offsets = block_offsets(BLOCK, WIDE)
     mask = offsets < count
     new = tl.load(current + offsets, mask, 0)
     bits = tl.load(previous + offsets, mask, 0) ^ new

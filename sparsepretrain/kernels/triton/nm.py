@@ -140,15 +140,7 @@ def _mask_24(
 @triton.jit
 def _code_24(x, like, count, groups, code, TILE: tl.constexpr, LOW: tl.constexpr):
     row, first = tile_of(count, groups, TILE)
-    code_tile(x, starts_of(x, row), row, first, count, groups, code, TILE, LOW)
-
-
-@triton.jit
-def code_tile(
-    x, start, row, first, count, groups, code, TILE: tl.constexpr, LOW: tl.constexpr
-):  # fmt: skip
-    """The mask of a tile of fours in bits; ``start``: offsets of the rows in ``x``."""
-    x0, x1, x2, x3 = load_fours(x, start, first, row < count, groups, TILE)
+    x0, x1, x2, x3 = load_fours(x, starts_of(x, row), first, row < count, groups, TILE)
     keep0, keep1, keep2, keep3 = top_two(
         magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), LOW
     )
@@ -158,26 +150,14 @@ def code_tile(
 @triton.jit
 def _prune_24(x, out, count, groups, code, TILE: tl.constexpr, LOW: tl.constexpr):
     row, first = tile_of(count, groups, TILE)
-    starts = starts_of(x, row), starts_of(out, row)
-    prune_tile(x, out, starts, row, first, count, groups, code, TILE, LOW)
-
-
-@triton.jit
-def prune_tile(
-    x, out, starts, row, first, count, groups, code, TILE: tl.constexpr, LOW: tl.constexpr
-):  # fmt: skip
-    """Values of a tile of fours, rounded to the type of ``out``, and their mask in bits.
-
-    ``starts``: offsets of the rows in ``x`` and in ``out``.
-    """
-    x0, x1, x2, x3 = load_fours(x, starts[0], first, row < count, groups, TILE)
+    x0, x1, x2, x3 = load_fours(x, starts_of(x, row), first, row < count, groups, TILE)
     keep0, keep1, keep2, keep3 = top_two(
         magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), LOW
     )
     store_code(code, row, first, count, groups, keep0, keep1, keep2, keep3, TILE)
     y0, y1 = tl.where(keep0, x0, 0.0), tl.where(keep1, x1, 0.0)
     y2, y3 = tl.where(keep2, x2, 0.0), tl.where(keep3, x3, 0.0)
-    store_fours(out, starts[1], first, row < count, groups, y0, y1, y2, y3, TILE)
+    store_fours(out, starts_of(out, row), first, row < count, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit

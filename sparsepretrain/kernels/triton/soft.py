@@ -93,20 +93,7 @@ def _soft_24(
     SCALED: tl.constexpr, BETWEEN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     row, first = tile_of(count, groups, TILE)
-    starts = starts_of(x, row), starts_of(out, row)
-    soft_tile(
-        x, out, starts, row, first, count, groups, scale, code, near_dropped, near_kept, TILE,
-        SCALED, BETWEEN, PACKED,
-    )  # fmt: skip
-
-
-@triton.jit
-def soft_tile(
-    x, out, starts, row, first, count, groups, scale, code, near_dropped, near_kept,
-    TILE: tl.constexpr, SCALED: tl.constexpr, BETWEEN: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """scale·S of a tile of fours; ``starts``: offsets of its rows in ``x`` and in ``out``."""
-    x0, x1, x2, x3 = load_fours(x, starts[0], first, row < count, groups, TILE)
+    x0, x1, x2, x3 = load_fours(x, starts_of(x, row), first, row < count, groups, TILE)
     # a 4-element sorting network without its outer comparators
     a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
     low, high = minimum(a0, a1), maximum(a0, a1)
@@ -121,7 +108,7 @@ def soft_tile(
     if PACKED:
         keep = y0 != 0, y1 != 0, y2 != 0, y3 != 0
         store_code(code, row, first, count, groups, keep[0], keep[1], keep[2], keep[3], TILE)
-    store_fours(out, starts[1], first, row < count, groups, y0, y1, y2, y3, TILE)
+    store_fours(out, starts_of(out, row), first, row < count, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -34,13 +33,6 @@ class StoredMask(Method):
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
         return Projection(kernels.apply_mask(weight, layer.mask, out=layer.out), layer.mask)
-
-    def foreach_project(
-        self, weights: Sequence[Tensor], layers: Sequence[Layer], outs: Sequence[Tensor]
-    ) -> list[Projection]:
-        masks = [layer.mask for layer in layers]
-        pruned = kernels.foreach_apply_mask(weights, masks, outs=outs)
-        return [Projection(*pair) for pair in zip(pruned, masks, strict=True)]
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         kernels.apply_mask(grad, mask, out=grad)

@@ -47,10 +47,6 @@ class Dense(Method):
     def phase_of(self, step: int) -> Phase:
         return Phase(False, False)
 
-    @property
-    def by_magnitude(self) -> bool:
-        return type(self).mask is Dense.mask and self.options.flip_rule == "magnitude"
-
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         if self.options.flip_rule == "transposable":
             return transposable(weight)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -51,7 +50,6 @@ class SSTE(Method):
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self.two_operands = options.mvue == "weight"
-        self.joins &= not self.two_operands
         self.needs_whole = self.two_operands or options.beta_update == "step"
 
     @property
@@ -95,16 +93,6 @@ class SSTE(Method):
             backward = kernels.mvue(forward, dim=1 - layer.dim, estimator=estimator, key=key)
             backward.add_(0.0)  # no -0.0: what is packed has at most two of four non-zero bits
         return Projection(forward, mask, backward, self._gradient_scale(layer))
-
-    def foreach_project(
-        self, weights: Sequence[Tensor], layers: Sequence[Layer], outs: Sequence[Tensor]
-    ) -> list[Projection]:
-        scales, gamma = [layer.beta for layer in layers], self.options.gamma
-        pruned = kernels.foreach_soft_prune(
-            weights, *self.pattern, gamma=gamma, dim=1, scales=scales, outs=outs
-        )
-        gradient = map(self._gradient_scale, layers)
-        return [Projection(*pair, None, f) for pair, f in zip(pruned, gradient, strict=True)]
 
     def _gradient_scale(self, layer: Layer) -> Tensor | None:
         """Factor of dW."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, Projection, Row
@@ -24,9 +22,3 @@ class STE(Method):
     def project(self, weight: Tensor, layer: Layer) -> Projection:
         """A = M∘W; a dropped weight is +0.0."""
         return Projection(*kernels.nm_prune(weight, *self.pattern, dim=layer.dim, out=layer.out))
-
-    def foreach_project(
-        self, weights: Sequence[Tensor], layers: Sequence[Layer], outs: Sequence[Tensor]
-    ) -> list[Projection]:
-        pruned = kernels.foreach_nm_prune(weights, *self.pattern, dim=1, outs=outs)
-        return [Projection(*pair) for pair in pruned]
