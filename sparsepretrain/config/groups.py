@@ -154,8 +154,6 @@ class FullySharded(Processes):
     """Copies of the model, each shared out over processes / replicas (HSDP)."""
     reshard_after_forward: bool
     """Whether what was gathered for a forward is dropped and gathered again for the backward."""
-    gather: Literal["operand", "packed"]
-    """Whether sparse operands are gathered as they are, or as 2:4 values and their positions."""
 
 
 @dataclass(slots=True, kw_only=True)

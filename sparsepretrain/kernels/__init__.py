@@ -25,8 +25,6 @@ if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be li
     from sparsepretrain.kernels.glu import geglu, swiglu
     from sparsepretrain.kernels.masks import (
         apply_mask,
-        compact_24,
-        expand_24,
         flip_count,
         masked_decay_,
         pack_24,

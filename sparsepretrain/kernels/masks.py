@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import INTEGER_OF_SIZE, packed_shape
+from sparsepretrain.kernels.common import packed_shape
 from sparsepretrain.kernels.dispatch import kernel_of
 
 
@@ -188,68 +187,6 @@ def _readable(mask: Tensor, like: Tensor) -> Tensor:
     whole = like.is_contiguous() and like.shape[1:].numel() % 8 == 0
     bits = whole and mask.shape != like.shape and mask.shape == packed_shape(like.shape)
     return mask if bits else unpacked(mask, like.shape)
-
-
-def compact_24(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What :func:`expand_24` makes ``x`` of again, bit by bit, in 9/16 (bf16) of the memory.
-
-    Args:
-        x: contiguous, a multiple of eight elements of any floating dtype; groups of four follow its
-            row-major order and have at most two elements that are not +0.0. On a GPU, where nothing
-            waits to look, further ones are lost.
-
-    Returns:
-        (numel / 2,) values in the dtype of ``x``, and the positions as :func:`pack_24` has them:
-        (numel / 8,) bytes. A group with less than two has zeros of its own among the values.
-
-    Raises:
-        ValueError: another size or memory order; on the CPU a third element in a group of finite
-            ones.
-    """
-    if x.numel() % 8 or not x.is_contiguous():
-        size, strides = tuple(x.shape), x.stride()
-        raise ValueError(
-            f"compact_24: needs a contiguous multiple of 8 elements, got {size}, strides {strides}"
-        )
-    bits = x.detach().view(INTEGER_OF_SIZE[x.itemsize])
-    code = pack_24(bits != 0)
-    full = x.device.type == "cpu" and bool(_places(x.device)[1].index_select(0, code.int()).any())
-    if full and bool(x.isfinite().all()):
-        raise ValueError("compact_24: x has more than two non-zeros in a group of four")
-    values = bits.view(-1, 8).gather(1, _kept(code))
-    return values.view(-1).view(x.dtype), code
-
-
-def expand_24(values: Tensor, code: Tensor, out: Tensor) -> Tensor:
-    """The inverse of :func:`compact_24`, written to ``out`` and returned.
-
-    ``out``: contiguous, of the dtype of ``values``.
-
-    Raises:
-        ValueError: sizes that do not belong together.
-    """
-    if not out.numel() == 2 * values.numel() == 8 * code.numel():
-        sizes = values.numel(), code.numel(), tuple(out.shape)
-        raise ValueError("expand_24: {} values and {} bytes do not fill {}".format(*sizes))
-    integer = INTEGER_OF_SIZE[out.itemsize]
-    eights = out.detach().view(-1).view(integer).view(-1, 8)
-    eights.zero_().scatter_(1, _kept(code), values.view(integer).view(-1, 4))
-    return out
-
-
-def _kept(code: Tensor) -> Tensor:
-    """(bytes, 4): where in its eight elements each byte has the two kept ones of both groups."""
-    return _places(code.device)[0].index_select(0, code.int())
-
-
-@functools.lru_cache(maxsize=8)
-def _places(device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each byte: the places of :func:`_kept`, and whether a group has more than two."""
-    with torch.inference_mode(False):
-        nibbles = _bits(torch.arange(256, dtype=torch.uint8)).view(256, 2, 4)
-        order = nibbles.argsort(dim=-1, descending=True, stable=True)[..., :2].sort(-1).values
-        places = (order + torch.tensor([[0], [4]])).view(256, 4)
-        return places.to(device), (nibbles.sum(-1) > 2).any(-1).to(device)
 
 
 def _bits(code: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from sparsepretrain.sparsity.execution.semi_structured import PRODUCT
 from sparsepretrain.sparsity.layers import SparseLayer, dense_weights, sparse_class
 from sparsepretrain.sparsity.method import Row
 from sparsepretrain.sparsity.model_state import ModelState
-from sparsepretrain.sparsity.packing import gathering
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 SHOWN = 4
@@ -57,8 +56,6 @@ class Coverage:
     """Name -> shape of the weights of embeddings, all dense."""
     precision: str | None = None  # formats of fp8; None: the products follow autocast
     backend: str = "emulate"
-    gathered: str = ""
-    """In one line, which operands FSDP gathers packed; "": it was not asked to."""
 
     @property
     def chosen(self) -> str:
@@ -111,8 +108,6 @@ class Coverage:
             lines += [f"  simulated: {_layers(n)}: {why}" for why, n in found.items()]
         if self.backend != "emulate":
             lines += [self.chosen, *self._reasons()]
-        if self.gathered:
-            lines.append(self.gathered)
         return "\n".join(lines)
 
     def _reasons(self) -> Iterator[str]:
@@ -143,8 +138,6 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         words |= {"simulated": own.simulated, "emulated": why}
         rows.append(CoveredLayer(name, kind, *sizes, **words))
     census = count_weights(state.root)
-    gathered = [g for layer in layers.values() if (g := layer.sparsity.gathered) is not None]
-    packings = [g.packing for g in gathered if g.packing is not None]
     return Coverage(
         method=method.options.name,
         pattern=f"{n}:{m}",
@@ -158,7 +151,6 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         embeddings={name: tuple(weight.shape) for name, weight in census.embeddings.items()},
         precision=str(state.execution) or None,
         backend="emulate" if state.backend is None else state.backend.name,
-        gathered=f"gathered {gathering(packings)}" if packings else "",
     )
 
 

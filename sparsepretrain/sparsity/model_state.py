@@ -47,7 +47,6 @@ class ModelState:
         self.capacity = 0  # most tokens of a micro-batch if they differ; 0: all have equally many
         self.store: torch.dtype | None = None  # of stored operands; None: every forward projects
         self.sharded = False  # weights are prepared for FSDP, which gathers operands
-        self.packs_gathered = False  # packed where that is possible
         self.expects_attach = True  # to update sparse weights without the hooks is a mistake
         self.told = False  # whether the masked decay that low precision loses was looked at
         self.counting = True  # forwards count micro-batches; no: the loop states them

@@ -2,7 +2,7 @@
 
 ``fully_shard`` gathers what the local tensor of a parameter returns from ``fsdp_pre_all_gather``.
 So the unsharded weight that a forward sees *is* the operand, in buffers that FSDP frees and fills
-again; the master weights never leave their process. An operand that is 2:4 may travel packed.
+again; the master weights never leave their process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.execution import Operands
-from sparsepretrain.sparsity.packing import Packing, not_packed
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.layer_state import LayerState
@@ -43,9 +42,7 @@ class MasterShard(Tensor):
     """
 
     _tensor: Tensor
-    unpacked: bool
-    """Whether all that is gathered is copied out of FSDP's buffers, which it may free then."""
-    __slots__ = ("_tensor", "unpacked")
+    __slots__ = ("_tensor",)
 
     @staticmethod
     def __new__(cls, tensor: Tensor) -> MasterShard:
@@ -62,7 +59,7 @@ class MasterShard(Tensor):
         )
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self.unpacked = tensor, False
+        self._tensor = tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -94,7 +91,7 @@ class MasterShard(Tensor):
         own: LayerState = module.sparsity  # type: ignore[assignment]
         own.stored(self)  # refuses what is not attached
         parts = own.gathered.parts(mp_policy.param_dtype or self.dtype, module.training)
-        # of a single shard, which is never packed, FSDP passes on the first tensor only
+        # of a single shard FSDP passes on the first tensor only
         alone = parts[1] if len(parts) > 1 and own.shard.world == 1 else None
         return parts, (own.gathered, alone)
 
@@ -103,19 +100,8 @@ class MasterShard(Tensor):
     ) -> Any:
         """The gathered A is the unsharded weight; B is kept beside it."""
         gathered, alone = metadata
-        if gathered.packing is None:
-            gathered.backward = outputs[1] if len(outputs) > 1 else alone
-            return None if out is not None else (outputs[0], ())
-        earlier = None if out is None else gathered.backward
-        found = gathered.packing.unpack(outputs, {"A": out, "B": earlier})
-        gathered.backward = found.get("B")
-        packed = gathered.packing.packed
-        mine = tuple(found[place] for place in packed)  # FSDP frees and allocates them
-        return None if out is not None else (found["A"], mine)
-
-    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
-        """Asked before the first forward, by versions of torch that can."""
-        return self.unpacked
+        gathered.backward = outputs[1] if len(outputs) > 1 else alone
+        return None if out is not None else (outputs[0], ())
 
 
 class RowsOf:
@@ -198,16 +184,13 @@ class Gathered:
 
     Args:
         own: the state of the layer, whose rows are known.
-        reasons: of :func:`not_packed`; empty: operands are gathered as they are.
     """
 
     _rows: dict[bool, Rows | None]  # for training (True) and evaluation (False); None: W itself
     _last: bool | None  # whether A or W was gathered last; None: out of date
 
-    def __init__(self, own: LayerState, reasons: Mapping[str, str]) -> None:
-        self.own, self.shard, self.packing = own, own.shard, None
-        if reasons:
-            self.packing = Packing(reasons, own.shape, own.dim, self.shard.world)
+    def __init__(self, own: LayerState) -> None:
+        self.own, self.shard = own, own.shard
         self.backward: Tensor | None = None  # B, as it was gathered
         self._dtype: torch.dtype | None = None  # that FSDP asked for
         self.forget()
@@ -229,7 +212,7 @@ class Gathered:
     def parts(self, dtype: torch.dtype, training: bool) -> tuple[Tensor, ...]:
         """A of this process's rows, and B if the method has two operands, for FSDP to gather.
 
-        As they are stored, in ``dtype``, with as many rows as every process gives; or packed.
+        As they are stored, in ``dtype``, with as many rows as every process gives.
         """
         own = self.own
         self._dtype, training = dtype, own.variant(training)
@@ -239,11 +222,6 @@ class Gathered:
         self._last = phase.training if training else phase.evaluation
         if rows is not None:
             return rows.parts
-        if self.packing is not None and self.packing.packed:
-            raise ConfigError(
-                f"the weight of {own.layer_name!r} is gathered packed, and dense {phase.why}: "
-                "gather operands as they are (gather=operand)"
-            )
         weight = self.shard.padded(self.shard.local.detach().to(dtype))  # W itself, cast anew
         return (weight, weight) if own.method.two_operands else (weight,)
 
@@ -262,23 +240,10 @@ class Gathered:
                     f"method {own.method.options.name} returns a backward weight: under FSDP it "
                     "must say so with two_operands"
                 )
-            parts = {"A": shard.padded(forward.to(dtype))}
+            parts = [shard.padded(forward.to(dtype))]
             if own.method.two_operands:
-                b = None if backward is None else shard.padded(backward.to(dtype))
-                parts["B"] = parts["A"] if b is None else b
-            self._rows[training] = Rows(self._packed(parts), scale)
-
-    def _packed(self, parts: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """What FSDP is to gather of operands, by place."""
-        if self.packing is None:
-            return tuple(parts.values())
-        try:
-            return tuple(t for k, rows in parts.items() for t in self.packing.pack(k, rows))
-        except ValueError as error:
-            raise ConfigError(
-                f"layer {self.own.layer_name!r} cannot be gathered packed, though method "
-                f"{self.own.method.options.name} says that it is 2:4: {error}"
-            ) from error
+                parts.append(parts[0] if backward is None else shard.padded(backward.to(dtype)))
+            self._rows[training] = Rows(tuple(parts), scale)
 
     def is_for(self, training: bool) -> bool:
         """Whether what was gathered last is what a forward in this mode has to see."""
@@ -364,17 +329,15 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     return rows.wrap(rows.mine(whole).to(like.device))
 
 
-def prepare(layers: Mapping[str, SparseLayer], state: ModelState, gather: str) -> None:
+def prepare(layers: Mapping[str, SparseLayer], state: ModelState) -> None:
     """Before ``fully_shard``: see :meth:`Sparsifier.prepare_sharding`."""
-    if gather not in ("operand", "packed"):
-        raise ConfigError(f"gather must be operand or packed, got {gather!r}")
     for name, layer in layers.items():
         if isinstance(layer.weight, DTensor):
             raise ConfigError(f"the weight of {name!r} is sharded already: the order is {ORDER}")
     for layer in layers.values():
         trained = layer.weight.requires_grad
         layer.weight = nn.Parameter(MasterShard(layer.weight.detach().contiguous()), trained)
-    state.sharded, state.packs_gathered = True, gather == "packed"
+    state.sharded = True
 
 
 def bind(layers: Mapping[str, SparseLayer], state: ModelState) -> None:
@@ -384,18 +347,14 @@ def bind(layers: Mapping[str, SparseLayer], state: ModelState) -> None:
             raise ConfigError(
                 f"the weight of {name!r} was prepared and is not sharded: the order is {ORDER}"
             )
-    reasons = not_packed(state.method) if state.packs_gathered else {}
     for name, layer in layers.items():
         own = layer.sparsity
         if own.shard is None:
             own.cut(RowsOf(name, layer.weight))
-            own.gathered = Gathered(own, reasons)
+            own.gathered = Gathered(own)
             if own.reset_due:
                 own.reset_due = False
                 own.reset(layer.weight)
-            if (packing := own.gathered.packing) is not None:
-                packed = len(packing.packed) == len(packing.reasons)
-                layer.weight._local_tensor.unpacked = packed
     if len({layer.sparsity.shard.group for layer in layers.values()}) > 1:
         raise ConfigError("sparse layers are sharded over different processes: use one mesh")
     # before those of FSDP, which gather

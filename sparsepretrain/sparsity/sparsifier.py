@@ -123,7 +123,7 @@ class Sparsifier:
         self._state.baseline_due = self.completed_steps == 0
         self.steps.take_baseline()
 
-    def prepare_sharding(self, *, gather: str = "operand") -> None:
+    def prepare_sharding(self) -> None:
         """Before ``fully_shard`` (FSDP2): what it gathers will be operands, in the products' dtype.
 
         The order is ``sparsify``, ``prepare_sharding``, ``fully_shard`` of blocks and then of the
@@ -131,10 +131,6 @@ class Sparsifier:
         values. From :meth:`attach` on a process projects the rows that it stores once per step, so
         :meth:`refresh` is needed after weights were edited by hand; :meth:`metrics`,
         :meth:`masks`, ``prove`` and evaluation are collective: every process calls them.
-
-        Args:
-            gather: ``operand``, or ``packed``: operands that are 2:4 all the time travel as values
-                and positions and are unpacked to the same bits; :meth:`coverage` says which.
 
         Raises:
             ConfigError: prepared, attached or sharded already; products in fp8; sparse ones.
@@ -153,7 +149,7 @@ class Sparsifier:
             raise ConfigError(
                 f"backend={backend.name} does not go with sharding: use auto or emulate"
             )
-        sharding.prepare(self.layers, self._state, gather)
+        sharding.prepare(self.layers, self._state)
         for layer in self.layers.values():
             layer.sparsity.fit(layer.weight.device)
 

@@ -110,29 +110,20 @@ def shard_rows(
     processes = getattr(run.parallel, "nproc", None) or 1
     if run.parallel.name != "fsdp" or processes == 1:
         return []
-    from sparsepretrain.sparsity.packing import Packing, gathering, not_packed
-
     replicas, again = run.parallel.replicas, 1 + run.parallel.reshard_after_forward
     shards, width = processes // replicas, compute_dtype(run.precision).itemsize
     master = max(4, width)
-    two, reasons = sparsifier.method.two_operands, not_packed(sparsifier.method)
-    packings = {
-        layer.weight: Packing(reasons, layer.weight.shape, layer.sparsity.dim, shards)
-        for layer in sparsifier.layers.values()
-    }
+    twice = set()  # weights whose B is gathered too
+    if sparsifier.method.two_operands:
+        twice = {layer.weight for layer in sparsifier.layers.values()}
 
     def entries(module: nn.Module) -> int:  # that are gathered for a forward
-        return sum(p.numel() * (1 + (two and p in packings)) for p in module.parameters())
+        return sum(p.numel() * (1 + (p in twice)) for p in module.parameters())
 
     each, whole = [entries(block) for block in blocks(model)], entries(model)
     numbers = sum(p.numel() for p in model.parameters())
     part = 1 - 1 / shards
-    saved = sum(
-        p.numel() * ((1 + two) * width - packing.bytes_per_entry(width))
-        for p, packing in packings.items()
-    )
-    operands, packed = again * width * whole * part, again * (width * whole - saved) * part
-    gathers = packed if run.parallel.gather == "packed" else operands
+    gathers = again * width * whole * part
     sums = master * numbers * part
     sums += 2 * (1 - 1 / replicas) * master * numbers / shards
     micro_batches = run.batch.size // (run.batch.micro * processes)
@@ -149,13 +140,6 @@ def shard_rows(
             "received per process",
             f"{size(gathers + sums)} per micro-batch, {size((gathers + sums) * micro_batches)} "
             f"per step: {size(gathers)} operands, {size(sums)} gradients",
-        ),
-        (
-            "ways to gather",
-            f"{size(again * master * numbers * part)} per micro-batch if weights were gathered "
-            f"and every process projected them"
-            f"\n{size(operands)} with parallel.gather=operand, {size(packed)} with packed"
-            f"\n{gathering(packings.values())}",
         ),
     ]
 

@@ -36,7 +36,7 @@ def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> N
     given = dict(_tensors(model))
     if not world.is_main:
         _make_room(model)
-    sparsifier.prepare_sharding(gather=options.gather)
+    sparsifier.prepare_sharding()
     policy = MixedPrecisionPolicy()
     if dtype == torch.bfloat16:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

@@ -220,8 +220,6 @@ def _announce(t: Session, directory: RunDirectory, console: Console) -> None:
     )
     if t.run.backend != "emulate":
         console.info(coverage.chosen)
-    if coverage.gathered:
-        console.info(coverage.gathered)
     for note in plan.notes(t.run):
         console.info(f"note: {note}")
 

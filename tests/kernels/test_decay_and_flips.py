@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from sparsepretrain.kernels import (
     apply_mask,
-    compact_24,
-    expand_24,
     flip_count,
     masked_decay_,
     nm_mask,
@@ -144,27 +142,3 @@ def test_pack_nibbles_strides_and_errors():
     assert torch.equal(unpack_24(pack_24(wide[1:, :12]), (15, 12)), wide[1:, :12])
     with pytest.raises(ValueError, match="1 bytes cannot hold"):
         unpack_24(torch.zeros(1, dtype=torch.uint8), (9,))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_two_of_four_are_packed_and_unpacked_to_the_same_bits(dtype):
-    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    x = x.masked_fill(~nm_mask(x), 0)
-    nan, inf = float("nan"), float("inf")
-    x[0, :8] = torch.tensor([0, -0.0, 0, nan, 0, 0, 0, 0])
-    x[0, 8:] = torch.tensor([0, 0, -inf, 0, torch.finfo(dtype).tiny / 4, 0, -0.0, 0])
-    values, code = compact_24(x)
-    assert values.shape == (48,) and values.dtype == dtype
-    assert torch.equal(code, pack_24(x.view(torch.uint8).view(6, 16, -1).any(-1)))
-    found = expand_24(values, code, torch.full_like(x, 7))
-    assert torch.equal(found.view(torch.uint8), x.view(torch.uint8))
-
-
-def test_what_cannot_be_packed():
-    with pytest.raises(ValueError, match="more than two non-zeros in a group of four"):
-        compact_24(torch.tensor([1.0, 1, 0, 1, 0, 0, 0, 0]))
-    with pytest.raises(ValueError, match=r"contiguous multiple of 8 elements, got .4, 3., strides"):
-        compact_24(torch.zeros(4, 3))
-    compact_24(torch.full((8,), float("nan")))  # who looks at the loss sees it
-    with pytest.raises(ValueError, match=r"4 values and 1 bytes do not fill .16,."):
-        expand_24(*compact_24(torch.zeros(8)), torch.empty(16))

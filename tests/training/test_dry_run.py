@@ -222,21 +222,3 @@ def test_what_a_process_holds_and_receives():
     assert "memory per process" not in show(*words, "parallel=ddp", "parallel.nproc=8")
     two = show(*words, "sparsity=bimask", "parallel=fsdp", "parallel.nproc=8")
     assert f"{2 * width * (numbers + 56_623_104) * 7 / 8 / mib:.2f} MiB operands" in two
-
-
-def test_ways_to_gather():
-    words = ("model=gpt2_124m", "precision=bf16", "batch.size=512", "batch.micro=8")
-    words += ("parallel=fsdp", "parallel.nproc=8")
-    numbers, sparse, mib = 124_373_760, 56_623_104, 2**20
-    both = 2 * 7 / 8  # gathered twice, of seven others
-    operands, packed = both * 2 * numbers / mib, both * (2 * numbers - 7 / 8 * sparse) / mib
-    ways = f"{operands:.2f} MiB with parallel.gather=operand, {packed:.2f} MiB with packed"
-    text = show(*words)
-    assert ways in text and "packed 2:4: A of 24 layers" in text
-    assert f"{both * 4 * numbers / mib:.2f} MiB per micro-batch if weights were gathered" in text
-    text = show(*words, "parallel.gather=packed")
-    assert ways in text and f"{packed:.2f} MiB operands" in text
-    text = show(*words, "sparsity=tsrste")
-    assert "nothing; as they are: A of 24 layers (dense since step 250,000 (dense_tail))".replace(
-        ",", ""
-    ) in text.replace(",", "")
