@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -22,9 +23,8 @@ from sparsepretrain.config.places import (
     search_path,
     yaml_files,
 )
-from sparsepretrain.config.references import require_few, resolve
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import ConfigError, one_line
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning, one_line
 from sparsepretrain.registry import choices, suggestion
 
 if TYPE_CHECKING:
@@ -234,7 +234,6 @@ def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, 
     from omegaconf.errors import OmegaConfBaseException
 
     errors = []
-    require_few(composed)
     for key, value in values:
         try:
             merge = isinstance(value, dict) and OmegaConf.is_dict(OmegaConf.select(composed, key))
@@ -246,7 +245,21 @@ def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, 
             errors.append(f"{key} cannot be set: {parent} has no keys of its own")
     if errors:
         raise ConfigError(errors)
-    return resolve(composed)
+    _warn_of_secrets(str(OmegaConf.to_container(composed, resolve=False)))
+    plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _warn_of_secrets(text: str) -> None:
+    """Warn if a value comes from an environment variable that looks like a secret."""
+    for name in dict.fromkeys(re.findall(r"\$\{oc\.env:(\w+)", text)):
+        if re.search("TOKEN|KEY|SECRET|PASSWORD", name, re.IGNORECASE):
+            warnings.warn(
+                f"what ${name} holds becomes part of the configuration, which the run's directory, "
+                "its checkpoints and its trackers keep: a secret does not belong there",
+                SparsePretrainWarning,
+                stacklevel=2,
+            )
 
 
 def _choose(request: Request, group: str, value: Any, options: list[str]) -> str:

@@ -15,8 +15,7 @@ from sparsepretrain.errors import ConfigError
 ENVIRONMENT = "SPARSEPRETRAIN_CONFIG_DIR"
 """Directories with a user's own configuration files, separated like PATH."""
 
-MOST_VALUES = 20_000
-"""Values and keys of a file, every alias counted as what it stands for: about a second of work."""
+MOST_BYTES = 1_000_000
 
 DEEPEST = 50
 """Levels of a file."""
@@ -100,44 +99,34 @@ def _plugin_dirs() -> list[Path]:
     return [directory for directory in found if directory.is_dir()]
 
 
-def check_yaml(file: Path) -> None:
-    """Refuse a YAML file that would take without end to read; anything else is left to its reader.
+def check_yaml(file: Path, *, aliases: bool = False) -> None:
+    """Reject a YAML file that would take too long to read; other faults are left to its reader.
+
+    Args:
+        file: YAML.
+        aliases: allow ``*name``, which can stand for more values than a file has bytes.
 
     Raises:
-        ConfigError: it has too many values or levels, or an alias inside what it stands for.
+        ConfigError: the file is too large or too deep, or has an alias.
     """
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    sizes: dict[str | None, int] = {}  # anchor -> values, aliases counted in full
-    levels: list[tuple[str | None, int]] = []  # anchor, values before it
-    total = 0
+    depth = 0
     try:
+        if file.stat().st_size > MOST_BYTES:
+            raise ConfigError(f"{file}: larger than {MOST_BYTES:,} bytes: this is no configuration")
         with open(file, "rb") as stream:
-            for event in yaml.parse(stream, Loader=loader):
-                if isinstance(event, yaml.AliasEvent):
-                    if any(event.anchor == anchor for anchor, _ in levels):
-                        raise _refused(file, event, f"*{event.anchor} is inside &{event.anchor}")
-                    total += sizes.get(event.anchor, 0)
-                elif isinstance(event, yaml.CollectionStartEvent):
-                    levels.append((event.anchor, total))
-                    total += 1
-                elif isinstance(event, yaml.CollectionEndEvent):
-                    anchor, before = levels.pop()
-                    if anchor is not None:
-                        sizes[anchor] = total - before
-                elif isinstance(event, yaml.ScalarEvent):
-                    total += 1
-                    if event.anchor is not None:
-                        sizes[event.anchor] = 1
-                if total > MOST_VALUES:
-                    raise _refused(file, event, f"more than {MOST_VALUES} values, aliases included")
-                if len(levels) > DEEPEST:
+            for event in yaml.parse(stream, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+                if isinstance(event, yaml.AliasEvent) and not aliases:
+                    raise _refused(file, event, f"the alias *{event.anchor} is not supported")
+                depth += isinstance(event, yaml.CollectionStartEvent)
+                depth -= isinstance(event, yaml.CollectionEndEvent)
+                if depth > DEEPEST:
                     raise _refused(file, event, f"more than {DEEPEST} levels")
     except (OSError, yaml.YAMLError):
-        return  # its reader says more
+        return
 
 
 def _refused(file: Path, event: object, why: str) -> ConfigError:
     line = event.start_mark.line + 1  # type: ignore[attr-defined]
-    return ConfigError(f"{file}, line {line}: {why}: this is no configuration")
+    return ConfigError(f"{file}, line {line}: {why}")

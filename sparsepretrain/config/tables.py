@@ -255,7 +255,7 @@ def load_table(name: str, config_dirs: Sequence[Path] = ()) -> Table:
     files = names(config_dirs)
     if name not in files:
         raise ConfigError(f"there is no table {name!r}{suggestion(name, files)}")
-    check_yaml(files[name])
+    check_yaml(files[name], aliases=True)
     try:
         plain = yaml.safe_load(files[name].read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = 2
-STATE = {1: "state.pt", 2: "state.json"}
-"""Format -> the file that every checkpoint of it has."""
+"""Version of the layout of a checkpoint, in its manifest."""
+STATE = "state.json"
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
 
@@ -113,18 +113,14 @@ class Checkpoint:
         }
 
     def _state(self) -> dict[str, Any]:
-        """The parts without their tensors; of format 1 with them."""
-        file = self.path / STATE[self._manifest["format"]]
-        if file.name == STATE[1]:
-            return read_tensors(file)
+        """The parts without their tensors."""
+        file = self.path / STATE
         try:
             return read_json(file, dict)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
 
     def _with_tensors(self, name: str, part: Any, *, copy: bool = True) -> Any:
-        if self._manifest["format"] == 1:
-            return part
         from safetensors import SafetensorError, safe_open
 
         file, tensors = self.path / _shard(name), {}
@@ -155,13 +151,12 @@ class Checkpoint:
         """
         try:
             manifest = read_json(self.path / MANIFEST, dict)
-            if manifest["format"] not in STATE:
-                known = " and ".join(map(str, STATE))
-                return f"format {manifest['format']}, this version reads {known}"
+            if manifest["format"] != FORMAT:
+                return f"format {manifest['format']}, this version reads {FORMAT}"
             number = self.path.name.removeprefix("step_")  # other names are the user's copies
             if number.isdigit() and int(number) != manifest["step"]:
                 return f"{MANIFEST} is of step {manifest['step']}"
-            sums, needed = manifest["sha256"], {STATE[manifest["format"]], CONFIG}
+            sums, needed = manifest["sha256"], {STATE, CONFIG}
             if not all(map(is_plain_name, sums)):
                 return f"{MANIFEST} names a file elsewhere"
             if not {*needed, *(p.name for p in self.path.glob(_shard("*")))} <= sums.keys():
@@ -214,7 +209,7 @@ def save(
             plain[name], tensors = _split(part, name)
             if tensors:
                 save_file(tensors, stage / _shard(name))
-        _write_json(stage / STATE[FORMAT], plain)
+        _write_json(stage / STATE, plain)
         (stage / CONFIG).write_text(config, encoding="utf-8")
         sums = {}
         for file in sorted(stage.iterdir()):

@@ -62,7 +62,7 @@ def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> S
     if (directory / HF_CONFIG).is_file():
         return Source(directory)
     own = RunDirectory(directory).checkpoints
-    files = (checkpoint.MANIFEST, *checkpoint.STATE.values())
+    files = (checkpoint.MANIFEST, checkpoint.STATE)
     if any((directory / name).is_file() for name in files):
         found = Checkpoint(directory)
         found.require(EVALUATED)

@@ -19,7 +19,6 @@ from sparsepretrain.kernels import (
     noise_key,
     pack_rows,
     packed_shape,
-    unpack_24,
     unpack_rows,
     unpacked,
 )
@@ -445,24 +444,6 @@ class LayerState(nn.Module):
     def compared_mask(self, weight: Tensor) -> Tensor:
         """The mask of the last comparison, of the shape of ``weight``; bool."""
         return unpack_rows(self.previous_mask, weight.shape)
-
-    def convert_old_tensors(self, state_dict: dict[str, Any], prefix: str, weight: Tensor) -> None:
-        """Tensors of version 0.1 as they are now; ``prefix`` is that of the layer."""
-        old, new = f"{prefix}sparsity_", f"{prefix}sparsity."
-        for key in [key for key in state_dict if key.startswith(old)]:
-            name, value = key.removeprefix(old), state_dict.pop(key)
-            if name == PREVIOUS_MASK:
-                value = pack_rows(unpack_24(value, weight.shape))
-            if name in self._buffers:  # some were derived from the step
-                state_dict[f"{new}{name}"] = value
-        for name, buffer in self._buffers.items():  # masks were not packed
-            value = state_dict.get(f"{new}{name}")
-            if buffer is None or buffer.dtype != torch.uint8:
-                continue
-            if value is not None and value.dtype == torch.bool:
-                code = pack_rows(value)
-                code = code if self.shard is None else self.shard.wrap(self.shard.mine(code))
-                state_dict[f"{new}{name}"] = code
 
 
 def _never_called(module: nn.Module, args: Any) -> None:

@@ -245,7 +245,6 @@ class SparseLayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         own = self.sparsity
-        own.convert_old_tensors(state_dict, prefix, self.weight)
         names = (*own.own_tensors, PREVIOUS_MASK)
         brought = [_brings(state_dict, f"{prefix}sparsity.{k}", getattr(own, k)) for k in names]
         brings_weight = _brings(state_dict, f"{prefix}weight", self.weight)

@@ -133,7 +133,7 @@ class ModelState:
         _fill(self.clock, [self.step, self.micro])
 
     def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """A dense state dict, and one of version 0.1, has no counters: they stay as they are."""
+        """Add the counters to a dense state dict, which has none: they stay as they are."""
         buffer = self.root.get_buffer(self.buffer)
         if not buffer.is_meta:
             self.sync()

@@ -198,7 +198,7 @@ class Session:
         return {k: self.world.part(v, like[k]) if k in like else v for k, v in whole.items()}
 
     def load_state_dict(self, state: dict[str, Any], source: object = "the checkpoint") -> None:
-        """Restore what :meth:`state_dict` returned, here or in an older version.
+        """Restore what :meth:`state_dict` returned.
 
         Args:
             state: the parts, tensors on the CPU; those of :data:`COPIED` are not kept.
@@ -228,14 +228,13 @@ class Session:
             raise CheckpointError(text) from error
         self.sparsifier.load_state_dict(state["sparsifier"])
         self.scaler.load_state_dict(state["scaler"])
-        if "flips" in state:  # without them the first mean is over what follows
-            self.flips.load_state_dict(state["flips"])
-        self.guard.load_state_dict(state.get("guard", {}))
+        self.flips.load_state_dict(state["flips"])
+        self.guard.load_state_dict(state["guard"])
         for name, kept in state.get("probes", {}).items():
             if name in self.probes:
                 self.probes[name].load_state_dict(kept)
-        for key in COUNTERS:  # an older checkpoint may lack some
-            setattr(self, key, state.get(key, getattr(self, key)))
+        for key in COUNTERS:
+            setattr(self, key, state[key])
 
 
 def averages(state: dict[str, Any], model: nn.Module) -> tuple[dict[str, Tensor], int]:
@@ -243,9 +242,7 @@ def averages(state: dict[str, Any], model: nn.Module) -> tuple[dict[str, Tensor]
     kept = state.get("ema")
     if kept is None:
         return {name: p.detach() for name, p in model.named_parameters()}, 0
-    if state.get("ema_updates") is not None:
-        return kept, state["ema_updates"]
-    return kept["averages"], kept["updates"]  # format 1
+    return kept, state["ema_updates"]
 
 
 def _optimizer_state(
@@ -268,24 +265,19 @@ def _load_optimizer(
     model: nn.Module, optimizer: Optimizer, state: dict[str, Any], world: World
 ) -> None:
     fresh = optimizer.state_dict()
-    loaded = state["optimizer"]
-    if "param_groups" not in loaded:  # else format 1, as the optimiser wrote it
-        indices = {name: index for index, name in enumerate(_names(model, optimizer))}
-        entries: dict[int, dict[str, Any]] = {}
-        options = dict(state["optimizer_options"])
-        for word, value in {**loaded, **options.pop("values")}.items():
-            name, _, key = word.rpartition("|")
-            entries.setdefault(indices[name], {})[key] = value
-        pairs = zip(options.pop("groups"), fresh["param_groups"], strict=True)
-        groups = [saved | {"params": group["params"]} for saved, group in pairs]
-        loaded = {**options, "state": entries, "param_groups": groups}
+    indices = {name: index for index, name in enumerate(_names(model, optimizer))}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, entries in loaded["state"].items():
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                part = world.part(value, parameters[index])
-                entries[key] = value.clone() if part is value else part
-    optimizer.load_state_dict(loaded)
+    entries: dict[int, dict[str, Any]] = {}
+    options = dict(state["optimizer_options"])
+    for word, value in {**state["optimizer"], **options.pop("values")}.items():
+        name, _, key = word.rpartition("|")
+        if isinstance(value, Tensor):
+            part = world.part(value, parameters[indices[name]])
+            value = value.clone() if part is value else part
+        entries.setdefault(indices[name], {})[key] = value
+    pairs = zip(options.pop("groups"), fresh["param_groups"], strict=True)
+    groups = [saved | {"params": group["params"]} for saved, group in pairs]
+    optimizer.load_state_dict({**options, "state": entries, "param_groups": groups})
     for group, configured in zip(optimizer.param_groups, fresh["param_groups"], strict=True):
         # Hyper-parameters come from the configuration; what else a group holds is state.
         group.update({k: v for k, v in configured.items() if k in optimizer.defaults})

@@ -233,7 +233,7 @@ def test_a_gate_that_is_left_open_is_noticed(tmp_path, monkeypatch, gate):
     if gate == "sums":
         monkeypatch.setattr(checkpoint, "_sum", lambda path: mock.ANY)
     elif gate == "names":
-        monkeypatch.setattr(checkpoint, "STATE", {2: "config.yaml"})
+        monkeypatch.setattr(checkpoint, "STATE", "config.yaml")
     else:
         monkeypatch.setattr(Checkpoint, "problem", lambda self, parts=None: None)
     assert newest(tmp_path)[0].path == path
@@ -284,55 +284,12 @@ def test_errors_without_a_message(tmp_path, monkeypatch):
         save(tmp_path, 1)
 
 
-def old_format(directory, step, state):
-    """A checkpoint as version 0.1 wrote it."""
-    path = directory / f"step_{step:08d}"
-    path.mkdir(parents=True)
-    torch.save(state, path / "state.pt")
-    (path / "config.yaml").write_text("a: 1\n")
-    seal(path, 1, step)
-    return path
-
-
 def seal(path, form, step):
     """Write the manifest of what is there."""
     files = {p.name: p.read_bytes() for p in path.iterdir() if p.name != "manifest.json"}
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     manifest = {"format": form, "step": step, "sha256": sums}
     (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-def test_the_first_format_is_read(tmp_path):
-    state = {"step": 3, "model": {"w": torch.arange(4.0)}, "ema": None}
-    old = Checkpoint(old_format(tmp_path, 3, state))
-    assert old.step == 3 and old.config() == {"a": 1}
-    assert_equal_bits(old.parts(), state)
-    assert_equal_bits(old.part("model"), state["model"])
-    assert old.part("ema") is None and old.part("absent") is None
-    save(tmp_path, 4)
-    assert steps(tmp_path) == [3, 4] and newest(tmp_path)[0].step == 4
-    flip(0.5)(old.path / "state.pt")
-    assert "state.pt does not match" in Checkpoint(old.path).problem(("model",))
-
-
-class Payload:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize("content", [None, b"no archive"], ids=["code", "damaged"])
-def test_a_payload_is_refused_and_never_run(tmp_path, content):
-    path = old_format(tmp_path, 1, {"model": Payload(tmp_path / "made")})
-    if content is not None:
-        (path / "state.pt").write_bytes(content)
-        seal(path, 1, 1)
-    with pytest.raises(CheckpointError, match=r"state\.pt is refused: it is damaged, or") as caught:
-        load(path)
-    assert "\n" not in str(caught.value) and "weights_only" not in str(caught.value)
-    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("file", ["state.json", MODEL])
