@@ -19,7 +19,7 @@ from sparsepretrain.kernels import (
     unpacked,
     widen,
 )
-from sparsepretrain.optim._initialization import creates_state
+from sparsepretrain.optim._initialization import creates_state, forget_step
 from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.model_state import ModelState
 
@@ -119,6 +119,7 @@ class Steps:
         self.state.stepping = False
         if not self._counts:
             self._counts = True
+            forget_step(optimizer)
             return
         held, self._held = self._held, {}
         found_inf = getattr(optimizer, "found_inf", None)
