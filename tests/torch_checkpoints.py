@@ -1,6 +1,7 @@
 """Saving and loading with torch.distributed.checkpoint, in the orders in which loops do so."""
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -14,6 +15,11 @@ from torch.distributed.checkpoint.state_dict import (
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
+def partial():
+    """A checkpoint has no moments of adapters that had no gradient yet."""
+    return DefaultLoadPlanner(allow_partial_load=True)
+
+
 def save(model, optimizer, path, load="load_together"):
     """Write what the function named ``load`` reads."""
     options = FLAT if load == "load_flat" else None
@@ -24,7 +30,7 @@ def save(model, optimizer, path, load="load_together"):
 def load_together(model, optimizer, path, options=None):
     weights, moments = get_state_dict(model, optimizer, options=options)
     state = {"model": weights, "optim": moments}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path, planner=partial())
     set_state_dict(
         model,
         optimizer,
@@ -46,7 +52,7 @@ def load_model(model, path):
 
 def load_optimizer(model, optimizer, path):
     state = {"optim": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path, planner=partial())
     set_optimizer_state_dict(model, optimizer, state["optim"])
 
 

@@ -26,3 +26,17 @@ def creates_state(optimizer: Optimizer) -> bool:
     norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type=math.inf)
     # All ranks must agree, and a rank may hold no rows of any gradient.
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) == 0.0
+
+
+def forget_step(optimizer: Optimizer) -> None:
+    """Set the step counters that torch's step has raised back to 0.
+
+    A checkpoint has no state of a parameter that had no gradient yet, such as an adapter before its
+    phase. Its moments then stay zeros, and its counter must be that of an untouched parameter.
+    """
+    for state in optimizer.state.values():
+        step = state.get("step")
+        if isinstance(step, torch.Tensor):
+            step.zero_()
+        elif step is not None:
+            state["step"] = 0

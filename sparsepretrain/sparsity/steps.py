@@ -17,7 +17,7 @@ from sparsepretrain.kernels import (
     packed_flip_count,
     unpacked,
 )
-from sparsepretrain.optim._initialization import creates_state
+from sparsepretrain.optim._initialization import creates_state, forget_step
 from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.model_state import ModelState
 
@@ -117,6 +117,7 @@ class Steps:
         self.state.stepping = False
         if not self._counts:
             self._counts = True
+            forget_step(optimizer)
             return
         held, self._held = self._held, {}
         found_inf = getattr(optimizer, "found_inf", None)
