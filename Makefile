@@ -71,7 +71,7 @@ golden: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/golden_losses.py
 
 bench: $(INSTALLED)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/sparsepretrain bench suite=cpu out=benchmarks/results/cpu.json
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/cpu.py --out benchmarks/results/cpu.json
 
 # the tables of the documentation that come from the code and from the measurements
 docs: $(DEV)
@@ -79,7 +79,7 @@ docs: $(DEV)
 
 # the figures that test-kernels-offline holds kernels to, and their table in docs/kernels.md
 kernels-offline: $(DEV)
-	PYTHONPATH=tests $(BIN)/python tests/kernels_offline/measure.py
+	PYTHONPATH=tests:benchmarks $(BIN)/python tests/kernels_offline/measure.py
 	$(BIN)/python scripts/generate_docs.py
 
 $(BIN)/python:

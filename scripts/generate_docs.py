@@ -161,7 +161,7 @@ def bench(pattern: str, path: Path) -> str:
         f"{hardware['cores']} cores of an {hardware['device']}, torch {versions['torch']}, "
         f"NumPy {versions['numpy']}, commit {where['commit']}; `gpt2_nano`; step times are "
         f"medians of interleaved ratios in one process ([raw results]({raw})). "
-        f"Again: `{where['command']}`."
+        "Again: `make bench`."
     )
     source = textwrap.fill(source, 100, break_long_words=False, break_on_hyphens=False)
     return table(["case", "measured", "limit"], rows) + f"\n{source}\n"

@@ -15,19 +15,19 @@
 #   triton             the tests of the Triton kernels, not interpreted
 #   products           2:4 products against dense ones, fp16, bf16 and fp8
 #   linear-fp8         linear in fp8; linear-fp8-auto likewise
-#   block              an FFN and a block of S-STE and T-SR-STE, training and inference
-#   block-auto         the same with sparse products where they are faster
+#   blocks             an FFN and a block of S-STE and T-SR-STE, training and inference
+#   blocks-auto        the same with sparse products where they are faster
 #   linear-all         linear with every method
-#   hours              GPU hours of whole recipes: only if it is named, with the package installed
+#   recipes            GPU hours of whole recipes: only if it is named, with the package installed
 #
 # Without a PIECE all of them run, in this order. A piece that is finished is skipped when the command
 # is given again; delete PIECE.log to repeat it. A piece that fails or is killed does not keep the
 # others from running, and what it has measured is kept.
-# JSON, plots, logs and summary.md go to ${OUT:-benchmarks/results}/NAME-OF-THE-GPU; after every piece,
+# JSON, logs and summary.md go to ${OUT:-benchmarks/results}/NAME-OF-THE-GPU; after every piece,
 # and when this script is stopped, all of it is packed into ${TAR:-$OUT/results.tar.gz}.
 #
 # Runs from a bare checkout: needs bash, Python ≥ 3.11 with torch, triton, numpy, pytest, rich and
-# pyyaml; nothing is installed or downloaded. `smoke` and `hours` also need what training needs,
+# pyyaml; nothing is installed or downloaded. `smoke` and `recipes` also need what training needs,
 # hydra-core among it. With pytest-xdist, tests run in eight processes.
 #
 #   PYTHON=python3.12 OUT=/tmp/results scripts/gpu_check.sh kernels linear
@@ -54,20 +54,20 @@ done
 
 known=(smoke doctor trust linear linear-auto)
 for method in $METHODS; do known+=("train-$method" "train-$method-auto"); done
-known+=(kernels tests triton products linear-fp8 linear-fp8-auto block block-auto linear-all)
+known+=(kernels tests triton products linear-fp8 linear-fp8-auto blocks blocks-auto linear-all)
 for word in "${wanted[@]}"; do
-    if [[ " ${known[*]} hours " != *" $word "* ]]; then
-        echo "gpu_check: unknown piece '$word'; known are: ${known[*]} hours" >&2
+    if [[ " ${known[*]} recipes " != *" $word "* ]]; then
+        echo "gpu_check: unknown piece '$word'; known are: ${known[*]} recipes" >&2
         exit 2
     fi
 done
 
 if [ "$fake" = 1 ]; then
     export CUDA_VISIBLE_DEVICES=
-    OUT=${OUT:-$(mktemp -d)} name=fake quick=true
+    OUT=${OUT:-$(mktemp -d)} name=fake quick=--quick
 elif name=$("$PYTHON" -c "import torch; print(torch.cuda.get_device_name())"); then
-    OUT=${OUT:-benchmarks/results} quick=false
-    if [ "${QUICK:-0}" = 1 ]; then quick=true; fi
+    OUT=${OUT:-benchmarks/results} quick=
+    if [ "${QUICK:-0}" = 1 ]; then quick=--quick; fi
 else
     echo "gpu_check: no CUDA GPU here, for the reason above; --fake rehearses on the CPU" >&2
     exit 1
@@ -79,7 +79,7 @@ mkdir -p "$results" "$(dirname "$TAR")"
 failed=() child=
 
 pack() { # a summary and one file with everything, which is there as a whole or not at all
-    "$PYTHON" -m sparsepretrain.bench.summary "$results" > /dev/null || true
+    "$PYTHON" benchmarks/summary.py "$results" > /dev/null || true
     tar -C "$OUT" -czf "$TAR.part" "$name" && mv "$TAR.part" "$TAR"
 }
 
@@ -131,10 +131,11 @@ for piece in "${wanted[@]}"; do
             continue
         fi
     fi
-    bench=("$PYTHON" -m sparsepretrain bench)
-    words=("quick=$quick" "budget=$((limit - spare))" "out=$results/$piece.json")
-    if [[ $piece == *-fp8* ]]; then words=(fp8=true "${words[@]}"); fi
-    if [[ $piece == *-auto ]]; then words=(backend=auto "${words[@]}"); fi
+    script=${piece%%-*}
+    words=(${quick:+"$quick"} --budget "$((limit - spare))" --out "$results/$piece.json")
+    if [[ $piece == *-fp8* ]]; then words=(--fp8 "${words[@]}"); fi
+    if [[ $piece == *-auto ]]; then words=(--backend auto "${words[@]}"); fi
+    command=()
     case $piece in
         tests | triton)
             command=(-m pytest -q -rs -p no:cacheprovider) settings=(SPARSEPRETRAIN_TEST_DEVICE=cuda)
@@ -153,16 +154,15 @@ for piece in "${wanted[@]}"; do
                 echo "== smoke: skipped, training needs hydra-core: $PYTHON -m pip install hydra-core"
                 continue
             fi
-            command=("${bench[@]}" suite=smoke "${words[@]}")
             ;;
-        linear-all) command=("${bench[@]}" suite=linear "${words[@]}") ;;
-        linear*) command=("${bench[@]}" suite=linear methods=sste,tsrste,slope "${words[@]}") ;;
+        linear-all) ;;
+        linear*) words=(--methods sste,tsrste,slope "${words[@]}") ;;
         train-*)
             method=${piece#train-}
-            command=("${bench[@]}" suite=train "methods=${method%-auto}" "${words[@]}")
+            words=(--methods "${method%-auto}" "${words[@]}")
             ;;
-        *) command=("${bench[@]}" "suite=${piece%-auto}" "${words[@]}") ;;
     esac
+    if [ ${#command[@]} = 0 ]; then command=("$PYTHON" "benchmarks/$script.py" "${words[@]}"); fi
     run "$piece" "$limit" "${command[@]}"
     pack
 done

@@ -1,6 +1,6 @@
 """Variants of the kernels that no benchmark times: other types, patterns, layouts and options.
 
-``tests/kernels_offline`` compiles them like the cases of ``sparsepretrain.bench.kernel_cases`` and
+``tests/kernels_offline`` compiles them like the cases of ``benchmarks/kernel_cases.py`` and
 ``tests/gpu`` compares them with the reference.
 """
 
@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from sparsepretrain import kernels
-from sparsepretrain.bench.kernel_cases import (
+from kernel_cases import (
     BF16,
     DRAWN,
     FP32,
@@ -30,6 +29,7 @@ from sparsepretrain.bench.kernel_cases import (
     weight_and_scale,
     with_clock,
 )
+from sparsepretrain import kernels
 
 
 def all_cases():

@@ -1,52 +1,33 @@
-"""The verb ``doctor``: what this machine can do, and what sparse products can gain in a run."""
+"""The verb ``doctor``: versions, devices, and which matmuls this machine can run sparse."""
 
 from __future__ import annotations
 
 import argparse
 
-from sparsepretrain.cli._verb import ConfiguredVerb
-from sparsepretrain.errors import ConfigError
-from sparsepretrain.registry import register, suggestion
+from sparsepretrain.cli._verb import ConfiguredVerb, UsageError
+from sparsepretrain.registry import register
 
 
 @register("verb", "doctor")
 class Doctor(ConfiguredVerb):
-    summary = "say what this machine can run sparse, and what a model would gain"
+    summary = "say what this machine can run sparse"
     place = 8
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        super().add_arguments(parser)
-        text = "predict its training step: the same as model=NAME; on a GPU also measure its layers"
-        parser.add_argument("--model", metavar="NAME", help=text)
-        text = "reckon with the data sheet of this one, such as 'H100 SXM'"
-        parser.add_argument("--gpu", metavar="NAME", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.tracking.console import Console
 
-        words = [*([f"model={args.model}"] if args.model else []), *args.overrides]
-        run, console = None, Console()
-        if words:
-            from sparsepretrain.config.compose import read
-            from sparsepretrain.config.validate import load_request
+        if other := [word for word in args.overrides if not word.startswith("plugins=")]:
+            raise UsageError(
+                f"doctor takes no overrides except plugins=[…], got {other[0]!r}. The bound of the "
+                f"speed-up of a run: `sparsepretrain train {other[0]} --dry-run`"
+            )
+        if args.overrides:
+            from sparsepretrain.config.validate import load
 
-            request = read(words, args.config_dir)
-            run = load_request(request)
-            if all(word.startswith("plugins=") for word in words):  # they have methods, no model
-                run = None
-            elif request.notes:
-                console.info("\n".join(request.notes))
+            load(args.overrides, args.config_dir)  # registers the methods of the plug-ins
+        console = Console()
         console.loading("doctor")
-        from sparsepretrain.bench import doctor
-        from sparsepretrain.training.hardware import GPUS, known_gpu
+        from sparsepretrain.training.capabilities import examine
 
-        gpu = known_gpu(args.gpu) if args.gpu else None
-        if args.gpu and gpu is None:
-            hint = suggestion(args.gpu, [each.name for each in GPUS])
-            raise ConfigError(f"--gpu {args.gpu!r}: no data sheet of it is known{hint}")
-        doctor.examine(console, gpu)
-        if run is not None:
-            from sparsepretrain.bench import forecast
-
-            forecast.forecast(run, console, gpu)
+        examine(console)
         return 0

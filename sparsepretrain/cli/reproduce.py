@@ -109,12 +109,14 @@ class Reproduce(StudyVerb):
             overrides=args.overrides,
             config_dirs=args.config_dir,
         )
-        code = max((_bench(part) for part in found if part.table.bench), default=0)
+        for part in found:
+            for command in part.table.bench:
+                print(f"{part.name} is measured from a checkout, on a GPU: {command}")
         found = [part for part in found if part.cells]
         words = [args.table, *(["--scale", args.scale] if args.scale else [])]
         words += [word for d in args.config_dir for word in ("--config-dir", str(d))]
         report = shell_line([*words, *args.overrides])
-        return max(code, self.start(args, found, report) if found else 0)
+        return self.start(args, found, report) if found else 0
 
 
 def _options(text: str) -> dict[str, str]:
@@ -123,21 +125,3 @@ def _options(text: str) -> dict[str, str]:
     if not all(key and value for key, value in found.items()):
         raise argparse.ArgumentTypeError(f"must be KEY=VALUE,KEY=VALUE, got {text!r}")
     return found
-
-
-def _bench(part: Part) -> int:
-    """Measure a table of speed where there is a GPU; else say how."""
-    import torch
-
-    from sparsepretrain.cli.main import main
-    from sparsepretrain.config.compose import shell_line
-
-    words = [
-        ["bench", *words, f"out=runs/{part.name}/{words[0].rpartition('=')[2]}.json"]
-        for words in map(str.split, part.table.bench)
-    ]
-    if torch.cuda.is_available():
-        return max(map(main, words))
-    lines = " && ".join(shell_line(["sparsepretrain", *each]) for each in words)
-    print(f"{part.name} is measured on a CUDA GPU, and there is none here: {lines}")
-    return 0

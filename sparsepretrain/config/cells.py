@@ -70,7 +70,7 @@ def cells(
         ConfigError: all mistakes of all cells, one line each, or none matches ``only``.
     """
     if scale not in table.scales:
-        has = ", ".join(table.scales) or "none: it is measured by `sparsepretrain bench`"
+        has = ", ".join(table.scales) or "none: a script of benchmarks/ measures the table"
         raise ConfigError(f"table {name} has no scale {scale!r}; its scales: {has}")
     size = table.scales[scale]
     # a seed of the user's own would make all seeds of a cell the same run

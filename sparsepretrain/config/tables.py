@@ -171,7 +171,7 @@ class Table:
     parts: list[str] = field(default_factory=list)
     """Names of other tables that this one only collects on one page."""
     bench: list[str] = field(default_factory=list)
-    """``suite=… …``, words of calls of ``sparsepretrain bench``: a table of speed, without runs."""
+    """Commands to run from a checkout: a table of speed, which a script measures without runs."""
     row_label: str = "method"
     column_label: str = ""
     rows: dict[str, list[str]] = field(default_factory=dict)

@@ -101,8 +101,8 @@ def _section(page: Page, results: TableResults, table: Table, mark: str) -> None
     scale = results.scale
     if scale is None:
         page.lines += [
-            "It is measured by `sparsepretrain bench`, which writes reports of its own:",
-            *("", "```sh", *(f"sparsepretrain bench {words}" for words in table.bench), "```", ""),
+            "Scripts of a checkout measure this table, on a GPU:",
+            *("", "```sh", *table.bench, "```", ""),
         ]
         if table.published:
             page.lines += [f"{mark} Published", "", *_only_published(table), ""]

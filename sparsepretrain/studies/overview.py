@@ -108,7 +108,7 @@ def _described(table: Table) -> tuple[str, ...]:
     if table.parts:
         return f"{table.title}: {', '.join(table.parts)}", *"––––"
     if table.bench:
-        return f"{table.title}: bench {' '.join(table.bench)}", *"––––"
+        return f"{table.title}: {'; '.join(table.bench)}", *"––––"
     sizes = []
     for scale in ("paper", "nano"):
         size = table.scales.get(scale)

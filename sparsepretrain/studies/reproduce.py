@@ -30,7 +30,7 @@ class Part:
     name: str
     table: Table
     scale: Scale | None
-    """None: it is measured by ``sparsepretrain bench`` and has no cells."""
+    """None: a script of ``benchmarks/`` measures the table, which has no cells."""
     cells: list[Cell]
 
     @property

@@ -32,11 +32,6 @@ class GPU(NamedTuple):
         """Dense FLOP/s in fp16 and bf16; 2:4 products have twice as many on all of these."""
         return self.tflops * 1e12
 
-    @property
-    def memory(self) -> float:
-        """Bytes per second, read and written."""
-        return self.bandwidth * 1e9
-
     def __str__(self) -> str:
         speed = f"{self.tflops:g} TFLOP/s dense in fp16 and bf16, {self.bandwidth / 1e3:g} TB/s"
         return f"{self.name}: {speed}"

@@ -28,11 +28,18 @@ from sparsepretrain.sparsity.method import Method
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console, clock, count
 from sparsepretrain.tracking.wandb import check_login
-from sparsepretrain.training.assembly import META, attach_optimizer, build_model, sparsify_model
+from sparsepretrain.training.assembly import (
+    META,
+    attach_optimizer,
+    build_model,
+    layer_inputs,
+    sparsify_model,
+)
 from sparsepretrain.training.compilation import blocks
 from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.precision import autocast, compute_dtype, describe
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
+from sparsepretrain.training.speedup import matmul_flops
 from sparsepretrain.training.world import World
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -42,7 +49,7 @@ SPARSE = {"at": 0.0, "until": 0.0, "clipping": (0.0, 0.0), "dense_tail": 0.0, "w
 
 
 def dry_run(run: Run, console: Console | None = None) -> None:
-    """Print coverage, parameters, FLOPs, memory and steps of ``run``."""
+    """Print coverage, parameters, FLOPs, the bound of the speed-up, memory and steps of ``run``."""
     console = console or Console()
     check_login(run.tracker)
     require_a_sparse_step(run)
@@ -50,10 +57,13 @@ def dry_run(run: Run, console: Console | None = None) -> None:
     task = build_task(run)
     model = build_model(task, META)
     flops, saved, items = step_cost(run, task, model)
+    inputs = layer_inputs(run, task, model)
     sparsifier = sparsify_model(run, task, model, device)
     coverage = sparsifier.coverage()
     console.info(str(coverage))
     micro_batches = run.batch.size // run.batch.micro
+    dtype = compute_dtype(run.precision)
+    matmuls = matmul_flops(sparsifier, inputs, micro_batches, dtype, flops)
     parameters = sum(p.numel() for p in model.parameters())
     each, other = bytes_per_entry(run)
     averages = 4 * parameters * (run.ema is not None)
@@ -75,6 +85,7 @@ def dry_run(run: Run, console: Console | None = None) -> None:
             f"FLOPs per {task.unit[:-1]}",
             f"{count(flops / items)}, forward and backward, counted dense",
         ),
+        *matmuls.rows(),
         (
             "memory estimate",
             f"{size(others + sparse)}: {size(sparse)} sparse weights, {size(others)} others, "

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from sparsepretrain.bench import smoke, trust
+import harness
+import smoke
+import trust
 
 CPU = torch.device("cpu")
 
@@ -32,8 +34,8 @@ def pack(x):
 @pytest.mark.parametrize("rows, columns", [(64, 32), (128, 64), (16, 16), (48, 80), (80, 144)])
 @pytest.mark.parametrize("name", trust.TYPES)
 def test_the_formula_unpacks_what_it_says_is_packed(rows, columns, name):
-    (row,) = trust.layout(pack, name, rows, columns, CPU)
-    assert (row.status, row.shape) == ("ok", [rows, columns])
+    (case,) = trust.layout(pack, name, rows, columns, CPU)
+    assert (case.status, case.name) == ("ok", f"layout, {name}, {rows}×{columns}")
 
 
 def test_another_layout_or_size_is_reported():
@@ -54,8 +56,12 @@ def test_sizes_beside_whole_tiles_are_among_them():
     assert any(rows % 64 == 0 and k % 32 == 0 for rows, k in trust.SIZES)
 
 
+def smoke_works(quick):
+    return smoke.works(harness.Options(quick=quick))
+
+
 def test_the_first_runs_of_smoke_cover_every_pair():
-    runs = [work.args[:3] for work in smoke.cases(quick=False)]
+    runs = [work.args[1:4] for work in smoke_works(quick=False).values()]
     assert len(set(runs)) == len(runs) == 3 * 2 * 2
     for i, j in ((0, 1), (0, 2), (1, 2)):
         pairs = {(run[i], run[j]) for run in runs}
@@ -63,14 +69,15 @@ def test_the_first_runs_of_smoke_cover_every_pair():
 
 
 def test_a_smoke_run_trains_saves_and_resumes():
-    (row,) = smoke.cases(quick=True)[0]()
-    assert row.status == "ok" and row.us["rounds"] == 3
+    (case,) = next(iter(smoke_works(quick=True).values()))()
+    assert case.status == "ok" and case.detail["rounds"] == 3
 
 
-def test_a_smoke_run_that_fails_keeps_no_other_from_running(monkeypatch):
+def test_a_failed_smoke_run_keeps_no_other_from_running(monkeypatch):
     def fails(*_, **__):
         raise TypeError("compile() got an unexpected keyword argument")
 
     monkeypatch.setattr(smoke, "train", fails)
-    (row,) = smoke.cases(quick=True)[0]()
-    assert row.status == "failed: compile() got an unexpected keyword argument" and row.ok is False
+    (case,) = harness.attempt(*next(iter(smoke_works(quick=True).items())))
+    assert case.status == "failed: compile() got an unexpected keyword argument"
+    assert case.ok is False

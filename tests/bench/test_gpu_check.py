@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from sparsepretrain.bench.kernels import Timed
-from sparsepretrain.bench.summary import summary
+from harness import Case
 from sparsepretrain.files import write_atomic
+from summary import summary
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
 PIECES = ["smoke", "doctor", "trust", "linear", "linear-auto", "train-sste", "train-sste-auto"]
 PIECES += ["kernels", "tests", "triton", "products", "linear-fp8", "linear-fp8-auto"]
-PIECES += ["block", "block-auto", "linear-all"]
+PIECES += ["blocks", "blocks-auto", "linear-all"]
 PYTHON = """#!/bin/bash
 # stands in for Python: writes down what it was asked for
 echo "$*" >> "{calls}"
 words=$*
-out=${{words##*out=}}
+out=${{words##*--out }}
 case "$*" in
     *get_device_name*)
         if [ ! -e "{gpu}" ]; then echo "no driver" >&2; exit 1; fi
@@ -31,11 +31,12 @@ case "$*" in
     *"import xdist"*) [ -e "{xdist}" ] ;;
     *"import hydra"*) [ -e "{hydra}" ] ;;
     *tests/gpu*) [ ! -e "{broken}" ] ;;
-    *suite=linear*) echo '{{}}' > "$out"; exit 1 ;;
-    *suite=products*)
+    *benchmarks/linear.py*) echo '{{}}' > "$out"; exit 1 ;;
+    *benchmarks/products.py*)
         echo '{{"cases": 1}}' > "$out"
         if [ -e "{slow}" ]; then sleep 60 & wait; fi ;;
-    *suite=*) echo '{{}}' > "$out" ;;
+    *summary.py*) ;;
+    *benchmarks/*) echo '{{}}' > "$out" ;;
 esac
 """
 FLAGS = ("gpu", "hydra", "xdist", "broken", "slow")
@@ -92,20 +93,19 @@ def test_pieces_run_in_order_and_are_resumed(check):
     finished = {path.stem for path in check.results.glob("*.log")}
     assert finished == {*PIECES} - {"tests"}, "a failure keeps no other piece from running"
     assert "== linear: a goal was missed" in text and (check.results / "linear.json").exists()
-    benches = [call.partition(" bench ")[2] for call in calls if " bench " in call]
-    out, rest = check.results, "quick=false budget=480"
+    out, budget = check.results, "--budget 480"
     for expected in (
-        f"suite=smoke quick=false budget=60 out={out}/smoke.json",
-        f"suite=trust {rest} out={out}/trust.json",
-        f"suite=train methods=sste {rest} out={out}/train-sste.json",
-        f"suite=train methods=sste backend=auto {rest} out={out}/train-sste-auto.json",
-        f"suite=linear methods=sste,tsrste,slope fp8=true {rest} out={out}/linear-fp8.json",
-        f"suite=linear methods=sste,tsrste,slope backend=auto fp8=true {rest} "
-        f"out={out}/linear-fp8-auto.json",
-        f"suite=block backend=auto {rest} out={out}/block-auto.json",
-        f"suite=linear {rest} out={out}/linear-all.json",
+        f"smoke.py --budget 60 --out {out}/smoke.json",
+        f"trust.py {budget} --out {out}/trust.json",
+        f"train.py --methods sste {budget} --out {out}/train-sste.json",
+        f"train.py --methods sste --backend auto {budget} --out {out}/train-sste-auto.json",
+        f"linear.py --methods sste,tsrste,slope --fp8 {budget} --out {out}/linear-fp8.json",
+        f"linear.py --methods sste,tsrste,slope --backend auto --fp8 {budget} "
+        f"--out {out}/linear-fp8-auto.json",
+        f"blocks.py --backend auto {budget} --out {out}/blocks-auto.json",
+        f"linear.py {budget} --out {out}/linear-all.json",
     ):
-        assert expected in benches
+        assert f"benchmarks/{expected}" in calls
     assert all("-n 8 tests/" in call for call in calls if "-m pytest" in call)
     check.flags["broken"].unlink()
     check.flags["xdist"].unlink()
@@ -115,7 +115,7 @@ def test_pieces_run_in_order_and_are_resumed(check):
     assert not any("-n 8" in call for call in calls)
     (check.results / "kernels.log").unlink()
     code, text, calls = check("kernels", "linear")
-    assert code == 0 and sum(" bench " in call for call in calls) == 1
+    assert code == 0 and sum("benchmarks/" in call and "summary" not in call for call in calls) == 1
 
 
 def test_everything_is_packed_after_every_piece(check):
@@ -162,7 +162,7 @@ def test_smoke_alone_needs_hydra(check):
     check.flags["hydra"].unlink()
     code, text, calls = check()
     assert code == 0 and "== smoke: skipped, training needs hydra-core" in text
-    assert not any("suite=smoke" in call for call in calls)
+    assert not any("smoke.py" in call for call in calls)
     assert {path.stem for path in check.results.glob("*.log")} == {*PIECES} - {"smoke"}
 
 
@@ -177,27 +177,26 @@ def test_what_is_refused(check):
 
 
 def test_summary(tmp_path):
-    times = {"p10": 1.0, "p50": 2.0, "p90": 3.0, "rounds": 3}
-    row = Timed(case="a", shape=[4, 4], impl="triton", us=times, frac_of_copy=0.8, goal=0.85)
-    row.ratio_to = {"reference": 3.0}
-    skipped = Timed(case="b", shape=[4], impl="triton", status="skipped: needs a CUDA GPU")
+    speed = {"times_as_fast_as": {"reference": 3.0}}
+    goal = Case(name="a, bandwidth over a device copy's", value=0.8, unit="×", at_least=0.85)
+    skipped = Case(name="b, triton", status="skipped: needs a CUDA GPU")
+    cases = [Case(name="a, triton", value=2.0, detail=speed), goal, skipped]
     environment = {
         "hardware": {"device": "NVIDIA H200"},
         "packages": {"torch": "2.15.0", "triton": "3.9.0"},
         "commit": "abc",
     }
-    cases = [row.as_dict(), skipped.as_dict()]
-    found = {"suite": "kernels", "quick": False, "environment": environment, "cases": cases}
-    found["ceilings"] = {"copy_gbps": 4012.3, "bf16_tflops": 700.4}
+    found = {"script": "kernels", "quick": False, "environment": environment}
+    found["cases"] = [case.as_dict() for case in cases]
     write_atomic(tmp_path / "kernels.json", json.dumps(found))
     (tmp_path / "kernels.log").touch()
     (tmp_path / "tests.log.part").touch()
     text = summary(tmp_path)
     assert "Finished: kernels." in text and "Not finished: tests." in text
-    assert "| a, 4×4, triton | 2 µs, 80% of copy | reference 3.00 | ≥ 85% of copy, NO |" in text
-    assert "| b, 4, triton | skipped: needs a CUDA GPU |  |  |" in text
-    assert "Ceilings, measured: 4012 GB/s, 700 TFLOP/s." in text
-    assert "NVIDIA H200, torch 2.15.0, triton 3.9.0, commit abc" in text
+    assert "- a, triton: 2 µs, 3.00× reference\n" in text
+    assert "device copy's: 0.8 × (≥ 0.85, missed)\n" in text
+    assert "- b, triton: skipped: needs a CUDA GPU\n" in text
+    assert "NVIDIA H200, torch 2.15.0, triton 3.9.0, commit abc\n" in text
 
 
 @pytest.mark.slow
@@ -218,11 +217,11 @@ def test_rehearsal_survives_a_killed_piece_and_leaves_one_tar(tmp_path):
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if line.startswith("== kernels: ") and "suite=kernels" in line:
+        if line.startswith("== kernels: ") and "kernels.py" in line:
             while not (results / "kernels.json").exists() and process.poll() is None:
                 time.sleep(0.02)
             calls = pids.read_text().splitlines()
-            os.kill(int(next(c for c in calls if "suite=kernels" in c).split()[0]), signal.SIGKILL)
+            os.kill(int(next(c for c in calls if "kernels.py" in c).split()[0]), signal.SIGKILL)
     assert process.wait(timeout=60) == 1, "".join(lines)
     text = "".join(lines)
     assert "== kernels: FAILED with exit code 137" in text
@@ -233,12 +232,8 @@ def test_rehearsal_survives_a_killed_piece_and_leaves_one_tar(tmp_path):
         kept = json.load(tar.extractfile("fake/kernels.json"))
     assert packed == {path.name for path in results.iterdir()}
     assert kept["cases"]
-    drawn = {path.stem for path in results.glob("*.png")}
-    assert drawn == {
-        name for name in PIECES if name.startswith(("linear", "train", "block", "prod"))
-    }
     summarised = (results / "summary.md").read_text()
     assert "Not finished: kernels." in summarised
     assert "few rounds: no figure means anything" in summarised
-    assert "skipped: needs a CUDA GPU" in summarised and "nn.Linear 1.00" in summarised
-    assert "backend=auto, 2×64, sste |" in summarised
+    assert "skipped: needs a CUDA GPU" in summarised and "1.00× nn.Linear" in summarised
+    assert "tiny, backend=auto, sste: " in summarised

@@ -228,20 +228,6 @@ def test_report(monkeypatch, capsys):
     assert capsys.readouterr().out == "a.png\n"
 
 
-def test_bench(monkeypatch):
-    seen = []
-
-    def run(**options):
-        seen.append(options)
-        return {"within_limits": options["quick"]}
-
-    replace(monkeypatch, "bench", run=run, SUITES=("cpu",))
-    assert cli.main(["bench", "suite=cpu", "quick=true", "out=x.json", "budget=90"]) == 0
-    options = {"suite": "cpu", "out": Path("x.json"), "quick": True, "choice": None}
-    assert seen == [options | {"budget": 90.0}]
-    assert cli.main(["bench", "suite=cpu"]) == 1
-
-
 def test_closed_output_is_not_an_error():
     # a pipe whose reader is gone before the first byte
     read, write = os.pipe()

@@ -45,8 +45,6 @@ def test_keys_of_the_method_that_is_tuned(capsys):
 def test_flags_and_arguments(capsys):
     assert complete(capsys, "train", "--c") == ["--config-dir", "--cfg"]
     assert complete(capsys, "completion", "") == ["--help", "bash", "zsh", "fish"]
-    assert complete(capsys, "bench", "q") == ["quick="]
-    assert complete(capsys, "bench", "suite=o") == ["suite=operands"]
     assert complete(capsys, "eval", "run", "weights=") == ["weights=sparse", "weights=dense"]
     assert complete(capsys, "report", "r") == []
     assert complete(capsys, "export", "run", "--format", "s") == ["semi_structured"]

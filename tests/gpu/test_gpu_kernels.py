@@ -4,8 +4,8 @@ import pytest
 import torch
 from kernel_variants import all_cases
 
+from harness import difference, fresh
 from sparsepretrain import kernels
-from sparsepretrain.bench.kernels import _fresh, difference
 
 CASES = all_cases()
 GIB = 1 << 30
@@ -23,8 +23,8 @@ def test_registry_parity(case, device):
             case.run("triton", *case.make(shape, device))
         return
     inputs = case.make(shape, device)
-    expected = case.run("reference", *_fresh(inputs))
-    first, again = (case.run("triton", *_fresh(inputs)) for _ in range(2))
+    expected = case.run("reference", *fresh(inputs))
+    first, again = (case.run("triton", *fresh(inputs)) for _ in range(2))
     assert difference(first, expected) <= case.tolerance
     assert difference(first, again) == 0
 

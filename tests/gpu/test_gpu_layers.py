@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import sparsepretrain as sp
-from sparsepretrain.bench.train import Training, source_bytes
 from sparsepretrain.kernels import dispatch
+from train import Training, source_bytes
 
 NANO = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 256}
 

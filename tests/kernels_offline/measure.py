@@ -12,6 +12,7 @@ import inspect
 import json
 import math
 import pkgutil
+import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +33,7 @@ from machine_code import (
 from triton.errors import TritonError
 from triton.runtime.jit import JITFunction
 
-from sparsepretrain.bench.kernel_cases import KernelCase, Limit
-from sparsepretrain.bench.progress import Phase
+from kernel_cases import KernelCase, Limit
 from sparsepretrain.kernels import triton as kernels
 from sparsepretrain.training.hardware import environment
 
@@ -91,11 +91,10 @@ class Row:
 def measure() -> dict[str, Any]:
     """The contents of ``benchmarks/kernels_offline.json``."""
     pairs = [(case, capability) for case in all_cases() for capability in case.architectures]
-    show, rows = Phase("compiling", len(pairs), "kernels"), []
-    for done, (case, capability) in enumerate(pairs):
-        show(done)
+    rows = []
+    for number, (case, capability) in enumerate(pairs, 1):
+        print(f"{number} of {len(pairs)}: {case.name}, sm_{capability}", file=sys.stderr)
         rows += examine(case, capability)
-    show(len(pairs))
     return {
         "environment": environment(torch.device("cpu")) | {"command": "make kernels-offline"},
         "compilers": versions(),

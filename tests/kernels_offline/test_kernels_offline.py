@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_variants import all_cases
 
-from sparsepretrain.bench.kernel_cases import KernelCase, Limit, normal
+from kernel_cases import KernelCase, Limit, normal
 from sparsepretrain.kernels import flip_count, nm_mask, pack_24, soft_threshold, unpack_24
 
 COMMITTED = json.loads(measure.RECORD.read_text())

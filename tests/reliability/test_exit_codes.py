@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import re
 import signal
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from sparsepretrain.bench import timing
 from sparsepretrain.cli import main
 from sparsepretrain.cli import train as verb
 from sparsepretrain.errors import INTERRUPTED, PREEMPTED, SparsePretrainError
@@ -86,15 +84,6 @@ def plugin(tiny, run, tmp_path, **_):
     )
 
 
-def regressed(tiny, tmp_path, capfd, **_):
-    for name, value in (("old", 1.0), ("new", 1.2)):
-        case = timing.Case(name="step", value=value, unit="×", at_most=1.05, detail={})
-        found = {"suite": "cpu", "environment": {"hardware": {}}, "cases": [case.as_dict()]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(found))
-    code = main(["bench", "compare", *(str(tmp_path / f"{name}.json") for name in ("old", "new"))])
-    return code, capfd.readouterr().out
-
-
 def typo(tiny, run, **_):
     return run("stesp=3")
 
@@ -148,7 +137,6 @@ CASES = {
     (0, "trying the one before it"): damaged,
     (0, "metrics.jsonl stays complete"): tracker,
     (1, "ended the command"): plugin,
-    (1, "regressed by more than"): regressed,
     (2, "did you mean"): typo,
     (2, "another process is training"): claimed,
     (3, "data error"): no_data,

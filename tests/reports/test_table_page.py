@@ -169,7 +169,12 @@ def test_unequal_beginnings_are_told(results, table):
 
 
 def test_a_part_is_a_section_and_the_summary_names_all_claims(results, table):
-    speed = {"title": "Speed", "bench": ["layers"], "baseline": None, "paper": "S-STE"}
+    speed = {
+        "title": "Speed",
+        "bench": ["python layers.py"],
+        "baseline": None,
+        "paper": "S-STE",
+    }
     whole = {"title": "A collection", "parts": ["three", "speed"], "baseline": None}
     found = {"three": table, "speed": build(Table, speed), "all": build(Table, whole)}
     page = render(TableResults(name="all", parts=[results, TableResults(name="speed")]), found)
@@ -179,14 +184,14 @@ def test_a_part_is_a_section_and_the_summary_names_all_claims(results, table):
         "## Speed",
     ]
     assert "| S-STE is below STE | **held** |" in page.markdown.split("## Three methods")[0]
-    assert "sparsepretrain bench layers" in page.lines
+    assert "python layers.py" in page.lines
     assert "three-final.png" in page.figures
 
 
 def test_a_table_of_speed_says_what_was_published():
     found = {"sste_table10": load_table("sste_table10")}
     page = render(TableResults(name="sste_table10"), found).markdown
-    assert "sparsepretrain bench suite=block methods=sste backend=auto\n" in page
+    assert "python benchmarks/blocks.py --methods sste --backend auto\n" in page
     assert "| FFN, training | speed-up | 1.31 ⚠ |" in page and "⚠ quoted by a third party" in page
     assert "## What this cannot say\n\n- Needs a GPU with 2:4 tensor cores." in page
 

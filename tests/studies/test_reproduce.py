@@ -195,12 +195,12 @@ def test_parts_run_under_their_own_names(
     tables.write("other", rows={"ste": ["sparsity=ste"]}, baseline=None)
     both = {"title": "both", "parts": ["small", "other", "speed"]}
     (tables.root / "table/both.yaml").write_text(yaml.safe_dump(both))
-    speed = {"title": "speed", "bench": ["suite=kernels"]}
+    speed = {"title": "speed", "bench": ["python benchmarks/kernels.py"]}
     (tables.root / "table/speed.yaml").write_text(yaml.safe_dump(speed))
     assert tables("both", "--stop-after", "1", "--seeds", "1") == 0
     out = capsys.readouterr().out
     assert "small + other: 3 partial" in out and "other: ste, seed 0" in out
-    assert "sparsepretrain bench suite=kernels out=runs/speed/kernels.json" in out
+    assert "speed is measured from a checkout, on a GPU: python benchmarks/kernels.py\n" in out
     assert len(tables.runs("small")) == 2 and len(tables.runs("other")) == 1
     assert tables("both", "--only", "ste", "--dry-run") == 0
     loop = {"title": "loop", "parts": ["loop"]}

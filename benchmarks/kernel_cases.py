@@ -1,8 +1,8 @@
 """Every kernel as a case: what it is called with, what it may cost, what it is compared with.
 
-``suite=kernels`` times the cases on a GPU. The tests add variants that are not timed
-(``tests/kernel_variants.py``); on a GPU they compare all with the reference, and everywhere they
-compile what a case launches and hold it to the limits.
+`kernels.py` times the cases on a GPU. The tests add variants that are not timed
+(`tests/kernel_variants.py`); on a GPU they compare all with the reference, and everywhere they
+compile the kernels that a case launches and hold them to the limits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from formulations import soft_by_sort, topk
 from sparsepretrain import kernels
-from sparsepretrain.bench.cpu_kernels import soft_by_sort, topk
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NAMES = {FP32: "fp32", BF16: "bf16"}
@@ -63,7 +63,7 @@ class KernelCase:
     limits: dict[str, Limit]
     """Kernel that the case launches -> limit. Another kernel is an error."""
     shapes: dict[str, Shape] = field(default_factory=dict)
-    """What the GPU suite times."""
+    """Shapes that `kernels.py` times on a GPU."""
     goal: float | None = None
     """Fraction of a device copy's bandwidth."""
     goal_us: float | None = None

@@ -1,4 +1,4 @@
-"""What this machine can do: versions, devices, which products of each method could be sparse."""
+"""Versions and devices of this machine, and the matmuls of each method that it can run sparse."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from sparsepretrain.sparsity.execution import EMULATE, Backend
 from sparsepretrain.sparsity.execution.semi_structured import PRODUCT
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training.hardware import GPU, environment, known_gpu, unusable_gpu
+from sparsepretrain.training.hardware import environment, known_gpu, unusable_gpu
 
 META = torch.device("meta")
 SHAPE = (64, 64)
-"""Of a linear layer whose features 64 divides."""
+"""Weight of a linear layer; 64 divides its features."""
 REGRESSIONS = {
     "0.8.0": "slower on H100 and L4 than versions before and after it, says NVIDIA of 0.8.1: "
     "pip install 'nvidia-cusparselt-cu13>=0.8.1'"
 }
 """Version of cuSPARSELt -> what is wrong with it (docs.nvidia.com/cuda/cusparselt, release notes).
-Wrong algorithms are no entry: those are found by trial before use."""
+Wrong algorithms have no entry: a trial before use finds them."""
 
 
 def present_gpu() -> torch.device | None:
-    """The CUDA device of this process."""
+    """Return the CUDA device of this process, or None."""
     if not torch.cuda.is_available():
         return None
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def examine(console: Console, named: GPU | None = None) -> None:
-    """Print what is here, and the products of each method; ``named``: a GPU to compare with."""
-    console.table("this machine", machine(named), lines=False)
+def examine(console: Console) -> None:
+    """Print versions and devices, and the products of each method."""
+    console.table("this machine", machine(), lines=False)
     console.info("")
     title = "products that can be sparse: linear layers with features that 64 divides, fp16 or bf16"
     head = ["method", *PRODUCTS, "when", "why not"]
@@ -44,8 +44,8 @@ def examine(console: Console, named: GPU | None = None) -> None:
     console.info(f"\n{here()}")
 
 
-def machine(named: GPU | None = None) -> list[tuple[str, str]]:
-    """Versions and devices, as rows."""
+def machine() -> list[tuple[str, str]]:
+    """Return versions and devices, as rows."""
     found = environment(present_gpu() or torch.device("cpu"))
     packages, hardware = found["packages"], found["hardware"]
     library = version()
@@ -73,13 +73,11 @@ def machine(named: GPU | None = None) -> list[tuple[str, str]]:
     if not torch.cuda.device_count():
         why = unusable_gpu()
         rows.append(("GPU", f"none: {why}" if why else "none"))
-    if named is not None:
-        rows.append(("compared with", f"{named} ({named.source})"))
     return rows
 
 
 def here() -> str:
-    """Whether sparse products run on this machine, in one line."""
+    """Say in one line if sparse products run on this machine."""
     device = present_gpu() or torch.device("cpu")
     missing = no_fp8_products(device)
     fp8 = f"No product runs in fp8: {missing}." if missing else "Products run in fp8 here."
@@ -92,9 +90,9 @@ def here() -> str:
 
 
 def method_rows() -> list[list[str]]:
-    """Method, what can be sparse of its three products, when, and why the others cannot.
+    """Return rows of method, its three products, its phases, and the reasons for dense products.
 
-    With default options, wherever the device has sparse products.
+    They hold for default options, and for every device that has sparse products.
     """
     backend, rows = Backend("auto"), []
     for name in registry.names("method"):

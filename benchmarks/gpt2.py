@@ -1,4 +1,4 @@
-"""GPT-2 as one would write it for speed in plain PyTorch: the yardstick of our dense path."""
+"""GPT-2 written for speed in plain PyTorch: the baseline of the trainer's dense step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention and FFN, each after a norm and beside a residual."""
+    """Attention and FFN, each with a norm before and a residual around it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of ``x`` (batch, length, width) and its shape."""
+        """Map (batch, length, width) to the same shape."""
         batch, length, width = x.shape
         heads = (batch, length, self.heads, width // self.heads)
         q, k, v = (t.view(heads).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(width, 2))
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class PlainGPT2(nn.Module):
-    """Tied embeddings, no biases, no dropout."""
+    """GPT-2 with tied embeddings, without biases and dropout."""
 
     def __init__(self, options: Any) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class PlainGPT2(nn.Module):
         self.norm = nn.LayerNorm(width, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, length) int64 -> (batch, length, vocab_size)."""
+        """Map (batch, length) int64 to logits (batch, length, vocab_size)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(places)
         for block in self.blocks:

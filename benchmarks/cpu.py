@@ -1,0 +1,280 @@
+"""Measure what users of a CPU feel: price of each method over dense, memory, kernels.
+
+`make bench` writes `benchmarks/results/cpu.json`. Needs the package installed with its
+dependencies.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import formulations
+from gpt2 import PlainGPT2
+from harness import Case, Options, Work, interleave, main, median_ratio, ratio
+from linear import timed_methods
+from recipes import training
+from sparsepretrain import kernels, registry
+from sparsepretrain.kernels.timing import Series
+from sparsepretrain.sparsity.method import G
+from sparsepretrain.training.loop import train_step
+from sparsepretrain.training.session import Session
+
+MASKED_LIMIT = 1.05
+"""Largest ratio of a step to the dense one."""
+SAMPLED_LIMIT = 1.15
+"""The same with MVUE."""
+MEMORY_LIMIT = 1.03
+PLAIN_LIMIT = 1.03
+NANOGPT_LIMIT = 1.0
+MEASURED = ("dense", "ste", "srste", "sste, mvue=none", "sste")
+"""Variants whose peak memory is measured, in processes of their own."""
+NEVER = 10**6
+"""Steps between two searches in a run that does none after its first step."""
+MEMORY_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A method with options, as overrides of the default run."""
+
+    overrides: list[str]
+    limit: float | None = MASKED_LIMIT
+    rare: tuple[str, int] | None = None
+    """Key of the steps between two searches for masks, and its default."""
+
+    def searching(self, every: int) -> list[str]:
+        """Return the overrides with a search every `every` steps."""
+        assert self.rare is not None
+        return [*self.overrides, f"{self.rare[0]}={every}"]
+
+
+def variants() -> dict[str, Variant]:
+    """Return every variant that a registered method wants timed, ``dense`` first."""
+    result = {"dense": Variant(["sparsity=dense"], None)}
+    for label, (name, options) in timed_methods().items():
+        if name == "dense":
+            continue
+        method: Any = registry.get("method", name)
+        checked, every = method.Options(name=name, **options), method.searches
+        sampled = method(checked, 1000).sparse_row.U != G
+        result[label] = Variant(
+            [f"sparsity={name}", *(f"sparsity.{k}={v}" for k, v in options.items())],
+            SAMPLED_LIMIT if sampled else MASKED_LIMIT,
+            None if every is None else (f"sparsity.{every}", getattr(checked, every)),
+        )
+    return result
+
+
+def works(options: Options) -> dict[str, Work]:
+    """Name the groups of cases."""
+    quick = options.quick
+    rounds, repeats = (2, 1) if quick else (40, 3)
+    chosen = {k: v for k, v in variants().items() if not quick or k in ("dense", "sste", "bimask")}
+    return {
+        # first: a heap that training has used makes allocations, and so short operations, slower
+        "kernels": functools.partial(kernel_ratios, rounds),
+        "step time": functools.partial(steps, chosen, rounds),
+        "peak memory": functools.partial(memory, repeats),
+    }
+
+
+def kernel_ratios(rounds: int) -> list[Case]:
+    """Compare the loops with the shortest formulation in torch, on a GPT-2 124M weight."""
+    draw = torch.Generator().manual_seed(0)
+    weight, gradient = (torch.randn(3072, 768, generator=draw) for _ in range(2))
+    patterns = formulations.transposable_patterns()
+    pairs: dict[str, tuple[float | None, Callable[[], object], Callable[[], object]]] = {
+        "2:4 mask, topk": (
+            10.0,
+            lambda: formulations.topk(weight),
+            lambda: kernels.nm_mask(weight),
+        ),
+        "soft threshold, sort": (
+            15.0,
+            lambda: formulations.soft_by_sort(weight),
+            lambda: kernels.soft_threshold(weight),
+        ),
+        "transposable mask, product with 90 patterns": (
+            None,
+            lambda: formulations.transposable_by_matmul(weight, patterns),
+            lambda: kernels.transposable_mask(weight),
+        ),
+        "approximate MVUE, multinomial": (
+            15.0,
+            lambda: formulations.mvue_by_multinomial(gradient),
+            lambda: kernels.mvue(gradient, dim=0, key=0),
+        ),
+    }
+    calls = {name: simple for name, (_, simple, _) in pairs.items()}
+    calls |= {f"{name}, ours": ours for name, (_, _, ours) in pairs.items()}
+    series = interleave(calls, rounds)
+    return [
+        ratio(f"{name} over ours, 3072×768", series[name], series[f"{name}, ours"], at_least=limit)
+        for name, (limit, _, _) in pairs.items()
+    ]
+
+
+def steps(chosen: dict[str, Variant], rounds: int) -> list[Case]:
+    """Compare training steps of `gpt2_nano` under every variant with dense ones."""
+    built = {
+        name: training(v.overrides if v.rare is None else v.searching(NEVER))
+        for name, v in chosen.items()
+    }
+    calls: dict[str, Callable[[], object]] = {
+        name: functools.partial(train_step, session) for name, session in built.items()
+    }
+    calls["plain"] = plain_step(built["dense"])
+    calls["nanoGPT"] = plain_step(built["dense"], nanogpt=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # STEP warns of a switch as early as this one
+        series = interleave(calls, rounds)
+    dense = series["dense"]
+    result = {
+        name: ratio(f"step time, {name} over dense", series[name], dense, at_most=v.limit)
+        for name, v in chosen.items()
+        if name != "dense"
+    }
+    rare = {name: v for name, v in chosen.items() if v.rare is not None}
+    searching: dict[str, Callable[[], object]] = {
+        name: functools.partial(train_step, training(v.searching(1))) for name, v in rare.items()
+    }
+    series_of_searches = interleave({**searching, "dense": calls["dense"]}, max(2, rounds // 5))
+    for name, v in rare.items():
+        assert v.rare is not None
+        amortize(
+            result[name], series_of_searches[name], series_of_searches["dense"], period=v.rare[1]
+        )
+    others = {"plain PyTorch": ("plain", PLAIN_LIMIT), "nanoGPT's loop": ("nanoGPT", NANOGPT_LIMIT)}
+    return [
+        *result.values(),
+        *(
+            ratio(f"step time, our dense over {name}", dense, series[key], at_most=limit)
+            for name, (key, limit) in others.items()
+        ),
+    ]
+
+
+def amortize(case: Case, searching: Series, dense: Series, *, period: int) -> None:
+    """Add to `case` the share of a step in `period` that searches for masks.
+
+    Args:
+        case: ratio of steps without a search.
+        searching: times of steps that all search.
+        dense: times of dense steps in the same rounds.
+        period: steps from one search to the next.
+    """
+    assert case.value is not None
+    every = median_ratio(searching, dense)
+    case.detail |= {"without": case.value, "every_step": every, "period": period}
+    case.value += (every - case.value) / period
+
+
+def plain_step(session: Session, *, nanogpt: bool = False) -> Callable[[], object]:
+    """Return the same step without this project: data, loss, clipping, fused AdamW.
+
+    Args:
+        session: gives sizes and data.
+        nanogpt: as in that project's train.py on a CPU: batches are stacked from windows of a
+            memory-mapped file, which is opened for each batch, and AdamW is not fused.
+    """
+    torch.manual_seed(0)
+    run = session.run
+    model = PlainGPT2(run.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=not nanogpt)
+    size, length, count = run.batch.size, run.task.sequence_length, 0
+    file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - lives as long as the step
+    np.random.default_rng(0).integers(256, size=10**6, dtype=np.uint16).tofile(file.name)
+
+    def windows() -> dict[str, Tensor]:
+        data = np.memmap(file.name, dtype=np.uint16, mode="r")
+        starts = torch.randint(len(data) - length, (size,))
+        return {
+            name: torch.stack(
+                [torch.from_numpy(data[i + k : i + k + length].astype(np.int64)) for i in starts]
+            )
+            for k, name in enumerate(("tokens", "targets"))
+        }
+
+    def step() -> None:
+        nonlocal count
+        batch = windows() if nanogpt else session.task.batch("train", count, range(size), size)
+        logits = model(batch["tokens"])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        count += 1
+        loss.item()
+
+    return step
+
+
+def memory(repeats: int) -> list[Case]:
+    """Compare the peak resident memory of fresh processes, above that before the model is built."""
+    peaks = {}
+    for name, variant in variants().items():
+        if name in MEASURED:
+            peaks[name] = sorted(peak(variant.overrides) for _ in range(repeats))[repeats // 2]
+    return [
+        Case(
+            name=f"peak memory, {name} over dense",
+            value=found / peaks["dense"],
+            unit="×",
+            at_most=MEMORY_LIMIT,
+            detail={"bytes": [found, peaks["dense"]], "processes": repeats},
+        )
+        for name, found in peaks.items()
+        if name != "dense"
+    ]
+
+
+def peak(overrides: list[str]) -> int:
+    """Return the bytes that a process measures with `print_peak`."""
+    command = [sys.executable, __file__, "--peak", *overrides]
+    # One arena, and freed blocks returned at once: the figure is the program's, not malloc's.
+    settings = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=settings)
+    return int(done.stdout.split()[-1])
+
+
+def print_peak(overrides: list[str]) -> None:
+    """Build a run, take a few steps and print its peak memory in bytes."""
+
+    def status(key: str) -> int:
+        text = Path("/proc/self/status").read_text(encoding="ascii")
+        found = re.search(rf"{key}:\s+(\d+) kB", text)
+        assert found is not None
+        return int(found[1]) * 1024
+
+    warm = training(["sparsity=sste", "batch.size=1", "batch.micro=1"])
+    train_step(warm)  # loads libraries on first use
+    del warm
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
+    session = training(overrides)
+    for _ in range(MEMORY_STEPS):
+        train_step(session)
+    print(status("VmHWM") - before)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--peak"]:
+        print_peak(sys.argv[2:])
+    else:
+        sys.exit(main("cpu", works))

@@ -1,0 +1,318 @@
+"""Timer, result type and command line of all benchmark scripts.
+
+Machines are noisy: only times from one round of one process are compared, as the median over rounds
+of their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from sparsepretrain.files import write_atomic
+from sparsepretrain.kernels.timing import Series, measure
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NEEDS_GPU = "skipped: needs a CUDA GPU"
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """One figure, and what was measured with it."""
+
+    name: str
+    value: float | None = None
+    """None: not measured, for the reason in `status`."""
+    unit: str = "µs"
+    at_most: float | None = None
+    """Limit that the project sets itself."""
+    at_least: float | None = None
+    status: str = "ok"
+    """`ok`, or `skipped`, `wrong` or `failed` and the reason."""
+    detail: dict[str, Any] = field(default_factory=dict)
+    """Further metrics: rounds, spread, error, ratios."""
+
+    @property
+    def ok(self) -> bool | None:
+        """True if the limit is kept; None without a limit or a value."""
+        if self.is_error:
+            return False
+        if self.value is None:
+            return None
+        if self.at_most is not None:
+            return self.value <= self.at_most
+        return None if self.at_least is None else self.value >= self.at_least
+
+    @property
+    def is_error(self) -> bool:
+        """True if the result is wrong, or the work failed."""
+        return self.status.startswith(("wrong", "failed"))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the case as JSON values."""
+        return {**dataclasses.asdict(self), "ok": self.ok}
+
+
+Work = Callable[[], Iterable[Case]]
+"""Measures some cases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Choices of the command line that decide what is measured."""
+
+    quick: bool = False
+    methods: tuple[str, ...] = ()
+    """Names of methods; empty: the script's own choice."""
+    backend: str = "emulate"
+    fp8: bool = False
+
+    @property
+    def label(self) -> str:
+        """Suffix for the name of a case."""
+        return ", fp8" * self.fp8 + f", backend={self.backend}" * (self.backend != "emulate")
+
+    def precision(self, device: torch.device) -> dict[str, str] | None:
+        """Return the `precision` argument of `sparsify`; a CPU simulates fp8."""
+        if not self.fp8:
+            return None
+        recipe = "hybrid" if self.backend == "emulate" else "e4m3"
+        return {"name": "fp8" if device.type == "cuda" else "fp8_sim", "recipe": recipe}
+
+
+def interleave(
+    works: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    *,
+    device: torch.device = CPU,
+    warmup: int = 2,
+) -> dict[str, Series]:
+    """Time every work once per round, in an order that rotates from round to round.
+
+    On a CUDA device works are captured in graphs and timed by events, unless the host waits in
+    them; elsewhere the host's clock counts.
+    """
+    if device.type == "cuda":
+        return measure({name: [work] for name, work in works.items()}, rounds=rounds)
+    names = list(works)
+    us: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(-warmup, rounds):
+        shift = index % len(names)
+        for name in names[shift:] + names[:shift]:
+            started = time.perf_counter()
+            works[name]()
+            if index >= 0:
+                us[name].append(1e6 * (time.perf_counter() - started))
+    return {name: Series(us=us[name], mode="eager") for name in names}
+
+
+def median_ratio(over: Series, under: Series) -> float:
+    """Return the median over rounds of ``over / under``."""
+    return statistics.median(a / b for a, b in zip(over.us, under.us, strict=True))
+
+
+def ratio(
+    name: str,
+    over: Series,
+    under: Series,
+    *,
+    at_most: float | None = None,
+    at_least: float | None = None,
+) -> Case:
+    """Return the median over rounds of ``over / under``, with quartiles and both medians."""
+    ratios = sorted(a / b for a, b in zip(over.us, under.us, strict=True))
+    quarter = len(ratios) // 4
+    detail = {
+        "rounds": len(ratios),
+        "quartiles": [ratios[quarter], ratios[-1 - quarter]],
+        "median_seconds": [statistics.median(series.us) / 1e6 for series in (over, under)],
+    }
+    case = Case(name=name, value=statistics.median(ratios), unit="×", detail=detail)
+    case.at_most, case.at_least = at_most, at_least
+    return case
+
+
+def timed(name: str, series: Series, others: Mapping[str, Series], **detail: Any) -> Case:
+    """Return the median time, and how many times as fast as `others` it is in the same rounds."""
+    found = series.percentiles()
+    speed = {other: median_ratio(theirs, series) for other, theirs in others.items()}
+    detail = {**found, "mode": series.mode, "times_as_fast_as": speed, **detail}
+    return Case(name=name, value=found["p50"], detail=detail)
+
+
+def fresh(values: Any) -> Any:
+    """Return copies with the same strides: some operations work in place."""
+    return tree_map_only(Tensor, lambda t: t.clone(memory_format=torch.preserve_format), values)
+
+
+def difference(got: Any, expected: Any) -> float:
+    """Return the largest error over the largest expected value; for masks the share that differs.
+
+    Infinite if shapes, dtypes or the positions of NaNs differ.
+    """
+    if isinstance(expected, list | tuple):
+        return max((difference(g, e) for g, e in zip(got, expected, strict=True)), default=0.0)
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    if not expected.is_floating_point():
+        return (got != expected).double().mean().item()
+    a, b = got.float(), expected.float()
+    if not torch.equal(a.isnan(), b.isnan()):
+        return float("inf")
+    same = (a == b) | a.isnan()
+    largest = b.nan_to_num(0.0, 0.0, 0.0).abs().max().clamp_min(torch.finfo(b.dtype).tiny)
+    return torch.where(same, 0.0, (a - b).abs() / largest).max().item()
+
+
+def failure(error: Exception) -> str:
+    """Return the status of a case that ended in `error`."""
+    return f"failed: {' '.join(str(error).split())[:160] or type(error).__name__}"
+
+
+def attempt(name: str, work: Work) -> list[Case]:
+    """Measure; an error becomes a case, so that the next work is measured all the same."""
+    try:
+        return [*work()]
+    except torch.OutOfMemoryError:
+        return [Case(name=name, status="skipped: out of memory")]
+    except Exception as error:
+        return [Case(name=name, status=failure(error))]
+
+
+def main(
+    script: str,
+    works: Callable[[Options], Mapping[str, Work]],
+    arguments: list[str] | None = None,
+    *,
+    methods: bool = False,
+) -> int:
+    """Measure what the command line names, print it, and write JSON after every case.
+
+    Args:
+        script: name of the script, kept in the results.
+        works: name -> work, in order.
+        arguments: None: those of the process.
+        methods: offer the choice of methods, backend and fp8.
+
+    Returns:
+        1 if a case is wrong, failed or misses its limit; limits do not count with ``--quick``.
+    """
+    parser = argparse.ArgumentParser(prog=f"benchmarks/{script}.py")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results here")
+    parser.add_argument("--quick", action="store_true", help="few rounds: does the script run?")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="cases with such a name")
+    parser.add_argument("--budget", type=float, metavar="S", help="begin no case after S seconds")
+    if methods:
+        parser.add_argument("--methods", default="", metavar="A,B", help="these, and dense")
+        parser.add_argument("--backend", default="emulate", choices=["emulate", "auto"])
+        parser.add_argument("--fp8", action="store_true", help="sparse layers multiply in fp8")
+    given = vars(parser.parse_args(arguments))
+    names = tuple(filter(None, given.pop("methods", "").split(",")))
+    flags = {key: given[key] for key in ("quick", "backend", "fp8") if key in given}
+    options = Options(methods=names, **flags)
+    chosen = {k: work for k, work in works(options).items() if fnmatch(k, given["only"])}
+    if given["list"]:
+        print(*chosen, sep="\n")
+        return 0
+    if given["out"] is not None:  # fail before minutes are spent
+        given["out"].parent.mkdir(parents=True, exist_ok=True)
+    words = sys.argv[1:] if arguments is None else arguments
+    cases = measure_all(chosen, header(script, words, options.quick), given["out"], given["budget"])
+    return int(any(c.is_error or (c.ok is False and not options.quick) for c in cases))
+
+
+def measure_all(
+    works: Mapping[str, Work], head: dict[str, Any], out: Path | None, budget: float | None
+) -> list[Case]:
+    """Measure every work in turn; the file is complete after every case."""
+    started, cases = time.monotonic(), list[Case]()
+
+    def keep(found: list[Case]) -> None:
+        for case in found:
+            print(describe(case.as_dict()), flush=True)
+        cases.extend(found)
+        if out is not None:
+            result = {**head, "cases": [case.as_dict() for case in cases]}
+            write_atomic(out, json.dumps(result, indent=1) + "\n")
+
+    for index, (name, work) in enumerate(works.items()):
+        if budget is not None and time.monotonic() - started > budget:
+            left = f"the last {len(works) - index} of {len(works)}"
+            keep([Case(name=left, status=f"skipped: {budget:g} s are over")])
+            break
+        keep(attempt(name, work))
+    return cases
+
+
+def describe(case: dict[str, Any]) -> str:
+    """Return a case of a results file as one line."""
+    if case["value"] is None:
+        return f"{case['name']}: {case['status']}"
+    digits = ".4g" if abs(case["value"]) < 1e4 else ",.0f"
+    text = f"{case['name']}: {case['value']:{digits}} {case['unit']}"
+    speed = case["detail"].get("times_as_fast_as", {})
+    text += "".join(f", {times:.2f}× {other}" for other, times in speed.items())
+    if bounds := limits(case):
+        text += f" ({bounds}{', missed' * (case['ok'] is False)})"
+    return text if case["status"] == "ok" else f"{text}, {case['status']}"
+
+
+def limits(case: dict[str, Any]) -> str:
+    """Return the bounds of a case, such as ``≤ 1.05``."""
+    signs = {"at_most": "≤", "at_least": "≥"}
+    return ", ".join(f"{sign} {case[k]:g}" for k, sign in signs.items() if case[k] is not None)
+
+
+def header(script: str, words: list[str], quick: bool) -> dict[str, Any]:
+    """Return command, versions, commit and hardware, to stand before the cases."""
+    from sparsepretrain.config.compose import shell_line
+    from sparsepretrain.training.hardware import environment
+
+    cuda = torch.cuda.is_available()
+    command = shell_line(["python", f"benchmarks/{script}.py", *words])
+    found = environment(CUDA if cuda else CPU) | {"command": command}
+    return {"script": script, "quick": quick, "environment": found, "gpu": gpu() if cuda else None}
+
+
+def gpu() -> dict[str, Any]:
+    """Return the CUDA device and its present state; clocks and limits are read, never set."""
+    from sparsepretrain.kernels.cusparselt.packed24 import version
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    fields = (
+        "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
+    )
+    # nvidia-smi counts all GPUs of the machine, torch those of CUDA_VISIBLE_DEVICES
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    command.append(f"--id=GPU-{properties.uuid}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        values = map(str.strip, done.stdout.split(","))
+    except (OSError, subprocess.SubprocessError):
+        values = map(str, ())
+    return {
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory": properties.total_memory,
+        "l2": properties.L2_cache_size,
+        "cuda": torch.version.cuda,
+        "cusparselt": version(),
+        **dict(zip(fields.split(","), values, strict=False)),
+    }

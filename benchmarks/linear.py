@@ -1,0 +1,171 @@
+"""Time one sparse linear layer, forward and backward, against nn.Linear.
+
+The projection of the weight is part of every call, as in a run with one micro-batch per step. With
+the default ``--backend emulate`` matmuls are dense on zero-filled weights: the figure is the price
+of a method. With ``--backend auto`` they are sparse where that is faster.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness import CPU, CUDA, NEEDS_GPU, Case, Options, Work, difference, interleave, main, timed
+from sparsepretrain import registry
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity import Sparsifier, sparsify
+from sparsepretrain.sparsity.layers import SparseLayer
+
+LAYERS = {"GPT-2 124M": (768, 3072), "LLaMA 7B": (4096, 11008)}
+"""(in_features, out_features)."""
+TOKENS = 16384
+DENSE = "nn.Linear"
+TOLERANCE = 1e-2
+"""Largest error of sparse matmuls over the largest emulated value: two roundings to bf16."""
+
+Sparsify = Callable[[nn.Module], Sparsifier]
+
+
+def works(options: Options) -> dict[str, Work]:
+    """Name every layer; without a GPU these are skipped, and a tiny one is timed."""
+    found: dict[str, Work] = {}
+    sizes, tokens, device, rounds = LAYERS, TOKENS, CUDA, 5 if options.quick else 25
+    if not torch.cuda.is_available():
+        found = {name: partial(skipped, title(name, options)) for name in LAYERS}
+        sizes, tokens, device, rounds = {"tiny": (64, 128)}, 64, CPU, 2
+    for name, (inner, outer) in sizes.items():
+        build, inputs = partial(nn.Linear, inner, outer), (tokens, inner)
+        full = title(name, options)
+        found[name] = partial(compare, full, build, inputs, device, rounds, options)
+    return found
+
+
+def title(layer: str, options: Options) -> str:
+    """Return the beginning of the names of a layer's cases."""
+    return f"linear, {layer}, forward and backward, bf16{options.label}"
+
+
+def skipped(name: str) -> list[Case]:
+    """Return the case that stands for all that a GPU would measure."""
+    return [Case(name=name, status=NEEDS_GPU)]
+
+
+def timed_methods(only: Sequence[str] = ()) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return label -> method and options, for the variants that each method wants timed.
+
+    Args:
+        only: these methods and dense; empty: all.
+
+    Raises:
+        ConfigError: a method does not exist.
+    """
+    names = sorted(registry.names("method"), key="dense".__ne__)  # the baseline first
+    if wrong := [name for name in only if name not in names]:
+        raise ConfigError(f"no method {wrong[0]!r}{registry.suggestion(wrong[0], names)}")
+    names = [name for name in names if not only or name in ("dense", *only)]
+    methods: dict[str, Any] = {name: registry.get("method", name) for name in names}
+    return {
+        f"{name}, {label}" if label else name: (name, options)
+        for name, method in methods.items()
+        for label, options in method.timed.items()
+    }
+
+
+def compare(
+    name: str,
+    build: Callable[[], nn.Module],
+    inputs: Sequence[int],
+    device: torch.device,
+    rounds: int,
+    options: Options,
+    *,
+    targets: Sequence[str] = ("*",),
+    stored: bool = False,
+    training: bool = True,
+) -> list[Case]:
+    """Time a module with every method against the same module with nn.Linear.
+
+    Results of sparse matmuls are compared with emulated ones first.
+
+    Args:
+        name: of the module.
+        build: the dense module.
+        inputs: shape of its input.
+        device: CUDA, or the CPU in a rehearsal.
+        rounds: interleaved.
+        options: methods, backend and precision.
+        targets: layers of the module that become sparse.
+        stored: operands are stored once; else every call projects the weights.
+        training: forward and backward; else the forward alone.
+    """
+
+    def calls(backend: str) -> dict[str, Callable[[], Any]]:
+        rest: Any = {"targets": [*targets], "total_steps": 1000, "backend": backend}
+        rest["precision"] = options.precision(device)
+        variants: dict[str, Sparsify | None] = {DENSE: None}
+        for label, (method, chosen) in timed_methods(options.methods).items():
+            variants[label] = partial(sparsify, method=method, **rest, **chosen)
+        return calls_of(build, inputs, device, variants, stored=stored, training=training)
+
+    ours, errors, wrong = calls(options.backend), dict[str, float](), []
+    for label, emulated in calls("emulate").items() if options.backend != "emulate" else ():
+        if label == DENSE:
+            continue
+        errors[label] = error = difference([*ours[label]()], [*emulated()])
+        if not error <= TOLERANCE:
+            status = f"wrong: differs from emulated matmuls by {error:.3g}"
+            wrong.append(Case(name=f"{name}, {label}", status=status))
+            del ours[label]
+    series = interleave(ours, rounds, device=device, warmup=1)
+    dense = {DENSE: series[DENSE]}
+    found = [
+        timed(f"{name}, {label}", each, dense, max_err=errors.get(label))
+        for label, each in series.items()
+    ]
+    return [*found, *wrong]
+
+
+def calls_of(
+    build: Callable[[], nn.Module],
+    shape: Sequence[int],
+    device: torch.device,
+    variants: Mapping[str, Sparsify | None],
+    *,
+    stored: bool,
+    training: bool,
+) -> dict[str, Callable[[], Any]]:
+    """Return calls of a module and of its sparse variants, with equal weights and inputs."""
+    torch.manual_seed(0)
+    x = torch.randn(*shape, device=device, requires_grad=training)
+    calls: dict[str, Callable[[], Any]] = {}
+    for label, make in variants.items():
+        torch.manual_seed(1)
+        model = nn.Sequential(build().to(device))  # a replaced layer needs a parent
+        if make is not None:
+            sparsifier = make(model)
+            if stored:
+                sparsifier.store_operands(torch.bfloat16)
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+            grad = torch.randn_like(model(x))
+        calls[label] = partial(_call, model, x, grad, stored, training)
+    return calls
+
+
+def _call(
+    model: nn.Module, x: torch.Tensor, grad: torch.Tensor, stored: bool, training: bool
+) -> Any:
+    for layer in () if stored else model.modules():
+        if isinstance(layer, SparseLayer):
+            layer.sparsity.forget()
+    with torch.set_grad_enabled(training), torch.autocast(x.device.type, torch.bfloat16):
+        y = model(x)
+    return torch.autograd.grad(y, [x, *model.parameters()], grad) if training else (y,)
+
+
+if __name__ == "__main__":
+    sys.exit(main("linear", works, methods=True))

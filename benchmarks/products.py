@@ -1,0 +1,74 @@
+"""Time square 2:4 matmuls against dense ones, in TFLOP/s of the dense matmul.
+
+S-STE Table 11 has this form, in fp8 at 16384³. Packing is not part of it: `linear.py` and
+`blocks.py` have whole layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+from harness import CPU, CUDA, NEEDS_GPU, Case, Options, Work, difference, interleave, main, timed
+from sparsepretrain.kernels import compress_24, matmul_24, matmul_fp8
+
+SIZES = (2048, 4096, 8192, 16384)
+TINY = 128
+TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8 e4m3": torch.float8_e4m3fn}
+DENSE, SPARSE = "dense", "2:4"
+TOLERANCE = 1e-2
+
+
+def works(options: Options) -> dict[str, Work]:
+    """Name every type and size; without a GPU these are skipped, and a tiny one is computed."""
+    if torch.cuda.is_available():
+        sizes, rounds = SIZES[: 1 if options.quick else None], 5 if options.quick else 25
+        pairs = [(name, n) for name in TYPES for n in sizes]
+        return {title(*pair): partial(product, *pair, CUDA, rounds) for pair in pairs}
+    gpu = Case(name="matmuls of real sizes", status=NEEDS_GPU)
+    found: dict[str, Work] = {gpu.name: lambda: [gpu]}
+    return found | {title(name, TINY): partial(product, name, TINY, CPU, 2) for name in TYPES}
+
+
+def title(name: str, n: int) -> str:
+    """Return the beginning of the names of the cases of one type and size."""
+    return f"matmul, {name}, {n}³"
+
+
+def product(name: str, n: int, device: torch.device, rounds: int) -> list[Case]:
+    """Compute Y = A·Xᵀ of (n, n) matrices; both are compared with fp32 before they are timed."""
+    dtype, random = TYPES[name], torch.Generator(device).manual_seed(0)
+    a, x = (torch.randn(n, n, generator=random, device=device).to(dtype) for _ in "ax")
+    a[:, 2::4], a[:, 3::4] = 0, 0
+    out = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    expected = (a.float() @ x.float().t()).to(out)
+    flags: Any = {"transpose_dense": True, "out_dtype": out}
+    one = torch.ones((), device=device)
+    try:
+        calls = {DENSE: partial(torch.matmul, a, x.t())}
+        if dtype.itemsize == 1:
+            calls[DENSE] = partial(matmul_fp8, a, x, one, one, out_dtype=out)
+        calls[SPARSE] = partial(matmul_24, compress_24(a), x, **flags)
+        errors = {impl: difference(call(), expected) for impl, call in calls.items()}
+    except RuntimeError as error:  # this device or library has no such matmul
+        why = f"skipped: {' '.join(str(error).split())[:160]}"
+        return [Case(name=title(name, n), status=why)]
+    found = [
+        Case(name=f"{title(name, n)}, {impl}", status=f"wrong: differs from fp32 by {error:.3g}")
+        for impl, error in errors.items()
+        if not error <= TOLERANCE
+    ]
+    right = {impl: call for impl, call in calls.items() if errors[impl] <= TOLERANCE}
+    for impl, series in (series_of := interleave(right, rounds, device=device)).items():
+        dense = {DENSE: series_of[DENSE]} if DENSE in series_of else {}
+        case = timed(f"{title(name, n)}, {impl}", series, dense, max_err=errors[impl])
+        case.value, case.unit = 2e-6 * n**3 / case.detail["p50"], "TFLOP/s"
+        found.append(case)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main("products", works))

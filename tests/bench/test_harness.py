@@ -1,0 +1,149 @@
+"""The command line of benchmarks, their timer, and the results that a killed run keeps."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import harness
+from harness import Case, difference
+from kernel_cases import normal
+from sparsepretrain.kernels.timing import Series
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """``bench(works, *words)``: exit code, and the cases of the results file."""
+
+    def run(works, *words):
+        path = tmp_path / "out" / "a.json"
+        words = ["--out", str(path), *words]
+        code = error = None
+        try:
+            code = harness.main("a", lambda options: works, words, methods=True)
+        except KeyboardInterrupt as caught:
+            error = caught
+        found = json.loads(path.read_text())
+        assert found["script"] == "a" and found["environment"]["packages"]["torch"]
+        assert found["environment"]["command"].startswith("python benchmarks/a.py --out ")
+        return error or code, found["cases"]
+
+    return run
+
+
+def one(name, **words):
+    return lambda: [Case(name=name, **words)]
+
+
+def test_works_take_turns_and_the_order_rotates():
+    seen = []
+    works = {name: lambda name=name: seen.append(name) for name in "abc"}
+    series = harness.interleave(works, 3, warmup=1)
+    assert {name: len(each.us) for name, each in series.items()} == dict.fromkeys("abc", 3)
+    assert sorted(seen) == sorted("abc" * 4)
+    assert len({tuple(seen[i : i + 3]) for i in range(0, 12, 3)}) == 3
+
+
+def test_a_ratio_is_the_median_over_rounds():
+    over, under = Series(us=[2.0, 9.0, 3.0], mode=""), Series(us=[1.0, 3.0, 3.0], mode="")
+    case = harness.ratio("x", over, under, at_most=1.5)
+    assert (case.value, case.unit, case.ok) == (2.0, "×", False)
+    assert case.detail["quartiles"] == [1.0, 3.0] and case.detail["rounds"] == 3
+    assert harness.describe(case.as_dict()) == "x: 2 × (≤ 1.5, missed)"
+
+
+def test_measured_cases_survive_a_killed_run(bench):
+    def killed():
+        raise KeyboardInterrupt
+
+    error, cases = bench({"a": one("a", value=1.0), "b": killed, "c": one("c", value=1.0)})
+    assert isinstance(error, KeyboardInterrupt) and [case["name"] for case in cases] == ["a"]
+
+
+def test_a_failed_work_keeps_no_other_from_running(bench):
+    def fails():
+        raise RuntimeError("no such\nmatmul")
+
+    def too_large():
+        raise torch.OutOfMemoryError
+
+    code, cases = bench({"a": fails, "b": too_large, "c": one("c", value=1.0)})
+    statuses = ["failed: no such matmul", "skipped: out of memory", "ok"]
+    assert code == 1 and [case["status"] for case in cases] == statuses
+    assert [case["ok"] for case in cases] == [False, None, None]
+
+
+def test_the_exit_code_judges_limits_unless_quick(bench):
+    missed = {"a": one("a", value=0.8, at_least=0.9)}
+    assert bench(missed)[0] == 1
+    assert bench(missed, "--quick")[0] == 0
+    assert bench({"a": one("a", value=0.9, at_least=0.9)})[0] == 0
+    assert bench({"a": one("a", status="wrong: another result")}, "--quick")[0] == 1
+
+
+def test_no_case_begins_after_the_budget(bench, monkeypatch):
+    seconds = iter(range(0, 1000, 10))
+    monkeypatch.setattr(harness, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    code, cases = bench({name: one(name) for name in "abcde"}, "--budget", "25")
+    assert code == 0 and [case["name"] for case in cases] == ["a", "b", "the last 3 of 5"]
+    assert cases[-1]["status"] == "skipped: 25 s are over"
+
+
+def test_cases_are_listed_and_chosen(bench, capsys):
+    works = {name: one(name) for name in ("ab", "b")}
+    assert harness.main("a", lambda options: works, ["--list"]) == 0
+    assert capsys.readouterr().out == "ab\nb\n"
+    assert [case["name"] for case in bench(works, "--only", "a*")[1]] == ["ab"]
+
+
+def test_options_of_methods():
+    seen = []
+    words = ["--methods", "ste,sste", "--backend", "auto", "--fp8", "--quick"]
+    harness.main("a", lambda options: seen.append(options) or {}, words, methods=True)
+    assert seen == [harness.Options(True, ("ste", "sste"), "auto", True)]
+    assert seen[0].label == ", fp8, backend=auto"
+    assert seen[0].precision(torch.device("cuda")) == {"name": "fp8", "recipe": "e4m3"}
+    assert harness.Options(fp8=True).precision(CPU) == {"name": "fp8_sim", "recipe": "hybrid"}
+
+
+def test_difference():
+    x = torch.tensor([1.0, -4.0, float("nan"), float("inf")])
+    assert difference(x, x.clone()) == 0
+    assert difference(x + torch.tensor([1.0, 0, 0, 0]), x) == 0.25
+    assert difference(x.nan_to_num(0.0), x) == float("inf")
+    assert difference(-x, x) == float("inf")  # the sign of an infinity
+    assert difference(x.half(), x) == float("inf")
+    assert difference(x[:3], x) == float("inf")
+    mask = torch.tensor([True, False, True, True])
+    assert difference(mask, ~mask) == 1.0
+    assert difference([mask, (x, 3 * mask)], [mask, (x, 3 * mask)]) == 0
+    assert difference(torch.empty(0), torch.empty(0)) == 0
+
+
+def test_fresh_copies_keep_strides():
+    x = normal((8, 12), CPU).t()
+    (copy, (inner,), number) = harness.fresh((x, [x], 3))
+    assert copy.stride() == x.stride()
+    assert number == 3
+    assert torch.equal(inner, x)
+    assert inner.data_ptr() != x.data_ptr()
+
+
+def test_nvidia_smi_is_asked_about_the_gpu_that_torch_uses(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\necho "$@" >> "$0.log"\necho "580.1, 1980"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    properties = SimpleNamespace(
+        major=9, minor=0, multi_processor_count=1, total_memory=1, L2_cache_size=1, uuid="6c3d-b3"
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    found = harness.gpu()
+    assert found["driver_version"] == "580.1" and found["clocks.sm"] == "1980"
+    (asked,) = (tmp_path / "nvidia-smi.log").read_text().splitlines()
+    assert asked.endswith("--id=GPU-6c3d-b3")

@@ -1,0 +1,238 @@
+"""Times of kernels: the registry, what is judged, and the path of a GPU with a pretended one."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_variants import all_cases
+
+import kernels as times
+from harness import Options, attempt
+from kernel_cases import TINY, kernel_cases
+from sparsepretrain import kernels
+from sparsepretrain.kernels.timing import Series, medians
+
+CPU = torch.device("cpu")
+
+
+def case_named(name):
+    return next(case for case in kernel_cases() if case.name == name)
+
+
+def test_registry():
+    cases = all_cases()
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names)
+    for case in cases:
+        assert case.limits, case.name
+        assert case.bytes > 0
+        assert case.goal is None or 0 < case.goal <= 1
+        assert case.shapes or (case.goal is None and case.goal_us is None), case.name
+        assert set(case.refused) <= set(case.architectures)
+    assert all(case.shapes for case in kernel_cases())
+    goals = {case.name for case in cases if case.goal or case.goal_us}
+    assert {
+        "2:4 soft threshold ×β, fp32→bf16",
+        "S-STE after a step, all FFN weights of 124M",
+    } <= goals
+
+
+def test_a_wrong_kernel_gets_no_time():
+    case = case_named("2:4 mask, fp32")
+    inputs = case.make(TINY, CPU)
+    expected = case.run("reference", *inputs)
+    for work, status in (
+        (lambda x: case.run("reference", x), ""),
+        (lambda x: ~case.run("reference", x), "wrong: differs from the reference by 1"),
+        (lambda x: case.run("reference", x).float(), "wrong: differs from the reference by inf"),
+        (lambda x: 1 / 0, "failed: division by zero"),
+    ):
+        _, why = times.check(case, "triton", work, inputs, expected)
+        assert why == status
+        if why:
+            (row,) = times.report(case, "a", {"triton": (None, why)}, {})
+            assert row.ok is False and row.value is None
+
+
+def test_an_unrepeatable_kernel_is_wrong():
+    case = case_named("2:4 soft threshold ×β, fp32→bf16")
+    inputs = case.make(TINY, CPU)
+    expected = case.run("reference", *inputs)
+    calls = iter([expected, expected.nextafter(2 * expected)])
+    _, why = times.check(case, "triton", lambda *_: next(calls), inputs, expected)
+    assert why == "wrong: another result in a second call"
+
+
+def test_times_become_shares_of_a_copy_and_ratios():
+    series = {
+        times.COPY: Series(us=[1e3, 2e3], mode="graph"),  # 2 GiB in 1 ms and in 2 ms
+        "triton": Series(us=[10, 20], mode="graph"),
+        "reference": Series(us=[30, 60], mode="eager"),
+    }
+    case = dataclasses.replace(case_named("2:4 mask, fp32"), goal=0.85, goal_us=14)
+    right = {"triton": (0.0, ""), "reference": (0.0, "")}
+    ours, share, theirs = times.report(case, "a", right, series, 2e-2 * times.COPY_BYTES)
+    assert share.value == pytest.approx(1.0) and share.ok
+    assert ours.detail["times_as_fast_as"] == {"reference": 3.0}
+    assert (ours.value, ours.ok) == (15, False)
+    assert theirs.detail["of_copy"] == pytest.approx(1 / 3)
+    assert theirs.detail["mode"] == "eager"
+
+
+class FakeCuda:
+    """Enough of torch.cuda to time on the CPU.
+
+    A capture that fails spoils all later ones, as in torch up to 2.12.
+    """
+
+    def __init__(self, monkeypatch):
+        self.clock = itertools.count()
+        self.capturing = self.spoilt = False
+        self.sync_debug_mode = "default"
+        properties = SimpleNamespace(L2_cache_size=3 * 64 * 256 * 4)
+        nothing = contextlib.nullcontext
+        for name, value in {
+            "Stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
+            "current_stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
+            "stream": lambda side: nothing(),
+            "synchronize": lambda: None,
+            "current_device": lambda: 0,
+            "get_device_properties": lambda index: properties,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "graph": self.capture,
+            "Event": self.event,
+            "get_sync_debug_mode": lambda: self.sync_debug_mode,
+            "set_sync_debug_mode": lambda mode: setattr(self, "sync_debug_mode", mode),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(times, "COPY_BYTES", 1 << 16)
+        monkeypatch.setattr(torch, "compile", lambda work, **_: work)
+
+    @contextlib.contextmanager
+    def capture(self, graph, **_):
+        if self.spoilt:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+        self.capturing = self.spoilt = True
+        try:
+            yield
+            self.spoilt = False
+        finally:
+            self.capturing = False
+
+    def wait(self):
+        """What torch does where the host waits for the device."""
+        if self.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if self.sync_debug_mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    def event(self, enable_timing):
+        event = SimpleNamespace(at=0, synchronize=lambda: None)
+        event.record = lambda: setattr(event, "at", next(self.clock))
+        event.elapsed_time = lambda later: 1e-3 * (later.at - event.at)
+        return event
+
+
+def cases_of(found):
+    """Implementation -> case of one kernel on one shape."""
+    return {case.name.rpartition(", ")[2]: case for case in found}
+
+
+def test_the_path_of_a_gpu(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    seen = set()
+
+    def run(backend, x):
+        seen.add((backend, x.data_ptr()))
+        return kernels.nm_mask(x)
+
+    def synchronizes(x):
+        cuda.wait()
+        return kernels.nm_mask(x)
+
+    case = dataclasses.replace(
+        case_named("2:4 mask, fp32"),
+        run=run,
+        others={"synchronizes": synchronizes, "wrong": lambda x: ~kernels.nm_mask(x)},
+    )
+    rows = cases_of(times.on_gpu(case, TINY, rounds=5, device=CPU))
+    impls = ["triton", "reference", "compiled reference", "synchronizes", "wrong"]
+    assert [name for name in rows if "copy" not in name] == impls
+    assert [rows[impl].status[:5] for impl in impls] == ["ok", "ok", "ok", "ok", "wrong"]
+    modes = [rows[impl].detail.get("mode") for impl in impls]
+    assert modes == ["graph", "graph", "graph", "eager", None]
+    assert rows["wrong"].value is None
+    ours = rows["triton"].detail
+    assert ours["rounds"] == 5 and ours["bytes"] == 5 * 64 * 256
+    assert set(ours["times_as_fast_as"]) == {"reference", "compiled reference", "synchronizes"}
+    share = rows["bandwidth over a device copy's"]
+    assert share.at_least == 0.85 and share.value == ours["of_copy"] > 0
+    # the inputs are 64 kB and the cache three times that: nine sets keep every one cold
+    assert times.copies_for(64 * 256 * 4) == 9
+    assert len({place for backend, place in seen if backend == "triton"}) >= 9
+
+
+def test_a_work_that_waits_is_not_captured_and_spoils_no_later_case(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+
+    def waits(x):
+        cuda.wait()
+        return kernels.nm_mask(x)
+
+    case = dataclasses.replace(case_named("2:4 mask, bf16"), run=lambda _, x: kernels.nm_mask(x))
+    first = dataclasses.replace(case, others={"waits": waits})
+    rows = cases_of(times.on_gpu(first, TINY, rounds=1, device=CPU))
+    modes = {impl: case.detail["mode"] for impl, case in rows.items()}
+    assert modes == {"triton": "graph", "reference": "graph", "waits": "eager"}
+    assert not cuda.spoilt and cuda.sync_debug_mode == "default"
+    later = times.on_gpu(case, TINY, rounds=1, device=CPU)
+    assert [row.detail["mode"] for row in later] == ["graph", "graph"]
+
+
+def test_a_failed_capture_stops_its_case_with_a_reason(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+
+    def run(backend, x):
+        if cuda.capturing:
+            raise RuntimeError("no graph\nof this")
+        return kernels.nm_mask(x)
+
+    case = dataclasses.replace(case_named("2:4 mask, bf16"), run=run)
+    work = functools.partial(times.on_gpu, case, TINY, rounds=1, device=CPU)
+    (row,) = attempt("a", work)
+    assert row.status == "failed: no graph of this" and row.ok is False
+
+
+def test_products_to_choose_from_are_timed_one_by_one_where_no_graph_captures_them(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+    def refused():
+        if cuda.capturing:
+            raise RuntimeError("no graph of this")
+
+    assert set(medians({"a": refused, "b": lambda: None}, CPU)) == {"a", "b"}
+    with pytest.raises(RuntimeError, match="no such product"):
+        medians({"a": lambda: (_ for _ in ()).throw(RuntimeError("no such product"))}, CPU)
+
+
+def test_references_are_compiled_where_there_is_a_goal(monkeypatch):
+    FakeCuda(monkeypatch)
+    without = case_named("2:4 mask, bf16")
+    goal = dataclasses.replace(without, goal=0.5)
+    for case, compiled in ((without, False), (goal, True)):
+        case = dataclasses.replace(case, run=lambda _, x: kernels.nm_mask(x))
+        found = cases_of(times.on_gpu(case, TINY, rounds=1, device=CPU))
+        assert ("compiled reference" in found) is compiled
+
+
+def test_small_shapes_are_timed_last(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    shapes = [work.args[1] for work in times.works(Options()).values()]
+    assert len(shapes) == sum(len(case.shapes) for case in kernel_cases())
+    sizes = [rows * columns for rows, columns in shapes]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]

@@ -1,0 +1,199 @@
+"""Every benchmark script runs without a GPU, in seconds."""
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import harness
+import linear
+import train
+from sparsepretrain import kernels
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity.execution import semi_structured
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+CPU = torch.device("cpu")
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="rehearses without a GPU")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """``run(script, *words)``: exit code and cases of a quick run."""
+
+    def run(script, *words, methods=True):
+        out = tmp_path / f"{script}.json"
+        works = import_module(script).works
+        code = harness.main(script, works, ["--quick", "--out", str(out), *words], methods=methods)
+        return code, json.loads(out.read_text())["cases"]
+
+    return run
+
+
+def labels(cases, before):
+    """Return the ends of the names of measured cases that begin so."""
+    names = [case["name"] for case in cases if case["value"] is not None]
+    return [name.removeprefix(before) for name in names if name.startswith(before)]
+
+
+@WITHOUT_GPU
+@pytest.mark.parametrize(
+    "script", ["kernels", "linear", "blocks", "products", "train", "trust", "recipes"]
+)
+def test_a_rehearsal_measures_tiny_sizes_and_skips_the_others(run, script):
+    code, cases = run(script)
+    assert code == 0
+    skipped = [case for case in cases if case["value"] is None]
+    assert skipped and {case["status"] for case in skipped} == {harness.NEEDS_GPU}
+    measured = [case for case in cases if case["value"] is not None]
+    assert measured or script == "trust"
+    for case in measured:
+        assert case["value"] > 0 and case["status"] == "ok", case
+        assert all(times > 0 for times in case["detail"].get("times_as_fast_as", {}).values())
+
+
+@WITHOUT_GPU
+def test_every_method_is_compared_with_dense(run):
+    dense = ["nn.Linear", *linear.timed_methods()]
+    tiny = "linear, tiny, forward and backward, bf16, "
+    assert labels(run("linear")[1], tiny) == dense
+    _, cases = run("train", "--methods", "sste")
+    assert labels(cases, "training step, tiny, ") == ["dense", "sste"]
+    losses = {case["name"][21:]: case["detail"].get("losses") for case in cases}
+    assert losses["dense"] != losses["sste"]
+    assert losses["dense"][0] == pytest.approx(5.5, abs=0.5)  # ln 256 = 5.545
+    assert cases[-1]["detail"]["flip_rate"] > 0
+
+
+@WITHOUT_GPU
+def test_step_ratios_of_the_cpu(run):
+    code, cases = run("cpu", "--only", "[ks]*", methods=False)
+    names = [case["name"] for case in cases]
+    assert code == 0 and names[0] == "2:4 mask, topk over ours, 3072×768"
+    steps = [name.removeprefix("step time, ") for name in names if name.startswith("step time")]
+    assert steps == [
+        "bimask over dense",
+        "sste over dense",
+        "our dense over plain PyTorch",
+        "our dense over nanoGPT's loop",
+    ]
+
+
+@WITHOUT_GPU
+def test_backend_and_fp8_are_chosen(run):
+    _, cases = run("linear", "--methods", "ste", "--backend", "auto", "--fp8")
+    before = "linear, tiny, forward and backward, bf16, fp8, backend=auto, "
+    assert labels(cases, before) == ["nn.Linear", "dense", "ste"]
+
+
+def test_an_unknown_method_is_refused(run):
+    with pytest.raises(ConfigError, match=r"no method 'sst' \(did you mean 'sste'\?\)"):
+        linear.timed_methods(["sst"])
+    with pytest.raises(SystemExit, match="recipes set their own precision"):
+        import_module("recipes").works(harness.Options(fp8=True))
+
+
+@WITHOUT_GPU
+def test_a_wrong_sparse_matmul_gets_no_time(run, monkeypatch):
+    """``auto`` with a wrong entry in sparse matmuls without a bias, which only MVUE has."""
+    wrong = []
+
+    def multiply(packed, dense, bias=None, **flags):
+        product = kernels.matmul_24(packed, dense, bias, **flags)
+        if bias is None:
+            wrong.append(product.shape)
+            product[0, 0] += 0.03 * product.abs().max()
+        return product
+
+    def seconds(run):
+        run()
+        return 1e-3 if isinstance(run.args[0], semi_structured.SemiStructured) else 2e-3
+
+    def medians(works, device):
+        return {name: seconds(run) for name, run in works.items()}
+
+    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(semi_structured, "medians", medians)
+    monkeypatch.setattr(semi_structured, "matmul_24", multiply)
+    code, cases = run("linear", "--methods", "sste", "--backend", "auto")
+    found = {case["name"].partition("backend=auto, ")[2]: case for case in cases}
+    assert code == 1 and set(wrong) == {(128, 64)}
+    assert found["sste"]["status"].startswith("wrong: differs from emulated matmuls by 0.03")
+    assert found["sste"]["value"] is None and found["dense"]["status"] == "ok"
+    assert found["sste, mvue=none"]["detail"]["max_err"] < linear.TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:StepAdamW switched")
+@pytest.mark.parametrize("name", linear.timed_methods())
+def test_every_method_takes_steps(name):
+    run = train.Training(name, train.TINY, 2, train.source_bytes(), CPU)
+    run.step()
+    assert len(run.losses) == 1
+
+
+@pytest.mark.parametrize("backend", ["emulate", "auto"])
+def test_training_stores_operands_with_every_backend(backend):
+    options = harness.Options(backend=backend)
+    run = train.Training("sste", train.TINY, 2, train.source_bytes(), CPU, options)
+    run.step()
+    assert all(layer.sparsity._stored for layer in run.sparsifier.layers.values())
+
+
+BARE = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ImportError("blocked: " + name)
+sys.meta_path.insert(0, Refuse())
+sys.path.insert(0, {scripts!r})
+"""
+IMPORTS = """
+import importlib, pkgutil
+import sparsepretrain.kernels, sparsepretrain.sparsity
+from sparsepretrain import registry
+for name in registry.names("method"):
+    registry.get("method", name)
+names = [m.name for m in pkgutil.iter_modules(sparsepretrain.kernels.__path__)]
+for name in names:
+    importlib.import_module("sparsepretrain.kernels." + name)
+for name in ("kernels", "linear", "blocks", "products", "train", "trust", "summary"):
+    importlib.import_module(name)
+import sparsepretrain as sp
+sp.sparsify
+"""
+COMMAND = """
+import harness, linear
+words = ["--quick", "--methods", "ste", "--out", {out!r}]
+sys.exit(harness.main("linear", linear.works, words, methods=True))
+"""
+ABSENT = {"hydra", "omegaconf", "wandb", "datasets", "transformers", "tokenizers", "accelerate"}
+
+
+def python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_imports_with_torch_and_triton_alone():
+    absent = ABSENT | {"yaml", "rich", "matplotlib"}
+    done = python(BARE.format(names=absent, scripts=str(SCRIPTS)) + IMPORTS)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_script_runs_on_a_bare_machine(tmp_path):
+    out = str(tmp_path / "linear.json")
+    code = BARE.format(names=ABSENT, scripts=str(SCRIPTS)) + COMMAND.format(out=out)
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "linear.json").read_text())["script"] == "linear"
+
+
+@pytest.mark.parametrize("script", ["smoke", "cpu"])
+def test_a_script_is_a_command(script):
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--list"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) >= 3, done.stderr

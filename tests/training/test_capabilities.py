@@ -1,0 +1,62 @@
+"""The verb ``doctor``: versions, devices, and the products that could be sparse."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sparsepretrain import cli, registry
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training import capabilities
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    capabilities.unsupported.cache_clear()
+    yield
+    capabilities.unsupported.cache_clear()
+
+
+def test_a_machine_without_a_gpu(no_gpu):
+    out = io.StringIO()
+    capabilities.examine(Console(out))
+    text = out.getvalue()
+    assert f"torch           {torch.__version__}" in text and "GPU             none" in text
+    assert "No product runs sparse here: this machine has no CUDA device." in text
+
+
+def test_products_are_those_of_the_rows():
+    rows = {name: cells for name, *cells, _, _ in capabilities.method_rows()}
+    assert set(rows) == set(registry.names("method"))
+    sparse = {name: "".join("x" if c == "sparse" else "-" for c in rows[name]) for name in rows}
+    assert (sparse["srste"], sparse["sste"], sparse["tsrste"]) == ("x--", "x-x", "xxx")
+    assert (sparse["sdgp"], sparse["slope"], sparse["dense"]) == ("-x-", "xx-", "---")
+    act24 = next(row for row in capabilities.method_rows() if row[0] == "act24")
+    assert "emulated" in act24 and act24[-1] == "the 2:4 operand is an activation"
+
+
+def test_a_library_with_a_regression(monkeypatch):
+    assert "slower" not in dict(capabilities.machine())["cuSPARSELt"]
+    monkeypatch.setattr(capabilities, "version", lambda: "0.8.0")
+    told = dict(capabilities.machine())["cuSPARSELt"]
+    assert told.startswith("0.8.0, as loaded: slower on H100 and L4")
+
+
+def test_devices_have_a_data_sheet(monkeypatch):
+    gpu = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    rows = dict(capabilities.machine())
+    assert rows["cuda:0"].startswith("NVIDIA H200, compute capability 9.0, 141 GiB; data sheet of")
+
+
+def test_the_verb(no_gpu, tmp_path, capsys):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("")
+    assert cli.main(["doctor", f"plugins=[{plugin}]"]) == 0
+    assert "No product runs sparse here" in capsys.readouterr().out
+    assert cli.main(["doctor", "model=gpt2_nano"]) == 2
+    assert "sparsepretrain train model=gpt2_nano --dry-run" in capsys.readouterr().err
