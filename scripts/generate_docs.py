@@ -47,6 +47,26 @@ RECORDS = ROOT / "docs" / "tables" / "records"
 RELIABILITY = ROOT / "docs" / "reliability.json"
 COMPILED = ROOT / "benchmarks" / "kernels_offline.json"
 
+PURPOSES = {
+    "dense": "baseline of every comparison; with `experiment=half` also the half-width baseline",
+    "ste": "simplest sparse baseline; no hyperparameter",
+    "srste": "any N:M, convolutional networks, momentum SGD; one hyperparameter, λ",
+    "step": "Adam at high sparsity, if a dense first phase is affordable",
+    "sste": "2:4 pre-training of transformers with a sparse model at the end; the default",
+    "tsrste": "all three matmuls 2:4 during training, a dense model at the end",
+    "sdgp": "a cheaper backward pass only; weights stay dense",
+    "act24": "experiments with pruned activations; weights stay dense",
+    "asp": "pruning a model that was trained dense, then training on",
+    "bimask": "a backward mask of its own: 2:4 on permuted rows, in a dense matmul",
+    "mdgf": "high sparsity, reached gradually: pruned weights fade out",
+    "sdgf": "high sparsity, reached gradually: the pattern tightens",
+    "slope": "two of three matmuls N:M from one fixed mask",
+}
+"""Built-in method -> when to use it, in the order of the tables."""
+
+OPERAND_NAMES = {"X": "input", "G": "output gradient"}
+"""Letter of an operand that is not a weight -> the word for it in the table of methods."""
+
 SLOTS_PER_BYTE = 132 * 128 * 1.98e9 / 4.3e12
 """Of the issue of instructions on an H200, while a device copy moves a byte."""
 
@@ -134,6 +154,43 @@ def methods(_: str, path: Path) -> str:
     return table(["method", *COLUMNS.values(), "phases", "paper"], rows)
 
 
+def overview(_: str, path: Path) -> str:
+    """Return one row per method: paper, sparse operand of each matmul, when to use it."""
+    rows = []
+    for name, purpose in PURPOSES.items():
+        method: Any = registry.get("method", name)
+        page = os.path.relpath(PAGES / f"{name}.md", path.parent)
+        papers = re.findall(r"arXiv:(\d{4}\.\d{4,5})", method.paper)
+        links = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in papers)
+        shown = f"[`{name}`]({page})" + (f" ({links})" if links else "")
+        rows.append([shown, *sparse_operands(method.typical_row(name)), purpose])
+    heads = ["method (paper)", "forward", "input gradient", "weight gradient", "when to use it"]
+    return table(heads, rows)
+
+
+def sparse_operands(row: Any) -> list[str]:
+    """Return the N:M operand of fprop, dgrad and wgrad of a method, in words."""
+    weights = {row.A.text, row.B.text}
+    cells = []
+    for operands in row.products.values():
+        names = [
+            "weight" if operand.text in weights else OPERAND_NAMES[operand.text[-2]]
+            for operand in operands
+            if operand.pattern
+        ]
+        cells.append(" and ".join(names) or "–")
+    return cells
+
+
+def purposes(_: str, path: Path) -> str:
+    """Return one row per method: when to use it."""
+    rows = []
+    for name, purpose in PURPOSES.items():
+        page = os.path.relpath(PAGES / f"{name}.md", path.parent)
+        rows.append([f"[`{name}`]({page})", purpose])
+    return table(["method", "when to use it"], rows)
+
+
 def costs(method: str, path: Path) -> str:
     """What the committed benchmark says about one method."""
     found = bench(rf"(step time|peak memory), (our )?{re.escape(method)}\b.* over ", path)
@@ -212,33 +269,80 @@ def recipes(task: str, path: Path) -> str:
         link = os.path.relpath(ROOT / "configs" / "model" / f"{name}.yaml", path.parent)
         shown = f"[`{name}`]({link})"
         rows.append([shown, f"`{plain['data']['name']}`", optimizer, length])
-    return table(["`model=`", "`data=`", "optimiser, peak rate", "length"], rows)
+    return table(["`model=`", "`data=`", "optimizer, peak learning rate", "length"], rows)
 
 
 def reports(_: str, path: Path) -> str:
-    """The committed pages of tables: how their claims came out, and what they cannot say."""
-    rows, lines = [], []
+    """Return one row per committed table: runs, commit, how its claims came out."""
+    rows = []
     for name, found in records().items():
         parts = [*found.all()]
-        tables = {
-            known: load_table(known) for known in dict.fromkeys([name, *(p.name for p in parts)])
-        }
-        title = f"[{prose(tables[name].title)}]({page(name, path)}.md)"
-        claims = [both for part in parts for both in judged(part, tables[part.name])]
         states = [cell.state for part in parts for cell in part.cells]
-        counts = Counter(ruling.verdict for _, ruling in claims)
+        commits = dict.fromkeys(c.commit[:12] for part in parts for c in part.cells if c.commit)
+        counts = Counter(ruling.verdict for _, ruling in judgments(found))
+        title = f"[{prose(load_table(name).title)}]({page(name, path)}.md)"
         done = f"{states.count('finished')} of {len(states)}"
-        rows.append([title, done, *(str(counts[verdict] or "–") for verdict in VERDICTS)])
-        lines += ["", f"## {title}", "", f"{again(name, found)}"]
-        if others := [f"- {r.verdict}: {prose(c.text)}" for c, r in claims if r.verdict != "held"]:
-            lines += ["", "Claims that did not hold:", "", *others]
-        if notes := [f"- {prose(note)}" for known in tables.values() for note in known.notes]:
-            lines += ["", "What it cannot say:", "", *notes]
-    return table(["table", "runs", *VERDICTS], rows) + "\n".join(lines) + "\n"
+        verdicts = [str(counts[verdict] or "–") for verdict in VERDICTS]
+        rows.append([title, done, ", ".join(commits), *verdicts])
+    return table(["table", "runs", "commit", *VERDICTS], rows)
+
+
+def unheld(_: str, path: Path) -> str:
+    """Return every claim of the committed tables that did not hold."""
+    rows = []
+    for name, found in records().items():
+        if found.parts:
+            continue  # its parts have records of their own
+        for claim, ruling in judgments(found):
+            if ruling.verdict != "held":
+                link = f"[`{name}`]({page(name, path)}.md)"
+                rows.append([link, ruling.verdict, prose(claim.text)])
+    return table(["table", "verdict", "claim"], rows)
+
+
+def judgments(found: TableResults) -> Iterator[tuple[Any, Any]]:
+    """Yield (claim, ruling) of a record and of its parts."""
+    for part in found.all():
+        yield from judged(part, load_table(part.name))
+
+
+def machines(_: str, path: Path) -> str:
+    """Return scale, seeds, dates, hardware and library versions of all committed runs."""
+    parts = [part for found in records().values() for part in found.all()]
+    cells = [cell for part in parts for cell in part.cells if cell.state != "missing"]
+    libraries = Counter(" ".join(pair) for cell in cells for pair in cell.versions.items())
+    lists = {
+        "Scale": sorted({str(part.scale) for part in parts}),
+        "Seeds": [str(seed) for seed in sorted({cell.seed for cell in cells})],
+        "Dates": sorted({cell.date for cell in cells}),
+        "Hardware": sorted({cell.hardware for cell in cells}),
+        "Libraries": [
+            name if count == len(cells) else f"{name} (some runs)"
+            for name, count in sorted(libraries.items())
+        ],
+    }
+    lines = []
+    for label, values in lists.items():
+        lines += textwrap.wrap(f"- {label}: {', '.join(values)}", 120, subsequent_indent="  ")
+    return "\n".join(lines) + "\n"
+
+
+def figure(name: str, path: Path) -> str:
+    """Return the figure of final values of a committed table, with seeds, commit and hardware."""
+    found, about = records()[name], load_table(name)
+    metric = next(iter(about.metrics.values()))
+    title, unit = prose(about.title), (metric.variant or "").partition(";")[0]
+    caption = (
+        f"{title}: {metric.label} ({unit}) and flip rate at the end, minus those of "
+        f"{about.baseline} with the same seed, with 95 % intervals; "
+        f"{again(name, found).partition('; ')[2]}"
+    )
+    caption = textwrap.fill(caption, 120, break_long_words=False, break_on_hyphens=False)
+    return f"![{title}]({page(name, path)}-final.png)\n\n{caption}\n"
 
 
 def compared(name: str, path: Path) -> str:
-    """Return a figure, and the final differences of rows to the baseline, also as shares of it."""
+    """Return the final differences of rows to the baseline, also as shares of it."""
     found, about = records().get(name), load_table(name)
     if found is None:
         return f"Not run yet: `sparsepretrain reproduce {name} && sparsepretrain report {name}`.\n"
@@ -262,7 +366,7 @@ def compared(name: str, path: Path) -> str:
     )
     text = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
     heads = ["method", f"Δ to {about.baseline}", f"of {about.baseline}"]
-    return f"![{title}]({page(name, path)}-final.png)\n\n{text}\n\n{table(heads, rows)}"
+    return f"{text}\n\n{table(heads, rows)}"
 
 
 def records() -> dict[str, TableResults]:
@@ -282,10 +386,10 @@ def again(name: str, results: TableResults) -> str:
     seeds, dates = sorted({cell.seed for cell in cells}), sorted({cell.date for cell in cells})
     where = dict.fromkeys(part.scale for part in results.all() if part.scale)
     return (
-        f"`sparsepretrain reproduce {name} && sparsepretrain report {name}`, "
+        f"`sparsepretrain reproduce {name} && sparsepretrain report {name}`; "
         f"scale {', '.join(where)}, seeds {', '.join(map(str, seeds))}, "
-        f"of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}, "
-        f"commit {', '.join(dict.fromkeys(cell.commit[:12] for cell in cells))}; "
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, "
+        f"commit {', '.join(dict.fromkeys(cell.commit[:12] for cell in cells))}, "
         f"{'; '.join(dict.fromkeys(cell.hardware for cell in cells))}."
     )
 
@@ -321,12 +425,17 @@ TABLES: dict[str, Callable[[str, Path], str]] = {
     "compared": compared,
     "compiled": compiled,
     "costs": costs,
+    "figure": figure,
+    "machines": machines,
     "methods": methods,
     "operands": operands,
     "options": options,
+    "overview": overview,
+    "purposes": purposes,
     "recipes": recipes,
     "reliability": reliability,
     "reports": reports,
+    "unheld": unheld,
 }
 
 

@@ -10,6 +10,7 @@ import yaml
 from doc_pages import DOCUMENTS, ROOT, anchors, blocks, dead_links, generator, math_problems
 
 from sparsepretrain import registry
+from sparsepretrain.errors import INTERRUPTED, PREEMPTED, SparsePretrainError
 from sparsepretrain.reports.results import write_record
 from sparsepretrain.sparsity import MethodOptions
 
@@ -25,6 +26,13 @@ SECTIONS = (
     "costs",
     "pitfalls",
 )
+LONGEST = {"README.md": 150, "docs/results.md": 150}
+"""Page -> most lines."""
+GUIDES = [
+    file
+    for file in DOCUMENTS
+    if file.parent in (ROOT / "docs", PAGES) and file.name not in ("benchmarks.md", "kernels.md")
+]
 each_document = pytest.mark.parametrize("file", DOCUMENTS, ids=lambda f: str(f.relative_to(ROOT)))
 each_method = pytest.mark.parametrize("method", METHODS)
 
@@ -69,10 +77,55 @@ def test_the_papers_of_a_method_can_be_cited(method):
 
 
 @each_method
-def test_the_index_says_whom_a_method_is_for(method):
+def test_the_index_says_when_to_use_a_method(method):
     text = (PAGES / "README.md").read_text(encoding="utf-8")
     listed = re.findall(rf"^\| \[`{method}`\]\({method}\.md\) \|", text, re.M)
     assert len(listed) == 2, "a row of the operand table, and one of the table of purposes"
+
+
+@each_method
+def test_the_readme_lists_a_method_with_its_paper_and_purpose(method):
+    (row,) = re.findall(
+        rf"^\| \[`{method}`\]\(docs/methods/{method}\.md\)(.*)$",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        re.M,
+    )
+    assert len(row.split("|")) == 6 and generator.PURPOSES[method] in row
+    papers = re.findall(r"arXiv:([\d.]+)", registry.get("method", method).paper)
+    assert all(f"https://arxiv.org/abs/{paper}" in row for paper in papers)
+
+
+@pytest.mark.parametrize(
+    ("method", "operands"),
+    [
+        ("dense", ["–", "–", "–"]),
+        ("ste", ["weight", "–", "–"]),
+        ("tsrste", ["weight", "weight", "output gradient"]),
+        ("sdgp", ["–", "output gradient", "–"]),
+        ("act24", ["input", "–", "input"]),
+    ],
+)
+def test_the_readme_names_the_sparse_operand_of_each_matmul(method, operands):
+    row = registry.get("method", method).typical_row(method)
+    assert generator.sparse_operands(row) == operands
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_a_page_stays_short(name):
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= LONGEST[name]
+
+
+@pytest.mark.parametrize("file", GUIDES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_a_page_starts_with_its_use(file):
+    heading, empty, text = file.read_text(encoding="utf-8").split("\n", 2)
+    assert heading.startswith("# ") and not empty and text.startswith("Use this page to ")
+
+
+def test_every_exit_code_has_a_remedy():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    codes = {0, 1, INTERRUPTED, PREEMPTED}
+    codes |= {cls.exit_code for cls in SparsePretrainError.__subclasses__()}
+    assert codes == set(map(int, re.findall(r"^\| (\d+) \|", text, re.M)))
 
 
 @each_document
@@ -139,9 +192,12 @@ def test_the_index_of_results_counts_what_the_records_say(tmp_path, monkeypatch)
         if cell.seed == 7:
             cell.state, cell.metrics = "failed", {}
     write_record(record, generator.RECORDS / "claims_batch.json.gz")
-    text = generator.reports("", file)
-    assert "](tables/claims_batch.md) | 16 of 20 | – | – | 2 | – |" in text
-    assert text.count("- not decided: ") == 2 and "seeds 7, 8, 9, 10, 11, of 2026" in text
+    commit = record.cells[0].commit[:12]
+    row = f"](tables/claims_batch.md) | 16 of 20 | {commit} | – | – | 2 | – |"
+    assert row in generator.reports("", file)
+    assert generator.unheld("", file).count("](tables/claims_batch.md) | not decided | ") == 2
+    machines = generator.machines("", file)
+    assert "- Seeds: 7, 8, 9, 10, 11\n- Dates: 2026" in machines and " torch 2." in machines
 
 
 def test_a_comment_may_stand_above_its_key(tmp_path):
@@ -202,6 +258,8 @@ def test_dead_links_are_found(tmp_path):
 def test_the_readme_lists_every_extra():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"].keys() - {"dev"}
-    assert extras == set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) & extras
-    assert text.index("pip install .") < text.index("```sh")
+    extras = project["optional-dependencies"].keys() - {"dev", "report", "lm_eval"}
+    install = text.partition("## Install")[2].partition("\n## ")[0]
+    assert extras == set(re.findall(r"`(\w+)`", install))
+    before = text.partition("```")[0]  # size and duration come before the first command
+    assert all(words in before for words in ("pip install .", "6.2 GB", "five minutes"))
