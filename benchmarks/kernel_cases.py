@@ -29,8 +29,6 @@ WEIGHTS: dict[str, Shape] = {
 """(out_features, in_features) of feed-forward weights."""
 TOKENS: dict[str, Shape] = {"GPT-2 124M": (16384, 3072), "LLaMA 7B": (16384, 11008)}
 """(tokens, features) of gradients and activations."""
-FFN_124M = [(3072, 768), (768, 3072)] * 12
-"""All feed-forward weights of GPT-2 124M."""
 TINY: Shape = (64, 256)
 ALL, ONE = (80, 90, 100), (90,)
 """Architectures that a case is compiled for; variants of a kernel need one."""
@@ -66,14 +64,10 @@ class KernelCase:
     """Shapes that `kernels.py` times on a GPU."""
     goal: float | None = None
     """Fraction of a device copy's bandwidth."""
-    goal_us: float | None = None
-    """Or microseconds, on an H200."""
     others: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """Formulations to compare with: ``other(*inputs)``."""
     tolerance: float = 0.0
     """Largest error relative to the largest value; 0: the reference's bits."""
-    rotate: bool = True
-    """Whether inputs must be rotated so that they are not found in the L2 cache."""
     architectures: tuple[int, ...] = ALL
     """What it is compiled for."""
     offline: Shape = (1024, 4096)
@@ -84,7 +78,7 @@ class KernelCase:
 
 def kernel_cases() -> list[KernelCase]:
     """All cases, in the order of the operations of a training step."""
-    parts = hard_masks, soft_thresholds, all_layers, transposable, masks, noise, mvue
+    parts = hard_masks, soft_thresholds, transposable, masks, noise, mvue
     return [case for part in (*parts, pruned_gradients, gates, fp8) for case in part()]
 
 
@@ -178,47 +172,6 @@ def soft_thresholds() -> Iterator[KernelCase]:
     limits = {"soft._soft_24": Limit(22.0, 40)}
     name, make = "2:4 soft threshold ×β into bf16, mask in bits", operand(_scale)
     yield KernelCase(name, make, into, 6.125, limits, WEIGHTS)
-
-
-def all_layers() -> Iterator[KernelCase]:
-    """What a step calls after the optimiser's for all feed-forward weights of GPT-2 124M."""
-
-    def weights(shape: Shape, device: torch.device) -> tuple[Any, ...]:
-        sizes = FFN_124M if device.type == "cuda" else [shape]
-        found = [operand(_code, _code, _scale)(size, device) for size in sizes]
-        return tuple(map(list, zip(*found, strict=True)))
-
-    def soft(backend: str | None, xs: Any, before: Any, _: Any, scales: Any, outs: Any) -> Any:
-        pruned = kernels.foreach_soft_prune(xs, scales=scales, outs=outs, backend=backend)
-        return _flips(backend, before, pruned)
-
-    def hard(backend: str | None, xs: Any, before: Any, _: Any, __: Any, outs: Any) -> Any:
-        return _flips(backend, before, kernels.foreach_nm_prune(xs, outs=outs, backend=backend))
-
-    def dense(backend: str | None, xs: Any, before: Any, *_: Any) -> Any:
-        codes = kernels.foreach_nm_mask(xs, backend=backend)
-        return _flips(backend, before, [(code, code) for code in codes])
-
-    def stored(backend: str | None, xs: Any, _: Any, masks: Any, __: Any, outs: Any) -> Any:
-        return kernels.foreach_apply_mask(xs, masks, outs=outs, backend=backend)
-
-    counting = {"foreach._foreach_differing_bits": Limit(0.3, 48)}
-    for name, run, kernel, most, size in (
-        ("S-STE", soft, "foreach._foreach_soft_24", 23.0, 6.5),
-        ("STE", hard, "foreach._foreach_prune_24", 35.0, 6.5),
-        ("dense", dense, "foreach._foreach_code_24", 24.5, 4.5),
-        ("T-SR-STE", stored, "foreach._foreach_select", 11.0, 6.125),
-    ):
-        limits = {kernel: Limit(most, 64)} | (counting if size != 6.125 else {})
-        yield KernelCase(
-            f"{name} after a step, all FFN weights of 124M", weights, run, size, limits,
-            {"24 weights": (24 * 3072, 768)}, goal_us=150.0, rotate=False,
-        )  # fmt: skip
-
-
-def _flips(backend: str | None, before: list[Tensor], pruned: list[tuple[Tensor, Tensor]]) -> Any:
-    into = op("foreach_packed_flip_count", replace=True)
-    return [*pruned, *into(backend, before, [code for _, code in pruned])]
 
 
 def transposable() -> Iterator[KernelCase]:

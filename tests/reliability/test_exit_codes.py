@@ -1,4 +1,4 @@
-"""Every row of "When something goes wrong" in the README, executed."""
+"""Every row of the table of exit codes in docs/troubleshooting.md, executed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sparsepretrain.cli import main
 from sparsepretrain.cli import train as verb
 from sparsepretrain.errors import INTERRUPTED, PREEMPTED, SparsePretrainError
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-SECTION = README.partition("### When something goes wrong")[2].partition("\n### ")[0]
+PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+SECTION = PAGE.partition("## Exit codes")[2].partition("\n## ")[0]
 ROWS = [(int(code), text) for code, text in re.findall(r"^\| (\d+) \| `([^`]+)` \|", SECTION, re.M)]
 
 
