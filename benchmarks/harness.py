@@ -185,6 +185,11 @@ def failure(error: Exception) -> str:
     return f"failed: {' '.join(str(error).split())[:160] or type(error).__name__}"
 
 
+def skipped(name: str) -> list[Case]:
+    """Return a case that needs a GPU."""
+    return [Case(name=name, status=NEEDS_GPU)]
+
+
 def attempt(name: str, work: Work) -> list[Case]:
     """Measure; an error becomes a case, so that the next work is measured all the same."""
     try:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness import CPU, CUDA, NEEDS_GPU, Case, Options, Work, difference, interleave, main, timed
+from harness import CPU, CUDA, Case, Options, Work, difference, interleave, main, skipped, timed
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import Sparsifier, sparsify
@@ -48,11 +48,6 @@ def works(options: Options) -> dict[str, Work]:
 def title(layer: str, options: Options) -> str:
     """Return the beginning of the names of a layer's cases."""
     return f"linear, {layer}, forward and backward, bf16{options.label}"
-
-
-def skipped(name: str) -> list[Case]:
-    """Return the case that stands for all that a GPU would measure."""
-    return [Case(name=name, status=NEEDS_GPU)]
 
 
 def timed_methods(only: Sequence[str] = ()) -> dict[str, tuple[str, dict[str, Any]]]:

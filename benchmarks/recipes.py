@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from harness import NEEDS_GPU, Case, Options, Work, main, timed
+from harness import Case, Options, Work, main, skipped, timed
 from sparsepretrain.config import compose, validate
 from sparsepretrain.kernels.timing import Series
 from sparsepretrain.tracking.console import Console
@@ -40,8 +40,7 @@ def works(options: Options) -> dict[str, Work]:
         raise SystemExit("recipes.py: recipes set their own precision. Leave --fp8 out.")
     recipes, steps, found = RECIPES, 2 if options.quick else 10, dict[str, Work]()
     if not torch.cuda.is_available():
-        gpu = Case(name="recipes of the paper", status=NEEDS_GPU)
-        found[gpu.name] = lambda: [gpu]
+        found["recipes"] = functools.partial(skipped, "recipes of the paper")
         recipes, steps = {"GPT-2 micro": ["model=gpt2_micro"]}, 2
     for name, overrides in recipes.items():
         for method in dict.fromkeys(("dense", *(options.methods or ("sste",)))):

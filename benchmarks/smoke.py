@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import torch
 
-from harness import NEEDS_GPU, Case, Options, Work, main, timed
+from harness import Case, Options, Work, main, skipped, timed
 from sparsepretrain.config import compose, validate
 from sparsepretrain.kernels.timing import Series
 from sparsepretrain.runs.directory import RunDirectory
@@ -52,7 +52,7 @@ def check(name: str, mode: str, precision: str, method: str, steps: int) -> list
     """Train, stop halfway, resume, and check the record: every step once, a loss that falls."""
     cuda = torch.cuda.is_available()
     if mode == "graphs" and not cuda:
-        return [Case(name=name, status=NEEDS_GPU)]
+        return skipped(name)
     words = [f"compile={mode}", f"precision={precision}", f"sparsity={method}", f"steps={steps}"]
     words += ["schedule.warmup=2", "eval.batches=1", "log.every=1", "tracker=jsonl"]
     with tempfile.TemporaryDirectory() as directory:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness import CUDA, NEEDS_GPU, Case, Options, Work, failure, main
+from harness import CUDA, Case, Options, Work, failure, main, skipped
 from kernel_cases import normal
 from sparsepretrain.kernels import nm_prune
 from sparsepretrain.kernels.cusparselt.packed24 import unsupported
@@ -39,11 +39,6 @@ def works(options: Options) -> dict[str, Work]:
             work = partial(layout, torch._cslt_compress, name, *size)
             found[f"layout, {name}, {size[0]}×{size[1]}"] = work
     return found if cuda else {name: partial(skipped, name) for name in found}
-
-
-def skipped(name: str) -> list[Case]:
-    """Return a case that needs a GPU."""
-    return [Case(name=name, status=NEEDS_GPU)]
 
 
 def start_up(fp8: bool) -> list[Case]:

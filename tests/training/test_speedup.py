@@ -1,0 +1,51 @@
+"""FLOPs of 2:4 matmuls in the dry run, and the bound of the speed-up."""
+
+import io
+from collections import Counter
+
+import pytest
+
+from sparsepretrain import config
+from sparsepretrain.tracking.console import Console
+from sparsepretrain.training.plan import dry_run
+from sparsepretrain.training.speedup import MatmulFlops
+
+
+def rows(*overrides):
+    """Return the dry run's lines about FLOPs and speed-up."""
+    words = ["tracker.mode=disabled", "parallel.device=cpu", "precision=bf16", *overrides]
+    out = io.StringIO()
+    dry_run(config.load(words), Console(out))
+    cells = [line.strip("│ ").split(" │ ") for line in out.getvalue().splitlines()]
+    found = {cell[0].strip(): cell[1].strip() for cell in cells if len(cell) == 2}
+    return found["FLOPs per step"], found["speed-up"]
+
+
+def test_the_bound_is_amdahls():
+    sparse = Counter(fprop=2.0, wgrad=2.0)
+    assert MatmulFlops(10.0, Counter(), sparse, []).bound == pytest.approx(1 / (0.6 + 0.4 / 2))
+    assert MatmulFlops(10.0, Counter(), Counter(), []).bound == 1
+    assert MatmulFlops(10.0, Counter(), Counter(fprop=10.0), []).bound == 2
+
+
+def test_flops_per_matmul_and_the_bound():
+    # 2 FLOPs per weight and token: 8 layers of 128 × 512 weights, 2,048 tokens in a step
+    flops, bound = rows("sparsity=sste", "batch.size=16", "batch.micro=8")
+    each = 2 * 8 * 512 * 128 * 2048
+    assert each == 2_147_483_648
+    assert flops == "sparse layers: fprop 2.15G (2.15G 2:4), dgrad 2.15G, wgrad 2.15G (2.15G 2:4)"
+    assert bound.startswith("at most 1.") and "twice as fast at best (Amdahl)" in bound
+    assert rows("sparsity=sste", "batch.size=16", "batch.micro=16") == (flops, bound)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["sparsity=dense"], "no product has an N:M operand"),
+        (["sparsity=act24"], "the 2:4 operand is an activation"),
+        (["precision=fp32"], "sparse products exist in fp16 and bf16, not in float32"),
+        (["sparsity=ste", "sparsity.n=1"], "1:4, not 2:4"),
+    ],
+)
+def test_a_run_without_2_4_matmuls_names_the_reason(overrides, reason):
+    assert rows(*overrides)[1] == f"none: {reason}"
