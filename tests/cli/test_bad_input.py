@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sparsepretrain import registry
 from sparsepretrain.config import compose
 from sparsepretrain.config.freeze import flat
 from sparsepretrain.config.places import catalogue
@@ -253,6 +254,16 @@ def verbs() -> list[tuple[list[str], list[str]]]:
 
 TRAIN = [*typos(), *wrong_types(), *out_of_range(), *wrong_options(), *grammar(), *user_files()]
 CASES = [*((["train", *argv], words) for argv, words in TRAIN), *verbs()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_plugin_stays():
+    """Plug-ins of these tests must not reach others in the same process."""
+    before = {kind: dict(known) for kind, known in registry._registered.items()}
+    yield
+    for kind, known in registry._registered.items():
+        known.clear()
+        known.update(before[kind])
 
 
 @pytest.fixture(scope="module")

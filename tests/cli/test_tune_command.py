@@ -109,7 +109,7 @@ def test_a_search_from_the_shell(tiny: Tiny, capsys: pytest.CaptureFixture[str])
     # the same runs under a narrow interval: the exit code says that nothing was found
     assert cli.main([*words, "--interval", "0.001,0.002"]) == 2
     captured = capsys.readouterr()
-    assert "is finished (4 steps)" in captured.out and "plot: " in captured.out
+    assert "is partial (step 4 of 8)" in captured.out and "plot: " in captured.out
     assert captured.err.startswith("sparsepretrain: config error: no λ from 0.001 to 0.1 has μ in")
     assert captured.err.count("\n") == 1
 
