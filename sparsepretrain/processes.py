@@ -25,6 +25,20 @@ def rank() -> int:
     return int(os.environ["RANK"]) if started() else 0
 
 
+_interrupted = False
+
+
+def note_interrupt(happened: bool = True) -> None:
+    """Remember a SIGINT, or with False forget it."""
+    global _interrupted
+    _interrupted = happened
+
+
+def was_interrupted() -> bool:
+    """True if SIGINT has come since the command began, and somebody may have swallowed it."""
+    return _interrupted
+
+
 def report(error: BaseException) -> bool:
     """Leave ``error`` for the launcher; returns whether there is one that takes it."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -24,7 +24,7 @@ from sparsepretrain.errors import (
     causes,
     own_warnings,
 )
-from sparsepretrain.processes import rank, report
+from sparsepretrain.processes import note_interrupt, rank, report
 
 HELP = """\
 usage: sparsepretrain VERB [arguments]   (sparsepretrain VERB --help says more)
@@ -124,6 +124,7 @@ def _interrupts() -> Iterator[None]:
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        note_interrupt()
         inner = frame
         while inner is not None:
             if inner.f_code.co_filename.startswith("<frozen importlib"):
@@ -132,6 +133,7 @@ def _interrupts() -> Iterator[None]:
             inner = inner.f_back
         usual(number, frame)
 
+    note_interrupt(False)
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -309,3 +311,21 @@ def test_a_finished_run_answers_without_torch(tiny, capfd, monkeypatch):
         "finished (2 steps): nothing to do",
         "finished (1 steps): nothing to do",
     ]
+
+
+def test_an_interrupt_that_a_library_swallows_still_ends_the_command(tiny, monkeypatch, capfd):
+    """It was lost, and the run went on to its last step."""
+    from sparsepretrain.training import plan
+
+    def library(run):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except BaseException:
+            return
+
+    monkeypatch.setattr(plan, "require_a_sparse_step", library)
+    assert cli.main(["train", *tiny.overrides()]) == 130
+    assert capfd.readouterr().err == "sparsepretrain: interrupted\n"
+    monkeypatch.undo()
+    assert cli.main(["train", *tiny.overrides("steps=1")]) == 0, "the next command is another one"
