@@ -94,10 +94,10 @@ define install
 	@touch $@
 endef
 
-$(EDITABLE): $(BIN)/python pyproject.toml
+$(EDITABLE): $(BIN)/python pyproject.toml setup.py
 	$(call install,.)
 
-$(DEV): $(BIN)/python pyproject.toml
+$(DEV): $(BIN)/python pyproject.toml setup.py
 	$(call install,.[dev])
 
 clean:

@@ -20,7 +20,7 @@ def wheel(tmp_path_factory) -> Path:
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("sparsepretrain", "configs"):
         shutil.copytree(ROOT / name, work / "source" / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, work / "source")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", work, work / "source"], check=True)

@@ -4,9 +4,7 @@ import dataclasses
 import re
 import subprocess
 import sys
-import tomllib
 import typing
-from pathlib import Path
 
 import pytest
 import yaml
@@ -135,17 +133,3 @@ def test_every_registered_class_is_free_of_torch():
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_every_directory_is_packaged():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    listed = set(project["tool"]["setuptools"]["packages"])
-    yamls = {f.parent for f in shipped().rglob("*.yaml")}
-    modules = {f.parent for f in (ROOT / "sparsepretrain").rglob("*.py")}
-    expected = {f"sparsepretrain.{_dotted(d, ROOT)}" for d in yamls}
-    expected |= {_dotted(d, ROOT) for d in modules}
-    assert listed == expected
-
-
-def _dotted(directory: Path, root: Path) -> str:
-    return ".".join(directory.relative_to(root).parts)
