@@ -60,7 +60,7 @@ def test_a_segment_is_the_start_of_the_run(tiny: Tiny, method: str) -> None:
     assert sorted(p.name for p in directory.glob("checkpoints/*"))[-1] == "step_00000005"
     for end in (5, 4, 2):  # shorter than what is there: nothing to do
         assert train(run, Console(screen), stop_after=end) == 0
-        assert f"is finished ({end} steps)" in screen.getvalue()
+        assert f"is partial (step {end} of {run.steps})" in screen.getvalue()
     assert len(metrics(directory)) == 5
     assert train(run, Console(screen)) == 0
     assert_same_run(directory, whole.directory)
@@ -130,7 +130,7 @@ def test_the_ratio_falls_and_the_file_trains(
     # a second call reads what is there
     monkeypatch.setattr(engine, "start_child", None)
     again, screen = tune(search, out, (*tiny.overrides(), *overrides, "sparsity.decay=5"))
-    assert again == outcome and screen.count("is finished (8 steps)") == 1 + len(rows)
+    assert again == outcome and screen.count("is partial (step 8 of ") == 1 + len(rows)
     assert decay_report(out).read_bytes().startswith(b"\x89PNG")
 
 

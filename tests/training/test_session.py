@@ -66,18 +66,6 @@ def test_nothing_that_is_loaded_stays_in_the_files(tiny):
     assert_equal_bits(before, t.state_dict())
 
 
-def test_the_state_of_format_1_is_read(tiny):
-    t = trained(tiny, "ema=0.9")
-    state = t.state_dict()
-    old = {key: value for key, value in state.items() if key not in ("lines", "optimizer_options")}
-    old["optimizer"] = t.optimizer.state_dict()
-    old["ema"] = {"updates": old.pop("ema_updates"), "averages": state["ema"]}
-    old["flips"] = {**state["flips"], "sums": torch.tensor(state["flips"]["sums"])}
-    again = tiny.build("ema=0.9")
-    again.load_state_dict(old)
-    assert_equal_bits(again.state_dict(), state)
-
-
 def test_refusals_name_the_source(tiny):
     state = trained(tiny).state_dict()
     with pytest.raises(CheckpointError, match=r"^here has 7 steps, more than steps=6: raise"):
