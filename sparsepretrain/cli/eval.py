@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 from sparsepretrain.cli._verb import ConfiguredVerb, read_settings
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
 DESCRIPTION = """\
@@ -17,8 +16,7 @@ Evaluate a checkpoint on a whole split, every sample once, with the metrics of i
 is a run directory (its newest whole checkpoint), a directory in its checkpoints/, or a Hugging Face
 checkpoint (a directory or a name on the hub; then task= and data= are needed). The run's own
 configuration is used, with the data, task, precision, batch.micro, … that are given here. The
-result is printed and appended as a line of JSON to eval.jsonl of the run directory. lm_eval=TASK,…
-measures tasks of lm-evaluation-harness instead (pip install 'sparsepretrain[lm_eval]').
+result is printed and appended as a line of JSON to eval.jsonl of the run directory.
 """
 
 
@@ -34,23 +32,6 @@ class Settings:
     """sparse: as the method evaluates; dense: the same after densify, as it would be exported."""
     out: str | None = None
     """File for the line of JSON instead of the run's eval.jsonl."""
-    lm_eval: str | None = None
-    """Tasks of lm-evaluation-harness, separated by commas; null: the run's own task."""
-    lm_eval_path: str | None = None
-    """Directory of task files for the harness beside its own."""
-    fewshot: Annotated[int | None, "≥ 0"] = None
-    """With lm_eval: examples in the context; null: as the task says."""
-    limit: Annotated[int | None, "≥ 1"] = None
-    """With lm_eval: most documents per task; null: all."""
-
-    def problems(self) -> Problems:
-        """The harness has words of its own, and takes none of the others."""
-        for key in ("lm_eval_path", "fewshot", "limit"):
-            if self.lm_eval is None and getattr(self, key) is not None:
-                yield key, "needs lm_eval=TASK"
-        usual = self.split, self.average, self.weights
-        if self.lm_eval is not None and usual != ("validation", 1, "sparse"):
-            yield "lm_eval", "does not go together with split, average and weights"
 
 
 @register("verb", "eval")
@@ -76,21 +57,6 @@ class Eval(ConfiguredVerb):
         console = Console()
         console.loading(args.checkpoint)
         out = None if settings.out is None else Path(settings.out)
-        if settings.lm_eval is not None:
-            from sparsepretrain.export.lm_eval import evaluate_tasks
-
-            evaluate_tasks(
-                args.checkpoint,
-                [name for name in settings.lm_eval.split(",") if name],
-                overrides,
-                args.config_dir,
-                include=settings.lm_eval_path,
-                fewshot=settings.fewshot,
-                limit=settings.limit,
-                out=out,
-                console=console,
-            )
-            return 0
         from sparsepretrain.training.evaluation import evaluate_checkpoint
 
         evaluate_checkpoint(

@@ -31,7 +31,17 @@ class Export(Verb):
             help="semi_structured: refuse what sparsepretrain.export.load_semi_structured cannot "
             "load on a GPU",
         )
-        parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/export/FORMAT")
+        parser.add_argument(
+            "--merge-adapters",
+            action="store_true",
+            help="add low-rank adapters to the weights, which are no longer N:M then",
+        )
+        parser.add_argument(
+            "--out",
+            type=Path,
+            metavar="DIR",
+            help="default: RUN/export/FORMAT, RUN/export/merged with --merge-adapters",
+        )
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.runs.directory import RunDirectory
@@ -44,5 +54,7 @@ class Export(Verb):
         directory = RunDirectory(Path(args.run))
         if directory.record_file.is_file():
             illustrate(directory)  # the figure of the card
-        export_run(args.run, form=args.format, out=args.out, console=console)
+        export_run(
+            args.run, form=args.format, merge=args.merge_adapters, out=args.out, console=console
+        )
         return 0

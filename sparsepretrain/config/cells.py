@@ -132,8 +132,7 @@ def stage_words(cell: Cell, stage: Stage) -> list[str]:
     What says how and where to compute goes on from the cell, hyper-parameters do not.
     """
     if stage.finetune is None:
-        kind = ("split", stage.evaluate) if stage.lm_eval is None else ("lm_eval", stage.lm_eval)
-        return ["=".join(map(str, kind)), *stage.overrides]
+        return [f"split={stage.evaluate}", *stage.overrides]
     kept = [w for w in cell.words if re.match(r"\+*(tracker|workers|parallel)\b", w)]
     name = word("name", f"{cell.run.name}--{stage.name}")
     place = [word("runs_dir", cell.run.runs_dir), name, f"seed={cell.seed}"]

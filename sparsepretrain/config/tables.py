@@ -59,8 +59,8 @@ class Stage:
     Where its numbers lie follows from the run alone. A fine-tuning is a run with the cell's seed in
     ``<runs_dir>/<table>/<row>[--<column>]--<stage>/``, which ``RunDirectory.finetuned(stage)`` of
     the cell's run finds; an evaluation is a line of its ``eval.jsonl``, see
-    ``RunDirectory.evaluation``. One that failed stands under its name in
-    ``RunDirectory.failures()`` of the cell's run.
+    ``RunDirectory.evaluation``, and of the harness a file, see ``RunDirectory.harness_result``. A
+    stage that failed stands under its name in ``RunDirectory.failures()`` of the cell's run.
     """
 
     name: str
@@ -69,8 +69,10 @@ class Stage:
     evaluate: Literal["validation", "test"] | None = None
     """``split=`` of ``sparsepretrain eval RUN``."""
     lm_eval: str | None = None
-    """``lm_eval=`` of the same: tasks of lm-evaluation-harness, separated by commas."""
+    """Tasks of lm-evaluation-harness, separated by commas: the run is exported, then measured by
+    the harness's own command."""
     overrides: list[str] = field(default_factory=list)
+    """Further words of that command."""
 
     def problems(self) -> Problems:
         if [self.finetune, self.evaluate, self.lm_eval].count(None) != 2:

@@ -50,7 +50,7 @@ class Converted:
     """A small batch."""
     logits: Tensor
     """What evaluation computes of it, in fp32."""
-    folded: bool = False
+    merged: bool = False
     """Adapters were added to the weights, which have no exact zeros any more."""
     adapters: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Layer -> L (out_features, rank) and R (rank, in_features), where they are kept apart."""
@@ -58,7 +58,7 @@ class Converted:
     @property
     def pattern(self) -> tuple[int, int] | None:
         """(N, M) of the weights in the sparse layers; None: they are dense."""
-        return self.method.pattern if self.proof.holds and not self.folded else None
+        return self.method.pattern if self.proof.holds and not self.merged else None
 
     @property
     def is_timm(self) -> bool:
@@ -79,12 +79,12 @@ def find(path: str | Path, console: Console) -> Source:
     return source
 
 
-def convert(source: Source, *, fold: bool = False) -> Converted:
+def convert(source: Source, *, merge: bool = False) -> Converted:
     """Rebuild the model of a run's checkpoint and give it a class of another library.
 
     Args:
         source: of :func:`find`.
-        fold: add adapters to the weights instead of keeping them apart.
+        merge: add low-rank adapters to the weights instead of keeping them apart.
 
     Raises:
         CheckpointError: it cannot be rebuilt, or its weights are not N:M although they should be.
@@ -98,14 +98,14 @@ def convert(source: Source, *, fold: bool = False) -> Converted:
     factors = {name: method.low_rank(state) for name, state in states.items()}
     adapters = {k: (f[0].detach(), f[1].detach()) for k, f in factors.items() if f is not None}
     added = {name for name, state in states.items() if method.fold(state) is not None}
-    fold = fold or adapters.keys() != added
-    dense = densify(copy.deepcopy(model), fold=fold)
+    merge = merge or adapters.keys() != added  # what is no low-rank product cannot be kept apart
+    dense = densify(copy.deepcopy(model), fold=merge)
     stock = task.recipe.stock(dense, task.model_options, getattr(task, "head", None))
     inputs = _small_batch(task)
     return Converted(
         *(source, task, method, proof, stock, list(states), inputs, run(model, inputs)),
-        folded=fold and bool(added),
-        adapters={} if fold else adapters,
+        merged=merge and bool(added),
+        adapters={} if merge else adapters,
     )
 
 

@@ -22,6 +22,7 @@ def export_run(
     path: str | Path,
     *,
     form: Format = "hf",
+    merge: bool = False,
     out: Path | None = None,
     console: Console | None = None,
 ) -> Path:
@@ -35,7 +36,9 @@ def export_run(
         path: a run directory or one of its checkpoints.
         form: ``hf``; or ``semi_structured``, the same files, refused unless
             :func:`~sparsepretrain.export.load_semi_structured` can load them on a GPU.
-        out: directory to write; None: ``export/<form>`` of the run. An earlier export is replaced.
+        merge: add low-rank adapters to the weights, which are no longer N:M then.
+        out: directory to write; None: ``export/<form>`` of the run, ``export/merged`` with
+            ``merge``. An earlier export is replaced.
         console: prints what was written; one on the standard output by default.
 
     Returns:
@@ -46,8 +49,8 @@ def export_run(
     """
     console = console or Console()
     source = convert.find(path, console)
-    directory = _place(source, form, out)
-    converted = convert.convert(source)
+    directory = _place(source, "merged" if merge else form, out)
+    converted = convert.convert(source, merge=merge)
     if form == "semi_structured":
         semi_structured.require(converted)
     stage = directory.with_name(f".{directory.name}.tmp")
@@ -75,12 +78,12 @@ def export_run(
     return directory
 
 
-def _place(source: Source, form: str, out: Path | None) -> Path:
+def _place(source: Source, name: str, out: Path | None) -> Path:
     """Where to write; what is there may only be an earlier export."""
     if out is None:
         if source.run is None:
             raise ConfigError(f"{source.path} does not lie in a run directory: give --out DIR")
-        out = source.run.exports / form
+        out = source.run.exports / name
     own = (out / semi_structured.ABOUT).is_file()
     if out.exists() and not own and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} exists and is no export: choose another --out")
@@ -91,7 +94,7 @@ def _about(converted: convert.Converted, difference: float) -> dict[str, Any]:
     """What ``sparsity.json`` holds."""
     source, proof, pattern = converted.source, converted.proof, converted.pattern
     told = str(proof)
-    if converted.folded:
+    if converted.merged:
         told = "dense: adapters were added to the weights"
     elif converted.adapters:
         told += f", and adapters of rank {next(iter(converted.adapters.values()))[1].shape[0]}"

@@ -240,9 +240,11 @@ def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size:
         if stage is None:
             value = measured(metric, data, result.steps)
         elif stage.finetune is None:
-            about = stage.evaluate, stage.overrides
-            line = directory.evaluation(*about, lm_eval=stage.lm_eval)
-            found = (line or {}).get("metrics", {})
+            if stage.lm_eval is not None:
+                found = directory.harness_result(result.steps, stage.name) or {}
+            else:
+                line = directory.evaluation(stage.evaluate, stage.overrides)
+                found = (line or {}).get("metrics", {})
             if metric.key in found:
                 value = math.nan if found[metric.key] is None else float(found[metric.key])
         elif (tuned := directory.finetuned(stage.name)) is not None:

@@ -76,6 +76,8 @@ class RunDirectory:
     """The page about the run."""
     exports = _Entry("export")
     """Models for other libraries, a directory per format."""
+    harness = _Entry("lm_eval")
+    """Results of lm-evaluation-harness, a directory per step."""
     console_log = _Entry("console.log")
     """What the run printed where another process started it."""
     status_file = _Entry("status.json")
@@ -258,17 +260,14 @@ class RunDirectory:
                     found[step] = run
         return found[max(found)] if found else None
 
-    def evaluation(
-        self, split: str | None, overrides: Sequence[str] = (), *, lm_eval: str | None = None
-    ) -> dict[str, Any] | None:
+    def evaluation(self, split: str | None, overrides: Sequence[str] = ()) -> dict[str, Any] | None:
         """The newest line of ``eval.jsonl`` about the latest step that was evaluated so.
 
         Lines of densified or averaged weights are others.
 
         Args:
-            split: of the run's data; ignored with ``lm_eval``.
+            split: of the run's data.
             overrides: of that evaluation.
-            lm_eval: tasks of lm-evaluation-harness, separated by commas.
 
         Raises:
             DataError: a line before the last is not a JSON record.
@@ -278,11 +277,33 @@ class RunDirectory:
         except ConfigError:
             return None
         wanted: dict[str, Any] = {"split": split, "densified": False, "average": 1}
-        if lm_eval is not None:
-            wanted = {"task": "lm_eval", "data": lm_eval}
         wanted["overrides"] = list(overrides)
         same = [line for line in lines if all(line.get(k) == v for k, v in wanted.items())]
         return max(reversed(same), key=lambda line: line["step"] or 0, default=None)
+
+    def harness_file(self, step: int, stage: str) -> Path:
+        """``--output_path`` of lm-evaluation-harness, which adds the date to the file's name."""
+        return self.harness / checkpoint.step_name(step) / f"{stage}.json"
+
+    def harness_result(self, step: int, stage: str) -> dict[str, float] | None:
+        """``<task>/<metric>`` -> value of the newest result of a stage; None: there is none.
+
+        A filter of the harness other than ``none`` follows the metric after a comma.
+
+        Raises:
+            DataError: the file is not a result of the harness.
+        """
+        file = self.harness_file(step, stage)
+        found = sorted(file.parent.glob(f"{file.stem}_2*.json"))  # a date follows the stage
+        if not found:
+            return None
+        tasks = read_json(found[-1], dict).get("results", {})
+        return {
+            f"{task}/{key.removesuffix(',none')}": float(value)
+            for task, values in tasks.items()
+            for key, value in values.items()
+            if "," in key and isinstance(value, int | float)
+        }
 
     def probes(self) -> list[dict[str, Any]]:
         """The lines of the probes in order; none where no probe was on.

@@ -136,9 +136,6 @@ def check(
             settled[at] = cell.run.steps
             try:
                 settled[at] = _check(cell, part.stages, config_dirs, done=done)
-                if prepared and any(stage.lm_eval for stage in part.stages):
-                    with needs("lm_eval of a stage", "lm_eval", "lm_eval", error=ConfigError):
-                        import lm_eval  # noqa: F401
             except SparsePretrainError as error:
                 if isinstance(error, DataError) and not prepared:
                     continue
@@ -166,6 +163,12 @@ def _check(
     if not done:
         check(run)
     for stage in following:
+        if stage.lm_eval is not None:
+            if run.task.name != "causal_lm":
+                text = f"lm_eval is for task=causal_lm, this is task={run.task.name}"
+                raise ConfigError(f"{stage.name}: {text}")
+            with needs("lm_eval of a stage", "lm_eval", "lm_eval", error=ConfigError):
+                import lm_eval  # noqa: F401
         if stage.finetune is not None:
             try:
                 check_finetuning(run, stage_words(cell, stage), config_dirs)
@@ -188,9 +191,10 @@ def commands(
     """A line for a shell per cell, which ends with its stages."""
     for part in found:
         for cell in part.cells:
-            words = [_train_words(cell, stop_after, config_dirs)]
-            words += [stages.command(cell, s, stop_after, config_dirs) for s in part.stages]
-            yield " && ".join(shell_line(["sparsepretrain", *each]) for each in words)
+            lines = [("sparsepretrain", *_train_words(cell, stop_after, config_dirs))]
+            for stage in part.stages:
+                lines += stages.commands(cell, stage, stop_after, config_dirs)
+            yield " && ".join(map(shell_line, lines))
 
 
 def _train_words(

@@ -48,7 +48,7 @@ def test_flags_and_arguments(capsys):
     assert complete(capsys, "eval", "run", "weights=") == ["weights=sparse", "weights=dense"]
     assert complete(capsys, "report", "r") == []
     assert complete(capsys, "export", "run", "--format", "s") == ["semi_structured"]
-    assert complete(capsys, "eval", "run", "lm_") == ["lm_eval=", "lm_eval_path="]
+    assert complete(capsys, "export", "run", "--merge") == ["--merge-adapters"]
 
 
 def test_values(capsys):

@@ -258,7 +258,7 @@ def test_dead_links_are_found(tmp_path):
 def test_the_readme_lists_every_extra():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"].keys() - {"dev", "report", "lm_eval"}
+    extras = project["optional-dependencies"].keys() - {"dev", "lm_eval"}
     install = text.partition("## Install")[2].partition("\n## ")[0]
     assert extras == set(re.findall(r"`(\w+)`", install))
     before = text.partition("```")[0]  # size and duration come before the first command

@@ -1,4 +1,4 @@
-"""The bridge to lm-evaluation-harness, on a task of our own: no network."""
+"""A stage of a table that lm-evaluation-harness measures, on a task of our own: no network."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 import torch
 from export_cases import write_run
 
-from sparsepretrain import cli
 from sparsepretrain.config import validate
-from sparsepretrain.config.tables import Stage
+from sparsepretrain.config.cells import Cell
+from sparsepretrain.config.tables import Size, Stage, Table
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.studies.stages import Evaluation
+from sparsepretrain.studies.reproduce import Part, check, study_of
+from sparsepretrain.studies.stages import Harness, commands
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.assembly import evaluated_model
 
@@ -23,7 +25,7 @@ pytest.importorskip("lm_eval")
 
 QUESTIONS = [
     {"question": f"def f{i}(x):", "choices": [" return x", " zzzz"], "answer": i % 2}
-    for i in range(5)
+    for i in range(4)
 ]
 TASK = """
 task: tiny_choice
@@ -44,16 +46,8 @@ metadata: {version: 2.0}
 
 @pytest.fixture
 def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    import datasets
-    import huggingface_hub
-    from lm_eval import tasks as harness
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    # indexing the harness's own 13,000 files takes seconds
-    original = harness.TaskManager
-    only = lambda include_path: original(include_path=include_path, include_defaults=False)  # noqa: E731
-    monkeypatch.setattr(harness, "TaskManager", only)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     directory = tmp_path / "tasks"
     directory.mkdir()
     file = directory / "tiny.jsonl"
@@ -81,60 +75,45 @@ def expected(run: Path) -> tuple[float, float]:
     return hits[0] / len(QUESTIONS), hits[1] / len(QUESTIONS)
 
 
-@pytest.mark.parametrize("method", ["sste", "slope"])
-def test_a_task_on_a_run(method: str, tasks: Path, tmp_path: Path, recwarn) -> None:
-    slope = ("sparsity.adapters.rank=2", "sparsity.adapters.start=0.5") * (method == "slope")
-    run = write_run(tmp_path, "gpt2", f"sparsity={method}", *slope)
-    words = ["lm_eval=tiny_choice", f"lm_eval_path={tasks}", "batch.micro=2"]
-    assert cli.main(["eval", str(run), *words]) == 0
-    (line,) = map(json.loads, (run / "eval.jsonl").read_text().splitlines())
-    acc, acc_norm = expected(run)
-    assert line["metrics"]["tiny_choice/acc@128"] == acc
-    assert line["metrics"]["tiny_choice/acc_norm@128"] == acc_norm
-    assert {"tiny_choice/acc_stderr@128", "tiny_choice/acc_norm_stderr@128"} < {*line["metrics"]}
-    assert (line["task"], line["data"], line["samples"]) == ("lm_eval", "tiny_choice", 5)
-    assert line["lm_eval"]["tasks"] == {"tiny_choice": 2.0}
-    assert line["step"] == 3 and line["pattern_holds"]
-
-
-def test_a_stage_of_a_table_is_done_once(
-    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", [pytest.param("sste", marks=pytest.mark.slow), "slope"])
+def test_a_stage_measures_what_the_method_evaluates(
+    method: str, tasks: Path, tmp_path: Path
 ) -> None:
-    from lm_eval import tasks as harness
-
-    only = harness.TaskManager
-    monkeypatch.setattr(harness, "TaskManager", lambda include_path: only(include_path=tasks))
-    directory = RunDirectory(write_run(tmp_path, "gpt2"))
-    stage = Stage(name="harness", lm_eval="tiny_choice", overrides=["batch.micro=2"])
-    cell = Evaluation("x", validate(directory.config()), stage=stage)
-    assert cell.left == "to run" and cell.work()(Console(io.StringIO())) == 0
-    assert cell.left == "finished"
-    line = directory.evaluation(None, stage.overrides, lm_eval="tiny_choice")
-    assert (
-        line is not None and line["metrics"]["tiny_choice/acc@128"] == expected(directory.path)[0]
-    )
+    slope = ("sparsity.adapters.rank=2", "sparsity.adapters.start=0.5") * (method == "slope")
+    directory = RunDirectory(write_run(tmp_path, "gpt2", f"sparsity={method}", *slope))
+    run = validate(directory.config())
+    run.parallel.device = "cpu"
+    stage = Stage(name="zero_shot", lm_eval="tiny_choice", overrides=[f"--include_path={tasks}"])
+    cell = Harness("x", run, stage=stage, stage_of=(directory, stage.name))
+    assert cell.left == "to run"
+    with study_of("harness", [run], Console(io.StringIO()), None, None) as study:
+        study.run([cell])
+    assert cell.state == "finished", directory.console_log.read_text()
+    assert cell.left == "finished", "the same stage has nothing to do"
+    found = directory.harness_result(cell.end, stage.name)
+    assert found is not None
+    values = found["tiny_choice/acc"], found["tiny_choice/acc_norm"]
+    assert values == expected(directory.path)
+    assert directory.harness_result(cell.end, "other") is None
     assert directory.evaluation("validation") is None
-    assert directory.evaluation(None, lm_eval="tiny_choice") is None
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["lm_eval=tiny_choic"], "no task 'tiny_choic' (did you mean 'tiny_choice'?)"),
-        (["lm_eval=tiny_choice", "data=text_files"], "data=text_files: with lm_eval only"),
-        (["lm_eval=tiny_choice", "average=2"], "lm_eval does not go together with split"),
-        (["limit=3"], "limit needs lm_eval=TASK"),
-    ],
-)
-def test_refusals(words: list[str], message: str, tasks: Path, tmp_path: Path, capsys) -> None:
-    run = write_run(tmp_path, "gpt2")
-    known = [f"lm_eval_path={tasks}"] * ("lm_eval" in words[0])
-    assert cli.main(["eval", str(run), *words, *known]) == 2
-    assert message in capsys.readouterr().err
-    assert not (run / "eval.jsonl").exists()
+def test_the_lines_for_a_shell_export_and_measure(tmp_path: Path) -> None:
+    run = validate(RunDirectory(write_run(tmp_path, "gpt2")).config())
+    cell, stage = Cell("row", "", 0, (), run), Stage(name="zero_shot", lm_eval="piqa,race")
+    export, measure = commands(cell, stage, None, ())
+    place = RunDirectory.of(run).path
+    assert export == ("sparsepretrain", "export", str(place), "--merge-adapters")
+    words = dict(zip(measure[1::2], measure[2::2], strict=True))
+    length = run.task.sequence_length
+    assert words["--model_args"] == f"pretrained={place}/export/merged,max_length={length}"
+    assert words["--tasks"] == "piqa,race"
 
 
-def test_other_models_are_refused(tasks: Path, tmp_path: Path, capsys) -> None:
-    run = write_run(tmp_path, "bert")
-    assert cli.main(["eval", str(run), "lm_eval=tiny_choice", f"lm_eval_path={tasks}"]) == 2
-    assert "this run is of task=masked_lm" in capsys.readouterr().err
+def test_only_language_models_are_measured(tmp_path: Path) -> None:
+    run = validate(RunDirectory(write_run(tmp_path, "bert")).config())
+    stage = Stage(name="zero_shot", lm_eval="piqa")
+    size = Size(stages=[stage])
+    part = Part("t", Table(title="t", scales={"nano": size}), "nano", [Cell("row", "", 0, (), run)])
+    with pytest.raises(ConfigError, match="task=causal_lm"):
+        check([part], None, (), Console(io.StringIO()))
