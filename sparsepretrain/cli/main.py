@@ -75,14 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # before torch loads OpenMP: threads that spin while they wait make a run on a busy machine up
     # to twenty times slower, and gain nothing on an idle one
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    _replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for ᵀ
     try:
         with _interrupts(), own_warnings(lambda line: _complain(f"warning: {line}")):
             code = _dispatch(argv)
-        sys.stdout.flush()
+        print(end="", flush=True)
         return code
     except SparsePretrainError as error:
         # the launcher of this package shows what is reported; torchrun buries it
@@ -116,21 +115,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[None]:
-    """SIGINT ends an import at once: C++ that is being loaded aborts where Python would raise."""
-    usual = signal.default_int_handler
-    mine = threading.current_thread() is threading.main_thread()
-    if not mine or signal.getsignal(signal.SIGINT) is not usual:
+    """Note every SIGINT: a bare ``except`` of a library may swallow the exception."""
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
         yield
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         note_interrupt()
-        inner = frame
-        while inner is not None:
-            if inner.f_code.co_filename.startswith("<frozen importlib"):
-                os.write(2, b"sparsepretrain: interrupted\n")
-                os._exit(INTERRUPTED)
-            inner = inner.f_back
         usual(number, frame)
 
     note_interrupt(False)
@@ -245,17 +237,6 @@ def _complete(words: list[str]) -> int:
 def _complain(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the standard error may be closed
         print(f"sparsepretrain: {' '.join(text.split())}", file=sys.stderr)
-
-
-def _replace_closed_streams() -> None:
-    """Open what a daemon was started without, or files opened later would take its number."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:  # the lowest free number is this one
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def _stdout_is_closed() -> bool:
