@@ -5,47 +5,42 @@ Models are traced on the meta device: no data, no memory, no directory.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import warnings
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsepretrain import registry
 from sparsepretrain.config import freeze
 from sparsepretrain.config.groups import SimulatedFP8
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-from sparsepretrain.sparsity import MethodOptions, Sparsifier, Window
-from sparsepretrain.sparsity.method import Method
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.optim import build_optimizer
+from sparsepretrain.sparsity import Sparsifier
+from sparsepretrain.sparsity.method import Method, W
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console, clock, count
 from sparsepretrain.tracking.wandb import check_login
 from sparsepretrain.training.assembly import (
     META,
-    attach_optimizer,
     build_model,
     layer_inputs,
     sparsify_model,
 )
 from sparsepretrain.training.compilation import blocks
 from sparsepretrain.training.hardware import peak_flops
-from sparsepretrain.training.precision import autocast, compute_dtype, describe
+from sparsepretrain.training.precision import compute_dtype, describe
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
 from sparsepretrain.training.speedup import matmul_flops
 from sparsepretrain.training.world import World
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
-SPARSE = {"at": 0.0, "until": 0.0, "clipping": (0.0, 0.0), "dense_tail": 0.0, "window": Window()}
-"""Options of methods that say when a run trains sparse, with which it does from its first step."""
+PHASES = ("at", "until", "clipping", "dense_tail", "window")
+"""Options of methods that say when a run trains sparse."""
 
 
 def dry_run(run: Run, console: Console | None = None) -> None:
@@ -65,14 +60,11 @@ def dry_run(run: Run, console: Console | None = None) -> None:
     dtype = compute_dtype(run.precision)
     matmuls = matmul_flops(sparsifier, inputs, micro_batches, dtype, flops)
     parameters = sum(p.numel() for p in model.parameters())
-    each, other = bytes_per_entry(run)
+    each, other = bytes_per_entry(run, sparsifier.method)
     averages = 4 * parameters * (run.ema is not None)
     entries = coverage.sparse_parameters, parameters - coverage.sparse_parameters
     sparse, others = entries[0] * sum(each), entries[1] * sum(other) + averages
-    casts = entries[0] * each.casts + entries[1] * other.casts
-    method: type[Method] = registry.get("method", "dense")
-    dense = dataclasses.replace(run, sparsity=method.Options(name="dense"))
-    beside = sum(entries) * sum(bytes_per_entry(dense)[1]) + averages + saved
+    dense = sum(entries) * sum(other) + averages + saved
     rows = [
         ("run directory", str(freeze.run_directory(run))),
         ("parameters", f"{parameters:,} ({parameters / 1e6:.1f}M)"),
@@ -91,10 +83,10 @@ def dry_run(run: Run, console: Console | None = None) -> None:
             f"{size(others + sparse)}: {size(sparse)} sparse weights, {size(others)} others, "
             f"with gradients, moments{' and averages' * bool(averages)}"
             f"\n{size(saved)} activations per micro-batch ({run.batch.micro})"
-            f"\n{(others + sparse + saved) / beside:.3f} of what a dense run needs",
+            f"\n{(others + sparse + saved) / dense:.3f} of what a dense run needs",
         ),
         ("bytes per entry", f"{each}; others: {sum(other):.3g}"),
-        *shard_rows(run, model, sparsifier, others + sparse - casts),
+        *shard_rows(run, model, sparsifier, others + sparse - entries[1] * other.operands),
         (
             "steps",
             f"{run.steps:,} of {run.batch.size} samples in {micro_batches} "
@@ -233,107 +225,45 @@ def duration(run: Run, device: torch.device, total: float) -> str:
 
 
 class BytesPerEntry(NamedTuple):
-    """Of one weight."""
+    """Memory of one entry of a weight, in bytes."""
 
-    master: float
+    weight: float
     gradient: float
     moments: float
-    """The optimiser's state."""
-    operands: float = 0.0
-    """A and B as products read them, and what else is kept between two steps."""
-    state: float = 0.0
-    """Masks and scales in the state dict."""
-    casts: float = 0.0
-    """What autocast makes of a weight that has no operand, while a micro-batch is computed."""
+    """The optimizer's state."""
+    operands: float
+    """A(W) and B(W) in the dtype of the matmuls; of a dense weight the cast that autocast keeps."""
+    masks: float = 0.0
+    """The mask that flips are counted against, packed: one bit."""
 
     def __str__(self) -> str:
         return ", ".join(f"{v:.3g} {k}" for k, v in self._asdict().items())
 
 
-def bytes_per_entry(run: Run) -> tuple[BytesPerEntry, BytesPerEntry]:
-    """Of a weight while it is sparse, and of one that is not.
+def bytes_per_entry(run: Run, method: Method) -> tuple[BytesPerEntry, BytesPerEntry]:
+    """Of a sparse weight, and of a dense one, by formula.
 
-    Trains two small layers for a step with the method, optimiser and precision of ``run``, and
-    counts what is there afterwards.
+    Both have 4 bytes of weight, 4 of gradient and the moments. A(W) is stored where it is not W
+    itself, B(W) where it is not A(W), each in the dtype of the matmuls. Masks that some methods
+    keep beside the counted one (1/8 byte each) are left out: less than 1 % of the sum.
     """
-    options = dataclasses.replace(sparse_from_the_start(run.sparsity), targets="ffn")
-    run = dataclasses.replace(run, sparsity=options)
-    width = 4 * options.m * -(-128 // options.m)  # what is one per layer or row hardly counts
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2)))
-    task = cast(Any, SimpleNamespace(roles={"ffn": ["0"]}))
-    saved: list[list[Tensor]] = []  # what each layer keeps for its backward, in both steps
-
-    def note(tensor: Tensor) -> Tensor:
-        saved[-1].append(tensor)
-        return tensor
-
-    with warnings.catch_warnings():  # about the course of training, of which this is none
-        warnings.simplefilter("ignore", SparsePretrainWarning)
-        optimizer = attach_optimizer(run, model, sparsify_model(run, task, model))
-        for step in range(2):
-            y = torch.ones(8, width, requires_grad=True)
-            hooks = saved_tensors_hooks(note, lambda tensor: tensor)
-            with autocast(run.precision, torch.device("cpu")), hooks:
-                for layer in model:
-                    saved.append([])
-                    y = layer(y)
-            y.float().sum().backward()
-            if not step:  # then the operands of the next one are there as well
-                optimizer.step()
-                optimizer.zero_grad()
-    sparse, other = map(_count, model, saved[2:], (optimizer, optimizer))
-    return sparse, other
+    width, fp8 = compute_dtype(run.precision).itemsize, isinstance(run.precision, SimulatedFP8)
+    cast = width if width < 4 else 0
+    each = 4, 4, moments(run, method)
+    stored = (method.sparse_row.A != W or fp8) + method.two_operands
+    operands = stored * (1 if fp8 else width) if stored else cast
+    return BytesPerEntry(*each, operands, 1 / 8), BytesPerEntry(*each, cast)
 
 
-def sparse_from_the_start(options: MethodOptions) -> MethodOptions:
-    """``options`` without what says that a run trains sparse later, or not to its end."""
-    phases: dict[str, Any] = {k: value for k, value in SPARSE.items() if hasattr(options, k)}
-    return dataclasses.replace(options, **phases)
-
-
-def _count(layer: Any, used: list[Tensor], optimizer: Optimizer) -> BytesPerEntry:
-    """``used``: what the layer saved for its backward."""
-    weight = layer.weight
-    saved = {t.untyped_storage()._cdata for t in layer.state_dict().values()}
-    shared = {id(layer.sparsity.model)} if hasattr(layer, "sparsity") else set()
-    kept = [t for t in tensors(layer, shared) if t is not weight]
-    found = [
-        [weight],
-        [weight.grad],
-        [*tensors(optimizer.state[weight])],
-        [t for t in kept if t.untyped_storage()._cdata not in saved],
-        [t for t in kept if t.untyped_storage()._cdata in saved],
-    ]
-    there = {t.untyped_storage()._cdata for part in found for t in part}
-    casts = [t for t in used if t.numel() == weight.numel()]
-    found.append([t for t in casts if t.untyped_storage()._cdata not in there])
-    return BytesPerEntry(*(_bytes(part) / weight.numel() for part in found))
-
-
-def tensors(value: Any, _seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Tensors that ``value`` holds: in containers, modules and objects of this package."""
-    seen = set() if _seen is None else _seen
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield value
-        return
-    inner: Any = ()
-    if isinstance(value, dict):
-        inner = value.values()
-    elif isinstance(value, list | tuple):
-        inner = value
-    elif type(value).__module__.partition(".")[0] in ("sparsepretrain", "torch"):
-        slots = getattr(type(value), "__slots__", ())
-        inner = [*getattr(value, "__dict__", {}).values(), *(getattr(value, s, 0) for s in slots)]
-    for part in inner:
-        yield from tensors(part, seen)
-
-
-def _bytes(found: list[Tensor]) -> int:
-    """Of all storages, each counted once."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}.values())
+def moments(run: Run, method: Method) -> float:
+    """Bytes that the optimizer keeps per entry of a weight, from a step with a small one."""
+    layer = nn.Linear(64, 64, bias=False)
+    optimizer = build_optimizer(layer, run.optim, method.build_optimizer)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    optimizer.step()
+    state = optimizer.state[layer.weight].values()
+    found = [value.nbytes for value in state if isinstance(value, Tensor) and value.dim()]
+    return sum(found) / layer.weight.numel()
 
 
 def require_a_sparse_step(run: Run) -> None:
@@ -353,7 +283,7 @@ def require_a_sparse_step(run: Run) -> None:
     # most phases, once entered, last to the end of the window: then the first look is enough
     if any(map(method.may_be_sparse, (last, *range(method.window[0], last)))):
         return
-    keys = [key for key in SPARSE if hasattr(run.sparsity, key)]
+    keys = [key for key in PHASES if hasattr(run.sparsity, key)]
     raise ConfigError(
         f"sparsity={run.sparsity.name}: none of the {run.steps} steps would train sparse: change "
         f"{' or '.join(f'sparsity.{key}' for key in keys)}, or give more steps"
