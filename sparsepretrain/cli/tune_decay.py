@@ -16,12 +16,12 @@ Find the decay factor λ of masked decay without training to the end (arXiv:2404
 A dense reference and one run per λ of a logarithmic grid train the learning-rate warm-up only, with
 equal data, initial weights and learning rates. μ is the flip rate of a run over that of the
 reference at the end, averaged over the last {last} comparisons of masks or the last tenth.
-λ is feasible if μ lies in the interval; where μ jumps over it, at most {bisections} more runs
-bisect log λ. Of several feasible λ the one whose μ is nearest to the middle of the interval is
-chosen. It is written as a file for --config-dir, beside the table (tune.json) and a plot. Overrides
-are those of train; without a choice of a method {default}. Each run is a process of its own and
-prints to console.log in its directory; one that fails is a row of the table, and the others go on.
-A stopped search continues with the same command. The exit code is 2 also when no λ is feasible; the
+λ is feasible if μ lies in the interval. Of several feasible λ the one whose μ is nearest to the
+middle of the interval is chosen, and the command that trains with it is printed. Results are a
+table (tune.json) and a plot. Overrides are those of train; without a choice of a method {default}.
+Runs are those of a sweep: each is a process that prints to console.log in its directory; one that
+fails is a row of the table, and the others go on. A stopped search continues with the same command,
+another --grid keeps the runs that are there. The exit code is 2 also when no λ is feasible; the
 others are those of train.
 """
 
@@ -34,9 +34,7 @@ class TuneDecay(ConfiguredVerb):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         from sparsepretrain.studies import decay
 
-        parser.description = DESCRIPTION.format(
-            last=decay.LAST, bisections=decay.BISECTIONS, default=decay.DEFAULT
-        )
+        parser.description = DESCRIPTION.format(last=decay.LAST, default=decay.DEFAULT)
         super().add_arguments(parser)
         for flag, (low, high), meaning in (
             ("--grid", decay.GRID, "smallest and largest λ of the grid"),
@@ -75,23 +73,26 @@ class TuneDecay(ConfiguredVerb):
         grid = decay.log_grid(low, high, args.points)
         search = decay.Search(run, grid, args.interval, steps)
         out = args.out or search.out
-        from sparsepretrain import reports
-        from sparsepretrain.studies import tune
-
-        if args.dry_run:
-            tune.show_plan(search, out)
-            return 0
-        outcome = tune.tune_decay(search, out, overrides, args.config_dir)
         from sparsepretrain.tracking.console import Console
 
         console = Console()
+        if args.dry_run:
+            from sparsepretrain.studies.overview import show_cells
+
+            if search.doubt:
+                console.warn(search.doubt)
+            show_cells(f"decay search for {run.sparsity.name}", search.cells, console)
+            return 0
+        result = decay.tune_decay(search, out, overrides, args.config_dir, console)
+        from sparsepretrain.reports import decay_report
+
         try:
-            console.info(f"plot: {reports.decay_report(out)}")
+            console.info(f"plot: {decay_report(result, out)}")
         except Exception as error:  # which does not undo the search
             console.warn(f"no plot: {one_line(error)}")
-        if outcome.decay is None:
-            raise ConfigError(outcome.message)
-        console.info(f"to train with λ = {outcome.decay:.3g}:\n{outcome.message}")
+        if result["chosen"] is None:
+            raise ConfigError(result["message"])
+        console.info(f"to train with λ = {result['chosen']:.3g}:\n{result['message']}")
         return 0
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.files import read_json
 from sparsepretrain.reports.plots import COLOURS, GREY, new_figure, point_marker, visible
 from sparsepretrain.reports.runs import load
 
@@ -18,27 +17,26 @@ if TYPE_CHECKING:
 PICTURE = "decay.png"
 
 
-def decay_report(directory: Path) -> Path:
-    """Draw the search that ``directory/tune.json`` describes; returns the picture's path.
+def decay_report(result: dict[str, Any], directory: Path) -> Path:
+    """Draw a search into ``directory``; returns the picture's path.
+
+    Args:
+        result: what ``tune.json`` holds; the run directories are read.
+        directory: of the results.
 
     Raises:
-        ConfigError: there is no such file or a run of it is gone, or nothing can be written.
+        ConfigError: a run is gone, or nothing can be written.
         DataError: a damaged record.
     """
     try:
-        result = read_json(directory / "tune.json", dict)
-        figure = decay_figure(result)
-        figure.savefig(directory / PICTURE)
-    except (OSError, ValueError) as error:
+        decay_figure(result).savefig(directory / PICTURE)
+    except OSError as error:
         raise ConfigError(f"cannot draw the search in {directory}: {error}") from error
     return directory / PICTURE
 
 
 def decay_figure(result: dict[str, Any]) -> Figure:
-    """Left: μ of every λ with the feasible interval; right: flip rates over the steps.
-
-    ``result`` is what ``tune.json`` holds; the run directories are read.
-    """
+    """Left: μ of every λ with the feasible interval; right: flip rates over the steps."""
     from matplotlib import colormaps
 
     figure, (left, right) = new_figure((12, 5.2), columns=2)

@@ -1,25 +1,27 @@
-"""The decay factor λ of masked decay, judged on the learning-rate warm-up alone.
+"""The decay factor λ of masked decay, found on the learning-rate warm-up alone.
 
 The flip rate of a sparse run over that of a dense one, μ = r_λ / r_dense at the end of warm-up,
-falls as λ grows; a λ with μ in [0.60, 0.95] is accepted (arXiv:2404.01847 section 4). This file
-decides what is run and what follows from the ratios; :mod:`.tune` runs it. It never imports torch.
+falls as λ grows; a λ with μ in [0.60, 0.95] is accepted (arXiv:2404.01847 section 4). A search is
+a dense run and one run per λ of a grid, all of which end with the warm-up. It never imports torch.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from sparsepretrain import registry
 from sparsepretrain.config import freeze, validate
+from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.files import write_atomic
 from sparsepretrain.sparsity.method import Method
-from sparsepretrain.studies.engine import Cell
+from sparsepretrain.studies.engine import Cell, CellError, Study
+from sparsepretrain.tracking.console import Console, significant
 
 GRID = (6.0e-6, 1.0e-3)
 """Between the smallest and the largest published λ (BERT and DeiT-base)."""
@@ -30,14 +32,14 @@ POINTS = 5
 INTERVAL = (0.60, 0.95)
 """Feasible μ (arXiv:2404.01847 section 4)."""
 
-BISECTIONS = 4
-"""Runs after the grid at most: on the default grid they place λ within a factor of 1.1."""
-
 LAST = 3
 """Comparisons of masks that a flip rate is averaged over, or the last tenth if that is more."""
 
 DEFAULT = "sparsity=tsrste"
 """The method where neither an override nor an experiment chooses one."""
+
+RESULT = "tune.json"
+"""Everything that a search found, in its directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,11 @@ class Search:
         directory = freeze.run_directory(plain)
         return directory.with_name(f"search-{directory.name}")
 
+    @property
+    def cells(self) -> list[Cell]:
+        """The dense run, then a run per λ of the grid."""
+        return [self.reference(), *map(self.sparse, self.grid)]
+
     def reference(self) -> Cell:
         """The dense run: same data, same initial weights, flips of the same masks."""
         sparsity = self.run.plain["sparsity"]
@@ -163,94 +170,158 @@ def log_grid(low: float, high: float, points: int) -> tuple[float, ...]:
     return tuple(dict.fromkeys(_rounded(low * ratio**i) for i in range(points)))
 
 
-def search(
-    ratio: Callable[[float], float],
-    grid: Sequence[float],
-    interval: tuple[float, float],
-    bisections: int = BISECTIONS,
-) -> dict[float, float]:
-    """Evaluate μ on the grid; where it jumps over the interval, bisect in log λ.
+def tune_decay(
+    search: Search,
+    out: Path,
+    overrides: Sequence[str],
+    config_dirs: Sequence[Path],
+    console: Console,
+) -> dict[str, Any]:
+    """Run (or continue) the runs of a search, print the table and write ``tune.json``.
 
     Args:
-        ratio: μ of a λ; costs a run, and is NaN where that failed.
-        grid: λ, ascending.
-        interval: lowest and highest feasible μ.
-        bisections: evaluations beyond the grid, at most.
+        search: what to search.
+        out: directory of the results.
+        overrides, config_dirs: as typed, for the command that trains with the result.
+        console: shows the runs and the table.
 
     Returns:
-        λ -> μ of everything evaluated, ascending in λ.
+        the contents of ``tune.json``: ``chosen`` is λ or None, ``message`` the command to train
+        with it, or why there is none.
+
+    Raises:
+        Stopped: by a signal; the same call goes on where it stopped.
+        CellError: the dense run failed, or all others did.
+        ConfigError: ``out`` is not writable, or no mask flips in the dense run.
     """
-    found = {decay: ratio(decay) for decay in grid}
-    for _ in range(bisections):
-        gap = _jump(found, interval)
-        if gap is None:
-            break
-        middle = _rounded(math.sqrt(gap[0] * gap[1]))
-        if middle in found:
-            break
-        found = dict(sorted([*found.items(), (middle, ratio(middle))]))
-    return found
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {out} ({error.strerror}): set --out DIR") from error
+    if search.doubt:
+        console.warn(search.doubt)
+    dense, *cells = search.cells
+    with Study("decay search", console) as study:
+        study.run([dense])  # alone: without flips of its masks no other run tells anything
+        reference = _measure(search, dense)
+        if not reference["flip_rate"]:
+            raise ConfigError(
+                f"no mask flips at the end of the dense run {dense.directory}: give more --steps"
+            )
+        study.run(cells)
+    runs: list[dict[str, Any]] = []
+    failed: list[dict[str, Any]] = []
+    for decay, cell in zip(search.grid, cells, strict=True):
+        if cell.state == "failed":
+            about = {"exit_code": cell.exit_code, "directory": str(cell.directory)}
+            failed.append({"decay": decay, "error": cell.error, **about})
+            continue
+        found = _measure(search, cell)
+        mu = found["flip_rate"] / reference["flip_rate"]
+        runs.append({"decay": decay, "mu": mu, "verdict": verdict(mu, search.interval), **found})
+    if not runs:
+        raise CellError(cells[0])
+    ratios = {run["decay"]: run["mu"] for run in runs}
+    chosen = choose(ratios, search.interval)
+    if chosen is None:
+        message = why_none(ratios, search.interval, [run["decay"] for run in failed])
+    else:
+        words = [word for directory in config_dirs for word in ("--config-dir", str(directory))]
+        words += [word for word in overrides if key_of(word) != "sparsity.decay"]
+        message = shell_line(["sparsepretrain", "train", *words, f"sparsity.decay={chosen!r}"])
+    result = {
+        "method": search.run.sparsity.name,
+        "steps": search.steps,
+        "refresh": search.refresh,
+        "interval": list(search.interval),
+        "dense": reference,
+        "runs": runs,
+        "failed": failed,
+        "config": search.run.plain,
+        "chosen": chosen,
+        "message": message,
+    }
+    _show(search, result, console)
+    try:
+        write_atomic(out / RESULT, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {out} ({error.strerror}): set --out DIR") from error
+    return result
 
 
-def choose(found: dict[float, float], interval: tuple[float, float]) -> float | None:
+def choose(ratios: dict[float, float], interval: tuple[float, float]) -> float | None:
     """The λ whose μ is nearest to the middle of the interval: the largest margin on both sides.
 
     Of equals the smaller λ, which disturbs training less; None when no μ is inside.
     """
     middle = sum(interval) / 2
-    feasible = [decay for decay, mu in found.items() if verdict(mu, interval) == "feasible"]
-    return min(feasible, key=lambda decay: (abs(found[decay] - middle), decay), default=None)
+    feasible = [decay for decay, mu in ratios.items() if verdict(mu, interval) == "feasible"]
+    return min(feasible, key=lambda decay: (abs(ratios[decay] - middle), decay), default=None)
 
 
 def verdict(mu: float, interval: tuple[float, float]) -> str:
     """What μ says about its λ."""
     low, high = interval
-    if math.isnan(mu):
-        return "failed"
     if mu > high:
         return "too small"
     return "feasible" if mu >= low else "too large"
 
 
-def in_order(found: dict[float, float], interval: tuple[float, float]) -> bool:
-    """Whether the verdicts go from too small over feasible to too large as λ grows."""
-    verdicts = [verdict(mu, interval) for _, mu in sorted(_measured(found).items())]
-    return verdicts == sorted(verdicts, key=["too small", "feasible", "too large"].index)
+def why_none(
+    ratios: dict[float, float], interval: tuple[float, float], failed: Sequence[float] = ()
+) -> str:
+    """One line: why no λ was chosen, and what to change.
 
-
-def why_none(found: dict[float, float], interval: tuple[float, float]) -> str:
-    """One line: why no λ was chosen, and what to change."""
-    missed = f"no λ from {min(found):.3g} to {max(found):.3g} has μ in {list(interval)}"
-    ratios = set(_measured(found).values())
-    if ratios == {1.0}:
+    A run that failed above all others was too strong: training diverges there.
+    """
+    low, high = interval
+    missed = f"no λ from {min(ratios):.3g} to {max(ratios):.3g} has μ in [{low:g}, {high:g}]"
+    if set(ratios.values()) == {1.0}:
         return f"{missed}: all flip exactly like the dense run; is the method dense in these steps?"
-    if (gap := _jump(found, interval)) is not None:
-        ends = [f"{found[d]:.3f} at {d:.3g}".replace("nan", "failure") for d in gap]
-        return (
-            f"{missed}: it jumps from {' to '.join(ends)}; "
-            "compare more masks (--steps, sparsity.refresh) or widen --interval"
-        )
-    if min(ratios) > interval[1]:
-        return f"{missed}: μ falls to {min(ratios):.3f} only; raise the end of --grid"
-    return f"{missed}: μ rises to {max(ratios):.3f} only; lower the start of --grid"
+    weak = [decay for decay, mu in ratios.items() if mu > high]
+    strong = [decay for decay, mu in ratios.items() if mu < low]
+    strong += [decay for decay in failed if decay > max(ratios)]
+    if not strong:
+        return f"{missed}: μ falls to {min(ratios.values()):.3f} only; raise the end of --grid"
+    if not weak:
+        return f"{missed}: μ rises to {max(ratios.values()):.3f} only; lower the start of --grid"
+    return f"{missed}: give --grid {max(weak):.3g},{min(strong):.3g}, between which μ crosses it"
 
 
-def _measured(found: dict[float, float]) -> dict[float, float]:
-    return {decay: mu for decay, mu in found.items() if not math.isnan(mu)}
+def _measure(search: Search, cell: Cell) -> dict[str, Any]:
+    """Return means over the last comparisons of masks, and over the last tenth of the steps."""
+    if cell.state == "failed":
+        raise CellError(cell)
+    lines = [line for line in cell.directory.record() if line["step"] <= search.steps]
+    flips = [line["flip_rate"] for line in lines if line.get("flip_rate") is not None]
+    losses = [line["loss"] for line in lines if line.get("loss") is not None]
+    if not flips:
+        raise ConfigError(f"{cell.directory} has no flip rate: give more --steps")
+    last = flips[-max(LAST, len(flips) // 10) :]
+    tail = losses[-max(1, search.steps // 10) :]
+    return {
+        "flip_rate": sum(last) / len(last),
+        "loss": sum(tail) / len(tail),
+        "compared": len(last),
+        "directory": str(cell.directory),
+    }
 
 
-def _jump(found: dict[float, float], interval: tuple[float, float]) -> tuple[float, float] | None:
-    """The first two neighbours on different sides of the interval; None when a μ is inside."""
-    if choose(found, interval) is not None:
-        return None
-    largest = max(_measured(found), default=math.inf)
-    # training diverges where the decay is too strong: a failure above all that ran is too large
-    above = [
-        (decay, mu > interval[1])
-        for decay, mu in found.items()
-        if not math.isnan(mu) or decay > largest
-    ]
-    return next(((a, b) for (a, x), (b, y) in pairwise(above) if x != y), None)
+def _show(search: Search, result: dict[str, Any], console: Console) -> None:
+    dense = result["dense"]
+    shown = [("dense", f"{dense['flip_rate']:.3e}", "1", "reference", significant(dense["loss"]))]
+    for run in result["runs"]:
+        says = "chosen" if run["decay"] == result["chosen"] else run["verdict"]
+        numbers = f"{run['flip_rate']:.3e}", f"{run['mu']:.3f}", says, significant(run["loss"])
+        shown.append((f"{run['decay']:.3g}", *numbers))
+    shown += [(f"{run['decay']:.3g}", "–", "–", "failed", "–") for run in result["failed"]]
+    console.table("decay search", shown, header=("λ", "flip rate", "μ", "λ is", "train loss"))
+    low, high = search.interval
+    console.info(
+        f"{result['method']}, first {search.steps} of {search.run.steps} steps; flip rates are "
+        f"means of the last {dense['compared']} comparisons of masks; feasible μ: {low:g} to "
+        f"{high:g}"
+    )
 
 
 def _rounded(decay: float) -> float:

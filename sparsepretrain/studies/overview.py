@@ -10,6 +10,7 @@ from pathlib import Path
 from sparsepretrain.config.published import printed
 from sparsepretrain.config.tables import Table, load_table, names, places
 from sparsepretrain.errors import ConfigError, SparsePretrainError
+from sparsepretrain.studies.engine import Cell
 from sparsepretrain.studies.reproduce import Part, to_run
 from sparsepretrain.tracking.console import Console, clock, count
 
@@ -17,23 +18,37 @@ from sparsepretrain.tracking.console import Console, clock, count
 def show_plan(
     found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path], console: Console
 ) -> None:
-    """Print the cells, what is left of each, and what they cost; runs nothing."""
-    console.loading(found[0].name)
+    """Print the cells of tables or a sweep, what is left of each, and what they cost."""
+    cells = to_run(found, stop_after, config_dirs, console)
+    open_ = show_cells(" + ".join(part.name for part in found), cells, console)
+    facts = []
+    if following := [stage.name for part in found for stage in part.stages]:
+        facts.append(("then, of each", ", ".join(dict.fromkeys(following))))
+    if stop_after is None and (minutes := _minutes(found)) is not None:
+        time = clock(60 * minutes * open_ / len(cells))
+        facts.append(("time", f"about {time} on one core, as measured"))
+    if facts:
+        console.table("", facts)
+
+
+def show_cells(title: str, cells: Sequence[Cell], console: Console) -> int:
+    """Print cells, what is left of each, and what they cost; returns how many are not done."""
+    console.loading(title)
     from sparsepretrain.tasks import build_task
     from sparsepretrain.training.assembly import META, build_model
     from sparsepretrain.training.plan import duration, step_cost
     from sparsepretrain.training.world import World
 
-    chosen = to_run(found, stop_after, config_dirs, console)
-    title = f"{' + '.join(part.name for part in found)} (dry run)"
-    left = [cell.left for cell in chosen]
-    ends = [f"{cell.end:,}" if cell.end else "?" for cell in chosen]
-    directories = [str(cell.directory) for cell in chosen]
-    rows = list(zip((cell.label for cell in chosen), ends, left, directories, strict=True))
-    console.table(title, rows, header=("run", "steps", "state", "run directory"))
+    left = [cell.left for cell in cells]
+    rows = [
+        (cell.label, f"{cell.end:,}" if cell.end else "?", state, str(cell.directory))
+        for cell, state in zip(cells, left, strict=True)
+    ]
+    header = ("run", "steps", "state", "run directory")
+    console.table(f"{title} (dry run)", rows, header=header)
     total, flops, items, unit, unknown = 0, 0.0, 0, "", ""
     costs: dict[str, tuple[float, int]] = {}
-    for cell, state in zip(chosen, left, strict=True):
+    for cell, state in zip(cells, left, strict=True):
         done = cell.end if state == cell.goal else int(state.partition("from step ")[2] or 0)
         steps, plain = cell.end - done, cell.run.plain
         key = json.dumps([plain[group] for group in ("model", "task", "data", "batch")])
@@ -49,20 +64,16 @@ def show_plan(
         items += steps * costs[key][1]
         if not cell.end:
             unknown = unknown or "not known: steps of epochs are counted on prepared data"
-    run = chosen[0].run
-    open_ = sum(state != cell.goal for cell, state in zip(chosen, left, strict=True))
+    run = cells[0].run
+    open_ = sum(state != cell.goal for cell, state in zip(cells, left, strict=True))
     facts = [("runs", f"{open_} of {len(left)} to run or continue"), ("steps", f"{total:,}")]
     if not unknown:
         device = World.single(run.parallel.device).device
         facts += [(unit, count(items)), ("compute", duration(run, device, flops))]
     else:
         facts.append(("compute", unknown))
-    if following := [stage.name for part in found for stage in part.stages]:
-        facts.append(("then, of each", ", ".join(dict.fromkeys(following))))
-    if stop_after is None and (minutes := _minutes(found)) is not None:
-        time = clock(60 * minutes * open_ / len(left))
-        facts.append(("time", f"about {time} on one core, as measured"))
     console.table("", facts)
+    return open_
 
 
 def _minutes(found: Iterable[Part]) -> float | None:

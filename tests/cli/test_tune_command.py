@@ -12,8 +12,7 @@ import pytest
 from tiny_runs import Tiny
 
 from sparsepretrain import cli
-from sparsepretrain.studies import tune
-from sparsepretrain.studies.tune import Outcome
+from sparsepretrain.studies import decay
 
 TINY = ("schedule.warmup=4", "steps=8", "sparsity.refresh=2", "sparsity.mvue=none", "optim.lr=1e-2")
 
@@ -75,15 +74,15 @@ def test_a_refusal_does_not_wait_for_torch(tmp_path: Path) -> None:
 def test_flags_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Any] = []
 
-    def tune_decay(*args: Any) -> Outcome:
+    def tune_decay(*args: Any) -> dict[str, Any]:
         seen.append(args)
-        return Outcome(1e-4, "train")
+        return {"chosen": 1e-4, "message": "train"}
 
-    monkeypatch.setattr(tune, "tune_decay", tune_decay)
+    monkeypatch.setattr(decay, "tune_decay", tune_decay)
     flags = ["--grid", "1e-5,1e-3", "--points", "3", "--interval", "0.5,0.9", "--steps", "45"]
     words = ["seed=4", *flags, "--out", str(tmp_path), "sparsity.refresh=5"]
     assert cli.main(["tune-decay", *words]) == 0
-    search, out, overrides, config_dirs = seen[0]
+    search, out, overrides, config_dirs, _ = seen[0]
     assert search.grid == (1e-5, 1e-4, 1e-3) and search.interval == (0.5, 0.9)
     assert (search.steps, search.refresh, search.run.seed) == (45, 5, 4)
     assert (out, config_dirs) == (tmp_path, [])
@@ -106,11 +105,15 @@ def test_a_search_from_the_shell(tiny: Tiny, capsys: pytest.CaptureFixture[str])
     command = shlex.split(out.splitlines()[-1])
     assert cli.main([*command[1:], "--cfg", "job"]) == 0
 
+    # planning again finds all of them done
+    assert cli.main([*words, "--dry-run"]) == 0
+    assert "0 of 3 to run or continue" in capsys.readouterr().out
+
     # the same runs under a narrow interval: the exit code says that nothing was found
     assert cli.main([*words, "--interval", "0.001,0.002"]) == 2
     captured = capsys.readouterr()
     assert "is partial (step 4 of 8)" in captured.out and "plot: " in captured.out
-    assert captured.err.startswith("sparsepretrain: config error: no λ from 0.001 to 0.1 has μ in")
+    assert "--grid" in captured.err
     assert captured.err.count("\n") == 1
 
 
@@ -119,11 +122,12 @@ def test_a_failing_picture_does_not_undo_the_search(
 ) -> None:
     from sparsepretrain import reports
 
-    def decay_report(out: Path) -> Path:
+    def decay_report(result: dict[str, Any], out: Path) -> Path:
         raise OSError("no space")
 
     monkeypatch.setattr(reports, "decay_report", decay_report)
-    monkeypatch.setattr(tune, "tune_decay", lambda *_: Outcome(1e-4, "the command"))
+    found = {"chosen": 1e-4, "message": "the command"}
+    monkeypatch.setattr(decay, "tune_decay", lambda *_: found)
     assert cli.main(["tune-decay"]) == 0
     out = capsys.readouterr().out
     assert "warning: no plot: no space" in out and out.endswith("the command\n")

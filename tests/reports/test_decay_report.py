@@ -51,11 +51,11 @@ def test_the_figure_shows_what_was_found(tmp_path: Path, chosen: float | None) -
 
 
 def test_the_picture_and_what_is_missing(tmp_path: Path) -> None:
+    result = make_search(tmp_path)
     with pytest.raises(ConfigError, match="cannot draw the search in"):
-        decay_report(tmp_path)
-    (tmp_path / "tune.json").write_text(json.dumps(make_search(tmp_path)))
-    assert decay_report(tmp_path) == tmp_path / PICTURE
+        decay_report(result, tmp_path / "nowhere")
+    assert decay_report(result, tmp_path) == tmp_path / PICTURE
     assert (tmp_path / PICTURE).read_bytes().startswith(b"\x89PNG")
     (tmp_path / "weak" / "metrics.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"weak has no metrics\.jsonl"):
-        decay_report(tmp_path)
+        decay_report(result, tmp_path)

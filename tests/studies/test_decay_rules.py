@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -11,31 +10,16 @@ from tiny_runs import Tiny
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.studies.decay import (
-    BISECTIONS,
     DEFAULT,
     INTERVAL,
     Search,
     choose,
-    in_order,
     log_grid,
-    search,
     why_none,
     with_default,
 )
 
 SEGMENT = ("schedule.warmup=6", "steps=12", "sparsity=tsrste", "sparsity.refresh=2")
-
-
-def falling(centre: float, steepness: float) -> Callable[[float], float]:
-    """μ from 1.2 to 0.1 around ``centre``, ever steeper; the λ asked for are remembered."""
-    asked: list[float] = []
-
-    def ratio(decay: float) -> float:
-        asked.append(decay)
-        return 0.1 + 1.1 / (1 + (decay / centre) ** steepness)
-
-    ratio.asked = asked  # type: ignore[attr-defined]
-    return ratio
 
 
 def plan(tiny: Tiny, *more: str, steps: int = 6) -> Search:
@@ -50,61 +34,6 @@ def test_the_grid_is_even_in_the_logarithm_and_can_be_typed() -> None:
     assert max(steps) - min(steps) < 0.01
 
 
-def test_a_grid_that_hits_costs_no_more_than_itself() -> None:
-    ratio, grid = falling(1e-4, 1.0), log_grid(6e-6, 1e-3, 5)
-    found = search(ratio, grid, INTERVAL)
-    assert ratio.asked == list(grid) == list(found)  # type: ignore[attr-defined]
-    # 0.719 and 0.391: one is inside
-    assert choose(found, INTERVAL) == 7.75e-5
-
-
-def test_a_jump_over_the_interval_is_bisected_in_the_logarithm() -> None:
-    ratio, grid = falling(5e-5, 8.0), log_grid(6e-6, 1e-3, 5)
-    found = search(ratio, grid, INTERVAL)
-    extra = ratio.asked[5:]  # type: ignore[attr-defined]
-    assert extra[0] == pytest.approx(math.sqrt(2.16e-5 * 7.75e-5), rel=1e-2)
-    assert 1 <= len(extra) <= BISECTIONS and list(found) == sorted(found)
-    chosen = choose(found, INTERVAL)
-    assert chosen == extra[-1] and INTERVAL[0] <= found[chosen] <= INTERVAL[1]
-
-
-def test_bisections_are_bounded_and_a_cliff_is_reported() -> None:
-    asked = []
-
-    def cliff(decay: float) -> float:
-        asked.append(decay)
-        return 1.3 if decay < 5e-5 else 0.2
-
-    found = search(cliff, (1e-5, 1e-4), INTERVAL)
-    assert len(asked) == 2 + BISECTIONS and choose(found, INTERVAL) is None
-    assert "jumps from 1.300 at" in why_none(found, INTERVAL)
-    below, above = [d for d in found if d < 5e-5], [d for d in found if d > 5e-5]
-    assert above[0] / below[-1] < 10 ** (1 / 2**BISECTIONS) * 1.02
-
-
-def test_a_rising_jump_is_bisected_as_well_and_called_out_of_order() -> None:
-    found = search(lambda decay: 0.3 if decay < 2e-5 else 1.2, (1e-5, 1e-4), INTERVAL)
-    assert len(found) > 2 and choose(found, INTERVAL) is None
-    assert not in_order(found, INTERVAL)
-
-
-def test_a_failure_is_left_out_or_counts_as_too_large() -> None:
-    """Of all λ the largest diverge; one that failed among others says nothing."""
-
-    def ratio(decay: float) -> float:
-        return math.nan if decay > 3e-4 else 1.3 - 2e3 * decay
-
-    found = search(ratio, (1e-5, 1e-3), INTERVAL)
-    assert choose(found, INTERVAL) is not None and math.isnan(found[1e-3])
-    assert in_order(found, INTERVAL)
-    found = search(lambda decay: math.nan if decay < 5e-5 else 1.2, (1e-5, 1e-4, 1e-3), INTERVAL)
-    assert len(found) == 3 and "μ falls to 1.200 only" in why_none(found, INTERVAL)
-    found = search(lambda decay: 1.2 if decay < 2e-5 else math.nan, (1e-5, 1e-4), INTERVAL)
-    assert len(found) == 2 + BISECTIONS
-    assert "jumps from 1.200 at" in why_none(found, INTERVAL)
-    assert "to failure at" in why_none(found, INTERVAL)
-
-
 def test_of_several_feasible_the_middle_one_then_the_smaller() -> None:
     found = {1e-5: 0.94, 2e-5: 0.80, 4e-5: 0.70, 8e-5: 0.61, 1.6e-4: 0.3}
     assert choose(found, INTERVAL) == 2e-5
@@ -113,23 +42,26 @@ def test_of_several_feasible_the_middle_one_then_the_smaller() -> None:
     assert choose({1e-5: 0.96, 2e-5: 0.59}, INTERVAL) is None
 
 
-def test_the_order_of_verdicts_matters_and_not_every_wiggle() -> None:
-    assert in_order({1e-5: 1.01, 2e-5: 1.03, 4e-5: 0.8, 8e-5: 0.82}, INTERVAL)
-    assert not in_order({1e-5: 0.9, 2e-5: 0.97, 4e-5: 0.8}, INTERVAL)
-
-
 @pytest.mark.parametrize(
     ("found", "words"),
     [
         ({1e-5: 1.4, 1e-3: 1.1}, ["μ falls to 1.100 only", "raise the end of --grid"]),
         ({1e-5: 0.5, 1e-3: 0.1}, ["μ rises to 0.500 only", "lower the start of --grid"]),
         ({1e-5: 1.0, 1e-3: 1.0}, ["exactly like the dense run"]),
+        ({1e-5: 1.3, 3e-5: 1.0, 1e-4: 0.2, 1e-3: 0.1}, ["--grid 3e-05,0.0001"]),
     ],
 )
-def test_why_none(found: dict[float, float], words: list[str]) -> None:
+def test_the_message_without_a_feasible_decay_names_the_grid_to_try(
+    found: dict[float, float], words: list[str]
+) -> None:
     line = why_none(found, INTERVAL)
     assert "no λ from 1e-05 to 0.001 has μ in [0.6, 0.95]" in line
     assert all(word in line for word in words)
+
+
+def test_a_run_that_diverged_above_all_others_counts_as_too_strong() -> None:
+    assert "--grid 1e-05,0.0001" in why_none({1e-5: 1.2}, INTERVAL, [1e-4])
+    assert "raise the end of --grid" in why_none({1e-5: 1.2}, INTERVAL, [1e-6])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ from sparsepretrain.config import freeze
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.reports import decay_report
 from sparsepretrain.studies import engine
-from sparsepretrain.studies.decay import Search
+from sparsepretrain.studies.decay import RESULT, Search, tune_decay
 from sparsepretrain.studies.engine import CellError, Stopped
-from sparsepretrain.studies.tune import RESULT, Outcome, show_plan, tune_decay
+from sparsepretrain.studies.overview import show_cells
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import loop
 from sparsepretrain.training.assembly import build_session
@@ -42,7 +43,9 @@ def plan(
     return Search(run, grid, interval, 8)
 
 
-def tune(search: Search, out: Path, overrides: tuple[str, ...] = TSRSTE) -> tuple[Outcome, str]:
+def tune(
+    search: Search, out: Path, overrides: tuple[str, ...] = TSRSTE
+) -> tuple[dict[str, Any], str]:
     screen = io.StringIO()
     return tune_decay(search, out, overrides, [], Console(screen)), screen.getvalue()
 
@@ -101,15 +104,16 @@ def test_dense_flips_are_those_of_transposable_masks_at_each_refresh(tiny: Tiny)
 
 
 @pytest.mark.parametrize("method", [pytest.param("tsrste", marks=pytest.mark.slow), "srste"])
-def test_the_ratio_falls_and_the_file_trains(
+def test_the_ratio_falls_and_the_printed_command_trains(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     overrides = TSRSTE if method == "tsrste" else (*RUN, "sparsity=srste")
     search, out = plan(tiny, *overrides, interval=(0.05, 0.95)), tmp_path / "out"
     outcome, screen = tune(search, out, (*tiny.overrides(), *overrides, "sparsity.decay=5"))
     result = json.loads((out / RESULT).read_text())
+    assert result == outcome
     rows = {row["decay"]: row for row in result["runs"]}
-    assert list(rows) == sorted(rows) and set(GRID) <= set(rows)
+    assert list(rows) == list(GRID)
     weak, medium, strong = (rows[decay]["mu"] for decay in GRID)
     assert weak > medium - 0.02 and medium > strong + 0.05, "one flip in 4,000 entries is noise"
     for row in rows.values():
@@ -117,47 +121,28 @@ def test_the_ratio_falls_and_the_file_trains(
         assert row["flip_rate"] == pytest.approx(sum(flips[-3:]) / 3)
         assert row["mu"] == row["flip_rate"] / result["dense"]["flip_rate"]
         assert f"{row['mu']:.3f}" in screen and f"{row['loss']:.4f}" in screen
-    assert outcome.decay in rows and rows[outcome.decay]["verdict"] == "feasible"
-    assert outcome.decay == result["chosen"] and "chosen" in screen
+    chosen = outcome["chosen"]
+    assert rows[chosen]["verdict"] == "feasible" and "chosen" in screen
 
-    words = shlex.split(outcome.message)
-    assert words[:4] == ["sparsepretrain", "train", "--config-dir", str(out)]
-    run = config.load(words[4:], [out])
-    assert run.plain["sparsity"] == search.run.plain["sparsity"] | {"decay": outcome.decay}
-    by_hand = tiny.load(*overrides, f"sparsity.decay={outcome.decay!r}")
-    assert freeze.run_directory(run) == freeze.run_directory(by_hand), "the very same run"
+    words = shlex.split(outcome["message"])
+    assert words[:2] == ["sparsepretrain", "train"] and words[-1] == f"sparsity.decay={chosen!r}"
+    by_hand = tiny.load(*overrides, f"sparsity.decay={chosen!r}")
+    assert freeze.run_directory(config.load(words[2:])) == freeze.run_directory(by_hand)
 
     # a second call reads what is there
     monkeypatch.setattr(engine, "start_child", None)
     again, screen = tune(search, out, (*tiny.overrides(), *overrides, "sparsity.decay=5"))
     assert again == outcome and screen.count("is partial (step 8 of ") == 1 + len(rows)
-    assert decay_report(out).read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_an_experiment_cannot_hide_the_chosen_decay(tiny: Tiny, tmp_path: Path) -> None:
-    mine, out = tmp_path / "mine", tmp_path / "out"
-    (mine / "experiment").mkdir(parents=True)
-    text = "# @package _global_\nsparsity:\n  decay: 0.5\n"
-    (mine / "experiment" / "published.yaml").write_text(text)
-    overrides = [*tiny.overrides(*TSRSTE), "experiment=published"]
-    search = Search(config.load(overrides, [mine]), (0.1,), (0.01, 5.0), 8)
-    outcome = tune_decay(search, out, overrides, [mine], Console(io.StringIO()))
-    words = shlex.split(outcome.message)
-    assert words[2:6] == ["--config-dir", str(mine), "--config-dir", str(out)]
-    assert config.load(words[6:], [mine, out]).plain["sparsity"]["decay"] == 0.1
+    assert decay_report(result, out).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
 def test_no_feasible_decay_is_said_and_recorded(tiny: Tiny, tmp_path: Path) -> None:
     search = plan(tiny, grid=(1e-7, 1e-6), interval=(0.1, 0.2))
-    outcome, screen = tune(search, tmp_path)
-    assert outcome.decay is None and "raise the end of --grid" in outcome.message
-    result = json.loads((tmp_path / RESULT).read_text())
-    assert result["chosen"] is None and result["message"] == outcome.message
+    result, screen = tune(search, tmp_path)
+    assert result["chosen"] is None and "raise the end of --grid" in result["message"]
     assert {row["verdict"] for row in result["runs"]} == {"too small"}
-    assert "too small" in screen and not (tmp_path / "sparsity").exists()
-    assert decay_report(tmp_path).is_file()
+    assert "too small" in screen and decay_report(result, tmp_path).is_file()
 
 
 @pytest.mark.fault
@@ -188,8 +173,8 @@ def test_a_partial_segment_is_planned_and_continued(tiny: Tiny, tmp_path: Path) 
     search = plan(tiny, grid=(1e-3,), interval=(0.01, 5.0))
     assert train(search.reference().run, Console(io.StringIO()), stop_after=3) == 0
     screen = io.StringIO()
-    show_plan(search, tmp_path / "out", Console(screen))
-    assert "from step 3" in screen.getvalue() and screen.getvalue().count("to run") == 1
+    show_cells("search", search.cells, Console(screen))
+    assert "from step 3" in screen.getvalue() and "2 of 2 to run or continue" in screen.getvalue()
     assert "dense: from step 3, 8 steps" in tune(search, tmp_path / "out")[1]
 
 
@@ -198,12 +183,8 @@ def test_few_comparisons_are_warned_of(tiny: Tiny, tmp_path: Path) -> None:
     overrides = (*TSRSTE, "sparsity.refresh=8")
     search = plan(tiny, *overrides, grid=(1e-3,), interval=(0.01, 5.0))
     outcome, screen = tune(search, tmp_path)
-    assert outcome.decay == 1e-3
-    warning = "warning: μ rests on a single comparison of masks in 8 steps: lower sparsity.refresh"
-    assert warning in screen
-    planned = io.StringIO()
-    show_plan(search, tmp_path, Console(planned))
-    assert warning in planned.getvalue()
+    assert outcome["chosen"] == 1e-3
+    assert "warning: μ rests on a single comparison" in screen and "sparsity.refresh" in screen
     few = plan(tiny, *TSRSTE, "sparsity.refresh=4", interval=(0.6, 0.95))
     assert few.doubt.startswith("μ rests on 2 comparisons of masks")
 
@@ -217,13 +198,12 @@ def test_a_frozen_reference_is_an_error(tiny: Tiny, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_diverged_segment_is_a_failed_row(tiny: Tiny, tmp_path: Path) -> None:
     search = plan(tiny, *TSRSTE, *SGD, grid=(1e-3, 1e30), interval=(0.01, 5.0))
-    outcome, screen = tune(search, tmp_path)
-    assert outcome.decay == 1e-3 and "warning: λ = 1e+30 failed (exit code 5: diverged" in screen
-    result = json.loads((tmp_path / RESULT).read_text())
+    result, screen = tune(search, tmp_path)
+    assert result["chosen"] == 1e-3 and "warning: λ = 1e+30 failed (exit code 5: diverged" in screen
     assert [row["decay"] for row in result["runs"]] == [1e-3]
     (row,) = result["failed"]
     assert (row["decay"], row["exit_code"]) == (1e30, 5) and "step " in row["error"]
-    assert decay_report(tmp_path).is_file()
+    assert decay_report(result, tmp_path).is_file()
 
 
 @pytest.mark.slow
@@ -241,14 +221,3 @@ def test_an_unwritable_directory_is_found_before_training(tiny: Tiny, tmp_path: 
     with pytest.raises(ConfigError, match=r"cannot make .*file/out .*--out DIR"):
         tune(plan(tiny, interval=(0.6, 0.95)), tmp_path / "file" / "out")
     assert not (tiny.root / "runs").exists()
-
-
-def test_the_plan_trains_nothing(tiny: Tiny, tmp_path: Path) -> None:
-    screen = io.StringIO()
-    show_plan(plan(tiny, interval=(0.6, 0.95)), tmp_path / "out", Console(screen))
-    text = screen.getvalue()
-    for words in ("dense", "0.001", "0.01", "0.1", "to run", "4, and up to 4 more", "8 each of 16"):
-        assert words in text, words
-    assert "at most 64" in text and "FLOPs in all" in text
-    assert not (tmp_path / "out").exists() and not (tiny.root / "runs").exists()
-    assert "warning" not in text, "four comparisons are enough"
