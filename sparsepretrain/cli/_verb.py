@@ -62,7 +62,8 @@ class ConfiguredVerb(Verb):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add ``overrides`` and ``config_dir``."""
-        own = f"; also {_defaults(self.settings)}" if self.settings else ""
+        keys = fields(self.settings) if self.settings else ()
+        own = "; also " * bool(keys) + " ".join(f"{f.name}={f.default}" for f in keys)
         parser.add_argument(
             "overrides", nargs="*", metavar="KEY=VALUE", help=f"group=option or key=value{own}"
         )
@@ -84,12 +85,6 @@ def add_config_dir(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="your own YAML files, laid out like configs/; may be repeated",
     )
-
-
-def add_settings(parser: argparse.ArgumentParser, settings: type) -> None:
-    """Add the keys of a dataclass as the only words, see :func:`read_settings`."""
-    text = f"defaults: {_defaults(settings)}"
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=text)
 
 
 def read_settings(settings: type, words: Sequence[str], *, others: list[str] | None = None) -> Any:
@@ -133,17 +128,6 @@ def integer_from(least: int) -> Any:
         return int(text)
 
     return read
-
-
-def in_columns(rows: list[list[str]]) -> list[str]:
-    """Rows of equal length as aligned lines."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows]
-    return ["  ".join(cells).rstrip() for cells in aligned]
-
-
-def _defaults(settings: type) -> str:
-    return " ".join(f"{f.name}={f.default}" for f in fields(settings))
 
 
 def _override_words(typed: list[str], current: str) -> list[str]:

@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from sparsepretrain.cli._verb import Verb, add_config_dir, in_columns
+from sparsepretrain.cli._verb import Verb, add_config_dir
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register, suggestion
+from sparsepretrain.text import in_columns
 
 
 @register("verb", "configs")

@@ -8,9 +8,10 @@ import textwrap
 from typing import Any
 
 from sparsepretrain import registry
-from sparsepretrain.cli._verb import ConfiguredVerb, in_columns
+from sparsepretrain.cli._verb import ConfiguredVerb
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register
+from sparsepretrain.text import in_columns
 
 NO_BREAK = "\u00a0"
 WIDEST = 100

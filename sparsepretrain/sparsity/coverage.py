@@ -15,6 +15,7 @@ from sparsepretrain.sparsity.execution.semi_structured import PRODUCT
 from sparsepretrain.sparsity.layers import SparseLayer, dense_weights, sparse_class
 from sparsepretrain.sparsity.method import Row
 from sparsepretrain.sparsity.model_state import ModelState
+from sparsepretrain.text import in_columns
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 SHOWN = 4
@@ -83,10 +84,7 @@ class Coverage:
                 getattr(layer, k) + " (sparse)" * m for k, m in zip(PRODUCTS, marked, strict=True)
             ]
             cells.append([layer.name, " × ".join(map(str, size)), *texts])
-        rows += collapsed(cells)
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        aligned = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows]
-        lines = ["  ".join(row).rstrip() for row in aligned]
+        lines = in_columns([*rows, *collapsed(cells)])
         share = self.sparse_parameters / max(self.total_parameters, 1)
         lines.append(
             f"{self.title}: {len(self.layers)} layers, {self.sparse_parameters:,} "
