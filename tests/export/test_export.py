@@ -175,9 +175,11 @@ def test_adapters_stay_beside_the_sparse_weight(tmp_path: Path) -> None:
     torch.testing.assert_close(converting.run(whole, inputs), expected)
 
     with pytest.warns(UserWarning, match="folded into 4 layers"):
-        folded = converting.convert(weights.find(run), fold=True)
-    assert folded.pattern is None and not folded.adapters
-    torch.testing.assert_close(converting.run(folded.model, inputs), expected)
+        directory, told = export(run, merge=True)
+    assert directory == run / "export/merged" and "adapters were added" in told
+    assert not (directory / "adapters").exists() and about(directory)["pattern"] is None
+    merged = AutoModelForCausalLM.from_pretrained(directory).eval()
+    torch.testing.assert_close(converting.run(merged, inputs), expected)
 
 
 def test_translation(tmp_path: Path) -> None:
