@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formulations import soft_by_sort, topk
 from sparsepretrain import kernels
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -91,7 +90,7 @@ def tensor(dtype: torch.dtype = FP32) -> Make:
 
 def hard_masks() -> Iterator[KernelCase]:
     """N:M masks, of which a bool per element is written, and STE's W∘M with its mask."""
-    usual, mask = {"topk": lambda x: topk(x).bool()}, op("nm_mask")
+    usual, mask = {"topk": topk}, op("nm_mask")
     yield KernelCase("2:4 mask, fp32", tensor(), mask, 5, WEIGHTS, 0.85, others=usual)
     yield KernelCase("2:4 mask, bf16", tensor(BF16), mask, 3, WEIGHTS)
     for name, run, size in (
@@ -103,6 +102,21 @@ def hard_masks() -> Iterator[KernelCase]:
         yield KernelCase(f"{name}, fp32", tensor(), run, size, WEIGHTS)
     name, run = "2:4 prune into bf16, mask in bits", op("nm_prune", named=("out",))
     yield KernelCase(name, operand(), run, 6.125, WEIGHTS)
+
+
+def topk(weight: Tensor) -> Tensor:
+    """Return the 2:4 mask, the usual formulation."""
+    groups = weight.abs().view(-1, 4)
+    kept = torch.zeros_like(groups).scatter_(1, groups.topk(2, 1).indices, 1)
+    return kept.view_as(weight).bool()
+
+
+def soft_by_sort(weight: Tensor, scale: Tensor) -> Tensor:
+    """Return β·S(W) in bf16, by sorting every group."""
+    groups = weight.view(-1, 4)
+    threshold = groups.abs().sort(1).values[:, 1:2]
+    soft = groups.sign() * (groups.abs() - threshold).clamp(min=0)
+    return (soft.view_as(weight) * scale).to(BF16)
 
 
 def operand(*others: Callable[[Shape, torch.device], Tensor]) -> Make:
@@ -139,10 +153,7 @@ def soft(n: int = 2, m: int = 4, dtype: torch.dtype = BF16, **options: Any) -> A
 
 def soft_thresholds() -> Iterator[KernelCase]:
     """S-STE's β·S(W) for the matrix products: threshold, scale and cast in one pass."""
-    usual = {
-        "three passes": _three_passes,
-        "sort": lambda x, beta: (soft_by_sort(x) * beta).to(BF16),
-    }
+    usual = {"three passes": _three_passes, "sort": soft_by_sort}
     name, make = "2:4 soft threshold ×β, fp32→bf16", weight_and_scale()
     yield KernelCase(name, make, soft(), 6, WEIGHTS, 0.85, others=usual)
     name = "2:4 soft threshold ×β, bf16→bf16"
