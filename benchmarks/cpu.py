@@ -88,7 +88,9 @@ def works(options: Options) -> dict[str, Work]:
     return {
         "step time": functools.partial(steps, chosen, rounds),
         "peak memory": functools.partial(memory, repeats),
-        "loops": functools.partial(loops, {"sste": chosen["sste"]} if quick else chosen, rounds),
+        "loops": functools.partial(
+            loops, {"sste": chosen["sste"]} if quick else chosen, rounds // 2
+        ),
     }
 
 
