@@ -99,11 +99,10 @@ def _shrink(x: Tensor, n: int, m: int, gamma: float, dim: int) -> Tensor:
     x, dim = widen(x), dim % x.dim()
     magnitude = x.abs()
     dropped, kept = _boundary(_positions(magnitude, m, dim), n)
-    t = _threshold(dropped, kept, gamma).unsqueeze(dim + 1)
-    t = torch.cat([t] * m, dim + 1).flatten(dim, dim + 1)
+    t = _threshold(dropped, kept, gamma).repeat_interleave(m, dim)
     # sign(x)·(|x| - t) where |x| > t, else +0.0; NaN stays. Not clamp(min=0): inf - inf must be 0
     # and NaN must not.
-    return torch.where(magnitude <= t, 0, x - torch.copysign(t, x))
+    return torch.where(magnitude <= t, 0, x - t.copysign(x))
 
 
 def _threshold(dropped: Tensor, kept: Tensor, gamma: float) -> Tensor:
