@@ -46,11 +46,14 @@ def nm_mask(
     """
     kernel = kernel_of("nm_mask", backend, x)
     _check("nm_mask", x, n, m, dim, ties)
+    mask: Tensor | None = None
     if n == m:
         mask = torch.ones(x.shape, dtype=torch.bool, device=x.device)
     elif kernel:
         mask = kernel(x.detach(), n, m, dim, ties == "low", packed)
-    else:
+    if mask is None:  # the loop of the CPU is for M = 4
+        if backend == "cpu":
+            raise ValueError(f"nm_mask: backend='cpu' has no {n}:{m} kernel; use 'reference'")
         rank = _by_comparing if m <= MOST_COMPARED else _by_sorting
         mask = rank(_magnitude_bits(x), n, m, dim % x.dim(), ties)
     return pack_rows(mask) if packed and mask.dtype == torch.bool else mask
