@@ -13,7 +13,7 @@ VERSIONS ?= .versions
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: train test lint test-fast test-triton test-kernels-offline test-without-gpu test-versions \
-	test-fault test-dist test-slow reliability golden bench kernels-offline docs clean
+	test-fault test-dist test-slow reliability golden bench docs clean
 
 train: $(INSTALLED)
 	$(BIN)/sparsepretrain train $(ARGS)
@@ -39,7 +39,7 @@ test-triton: $(DEV)
 		--deselect tests/sparsity/test_layer_golden.py::test_the_mean_over_many_steps_is_the_dense_gradient \
 		tests/kernels tests/sparsity
 
-# the same, compiled for sm_80, sm_90 and sm_100 and held to limits; no GPU is needed
+# the same, compiled for sm_80, sm_90 and sm_100, none with spilled registers; no GPU is needed
 test-kernels-offline: $(DEV)
 	$(TEST) -n 2 tests/kernels_offline
 
@@ -75,11 +75,6 @@ bench: $(INSTALLED)
 
 # the tables of the documentation that come from the code and from the measurements
 docs: $(DEV)
-	$(BIN)/python scripts/generate_docs.py
-
-# the figures that test-kernels-offline holds kernels to, and their table in docs/kernels.md
-kernels-offline: $(DEV)
-	PYTHONPATH=tests:benchmarks $(BIN)/python tests/kernels_offline/measure.py
 	$(BIN)/python scripts/generate_docs.py
 
 $(BIN)/python:

@@ -1,4 +1,4 @@
-"""Measure what users of a CPU feel: price of each method over dense, memory, kernels.
+"""Measure what users of a CPU feel: price of each method over dense, memory, compiled loops.
 
 `make bench` writes `benchmarks/results/cpu.json`. Needs the package installed with its
 dependencies.
@@ -7,28 +7,29 @@ dependencies.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
+import statistics
 import subprocess
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-import formulations
 from gpt2 import PlainGPT2
-from harness import Case, Options, Work, interleave, main, median_ratio, ratio
+from harness import Case, Options, Work, interleave, main, ratio, ratios
 from linear import timed_methods
 from recipes import training
-from sparsepretrain import kernels, registry
+from sparsepretrain import registry
+from sparsepretrain.kernels import dispatch
+from sparsepretrain.kernels.cpu import KERNELS
 from sparsepretrain.kernels.timing import Series
 from sparsepretrain.sparsity.method import G
 from sparsepretrain.training.loop import train_step
@@ -40,7 +41,6 @@ SAMPLED_LIMIT = 1.15
 """The same with MVUE."""
 MEMORY_LIMIT = 1.03
 PLAIN_LIMIT = 1.03
-NANOGPT_LIMIT = 1.0
 MEASURED = ("dense", "ste", "srste", "sste, mvue=none", "sste")
 """Variants whose peak memory is measured, in processes of their own."""
 NEVER = 10**6
@@ -86,47 +86,32 @@ def works(options: Options) -> dict[str, Work]:
     rounds, repeats = (2, 1) if quick else (40, 3)
     chosen = {k: v for k, v in variants().items() if not quick or k in ("dense", "sste", "bimask")}
     return {
-        # first: a heap that training has used makes allocations, and so short operations, slower
-        "kernels": functools.partial(kernel_ratios, rounds),
         "step time": functools.partial(steps, chosen, rounds),
         "peak memory": functools.partial(memory, repeats),
+        "loops": functools.partial(
+            loops, {"sste": chosen["sste"]} if quick else chosen, rounds // 2
+        ),
     }
 
 
-def kernel_ratios(rounds: int) -> list[Case]:
-    """Compare the loops with the shortest formulation in torch, on a GPT-2 124M weight."""
-    draw = torch.Generator().manual_seed(0)
-    weight, gradient = (torch.randn(3072, 768, generator=draw) for _ in range(2))
-    patterns = formulations.transposable_patterns()
-    pairs: dict[str, tuple[float | None, Callable[[], object], Callable[[], object]]] = {
-        "2:4 mask, topk": (
-            10.0,
-            lambda: formulations.topk(weight),
-            lambda: kernels.nm_mask(weight),
-        ),
-        "soft threshold, sort": (
-            15.0,
-            lambda: formulations.soft_by_sort(weight),
-            lambda: kernels.soft_threshold(weight),
-        ),
-        "transposable mask, product with 90 patterns": (
-            None,
-            lambda: formulations.transposable_by_matmul(weight, patterns),
-            lambda: kernels.transposable_mask(weight),
-        ),
-        "approximate MVUE, multinomial": (
-            15.0,
-            lambda: formulations.mvue_by_multinomial(gradient),
-            lambda: kernels.mvue(gradient, dim=0, key=0),
-        ),
-    }
-    calls = {name: simple for name, (_, simple, _) in pairs.items()}
-    calls |= {f"{name}, ours": ours for name, (_, _, ours) in pairs.items()}
-    series = interleave(calls, rounds)
-    return [
-        ratio(f"{name} over ours, 3072×768", series[name], series[f"{name}, ours"], at_least=limit)
-        for name, (limit, _, _) in pairs.items()
-    ]
+def loops(chosen: dict[str, Variant], rounds: int) -> Iterator[Case]:
+    """Compare training steps without a loop, whose reference runs instead, with those with it."""
+
+    def step(session: Session, without: str = "") -> None:
+        with patch.dict(KERNELS):
+            KERNELS.pop(without, None)
+            train_step(session)
+
+    for name, variant in chosen.items():
+        session = training(variant.overrides)
+        with patch.object(dispatch, "find", wraps=dispatch.find) as find:
+            train_step(session)
+        used = sorted({call.args[0] for call in find.call_args_list} & {*KERNELS})
+        works = {kernel: functools.partial(step, session, kernel) for kernel in ("", *used)}
+        series = interleave(works, rounds)
+        for kernel in used:
+            title = f"step time, {name}, reference over loop of {kernel}"
+            yield ratio(title, series[kernel], series[""])
 
 
 def steps(chosen: dict[str, Variant], rounds: int) -> list[Case]:
@@ -139,13 +124,12 @@ def steps(chosen: dict[str, Variant], rounds: int) -> list[Case]:
         name: functools.partial(train_step, session) for name, session in built.items()
     }
     calls["plain"] = plain_step(built["dense"])
-    calls["nanoGPT"] = plain_step(built["dense"], nanogpt=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # STEP warns of a switch as early as this one
         series = interleave(calls, rounds)
     dense = series["dense"]
     result = {
-        name: ratio(f"step time, {name} over dense", series[name], dense, at_most=v.limit)
+        name: ratio(f"step time, {name} over dense", series[name], dense, v.limit)
         for name, v in chosen.items()
         if name != "dense"
     }
@@ -159,14 +143,8 @@ def steps(chosen: dict[str, Variant], rounds: int) -> list[Case]:
         amortize(
             result[name], series_of_searches[name], series_of_searches["dense"], period=v.rare[1]
         )
-    others = {"plain PyTorch": ("plain", PLAIN_LIMIT), "nanoGPT's loop": ("nanoGPT", NANOGPT_LIMIT)}
-    return [
-        *result.values(),
-        *(
-            ratio(f"step time, our dense over {name}", dense, series[key], at_most=limit)
-            for name, (key, limit) in others.items()
-        ),
-    ]
+    plain = "step time, our dense over plain PyTorch"
+    return [*result.values(), ratio(plain, dense, series["plain"], PLAIN_LIMIT)]
 
 
 def amortize(case: Case, searching: Series, dense: Series, *, period: int) -> None:
@@ -179,47 +157,28 @@ def amortize(case: Case, searching: Series, dense: Series, *, period: int) -> No
         period: steps from one search to the next.
     """
     assert case.value is not None
-    every = median_ratio(searching, dense)
+    every = statistics.median(ratios(searching, dense))
     case.detail |= {"without": case.value, "every_step": every, "period": period}
     case.value += (every - case.value) / period
 
 
-def plain_step(session: Session, *, nanogpt: bool = False) -> Callable[[], object]:
-    """Return the same step without this project: data, loss, clipping, fused AdamW.
-
-    Args:
-        session: gives sizes and data.
-        nanogpt: as in that project's train.py on a CPU: batches are stacked from windows of a
-            memory-mapped file, which is opened for each batch, and AdamW is not fused.
-    """
+def plain_step(session: Session) -> Callable[[], object]:
+    """Return the same step without this project: data, loss, clipping, fused AdamW."""
     torch.manual_seed(0)
     run = session.run
     model = PlainGPT2(run.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=not nanogpt)
-    size, length, count = run.batch.size, run.task.sequence_length, 0
-    file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - lives as long as the step
-    np.random.default_rng(0).integers(256, size=10**6, dtype=np.uint16).tofile(file.name)
-
-    def windows() -> dict[str, Tensor]:
-        data = np.memmap(file.name, dtype=np.uint16, mode="r")
-        starts = torch.randint(len(data) - length, (size,))
-        return {
-            name: torch.stack(
-                [torch.from_numpy(data[i + k : i + k + length].astype(np.int64)) for i in starts]
-            )
-            for k, name in enumerate(("tokens", "targets"))
-        }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    numbers = itertools.count()
 
     def step() -> None:
-        nonlocal count
-        batch = windows() if nanogpt else session.task.batch("train", count, range(size), size)
+        size = run.batch.size
+        batch = session.task.batch("train", next(numbers), range(size), size)
         logits = model(batch["tokens"])
         loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        count += 1
         loss.item()
 
     return step

@@ -27,7 +27,8 @@ from sparsepretrain.files import write_atomic
 from sparsepretrain.kernels.timing import Series, measure
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-NEEDS_GPU = "skipped: needs a CUDA GPU"
+TOLERANCE = 1e-2
+"""Largest error of a matmul over the largest expected value: two roundings to bf16."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,36 +121,28 @@ def interleave(
     return {name: Series(us=us[name], mode="eager") for name in names}
 
 
-def median_ratio(over: Series, under: Series) -> float:
-    """Return the median over rounds of ``over / under``."""
-    return statistics.median(a / b for a, b in zip(over.us, under.us, strict=True))
+def ratios(over: Series, under: Series) -> list[float]:
+    """Return ``over / under`` of every round."""
+    return [a / b for a, b in zip(over.us, under.us, strict=True)]
 
 
-def ratio(
-    name: str,
-    over: Series,
-    under: Series,
-    *,
-    at_most: float | None = None,
-    at_least: float | None = None,
-) -> Case:
+def ratio(name: str, over: Series, under: Series, at_most: float | None = None) -> Case:
     """Return the median over rounds of ``over / under``, with quartiles and both medians."""
-    ratios = sorted(a / b for a, b in zip(over.us, under.us, strict=True))
-    quarter = len(ratios) // 4
+    found = sorted(ratios(over, under))
+    quarter = len(found) // 4
     detail = {
-        "rounds": len(ratios),
-        "quartiles": [ratios[quarter], ratios[-1 - quarter]],
+        "rounds": len(found),
+        "quartiles": [found[quarter], found[-1 - quarter]],
         "median_seconds": [statistics.median(series.us) / 1e6 for series in (over, under)],
     }
-    case = Case(name=name, value=statistics.median(ratios), unit="×", detail=detail)
-    case.at_most, case.at_least = at_most, at_least
-    return case
+    value = statistics.median(found)
+    return Case(name=name, value=value, unit="×", at_most=at_most, detail=detail)
 
 
 def timed(name: str, series: Series, others: Mapping[str, Series], **detail: Any) -> Case:
     """Return the median time, and how many times as fast as `others` it is in the same rounds."""
     found = series.percentiles()
-    speed = {other: median_ratio(theirs, series) for other, theirs in others.items()}
+    speed = {k: statistics.median(ratios(theirs, series)) for k, theirs in others.items()}
     detail = {**found, "mode": series.mode, "times_as_fast_as": speed, **detail}
     return Case(name=name, value=found["p50"], detail=detail)
 
@@ -180,14 +173,14 @@ def difference(got: Any, expected: Any) -> float:
     return torch.where(same, 0.0, (a - b).abs() / largest).max().item()
 
 
-def failure(error: Exception) -> str:
-    """Return the status of a case that ended in `error`."""
-    return f"failed: {' '.join(str(error).split())[:160] or type(error).__name__}"
+def reason(error: Exception) -> str:
+    """Return an error in one line."""
+    return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 def skipped(name: str) -> list[Case]:
     """Return a case that needs a GPU."""
-    return [Case(name=name, status=NEEDS_GPU)]
+    return [Case(name=name, status="skipped: needs a CUDA GPU")]
 
 
 def attempt(name: str, work: Work) -> list[Case]:
@@ -197,7 +190,7 @@ def attempt(name: str, work: Work) -> list[Case]:
     except torch.OutOfMemoryError:
         return [Case(name=name, status="skipped: out of memory")]
     except Exception as error:
-        return [Case(name=name, status=failure(error))]
+        return [Case(name=name, status=f"failed: {reason(error)}")]
 
 
 def main(
@@ -221,25 +214,22 @@ def main(
     parser = argparse.ArgumentParser(prog=f"benchmarks/{script}.py")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results here")
     parser.add_argument("--quick", action="store_true", help="few rounds: does the script run?")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("--only", default="*", metavar="GLOB", help="cases with such a name")
     parser.add_argument("--budget", type=float, metavar="S", help="begin no case after S seconds")
     if methods:
         parser.add_argument("--methods", default="", metavar="A,B", help="these, and dense")
         parser.add_argument("--backend", default="emulate", choices=["emulate", "auto"])
         parser.add_argument("--fp8", action="store_true", help="sparse layers multiply in fp8")
-    given = vars(parser.parse_args(arguments))
-    names = tuple(filter(None, given.pop("methods", "").split(",")))
-    flags = {key: given[key] for key in ("quick", "backend", "fp8") if key in given}
-    options = Options(methods=names, **flags)
-    chosen = {k: work for k, work in works(options).items() if fnmatch(k, given["only"])}
-    if given["list"]:
-        print(*chosen, sep="\n")
-        return 0
-    if given["out"] is not None:  # fail before minutes are spent
-        given["out"].parent.mkdir(parents=True, exist_ok=True)
+    given = parser.parse_args(arguments)
+    options = Options(given.quick)
+    if methods:
+        names = tuple(filter(None, given.methods.split(",")))
+        options = Options(given.quick, names, given.backend, given.fp8)
+    chosen = {k: work for k, work in works(options).items() if fnmatch(k, given.only)}
+    if given.out is not None:  # fail before minutes are spent
+        given.out.parent.mkdir(parents=True, exist_ok=True)
     words = sys.argv[1:] if arguments is None else arguments
-    cases = measure_all(chosen, header(script, words, options.quick), given["out"], given["budget"])
+    cases = measure_all(chosen, header(script, words, options.quick), given.out, given.budget)
     return int(any(c.is_error or (c.ok is False and not options.quick) for c in cases))
 
 
@@ -248,21 +238,18 @@ def measure_all(
 ) -> list[Case]:
     """Measure every work in turn; the file is complete after every case."""
     started, cases = time.monotonic(), list[Case]()
-
-    def keep(found: list[Case]) -> None:
+    for index, (name, work) in enumerate(works.items()):
+        late = budget is not None and time.monotonic() - started > budget
+        left = f"the last {len(works) - index} of {len(works)}"
+        over = [Case(name=left, status=f"skipped: {budget} s are over")]
+        cases += (found := over if late else attempt(name, work))
         for case in found:
             print(describe(case.as_dict()), flush=True)
-        cases.extend(found)
         if out is not None:
             result = {**head, "cases": [case.as_dict() for case in cases]}
             write_atomic(out, json.dumps(result, indent=1) + "\n")
-
-    for index, (name, work) in enumerate(works.items()):
-        if budget is not None and time.monotonic() - started > budget:
-            left = f"the last {len(works) - index} of {len(works)}"
-            keep([Case(name=left, status=f"skipped: {budget:g} s are over")])
+        if late:
             break
-        keep(attempt(name, work))
     return cases
 
 
@@ -274,15 +261,10 @@ def describe(case: dict[str, Any]) -> str:
     text = f"{case['name']}: {case['value']:{digits}} {case['unit']}"
     speed = case["detail"].get("times_as_fast_as", {})
     text += "".join(f", {times:.2f}× {other}" for other, times in speed.items())
-    if bounds := limits(case):
-        text += f" ({bounds}{', missed' * (case['ok'] is False)})"
+    for key, sign in (("at_most", "≤"), ("at_least", "≥")):
+        if case[key] is not None:
+            text += f" ({sign} {case[key]:g}{', missed' * (case['ok'] is False)})"
     return text if case["status"] == "ok" else f"{text}, {case['status']}"
-
-
-def limits(case: dict[str, Any]) -> str:
-    """Return the bounds of a case, such as ``≤ 1.05``."""
-    signs = {"at_most": "≤", "at_least": "≥"}
-    return ", ".join(f"{sign} {case[k]:g}" for k, sign in signs.items() if case[k] is not None)
 
 
 def header(script: str, words: list[str], quick: bool) -> dict[str, Any]:
@@ -300,24 +282,14 @@ def gpu() -> dict[str, Any]:
     """Return the CUDA device and its present state; clocks and limits are read, never set."""
     from sparsepretrain.kernels.cusparselt.packed24 import version
 
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    fields = (
-        "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
-    )
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit"
     # nvidia-smi counts all GPUs of the machine, torch those of CUDA_VISIBLE_DEVICES
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    command.append(f"--id=GPU-{properties.uuid}")
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id=GPU-{uuid}"]
+    found = {"cuda": torch.version.cuda, "cusparselt": version()}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        values = map(str.strip, done.stdout.split(","))
     except (OSError, subprocess.SubprocessError):
-        values = map(str, ())
-    return {
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "memory": properties.total_memory,
-        "l2": properties.L2_cache_size,
-        "cuda": torch.version.cuda,
-        "cusparselt": version(),
-        **dict(zip(fields.split(","), values, strict=False)),
-    }
+        return found
+    values = map(str.strip, done.stdout.split(","))
+    return found | dict(zip(fields.split(","), values, strict=False))

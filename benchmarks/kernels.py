@@ -11,7 +11,7 @@ import functools
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,19 +21,19 @@ from torch.utils._pytree import tree_leaves
 from harness import (
     CPU,
     CUDA,
-    NEEDS_GPU,
     Case,
     Options,
     Work,
     difference,
-    failure,
     fresh,
     interleave,
     main,
+    reason,
+    skipped,
     timed,
 )
 from kernel_cases import TINY, KernelCase, Shape, kernel_cases
-from sparsepretrain.kernels.timing import Calls, Series, measure
+from sparsepretrain.kernels.timing import Calls, measure
 
 OURS, REFERENCE, COMPILED, COPY = "triton", "reference", "compiled reference", "device copy"
 ROUNDS = 25
@@ -42,17 +42,17 @@ COLD = 3
 COPY_BYTES = 1 << 30
 ROUNDING = 1e-2
 """Largest error of other formulations, which may round or break ties elsewhere."""
+Runs = dict[str, Callable[..., Any]]
 
 
 def works(options: Options) -> dict[str, Work]:
     """Name every case on every shape, small shapes last; without a GPU on a tiny one."""
-    timed_cases = kernel_cases()
     if not torch.cuda.is_available():
-        return {case.name: functools.partial(on_cpu, case) for case in timed_cases}
+        return {case.name: functools.partial(on_cpu, case) for case in kernel_cases()}
     rounds = 5 if options.quick else ROUNDS
     pairs = [
         (case, shape)
-        for case in timed_cases
+        for case in kernel_cases()
         for shape in list(case.shapes.values())[: 1 if options.quick else None]
     ]
     pairs.sort(key=lambda pair: -math.prod(pair[1]))
@@ -67,92 +67,66 @@ def title(case: KernelCase, shape: Shape) -> str:
 def on_cpu(case: KernelCase) -> list[Case]:
     """Time the reference and other formulations on a small input."""
     name, inputs = title(case, TINY), case.make(TINY, CPU)
-    expected = case.run("reference", *fresh(inputs))
-    runs: dict[str, Callable[..., Any]] = {REFERENCE: functools.partial(case.run, REFERENCE)}
-    runs |= case.others
-    checked = {impl: check(case, impl, run, inputs, expected) for impl, run in runs.items()}
-    right = {i: functools.partial(runs[i], *inputs) for i, (_, why) in checked.items() if not why}
+    runs: Runs = {REFERENCE: functools.partial(case.run, REFERENCE), **case.others}
+    wrong, errors = check(case, name, runs, inputs)
+    right = {impl: functools.partial(runs[impl], *inputs) for impl in errors}
     series = interleave(right, 3, warmup=1)
-    skipped = Case(name=f"{name}, {OURS}", status=NEEDS_GPU)
-    return [skipped, *report(case, name, checked, series)]
+    found = [timed(f"{name}, {k}", each, {}, max_err=errors[k]) for k, each in series.items()]
+    return [*skipped(f"{name}, {OURS}"), *found, *wrong]
 
 
 def on_gpu(case: KernelCase, shape: Shape, rounds: int, device: torch.device = CUDA) -> list[Case]:
     """Check every implementation, then time the right ones in interleaved rounds."""
-    inputs = case.make(shape, device)
-    expected = case.run("reference", *fresh(inputs))
+    name, inputs = title(case, shape), case.make(shape, device)
     reference = functools.partial(case.run, REFERENCE)
-    runs: dict[str, Callable[..., Any]] = {
-        OURS: functools.partial(case.run, OURS),
-        REFERENCE: reference,
-    }
+    runs: Runs = {OURS: functools.partial(case.run, OURS), REFERENCE: reference}
     if case.goal is not None:  # compiling takes seconds
         runs[COMPILED] = torch.compile(lambda *args: reference(*args), dynamic=False)
     runs |= case.others
-    checked = {impl: check(case, impl, run, inputs, expected) for impl, run in runs.items()}
-    del expected
+    wrong, errors = check(case, name, runs, inputs)
     copies = copies_for(size_of(inputs))
     sets = [inputs, *(fresh(inputs) for _ in range(copies - 1))]
-    right: dict[str, Calls] = {COPY: device_copy(device)}
-    for impl, (_, why) in checked.items():
-        if not why:
-            right[impl] = [functools.partial(runs[impl], *one) for one in sets]
-    series = measure(right, rounds=rounds)
+    calls: dict[str, Calls] = {COPY: device_copy(device)}
+    for impl in errors:
+        calls[impl] = [functools.partial(runs[impl], *one) for one in sets]
+    series = measure(calls, rounds=rounds)
     torch._dynamo.reset()
-    ideal = case.bytes * shape[0] * shape[1]
-    return report(case, title(case, shape), checked, series, ideal)
+    ideal, copy, found = case.bytes * math.prod(shape), series.pop(COPY).us, []
+    for impl, each in series.items():
+        others = {k: other for k, other in series.items() if impl == OURS != k}
+        shares = [ideal / a / (2 * COPY_BYTES / b) for a, b in zip(each.us, copy, strict=True)]
+        detail = {"max_err": errors[impl], "of_copy": statistics.median(shares)}
+        found.append(timed(f"{name}, {impl}", each, others, **detail))
+        if impl == OURS and case.goal is not None:
+            goal = Case(name=f"{name}, bandwidth over a device copy's", unit="×")
+            goal.value, goal.at_least = detail["of_copy"], case.goal
+            found.append(goal)
+    return [*found, *wrong]
 
 
 def check(
-    case: KernelCase, impl: str, run: Callable[..., Any], inputs: Any, expected: Any
-) -> tuple[float | None, str]:
-    """Return the error against the reference, and why the implementation gets no time, or ""."""
-    try:
-        first, again = run(*fresh(inputs)), run(*fresh(inputs))
-    except Exception as raised:  # other formulations must not end the case
-        return None, failure(raised)
-    error = difference(first, expected)
-    allowed = case.tolerance if impl == OURS else max(case.tolerance, ROUNDING)
-    if not error <= allowed:
-        return error, f"wrong: differs from the reference by {error:.3g}"
-    if impl == OURS and difference(first, again) != 0:
-        return error, "wrong: another result in a second call"
-    return error, ""
-
-
-def report(
-    case: KernelCase,
-    name: str,
-    checked: Mapping[str, tuple[float | None, str]],
-    series: Mapping[str, Series],
-    ideal: float | None = None,
-) -> list[Case]:
-    """Return a case per implementation, and one for the goal as a fraction of a copy.
-
-    Args:
-        case: has the goals.
-        name: of the case on its shape.
-        checked: see `check`.
-        series: times of those that are right, and of a device copy.
-        ideal: bytes that an ideal kernel moves; None: nothing was copied.
-    """
-    found = []
-    for impl, (error, why) in checked.items():
-        if why:
-            status = Case(name=f"{name}, {impl}", status=why, detail={"max_err": error})
-            found.append(status)
+    case: KernelCase, name: str, runs: Runs, inputs: Any
+) -> tuple[list[Case], dict[str, float]]:
+    """Return the wrong and failed implementations, and the errors of the right ones."""
+    expected = case.run(REFERENCE, *fresh(inputs))
+    wrong, errors = [], {}
+    for impl, run in runs.items():
+        try:
+            first, again = run(*fresh(inputs)), run(*fresh(inputs))
+        except Exception as raised:  # other formulations must not end the case
+            wrong.append(Case(name=f"{name}, {impl}", status=f"failed: {reason(raised)}"))
             continue
-        detail: dict[str, Any] = {"max_err": error}
-        if ideal is not None:
-            times = zip(series[COPY].us, series[impl].us, strict=True)
-            shares = [ideal / us / (2 * COPY_BYTES / copy) for copy, us in times]
-            detail |= {"bytes": ideal, "of_copy": statistics.median(shares)}
-        others = {k: s for k, s in series.items() if impl == OURS and k not in (OURS, COPY)}
-        found.append(timed(f"{name}, {impl}", series[impl], others, **detail))
-        if impl == OURS and case.goal is not None:
-            goal, share = f"{name}, bandwidth over a device copy's", detail["of_copy"]
-            found.append(Case(name=goal, value=share, unit="×", at_least=case.goal))
-    return found
+        error = difference(first, expected)
+        status = ""
+        if not error <= (case.tolerance if impl == OURS else max(case.tolerance, ROUNDING)):
+            status = f"wrong: differs from the reference by {error:.3g}"
+        elif impl == OURS and difference(first, again) != 0:
+            status = "wrong: another result in a second call"
+        if status:
+            wrong.append(Case(name=f"{name}, {impl}", status=status))
+        else:
+            errors[impl] = error
+    return wrong, errors
 
 
 def copies_for(size: int) -> int:

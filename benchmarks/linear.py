@@ -8,27 +8,35 @@ of a method. With ``--backend auto`` they are sparse where that is faster.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from harness import CPU, CUDA, Case, Options, Work, difference, interleave, main, skipped, timed
+from harness import (
+    CPU,
+    CUDA,
+    TOLERANCE,
+    Case,
+    Options,
+    Work,
+    difference,
+    interleave,
+    main,
+    skipped,
+    timed,
+)
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity import Sparsifier, sparsify
+from sparsepretrain.sparsity import sparsify
 from sparsepretrain.sparsity.layers import SparseLayer
 
 LAYERS = {"GPT-2 124M": (768, 3072), "LLaMA 7B": (4096, 11008)}
 """(in_features, out_features)."""
 TOKENS = 16384
 DENSE = "nn.Linear"
-TOLERANCE = 1e-2
-"""Largest error of sparse matmuls over the largest emulated value: two roundings to bf16."""
-
-Sparsify = Callable[[nn.Module], Sparsifier]
 
 
 def works(options: Options) -> dict[str, Work]:
@@ -102,11 +110,22 @@ def compare(
     def calls(backend: str) -> dict[str, Callable[[], Any]]:
         rest: Any = {"targets": [*targets], "total_steps": 1000, "backend": backend}
         rest["precision"] = options.precision(device)
-        variants: dict[str, Sparsify | None] = {DENSE: None}
-        for label, (method, chosen) in timed_methods(options.methods).items():
-            variants[label] = partial(sparsify, method=method, **rest, **chosen)
-        return calls_of(build, inputs, device, variants, stored=stored, training=training)
+        torch.manual_seed(0)
+        x = torch.randn(*inputs, device=device, requires_grad=training)
+        found: dict[str, Callable[[], Any]] = {}
+        for label, (method, chosen) in {DENSE: ("", {}), **methods}.items():
+            torch.manual_seed(1)
+            model = nn.Sequential(build().to(device))  # a replaced layer needs a parent
+            if label != DENSE:
+                sparsifier = sparsify(model, method, **rest, **chosen)
+                if stored:
+                    sparsifier.store_operands(torch.bfloat16)
+            with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+                grad = torch.randn_like(model(x))
+            found[label] = partial(_call, model, x, grad, stored, training)
+        return found
 
+    methods = timed_methods(options.methods)
     ours, errors, wrong = calls(options.backend), dict[str, float](), []
     for label, emulated in calls("emulate").items() if options.backend != "emulate" else ():
         if label == DENSE:
@@ -123,32 +142,6 @@ def compare(
         for label, each in series.items()
     ]
     return [*found, *wrong]
-
-
-def calls_of(
-    build: Callable[[], nn.Module],
-    shape: Sequence[int],
-    device: torch.device,
-    variants: Mapping[str, Sparsify | None],
-    *,
-    stored: bool,
-    training: bool,
-) -> dict[str, Callable[[], Any]]:
-    """Return calls of a module and of its sparse variants, with equal weights and inputs."""
-    torch.manual_seed(0)
-    x = torch.randn(*shape, device=device, requires_grad=training)
-    calls: dict[str, Callable[[], Any]] = {}
-    for label, make in variants.items():
-        torch.manual_seed(1)
-        model = nn.Sequential(build().to(device))  # a replaced layer needs a parent
-        if make is not None:
-            sparsifier = make(model)
-            if stored:
-                sparsifier.store_operands(torch.bfloat16)
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
-            grad = torch.randn_like(model(x))
-        calls[label] = partial(_call, model, x, grad, stored, training)
-    return calls
 
 
 def _call(

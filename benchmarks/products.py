@@ -12,14 +12,26 @@ from typing import Any
 
 import torch
 
-from harness import CPU, CUDA, Case, Options, Work, difference, interleave, main, skipped, timed
+from harness import (
+    CPU,
+    CUDA,
+    TOLERANCE,
+    Case,
+    Options,
+    Work,
+    difference,
+    interleave,
+    main,
+    reason,
+    skipped,
+    timed,
+)
 from sparsepretrain.kernels import compress_24, matmul_24, matmul_fp8
 
 SIZES = (2048, 4096, 8192, 16384)
 TINY = 128
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8 e4m3": torch.float8_e4m3fn}
 DENSE, SPARSE = "dense", "2:4"
-TOLERANCE = 1e-2
 
 
 def works(options: Options) -> dict[str, Work]:
@@ -54,8 +66,7 @@ def product(name: str, n: int, device: torch.device, rounds: int) -> list[Case]:
         calls[SPARSE] = partial(matmul_24, compress_24(a), x, **flags)
         errors = {impl: difference(call(), expected) for impl, call in calls.items()}
     except RuntimeError as error:  # this device or library has no such matmul
-        why = f"skipped: {' '.join(str(error).split())[:160]}"
-        return [Case(name=title(name, n), status=why)]
+        return [Case(name=title(name, n), status=f"skipped: {reason(error)}")]
     found = [
         Case(name=f"{title(name, n)}, {impl}", status=f"wrong: differs from fp32 by {error:.3g}")
         for impl, error in errors.items()

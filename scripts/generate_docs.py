@@ -45,7 +45,6 @@ PAGES = ROOT / "docs" / "methods"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu.json"
 RECORDS = ROOT / "docs" / "tables" / "records"
 RELIABILITY = ROOT / "docs" / "reliability.json"
-COMPILED = ROOT / "benchmarks" / "kernels_offline.json"
 
 PURPOSES = {
     "dense": "baseline of every comparison; with `experiment=half` also the half-width baseline",
@@ -66,9 +65,6 @@ PURPOSES = {
 
 OPERAND_NAMES = {"X": "input", "G": "output gradient"}
 """Letter of an operand that is not a weight -> the word for it in the table of methods."""
-
-SLOTS_PER_BYTE = 132 * 128 * 1.98e9 / 4.3e12
-"""Of the issue of instructions on an H200, while a device copy moves a byte."""
 
 VERDICTS = typing.get_args(Verdict)
 
@@ -224,38 +220,6 @@ def bench(pattern: str, path: Path) -> str:
     return table(["case", "measured", "limit"], rows) + f"\n{source}\n"
 
 
-def compiled(argument: str, path: Path) -> str:
-    """One row per kernel compiled without a GPU: its machine code on each architecture."""
-    result = json.loads(COMPILED.read_text(encoding="utf-8"))
-    compilers = ", ".join(f"{k} {v}" for k, v in result["compilers"].items())
-    lines = [
-        f"Compiled with {compilers}; commit {result['environment']['commit']}.",
-        "",
-        "| case | kernel | registers | shared B | 128-bit / all loads "
-        "| instructions per element (sm_80 / 90 / 100) "
-        "| slots (sm_90) | limit | of a copy, at most |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    grouped: dict[tuple[str, str], dict[str, Any]] = {}
-    slots: Counter[str] = Counter()
-    for row in result["cases"]:
-        grouped.setdefault((row["case"], row["kernel"]), {})[row["architecture"]] = row
-        slots[row["case"]] += row["slots"] if row["architecture"] == "sm_90" else 0
-    for (case, kernel), by in grouped.items():
-        shown = by["sm_90"]
-        counts = [instructions(by.get(f"sm_{cc}")) for cc in (80, 90, 100)]
-        limit, busiest = shown["limit"]["slots"], shown["busiest"]
-        part = ""
-        if case in slots:  # one figure for all kernels of a case
-            part = f"{min(SLOTS_PER_BYTE * shown['bytes'] / slots.pop(case), 1):.0%}"
-        lines.append(
-            f"| {case} | `{kernel}` | {shown['registers']} | {shown['shared']} "
-            f"| {shown['wide_loads']} / {shown['loads']} | {' / '.join(counts)} "
-            f"| {shown['slots']:.1f} {busiest} | {limit:g} | {part} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def recipes(task: str, path: Path) -> str:
     """The model recipes of one task: what ``model=…`` brings."""
     rows = []
@@ -394,12 +358,6 @@ def again(name: str, results: TableResults) -> str:
     )
 
 
-def instructions(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "·"
-    return "–" if row["refused"] else f"{row['pipes']['issue']:.1f}"
-
-
 def reliability(_: str, path: Path) -> str:
     """Every requirement: what was injected, how often, what came of it, the gate."""
     rows = []
@@ -423,7 +381,6 @@ def reliability(_: str, path: Path) -> str:
 TABLES: dict[str, Callable[[str, Path], str]] = {
     "bench": bench,
     "compared": compared,
-    "compiled": compiled,
     "costs": costs,
     "figure": figure,
     "machines": machines,

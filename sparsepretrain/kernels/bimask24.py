@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.dispatch import kernel_of
 from sparsepretrain.kernels.nm import nm_prune
 
 
@@ -61,8 +60,6 @@ def bimask_ones(w: Tensor, permutations: Tensor, *, backend: str | None = None) 
     if bool(((pruned == 0) & forward).any()):  # equal to what lies outside the mask
         found = (bimask_masks(w, order, backend=backend)[1] for order in orders)
         return torch.stack([backward.sum() for backward in found])
-    if kernel := kernel_of("bimask_ones", backend, forward, composed=True):
-        return kernel(forward, orders)
     flags = forward.view(torch.uint8)
     fours = (flags.index_select(0, order).unflatten(0, (-1, 4)).unbind(1) for order in orders)
     return torch.stack([(a + b + c + d).clamp_(max=2).sum() for a, b, c, d in fours])

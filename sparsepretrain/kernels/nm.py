@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from sparsepretrain.kernels.common import INTEGER_OF_SIZE, check_pattern
 from sparsepretrain.kernels.dispatch import kernel_of
 from sparsepretrain.kernels.masks import apply_mask, pack_rows
+
+MOST_COMPARED = 8
+"""Largest M whose elements are compared in pairs; sorting takes five times as long at 2:4."""
 
 
 def nm_mask(
@@ -41,22 +46,37 @@ def nm_mask(
     """
     kernel = kernel_of("nm_mask", backend, x)
     _check("nm_mask", x, n, m, dim, ties)
+    mask: Tensor | None = None
     if n == m:
         mask = torch.ones(x.shape, dtype=torch.bool, device=x.device)
     elif kernel:
         mask = kernel(x.detach(), n, m, dim, ties == "low", packed)
-    else:
-        mask = _by_sorting(x, n, m, dim, ties)
+    if mask is None:  # the loop of the CPU is for M = 4
+        if backend == "cpu":
+            raise ValueError(f"nm_mask: backend='cpu' has no {n}:{m} kernel; use 'reference'")
+        rank = _by_comparing if m <= MOST_COMPARED else _by_sorting
+        mask = rank(_magnitude_bits(x), n, m, dim % x.dim(), ties)
     return pack_rows(mask) if packed and mask.dtype == torch.bool else mask
 
 
-def _by_sorting(x: Tensor, n: int, m: int, dim: int, ties: str) -> Tensor:
-    keys = _magnitude_bits(x).unflatten(dim, (-1, m)).movedim(dim % x.dim() + 1, -1)
+def _by_comparing(keys: Tensor, n: int, m: int, dim: int, ties: str) -> Tensor:
+    """Count for each element how many of its group it beats."""
+    parts = keys.unflatten(dim, (-1, m)).movedim(dim + 1, 0).contiguous().unbind(0)
+    wins = [torch.zeros_like(part, dtype=torch.uint8) for part in parts]
+    for i, j in itertools.combinations(range(m), 2):
+        later = parts[j] >= parts[i] if ties == "high" else parts[j] > parts[i]
+        wins[j] += later
+        wins[i] += ~later
+    return torch.stack([count >= m - n for count in wins], dim + 1).flatten(dim, dim + 1)
+
+
+def _by_sorting(keys: Tensor, n: int, m: int, dim: int, ties: str) -> Tensor:
+    keys = keys.unflatten(dim, (-1, m)).movedim(dim + 1, -1)
     keys = keys.flip(-1) if ties == "low" else keys
     order = keys.argsort(dim=-1, stable=True)  # among equals the later position ranks higher
     kept = torch.zeros_like(keys, dtype=torch.bool).scatter_(-1, order[..., m - n :], True)
     kept = kept.flip(-1) if ties == "low" else kept
-    return kept.movedim(-1, dim % x.dim() + 1).reshape(x.shape)
+    return kept.movedim(-1, dim + 1).flatten(dim, dim + 1)
 
 
 def nm_prune(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -94,17 +96,13 @@ def _check(name: str, x: Tensor, n: int, m: int, gamma: float, dim: int) -> None
 
 def _shrink(x: Tensor, n: int, m: int, gamma: float, dim: int) -> Tensor:
     """S(x) in fp32, or fp64 for fp64."""
-    values = _split(widen(x), m, dim)
-    magnitudes = [v.abs() for v in values]
-    dropped, kept = _boundary(magnitudes, n)
-    t = _threshold(dropped, kept, gamma)
+    x, dim = widen(x), dim % x.dim()
+    magnitude = x.abs()
+    dropped, kept = _boundary(_positions(magnitude, m, dim), n)
+    t = _threshold(dropped, kept, gamma).repeat_interleave(m, dim)
     # sign(x)·(|x| - t) where |x| > t, else +0.0; NaN stays. Not clamp(min=0): inf - inf must be 0
     # and NaN must not.
-    parts = [
-        torch.where(a <= t, 0, v - torch.copysign(t, v))
-        for v, a in zip(values, magnitudes, strict=True)
-    ]
-    return _join(parts, dim)
+    return torch.where(magnitude <= t, 0, x - t.copysign(x))
 
 
 def _threshold(dropped: Tensor, kept: Tensor, gamma: float) -> Tensor:
@@ -127,7 +125,7 @@ def boundary_magnitudes(
         two tensors of the shape of ``x`` with ``dim`` divided by M, fp32 (fp64 for fp64).
     """
     check_pattern("boundary_magnitudes", x, n, m, dim)
-    return _boundary([v.abs() for v in _split(widen(x.detach()), m, dim)], n)
+    return _boundary(_positions(widen(x.detach()).abs(), m, dim), n)
 
 
 def optimal_scale(w: Tensor, s: Tensor) -> Tensor:
@@ -158,7 +156,7 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator == 0, one, numerator / denominator).float()
 
 
-def _boundary(a: list[Tensor], n: int) -> tuple[Tensor, Tensor]:
+def _boundary(a: Sequence[Tensor], n: int) -> tuple[Tensor, Tensor]:
     """Order statistics M-N and M-N+1 (from below) of the m magnitudes; NaN spreads."""
     m = len(a)
     if m == 4 and n == 2:
@@ -167,25 +165,14 @@ def _boundary(a: list[Tensor], n: int) -> tuple[Tensor, Tensor]:
         low2, high2 = torch.minimum(a[2], a[3]), torch.maximum(a[2], a[3])
         inner, outer = torch.maximum(low, low2), torch.minimum(high, high2)
         return torch.minimum(inner, outer), torch.maximum(inner, outer)
-    ordered = torch.stack(a).sort(dim=0).values
+    ordered = torch.stack([*a]).sort(dim=0).values
     poison = ordered[-1] * 0  # sort puts NaN last; inf * 0 is NaN too, hence the next line
     poison = torch.where(ordered[-1].isinf(), torch.zeros_like(poison), poison)
     dropped = ordered[m - n - 1] if n < m else torch.zeros_like(poison)
     return dropped + poison, ordered[m - n] + poison
 
 
-def _split(x: Tensor, m: int, dim: int) -> list[Tensor]:
-    """The m positions of every group as m contiguous tensors.
-
-    Element k of the result holds position k of all groups, in the order of ``x`` with ``dim``
-    divided by m.
-    """
+def _positions(x: Tensor, m: int, dim: int) -> Sequence[Tensor]:
+    """Return the m positions of every group as m views, ``dim`` divided by m."""
     dim %= x.dim()
-    grouped = x.unflatten(dim, (x.shape[dim] // m, m)).movedim(dim + 1, 0)
-    return list(grouped.contiguous().unbind(0))
-
-
-def _join(parts: list[Tensor], dim: int) -> Tensor:
-    """Inverse of :func:`_split`."""
-    dim %= parts[0].dim()
-    return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+    return x.unflatten(dim, (x.shape[dim] // m, m)).unbind(dim + 1)

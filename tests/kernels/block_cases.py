@@ -3,8 +3,8 @@
 The same cases run against every backend: a property calls ``kernel("nm_mask")(x.to(DEVICE), …)``
 and compares bits with a plain-Python oracle (block_oracles.py). Environment:
 
-    SPARSEPRETRAIN_TEST_BACKEND   passed to every kernel: cpu (default; every result is compared
-                                  with the reference, too), reference or triton
+    SPARSEPRETRAIN_TEST_BACKEND   passed to every kernel: cpu (default: the loops, every result is
+                                  compared with the reference, too), reference or triton
     SPARSEPRETRAIN_TEST_DEVICE    where its tensors are: cpu (default) or cuda
     SPARSEPRETRAIN_TEST_BLOCKS    blocks per call (4096)
     SPARSEPRETRAIN_TEST_CALLS     calls per property and dtype (3)
@@ -57,7 +57,7 @@ def _both(function, *args, **options):
     copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
     got, want = (
         function(*values, **options, backend=backend)
-        for values, backend in ((args, "cpu"), (copies, "reference"))
+        for values, backend in ((args, None), (copies, "reference"))  # None: loops where there are
     )
     pairs = zip(got, want, strict=True) if isinstance(got, tuple | list) else [(got, want)]
     for ours, theirs in pairs:

@@ -3,11 +3,11 @@
 To Python a :class:`Pretended` tensor is on cuda:0; to C++ it is a CPU tensor. Triton kernels run
 interpreted, so the process needs ``TRITON_INTERPRET=1``; whatever else computes does so with the
 CPU's operators. So numbers are real, and are those of a CPU run bit for bit. What a GPU would mind
-is recorded: operands on different devices (which raise, too), waits of the host for the device,
-kernel launches, and the bytes that they read and write.
+is recorded: operands on different devices (which raise, too), waits of the host for the device, and
+kernels that Triton would compile.
 
-Not pretended: streams, captured graphs, cuBLAS, the CUDA list of autocast (that of
-the CPU is used), and what an operator does inside: one operator of torch is one launch here.
+Not pretended: streams, captured graphs, cuBLAS, and the CUDA list of autocast (that of the CPU is
+used).
 """
 
 from __future__ import annotations
@@ -28,16 +28,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 SHOWN = ("/sparsepretrain/", "/transformers/", "/timm/", "/torch/optim/", "/torch/nn/utils/")
 """Directories of the frames that a record names."""
-
-VIEWS = frozenset([
-    "view", "t", "transpose", "expand", "permute", "detach", "alias", "slice", "select",
-    "unsqueeze", "squeeze", "split", "unbind", "as_strided", "_unsafe_view", "unflatten",
-    "diagonal", "_reshape_alias", "split_with_sizes", "lift_fresh", "view_as_real",
-    "is_same_size", "set_", "empty", "empty_like", "empty_strided", "new_empty",
-    "new_empty_strided", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
-    "_local_scalar_dense",
-])  # fmt: skip
-"""Operators that launch nothing."""
 
 WAITS = {
     "_local_scalar_dense": "item",
@@ -61,36 +51,20 @@ INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_inde
 
 @dataclass
 class Record:
-    """What happened on the device since it was cleared.
-
-    A wait is (kind, file:function); bytes are those that launches read and write.
-    """
+    """Events on the device since the record was cleared. A wait is (kind, file:function)."""
 
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
     mixups: list[str] = field(default_factory=list)
-    launches: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
-    operators: Counter[tuple[str, str]] = field(default_factory=Counter)
+    operators: Counter[str] = field(default_factory=Counter)
     variants: defaultdict[str, set[Any]] = field(default_factory=lambda: defaultdict(set))
 
     def clear(self) -> None:
         """Forget all but the variants of kernels, which stay compiled."""
-        for kept in (self.waits, self.mixups, self.launches, self.bytes, self.operators):
+        for kept in (self.waits, self.mixups, self.operators):
             kept.clear()
-
-    def launch(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
-        """Count a kernel under who launched it: ``sparse``, ``products``, ``optim`` or ``rest``."""
-        owner = _owner()
-        self.launches[owner] += 1
-        self.operators[owner, name] += 1
-        memory = {t.data_ptr(): _size(t) for t in written}
-        self.bytes[owner] += sum(map(_size, read))
-        self.bytes[owner] += sum(memory.values())
 
 
 RECORD = Record()
-IN_PLACE = ("_masked_decay", "_differing_bits")
-"""Kernels that read their first argument and may write it; others read or write one."""
 
 
 class Pretended(torch.Tensor):
@@ -199,6 +173,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
             _mixup(str(func))
         with _Mode():
             return _body(func)(*args, **kwargs)
+    RECORD.operators[name] += 1
     if name in WAITS:
         _wait(WAITS[name])
     if name in INDEXED:
@@ -233,8 +208,6 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name in WAITS and not isinstance(result, Tensor):
         return result
     back = {id(x.raw): x for x in here}
-    if name not in VIEWS:
-        RECORD.launch(name, here, [x for x in tree_leaves(result) if isinstance(x, Tensor)])
 
     def pretended(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -267,10 +240,6 @@ def _raw(x: Any) -> Any:
     return CPU if isinstance(x, torch.device) and x.type == "cuda" else x
 
 
-def _size(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
 def _frames() -> Iterator[tuple[str, str]]:
     """(file below its package, function), innermost first; of the packages that are ``SHOWN``."""
     frame: Any = sys._getframe(2)
@@ -300,19 +269,6 @@ def _mixup(what: str) -> None:
     )
 
 
-def _owner() -> str:
-    for file, function in _frames():
-        if function == "_on_device":  # of the table of a launch: whether it is new, memory decides
-            return "rest"
-        if function in ("fprop", "dgrad", "wgrad", "bgrad"):
-            return "products"
-        if file.startswith(("sparsity/", "kernels/")):
-            return "sparse"
-        if "adam" in file or file.startswith("optim") or "sgd" in file:
-            return "optim"
-    return "rest"
-
-
 @contextlib.contextmanager
 def pretend_cuda() -> Iterator[Record]:
     """Inside, there is one GPU, and ``module.to("cuda")`` moves to it; yields what is recorded."""
@@ -331,13 +287,10 @@ def pretend_cuda() -> Iterator[Record]:
         return {(device or k[0], k[1]): v for k, v in grouped(lists, with_indices).items()}
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        leaves = tree_leaves(args)
-        tensors = {x.data_ptr(): x for x in leaves if isinstance(x, Tensor)}
-        if any(not isinstance(x, Pretended) for x in tensors.values()):
+        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        if any(not isinstance(x, Pretended) for x in tensors):
             _mixup(f"kernel {self.fn.__name__}")
         RECORD.variants[self.fn.__name__].add(_variant(self, args, options))
-        written = list(args[:1]) if self.fn.__name__ in IN_PLACE else []
-        RECORD.launch(f"triton {self.fn.__name__}", list(tensors.values()), written)
         with _disable_current_modes():
             plain, options = tree_map(_raw, args), tree_map(_raw, options)
             return run(self, *plain, grid=grid, warmup=warmup, **options)

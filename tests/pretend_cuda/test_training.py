@@ -80,7 +80,6 @@ def three_steps(tiny, words, *, watched=False):
             assert max(RECORD.waits[wait] for wait in WAITS) <= 1
             method = sparsifier.method
             compiled.append((method.row, method.pattern, {k: len(v) for k, v in variants.items()}))
-            assert max(map(len, variants.values()), default=0) <= 8
     same_phase = [step[:2] for step in compiled[1:2]] == [step[:2] for step in compiled[2:]]
     if same_phase and not isinstance(tiny, TinyTranslation):  # whose micro-batches differ in size
         assert compiled[1:2] == compiled[2:], "a step of the same phase compiled kernels anew"
@@ -142,7 +141,7 @@ def test_sparse_products_do_too(tiny, method, monkeypatch):
 
     def counted(session):
         values = step(session)
-        packs = sum(n for (_, name), n in RECORD.operators.items() if name == "compress_24")
+        packs = RECORD.operators["compress_24"]
         weights, gradients = PACKS.get(method, (1, 0))
         micro_batches = session.run.batch.size // session.run.batch.micro
         if session.device.type == "cuda":
