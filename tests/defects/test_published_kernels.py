@@ -92,15 +92,6 @@ def test_transposable_scores_are_summed_in_fp32():
     assert (by_half < best).float().mean() > (rounded < best).float().mean()
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (16, 64), (36, 64), (32, 32)])
-def test_transposable_masks_of_any_multiple_of_four(shape):
-    """transposable_semi_structured.py:60,64 raises unless rows % 32 and columns % 64 are zero."""
-    w = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    mask = kernels.transposable_mask(w)
-    assert (mask.view(shape[0], -1, 4).sum(2) == 2).all()
-    assert (mask.t().reshape(shape[1], -1, 4).sum(2) == 2).all()
-
-
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
 def test_one_bad_value_does_not_decide_a_whole_block(bad):
     """0·inf is NaN: the published search falls back to its first pattern."""
@@ -262,17 +253,6 @@ def test_ties_have_one_rule():
     model[0].weight.data.fill_(1)
     sparsifier = sp.sparsify(model, "asp", targets="0", at=0.0)
     assert sparsifier.masks()["0"].tolist() == [[False, False, True, True]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_two_of_four_in_every_dtype(dtype):
-    """slope ops.py:25: fp32 tensors silently get 1:2; and its flag means *pruned*."""
-    w = torch.tensor([[4.0, 3.0, 2.0, 1.0]], dtype=dtype)
-    one_of_two = kernels.nm_mask(w, 1, 2)
-    mask = kernels.nm_mask(w)
-    assert mask.tolist() == [[True, True, False, False]] and not torch.equal(mask, one_of_two)
-    assert mask.dtype == torch.bool
-    assert kernels.transposable_mask(w.expand(4, 4)).dtype == torch.bool
 
 
 @pytest.mark.parametrize("name", ["geglu", "swiglu"])

@@ -242,6 +242,7 @@ def test_parameters_hooks_and_optimizers_survive():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # built before
     sparsifier = sparsify(model, "sste")
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert all(map(torch.equal, parameters, Net().parameters())), "not initialized again"
     sparsifier.attach(optimizer)
     train(model, optimizer, 0, 1)
     assert calls == [1]
