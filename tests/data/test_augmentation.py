@@ -73,15 +73,6 @@ def test_lighting_is_noise_along_the_principal_components_of_colour():
     assert float(vectors[:, -1] @ brightness) ** 2 > 0.99, "mostly brighter and darker"
 
 
-def test_the_recipes_of_sr_ste_have_its_lighting():
-    lit = {m: options(model=m) for m in ("resnet50", "resnet18", "regnetx_400mf")}
-    assert [o.lighting for o in lit.values()] == [0.1, 0.1, 0.0]
-    assert {o.color_jitter for o in lit.values()} == {0.0}
-    experiments = ("srste_resnet50", "bimask_resnet50", "sdgp_resnet50", "sdgp_resnet18")
-    tasks = [config.load([f"experiment={e}"]).task for e in experiments]
-    assert [task.lighting for task in tasks] == [0.1, 0.1, 0.0, 0.0]
-
-
 def test_generators_are_restored_after_an_error():
     torch.manual_seed(1)
     before = torch.get_rng_state()

@@ -100,9 +100,9 @@ def test_pairs_of_a_token_stream(tmp_path):
         ([5, 0], "train", 0, "does not hold pairs"),
         ([5, 0, 6], "train", 0, "does not hold pairs"),
         ([5, 0, 6, 0, 7], "train", 0, "does not hold pairs"),
-        ([], "train", 0, "no pairs in split 'train'"),
-        ([5, 0, 6, 0], "test", 0, "no pairs in split 'test': set data.test"),
-        ([5, 0, 6, 0], "train", None, "no token that ends a sentence"),
+        ([], "train", 0, "'train'"),
+        ([5, 0, 6, 0], "test", 0, "data.test"),
+        ([5, 0, 6, 0], "train", None, "no token"),
     ],
 )
 def test_what_is_no_pairs(tmp_path, tokens, split, end, message):

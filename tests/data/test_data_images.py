@@ -64,7 +64,7 @@ def test_digits_are_all_there_once(options):
 
 
 def test_digits_refuse_to_hold_out_everything(options):
-    with pytest.raises(ConfigError, match=r"data.test must leave some of 174 images"):
+    with pytest.raises(ConfigError, match=r"data.test .* 174 images"):
         options("digits", validation=150, test=24)
     with pytest.raises(ConfigError, match=r"data.validation must be ≥ 1"):
         options("digits", validation=0)
@@ -110,7 +110,7 @@ def test_cifar_files(options, tmp_path, classes, packed):
 def test_cifar_of_another_content_is_refused(options, tmp_path):
     for name, content in cifar_files(10).items():
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=r"data_batch_1 has MD5 .* not the official one"):
+    with pytest.raises(DataError, match=r"data_batch_1 has MD5"):
         prepare(options("cifar10", path=str(tmp_path)))
 
 
@@ -121,7 +121,7 @@ def test_cifar_files_may_not_run_code(options, tmp_path):
 
     for name in cifar.EDITIONS[100].files:
         (tmp_path / name).write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(DataError, match=r"is not a CIFAR file: builtins\.print is not allowed"):
+    with pytest.raises(DataError, match=r"builtins\.print"):
         prepare(options("cifar100", path=str(tmp_path), verify=False))
 
 
@@ -142,7 +142,7 @@ def test_broken_cifar_files(options, tmp_path, cache, content, words):
 
 
 def test_missing_cifar_says_where_to_get_it(options, tmp_path):
-    with pytest.raises(DataError, match=r"cannot read .*cifar-10-python.tar.gz from https"):
+    with pytest.raises(DataError, match=r"cifar-10-python.tar.gz from https"):
         prepare(options("cifar10", path=str(tmp_path / "none.tar.gz")))
     (tmp_path / "text").write_text("no archive")
     with pytest.raises(DataError, match=r"cannot read .*text"):
@@ -194,14 +194,14 @@ def test_a_new_file_is_noticed(options, folder):
 def test_an_empty_class(options, folder, cache):
     (folder / "train/emu").mkdir()
     (folder / "train/emu/note.txt").write_text("no image")
-    with pytest.raises(DataError, match=r"train/emu: the class has no image \(\.jpg"):
+    with pytest.raises(DataError, match=r"train/emu: .*\.jpg"):
         prepare(options("image_folder", root=str(folder)))
     assert not list(cache.glob("*/manifest.json"))
 
 
 def test_a_class_of_the_validation_split_only(options, folder):
     (folder / "val/cat").rename(folder / "val/cow")
-    with pytest.raises(DataError, match=r"val/cow: no class of that name in .*out of range"):
+    with pytest.raises(DataError, match=r"val/cow: "):
         prepare(options("image_folder", root=str(folder)))
 
 
@@ -233,9 +233,9 @@ def test_an_image_that_does_not_decode(options, folder, cache, content):
 
 
 def test_more_labels_than_the_model_has_classes(options, folder):
-    with pytest.raises(DataError, match=r"image 5 has label 1, out of range for model.classes=1"):
+    with pytest.raises(DataError, match=r"image 5 has label 1, .*model.classes=1"):
         opened(options("image_folder", root=str(folder)), 1)
-    with pytest.raises(DataError, match=r"has label 9, out of range for model.classes=9"):
+    with pytest.raises(DataError, match=r"label 9, .*model.classes=9"):
         opened(options("digits"), 9)
 
 

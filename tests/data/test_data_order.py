@@ -132,5 +132,5 @@ def test_a_complete_pass_predicts_every_token_once(length, extra, seed, size):
 
 
 def test_a_split_that_is_not_there():
-    with pytest.raises(DataError, match=r"x has no test split \(it has train, validation\)"):
+    with pytest.raises(DataError, match=r"no test split \(it has train, validation\)"):
         windows(data(9, 9), "test", 4, 0)

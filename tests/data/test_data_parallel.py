@@ -58,7 +58,7 @@ def test_a_tsv_with_chosen_columns(options, files, monkeypatch, shard_pairs):
     monkeypatch.setattr(parallel_files, "SHARD_PAIRS", shard_pairs)
     rows = "".join(f"{i}\tziel {i}\tquelle {i}\n" for i in range(5))
     changes = PLAIN | {"train": files(rows), "columns": [2, 1], "test": files(rows, name="t")}
-    with pytest.raises(DataError, match=r"data\.test: .*train\.0 is also one of data\.train"):
+    with pytest.raises(DataError, match=r"data\.test: .*train\.0 .*data\.train"):
         prepare(options("parallel_files", **changes | {"test": files(rows)}), workers=1)
     data = prepare(options("parallel_files", **changes), workers=1)
     assert texts(data, "train") == [(f"quelle {i}", f"ziel {i}") for i in range(5)]
@@ -77,14 +77,14 @@ def test_joint_vocabulary(options, files):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (("a\nb\nc\n", "x\ny\n"), r"train\.0, line 3 has no counterpart: .*train\.1 has 2 lines"),
-        (("a\n", "x\ny\nz\n"), r"train\.1, line 2 has no counterpart: .*train\.0 has 1 lines"),
-        (("a\n\nc\n", "x\ny\nz\n"), r"train\.0, line 2: empty sentence: remove the pair"),
+        (("a\nb\nc\n", "x\ny\n"), r"train\.0, line 3 .*train\.1 has 2 lines"),
+        (("a\n", "x\ny\nz\n"), r"train\.1, line 2 .*train\.0 has 1 lines"),
+        (("a\n\nc\n", "x\ny\nz\n"), r"train\.0, line 2: empty sentence"),
         (("a\nb\n", "x\n  \n"), r"train\.1, line 2: empty sentence"),
         ((b"a\nb\xff\n", "x\ny\n"), r"train\.0, line 2: not UTF-8 text"),
         (("a\nb\0c\n", "x\ny\n"), r"train\.0, line 2: contains a NUL byte"),
-        (("a\tx\nb\n",), r"train\.0, line 2: no column 1 \(columns count from 0, the line has 1\)"),
-        (("a\tx\nb\t\n",), r"train\.0, line 2: empty sentence in column 1"),
+        (("a\tx\nb\n",), r"train\.0, line 2: no column 1"),
+        (("a\tx\nb\t\n",), r"train\.0, line 2: .*column 1"),
         (("", ""), r"data\.train: .*train\.0 has no lines"),
         (("",), r"data\.train: .*train\.0 has no lines"),
     ],
@@ -98,7 +98,7 @@ def test_bad_lines_are_named_and_nothing_is_prepared(options, files, cache, colu
 
 def test_a_bad_line_of_a_held_out_split_stops_it_too(options, files, cache):
     changes = {"train": files("a\n", "b\n"), "test": files("a\tb\n\tb\n", name="test")}
-    with pytest.raises(DataError, match=r"test\.0, line 2: empty sentence in column 0"):
+    with pytest.raises(DataError, match=r"test\.0, line 2: .*column 0"):
         prepare(options("parallel_files", **PLAIN | changes), workers=1)
     assert nothing_prepared(cache)
 
@@ -114,8 +114,8 @@ def test_a_missing_file(options, files, tmp_path):
     [
         ({"train": []}, "data.train must be"),
         ({"test": ["a", "b", "c"]}, "data.test must be"),
-        ({"columns": [1, 1]}, "data.columns must be two different"),
-        ({"columns": [-1, 1]}, "data.columns must be two different"),
+        ({"columns": [1, 1]}, "data.columns"),
+        ({"columns": [-1, 1]}, "data.columns"),
         ({"vocab_size": 200, "tokenizer": "bpe"}, "data.vocab_size must be ≥ 257"),
     ],
 )
@@ -178,7 +178,7 @@ def test_columns_named_by_language(options, wmt, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"languages": ["en", "fr"]}, r"data\.languages: wmt14_ende has no 'fr' \(it has de, en\)"),
+        ({"languages": ["en", "fr"]}, r"data\.languages: .*'fr' \(it has de, en\)"),
         ({"train": "dev"}, r"datasets cannot load .*dev"),
     ],
 )
@@ -194,10 +194,8 @@ def test_without_a_network(options, wmt, cache):
     remote = {key: wmt[key] for key in ("tokenizer", "vocab_size")}
     with pytest.raises(DataError) as caught:
         load(options("wmt17_ende", **remote))
-    assert str(caught.value) == (
-        "wmt17_ende is not prepared: run `sparsepretrain prepare data=wmt17_ende` (needs the "
-        "network, about 5 GB), or train offline with data=cldr_ende"
-    )
+    for words in ("`sparsepretrain prepare data=wmt17_ende`", "5 GB", "data=cldr_ende"):
+        assert words in str(caught.value)
     with pytest.raises(DataError, match=r"wmt17_ende needs the network: .*data=cldr_ende"):
         prepare(options("wmt17_ende", **remote))
     assert nothing_prepared(cache)

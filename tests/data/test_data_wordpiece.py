@@ -9,9 +9,7 @@ import pytest
 from sparsepretrain.data import load, prepare
 from sparsepretrain.data.encoding import (
     WORDPIECE_SPECIAL,
-    ByteCodec,
     FileCodec,
-    train_bpe,
     train_wordpiece,
 )
 from sparsepretrain.data.tokenizer import TOKENIZERS
@@ -79,14 +77,6 @@ def test_rare_characters_are_unknown(tmp_path):
     (tmp_path / "t.json").write_text(train_wordpiece(["aab"] * 9 + ["z"], 9, lowercase=True))
     codec = FileCodec(tmp_path / "t.json")
     assert [list(ids) for ids in codec.encode(["z", "a"])] == [[1], [5]]
-
-
-def test_other_codecs_know_their_special_tokens(tmp_path):
-    bytes_ = ByteCodec()
-    assert (bytes_.end_of_text, bytes_.mask, bytes_.special) == (0, None, frozenset({0}))
-    (tmp_path / "bpe.json").write_text(train_bpe(WORDS, 300))
-    bpe = FileCodec(tmp_path / "bpe.json")
-    assert (bpe.end_of_text, bpe.mask, bpe.special) == (0, None, frozenset({0}))
 
 
 @pytest.mark.parametrize("name", ["wordpiece", "wordpiece_cased"])
