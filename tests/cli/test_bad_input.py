@@ -295,7 +295,7 @@ def test_there_are_enough():
 @pytest.mark.parametrize(
     "number", range(len(CASES)), ids=[" ".join(argv)[:99] for argv, _ in CASES]
 )
-def test_one_clear_line(results, number):
+def test_bad_command_is_one_clear_line(results, number):
     words = CASES[number][1]
     result = results[number]
     assert result["code"] == 2, result

@@ -16,13 +16,13 @@ def complete(capsys, *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_verbs(capsys):
+def test_verbs_are_completed(capsys):
     assert complete(capsys, "t") == ["train", "tune-decay"]
     assert {*VERBS} < set(complete(capsys, ""))
     assert complete(capsys, "nonsense", "") == []
 
 
-def test_groups_options_and_keys(capsys):
+def test_groups_options_and_keys_are_completed(capsys):
     assert complete(capsys, "train", "sparsity=ss") == ["sparsity=sste"]
     assert {"sparsity=srste", "sparsity=ste"} < {*complete(capsys, "train", "sparsity=s")}
     found = complete(capsys, "train", "s")
@@ -42,7 +42,7 @@ def test_keys_of_the_method_that_is_tuned(capsys):
     assert complete(capsys, "tune-decay", "--p") == ["--points"]
 
 
-def test_flags_and_arguments(capsys):
+def test_flags_and_arguments_are_completed(capsys):
     assert complete(capsys, "train", "--c") == ["--config-dir", "--cfg"]
     assert complete(capsys, "completion", "") == ["--help", "bash", "zsh", "fish"]
     assert complete(capsys, "eval", "run", "weights=") == ["weights=sparse", "weights=dense"]
@@ -51,7 +51,7 @@ def test_flags_and_arguments(capsys):
     assert complete(capsys, "eval", "run", "lm_") == ["lm_eval=", "lm_eval_path="]
 
 
-def test_values(capsys):
+def test_values_are_completed(capsys):
     assert complete(capsys, "train", "guard=") == ["guard=stop", "guard=skip", "guard=spike"]
     assert complete(capsys, "train", "compile=t") == ["compile=true"]
     found = complete(capsys, "train", "sparsity=tsrste", "sparsity.mvue=")
@@ -90,7 +90,7 @@ def test_scripts_parse(shell, capsys, tmp_path):
         ("sparsepretrain completion f", "fish "),
     ],
 )
-def test_bash(line, expected, capsys):
+def test_bash_completes(line, expected, capsys):
     assert cli.main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     script += f'sparsepretrain() {{ "{sys.executable}" -m sparsepretrain "$@"; }}\n'

@@ -99,7 +99,7 @@ def prepare(tmp_path, monkeypatch, capsys):
         ("images", "43 images"),
     ],
 )
-def test_kinds_that_the_default_model_cannot_be_trained_on(prepare, kind, said):
+def test_prepare_counts_items_of_every_kind(prepare, kind, said):
     code, out, err = prepare(f"data=made_{kind}")
     assert code == 0 and f"{said} (train 40, validation 0, test 3)" in out, out + err
     assert f"{said.split()[1]}/s" in out
@@ -111,7 +111,7 @@ def test_options_of_the_data_are_checked(prepare):
     assert "data.size" in err and "'data.szie'" in err and "'sed'" in err
 
 
-def test_larger_vocabularies_than_the_model_has_are_no_matter(prepare, tmp_path):
+def test_prepare_ignores_the_vocabulary_of_the_model(prepare, tmp_path):
     (tmp_path / "a.txt").write_text("words and more words " * 50)
     (tmp_path / "b.txt").write_text("other words and fewer " * 50)
     files = (f"data.files=['{tmp_path}/*.txt']", "data.tokenizer=bpe", "data.vocab_size=300")

@@ -105,6 +105,6 @@ def test_pairs_of_a_token_stream(tmp_path):
         ([5, 0, 6, 0], "train", None, "no token"),
     ],
 )
-def test_what_is_no_pairs(tmp_path, tokens, split, end, message):
+def test_streams_that_are_not_pairs_are_refused(tmp_path, tokens, split, end, message):
     with pytest.raises(DataError, match=message):
         pairs(stream(tmp_path, tokens, end), split)

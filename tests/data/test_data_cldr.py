@@ -131,7 +131,7 @@ def test_another_version_of_babel_is_other_data(options, monkeypatch):
     assert load(options("cldr_ende", **SMALL)).directory != first.directory
 
 
-def test_without_the_packages(options, monkeypatch, cache):
+def test_missing_packages_are_named(options, monkeypatch, cache):
     import importlib.metadata
 
     def version(name):

@@ -33,7 +33,7 @@ def labels_of(images):
 # digits
 
 
-def test_digits_are_held_out_by_class_for_ever(options):
+def test_digits_split_is_fixed(options):
     images = opened(options("digits"))
     counts = {split: found.count for split, found in images.items()}
     assert counts == {"train": 1277, "validation": 320, "test": 200}
@@ -92,7 +92,7 @@ def write_archive(path, directory, files):
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("classes", [10, 100])
-def test_cifar_files(options, tmp_path, classes, packed):
+def test_cifar_files_are_read(options, tmp_path, classes, packed):
     files, path = cifar_files(classes), tmp_path / "set"
     if packed:
         write_archive(path, cifar.EDITIONS[classes].directory, files)
@@ -133,7 +133,7 @@ def test_cifar_files_may_not_run_code(options, tmp_path):
         ({b"data": np.zeros((2, 3072), np.uint8)}, "is not a CIFAR file"),
     ],
 )
-def test_broken_cifar_files(options, tmp_path, cache, content, words):
+def test_broken_cifar_files_are_refused(options, tmp_path, cache, content, words):
     for name in cifar.EDITIONS[10].files:
         (tmp_path / name).write_bytes(pickle.dumps(content))
     with pytest.raises(DataError, match=words):
@@ -191,7 +191,7 @@ def test_a_new_file_is_noticed(options, folder):
     assert prepare(options("image_folder", root=str(folder))).fingerprint != before
 
 
-def test_an_empty_class(options, folder, cache):
+def test_empty_class_is_refused(options, folder, cache):
     (folder / "train/emu").mkdir()
     (folder / "train/emu/note.txt").write_text("no image")
     with pytest.raises(DataError, match=r"train/emu: .*\.jpg"):
@@ -205,7 +205,7 @@ def test_a_class_of_the_validation_split_only(options, folder):
         prepare(options("image_folder", root=str(folder)))
 
 
-def test_missing_directories(options, folder):
+def test_missing_directories_are_refused(options, folder):
     for changes, words in (
         ({"root": "/nowhere"}, "data.root: /nowhere is not a directory: put image_folder there"),
         ({"root": str(folder), "validation": "v"}, r"data.validation: .*/v is not a directory"),

@@ -37,7 +37,7 @@ def nothing_prepared(cache):
 
 @pytest.mark.parametrize("shard_pairs", [3, 16384])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_two_files(options, files, monkeypatch, shard_pairs, workers):
+def test_two_files_become_pairs(options, files, monkeypatch, shard_pairs, workers):
     from sparsepretrain.data.sources import parallel_files
 
     monkeypatch.setattr(parallel_files, "SHARD_PAIRS", shard_pairs)
@@ -52,7 +52,7 @@ def test_two_files(options, files, monkeypatch, shard_pairs, workers):
 
 
 @pytest.mark.parametrize("shard_pairs", [2, 16384])
-def test_a_tsv_with_chosen_columns(options, files, monkeypatch, shard_pairs):
+def test_tsv_columns_become_pairs(options, files, monkeypatch, shard_pairs):
     from sparsepretrain.data.sources import parallel_files
 
     monkeypatch.setattr(parallel_files, "SHARD_PAIRS", shard_pairs)
@@ -65,7 +65,7 @@ def test_a_tsv_with_chosen_columns(options, files, monkeypatch, shard_pairs):
     assert texts(data, "test") == texts(data, "train")
 
 
-def test_joint_vocabulary(options, files):
+def test_vocabulary_is_joint(options, files):
     words = files("tee kaffee\n" * 50, "wasser wein\n" * 50)
     changes = PLAIN | {"tokenizer": "bpe", "vocab_size": 300, "train": words}
     data = prepare(options("parallel_files", **changes), workers=1)
@@ -103,7 +103,7 @@ def test_a_bad_line_of_a_held_out_split_stops_it_too(options, files, cache):
     assert nothing_prepared(cache)
 
 
-def test_a_missing_file(options, files, tmp_path):
+def test_missing_file_is_named(options, files, tmp_path):
     changes = PLAIN | {"train": [files("a\n")[0], str(tmp_path / "none.de")]}
     with pytest.raises(DataError, match=r"data\.train: cannot read .*none\.de: No such file"):
         prepare(options("parallel_files", **changes))
@@ -119,7 +119,7 @@ def test_a_missing_file(options, files, tmp_path):
         ({"vocab_size": 200, "tokenizer": "bpe"}, "data.vocab_size must be ≥ 257"),
     ],
 )
-def test_bad_options(options, changes, message):
+def test_bad_options_are_refused(options, changes, message):
     with pytest.raises(Exception, match=message):
         options("parallel_files", **PLAIN | changes)
 
@@ -182,13 +182,13 @@ def test_columns_named_by_language(options, wmt, tmp_path):
         ({"train": "dev"}, r"datasets cannot load .*dev"),
     ],
 )
-def test_what_the_corpus_lacks(options, wmt, cache, changes, message):
+def test_missing_language_or_split_is_refused(options, wmt, cache, changes, message):
     with pytest.raises(DataError, match=message):
         prepare(options("wmt14_ende", **wmt | changes), workers=1)
     assert nothing_prepared(cache)
 
 
-def test_without_a_network(options, wmt, cache):
+def test_unprepared_corpus_names_the_command(options, wmt, cache):
     from sparsepretrain.data import load
 
     remote = {key: wmt[key] for key in ("tokenizer", "vocab_size")}

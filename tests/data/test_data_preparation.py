@@ -131,7 +131,7 @@ def test_gpt2_size_needs_no_vocabulary_size(options, corpus):
     assert data.vocab_size == 50257 and data.tokens["train"].dtype == np.uint16
 
 
-def test_tokenizer_file(options, corpus, tmp_path, cache):
+def test_tokenizer_file_is_used_and_checked(options, corpus, tmp_path, cache):
     file = tmp_path / "mine.json"
     file.write_text(train_bpe(["some text", b"more text"], 270))
     size = FileCodec(file).vocab_size
@@ -184,7 +184,7 @@ def test_checksums_are_compared_once_and_by_prepare(options, corpus, monkeypatch
     assert file.read_bytes() == whole
 
 
-def test_damaged_manifest(options, corpus):
+def test_damaged_manifest_is_prepared_again(options, corpus):
     chosen = options("python_source", roots=[str(corpus)])
     data = load(chosen)
     file = data.directory / "manifest.json"
@@ -199,7 +199,7 @@ class Killed(BaseException):
     """Stands for kill -9: nothing in the package may catch it and tidy up."""
 
 
-def test_stopped_at_any_point_leaves_nothing_that_counts(
+def test_killed_preparation_leaves_no_incomplete_data(
     options, corpus, cache, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(_files, "SHARD_BYTES", 16000)
@@ -324,7 +324,7 @@ def test_neither_torch_nor_the_hub_is_imported(corpus):
     assert process.communicate(timeout=60) == ("", "") and process.returncode == 0
 
 
-def test_unwritable_cache(options, corpus, tmp_path, monkeypatch):
+def test_unwritable_cache_is_refused(options, corpus, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(DataError) as caught:
@@ -355,13 +355,13 @@ def test_manifest_describes_the_data(options, corpus):
     }
 
 
-def test_workers_below_one(options, corpus):
+def test_zero_workers_are_refused(options, corpus):
     with pytest.raises(ConfigError, match="workers"):
         prepare(options("python_source", roots=[str(corpus)]), workers=0)
 
 
 @pytest.mark.parametrize("call", [prepare, load])
-def test_what_is_generated_is_not_prepared(call) -> None:
+def test_generated_data_cannot_be_prepared(call) -> None:
     options = load_config(["data=teacher", "task=regression", "model=mlp_nano"]).data
     with pytest.raises(ConfigError, match="teacher"):
         call(options)

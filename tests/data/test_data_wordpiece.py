@@ -29,7 +29,7 @@ def codec(tmp_path):
 
 
 @pytest.mark.parametrize("name", [n for n, known in TOKENIZERS.items() if known.training])
-def test_every_trained_tokenizer_is_what_its_record_says(name, tmp_path):
+def test_trained_tokenizers_equal_their_record(name, tmp_path):
     (tmp_path / "t.json").write_text(TOKENIZERS[name].train(WORDS, 300))
     codec = FileCodec(tmp_path / "t.json")
     assert 20 < codec.vocab_size <= 300
@@ -44,7 +44,7 @@ def test_special_tokens_come_first_in_berts_order(codec):
     assert one.decode([0, 4]) == "[PAD] [MASK]"
 
 
-def test_case(codec):
+def test_lowercase_and_cased_tokenizers(codec):
     lower, cased = codec(), codec(lowercase=False)
     ids = lower.encode(["The SHEEP", b"the sheep", "Thé shéep"])
     assert [list(i) for i in ids] == [list(ids[0])] * 3

@@ -39,7 +39,7 @@ def test_plain_lines_align_and_tell_the_time_left() -> None:
     assert first.index("tokens/s") == second.index("tokens/s")
 
 
-def test_time_left_is_not_fooled_by_a_resume() -> None:
+def test_eta_after_a_resume_uses_new_steps() -> None:
     out = io.StringIO()
     console = Console(out)
     console.step({"step": 500, "time": 7.0, "loss": 1.0}, 1000)
@@ -48,7 +48,7 @@ def test_time_left_is_not_fooled_by_a_resume() -> None:
     assert out.getvalue().splitlines()[1].endswith("ETA 8:10")  # 1 s per step, 490 steps
 
 
-def test_a_switch_has_a_line_of_its_own() -> None:
+def test_phase_switch_has_its_own_line() -> None:
     out = io.StringIO()
     console = Console(out)
     watched = {"autoswitch_z": 9.9e-9, "autoswitch_threshold": 1e-8}
@@ -127,7 +127,7 @@ def test_live_line_fits_80_columns_and_evaluations_stay(monkeypatch: pytest.Monk
     console.stop()  # again: harmless
 
 
-def test_table() -> None:
+def test_table_prints_header_and_rows() -> None:
     out = io.StringIO()
     Console(out).table("Summary", [("loss", 1.25), ("masks", "2:4")], header=("what", "value"))
     assert all(word in out.getvalue() for word in ("Summary", "what", "loss", "1.25", "2:4"))
@@ -164,7 +164,7 @@ def test_broken_pipe_leaves_exit_code_and_stderr_alone(shell: str) -> None:
     assert (result.returncode, result.stderr) == (0, "done")
 
 
-def test_terminal_that_cannot_encode() -> None:
+def test_unencodable_characters_are_replaced() -> None:
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
     console = Console(out)
@@ -178,18 +178,18 @@ def test_terminal_that_cannot_encode() -> None:
     [(0, "0"), (999, "999"), (999.6, "1.00k"), (1e3, "1.00k"), (12345, "12.3k"), (99960, "100k"),
      (999_960, "1.00M"), (124e6, "124M"), (3e9, "3.00G")],
 )  # fmt: skip
-def test_count(number: float, text: str) -> None:
+def test_count_is_short(number: float, text: str) -> None:
     assert count(number) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (9e4, "1d 01:00:00")]
 )
-def test_clock(seconds: float, text: str) -> None:
+def test_clock_is_short(seconds: float, text: str) -> None:
     assert clock(seconds) == text
 
 
-def test_the_unit_is_that_of_the_task():
+def test_throughput_has_the_unit_of_the_task():
     out = io.StringIO()
     console = Console(out)
     console.unit = "images"

@@ -86,7 +86,7 @@ def test_online_without_a_server_records_offline(
     run = tmp_path / "run"
     out = one_run(run, "online")
     assert out.count("warning") == 1
-    assert "W&B is not reachable and records offline: upload with `wandb sync" in out
+    assert "`wandb sync" in out
     assert list((run / "wandb").glob("offline-run-*/*.wandb"))
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
@@ -126,7 +126,7 @@ LIES = {
 
 @pytest.mark.fault
 @pytest.mark.parametrize("answer", LIES)
-def test_a_server_that_stalls_or_lies(
+def test_bad_server_delays_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     """One warning at most, the record complete, and no step waits."""
@@ -157,10 +157,9 @@ def test_login_is_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.Mon
     room.check_login(tracker("disabled"))
     with pytest.raises(ConfigError) as error:
         room.check_login(tracker("online"))
-    assert error.value.messages == [
-        "tracker.mode=online needs a W&B login: run `wandb login`, set WANDB_API_KEY, "
-        "or use tracker.mode=offline"
-    ]
+    (message,) = error.value.messages
+    for words in ("tracker.mode=online", "`wandb login`", "WANDB_API_KEY", "tracker.mode=offline"):
+        assert words in message
     netrc = tmp_path / "netrc"
     netrc.write_text("machine 127.0.0.1:9\n login user\n password " + "0" * 40 + "\n")
     netrc.chmod(0o600)
