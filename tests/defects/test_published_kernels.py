@@ -70,6 +70,7 @@ def test_masks_of_soft_thresholding_are_its_non_zeros():
     model[0].weight.data.copy_(x)
     sparsifier = sp.sparsify(model, "sste", targets="0")
     assert torch.equal(sparsifier.masks()["0"], soft != 0)
+    assert sparsifier.metrics()["density"] == 1 / 8
 
 
 def tf32(x):

@@ -53,7 +53,7 @@ def test_a_coordinate_without_gradient_has_no_vote():
     assert optimizer.window_mean == pytest.approx(float(change[1]), rel=2e-3)
 
 
-def test_a_full_window_can_be_asked_for():
+def test_full_window_can_be_required():
     """The published test is on the mean of whatever the window holds: a gradient of 1e-4 switches
     at step 1. ``require_full_window`` waits; the method ``step`` waits for its clipping."""
     assert run(1, 1e-4)[0].switched_at == 1, "the authors' behaviour, without clipping"

@@ -1,7 +1,5 @@
 """S-STE's claim on a run: the loss changes as predicted, which a hard threshold prevents."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Learning rates at the points that can be worked out by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise
