@@ -48,7 +48,7 @@ class CountKeys(ConfiguredVerb):
 
 
 @pytest.fixture(scope="module")
-def plugin(tmp_path_factory) -> str:
+def plugin(tmp_path_factory):
     file = tmp_path_factory.mktemp("verb") / "my_verb.py"
     file.write_text(VERB)
     return f"plugins=['{file}']"

@@ -1,7 +1,5 @@
 """``sparsepretrain tune-decay``: flags, help, one-line errors, and a search from the shell."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys
@@ -9,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import Tiny
 
 from sparsepretrain import cli
 from sparsepretrain.studies import tune
@@ -18,7 +15,7 @@ from sparsepretrain.studies.tune import Outcome
 TINY = ("schedule.warmup=4", "steps=8", "sparsity.refresh=2", "sparsity.mvue=none", "optim.lr=1e-2")
 
 
-def test_help_documents_every_flag_and_the_rule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_documents_every_flag_and_the_rule(capsys):
     assert cli.main(["tune-decay", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for words in (
@@ -48,13 +45,7 @@ def test_help_documents_every_flag_and_the_rule(capsys: pytest.CaptureFixture[st
         (["resume=x"], "config error: resume=x"),
     ],
 )
-def test_bad_arguments_are_one_line(
-    argv: list[str],
-    line: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bad_arguments_are_one_line(argv, line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["tune-decay", *argv]) == 2
     out, err = capsys.readouterr()
@@ -62,7 +53,7 @@ def test_bad_arguments_are_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_refusal_does_not_wait_for_torch(tmp_path: Path) -> None:
+def test_a_refusal_does_not_wait_for_torch(tmp_path):
     code = (
         "import sys; from sparsepretrain.cli import main; code = main(sys.argv[1:]);"
         "assert 'torch' not in sys.modules; sys.exit(code)"
@@ -72,7 +63,7 @@ def test_a_refusal_does_not_wait_for_torch(tmp_path: Path) -> None:
     assert done.returncode == 2 and "sparsity=ste has no decay" in done.stderr
 
 
-def test_flags_reach_the_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_flags_reach_the_search(monkeypatch, tmp_path):
     seen: list[Any] = []
 
     def tune_decay(*args: Any) -> Outcome:
@@ -94,7 +85,7 @@ def test_flags_reach_the_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert out.parent == Path("runs/tune_gpt2_nano") and out.name.startswith("search-")
 
 
-def test_a_search_from_the_shell(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_from_the_shell(tiny, capsys):
     words = ["tune-decay", *tiny.overrides(*TINY), "--grid", "1e-3,1e-1", "--points", "2"]
     assert cli.main([*words, "--interval", "0.01,5"]) == 0
     captured = capsys.readouterr()
@@ -114,9 +105,7 @@ def test_a_search_from_the_shell(tiny: Tiny, capsys: pytest.CaptureFixture[str])
     assert captured.err.count("\n") == 1
 
 
-def test_a_failing_picture_does_not_undo_the_search(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_picture_does_not_undo_the_search(tiny, monkeypatch, capsys):
     from sparsepretrain import reports
 
     def decay_report(out: Path) -> Path:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
+def wheel(tmp_path_factory):
     pytest.importorskip("setuptools", minversion="77")
     work = tmp_path_factory.mktemp("wheel")
     # building leaves files behind, so it gets a copy
@@ -28,7 +28,7 @@ def wheel(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(wheel) -> Path:
+def installed(wheel):
     target = wheel.parent / "installed"
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target]
     subprocess.run([*command, "--no-index", wheel], check=True)

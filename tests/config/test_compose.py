@@ -45,7 +45,7 @@ def messages(*overrides: str, dirs: tuple[Path, ...] = ()) -> list[str]:
         ("experiment=tsrste_deit_base", 1e-3, False),
     ],
 )
-def test_a_model_and_a_method_together_have_settings(words, decay, noted):
+def test_model_and_method_pairs_have_their_own_settings(words, decay, noted):
     request = read(words.split())
     plain, _ = build(request)
     assert plain["sparsity"]["decay"] == decay
@@ -83,7 +83,7 @@ def test_sizes_share_the_recipe(name, layers, heads, width, micro):
         assert plain[key] == small[key]
 
 
-def test_precedence(tmp_path):
+def test_command_line_beats_experiment_beats_recipe(tmp_path):
     base = "defaults:\n  - override /optim: sgd\n  - override /schedule: linear\n  - _self_\n"
     dirs = [write(tmp_path, experiment__mine=f"{GLOBAL}{base}steps: 90\nclip: 0.5\n")]
     plain = compose(["experiment=mine", "clip=0.25", "schedule=constant"], dirs)
@@ -110,7 +110,7 @@ def test_another_optimiser_inherits_nothing():
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
-def test_prefixes_change_nothing(prefix):
+def test_override_prefixes_have_no_effect(prefix):
     overrides = [f"{prefix}sparsity=ste", f"{prefix}seed=3", f"{prefix}sparsity.window.start=0.1"]
     plain = compose(overrides)
     assert plain["sparsity"]["name"] == "ste" and plain["seed"] == 3
@@ -122,7 +122,7 @@ def test_the_last_of_several_wins():
     assert plain["sparsity"]["name"] == "dense" and plain["seed"] == 2
 
 
-def test_no_experiment_is_the_default_and_can_be_said():
+def test_experiment_null_is_the_default():
     assert compose(["experiment=null"]) == compose()
     assert compose(["experiment=smoke", "experiment=null"]) == compose()
 
@@ -133,7 +133,7 @@ def test_a_single_key_can_hold_a_list_and_null():
     assert plain["clip"] is None and plain["optim"]["lr"] == 1e-4
 
 
-def test_composing_touches_nothing(tmp_path, monkeypatch):
+def test_composing_writes_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     load(["model=gpt2_350m"])
     assert not list(tmp_path.iterdir())

@@ -118,7 +118,7 @@ def test_diff():
 
 
 @pytest.mark.parametrize("text", ["- 1\n", "a: [\n", "5\n"])
-def test_what_is_no_configuration(tmp_path, text):
+def test_unreadable_configuration_names_the_file(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         from_yaml(tmp_path / "config.yaml")

@@ -60,7 +60,7 @@ def test_overrides_win_and_only_chooses(tmp_path):
     assert found[0].run.runs_dir == "r/mine"
 
 
-def test_all_mistakes_of_all_cells_are_told(tmp_path):
+def test_all_mistakes_of_all_cells_are_reported(tmp_path):
     dirs = written(tmp_path)
     table = load_table("mine", dirs)
     with pytest.raises(ConfigError) as caught:

@@ -1,7 +1,5 @@
 """What happens to images: keyed, in bounds, and exact where it can be known."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

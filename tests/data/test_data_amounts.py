@@ -1,7 +1,5 @@
 """What ``prepare`` says that it made, for every kind of data, whatever the model is."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -92,12 +90,7 @@ def prepare(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("pairs", "43 pairs"),
-        ("records", "43 examples"),
-        ("images", "43 images"),
-    ],
+    ("kind", "said"), [("pairs", "43 pairs"), ("records", "43 examples"), ("images", "43 images")]
 )
 def test_prepare_counts_items_of_every_kind(prepare, kind, said):
     code, out, err = prepare(f"data=made_{kind}")

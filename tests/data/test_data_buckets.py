@@ -1,7 +1,5 @@
 """Buckets of sentence pairs: who is in which, when."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The sentences of cldr_ende, and the source that they fill."""
 
-from __future__ import annotations
-
 import re
 from random import Random
 

@@ -1,7 +1,5 @@
 """Sources of images, their bad input, and the order of training."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Sentence pairs of the user: two files or a TSV, and what can be wrong with them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

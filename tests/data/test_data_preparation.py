@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -361,7 +359,7 @@ def test_zero_workers_are_refused(options, corpus):
 
 
 @pytest.mark.parametrize("call", [prepare, load])
-def test_generated_data_cannot_be_prepared(call) -> None:
+def test_generated_data_cannot_be_prepared(call):
     options = load_config(["data=teacher", "task=regression", "model=mlp_nano"]).data
     with pytest.raises(ConfigError, match="teacher"):
         call(options)

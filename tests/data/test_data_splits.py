@@ -1,7 +1,5 @@
 """Splits that the options name: of a data set, or files."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,17 +1,11 @@
 """WordPiece tokenizers, trained when the data is prepared."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
 from sparsepretrain.data import load, prepare
-from sparsepretrain.data.encoding import (
-    WORDPIECE_SPECIAL,
-    FileCodec,
-    train_wordpiece,
-)
+from sparsepretrain.data.encoding import WORDPIECE_SPECIAL, FileCodec, train_wordpiece
 from sparsepretrain.data.tokenizer import TOKENIZERS
 from sparsepretrain.errors import DataError
 

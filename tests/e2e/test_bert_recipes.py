@@ -1,7 +1,5 @@
 """The shipped BERT and WikiText recipes: published settings, dry runs, two steps at nano size."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """Methods, patterns and layers from the command line; phase switches in all that a run leaves."""
 
-from __future__ import annotations
-
 import pytest
 from tiny_runs import metrics
 

@@ -1,7 +1,5 @@
 """Bad input through the command: exit code, one line, no traceback, nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """From the command line to the pictures."""
 
-from __future__ import annotations
-
 import pytest
 
 from sparsepretrain.cli import main
