@@ -1,7 +1,5 @@
 """Fine-tuning checkpoints that transformers wrote, made in the test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,7 @@ BERT = transformers.BertConfig(
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
     torch.manual_seed(0)
 
@@ -147,7 +145,7 @@ def test_layers_are_found_by_role(tmp_path, config, ffn, attention):
 
 def test_a_tokenizer_that_does_not_fit(tmp_path):
     source = bert(tmp_path, vocab_size=8)
-    with pytest.raises(DataError, match="has 10 tokens, but the model has rows for 8"):
+    with pytest.raises(DataError, match=r"10 tokens.* 8"):
         build(source, *glue(tmp_path), "task.max_length=64")
     (source / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):

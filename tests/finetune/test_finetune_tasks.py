@@ -1,10 +1,7 @@
 """Encoding, padding, spans and metrics of the tasks on records."""
 
-from __future__ import annotations
-
 import collections
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +22,7 @@ NANO = ("model=gpt2_nano", "parallel.device=cpu", "model.n_embd=32", "model.n_la
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
 
 
@@ -45,7 +42,7 @@ def task_of(recipe: str, *overrides: str):
     return run, build_task(run)
 
 
-def test_pairs_and_cuts():
+def test_pairs_are_cut_to_max_length():
     _, task = task_of("labelled_files", FOUR, "task.max_length=12")
     rows = [{"texts": ["ab", "cdefghijklmn"], "label": 2, "part": 0},
             {"texts": ["abcdefghijkl", "mnopqrstuvwx"], "label": 1, "part": 0},
@@ -65,7 +62,7 @@ def test_the_longer_text_is_cut_first(room):
     assert len(second) == 4 if room >= 8 else abs(len(first) - len(second)) <= 1
 
 
-def test_templates(tmp_path):
+def test_tokenizers_have_their_template(tmp_path):
     words = {w: i for i, w in enumerate(["[CLS]", "[SEP]", "a", "b"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -93,7 +90,7 @@ def batch_of(task, lengths: list[int], extra: int = 0) -> dict:
 
 
 @pytest.mark.parametrize("recipe", [("labelled_files", FOUR), ("python_qa",)], ids=lambda r: r[0])
-def test_padding_leaks_nowhere(recipe):
+def test_padding_does_not_change_loss_or_gradients(recipe):
     _, task = task_of(*recipe)
     model = build_model(task, torch.device("cpu"))
     lengths = [9, 14, 30]
@@ -202,7 +199,7 @@ def test_the_best_span_is_the_answer_when_the_model_is_right(end):
     assert task.predictions(scores, batch)["first"].item() == 7
 
 
-def test_the_best_window_of_a_question_counts():
+def test_best_window_of_a_question_is_scored():
     _, task = task_of("python_qa")
 
     def window(example: int, text: str, *answers: str) -> About:
@@ -233,7 +230,7 @@ def official_f1(prediction: str, truth: str) -> float:
     return (2 * precision * recall) / (precision + recall)
 
 
-def test_squad_normalisation():
+def test_squad_metrics_equal_the_official_ones():
     assert normalise(" The  cat, an animal: a 'pet'. ") == "cat animal pet"
     assert normalise("theatre another") == "theatre another"
     assert exact_match("The Cat!", "cat") and not exact_match("cats", "cat")
@@ -246,7 +243,7 @@ def observation(predicted, labels, parts=None) -> dict:
             "parts": parts or [0] * len(labels)}  # fmt: skip
 
 
-def test_metrics_of_glue():
+def test_glue_metrics_equal_sklearn():
     truth, found = [1, 0, 1, 1, 0, 1, 0], [1, 1, 1, 0, 0, 1, 0]
     _, mrpc = task_of("glue/mrpc")
     values = mrpc.metrics([observation(found[:3], truth[:3]), observation(found[3:], truth[3:])])
