@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sparsepretrain as sp
@@ -142,102 +142,51 @@ def test_edited_weights_take_effect_after_refresh(mesh):
     assert torch.equal(after, plain.eval()(x)) and not torch.equal(after, before)
 
 
-def prepared_twice(mesh):
-    _, sparsifier = pair()
-    sparsifier.prepare_sharding()
-    sparsifier.prepare_sharding()
-
-
-def prepared_after_attach(mesh):
+def perform(steps, mesh):
+    """Call what ``steps`` name, in that order."""
     model, sparsifier = pair()
-    optimizer = sgd(model)
-    sparsifier.attach(optimizer)
-    sparsifier.prepare_sharding()
-
-
-def prepared_after_sharding(mesh):
-    model, sparsifier = pair()
-    fully_shard(model, mesh=mesh)
-    sparsifier.prepare_sharding()
-
-
-def never_prepared(mesh):
-    model, sparsifier = pair()
-    fully_shard(model, mesh=mesh)
-    sparsifier.attach(sgd(model))
-
-
-def never_sharded(mesh):
-    model, sparsifier = pair()
-    sparsifier.prepare_sharding()
-    sparsifier.attach(sgd(model))
-
-
-def optimizer_before_sharding(mesh):
-    model, sparsifier = pair()
-    optimizer = sgd(model)
-    sparsifier.prepare_sharding()
-    fully_shard(model, mesh=mesh)
-    sparsifier.attach(optimizer)
-
-
-def run_before_attach(mesh):
-    model, sparsifier = pair()
-    sparsifier.prepare_sharding()
-    fully_shard(model, mesh=mesh)
-    model(torch.ones(2, 16, dtype=torch.float64))
-
-
-def run_before_sharding(mesh):
-    model, sparsifier = pair()
-    sparsifier.prepare_sharding()
-    model(torch.ones(2, 16, dtype=torch.float64))
-
-
-def densified(mesh):
-    sp.densify(sharded(mesh)[0])
-
-
-def held(mesh):
-    _, sparsifier, _ = sharded(mesh)
-    sparsifier.hold(sparsifier.masks())
-
-
-def fp8(mesh):
-    pair(precision="fp8_sim")[1].prepare_sharding()
-
-
-def columns(mesh):
-    from torch.distributed.tensor import Shard
-
-    model, sparsifier = pair()
-    sparsifier.prepare_sharding()
-    place = lambda parameter: Shard(parameter.dim() - 1)  # noqa: E731
-    fully_shard(model, mesh=mesh, shard_placement_fn=place)
-    sparsifier.attach(sgd(model))
+    optimizers = []
+    actions = {
+        "prepare": sparsifier.prepare_sharding,
+        "shard": lambda: fully_shard(model, mesh=mesh),
+        "shard-columns": lambda: fully_shard(
+            model, mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1)
+        ),
+        "optimizer": lambda: optimizers.append(sgd(model)),
+        "attach": lambda: sparsifier.attach(optimizers[-1] if optimizers else sgd(model)),
+        "run": lambda: model(torch.ones(2, 16, dtype=torch.float64)),
+        "densify": lambda: sp.densify(model),
+        "hold": lambda: sparsifier.hold(sparsifier.masks()),
+    }
+    for step in steps.split():
+        actions[step]()
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("steps", "words"),
     [
-        (prepared_twice, "already: the order is sparsify, prepare_sharding,"),
-        (prepared_after_attach, "attached already: the order is sparsify,"),
-        (prepared_after_sharding, "'0' is sharded already: the order is sparsify,"),
-        (never_prepared, "call sparsifier.prepare_sharding.. in between"),
-        (never_sharded, "'0' was prepared and is not sharded"),
-        (optimizer_before_sharding, "missing in the optimiser: .*after fully_shard"),
-        (run_before_attach, "call fully_shard.model. and sparsifier.attach.optimizer. before"),
-        (run_before_sharding, "call fully_shard.model. and sparsifier.attach.optimizer. before"),
-        (densified, "cannot be densified"),
-        (held, "held masks"),
-        (fp8, "fp8_sim"),
-        (columns, "dimension 0"),
+        ("prepare prepare", "already: the order is sparsify, prepare_sharding,"),
+        ("optimizer attach prepare", "attached already: the order is sparsify,"),
+        ("shard prepare", "'0' is sharded already: the order is sparsify,"),
+        ("shard attach", "call sparsifier.prepare_sharding.. in between"),
+        ("prepare attach", "'0' was prepared and is not sharded"),
+        ("optimizer prepare shard attach", "missing in the optimiser: .*after fully_shard"),
+        ("prepare shard run", "call fully_shard.model. and sparsifier.attach.optimizer. before"),
+        ("prepare run", "call fully_shard.model. and sparsifier.attach.optimizer. before"),
+        ("prepare shard attach densify", "cannot be densified"),
+        ("prepare shard attach hold", "held masks"),
+        ("prepare shard-columns attach", "dimension 0"),
     ],
 )
-def test_wrong_order_of_calls_is_refused(mesh, wrong, told):
-    with pytest.raises(ConfigError, match=told) as caught:
-        wrong(mesh)
+def test_wrong_order_of_calls_is_refused(mesh, steps, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        perform(steps, mesh)
     assert "\n" not in str(caught.value)
+
+
+def test_simulated_fp8_cannot_be_sharded():
+    with pytest.raises(ConfigError, match="fp8_sim"):
+        pair(precision="fp8_sim")[1].prepare_sharding()
 
 
 @pytest.mark.parametrize("resharded", [True, False])
