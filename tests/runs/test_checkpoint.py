@@ -582,13 +582,10 @@ def test_requeued_resume_from_a_path_goes_on_where_it_stopped(tiny, stop_after):
     ("change", "words"),
     [
         ("model.n_embd=64", "model.n_embd: 32 -> 64"),
-        ("model.n_layer=2", "model.n_layer: 1 -> 2"),
         ("sparsity=ste", "sparsity.name: sste -> ste"),
-        ("sparsity.gamma=0.5", "sparsity.gamma: 0 -> 0.5"),
         ("optim=sgd", "optim.name: adamw -> sgd"),
         ("data.validation=0.4", "data.validation: 0.3 -> 0.4"),
         ("seed=1", "seed: 0 -> 1"),
-        ("batch.size=8", "batch.size: 4 -> 8"),
     ],
 )
 def test_resume_from_another_configuration(tiny, change, words):

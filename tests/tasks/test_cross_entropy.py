@@ -59,7 +59,6 @@ def loss_and_gradient(logits, targets, **options):
     [
         pytest.param(torch.bfloat16, GPT2, 2**-8, id="bf16, as GPT-2"),
         pytest.param(torch.float32, TRANSLATION, 1e-6, id="fp32, as translation"),
-        pytest.param(torch.float64, {}, 1e-13, id="fp64, as masked language models"),
     ],
 )
 def test_compiled_loss_equals_fp64(dtype, options, precision):
