@@ -38,7 +38,7 @@ def test_what_a_killed_process_left_is_overwritten(tmp_path):
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "new"
 
 
-def test_the_error_is_that_of_writing(tmp_path):
+def test_write_error_is_raised_unchanged(tmp_path):
     (tmp_path / "file.tmp").mkdir()
     with pytest.raises(IsADirectoryError):
         write_atomic(tmp_path / "file", "new")
@@ -54,14 +54,14 @@ def test_the_error_is_that_of_writing(tmp_path):
         (b"\xff\xfe", "utf-8"),
     ],
 )
-def test_json_of_any_kind_is_a_value_error(tmp_path, content, told):
+def test_bad_json_is_a_value_error(tmp_path, content, told):
     file = tmp_path / "a.json"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=told):
         read_json(file, dict)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_pipe_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="not a regular file"):
         read_json(tmp_path / "pipe", dict)

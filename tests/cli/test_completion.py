@@ -29,13 +29,13 @@ def test_groups_options_and_keys_are_completed(capsys):
     assert {"sparsity=", "sparsity.gamma=", "sparsity.window.start=", "steps=", "seed="} < {*found}
 
 
-def test_keys_follow_what_is_typed(capsys):
+def test_keys_follow_the_chosen_options(capsys):
     found = complete(capsys, "train", "sparsity=srste", "--dry-run", "sparsity.d")
     assert sorted(found) == ["sparsity.decay=", "sparsity.decay_on=", "sparsity.decay_ramp="]
     assert "sparsity.gamma=" in complete(capsys, "train", "sparsity=nonsense", "sparsity.")
 
 
-def test_keys_of_the_method_that_is_tuned(capsys):
+def test_tune_decay_completes_keys_of_its_method(capsys):
     found = complete(capsys, "tune-decay", "sparsity.d")
     assert {"sparsity.decay=", "sparsity.dense_tail="} <= {*found}
     assert "sparsity.decay_on=" in complete(capsys, "tune-decay", "sparsity=srste", "sparsity.d")
@@ -64,7 +64,7 @@ def test_values_are_completed(capsys):
     assert {"task=squad", "task=wikitext2", "task=glue/sst2", "task=causal_lm"} <= {*tasks}
 
 
-def test_options_of_the_users_own(tmp_path, capsys):
+def test_options_of_a_user_directory_are_completed(tmp_path, capsys):
     (tmp_path / "sparsity").mkdir()
     (tmp_path / "sparsity/mine.yaml").write_text("name: mine\n")
     words = ["train", "--config-dir", str(tmp_path), "sparsity=mi"]

@@ -117,12 +117,12 @@ def test_bad_plugin_verbs_are_refused(content, words, tmp_path, capsys):
     assert code == 2 and text.count("\n") == 1 and all(word in text for word in words), text
 
 
-def test_a_broken_plugin_leaves_the_help(tmp_path, capsys):
+def test_help_works_with_a_broken_plugin(tmp_path, capsys):
     code, text = call(capsys, "--help", f"plugins=['{tmp_path}/none.py']")
     assert code == 0 and "warning: plugin" in text and "  train " in text
 
 
-def test_a_verb_without_run_is_one_line_with_its_place(tmp_path, capsys):
+def test_verb_without_run_names_file_and_line(tmp_path, capsys):
     file = tmp_path / "half_a_verb.py"
     file.write_text(VERB.replace("def run", "def runs"))
     code, said = call(capsys, "greet", f"plugins=['{file}']")
@@ -147,7 +147,7 @@ class Wait(Verb):
 
 
 @pytest.mark.parametrize("last", ["", "interrupt()"], ids=["in a string", "in an import"])
-def test_an_interrupt_has_its_exit_code_wherever_it_arrives(last, tmp_path):
+def test_interrupt_always_exits_with_130(last, tmp_path):
     """CPython itself would end by the signal after both, whatever is returned."""
     file = tmp_path / "waits.py"
     file.write_text(INTERRUPTED + last)

@@ -85,7 +85,7 @@ def test_flags_reach_the_search(monkeypatch, tmp_path):
     assert out.parent == Path("runs/tune_gpt2_nano") and out.name.startswith("search-")
 
 
-def test_a_search_from_the_shell(tiny, capsys):
+def test_search_writes_a_plot_and_prints_the_command(tiny, capsys):
     words = ["tune-decay", *tiny.overrides(*TINY), "--grid", "1e-3,1e-1", "--points", "2"]
     assert cli.main([*words, "--interval", "0.01,5"]) == 0
     captured = capsys.readouterr()
@@ -105,7 +105,7 @@ def test_a_search_from_the_shell(tiny, capsys):
     assert captured.err.count("\n") == 1
 
 
-def test_a_failing_picture_does_not_undo_the_search(tiny, monkeypatch, capsys):
+def test_failed_plot_keeps_the_search_result(tiny, monkeypatch, capsys):
     from sparsepretrain import reports
 
     def decay_report(out: Path) -> Path:

@@ -103,7 +103,7 @@ def test_an_experiment_may_choose_the_model(tmp_path):
     assert plain["steps"] == 5000
 
 
-def test_another_optimiser_inherits_nothing():
+def test_chosen_optimizer_has_only_its_own_keys():
     assert set(compose(["model=gpt2_124m", "optim=sgd"])["optim"]) == {
         "name", "lr", "momentum", "nesterov", "weight_decay",
     }  # fmt: skip
@@ -173,7 +173,7 @@ def test_a_group_of_the_users_own(tmp_path):
     assert "scale" not in plain
 
 
-def test_hidden_files_are_no_options(tmp_path):
+def test_files_with_an_underscore_are_not_options(tmp_path):
     dirs = (write(tmp_path, optim___part="lr: 1.0\n"),)
     assert "no option '_part'" in messages("optim=_part", dirs=dirs)[0]
 
@@ -215,7 +215,7 @@ def test_an_experiment_without_the_global_package(tmp_path):
     assert "# @package _global_" in message
 
 
-def test_a_file_that_is_not_text(tmp_path):
+def test_file_that_is_not_utf8_is_named(tmp_path):
     write(tmp_path, experiment__mine="")
     (tmp_path / "experiment/mine.yaml").write_bytes(b"\xff\xfe\x00")
     (message,) = messages("experiment=mine", dirs=(tmp_path,))
@@ -271,12 +271,12 @@ def test_wrong_choices_and_wrong_keys_are_reported_together():
     assert [m.split()[0] for m in found] == ["schedule", "unknown", "optim.lr"]
 
 
-def test_secrets_of_the_environment_are_warned_of(monkeypatch):
+def test_environment_secrets_in_overrides_warn(monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "sesame")
     with pytest.warns(SparsePretrainWarning, match=r"\$MY_API_KEY"):
         assert compose(["tracker.project=${oc.env:MY_API_KEY}"])["tracker"]["project"] == "sesame"
 
 
-def test_a_wrong_model_hides_what_its_recipe_decides():
+def test_wrong_model_suppresses_errors_of_its_recipe():
     found = messages("model=gpt2_124", "schedule.warmup=3000", "data.path=x", "sedd=1")
     assert len(found) == 2 and "'sedd'" in found[1]

@@ -76,7 +76,7 @@ def test_all_wrong_keys_are_reported_together():
         assert sum(re.search(rf"(^|'){key}\b", message) is not None for message in found) == 1, key
 
 
-def test_the_end_of_a_decay_follows_the_peak():
+def test_final_learning_rate_is_relative_to_the_peak():
     """``optim.lr=1e-4`` was refused while the floor was an absolute rate."""
     run = load(["model=gpt2_nano", "optim.lr=1e-4"])
     assert learning_rate(run.schedule, run.optim.lr, run.steps, run.steps) == pytest.approx(1e-5)
@@ -108,7 +108,7 @@ def test_a_group_that_is_missing_or_no_mapping(group):
     assert caught.value.messages == [f"missing key {group!r}"]
 
 
-def test_run_is_typed():
+def test_values_become_the_types_of_the_schema():
     run = load(["clip=1", "optim.betas=[0,0.5]"])
     assert isinstance(run, Run) and run.optim.betas == (0.0, 0.5)
     assert isinstance(run.clip, float)

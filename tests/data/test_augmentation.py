@@ -47,7 +47,7 @@ def test_augmentation_is_a_function_of_its_key(name):
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_global_generators_stay_as_they_are(name):
+def test_global_generators_are_unchanged(name):
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     augmentation = Augmentation(CHOICES[name], 0)
@@ -157,7 +157,7 @@ def test_cutmix_shares_are_areas(position):
     assert torch.equal(~own[0], rows[:, None] & columns[None])  # a rectangle
 
 
-def test_mixing_is_keyed_and_can_be_rare():
+def test_mixing_follows_its_key_and_probability():
     images, labels = batch()
     both = options()
 

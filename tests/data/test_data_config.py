@@ -39,7 +39,7 @@ def test_every_source_has_a_config():
     [("bytes", False), ("gpt2", False), ("bert-base-uncased", True), ("wordpiece_cased", True),
      ("some/other", None)],
 )  # fmt: skip
-def test_whether_there_is_a_mask_token(options, tokenizer, known):
+def test_mask_token_is_known_by_tokenizer(options, tokenizer, known):
     size = 9 if known is None else None
     assert options("openwebtext", tokenizer=tokenizer, vocab_size=size).has_mask is known
 

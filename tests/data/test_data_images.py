@@ -44,7 +44,7 @@ def test_digits_split_is_fixed(options):
     assert open_images(options("digits"), BOTH, 10)[1] == "e6ade75a3bba07e7"
 
 
-def test_digits_are_all_there_once(options):
+def test_every_digit_is_in_one_split(options):
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -183,7 +183,7 @@ def test_grey_and_transparent_images_become_rgb(options, folder):
     assert [images.image(i).getpixel((0, 0)) for i in (0, 1)] == [(9, 9, 9), (1, 2, 3)]
 
 
-def test_a_new_file_is_noticed(options, folder):
+def test_new_file_changes_the_fingerprint(options, folder):
     before = prepare(options("image_folder", root=str(folder))).fingerprint
     Image.new("RGB", (4, 4)).save(folder / "train/cat/new.jpg")
     assert prepare(options("image_folder", root=str(folder))).fingerprint != before
@@ -197,7 +197,7 @@ def test_empty_class_is_refused(options, folder, cache):
     assert not list(cache.glob("*/manifest.json"))
 
 
-def test_a_class_of_the_validation_split_only(options, folder):
+def test_class_without_training_images_is_refused(options, folder):
     (folder / "val/cat").rename(folder / "val/cow")
     with pytest.raises(DataError, match=r"val/cow: "):
         prepare(options("image_folder", root=str(folder)))
@@ -215,7 +215,7 @@ def test_missing_directories_are_refused(options, folder):
 
 
 @pytest.mark.parametrize("content", [b"not an image", b"", None])
-def test_an_image_that_does_not_decode(options, folder, cache, content):
+def test_broken_image_is_named(options, folder, cache, content):
     file = folder / "val/cat/1.png"
     file.write_bytes(file.read_bytes()[:40] if content is None else content)
     with pytest.raises(DataError, match=r"val/cat/1\.png does not decode") as caught:
@@ -230,7 +230,7 @@ def test_an_image_that_does_not_decode(options, folder, cache, content):
         images.image(1)
 
 
-def test_more_labels_than_the_model_has_classes(options, folder):
+def test_label_out_of_range_is_refused(options, folder):
     with pytest.raises(DataError, match=r"image 5 has label 1, .*model.classes=1"):
         opened(options("image_folder", root=str(folder)), 1)
     with pytest.raises(DataError, match=r"label 9, .*model.classes=9"):
@@ -287,7 +287,7 @@ def test_every_epoch_visits_every_image_once():
     ]
 
 
-def test_copies_follow_each_other():
+def test_repeated_augmentation_repeats_neighbors():
     order = Shuffle(10, seed=0, copies=3)
     images = [place.item for place in order.places(0, range(10), 10)]
     assert images == [images[i] for i in (0, 0, 0, 3, 3, 3, 6, 6, 6, 9)]

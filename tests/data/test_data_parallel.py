@@ -94,7 +94,7 @@ def test_bad_lines_are_named_and_nothing_is_prepared(options, files, cache, colu
     assert nothing_prepared(cache)
 
 
-def test_a_bad_line_of_a_held_out_split_stops_it_too(options, files, cache):
+def test_bad_line_of_a_held_out_split_is_refused(options, files, cache):
     changes = {"train": files("a\n", "b\n"), "test": files("a\tb\n\tb\n", name="test")}
     with pytest.raises(DataError, match=r"test\.0, line 2: .*column 0"):
         prepare(options("parallel_files", **PLAIN | changes), workers=1)
@@ -122,7 +122,7 @@ def test_bad_options_are_refused(options, changes, message):
         options("parallel_files", **PLAIN | changes)
 
 
-def test_changed_files_are_other_data(options, files):
+def test_changed_files_are_prepared_again(options, files):
     changes = PLAIN | {"train": files("a\n", "b\n")}
     first = prepare(options("parallel_files", **changes), workers=1)
     files("a\nc\n", "b\nd\n")
@@ -151,7 +151,7 @@ def wmt(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def test_a_corpus_of_datasets(options, wmt, monkeypatch):
+def test_hub_corpus_becomes_pairs(options, wmt, monkeypatch):
     from sparsepretrain.data.sources import hf_pairs
 
     monkeypatch.setattr(hf_pairs.HfPairs, "shard_rows", 7)
@@ -164,7 +164,7 @@ def test_a_corpus_of_datasets(options, wmt, monkeypatch):
     assert "test" not in back.tokens
 
 
-def test_columns_named_by_language(options, wmt, tmp_path):
+def test_columns_named_by_language_become_pairs(options, wmt, tmp_path):
     root = tmp_path / "columns"
     root.mkdir()
     (root / "train.jsonl").write_text(json.dumps({"en": "one", "de": "eins"}) + "\n")

@@ -48,7 +48,7 @@ def left_over(cache: Path) -> list[str]:
     return sorted(p.name for p in cache.iterdir() if p.suffix != ".lock")
 
 
-def test_standard_library_as_bytes(options, cache):
+def test_standard_library_is_prepared_as_bytes(options, cache):
     seen = []
     begin = time.perf_counter()
     data = load(options("python_source"), on_progress=seen.append)
@@ -169,7 +169,7 @@ def test_damage_is_named_and_repaired(options, corpus, cache, monkeypatch, name)
         assert file.read_bytes() == whole and left_over(cache) == [data.directory.name]
 
 
-def test_checksums_are_compared_once_and_by_prepare(options, corpus, monkeypatch):
+def test_prepare_compares_checksums_and_load_does_not(options, corpus, monkeypatch):
     chosen = options("python_source", roots=[str(corpus)])
     file = prepare(chosen).directory / "train.bin"
     stat, whole = file.stat(), file.read_bytes()
@@ -331,7 +331,7 @@ def test_unwritable_cache_is_refused(options, corpus, tmp_path, monkeypatch):
     assert "SPARSEPRETRAIN_CACHE_DIR" in str(caught.value)
 
 
-def test_cache_directory(monkeypatch, tmp_path):
+def test_cache_directory_follows_the_environment(monkeypatch, tmp_path):
     from sparsepretrain.files import cache_directory
 
     assert cache_directory() == tmp_path / "cache"

@@ -47,7 +47,7 @@ def test_lowercase_and_cased_tokenizers(codec):
     assert list(left) != list(right) and cased.decode(left) == "The Goat"
 
 
-def test_text_that_looks_special_is_text(codec):
+def test_names_of_special_tokens_in_text_stay_text(codec):
     one = codec()
     (ids,) = one.encode(["a [MASK] of [SEP] sheep"])
     assert not {3, 4} & set(ids.tolist())
@@ -89,7 +89,7 @@ def test_documents_end_with_sep(options, tmp_path, name, workers):
     assert load(chosen).fingerprint == data.fingerprint
 
 
-def test_a_tokenizer_larger_than_the_vocabulary(options, tmp_path, cache):
+def test_tokenizer_larger_than_the_vocabulary_is_refused(options, tmp_path, cache):
     (tmp_path / "t.json").write_text(train_wordpiece(WORDS, 90, lowercase=True))
     (tmp_path / "a.txt").write_text("sheep")
     chosen = options(

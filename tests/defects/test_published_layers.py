@@ -70,7 +70,7 @@ def test_parameters_have_no_extra_attributes(method):
     assert all(not vars(p) for p in model.parameters())
 
 
-def test_several_models_in_one_process():
+def test_models_of_one_process_have_their_own_masks():
     """apex asp.py:28,93 keeps its state in the class: one model per process."""
     models = [Net(seed) for seed in range(2)]
     handles = [sp.sparsify(m, "asp", targets="fc*", at=0.0) for m in models]
@@ -103,7 +103,7 @@ def test_groups_run_along_in_features(kind):
     assert not (mask.t().reshape(-1, 4).sum(1) == 2).all()
 
 
-def test_scale_of_a_zero_layer():
+def test_zero_layer_has_finite_gradients():
     """S-STE's ⟨W,S⟩/⟨S,S⟩ of a zero (or freshly zeroed residual) weight is NaN."""
     model = Net()
     nn.init.zeros_(model.fc2.weight)

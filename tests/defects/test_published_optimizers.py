@@ -43,7 +43,7 @@ def test_the_frozen_variance_can_be_corrected():
             optimizer.step()
 
 
-def test_a_coordinate_without_gradient_has_no_vote():
+def test_coordinate_without_gradient_is_left_out_of_the_mean():
     """adamw_step.py:181, option 2: log 0 makes the geometric mean 0: the first step switches."""
     gradient = torch.tensor([0.0, 1.0, 1.0, 1.0])
     change = (1 - 0.999) * gradient**2
@@ -85,7 +85,7 @@ def test_the_method_never_switches_before_a_tenth_of_the_run():
 
 
 @pytest.mark.parametrize("denominator", ["sqrt_v_plus_eps34", "sqrt_of_v_plus_eps"])
-def test_both_denominators_have_a_name(denominator):
+def test_both_denominators_are_available(denominator):
     """adamw_step.py:145 divides by √v* + eps^¾, with the paper's √(v* + eps) commented out."""
     eps, gradient = 1e-4, 1e-3
     optimizer, changes = run(
@@ -97,7 +97,7 @@ def test_both_denominators_have_a_name(denominator):
     assert changes[2] == pytest.approx(1e-3 * gradient / expected, rel=1e-4)
 
 
-def test_weights_without_gradient_or_mark_do_not_crash():
+def test_weights_without_gradient_or_mark_can_be_stepped():
     """adamw_step.py: no flagged parameter is an empty concatenation, and one without a gradient at
     the switch has no state to freeze."""
     plain = torch.zeros(4, requires_grad=True)

@@ -21,7 +21,7 @@ def published_inclusion(x, epsilon=2.0**-23):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_one_value_among_tiny_ones(estimator, dtype):
+def test_dominant_value_among_tiny_ones_is_exact(estimator, dtype):
     """The same where no entry is zero, so that something has to be drawn."""
     tiny = 1e-18 if dtype == torch.float64 else 1e-9
     groups = (torch.eye(4).double() * 8 + tiny).to(dtype)

@@ -9,7 +9,7 @@ from sparsepretrain.config.freeze import identity
 
 
 @pytest.mark.parametrize("resumed_at", [29, 30, 31, 35])
-def test_the_dense_tail_is_a_range(resumed_at):
+def test_dense_tail_holds_after_any_resume(resumed_at):
     """v1 train.py:277,315 and progressive_gradient_flow :259 switch when step == s: a run resumed
     after that step is sparse for ever."""
     switch = 30
@@ -62,7 +62,7 @@ def test_projections_follow_the_weights(method, unseen):
 
 
 @pytest.mark.parametrize(("model", "decay"), [("gpt2_774m", 6e-5), ("gpt2_1558m", 2e-4)])
-def test_the_decay_that_ran_is_the_one_written_down(model, decay):
+def test_decay_of_a_model_is_in_its_identity(model, decay):
     """Folder names and README of 2by4-pretrain-acc-examples disagree about λ of 774M and 1558M.
     Here the value has one place, which the record and the identity of a run repeat."""
     plain = compose([f"model={model}", "sparsity=tsrste"])

@@ -139,7 +139,7 @@ def test_generated_tables_are_up_to_date(file, monkeypatch):
 
 
 @each_document
-def test_links_lead_somewhere(file):
+def test_links_are_alive(file):
     assert dead_links(file, file.read_text(encoding="utf-8")) == []
 
 

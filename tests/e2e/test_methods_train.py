@@ -11,7 +11,7 @@ BOTH = 'sparsity.targets=["*.mlp.*","*.attn.*"]'
 
 
 @pytest.mark.parametrize(("n", "m"), PATTERNS)
-def test_any_pattern_on_all_layers(tiny, n, m):
+def test_any_pattern_trains_on_all_layers(tiny, n, m):
     overrides = ["sparsity=srste", f"sparsity.n={n}", f"sparsity.m={m}", BOTH, "steps=4"]
     out = tiny.train(*overrides, "schedule.warmup=1").output
     assert f"srste {n}:{m} on 4 layers" in out
@@ -75,7 +75,7 @@ def test_unknown_target_is_one_line(tiny, capfd):
     assert said.count("\n") == 1 and "sparsity.targets: 'atn'" in said
 
 
-def test_an_early_switch_of_step_is_a_line_of_the_console(tiny, recwarn):
+def test_early_switch_of_step_warns_in_every_run(tiny, recwarn):
     overrides = ("sparsity=step", "sparsity.clipping=[0.2,0.4]")
     for seed in (1, 2):  # every run says it, not only the first of a process
         lines = tiny.train(*overrides, f"seed={seed}").output.splitlines()

@@ -54,7 +54,7 @@ def test_labels_by_name_and_numbers(tmp_path):
     assert found[0]["label"] == 3.0
 
 
-def test_mnli_tells_its_two_parts_apart(tmp_path):
+def test_mnli_parts_are_numbered(tmp_path):
     rows = [{"premise": "a", "hypothesis": "b", "label": 2}]
     zero, one, two = (write_rows(tmp_path / f"{n}.jsonl", rows) for n in "abc")
     words = [f"data.train=['{zero}']", f"data.validation=['{one}','{two}']"]
@@ -116,7 +116,7 @@ def test_unreadable_files_are_named(tmp_path, capfd):
         load(options())
 
 
-def test_exit_code_of_bad_data(tmp_path, capfd):
+def test_bad_data_exits_with_3(tmp_path, capfd):
     file = write_rows(tmp_path / "bad.jsonl", [{"sentence1": "a"}])
     source = tmp_path / "hf"
     import transformers

@@ -56,7 +56,7 @@ def test_finetune_command_reports_glue_metrics(tiny, tmp_path, capfd):
 
 @pytest.mark.parametrize("model", ["bert_nano", "bert_geglu"])
 @pytest.mark.parametrize("task", ["labels", "spans"])
-def test_bert_runs(tiny, tmp_path, model, task):
+def test_bert_fine_tunes_on_labels_and_spans(tiny, tmp_path, model, task):
     """The encoders carry the same heads, whatever the tokenizer of the run is."""
     small = (
         *("precision=fp32", "schedule=constant"),
@@ -72,7 +72,7 @@ def test_bert_runs(tiny, tmp_path, model, task):
     assert final["f1"] >= 0 and math.isfinite(final["loss"])
 
 
-def test_fine_tuning_starts_from_the_weights_whose_numbers_a_run_prints(tiny, tmp_path):
+def test_fine_tuning_starts_from_the_evaluated_weights(tiny, tmp_path):
     found = weights.find(pretrain(tiny, "sparsity=dense", "ema=0.5"))
     stored = weights.model_state(found)
     evaluated = assembly.evaluated_state(found)
@@ -82,7 +82,7 @@ def test_fine_tuning_starts_from_the_weights_whose_numbers_a_run_prints(tiny, tm
     assert all(torch.equal(own[name], stored[name]) for name in evaluated if name in own)
 
 
-def test_a_stopped_run_continues_bit_for_bit_without_its_source(tiny, tmp_path, stop_after):
+def test_resume_without_the_source_is_bit_exact(tiny, tmp_path, stop_after):
     source = pretrain(tiny)
     words = [*glue(tmp_path), "epochs=1", "checkpoint.every=2"]
     whole, _, _ = train(source, *words, f"runs_dir='{tmp_path / 'a'}'")
@@ -129,9 +129,7 @@ def logits(model: torch.nn.Module, task: object) -> torch.Tensor:
         ("dense", "sste", False),  # a dense function is not sparse
     ],
 )
-def test_the_function_at_step_0_is_that_of_the_source(
-    tiny, trained, tmp_path, before, after, exact
-):
+def test_function_at_step_0_equals_the_source(tiny, trained, tmp_path, before, after, exact):
     source = trained(before)
     from sparsepretrain.tasks import build_task
     from sparsepretrain.training.assembly import build_model
@@ -193,7 +191,7 @@ def test_tokenizer_is_copied_to_the_run(tiny, tmp_path, small_corpus):
     assert run.data == replace(tiny.load().data, tokenizer=run.data.tokenizer, vocab_size=300)
 
 
-def test_language_modelling_on_other_text(tiny, tmp_path, small_corpus):
+def test_language_model_fine_tunes_on_other_text(tiny, tmp_path, small_corpus):
     source = pretrain(tiny)
     words = ["task=causal_lm", "data=text_files", f"data.files=['{small_corpus}/0*.txt']"]
     words += ["steps=2", "eval.every=1", "eval.batches=1"]

@@ -113,7 +113,7 @@ def test_padding_does_not_change_loss_or_gradients(recipe):
 
 
 @pytest.mark.parametrize("recipe", [("labelled_files", FOUR), ("python_qa",)], ids=lambda r: r[0])
-def test_no_gradient_reaches_padding(recipe):
+def test_gradients_at_padding_are_zero(recipe):
     """So MVUE, which groups four tokens of one sequence, draws nothing for them."""
     _, task = task_of(*recipe)
     model = build_model(task, torch.device("cpu"))
@@ -130,7 +130,7 @@ def test_no_gradient_reaches_padding(recipe):
     assert (seen["grad"][batch["mask"]] != 0).any()
 
 
-def test_windows_of_a_long_context(tmp_path):
+def test_long_contexts_become_overlapping_windows(tmp_path):
     _, task = task_of("python_qa", "task.max_length=24", "task.stride=4", "task.max_question=8")
     context = "0123456789abcdefghijklmnop"
     rows = [{"question": "where?", "context": context, "answers": [["fgh", 15]]}]
@@ -159,7 +159,7 @@ def best_span(task, scores: np.ndarray, sample: Sample) -> tuple[float, int, int
 
 @pytest.mark.parametrize("end", ["last", "next"])
 @pytest.mark.parametrize("longest", [1, 5, 400])
-def test_the_best_span_is_that_of_a_search_start_by_start(end, longest):
+def test_best_span_equals_exhaustive_search(end, longest):
     _, task = task_of("python_qa", f"task.end={end}", f"task.max_answer={longest}")
     contexts = enumerate(["x" * 70, "ab", "", "cd ef", "y" * 19])
     rows = [{"question": "q" * n, "context": c, "answers": [["", 0]]} for n, c in contexts]
@@ -263,7 +263,7 @@ def test_glue_metrics_equal_sklearn():
     assert values["accuracy"] == values["score"] == 75
 
 
-def test_regression_and_classes_have_their_losses(tmp_path):
+def test_regression_loss_is_squared_error(tmp_path):
     _, task = task_of("glue/stsb", "model.n_positions=128")
     model = build_model(task, torch.device("cpu"))
     batch = batch_of(task, [9, 12])

@@ -506,9 +506,3 @@ def test_short_records_are_drawn_as_points(tmp_path):
     assert all(float(tick).is_integer() for tick in ticks)
     page = report([run])[-1].read_text()
     assert "| quantity | value |" in page and "|  |" not in page and "Written 20" in page
-
-
-def test_markers_differ_where_colours_repeat(tmp_path):
-    runs = [make_run(tmp_path / str(i), seed=i) for i in range(14)]
-    train = figures_of(runs, [str(i) for i in range(14)])["overlay"].axes[0]
-    assert len({(line.get_color(), line.get_marker()) for line in train.lines}) == 14

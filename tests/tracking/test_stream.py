@@ -116,7 +116,7 @@ def test_a_hanging_mirror_delays_neither_log_nor_close(tmp_path, monkeypatch):
     release.set()
 
 
-def test_a_mirror_that_falls_behind_is_dropped_once():
+def test_slow_mirror_is_dropped_with_one_warning():
     warnings: list[str] = []
     release = threading.Event()
     lane = Lane(Fake(hang=release), warnings.append, capacity=4)

@@ -47,7 +47,7 @@ def test_one_changed_weight_changes_the_hash():
     assert weights_hash(model.to(torch.bfloat16)) != weights_hash(model.float())
 
 
-def test_a_continued_run_keeps_what_it_began_with(tiny, stop_after):
+def test_resumed_run_keeps_its_hashes(tiny, stop_after):
     stop_after(3)
     directory = tiny.train().directory
     began = recorded(directory)

@@ -140,6 +140,6 @@ def test_training_without_a_sparse_step_is_noted(tiny):
     assert "no step trained sparse" in tiny.train(*step).output
 
 
-def test_one_step(tiny):
+def test_run_of_one_step_is_recorded(tiny):
     outcome = tiny.train("steps=1", "schedule.warmup=0")
     assert outcome.code == 0 and [line["step"] for line in metrics(outcome.directory)] == [0, 1, 1]

@@ -33,7 +33,7 @@ def test_a_run_without_a_sparse_step_is_refused(method, phase, words):
         require_a_sparse_step(load(*overrides, "steps=2000"))
 
 
-def test_a_dense_run_needs_no_sparse_step():
+def test_dense_run_needs_no_sparse_step():
     require_a_sparse_step(load("sparsity=dense", "sparsity.window.start=0.999"))
 
 
