@@ -29,7 +29,8 @@ PATTERNS = [(2, 4), (1, 4), (2, 8), (1, 16), (3, 5), (16, 32)]
 
 def shapes(m):
     """(shape, group axis) with sizes that fill no tile; one of them where kernels are compiled."""
-    sizes = [((37, 9 * m), 1), ((9 * m, 37), 0), ((3, 5 * m, 7), 1), ((0, m), 1), ((m,), 0)]
+    wide = (9 if m <= 8 else 5) * m
+    sizes = [((37, wide), 1), ((wide, 37), 0), ((3, 5 * m, 7), 1), ((0, m), 1), ((m,), 0)]
     return sizes[:1] if COMPILED else sizes
 
 
