@@ -1,7 +1,5 @@
 """Small sources, files and runs for the tests of fine-tuning."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

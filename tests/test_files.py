@@ -1,9 +1,6 @@
 """Whole files or none."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +8,7 @@ import pytest
 from sparsepretrain.files import read_json, write_atomic
 
 
-def test_text_and_bytes_are_written_as_they_are(tmp_path: Path) -> None:
+def test_text_and_bytes_are_written_as_they_are(tmp_path):
     for content, wanted in (("ä\r\n", "ä\r\n".encode()), (b"\x00\xff", b"\x00\xff"), ("", b"")):
         write_atomic(tmp_path / "file", content)
         assert (tmp_path / "file").read_bytes() == wanted
@@ -21,9 +18,7 @@ def test_text_and_bytes_are_written_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])
-def test_a_failure_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, name):
     write_atomic(tmp_path / "file", "old")
 
     def fail(*args: Any) -> None:
@@ -37,13 +32,13 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_what_a_killed_process_left_is_overwritten(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_overwritten(tmp_path):
     (tmp_path / "file.tmp").write_text("half a li")
     write_atomic(tmp_path / "file", "new")
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "new"
 
 
-def test_the_error_is_that_of_writing(tmp_path: Path) -> None:
+def test_write_error_is_raised_unchanged(tmp_path):
     (tmp_path / "file.tmp").mkdir()
     with pytest.raises(IsADirectoryError):
         write_atomic(tmp_path / "file", "new")
@@ -59,14 +54,14 @@ def test_the_error_is_that_of_writing(tmp_path: Path) -> None:
         (b"\xff\xfe", "utf-8"),
     ],
 )
-def test_json_of_any_kind_is_a_value_error(tmp_path, content, told):
+def test_bad_json_is_a_value_error(tmp_path, content, told):
     file = tmp_path / "a.json"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=told):
         read_json(file, dict)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_pipe_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="not a regular file"):
         read_json(tmp_path / "pipe", dict)

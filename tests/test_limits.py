@@ -23,7 +23,7 @@ def problems(limit, value):
         ("[0, 2^63)", [0, 2**63 - 1], [-1, 2**63]),
     ],
 )
-def test_limits(limit, good, bad):
+def test_values_out_of_limits_are_refused(limit, good, bad):
     assert not [x for x in good if problems(limit, x)]
     verb = "lie in" if "," in limit else "be"
     for x in bad:

@@ -1,7 +1,5 @@
 """A run that takes a tenth of a second, for every test that trains."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

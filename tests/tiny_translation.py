@@ -1,7 +1,5 @@
 """Translation runs of a fraction of a second, on a few hundred pairs of cldr_ende."""
 
-from __future__ import annotations
-
 from tiny_runs import Tiny
 
 TINY_TRANSLATION = (

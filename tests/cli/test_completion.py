@@ -16,33 +16,33 @@ def complete(capsys, *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_verbs(capsys):
+def test_verbs_are_completed(capsys):
     assert complete(capsys, "t") == ["train", "tune-decay"]
     assert {*VERBS} < set(complete(capsys, ""))
     assert complete(capsys, "nonsense", "") == []
 
 
-def test_groups_options_and_keys(capsys):
+def test_groups_options_and_keys_are_completed(capsys):
     assert complete(capsys, "train", "sparsity=ss") == ["sparsity=sste"]
     assert {"sparsity=srste", "sparsity=ste"} < {*complete(capsys, "train", "sparsity=s")}
     found = complete(capsys, "train", "s")
     assert {"sparsity=", "sparsity.gamma=", "sparsity.window.start=", "steps=", "seed="} < {*found}
 
 
-def test_keys_follow_what_is_typed(capsys):
+def test_keys_follow_the_chosen_options(capsys):
     found = complete(capsys, "train", "sparsity=srste", "--dry-run", "sparsity.d")
     assert sorted(found) == ["sparsity.decay=", "sparsity.decay_on=", "sparsity.decay_ramp="]
     assert "sparsity.gamma=" in complete(capsys, "train", "sparsity=nonsense", "sparsity.")
 
 
-def test_keys_of_the_method_that_is_tuned(capsys):
+def test_tune_decay_completes_keys_of_its_method(capsys):
     found = complete(capsys, "tune-decay", "sparsity.d")
     assert {"sparsity.decay=", "sparsity.dense_tail="} <= {*found}
     assert "sparsity.decay_on=" in complete(capsys, "tune-decay", "sparsity=srste", "sparsity.d")
     assert complete(capsys, "tune-decay", "--p") == ["--points"]
 
 
-def test_flags_and_arguments(capsys):
+def test_flags_and_arguments_are_completed(capsys):
     assert complete(capsys, "train", "--c") == ["--config-dir", "--cfg"]
     assert complete(capsys, "completion", "") == ["--help", "bash", "zsh", "fish"]
     assert complete(capsys, "eval", "run", "weights=") == ["weights=sparse", "weights=dense"]
@@ -51,7 +51,7 @@ def test_flags_and_arguments(capsys):
     assert complete(capsys, "export", "run", "--merge") == ["--merge-adapters"]
 
 
-def test_values(capsys):
+def test_values_are_completed(capsys):
     assert complete(capsys, "train", "guard=") == ["guard=stop", "guard=skip", "guard=spike"]
     assert complete(capsys, "train", "compile=t") == ["compile=true"]
     found = complete(capsys, "train", "sparsity=tsrste", "sparsity.mvue=")
@@ -64,7 +64,7 @@ def test_values(capsys):
     assert {"task=squad", "task=wikitext2", "task=glue/sst2", "task=causal_lm"} <= {*tasks}
 
 
-def test_options_of_the_users_own(tmp_path, capsys):
+def test_options_of_a_user_directory_are_completed(tmp_path, capsys):
     (tmp_path / "sparsity").mkdir()
     (tmp_path / "sparsity/mine.yaml").write_text("name: mine\n")
     words = ["train", "--config-dir", str(tmp_path), "sparsity=mi"]
@@ -90,7 +90,7 @@ def test_scripts_parse(shell, capsys, tmp_path):
         ("sparsepretrain completion f", "fish "),
     ],
 )
-def test_bash(line, expected, capsys):
+def test_bash_completes(line, expected, capsys):
     assert cli.main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     script += f'sparsepretrain() {{ "{sys.executable}" -m sparsepretrain "$@"; }}\n'

@@ -48,7 +48,7 @@ class CountKeys(ConfiguredVerb):
 
 
 @pytest.fixture(scope="module")
-def plugin(tmp_path_factory) -> str:
+def plugin(tmp_path_factory):
     file = tmp_path_factory.mktemp("verb") / "my_verb.py"
     file.write_text(VERB)
     return f"plugins=['{file}']"
@@ -67,13 +67,13 @@ def forgotten():
     forget("my_verb")
 
 
-def test_it_runs(plugin, capsys):
+def test_plugin_verb_runs(plugin, capsys):
     assert call(capsys, "greet", plugin, "you", "times=2") == (7, "hello hello you\n")
     assert call(capsys, plugin, "greet", "me", "greeting=hi") == (7, "hi me\n")
     assert call(capsys, "count-keys", plugin) == (0, "1\n"), "plug-ins are part of a configuration"
 
 
-def test_help_and_completion_know_it_when_it_is_named(plugin, capsys):
+def test_help_and_completion_list_a_named_plugin_verb(plugin, capsys):
     code, text = call(capsys, "--help", plugin)
     assert code == 0 and "  greet       say something\n" in text
     code, text = call(capsys, "greet", "--help", plugin)
@@ -86,7 +86,7 @@ def test_help_and_completion_know_it_when_it_is_named(plugin, capsys):
     assert "sparsity=sste" in call(capsys, "__complete", "count-keys", plugin, "sparsity=ss")[1]
 
 
-def test_it_is_imported_only_when_it_is_named(plugin, capsys):
+def test_plugin_verb_is_unknown_unless_named(plugin, capsys):
     assert "greet" not in call(capsys, "--help")[1]
     code, text = call(capsys, "greet", "you")
     assert code == 2 and "unknown verb 'greet'" in text
@@ -105,11 +105,11 @@ def test_it_is_imported_only_when_it_is_named(plugin, capsys):
         (
             "from sparsepretrain.registry import register\n"
             "@register('verb', 'greet')\nclass Mine: pass",
-            ["my_verb.py, line 2: class Mine is no Verb"],
+            ["my_verb.py, line 2", "Mine"],
         ),
     ],
 )
-def test_refusals(content, words, tmp_path, capsys):
+def test_bad_plugin_verbs_are_refused(content, words, tmp_path, capsys):
     file = tmp_path / "my_verb.py"
     if content is not None:
         file.write_text(content)
@@ -117,16 +117,16 @@ def test_refusals(content, words, tmp_path, capsys):
     assert code == 2 and text.count("\n") == 1 and all(word in text for word in words), text
 
 
-def test_a_broken_plugin_leaves_the_help(tmp_path, capsys):
+def test_help_works_with_a_broken_plugin(tmp_path, capsys):
     code, text = call(capsys, "--help", f"plugins=['{tmp_path}/none.py']")
     assert code == 0 and "warning: plugin" in text and "  train " in text
 
 
-def test_a_verb_without_run_is_one_line_with_its_place(tmp_path, capsys):
+def test_verb_without_run_names_file_and_line(tmp_path, capsys):
     file = tmp_path / "half_a_verb.py"
     file.write_text(VERB.replace("def run", "def runs"))
     code, said = call(capsys, "greet", f"plugins=['{file}']")
-    assert code == 2 and "class Greet lacks run" in said and "half_a_verb.py, line " in said
+    assert code == 2 and "Greet lacks run" in said and "half_a_verb.py, line " in said
 
 
 INTERRUPTED = """
@@ -147,7 +147,7 @@ class Wait(Verb):
 
 
 @pytest.mark.parametrize("last", ["", "interrupt()"], ids=["in a string", "in an import"])
-def test_an_interrupt_has_its_exit_code_wherever_it_arrives(last, tmp_path):
+def test_interrupt_always_exits_with_130(last, tmp_path):
     """CPython itself would end by the signal after both, whatever is returned."""
     file = tmp_path / "waits.py"
     file.write_text(INTERRUPTED + last)

@@ -1,7 +1,5 @@
 """``sparsepretrain tune-decay``: flags, help, one-line errors, and a search from the shell."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys
@@ -9,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import Tiny
 
 from sparsepretrain import cli
 from sparsepretrain.studies import decay
@@ -17,7 +14,7 @@ from sparsepretrain.studies import decay
 TINY = ("schedule.warmup=4", "steps=8", "sparsity.refresh=2", "sparsity.mvue=none", "optim.lr=1e-2")
 
 
-def test_help_documents_every_flag_and_the_rule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_documents_every_flag_and_the_rule(capsys):
     assert cli.main(["tune-decay", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for words in (
@@ -32,28 +29,22 @@ def test_help_documents_every_flag_and_the_rule(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["sparsity=sste"], "config error: sparsity=sste has no decay to tune"),
+        (["sparsity=sste"], "config error: sparsity=sste"),
         (["sparsity.gamma=1"], "config error: unknown key 'sparsity.gamma'"),
-        (["schedule=constant", "schedule.warmup=0"], "config error: schedule.warmup=0 leaves"),
-        (["--steps", "0"], "usage error: argument --steps: must be an integer ≥ 1, got '0'"),
-        (["--steps", "701"], "config error: --steps 701 is more than the run has (steps=700)"),
-        (["--points", "1"], "usage error: argument --points: must be an integer ≥ 2, got '1'"),
-        (["--grid", "1e-3,1e-6"], "usage error: argument --grid: must be LOW,HIGH with 0 < LOW"),
-        (["--grid", "1e-3"], "usage error: argument --grid: must be LOW,HIGH"),
-        (["--grid", "a,b"], "usage error: argument --grid: must be LOW,HIGH"),
-        (["--interval", "0,1"], "usage error: argument --interval: must be LOW,HIGH"),
-        (["--interval", "0.5,inf"], "usage error: argument --interval: must be LOW,HIGH"),
-        (["--gird", "1,2"], "usage error: unknown flag '--gird' (did you mean '--grid'?)"),
-        (["resume=x"], "config error: resume=x continues one run"),
+        (["schedule=constant", "schedule.warmup=0"], "config error: schedule.warmup=0"),
+        (["--steps", "0"], "usage error: argument --steps"),
+        (["--steps", "701"], "config error: --steps 701"),
+        (["--points", "1"], "usage error: argument --points"),
+        (["--grid", "1e-3,1e-6"], "usage error: argument --grid"),
+        (["--grid", "1e-3"], "usage error: argument --grid"),
+        (["--grid", "a,b"], "usage error: argument --grid"),
+        (["--interval", "0,1"], "usage error: argument --interval"),
+        (["--interval", "0.5,inf"], "usage error: argument --interval"),
+        (["--gird", "1,2"], "usage error: unknown flag '--gird'"),
+        (["resume=x"], "config error: resume=x"),
     ],
 )
-def test_one_line_and_nothing_touched(
-    argv: list[str],
-    line: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bad_arguments_are_one_line(argv, line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["tune-decay", *argv]) == 2
     out, err = capsys.readouterr()
@@ -61,7 +52,7 @@ def test_one_line_and_nothing_touched(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_refusal_does_not_wait_for_torch(tmp_path: Path) -> None:
+def test_a_refusal_does_not_wait_for_torch(tmp_path):
     code = (
         "import sys; from sparsepretrain.cli import main; code = main(sys.argv[1:]);"
         "assert 'torch' not in sys.modules; sys.exit(code)"
@@ -71,7 +62,7 @@ def test_a_refusal_does_not_wait_for_torch(tmp_path: Path) -> None:
     assert done.returncode == 2 and "sparsity=ste has no decay" in done.stderr
 
 
-def test_flags_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_flags_reach_the_search(monkeypatch, tmp_path):
     seen: list[Any] = []
 
     def tune_decay(*args: Any) -> dict[str, Any]:
@@ -93,7 +84,7 @@ def test_flags_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert out.parent == Path("runs/tune_gpt2_nano") and out.name.startswith("search-")
 
 
-def test_a_search_from_the_shell(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_writes_a_plot_and_prints_the_command(tiny, capsys):
     words = ["tune-decay", *tiny.overrides(*TINY), "--grid", "1e-3,1e-1", "--points", "2"]
     assert cli.main([*words, "--interval", "0.01,5"]) == 0
     captured = capsys.readouterr()
@@ -114,12 +105,11 @@ def test_a_search_from_the_shell(tiny: Tiny, capsys: pytest.CaptureFixture[str])
     captured = capsys.readouterr()
     assert "is partial (step 4 of 8)" in captured.out and "plot: " in captured.out
     assert "--grid" in captured.err
+    assert captured.err.startswith("sparsepretrain: config error: ")
     assert captured.err.count("\n") == 1
 
 
-def test_a_failing_picture_does_not_undo_the_search(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_plot_keeps_the_search_result(tiny, monkeypatch, capsys):
     from sparsepretrain import reports
 
     def decay_report(result: dict[str, Any], out: Path) -> Path:

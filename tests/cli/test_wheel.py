@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
+def wheel(tmp_path_factory):
     pytest.importorskip("setuptools", minversion="77")
     work = tmp_path_factory.mktemp("wheel")
     # building leaves files behind, so it gets a copy
@@ -28,7 +28,7 @@ def wheel(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(wheel) -> Path:
+def installed(wheel):
     target = wheel.parent / "installed"
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target]
     subprocess.run([*command, "--no-index", wheel], check=True)
@@ -63,14 +63,14 @@ def test_every_file_is_in_the_wheel(wheel):
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"sparsepretrain"}
 
 
-def test_it_composes_from_an_empty_directory(installed, tmp_path):
+def test_wheel_composes_from_an_empty_directory(installed, tmp_path):
     out = run(installed, tmp_path, "train", "model=gpt2_350m", "--cfg", "job")
     assert "n_layer: 24" in out and "name: openwebtext" in out
     assert "gpt2_nano *" in run(installed, tmp_path, "configs")
     assert not list(tmp_path.iterdir())
 
 
-def test_it_takes_a_plugin_and_a_config_directory(installed, tmp_path):
+def test_wheel_takes_a_plugin_and_a_config_directory(installed, tmp_path):
     (tmp_path / "own/sparsity").mkdir(parents=True)
     (tmp_path / "own/sparsity/mine.yaml").write_text("name: mine\nboost: 2.0\n")
     (tmp_path / "mine.py").write_text(

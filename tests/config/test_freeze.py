@@ -73,7 +73,7 @@ def test_any_values_survive_the_text(tmp_path_factory, values):
         ("parallel.reduction", "tree"),
     ],
 )
-def test_identity_leaves_out(key, value):
+def test_identity_ignores_keys_that_change_no_result(key, value):
     assert identity(changed(key, value)) == identity(PLAIN)
 
 
@@ -105,7 +105,7 @@ def test_run_directory():
     assert len(identity(PLAIN)) == 8
 
 
-def test_diff():
+def test_diff_lists_changed_keys():
     other = load(["sparsity=srste", "optim.lr=1e-3", "clip=1"]).plain
     lines = diff(PLAIN, other)
     assert "optim.lr: 0.002 -> 0.001" in lines
@@ -118,7 +118,7 @@ def test_diff():
 
 
 @pytest.mark.parametrize("text", ["- 1\n", "a: [\n", "5\n"])
-def test_what_is_no_configuration(tmp_path, text):
+def test_unreadable_configuration_names_the_file(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         from_yaml(tmp_path / "config.yaml")

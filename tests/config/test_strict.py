@@ -41,7 +41,7 @@ def test_two_wrong_letters_get_a_suggestion(data):
     assert "did you mean" in suggestion("".join(typo), KEYS)
 
 
-def test_a_common_path_makes_nothing_similar():
+def test_unrelated_key_of_a_group_gets_choices_not_a_suggestion():
     (message,) = problems("sparsity.zzzz=1")
     assert "did you mean" not in message and "choose from" in message
 
@@ -59,44 +59,24 @@ def test_a_common_path_makes_nothing_similar():
         ("optim.mommentum=0", "'optim.mommentum' (choose from name, lr, betas, eps, weight_decay)"),
     ],
 )
-def test_a_key_of_another_option_says_whose(overrides, expected):
+def test_key_of_another_option_names_that_option(overrides, expected):
     (message,) = problems(*overrides.split())
     assert message.startswith("unknown key ") and message.endswith(expected)
 
 
-def test_everything_at_once():
-    found = problems(
-        "seed=x",
-        "batch.micro=3",
-        "optim.lr=-1",
-        "sparsity.gamma=2",
-        "sparsity.n=5",
-        "schedule.name=cosin",
-        "clip=0",
-        "foo=1",
-        "data.validation=2",
-        "task.sequence_length=a",
-        "precision.name=fp4",
-        "tracker.mode=on",
-    )
-    assert len(found) == 12 - 1, "root rules wait for root types: clip is one of them"
-    for key in (
-        "seed",
-        "batch.micro",
-        "optim.lr",
-        "sparsity.gamma",
-        "sparsity.n",
-        "schedule.name",
-        "foo",
-        "data.validation",
-        "task.sequence_length",
-        "precision.name",
-        "tracker.mode",
-    ):
+def test_all_wrong_keys_are_reported_together():
+    wrong = {
+        "seed": "x", "batch.micro": 3, "optim.lr": -1, "sparsity.gamma": 2, "sparsity.n": 5,
+        "schedule.name": "cosin", "foo": 1, "data.validation": 2, "task.sequence_length": "a",
+        "precision.name": "fp4", "tracker.mode": "on",
+    }  # fmt: skip
+    found = problems("clip=0", *(f"{key}={value}" for key, value in wrong.items()))
+    assert len(found) == len(wrong), "root rules wait for root types: clip is one of them"
+    for key in wrong:
         assert sum(re.search(rf"(^|'){key}\b", message) is not None for message in found) == 1, key
 
 
-def test_the_end_of_a_decay_follows_the_peak():
+def test_final_learning_rate_is_relative_to_the_peak():
     """``optim.lr=1e-4`` was refused while the floor was an absolute rate."""
     run = load(["model=gpt2_nano", "optim.lr=1e-4"])
     assert learning_rate(run.schedule, run.optim.lr, run.steps, run.steps) == pytest.approx(1e-5)
@@ -121,14 +101,14 @@ def test_a_group_that_is_missing_or_no_mapping(group):
     plain = compose()
     with pytest.raises(ConfigError) as caught:
         validate({**plain, group: 5})
-    assert caught.value.messages == [f"{group} must be a mapping of keys, got 5"]
+    assert len(caught.value.messages) == 1 and caught.value.messages[0].startswith(f"{group} ")
     del plain[group]
     with pytest.raises(ConfigError) as caught:
         validate(plain)
     assert caught.value.messages == [f"missing key {group!r}"]
 
 
-def test_run_is_typed():
+def test_values_become_the_types_of_the_schema():
     run = load(["clip=1", "optim.betas=[0,0.5]"])
     assert isinstance(run, Run) and run.optim.betas == (0.0, 0.5)
     assert isinstance(run.clip, float)

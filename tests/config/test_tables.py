@@ -50,7 +50,7 @@ def test_cells_are_runs_with_a_directory_each(tmp_path):
     assert load(found[2].words) == found[2].run
 
 
-def test_overrides_win_and_only_chooses(tmp_path):
+def test_overrides_and_only_select_cells(tmp_path):
     dirs = written(tmp_path)
     table = load_table("mine", dirs)
     found = cells(
@@ -60,7 +60,7 @@ def test_overrides_win_and_only_chooses(tmp_path):
     assert found[0].run.runs_dir == "r/mine"
 
 
-def test_all_mistakes_of_all_cells_are_told(tmp_path):
+def test_all_mistakes_of_all_cells_are_reported(tmp_path):
     dirs = written(tmp_path)
     table = load_table("mine", dirs)
     with pytest.raises(ConfigError) as caught:
@@ -95,7 +95,7 @@ def test_mistakes_in_the_file_name_file_and_key(tmp_path, changes, message):
     assert "mine.yaml: " in str(caught.value)
 
 
-def test_an_unknown_table_is_told_with_the_nearest(tmp_path):
+def test_unknown_table_gets_a_suggestion(tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'mine'"):
         load_table("mines", written(tmp_path))
 

@@ -1,7 +1,5 @@
 """What ``prepare`` says that it made, for every kind of data, whatever the model is."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -92,26 +90,21 @@ def prepare(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("pairs", "prepared 43 pairs (train 40, validation 0, test 3)"),
-        ("records", "prepared 43 examples (train 40, validation 0, test 3)"),
-        ("images", "prepared 43 images (train 40, validation 0, test 3)"),
-    ],
+    ("kind", "said"), [("pairs", "43 pairs"), ("records", "43 examples"), ("images", "43 images")]
 )
-def test_kinds_that_the_default_model_cannot_be_trained_on(prepare, kind, said):
+def test_prepare_counts_items_of_every_kind(prepare, kind, said):
     code, out, err = prepare(f"data=made_{kind}")
-    assert code == 0 and said in out, out + err
-    assert f"{said.split()[2]}/s" in out
+    assert code == 0 and f"{said} (train 40, validation 0, test 3)" in out, out + err
+    assert f"{said.split()[1]}/s" in out
 
 
 def test_options_of_the_data_are_checked(prepare):
     code, _, err = prepare("data=made_pairs", "data.size=many", "data.szie=3", "sed=1")
     assert code == 2
-    assert "data.size must be an integer" in err and "'data.szie'" in err and "'sed'" in err
+    assert "data.size" in err and "'data.szie'" in err and "'sed'" in err
 
 
-def test_larger_vocabularies_than_the_model_has_are_no_matter(prepare, tmp_path):
+def test_prepare_ignores_the_vocabulary_of_the_model(prepare, tmp_path):
     (tmp_path / "a.txt").write_text("words and more words " * 50)
     (tmp_path / "b.txt").write_text("other words and fewer " * 50)
     files = (f"data.files=['{tmp_path}/*.txt']", "data.tokenizer=bpe", "data.vocab_size=300")

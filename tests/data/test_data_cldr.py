@@ -1,7 +1,5 @@
 """The sentences of cldr_ende, and the source that they fill."""
 
-from __future__ import annotations
-
 import re
 from random import Random
 
@@ -131,22 +129,20 @@ def test_another_version_of_babel_is_other_data(options, monkeypatch):
     assert load(options("cldr_ende", **SMALL)).directory != first.directory
 
 
-def test_without_the_packages(options, monkeypatch, cache):
+def test_missing_packages_are_named(options, monkeypatch, cache):
     import importlib.metadata
 
     def version(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(DataError, match=r"babel and num2words: pip install 'sparsepretrain\[mt\]'"):
+    with pytest.raises(DataError, match=r"pip install 'sparsepretrain\[mt\]'"):
         load(options("cldr_ende", **SMALL))
     assert not cache.exists()
 
 
 def test_too_few_different_sentences_are_an_error(options, monkeypatch, cache):
     monkeypatch.setattr(cldr_ende, "sentence", lambda draws: ("One.", "Eins."))
-    with pytest.raises(
-        DataError, match=r"data\.validation_pairs: there are too few different sent"
-    ):
+    with pytest.raises(DataError, match=r"data\.validation_pairs"):
         prepare(options("cldr_ende", **SMALL), workers=1)
     assert not [p for p in cache.iterdir() if p.is_dir()]

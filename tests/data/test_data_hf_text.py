@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -53,15 +51,13 @@ def test_local_rows_are_split_by_document_as_nanogpt_does(options, rows, monkeyp
     assert load(chosen).fingerprint == data.fingerprint
 
 
-def test_not_prepared_says_how_and_names_the_alternative(options):
+def test_unprepared_data_names_command_and_alternative(options):
     begin = time.perf_counter()
     with pytest.raises(DataError) as caught:
         load(options("openwebtext"))
     assert time.perf_counter() - begin < 1
-    assert str(caught.value) == (
-        "openwebtext is not prepared: run `sparsepretrain prepare data=openwebtext` (needs the "
-        "network, about 55 GB), or train offline with data=python_source"
-    )
+    for words in ("`sparsepretrain prepare data=openwebtext`", "55 GB", "data=python_source"):
+        assert words in str(caught.value)
     assert caught.value.exit_code == 3
 
 
@@ -77,14 +73,14 @@ def test_without_a_network_preparing_fails_at_once(options, cache, config):
     assert not [p for p in cache.iterdir() if p.suffix != ".lock"]
 
 
-def test_hub_tokenizer_without_a_network(options, rows, cache):
+def test_hub_tokenizer_without_a_network_is_an_error(options, rows, cache):
     changes = LOCAL | {"data_files": [str(rows)], "tokenizer": "gpt2"}
-    with pytest.raises(DataError, match=r"data.tokenizer: cannot fetch 'gpt2' from the hub"):
+    with pytest.raises(DataError, match=r"data.tokenizer: .*'gpt2'"):
         prepare(options("openwebtext", **changes))
     assert not [p for p in cache.iterdir() if p.suffix != ".lock"]
 
 
-def test_without_the_package(options, rows, monkeypatch):
+def test_missing_package_is_named(options, rows, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"pip install 'sparsepretrain\[hf\]'"):
         prepare(options("openwebtext", **LOCAL, data_files=[str(rows)]))
@@ -93,26 +89,26 @@ def test_without_the_package(options, rows, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"text_column": "body"}, "has no column 'body' (it has text, n)"),
+        ({"text_column": "body"}, "no column 'body' (it has text, n)"),
         ({"text_column": "n"}, "'n' holds int, not text"),
         ({"split": "dev"}, "datasets cannot load data.path=json: "),
         ({"data_files": ["absent/*.json"]}, "data.data_files: no file matches absent/*.json"),
     ],
 )
-def test_bad_data_sets(options, rows, changes, expected):
+def test_bad_data_sets_are_refused(options, rows, changes, expected):
     with pytest.raises(DataError) as caught:
         prepare(options("openwebtext", **(LOCAL | {"data_files": [str(rows)]} | changes)))
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_too_few_documents(options, tmp_path):
+def test_too_few_documents_are_refused(options, tmp_path):
     file = tmp_path / "one.jsonl"
     file.write_text('{"text": "alone"}\n')
     with pytest.raises(DataError, match="has 1 documents: too few"):
         prepare(options("openwebtext", **LOCAL, data_files=[str(file)]))
 
 
-def test_libraries_are_left_as_they_were(options, rows, monkeypatch):
+def test_library_settings_are_restored(options, rows, monkeypatch):
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -132,7 +128,7 @@ def test_libraries_are_left_as_they_were(options, rows, monkeypatch):
     assert state() == before
 
 
-def test_probe_accepts_any_answer_and_survives_any_failure(monkeypatch):
+def test_any_answer_of_the_hub_means_reachable(monkeypatch):
     import huggingface_hub
 
     class Session:

@@ -1,7 +1,5 @@
 """Sources of images, their bad input, and the order of training."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
@@ -33,7 +31,7 @@ def labels_of(images):
 # digits
 
 
-def test_digits_are_held_out_by_class_for_ever(options):
+def test_digits_split_is_fixed(options):
     images = opened(options("digits"))
     counts = {split: found.count for split, found in images.items()}
     assert counts == {"train": 1277, "validation": 320, "test": 200}
@@ -46,7 +44,7 @@ def test_digits_are_held_out_by_class_for_ever(options):
     assert open_images(options("digits"), BOTH, 10)[1] == "e6ade75a3bba07e7"
 
 
-def test_digits_are_all_there_once(options):
+def test_every_digit_is_in_one_split(options):
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -64,7 +62,7 @@ def test_digits_are_all_there_once(options):
 
 
 def test_digits_refuse_to_hold_out_everything(options):
-    with pytest.raises(ConfigError, match=r"data.test must leave some of 174 images"):
+    with pytest.raises(ConfigError, match=r"data.test .* 174 images"):
         options("digits", validation=150, test=24)
     with pytest.raises(ConfigError, match=r"data.validation must be ≥ 1"):
         options("digits", validation=0)
@@ -92,7 +90,7 @@ def write_archive(path, directory, files):
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("classes", [10, 100])
-def test_cifar_files(options, tmp_path, classes, packed):
+def test_cifar_files_are_read(options, tmp_path, classes, packed):
     files, path = cifar_files(classes), tmp_path / "set"
     if packed:
         write_archive(path, cifar.EDITIONS[classes].directory, files)
@@ -110,7 +108,7 @@ def test_cifar_files(options, tmp_path, classes, packed):
 def test_cifar_of_another_content_is_refused(options, tmp_path):
     for name, content in cifar_files(10).items():
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=r"data_batch_1 has MD5 .* not the official one"):
+    with pytest.raises(DataError, match=r"data_batch_1 has MD5"):
         prepare(options("cifar10", path=str(tmp_path)))
 
 
@@ -121,7 +119,7 @@ def test_cifar_files_may_not_run_code(options, tmp_path):
 
     for name in cifar.EDITIONS[100].files:
         (tmp_path / name).write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(DataError, match=r"is not a CIFAR file: builtins\.print is not allowed"):
+    with pytest.raises(DataError, match=r"builtins\.print"):
         prepare(options("cifar100", path=str(tmp_path), verify=False))
 
 
@@ -133,7 +131,7 @@ def test_cifar_files_may_not_run_code(options, tmp_path):
         ({b"data": np.zeros((2, 3072), np.uint8)}, "is not a CIFAR file"),
     ],
 )
-def test_broken_cifar_files(options, tmp_path, cache, content, words):
+def test_broken_cifar_files_are_refused(options, tmp_path, cache, content, words):
     for name in cifar.EDITIONS[10].files:
         (tmp_path / name).write_bytes(pickle.dumps(content))
     with pytest.raises(DataError, match=words):
@@ -142,7 +140,7 @@ def test_broken_cifar_files(options, tmp_path, cache, content, words):
 
 
 def test_missing_cifar_says_where_to_get_it(options, tmp_path):
-    with pytest.raises(DataError, match=r"cannot read .*cifar-10-python.tar.gz from https"):
+    with pytest.raises(DataError, match=r"cifar-10-python.tar.gz from https"):
         prepare(options("cifar10", path=str(tmp_path / "none.tar.gz")))
     (tmp_path / "text").write_text("no archive")
     with pytest.raises(DataError, match=r"cannot read .*text"):
@@ -185,27 +183,27 @@ def test_grey_and_transparent_images_become_rgb(options, folder):
     assert [images.image(i).getpixel((0, 0)) for i in (0, 1)] == [(9, 9, 9), (1, 2, 3)]
 
 
-def test_a_new_file_is_noticed(options, folder):
+def test_new_file_changes_the_fingerprint(options, folder):
     before = prepare(options("image_folder", root=str(folder))).fingerprint
     Image.new("RGB", (4, 4)).save(folder / "train/cat/new.jpg")
     assert prepare(options("image_folder", root=str(folder))).fingerprint != before
 
 
-def test_an_empty_class(options, folder, cache):
+def test_empty_class_is_refused(options, folder, cache):
     (folder / "train/emu").mkdir()
     (folder / "train/emu/note.txt").write_text("no image")
-    with pytest.raises(DataError, match=r"train/emu: the class has no image \(\.jpg"):
+    with pytest.raises(DataError, match=r"train/emu: .*\.jpg"):
         prepare(options("image_folder", root=str(folder)))
     assert not list(cache.glob("*/manifest.json"))
 
 
-def test_a_class_of_the_validation_split_only(options, folder):
+def test_class_without_training_images_is_refused(options, folder):
     (folder / "val/cat").rename(folder / "val/cow")
-    with pytest.raises(DataError, match=r"val/cow: no class of that name in .*out of range"):
+    with pytest.raises(DataError, match=r"val/cow: "):
         prepare(options("image_folder", root=str(folder)))
 
 
-def test_missing_directories(options, folder):
+def test_missing_directories_are_refused(options, folder):
     for changes, words in (
         ({"root": "/nowhere"}, "data.root: /nowhere is not a directory: put image_folder there"),
         ({"root": str(folder), "validation": "v"}, r"data.validation: .*/v is not a directory"),
@@ -217,7 +215,7 @@ def test_missing_directories(options, folder):
 
 
 @pytest.mark.parametrize("content", [b"not an image", b"", None])
-def test_an_image_that_does_not_decode(options, folder, cache, content):
+def test_broken_image_is_named(options, folder, cache, content):
     file = folder / "val/cat/1.png"
     file.write_bytes(file.read_bytes()[:40] if content is None else content)
     with pytest.raises(DataError, match=r"val/cat/1\.png does not decode") as caught:
@@ -232,10 +230,10 @@ def test_an_image_that_does_not_decode(options, folder, cache, content):
         images.image(1)
 
 
-def test_more_labels_than_the_model_has_classes(options, folder):
-    with pytest.raises(DataError, match=r"image 5 has label 1, out of range for model.classes=1"):
+def test_label_out_of_range_is_refused(options, folder):
+    with pytest.raises(DataError, match=r"image 5 has label 1, .*model.classes=1"):
         opened(options("image_folder", root=str(folder)), 1)
-    with pytest.raises(DataError, match=r"has label 9, out of range for model.classes=9"):
+    with pytest.raises(DataError, match=r"label 9, .*model.classes=9"):
         opened(options("digits"), 9)
 
 
@@ -289,7 +287,7 @@ def test_every_epoch_visits_every_image_once():
     ]
 
 
-def test_copies_follow_each_other():
+def test_repeated_augmentation_repeats_neighbors():
     order = Shuffle(10, seed=0, copies=3)
     images = [place.item for place in order.places(0, range(10), 10)]
     assert images == [images[i] for i in (0, 0, 0, 3, 3, 3, 6, 6, 6, 9)]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +69,7 @@ def test_windows_with_replacement_start_anywhere():
     assert (again.batch(40, [2, 7], 8) == rows[[322, 327]]).all()
 
 
-def test_golden_order():
+def test_order_equals_the_stored_one():
     """Fixed for ever: a change here changes every run and breaks resuming."""
     train = windows(data(50), "train", 5, 42)
     assert train.count == 9
@@ -82,7 +80,7 @@ def test_golden_order():
 GOLDEN = [[31, 1, 26, 16], [11, 21, 41, 6], [36, 19, 44, 24], [14, 9, 34, 4], [29, 39, 40, 25]]
 
 
-def test_going_back_after_many_epochs_changes_nothing():
+def test_earlier_steps_repeat_after_many_epochs():
     train = windows(data(40), "train", 5, 1)
     first = train.batch(0, range(6), 6)
     for step in range(40):
@@ -131,6 +129,6 @@ def test_a_complete_pass_predicts_every_token_once(length, extra, seed, size):
     assert (held_out.batch(1, [0], held_out.count) == rows[:1]).all(), "every pass is the same"
 
 
-def test_a_split_that_is_not_there():
-    with pytest.raises(DataError, match=r"x has no test split \(it has train, validation\)"):
+def test_missing_split_is_named():
+    with pytest.raises(DataError, match=r"no test split \(it has train, validation\)"):
         windows(data(9, 9), "test", 4, 0)

@@ -1,7 +1,5 @@
 """Sentence pairs of the user: two files or a TSV, and what can be wrong with them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -37,7 +35,7 @@ def nothing_prepared(cache):
 
 @pytest.mark.parametrize("shard_pairs", [3, 16384])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_two_files(options, files, monkeypatch, shard_pairs, workers):
+def test_two_files_become_pairs(options, files, monkeypatch, shard_pairs, workers):
     from sparsepretrain.data.sources import parallel_files
 
     monkeypatch.setattr(parallel_files, "SHARD_PAIRS", shard_pairs)
@@ -52,20 +50,20 @@ def test_two_files(options, files, monkeypatch, shard_pairs, workers):
 
 
 @pytest.mark.parametrize("shard_pairs", [2, 16384])
-def test_a_tsv_with_chosen_columns(options, files, monkeypatch, shard_pairs):
+def test_tsv_columns_become_pairs(options, files, monkeypatch, shard_pairs):
     from sparsepretrain.data.sources import parallel_files
 
     monkeypatch.setattr(parallel_files, "SHARD_PAIRS", shard_pairs)
     rows = "".join(f"{i}\tziel {i}\tquelle {i}\n" for i in range(5))
     changes = PLAIN | {"train": files(rows), "columns": [2, 1], "test": files(rows, name="t")}
-    with pytest.raises(DataError, match=r"data\.test: .*train\.0 is also one of data\.train"):
+    with pytest.raises(DataError, match=r"data\.test: .*train\.0 .*data\.train"):
         prepare(options("parallel_files", **changes | {"test": files(rows)}), workers=1)
     data = prepare(options("parallel_files", **changes), workers=1)
     assert texts(data, "train") == [(f"quelle {i}", f"ziel {i}") for i in range(5)]
     assert texts(data, "test") == texts(data, "train")
 
 
-def test_joint_vocabulary(options, files):
+def test_vocabulary_is_joint(options, files):
     words = files("tee kaffee\n" * 50, "wasser wein\n" * 50)
     changes = PLAIN | {"tokenizer": "bpe", "vocab_size": 300, "train": words}
     data = prepare(options("parallel_files", **changes), workers=1)
@@ -77,14 +75,14 @@ def test_joint_vocabulary(options, files):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (("a\nb\nc\n", "x\ny\n"), r"train\.0, line 3 has no counterpart: .*train\.1 has 2 lines"),
-        (("a\n", "x\ny\nz\n"), r"train\.1, line 2 has no counterpart: .*train\.0 has 1 lines"),
-        (("a\n\nc\n", "x\ny\nz\n"), r"train\.0, line 2: empty sentence: remove the pair"),
+        (("a\nb\nc\n", "x\ny\n"), r"train\.0, line 3 .*train\.1 has 2 lines"),
+        (("a\n", "x\ny\nz\n"), r"train\.1, line 2 .*train\.0 has 1 lines"),
+        (("a\n\nc\n", "x\ny\nz\n"), r"train\.0, line 2: empty sentence"),
         (("a\nb\n", "x\n  \n"), r"train\.1, line 2: empty sentence"),
         ((b"a\nb\xff\n", "x\ny\n"), r"train\.0, line 2: not UTF-8 text"),
         (("a\nb\0c\n", "x\ny\n"), r"train\.0, line 2: contains a NUL byte"),
-        (("a\tx\nb\n",), r"train\.0, line 2: no column 1 \(columns count from 0, the line has 1\)"),
-        (("a\tx\nb\t\n",), r"train\.0, line 2: empty sentence in column 1"),
+        (("a\tx\nb\n",), r"train\.0, line 2: no column 1"),
+        (("a\tx\nb\t\n",), r"train\.0, line 2: .*column 1"),
         (("", ""), r"data\.train: .*train\.0 has no lines"),
         (("",), r"data\.train: .*train\.0 has no lines"),
     ],
@@ -96,14 +94,14 @@ def test_bad_lines_are_named_and_nothing_is_prepared(options, files, cache, colu
     assert nothing_prepared(cache)
 
 
-def test_a_bad_line_of_a_held_out_split_stops_it_too(options, files, cache):
+def test_bad_line_of_a_held_out_split_is_refused(options, files, cache):
     changes = {"train": files("a\n", "b\n"), "test": files("a\tb\n\tb\n", name="test")}
-    with pytest.raises(DataError, match=r"test\.0, line 2: empty sentence in column 0"):
+    with pytest.raises(DataError, match=r"test\.0, line 2: .*column 0"):
         prepare(options("parallel_files", **PLAIN | changes), workers=1)
     assert nothing_prepared(cache)
 
 
-def test_a_missing_file(options, files, tmp_path):
+def test_missing_file_is_named(options, files, tmp_path):
     changes = PLAIN | {"train": [files("a\n")[0], str(tmp_path / "none.de")]}
     with pytest.raises(DataError, match=r"data\.train: cannot read .*none\.de: No such file"):
         prepare(options("parallel_files", **changes))
@@ -114,17 +112,17 @@ def test_a_missing_file(options, files, tmp_path):
     [
         ({"train": []}, "data.train must be"),
         ({"test": ["a", "b", "c"]}, "data.test must be"),
-        ({"columns": [1, 1]}, "data.columns must be two different"),
-        ({"columns": [-1, 1]}, "data.columns must be two different"),
+        ({"columns": [1, 1]}, "data.columns"),
+        ({"columns": [-1, 1]}, "data.columns"),
         ({"vocab_size": 200, "tokenizer": "bpe"}, "data.vocab_size must be ≥ 257"),
     ],
 )
-def test_bad_options(options, changes, message):
+def test_bad_options_are_refused(options, changes, message):
     with pytest.raises(Exception, match=message):
         options("parallel_files", **PLAIN | changes)
 
 
-def test_changed_files_are_other_data(options, files):
+def test_changed_files_are_prepared_again(options, files):
     changes = PLAIN | {"train": files("a\n", "b\n")}
     first = prepare(options("parallel_files", **changes), workers=1)
     files("a\nc\n", "b\nd\n")
@@ -153,7 +151,7 @@ def wmt(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def test_a_corpus_of_datasets(options, wmt, monkeypatch):
+def test_hub_corpus_becomes_pairs(options, wmt, monkeypatch):
     from sparsepretrain.data.sources import hf_pairs
 
     monkeypatch.setattr(hf_pairs.HfPairs, "shard_rows", 7)
@@ -166,7 +164,7 @@ def test_a_corpus_of_datasets(options, wmt, monkeypatch):
     assert "test" not in back.tokens
 
 
-def test_columns_named_by_language(options, wmt, tmp_path):
+def test_columns_named_by_language_become_pairs(options, wmt, tmp_path):
     root = tmp_path / "columns"
     root.mkdir()
     (root / "train.jsonl").write_text(json.dumps({"en": "one", "de": "eins"}) + "\n")
@@ -178,26 +176,24 @@ def test_columns_named_by_language(options, wmt, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"languages": ["en", "fr"]}, r"data\.languages: wmt14_ende has no 'fr' \(it has de, en\)"),
+        ({"languages": ["en", "fr"]}, r"data\.languages: .*'fr' \(it has de, en\)"),
         ({"train": "dev"}, r"datasets cannot load .*dev"),
     ],
 )
-def test_what_the_corpus_lacks(options, wmt, cache, changes, message):
+def test_missing_language_or_split_is_refused(options, wmt, cache, changes, message):
     with pytest.raises(DataError, match=message):
         prepare(options("wmt14_ende", **wmt | changes), workers=1)
     assert nothing_prepared(cache)
 
 
-def test_without_a_network(options, wmt, cache):
+def test_unprepared_corpus_names_the_command(options, wmt, cache):
     from sparsepretrain.data import load
 
     remote = {key: wmt[key] for key in ("tokenizer", "vocab_size")}
     with pytest.raises(DataError) as caught:
         load(options("wmt17_ende", **remote))
-    assert str(caught.value) == (
-        "wmt17_ende is not prepared: run `sparsepretrain prepare data=wmt17_ende` (needs the "
-        "network, about 5 GB), or train offline with data=cldr_ende"
-    )
+    for words in ("`sparsepretrain prepare data=wmt17_ende`", "5 GB", "data=cldr_ende"):
+        assert words in str(caught.value)
     with pytest.raises(DataError, match=r"wmt17_ende needs the network: .*data=cldr_ende"):
         prepare(options("wmt17_ende", **remote))
     assert nothing_prepared(cache)

@@ -1,7 +1,5 @@
 """Splits that the options name: of a data set, or files."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -75,7 +73,7 @@ def test_local_files_of_each_split(options, mirror):
     assert texts(data)["train"] == ended
 
 
-def test_a_fraction_with_a_test_split(options, tmp_path):
+def test_validation_fraction_leaves_the_test_split(options, tmp_path):
     files = {}
     for split, count in (("train", 30), ("test", 5)):
         files[split] = [str(tmp_path / f"{split}.jsonl")]
@@ -97,17 +95,17 @@ def test_a_fraction_with_a_test_split(options, tmp_path):
     [
         ({"validation": "dev"}, "datasets cannot load data.path="),
         ({"test": "tset"}, "datasets cannot load data.path="),
-        ({"text_column": "body"}, "data.text_column: wikitext2 has no column 'body' (it has text)"),
+        ({"text_column": "body"}, "data.text_column: wikitext2 has no column 'body'"),
     ],
 )
-def test_a_split_that_is_not_there(options, mirror, cache, changes, words):
+def test_missing_split_or_column_is_refused(options, mirror, cache, changes, words):
     with pytest.raises(DataError) as caught:
         prepare(options("wikitext2", path=str(mirror[0]), tokenizer="bytes", **changes))
     assert words in str(caught.value) and "\n" not in str(caught.value)
     assert not [p for p in cache.iterdir() if p.suffix != ".lock"], "nothing half-prepared"
 
 
-def test_files_of_each_split(options, tmp_path):
+def test_text_files_of_each_split(options, tmp_path):
     for split in ("train", "validation", "test"):
         for i in range(2):
             (tmp_path / f"{split}{i}.txt").write_text(f"{split} {i}\n")
@@ -142,7 +140,7 @@ def test_one_file_for_training_is_not_cut(options, tmp_path):
         ),
     ],
 )
-def test_bad_splits_of_files(options, tmp_path, cache, changes, words):
+def test_overlapping_splits_are_refused(options, tmp_path, cache, changes, words):
     for name in ("train0.txt", "v.txt"):
         (tmp_path / name).write_text(f"{name} text")
     changes = {k: [f"{tmp_path}/{name}" for name in v] for k, v in changes.items()}
@@ -152,7 +150,7 @@ def test_bad_splits_of_files(options, tmp_path, cache, changes, words):
     assert not cache.exists() or not list(cache.iterdir())
 
 
-def test_windows_of_a_short_split_say_so(options, mirror):
+def test_split_shorter_than_a_window_is_refused(options, mirror):
     from sparsepretrain.data import windows
 
     data = prepare(options("wikitext2", path=str(mirror[0]), tokenizer="bytes"))

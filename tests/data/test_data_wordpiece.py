@@ -1,19 +1,11 @@
 """WordPiece tokenizers, trained when the data is prepared."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
 from sparsepretrain.data import load, prepare
-from sparsepretrain.data.encoding import (
-    WORDPIECE_SPECIAL,
-    ByteCodec,
-    FileCodec,
-    train_bpe,
-    train_wordpiece,
-)
+from sparsepretrain.data.encoding import WORDPIECE_SPECIAL, FileCodec, train_wordpiece
 from sparsepretrain.data.tokenizer import TOKENIZERS
 from sparsepretrain.errors import DataError
 
@@ -31,7 +23,7 @@ def codec(tmp_path):
 
 
 @pytest.mark.parametrize("name", [n for n, known in TOKENIZERS.items() if known.training])
-def test_every_trained_tokenizer_is_what_its_record_says(name, tmp_path):
+def test_trained_tokenizers_equal_their_record(name, tmp_path):
     (tmp_path / "t.json").write_text(TOKENIZERS[name].train(WORDS, 300))
     codec = FileCodec(tmp_path / "t.json")
     assert 20 < codec.vocab_size <= 300
@@ -46,7 +38,7 @@ def test_special_tokens_come_first_in_berts_order(codec):
     assert one.decode([0, 4]) == "[PAD] [MASK]"
 
 
-def test_case(codec):
+def test_lowercase_and_cased_tokenizers(codec):
     lower, cased = codec(), codec(lowercase=False)
     ids = lower.encode(["The SHEEP", b"the sheep", "Thé shéep"])
     assert [list(i) for i in ids] == [list(ids[0])] * 3
@@ -55,7 +47,7 @@ def test_case(codec):
     assert list(left) != list(right) and cased.decode(left) == "The Goat"
 
 
-def test_text_that_looks_special_is_text(codec):
+def test_names_of_special_tokens_in_text_stay_text(codec):
     one = codec()
     (ids,) = one.encode(["a [MASK] of [SEP] sheep"])
     assert not {3, 4} & set(ids.tolist())
@@ -81,14 +73,6 @@ def test_rare_characters_are_unknown(tmp_path):
     assert [list(ids) for ids in codec.encode(["z", "a"])] == [[1], [5]]
 
 
-def test_other_codecs_know_their_special_tokens(tmp_path):
-    bytes_ = ByteCodec()
-    assert (bytes_.end_of_text, bytes_.mask, bytes_.special) == (0, None, frozenset({0}))
-    (tmp_path / "bpe.json").write_text(train_bpe(WORDS, 300))
-    bpe = FileCodec(tmp_path / "bpe.json")
-    assert (bpe.end_of_text, bpe.mask, bpe.special) == (0, None, frozenset({0}))
-
-
 @pytest.mark.parametrize("name", ["wordpiece", "wordpiece_cased"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_documents_end_with_sep(options, tmp_path, name, workers):
@@ -105,7 +89,7 @@ def test_documents_end_with_sep(options, tmp_path, name, workers):
     assert load(chosen).fingerprint == data.fingerprint
 
 
-def test_a_tokenizer_larger_than_the_vocabulary(options, tmp_path, cache):
+def test_tokenizer_larger_than_the_vocabulary_is_refused(options, tmp_path, cache):
     (tmp_path / "t.json").write_text(train_wordpiece(WORDS, 90, lowercase=True))
     (tmp_path / "a.txt").write_text("sheep")
     chosen = options(

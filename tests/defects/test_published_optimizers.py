@@ -1,6 +1,5 @@
 """Defects of the published AdamW of STEP, adamw_step.py (docs/published_defects.md)."""
 
-import copy
 import warnings
 
 import pytest
@@ -25,14 +24,6 @@ def run(steps, gradient=1.0, **options):
     return optimizer, changes
 
 
-@pytest.mark.parametrize(("beta2", "length"), [(0.999, 1000), (0.95, 20), (0.98, 50), (0.99, 100)])
-def test_the_window_is_not_truncated(beta2, length):
-    """adamw_step.py:55: int(1/(1 - beta2)) is 999, 19, 49 and 99."""
-    assert int(1 / (1 - beta2)) == length - 1
-    optimizer, _ = run(length + 1, betas=(0.9, beta2), eps=10.0, require_full_window=True)
-    assert optimizer.switched_at == length
-
-
 def test_the_frozen_variance_can_be_corrected():
     """adamw_step.py:145,211 freezes v without 1 - beta2^t: at t = 11 steps become 9.6 times longer.
     The authors' behaviour stays the default, with a warning that names the factor."""
@@ -52,7 +43,7 @@ def test_the_frozen_variance_can_be_corrected():
             optimizer.step()
 
 
-def test_a_coordinate_without_gradient_has_no_vote():
+def test_coordinate_without_gradient_is_left_out_of_the_mean():
     """adamw_step.py:181, option 2: log 0 makes the geometric mean 0: the first step switches."""
     gradient = torch.tensor([0.0, 1.0, 1.0, 1.0])
     change = (1 - 0.999) * gradient**2
@@ -62,7 +53,7 @@ def test_a_coordinate_without_gradient_has_no_vote():
     assert optimizer.window_mean == pytest.approx(float(change[1]), rel=2e-3)
 
 
-def test_a_full_window_can_be_asked_for():
+def test_full_window_can_be_required():
     """The published test is on the mean of whatever the window holds: a gradient of 1e-4 switches
     at step 1. ``require_full_window`` waits; the method ``step`` waits for its clipping."""
     assert run(1, 1e-4)[0].switched_at == 1, "the authors' behaviour, without clipping"
@@ -94,7 +85,7 @@ def test_the_method_never_switches_before_a_tenth_of_the_run():
 
 
 @pytest.mark.parametrize("denominator", ["sqrt_v_plus_eps34", "sqrt_of_v_plus_eps"])
-def test_both_denominators_have_a_name(denominator):
+def test_both_denominators_are_available(denominator):
     """adamw_step.py:145 divides by √v* + eps^¾, with the paper's √(v* + eps) commented out."""
     eps, gradient = 1e-4, 1e-3
     optimizer, changes = run(
@@ -106,26 +97,7 @@ def test_both_denominators_have_a_name(denominator):
     assert changes[2] == pytest.approx(1e-3 * gradient / expected, rel=1e-4)
 
 
-def test_the_phase_is_saved():
-    """adamw_step.py: t, window and phase are not in the state dict; a resumed run is dense."""
-    optimizer, _ = run(6, clipping=(None, 3))
-    state = copy.deepcopy(optimizer.state_dict())
-    resumed, _ = run(1)
-    resumed.load_state_dict(state)
-    assert resumed.sparse_phase and resumed.steps == 6 and resumed.switched_at == 4
-    assert resumed.window_mean == optimizer.window_mean
-    for one, other in zip(
-        optimizer.param_groups[0]["params"], resumed.param_groups[0]["params"], strict=True
-    ):
-        with torch.no_grad():
-            other.copy_(one)
-        one.grad, other.grad = torch.ones(4), torch.ones(4)
-        optimizer.step()
-        resumed.step()
-        assert torch.equal(one, other)
-
-
-def test_weights_without_gradient_or_mark_do_not_crash():
+def test_weights_without_gradient_or_mark_can_be_stepped():
     """adamw_step.py: no flagged parameter is an empty concatenation, and one without a gradient at
     the switch has no state to freeze."""
     plain = torch.zeros(4, requires_grad=True)

@@ -1,7 +1,5 @@
 """What the tests of the documentation read: files, fenced blocks, links, headings."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -49,7 +49,7 @@ def commands(script: str, scratch) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda b: b.name)
-def test_library_snippet(block, capsys):
+def test_library_snippets_run(block, capsys):
     try:
         exec(compile(block.body, block.name, "exec"), {"__name__": "snippet"})
     finally:  # plug-ins of a snippet must not reach other tests
@@ -59,7 +59,7 @@ def test_library_snippet(block, capsys):
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda b: b.name)
-def test_commands(block, tiny, tmp_path, monkeypatch, capsys):
+def test_commands_run(block, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # seconds each; tested elsewhere
     monkeypatch.setattr(training_verb, "illustrate", lambda directory: None)

@@ -1,15 +1,12 @@
 """From the command line to the pictures."""
 
-from __future__ import annotations
-
 import pytest
-from tiny_runs import METHODS
 
 from sparsepretrain.cli import main
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_train_and_again(tiny, capfd, method):
+@pytest.mark.parametrize("method", ["dense", "sste"])
+def test_train_writes_a_report_and_is_then_finished(tiny, capfd, method):
     argv = ["train", *tiny.overrides(f"sparsity={method}")]
     assert main(argv) == 0
     out, err = capfd.readouterr()
@@ -18,10 +15,10 @@ def test_train_and_again(tiny, capfd, method):
     assert (directory / "report.md").is_file() and list((directory / "plots").glob("*.png"))
     assert "train loss" in out and str(directory / "plots") in out
     assert main(argv) == 0
-    assert "is finished (6 steps): nothing to do" in capfd.readouterr().out
+    assert "is finished (6 steps)" in capfd.readouterr().out
 
 
-def test_python_source(tiny, tmp_path):
+def test_python_source_trains_with_bpe(tiny, tmp_path):
     root = tmp_path / "code"
     root.mkdir()
     for i in range(9):

@@ -1,7 +1,5 @@
 """Fine-tuning checkpoints that transformers wrote, made in the test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,7 @@ BERT = transformers.BertConfig(
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
     torch.manual_seed(0)
 
@@ -48,7 +46,7 @@ def bert(root: Path, cls: type = transformers.BertForMaskedLM, **more: object) -
     return directory
 
 
-def test_gpt2_with_bytes(tmp_path):
+def test_gpt2_fine_tunes_on_bytes(tmp_path):
     source = save(tmp_path, transformers.GPT2LMHeadModel(GPT2))
     words = [*glue(tmp_path), "task.max_length=64", "epochs=1", f"runs_dir='{tmp_path}'"]
     directory, out, lines = train(source, *words, "sparsity=sste")
@@ -60,7 +58,7 @@ def test_gpt2_with_bytes(tmp_path):
     assert "drawn anew" not in out
 
 
-def test_weights_are_those_of_the_checkpoint(tmp_path):
+def test_weights_equal_the_checkpoint(tmp_path):
     model = transformers.GPT2LMHeadModel(GPT2).eval()
     source = save(tmp_path, model)
     t = build(source, *glue(tmp_path), "task.max_length=64")
@@ -84,7 +82,7 @@ def test_bert_keeps_a_trained_head_of_the_right_size(tmp_path):
     assert "drawn anew: classifier.bias, classifier.weight" in out
 
 
-def test_bert_reads_pairs_as_it_was_trained_to(tmp_path):
+def test_bert_inputs_and_scores_equal_transformers(tmp_path):
     source = bert(tmp_path)
     rows = [{"sentence1": "one sheep", "sentence2": "two goats", "label": 0}] * 4
     file = write_rows(tmp_path / "rows.jsonl", rows)
@@ -145,9 +143,9 @@ def test_layers_are_found_by_role(tmp_path, config, ffn, attention):
     assert len(roles["ffn_out"]) == 1
 
 
-def test_a_tokenizer_that_does_not_fit(tmp_path):
+def test_tokenizer_larger_than_the_model_is_refused(tmp_path):
     source = bert(tmp_path, vocab_size=8)
-    with pytest.raises(DataError, match="has 10 tokens, but the model has rows for 8"):
+    with pytest.raises(DataError, match=r"10 tokens.* 8"):
         build(source, *glue(tmp_path), "task.max_length=64")
     (source / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):

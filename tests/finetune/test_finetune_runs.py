@@ -1,7 +1,5 @@
 """From a pre-training run to metrics on files in GLUE's format, with the network blocked."""
 
-from __future__ import annotations
-
 import functools
 import math
 import socket
@@ -21,7 +19,7 @@ from sparsepretrain.training.schedules import settle
 
 
 @pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_network(monkeypatch):
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a test asked for the network")
 
@@ -30,7 +28,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, small_corpus: Path):
+def trained(tmp_path_factory, small_corpus):
     """A run of each method, trained when it is first asked for, for tests that only read it."""
     own = Tiny(tmp_path_factory.mktemp("sources"), small_corpus)
     return functools.cache(lambda method: own.train(f"sparsity={method}").directory)
@@ -40,7 +38,7 @@ def pretrain(tiny: Tiny, *overrides: str) -> Path:
     return tiny.train(*overrides).directory
 
 
-def test_the_whole_path(tiny, tmp_path, capfd):
+def test_finetune_command_reports_glue_metrics(tiny, tmp_path, capfd):
     source = pretrain(tiny, "sparsity=sste")
     argv = ["finetune", str(source), *QUICK, *glue(tmp_path), f"runs_dir='{tmp_path / 'tuned'}'"]
     assert main(argv) == 0
@@ -58,7 +56,7 @@ def test_the_whole_path(tiny, tmp_path, capfd):
 
 @pytest.mark.parametrize("model", ["bert_nano", "bert_geglu"])
 @pytest.mark.parametrize("task", ["labels", "spans"])
-def test_bert_runs(tiny, tmp_path, model, task):
+def test_bert_fine_tunes_on_labels_and_spans(tiny, tmp_path, model, task):
     """The encoders carry the same heads, whatever the tokenizer of the run is."""
     small = (
         *("precision=fp32", "schedule=constant"),
@@ -74,7 +72,7 @@ def test_bert_runs(tiny, tmp_path, model, task):
     assert final["f1"] >= 0 and math.isfinite(final["loss"])
 
 
-def test_fine_tuning_starts_from_the_weights_whose_numbers_a_run_prints(tiny, tmp_path):
+def test_fine_tuning_starts_from_the_evaluated_weights(tiny, tmp_path):
     found = weights.find(pretrain(tiny, "sparsity=dense", "ema=0.5"))
     stored = weights.model_state(found)
     evaluated = assembly.evaluated_state(found)
@@ -84,7 +82,7 @@ def test_fine_tuning_starts_from_the_weights_whose_numbers_a_run_prints(tiny, tm
     assert all(torch.equal(own[name], stored[name]) for name in evaluated if name in own)
 
 
-def test_a_stopped_run_continues_bit_for_bit_without_its_source(tiny, tmp_path, stop_after):
+def test_resume_without_the_source_is_bit_exact(tiny, tmp_path, stop_after):
     source = pretrain(tiny)
     words = [*glue(tmp_path), "epochs=1", "checkpoint.every=2"]
     whole, _, _ = train(source, *words, f"runs_dir='{tmp_path / 'a'}'")
@@ -93,22 +91,9 @@ def test_a_stopped_run_continues_bit_for_bit_without_its_source(tiny, tmp_path, 
     from sparsepretrain.training.trainer import train as start
 
     run = settle(run)
-    with pytest.MonkeyPatch.context() as patch:
-        from sparsepretrain.training import loop
-
-        original = loop.train_step
-
-        def interrupt(t):
-            values = original(t)
-            if t.step == 3:
-                import os
-                import signal
-
-                os.kill(os.getpid(), signal.SIGTERM)
-            return values
-
-        patch.setattr(loop, "train_step", interrupt)
-        assert start(run) == 143
+    stop_after(3)
+    assert start(run) == 143
+    stop_after(-1)
     for file in source.glob("checkpoints/*/state.json"):
         file.unlink()
     assert start(run) == 0
@@ -144,9 +129,7 @@ def logits(model: torch.nn.Module, task: object) -> torch.Tensor:
         ("dense", "sste", False),  # a dense function is not sparse
     ],
 )
-def test_the_function_at_step_0_is_that_of_the_source(
-    tiny, trained, tmp_path, before, after, exact
-):
+def test_function_at_step_0_equals_the_source(tiny, trained, tmp_path, before, after, exact):
     source = trained(before)
     from sparsepretrain.tasks import build_task
     from sparsepretrain.training.assembly import build_model
@@ -192,7 +175,7 @@ def test_defaults_follow_the_source(tiny, tmp_path):
     assert (run.sparsity.name, run.sparsity.n, run.sparsity.targets) == ("srste", 2, "ffn")
 
 
-def test_the_tokenizer_travels_with_the_run(tiny, tmp_path, small_corpus):
+def test_tokenizer_is_copied_to_the_run(tiny, tmp_path, small_corpus):
     source = pretrain(tiny, "data.tokenizer=bpe", "data.vocab_size=300", "model.vocab_size=304")
     assert (source / "tokenizer.json").is_file()
     directory, _, _ = train(source, *glue(tmp_path), "epochs=1", f"runs_dir='{tmp_path}'")
@@ -208,7 +191,7 @@ def test_the_tokenizer_travels_with_the_run(tiny, tmp_path, small_corpus):
     assert run.data == replace(tiny.load().data, tokenizer=run.data.tokenizer, vocab_size=300)
 
 
-def test_language_modelling_on_other_text(tiny, tmp_path, small_corpus):
+def test_language_model_fine_tunes_on_other_text(tiny, tmp_path, small_corpus):
     source = pretrain(tiny)
     words = ["task=causal_lm", "data=text_files", f"data.files=['{small_corpus}/0*.txt']"]
     words += ["steps=2", "eval.every=1", "eval.batches=1"]
@@ -225,27 +208,27 @@ def test_language_modelling_on_other_text(tiny, tmp_path, small_corpus):
     [
         ([], "task=… is missing: choose from glue/cola"),
         (["task=glue/mprc"], "did you mean 'glue/mrpc'?"),
-        (["task=glue/mrpc", "model=gpt2_nano"], "model comes from the checkpoint"),
-        (["task=glue/mrpc", "task.metrics=[pearson]"], "pearson is for labels that are numbers"),
-        (["task=glue/mnli", "task.metrics=[f1]"], "f1 is for two classes, data has 3"),
-        (["task=squad"], "task.max_length must be ≤ model.n_positions (256), got 384"),
+        (["task=glue/mrpc", "model=gpt2_nano"], "model comes from"),
+        (["task=glue/mrpc", "task.metrics=[pearson]"], "pearson"),
+        (["task=glue/mnli", "task.metrics=[f1]"], "f1"),
+        (["task=squad"], "task.max_length must be ≤ model.n_positions (256)"),
         (["task=squad", "task.max_length=64"], "task.stride"),
-        (["task=glue/mrpc", "data=python_qa"], "data=python_qa has questions, but"),
-        (["task=glue/mrpc", "init.weights=all"], "init.weights must be one of"),
+        (["task=glue/mrpc", "data=python_qa"], "data=python_qa"),
+        (["task=glue/mrpc", "init.weights=all"], "init.weights"),
     ],
 )
-def test_refusals(tiny, words, message):
+def test_bad_overrides_are_refused(tiny, words, message):
     source = pretrain(tiny, "steps=2")
     with pytest.raises(ConfigError) as caught:
         build(source, *words)
     assert message in str(caught.value)
 
 
-def test_checkpoints_that_do_not_fit(tiny, tmp_path):
+def test_unusable_checkpoints_are_refused(tiny, tmp_path):
     source = pretrain(tiny, "steps=2")
     with pytest.raises(CheckpointError, match="has no checkpoints"):
         load(tmp_path, "task=glue/mrpc")
-    with pytest.raises(CheckpointError, match=r"does not fit the model: transformer.wte.weight"):
+    with pytest.raises(CheckpointError, match=r"transformer.wte.weight"):
         build(source, *glue(tmp_path), "model.n_embd=16")
     with pytest.raises(CheckpointError, match="is damaged"):
         broken = next(iter(sorted(source.glob("checkpoints/*"))))

@@ -1,10 +1,7 @@
 """Encoding, padding, spans and metrics of the tasks on records."""
 
-from __future__ import annotations
-
 import collections
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +22,7 @@ NANO = ("model=gpt2_nano", "parallel.device=cpu", "model.n_embd=32", "model.n_la
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
 
 
@@ -45,7 +42,7 @@ def task_of(recipe: str, *overrides: str):
     return run, build_task(run)
 
 
-def test_pairs_and_cuts():
+def test_pairs_are_cut_to_max_length():
     _, task = task_of("labelled_files", FOUR, "task.max_length=12")
     rows = [{"texts": ["ab", "cdefghijklmn"], "label": 2, "part": 0},
             {"texts": ["abcdefghijkl", "mnopqrstuvwx"], "label": 1, "part": 0},
@@ -65,7 +62,7 @@ def test_the_longer_text_is_cut_first(room):
     assert len(second) == 4 if room >= 8 else abs(len(first) - len(second)) <= 1
 
 
-def test_templates(tmp_path):
+def test_tokenizers_have_their_template(tmp_path):
     words = {w: i for i, w in enumerate(["[CLS]", "[SEP]", "a", "b"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -93,7 +90,7 @@ def batch_of(task, lengths: list[int], extra: int = 0) -> dict:
 
 
 @pytest.mark.parametrize("recipe", [("labelled_files", FOUR), ("python_qa",)], ids=lambda r: r[0])
-def test_padding_leaks_nowhere(recipe):
+def test_padding_does_not_change_loss_or_gradients(recipe):
     _, task = task_of(*recipe)
     model = build_model(task, torch.device("cpu"))
     lengths = [9, 14, 30]
@@ -116,7 +113,7 @@ def test_padding_leaks_nowhere(recipe):
 
 
 @pytest.mark.parametrize("recipe", [("labelled_files", FOUR), ("python_qa",)], ids=lambda r: r[0])
-def test_no_gradient_reaches_padding(recipe):
+def test_gradients_at_padding_are_zero(recipe):
     """So MVUE, which groups four tokens of one sequence, draws nothing for them."""
     _, task = task_of(*recipe)
     model = build_model(task, torch.device("cpu"))
@@ -133,7 +130,7 @@ def test_no_gradient_reaches_padding(recipe):
     assert (seen["grad"][batch["mask"]] != 0).any()
 
 
-def test_windows_of_a_long_context(tmp_path):
+def test_long_contexts_become_overlapping_windows(tmp_path):
     _, task = task_of("python_qa", "task.max_length=24", "task.stride=4", "task.max_question=8")
     context = "0123456789abcdefghijklmnop"
     rows = [{"question": "where?", "context": context, "answers": [["fgh", 15]]}]
@@ -162,7 +159,7 @@ def best_span(task, scores: np.ndarray, sample: Sample) -> tuple[float, int, int
 
 @pytest.mark.parametrize("end", ["last", "next"])
 @pytest.mark.parametrize("longest", [1, 5, 400])
-def test_the_best_span_is_that_of_a_search_start_by_start(end, longest):
+def test_best_span_equals_exhaustive_search(end, longest):
     _, task = task_of("python_qa", f"task.end={end}", f"task.max_answer={longest}")
     contexts = enumerate(["x" * 70, "ab", "", "cd ef", "y" * 19])
     rows = [{"question": "q" * n, "context": c, "answers": [["", 0]]} for n, c in contexts]
@@ -202,7 +199,7 @@ def test_the_best_span_is_the_answer_when_the_model_is_right(end):
     assert task.predictions(scores, batch)["first"].item() == 7
 
 
-def test_the_best_window_of_a_question_counts():
+def test_best_window_of_a_question_is_scored():
     _, task = task_of("python_qa")
 
     def window(example: int, text: str, *answers: str) -> About:
@@ -233,7 +230,7 @@ def official_f1(prediction: str, truth: str) -> float:
     return (2 * precision * recall) / (precision + recall)
 
 
-def test_squad_normalisation():
+def test_squad_metrics_equal_the_official_ones():
     assert normalise(" The  cat, an animal: a 'pet'. ") == "cat animal pet"
     assert normalise("theatre another") == "theatre another"
     assert exact_match("The Cat!", "cat") and not exact_match("cats", "cat")
@@ -246,7 +243,7 @@ def observation(predicted, labels, parts=None) -> dict:
             "parts": parts or [0] * len(labels)}  # fmt: skip
 
 
-def test_metrics_of_glue():
+def test_glue_metrics_equal_sklearn():
     truth, found = [1, 0, 1, 1, 0, 1, 0], [1, 1, 1, 0, 0, 1, 0]
     _, mrpc = task_of("glue/mrpc")
     values = mrpc.metrics([observation(found[:3], truth[:3]), observation(found[3:], truth[3:])])
@@ -266,7 +263,7 @@ def test_metrics_of_glue():
     assert values["accuracy"] == values["score"] == 75
 
 
-def test_regression_and_classes_have_their_losses(tmp_path):
+def test_regression_loss_is_squared_error(tmp_path):
     _, task = task_of("glue/stsb", "model.n_positions=128")
     model = build_model(task, torch.device("cpu"))
     batch = batch_of(task, [9, 12])

@@ -4,8 +4,6 @@ Binding of arguments, specialization, ptxas and the C launcher are those of a la
 GPU. Tensors lie on the CPU: only their addresses are passed on.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

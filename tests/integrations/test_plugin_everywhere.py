@@ -110,7 +110,7 @@ def run(loaded):
     return code, freeze.run_directory(loaded), out.getvalue()
 
 
-def test_it_trains_resumes_fine_tunes_is_evaluated_and_densified(tiny, configs, stop_after):
+def test_plugin_method_trains_resumes_evaluates_and_densifies(tiny, configs, stop_after):
     plugin = f"plugins=['{configs.parent / 'gated.py'}']"
 
     def load(where):
@@ -152,7 +152,7 @@ def quiet():
     return Console(io.StringIO())
 
 
-def test_it_fine_tunes(tiny, configs):
+def test_plugin_method_fine_tunes(tiny, configs):
     plugin = f"plugins=['{configs.parent / 'gated.py'}']"
     words = (plugin, "sparsity=gated", "steps=4", "checkpoint.every=4")
     code, source, text = run(config.load(tiny.overrides(*words), [configs]))

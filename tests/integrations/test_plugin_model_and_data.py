@@ -24,7 +24,7 @@ def forgotten(monkeypatch, tmp_path):
     forget("my_model_and_data")
 
 
-def test_it_trains_and_is_evaluated(tmp_path, capsys):
+def test_plugin_model_trains_and_is_evaluated(tmp_path, capsys):
     runs = f"runs_dir='{tmp_path / 'runs'}'"
     assert cli.main(["train", *WORDS, runs, "steps=20", "log.every=1"]) == 0
     out = capsys.readouterr().out
@@ -37,13 +37,10 @@ def test_it_trains_and_is_evaluated(tmp_path, capsys):
     assert "every one once" in capsys.readouterr().out
 
 
-def test_its_keys_are_checked_and_completed(capsys):
+def test_plugin_keys_are_checked_and_completed(capsys):
     assert cli.main(["train", *WORDS, "model.width=0", "data.documents=1", "optim.lrr=1"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition("error: ")[2] for line in lines] == [
-        "model.width must be > 0, got 0",
-        "data.documents must be ≥ 2, got 1",
-        "unknown key 'optim.lrr' (did you mean 'optim.lr'?)",
-    ]
+    keys = ("model.width", "data.documents", "'optim.lrr' (did you mean 'optim.lr'?)")
+    assert len(lines) == 3 and all(map(str.__contains__, lines, keys))
     assert cli.main(["__complete", "train", *WORDS, "optim.m"]) == 0
     assert capsys.readouterr().out.splitlines() == ["optim.momentum="]

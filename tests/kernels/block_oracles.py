@@ -1,4 +1,4 @@
-"""What the kernels must return, one block at a time in plain Python.
+"""What the kernels must return, block by block in plain Python and NumPy.
 
 They share no code with the package and follow the papers and the rules that the public docstrings
 state: ties, signed zeros, subnormals, infinities, NaN, and where rounding happens.
@@ -76,21 +76,16 @@ def transposable_oracle(blocks):
     the largest number, and blocks that could overflow are compared at a sixteenth.
     """
     patterns = transposable_patterns()
-    most = np.finfo(np.float32).max
-    mask = torch.zeros(blocks.shape, dtype=torch.bool)
-    for kept, block in zip(mask, blocks.float().abs().numpy(), strict=True):
-        block = np.minimum(np.where(np.isnan(block), most, block), most)
-        if (block > most / 16).any():
-            block = block / np.float32(16)
-        pairs = [{p: row[p[0]] + row[p[1]] for p in COLUMN_PAIRS} for row in block]
-        halves = [
-            {(p, q): a[p] + b[q] for p in COLUMN_PAIRS for q in COLUMN_PAIRS}
-            for a, b in (pairs[:2], pairs[2:])
-        ]
-        best = max(patterns, key=lambda p: halves[0][p[:2]] + halves[1][p[2:]])
-        for row, columns in zip(kept, best, strict=True):
-            row[list(columns)] = True
-    return mask
+    x, most = blocks.float().abs().numpy(), np.finfo(np.float32).max
+    x = np.minimum(np.where(np.isnan(x), most, x), most)
+    x = np.where((x > most / 16).any((1, 2), keepdims=True), x / np.float32(16), x)
+    first, second = np.transpose(COLUMN_PAIRS)
+    pairs = x[:, :, first] + x[:, :, second]  # of each row, by column pair
+    upper, lower = (pairs[:, i, :, None] + pairs[:, i + 1, None, :] for i in (0, 2))
+    a, b, c, d = np.transpose([[COLUMN_PAIRS.index(pair) for pair in rows] for rows in patterns])
+    best = (upper[:, a, b] + lower[:, c, d]).argmax(1)
+    masks = torch.tensor([[[k in pair for k in range(4)] for pair in rows] for rows in patterns])
+    return masks[torch.from_numpy(best)]
 
 
 def decay_oracle(grad, weight, mask, decay):

@@ -188,7 +188,7 @@ def test_quantize_fp8(dtype, format, seed, layout, axis, width, limit):
 @every_dtype
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 @many_blocks(size=st.integers(1, 9))
-def test_quantize_fp8_shows_what_is_not_finite(dtype, format, seed, size):
+def test_quantize_fp8_propagates_non_finite_values(dtype, format, seed, size):
     for x in nasty_blocks(seed, dtype)[:64].to(DEVICE).split(size):
         back = kernel("dequantize_fp8")(*kernel("quantize_fp8")(x, format))
         assert not back[~x.isfinite()].isfinite().any()
@@ -279,7 +279,7 @@ def test_gated_activations(dtype, name, seed, layout, width, expanded):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("axis", ["last", "first", "middle"])
 @every_dtype
-def test_layouts_change_nothing(dtype, axis, layout):
+def test_results_are_equal_in_every_layout(dtype, axis, layout):
     """The same values in any memory: a small case of every combination, without chance."""
     x, dim = place(nasty_blocks(5, dtype, count=105), axis, 5)
     x = lay_out(x.to(DEVICE), layout)
@@ -324,7 +324,7 @@ def test_empty_tensors(dtype, shape):
     assert q.shape == x.shape and scale == 1
 
 
-def test_random_bits_reach_every_kind():
+def test_nasty_blocks_contain_every_kind():
     """The blocks are as nasty as they claim."""
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         x, info = nasty_blocks(0, dtype, count=4096), torch.finfo(dtype)

@@ -30,7 +30,7 @@ def given(formats=("e4m3", "e4m3"), m=24, n=48, k=64):
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("backend", [None, "reference"])
-def test_products_are_those_of_the_values(formats, out_dtype, has_bias, backend):
+def test_matmuls_equal_fp64_matmuls_of_the_values(formats, out_dtype, has_bias, backend):
     a, b, scale_a, scale_b = operands = given(formats)
     bias = torch.linspace(-2, 2, 48).bfloat16() if has_bias else None
     got = kernels.matmul_fp8(*operands, bias, out_dtype=out_dtype, backend=backend)
@@ -60,8 +60,8 @@ WIDE = given(("e5m2", "e5m2"))
 @pytest.mark.parametrize(
     ("a", "b", "options", "message"),
     [
-        (A.float(), B, {}, "a is torch.float32 and b torch.float8_e4m3fn, and both must be in fp8"),
-        (A, B[:, :32], {}, r"a must be \(m, k\) and b \(n, k\), got \(24, 64\) and \(48, 32\)"),
+        (A.float(), B, {}, r"a is torch\.float32"),
+        (A, B[:, :32], {}, r"got \(24, 64\) and \(48, 32\)"),
         (A[None], B, {}, r"a must be \(m, k\)"),
         (A.t().contiguous().t(), B, {}, r"contiguous, got strides \(1, 24\)"),
         (A, B.t().contiguous().t(), {}, r"contiguous, got strides .* and \(1, 48\)"),
@@ -69,11 +69,11 @@ WIDE = given(("e5m2", "e5m2"))
         (A[:, :40].contiguous(), B[:, :40].contiguous(), {}, r"multiples of 16, got \(48, 40\)"),
         (*WIDE[:2], {}, "no library multiplies e5m2×e5m2"),
         (A, B, {"bias": torch.zeros(24)}, r"bias must be \(48,\), got \(24,\)"),
-        (A, B, {"out_dtype": torch.float64}, "must be fp32, bf16 or fp16, not torch.float64"),
+        (A, B, {"out_dtype": torch.float64}, "torch.float64"),
         (A, B, {"backend": "triton"}, "there is no backend='triton'"),
     ],
 )
-def test_what_tensor_cores_do_not_multiply_is_refused(a, b, options, message):
+def test_unsupported_fp8_operands_are_refused(a, b, options, message):
     with pytest.raises(ValueError, match=message):
         kernels.matmul_fp8(a, b, *SCALES, **{"out_dtype": torch.float32} | options)
 
@@ -91,25 +91,20 @@ def device(monkeypatch):
     fp8.no_fp8_products.cache_clear()
 
 
-def test_a_device_whose_products_are_right(device):
+def test_device_with_correct_fp8_matmuls_is_supported(device):
     assert fp8.no_fp8_products(device) == ""
-    assert "on cpu, not on a CUDA device" in fp8.no_fp8_products(torch.device("cpu"))
+    assert "on cpu" in fp8.no_fp8_products(torch.device("cpu"))
 
 
-def test_a_device_without_fp8_tensor_cores(device, monkeypatch):
+def test_device_without_fp8_tensor_cores_is_refused(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    told = "compute capability 8.6 has no fp8 tensor cores (8.9 is the first)"
-    assert fp8.no_fp8_products(device) == told
+    assert "compute capability 8.6" in fp8.no_fp8_products(device)
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        (lambda y: y.neg(), "its product of e4m3 and e4m3 is wrong"),
-        (lambda y: y[999], "index 999 is out of bounds"),
-    ],
+    ("fault", "told"), [(lambda y: y.neg(), "e4m3 and e4m3"), (lambda y: y[999], "index 999")]
 )
-def test_a_device_whose_products_are_wrong_or_refused(device, fault, told, monkeypatch):
+def test_device_with_wrong_or_failing_fp8_matmuls_is_refused(device, fault, told, monkeypatch):
     multiply = torch._scaled_mm
 
     def faulty(*args, **options):
@@ -122,10 +117,10 @@ def test_a_device_whose_products_are_wrong_or_refused(device, fault, told, monke
     assert told in fp8.no_fp8_products(device)
 
 
-def test_a_machine_without_a_gpu(monkeypatch):
+def test_machine_without_a_gpu_has_no_fp8_matmuls(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     fp8.no_fp8_products.cache_clear()
-    assert fp8.no_fp8_products(CUDA) == "this machine has no CUDA device"
+    assert "no CUDA device" in fp8.no_fp8_products(CUDA)
     fp8.no_fp8_products.cache_clear()
 
 
@@ -140,7 +135,7 @@ def test_packed_fp8_products_are_tested_in_their_own_layouts(device, monkeypatch
     assert {p.transpose_result for p in tested} == {False, True}
 
 
-def test_products_are_one_graph():
+def test_fp8_matmul_compiles_to_one_graph():
     def product(a, b, scale_a, scale_b):
         return kernels.matmul_fp8(a, b, scale_a, scale_b, out_dtype=torch.bfloat16) * 2
 

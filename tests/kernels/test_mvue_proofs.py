@@ -1,7 +1,7 @@
 """Exact reasoning about MVUE through its public draws: the whole law, moment by moment, in fp64.
 
-test_mvue.py feeds the middle of every interval of the uniforms. Here both ends are fed too, which
-fixes the length of each interval, that is the probability of each outcome, to 1e-12.
+The middle and both ends of every interval of the uniforms are fed, which fixes the length of each
+interval, that is the probability of each outcome, to 1e-12.
 """
 
 import itertools
@@ -49,12 +49,12 @@ def corners(start, end):
     return start + inset, (start + end) / 2, end - inset
 
 
-def test_every_interval_of_the_approximate_law():
+def test_approximate_law_is_unbiased_on_every_interval():
     """P(i, then j) = a_i/S · a_j/(S - a_i), to 1e-12, and the moments that follow."""
     x = groups()
     a = x.abs()
     p, joint = torch.zeros_like(x), torch.zeros(len(x), 4, 4, dtype=x.dtype)
-    second = torch.zeros_like(joint)
+    mean, second = torch.zeros_like(x), torch.zeros_like(joint)
     for i, j in PAIRS:
         rest = a.clone()
         rest[:, i] = 0
@@ -70,8 +70,10 @@ def test_every_interval_of_the_approximate_law():
         p[:, [i, j]] += probability[:, None]
         joint[:, i, j] += probability
         joint[:, j, i] += probability
+        mean += probability[:, None] * estimates[0]
         second += probability[:, None, None] * estimates[0][:, :, None] * estimates[0][:, None, :]
     scale = x.abs().amax(1)
+    assert ((mean - x).abs() <= 1e-12 * scale[:, None]).all()
     variance = x**2 * (1 / p - 1)
     covariance = second - x[:, :, None] * x[:, None, :]
     diagonal = covariance.diagonal(dim1=1, dim2=2)
@@ -91,7 +93,7 @@ def exact_inclusion(a):
     return (a / share).clamp(max=1)
 
 
-def test_every_interval_of_the_exact_law():
+def test_exact_law_is_unbiased_on_every_interval():
     """Between two fractional parts of C_i the selection is constant and as systematic sampling."""
     x = groups()
     p = exact_inclusion(x.abs())
@@ -121,20 +123,28 @@ def total_variance(x, p):
     return (x**2 * (1 / p - 1)).sum(1)
 
 
-def test_exact_never_varies_more():
+def approximate_inclusion(a):
+    others = a @ (1 - torch.eye(4, dtype=a.dtype))  # never a difference
+    odds = a / others
+    return a / a.sum(1, keepdim=True) * (1 + odds @ (1 - torch.eye(4, dtype=a.dtype)))
+
+
+def test_exact_variance_is_never_above_approximate():
     """100,000 groups: the laws whose probabilities the tests above establish."""
     x = groups(100_000, seed=3)
     a = x.abs()
-    others = a @ (1 - torch.eye(4, dtype=a.dtype))  # never a difference
-    odds = a / others
-    p = a / a.sum(1, keepdim=True) * (1 + odds @ (1 - torch.eye(4, dtype=a.dtype)))
-    exact, approximate = total_variance(x, exact_inclusion(a)), total_variance(x, p)
+    exact = total_variance(x, exact_inclusion(a))
+    approximate = total_variance(x, approximate_inclusion(a))
     assert (exact <= approximate * (1 + 1e-9) + 1e-12 * a.amax(1) ** 2).all()
     assert (exact < 0.99 * approximate).float().mean() > 0.5
+    normal = torch.randn(20_000, 4, generator=generator(0), dtype=torch.float64)
+    laws = (approximate_inclusion(normal.abs()), exact_inclusion(normal.abs()))
+    worse, better = (total_variance(normal, p).sum() for p in laws)
+    assert 1.03 < worse / better < 1.09
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_pairs_are_as_frequent_as_they_should_be(estimator):
+def test_pair_frequencies_equal_their_probabilities(estimator):
     """120,000 keyed draws of one group in fp32: the six pairs against their probabilities."""
     n, x = 120_000, torch.tensor([0.3, -1.0, 0.7, 1.2])
     y = mvue(x[:, None].expand(4, n), dim=0, estimator=estimator, key=8)
@@ -174,11 +184,12 @@ def test_powers_of_two_scale_exactly(dtype, estimator):
     for k in (low, -1, 1, high):
         scaled = mvue((x.double() * 2.0**k).to(dtype), estimator=estimator, key=1)
         assert torch.equal(scaled.double(), y.double() * 2.0**k), k
+    assert torch.equal(mvue(-x, estimator=estimator, key=1), -y)
 
 
 @every_dtype
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_what_dominates_is_kept_and_the_rest_is_drawn(dtype, estimator):
+def test_dominant_entry_is_kept_and_the_rest_is_unbiased(dtype, estimator):
     """Ratios from 1 to the whole range of the dtype: finite, bounded by S, right on average."""
     info = torch.finfo(dtype)
     ratios = [2.0**-k for k in range(0, 24, 3)] + [info.smallest_normal, info.smallest_normal / 4]

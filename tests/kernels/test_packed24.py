@@ -37,14 +37,14 @@ def library_bytes(m, k):
 
 
 @pytest.mark.parametrize(("dtype", "columns"), [(HALF, 72), (BRAIN, 72), (BYTE, 80)])
-def test_packing_has_the_size_of_the_library_and_loses_nothing(dtype, columns):
+def test_packing_is_lossless_and_has_the_size_of_the_library(dtype, columns):
     x = sparse(64, 128, dtype)
     packed = kernels.compress_24(x)
     assert packed.shape == (64, columns) and packed.dtype == dtype
     assert torch.equal(packed24._uncompress(packed, 128), x.float())
 
 
-def test_sizes_whose_packed_size_is_another_one_are_refused_by_name():
+def test_shapes_that_the_library_packs_differently_are_refused():
     """Beyond whole tiles torch 2.9 would let the library write past the end."""
     assert library_bytes(8, 16) == 384  # NVIDIA/CUDALibrarySamples#95
     for m, k in itertools.product(range(16, 209, 16), range(16, 209, 16)):
@@ -61,7 +61,7 @@ def test_sizes_whose_packed_size_is_another_one_are_refused_by_name():
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, BYTE])
 @pytest.mark.parametrize("shape", [(64, 128), (128, 256), (192, 1024)])
-def test_packed_shapes_are_those_of_fake_tensors_and_of_torch(shape, dtype):
+def test_packed_shapes_equal_those_of_fake_tensors_and_torch(shape, dtype):
     """Compiled graphs rely on them; torch has a rule for its product, none for its packing."""
     m, k = shape
     x = sparse(m, k, dtype)
@@ -93,14 +93,14 @@ def test_products_are_summed_in_fp32_and_rounded_once(dtype, flags):
     assert bool(((got.double() - expected).abs() <= slack).all())
 
 
-def test_a_product_of_fp8_has_a_type_of_its_own():
+def test_fp8_matmul_takes_an_output_dtype():
     x, dense = sparse(64, 128, BYTE), draw(16, 128, seed=1, dtype=BYTE)
     packed = kernels.compress_24(x)
     got = kernels.matmul_24(packed, dense, transpose_dense=True, out_dtype=torch.float32)
     torch.testing.assert_close(got, x.float() @ dense.float().t())
 
 
-def test_autocast_rounds_no_product():
+def test_autocast_does_not_round_the_result():
     x, dense = sparse(64, 128, BYTE), draw(16, 128, seed=1, dtype=BYTE)
     options = {"transpose_dense": True, "out_dtype": torch.float32}
     expected = kernels.matmul_24(kernels.compress_24(x), dense, **options)
@@ -136,17 +136,12 @@ PACKED = kernels.compress_24(sparse(64, 96))
         (lambda: kernels.matmul_24(PACKED, DENSE, out_dtype=torch.float32), "have that type, not"),
     ],
 )
-def test_what_the_library_would_compute_wrongly_is_refused(call, message):
+def test_unsupported_operands_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_there_is_no_factor_of_a_product():
-    with pytest.raises(TypeError, match="alpha"):
-        kernels.matmul_24(PACKED, DENSE, alpha=torch.ones(()))
-
-
-def test_both_are_operators_with_rules_for_shapes():
+def test_operators_have_schemas_and_fake_tensor_rules():
     checks = ("test_schema", "test_faketensor")
     ops = torch.ops.sparsepretrain
     torch.library.opcheck(ops.compress_24, (sparse(64, 96),), test_utils=checks)
@@ -223,7 +218,7 @@ def test_only_algorithms_that_are_right_and_repeat_are_used(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", FLAGS)
-def test_products_of_the_library_are_those_of_the_reference(monkeypatch, layout):
+def test_library_matmuls_equal_the_reference(monkeypatch, layout):
     Library(monkeypatch)
     transpose_dense, transpose_result, has_bias = layout
     dense = draw(24, 96) if transpose_dense else DENSE
@@ -234,23 +229,23 @@ def test_products_of_the_library_are_those_of_the_reference(monkeypatch, layout)
     assert torch.equal(library.matmul_24(*given, BRAIN), packed24._matmul(*given, BRAIN))
 
 
-def test_a_product_without_an_algorithm_is_an_error(monkeypatch):
+def test_shape_without_a_correct_algorithm_is_an_error(monkeypatch):
     Library(monkeypatch, count=1).search = None
     monkeypatch.setattr(torch._C._cusparselt, "mm_search", lambda *_: (2, 1, -1, 1))
-    message = "a packed 64 × 96 × 24 product in bfloat16: none of 2 algorithms of cuSPARSELt 0.8.1"
+    message = r"64 × 96 × 24 .*bfloat16: none of 2 .*0\.8\.1"
     with pytest.raises(RuntimeError, match=message):
         library.fastest(problem())
 
 
-def test_a_device_is_supported_when_its_products_are_right(monkeypatch):
+def test_device_is_supported_if_its_matmuls_are_correct(monkeypatch):
     cuda = torch.device("cuda", 0)
     Library(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert library.unsupported(cuda) == "this machine has no CUDA device"
+    assert "no CUDA device" in library.unsupported(cuda)
     library.unsupported.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert "on cpu, not on a CUDA device" in library.unsupported(torch.device("cpu"))
+    assert "on cpu" in library.unsupported(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "7.5 is none of those" in library.unsupported(cuda)
     library.unsupported.cache_clear()
@@ -261,7 +256,7 @@ def test_a_device_is_supported_when_its_products_are_right(monkeypatch):
     assert {p.dtype for p in tested} == {HALF, BRAIN} and len(tested) == 6
     library.unsupported.cache_clear()
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
-    assert library.unsupported(cuda) == "this build of torch has no cuSPARSELt"
+    assert "no cuSPARSELt" in library.unsupported(cuda)
     library.unsupported.cache_clear()
 
 
@@ -329,7 +324,7 @@ def test_an_algorithm_that_breaks_the_device_is_named_and_not_refused(where, mon
         library.unsupported(torch.device("cuda", 0))
 
 
-def test_an_error_that_leaves_the_device_in_order_is_a_refusal(monkeypatch):
+def test_algorithm_whose_error_leaves_the_device_usable_is_skipped(monkeypatch):
     multiply = Library(monkeypatch).multiply
 
     def first(*args, **options):
@@ -340,11 +335,11 @@ def test_an_error_that_leaves_the_device_in_order_is_a_refusal(monkeypatch):
     assert library.fastest(problem()) == (1, 1, -1)
 
 
-def test_a_size_that_the_library_packs_otherwise_is_an_error(monkeypatch):
+def test_unexpected_packed_size_is_an_error(monkeypatch):
     Library(monkeypatch)
     more = torch.zeros(64 * 60, dtype=BRAIN)
     monkeypatch.setattr(torch, "_cslt_compress", lambda x: more.view(64, 60))  # as torch 2.10 does
-    with pytest.raises(RuntimeError, match="packs 64 × 96 in 7680 bytes, not in 6912"):
+    with pytest.raises(RuntimeError, match=r"64 × 96 .*7680 .*6912"):
         library.compress_24(sparse(64, 96))
 
 
@@ -383,9 +378,9 @@ def test_references_have_at_most_2048_columns(transpose_result, monkeypatch):
     assert best == (1, 1, -1)
 
 
-def test_nothing_is_tested_while_a_graph_is_captured(monkeypatch):
+def test_algorithms_are_not_tested_during_graph_capture(monkeypatch):
     Library(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="run it once before a CUDA graph is captured"):
+    with pytest.raises(RuntimeError, match="before a CUDA graph"):
         library.fastest(problem())

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
+from block_oracles import soft_oracle
 from golden_vectors import load
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from same_bits import assert_same
 
 from sparsepretrain.kernels import (
     boundary_magnitudes,
@@ -28,7 +28,7 @@ def normal(*shape, seed=0, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_golden(case):
+def test_soft_threshold_equals_golden(case):
     g = load("soft_threshold")
     y = soft_threshold(g[f"{case}_x"])
     torch.testing.assert_close(y, g[f"{case}_y"], rtol=1.2e-7, atol=0)
@@ -36,7 +36,7 @@ def test_golden(case):
     assert torch.equal(nm_mask(g[f"{case}_x"]), g[f"{case}_mask"].bool())
 
 
-def test_golden_gamma():
+def test_gamma_equals_golden():
     g = load("soft_threshold")
     for gamma, expected in zip(g["gamma_values"], g["gamma_y"], strict=True):
         y = soft_threshold(g["gamma_x"], gamma=round(float(gamma), 6))
@@ -44,26 +44,19 @@ def test_golden_gamma():
 
 
 @pytest.mark.parametrize(("n", "m"), PATTERNS)
-@pytest.mark.parametrize("gamma", [0.0, 0.3, 1.0])
-def test_definition_on_ten_thousand_groups(n, m, gamma):
-    x = normal(10_000, m, dtype=torch.float64)
+def test_boundary_magnitudes_are_those_of_sorted_groups(n, m):
+    x = normal(1000, m, dtype=torch.float64)
     x[::3] = x[::3].mul(2).round()
     order = x.abs().sort(1).values
-    t = (1 - gamma) * order[:, m - n - 1] + gamma * order[:, m - n]
-    expected = x.sign() * (x.abs() - t[:, None]).clamp(min=0)
-    y = soft_threshold(x, n, m, gamma=gamma)
-    torch.testing.assert_close(y, expected, rtol=0, atol=1e-15)
-    assert ((y != 0).sum(1) <= n).all()
-    if gamma == 1:
-        assert ((y != 0).sum(1) < n + (n == 1)).all()
     dropped, kept = boundary_magnitudes(x, n, m)
     assert torch.equal(dropped[:, 0], order[:, m - n - 1])
     assert torch.equal(kept[:, 0], order[:, m - n])
+    assert ((soft_threshold(x, n, m, gamma=1.0) != 0).sum(1) < n + (n == 1)).all()
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (4, 8)])
-def test_continuity_where_hard_masks_jump(gamma, n, m):
+def test_soft_threshold_is_continuous_where_hard_masks_jump(gamma, n, m):
     a = normal(20_000, m, seed=1, dtype=torch.float64)
     b = a + 1e-4 * normal(20_000, m, seed=2, dtype=torch.float64)
     b = b.abs().roll(1, 0).copysign(a) * 1e-9 + b
@@ -80,58 +73,14 @@ def test_scale_equivariance_is_exact_for_powers_of_two():
         assert torch.equal(soft_threshold(x * c, gamma=0.5), soft_threshold(x, gamma=0.5) * c)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_fp32(dtype):
-    x = normal(500, 16).to(dtype)
-    y = soft_threshold(x, gamma=0.3)
-    assert y.dtype == dtype
-    assert torch.equal(y, soft_threshold(x.float(), gamma=0.3).to(dtype))
-
-
-def test_every_group_over_special_values():
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (2, 8)])
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
+def test_every_group_over_special_values(n, m, gamma):
     values = [0.0, -0.0, 1e-45, -1e-39, 1.0, -2.0, 3e38, inf, -inf, nan]
-    x = torch.tensor(list(itertools.product(values, repeat=4)))
-    for gamma in (0.0, 0.5, 1.0):
-        y = soft_threshold(x, gamma=gamma)
-        bad = x.isnan().any(1)
-        assert y[bad].isnan().all(), "a NaN poisons its group"
-        assert not y[~bad].isnan().any()
-        assert not (y.signbit() & (y == 0)).any()
-        finite = x.isfinite().all(1)
-        assert y[finite].isfinite().all()
-        few = x.isinf().sum(1) <= 2
-        kept = few[:, None] & x.isinf() & ~bad[:, None]
-        assert torch.equal(y[kept], x[kept]), "infinities survive"
-        assert ((y[~bad] != 0).sum(1) <= 2).all()
-    for n, m in ((1, 4), (2, 8)):
-        wide = x[:9996].view(-1, m) if m == 4 else x[:9992].view(-1, m)
-        y = soft_threshold(wide, n, m)
-        bad = wide.isnan().any(1)
-        assert y[bad].isnan().all() and not y[~bad].isnan().any()
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    n=st.integers(1, 4),
-    m=st.sampled_from([4, 5, 8]),
-    dim=st.integers(-3, 2),
-    gamma=st.floats(0, 1),
-    order=st.permutations(range(3)),
-)
-def test_any_axis_and_layout(n, m, dim, gamma, order):
-    shape = [2, 3, 4]
-    shape[dim] = 2 * m
-    base = normal(*shape)
-    inverse = [order.index(i) for i in range(3)]
-    x = base.permute(order).contiguous().permute(inverse)
-    expected = soft_threshold(base.movedim(dim, -1).contiguous(), n, m, gamma=gamma)
-    y = soft_threshold(x, n, m, gamma=gamma, dim=dim)
-    assert y.shape == base.shape
-    assert torch.equal(y, expected.movedim(-1, dim))
-    big = torch.zeros(*[2 * s for s in shape])
-    big[tuple(slice(0, s) for s in shape)] = base
-    view = big[tuple(slice(0, s) for s in shape)]
-    assert torch.equal(soft_threshold(view, n, m, gamma=gamma, dim=dim), y)
+    x = torch.tensor(list(itertools.product(values, repeat=4))).view(-1, m)
+    y = soft_threshold(x, n, m, gamma=gamma)
+    assert_same(y, soft_oracle(x, n, gamma), x)
+    assert not (y.signbit() & (y == 0)).any()
 
 
 def test_degenerate_inputs():
@@ -156,7 +105,7 @@ def test_degenerate_inputs():
         ((4,), {"backend": "triton"}, "needs a CUDA tensor"),
     ],
 )
-def test_refusals(shape, options, words):
+def test_bad_options_are_refused(shape, options, words):
     with pytest.raises(ValueError, match=words):
         soft_threshold(torch.zeros(shape), **options)
 
@@ -187,14 +136,14 @@ def test_scale_sums_of_row_blocks_add_up():
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
-def test_scale_constants(scale):
+def test_scale_of_normal_and_uniform_weights(scale):
     w = normal(2048, 1024) * scale
     assert float(optimal_scale(w, soft_threshold(w))) == pytest.approx(1.484, abs=2e-3)
     w = torch.rand(2048, 1024, generator=torch.Generator().manual_seed(1)) * 2 - 1
     assert float(optimal_scale(w, soft_threshold(w))) == pytest.approx(1.749, abs=2e-3)
 
 
-def test_scale_of_nothing_is_one():
+def test_scale_of_zero_weights_is_one():
     for zero in (torch.zeros(2, 4), torch.ones(2, 4)):
         s = soft_threshold(zero)
         assert not s.any()

@@ -26,7 +26,7 @@ def random_mask(shape, seed):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("decay", [6e-5, torch.tensor(0.3, device=DEVICE)])
-def test_masked_decay(shape, dtype, decay):
+def test_masked_decay_equals_the_reference(shape, dtype, decay):
     weight, mask = nasty(shape, 1), random_mask(shape, 2)
     for slot in range(3):  # contiguous, transposed, sliced: only the view may be written
         base = torch.stack([nasty(shape, 3).to(dtype)] * 2, -1)
@@ -40,7 +40,7 @@ def test_masked_decay(shape, dtype, decay):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_flips_and_codes(shape):
+def test_flip_counts_and_packing_equal_the_reference(shape):
     first, second = random_mask(shape, 1), random_mask(shape, 2)
     expected = int((first ^ second).sum())
     views = zip(layouts(first), layouts(second), strict=True) if shape[0] else [(first, second)]
@@ -58,7 +58,7 @@ def test_flips_and_codes(shape):
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e7])
-def test_fp8(format, dtype, size):
+def test_fp8_equals_the_reference(format, dtype, size):
     for shape in SHAPES:
         x = nasty(shape, 7, special=False) * torch.logspace(-6, 0, shape[1], device=DEVICE)
         x = (x.clamp(-5, 5) * size).to(dtype).nan_to_num()
@@ -71,7 +71,7 @@ def test_fp8(format, dtype, size):
             assert_same(dequantize_fp8(q, scale, backend="triton"), back)
 
 
-def test_fp8_of_zeros():
+def test_fp8_of_zeros_has_scale_one():
     for format in ("e4m3", "e5m2"):
         q, scale = quantize_fp8(torch.zeros(3, 4, device=DEVICE), format, backend="triton")
         assert float(scale) == 1 and not q.float().any()

@@ -36,14 +36,14 @@ def check(gated, x, grad):
 @pytest.mark.parametrize("gated", GATED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(128, 514), (7, 10), (3, 5, 26), (8,), (1, 2), (0, 4), (4, 0)])
-def test_values_and_gradients(gated, dtype, shape):
+def test_values_and_gradients_equal_fp64(gated, dtype, shape):
     x = random(shape, 1, dtype)
     check(gated, x, random((*shape[:-1], shape[-1] // 2), 2, dtype))
 
 
 @pytest.mark.parametrize("gated", GATED)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strides(gated, dtype):
+def test_every_layout_equals_fp64(gated, dtype):
     base = random((36, 20), 3, dtype)
     grad = random((36, 10), 4, dtype)
     for x in (base, base.t().contiguous().t(), torch.stack([base] * 2, -1)[..., 1]):
@@ -72,7 +72,7 @@ def test_large_and_special_gates(gated):
 
 
 @pytest.mark.parametrize("gated", GATED)
-def test_nan_stays_visible(gated):
+def test_nan_propagates(gated):
     x = torch.tensor([1.0, float("nan"), 1.0, float("nan"), 1.0, 1.0], device=DEVICE)
     x.requires_grad_()
     y = gated(x, backend="triton")
@@ -104,7 +104,7 @@ def test_no_second_derivative():
         grad.sum().backward()
 
 
-def test_refusals():
+def test_odd_last_axis_is_refused():
     for gated in GATED:
         with pytest.raises(ValueError, match="last axis must be even"):
             gated(torch.ones(3, device=DEVICE), backend="triton")

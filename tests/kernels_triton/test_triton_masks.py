@@ -29,13 +29,14 @@ PATTERNS = [(2, 4), (1, 4), (2, 8), (1, 16), (3, 5), (16, 32)]
 
 def shapes(m):
     """(shape, group axis) with sizes that fill no tile; one of them where kernels are compiled."""
-    sizes = [((37, 9 * m), 1), ((9 * m, 37), 0), ((3, 5 * m, 7), 1), ((0, m), 1), ((m,), 0)]
+    wide = (9 if m <= 8 else 5) * m
+    sizes = [((37, wide), 1), ((wide, 37), 0), ((3, 5 * m, 7), 1), ((0, m), 1), ((m,), 0)]
     return sizes[:1] if COMPILED else sizes
 
 
 @pytest.mark.parametrize("n, m", PATTERNS)
 @pytest.mark.parametrize("ties", ["high", "low"])
-def test_masks(n, m, ties):
+def test_masks_equal_the_reference(n, m, ties):
     for seed, (shape, dim) in enumerate(shapes(m)):
         x = nasty(shape, seed)
         for view in layouts(x) if len(shape) == 2 and shape[0] else [x]:
@@ -53,7 +54,7 @@ def test_masks(n, m, ties):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n, m", PATTERNS)
-def test_soft_threshold(n, m, dtype):
+def test_soft_threshold_equals_the_reference(n, m, dtype):
     scale = torch.tensor(1.37, device=DEVICE)
     for seed, (shape, dim) in enumerate(shapes(m)):
         x = nasty(shape, seed).to(dtype)
@@ -98,20 +99,10 @@ def test_values_in_given_memory_and_masks_in_bits(shape, dim, dtype):
     assert_same(found[7], found[3])
 
 
-@pytest.mark.parametrize("n, m", [(2, 4), (1, 8)])
-def test_many_groups(n, m):
-    x = nasty((128, 90 * m), 5)  # 11,520 groups
-    assert_same(nm_mask(x, n, m, backend="triton"), nm_mask(x, n, m, backend="reference"))
-    for gamma in (0.0, 0.7):
-        options = {"gamma": gamma, "backend": "reference"}
-        expected = soft_threshold(x, n, m, **options)
-        assert_same(soft_threshold(x, n, m, gamma=gamma, backend="triton"), expected)
-
-
 @lost_nan
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(416, 416), (20, 36), (4, 4), (0, 8), (132, 68)])
-def test_transposable(shape, dtype):
+def test_transposable_masks_equal_the_reference(shape, dtype):
     x = nasty(shape, 1).to(dtype)
     for view in layouts(x) if shape[0] else [x]:
         expected = transposable_mask(view, backend="reference")

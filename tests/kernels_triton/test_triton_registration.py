@@ -6,13 +6,7 @@ from parity import nasty
 from same_bits import DEVICE, assert_same
 
 from sparsepretrain import kernels
-from sparsepretrain.kernels.triton import (
-    fp8,
-    masks,
-    nm,
-    soft,
-    transposable,
-)
+from sparsepretrain.kernels.triton import fp8, masks, nm, soft, transposable
 
 X = nasty((8, 16), 0, special=False)
 MASK = X > 0
@@ -36,7 +30,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_schema_and_fake(name):
+def test_operations_have_schemas_and_fake_rules(name):
     op, arguments = OPERATIONS[name]
     tests = ("test_schema", "test_faketensor")
     if name == "dequantize_fp8":  # opcheck itself cannot compare fp8 inputs
@@ -45,7 +39,7 @@ def test_schema_and_fake(name):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_strides_of_results_are_promised_ones(name):
+def test_result_strides_equal_the_fake_ones(name):
     op, arguments = OPERATIONS[name]
     for x in (X, X.t().contiguous().t(), torch.stack([X, X], -1)[..., 0]):
         if not (isinstance(arguments[0], torch.Tensor) and arguments[0].shape == X.shape):
@@ -54,7 +48,7 @@ def test_strides_of_results_are_promised_ones(name):
         torch.library.opcheck(op, (converted, *arguments[1:]), test_utils=("test_faketensor",))
 
 
-def test_one_graph():
+def test_operations_compile_to_one_graph():
     def chain(w, grad):
         mask = kernels.nm_mask(w, backend="triton")
         grad = kernels.masked_decay_(grad, w, mask, 0.1, backend="triton")
@@ -76,7 +70,7 @@ def test_results_follow_channels_last_weights():
         assert_same(kernels.nm_mask(w, dim=dim, backend="triton"), expected)
 
 
-def test_refusals():
+def test_fp64_and_unknown_backends_are_refused():
     with pytest.raises(ValueError, match=r"nm_mask: backend='triton' has no torch.float64 kernel"):
         kernels.nm_mask(X.double(), backend="triton")
     with pytest.raises(ValueError, match="unknown backend 'cuda'"):

@@ -32,7 +32,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_schema_and_fake(name):
+def test_operations_have_schemas_and_fake_rules(name):
     op, arguments = OPERATIONS[name]
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -43,7 +43,7 @@ def test_autograd_registration(gelu):
     torch.library.opcheck(glu.gated, (x, gelu))
 
 
-def test_strides_of_results_are_promised_ones():
+def test_result_strides_equal_the_fake_ones():
     deep = nasty((3, 8, 5, 4), 1, special=False)
     for order in ((0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)):
         view = deep.permute(order).contiguous().permute([order.index(i) for i in range(4)])
@@ -56,7 +56,7 @@ def test_strides_of_results_are_promised_ones():
             torch.library.opcheck(op, (view, *rest), test_utils=("test_faketensor",))
 
 
-def test_one_graph():
+def test_operations_compile_to_one_graph():
     def sample(x, clock):
         step = clock[0]
         key = kernels.noise_key(5, step, 2, 1, offset=step)

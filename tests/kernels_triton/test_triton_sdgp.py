@@ -34,13 +34,13 @@ def cases(m):
 
 @pytest.mark.parametrize("n, m", PATTERNS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_magnitude(n, m, dtype):
+def test_magnitude_pruning_equals_the_reference(n, m, dtype):
     for g, dim in cases(m):
         assert_same(*both(g.to(dtype), n, m, dim=dim))
 
 
 @pytest.mark.parametrize("n, m", PATTERNS)
-def test_random(n, m):
+def test_random_pruning_equals_the_reference(n, m):
     key = NoiseKey(0xDEADBEEF, 5, 2**32 - 3)
     for i, (g, dim) in enumerate(cases(m)):
         g = g.to(DTYPES[i % 3])
@@ -50,7 +50,7 @@ def test_random(n, m):
         assert_same(*both(g, n, m, uniforms=u, **options))
 
 
-def test_equal_draws():
+def test_equal_draws_are_ranked_like_the_reference():
     """In this group the eighth and ninth largest of sixteen uniforms are equal."""
     key = NoiseKey(0, 0, 110_968)
     largest = uniform_noise(key, 1, 16, 1)[0].sort(descending=True).values[0]
@@ -71,29 +71,15 @@ def test_a_key_in_device_memory():
             assert_same(got.cpu(), expected)
 
 
-@pytest.mark.parametrize("n, m", [(2, 4), (1, 8)])
-def test_many_groups(n, m):
-    g = nasty((128, 90 * m), 3)  # 11,520 groups
-    assert_same(*both(g, n, m))
-    assert_same(*both(g, n, m, variant="random", key=4))
-
-
 @pytest.mark.parametrize("scope", ["channel", "group", "tensor"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rescaled(scope, dtype):
+def test_rescaled_pruning_equals_the_reference(scope, dtype):
     tolerance = 4 * torch.finfo(dtype).eps  # sums in fp32 in another order, then one rounding
     for g, dim in cases(4):
         g = g.nan_to_num(1, 1, 1).clamp(-50, 50).to(dtype)
         got, expected = both(g, 2, 4, dim=dim, variant="rescaled", scope=scope)
         assert torch.equal(got != 0, expected != 0)
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=0)
-
-
-def test_random_is_unbiased_when_rescaled():
-    g = torch.ones(20_000, 8, device=DEVICE)
-    y = prune_gradient(g, 2, 8, variant="random", rescale=True, key=1, backend="triton")
-    assert ((y != 0).sum(1) == 2).all()
-    assert (y.mean(0) - 1).abs().max() < 5 * (3 / 20_000) ** 0.5
 
 
 def test_offsets_beyond_32_bits():
@@ -105,15 +91,3 @@ def test_offsets_beyond_32_bits():
             got = prune_gradient(g, n, m, backend="triton", **options)
             expected = prune_gradient(g.cpu().contiguous(), n, m, **options)
             assert_same(got.cpu(), expected)
-
-
-def test_refusals():
-    g = torch.zeros(4, 8, device=DEVICE)
-    for options, words in (
-        ({"variant": "random"}, "either uniforms or key"),
-        ({"variant": "random", "uniforms": torch.zeros(3)}, "shape of g"),
-        ({"variant": "max"}, "variant must be"),
-        ({"variant": "rescaled", "scope": "row"}, "scope must be"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            prune_gradient(g, backend="triton", **options)

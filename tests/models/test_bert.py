@@ -1,7 +1,5 @@
 """BERT and the gated BERT: sizes, agreement with other implementations, roles, options."""
 
-from __future__ import annotations
-
 import copy
 import math
 from fnmatch import fnmatchcase
@@ -72,7 +70,7 @@ def test_parameters_of_the_gated_bert():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_roles(family):
+def test_roles_select_layers(family):
     model, roles = build(family), registry.get("model", family).roles(options(family))
     linears = {k: m for k, m in model.named_modules() if isinstance(m, nn.Linear)}
     hits = {
@@ -175,7 +173,7 @@ def test_gated_bert_is_what_it_is_described_as():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_initialisation(family):
+def test_initial_weights_have_the_stated_deviation(family):
     torch.manual_seed(1)
     model = registry.get("model", family).build(
         options(family, vocab_size=1000, n_embd=64, n_inner=256)
@@ -191,7 +189,7 @@ def test_initialisation(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dropout_is_for_training(family):
+def test_dropout_is_off_in_evaluation(family):
     model, x = build(family, dropout=0.3), tokens()
     recipe = registry.get("model", family)
     assert torch.equal(recipe.encode(model, x), recipe.encode(model, x))

@@ -1,7 +1,5 @@
 """Transformer-base on Marian's classes: sizes, initial weights, masks and the search."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -115,7 +113,7 @@ def test_initial_weights_are_fairseqs():
     ("role", "count"),
     [("ffn", 2 * 4), ("ffn_out", 4), ("attention", 4 * (2 + 2 * 2)), ("all", 8 + 24)],
 )
-def test_roles(model, role, count):
+def test_roles_select_layers(model, role, count):
     sparsifier = sp.sparsify(model, "ste", targets=resolve_targets(role, Marian.roles(TINY)))
     assert len(sparsifier.layers) == count
     assert not any("embed" in name or "lm_head" in name for name in sparsifier.layers)
@@ -151,7 +149,7 @@ def test_no_look_ahead_but_the_whole_source(model, batch):
     torch.testing.assert_close(Marian.logits(model, other, mask, previous), before)
 
 
-def test_no_mask_is_looked_into(batch):
+def test_masks_are_never_read_back(batch):
     """On the meta device a look would fail; on a GPU it would wait."""
     with torch.device("meta"):
         model = Marian.build(TINY)
@@ -221,7 +219,7 @@ def test_a_beam_of_everything_finds_the_best_hypothesis(batch, penalty):
 
 
 @torch.no_grad()
-def test_a_wider_beam_is_no_worse_here(batch):
+def test_beams_respect_length_and_end(batch):
     model = sharpened()
     source, mask, _ = batch
     totals = []

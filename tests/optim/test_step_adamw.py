@@ -55,7 +55,7 @@ def gradients(case, t, w, b, sparse):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("reload", [False, True])
-def test_golden(case, reload):
+def test_golden_trajectories_survive_reloading(case, reload):
     optimizer, w, b = make(case)
     for t in range(len(GOLDEN[f"{case}_W"])):
         gradients(case, t, w, b, optimizer.sparse_phase)
@@ -94,27 +94,6 @@ def test_equals_adamw_before_the_switch():
         torch.testing.assert_close(mine, theirs)
 
 
-def test_one_coordinate_without_gradient_does_not_switch():
-    w = torch.ones(2, 4, requires_grad=True)
-    optimizer = StepAdamW([w], option=2)
-    optimizer.mark_sparse([w])
-    w.grad = torch.ones(2, 4)
-    w.grad[0, 0] = 0
-    optimizer.step()
-    assert not optimizer.sparse_phase and optimizer.changes[-1] > 1e-4
-
-
-def test_a_parameter_without_gradient_at_the_switch():
-    w, idle = torch.ones(2, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
-    optimizer = StepAdamW([w, idle], clipping=(None, 1))
-    optimizer.mark_sparse([w, idle])
-    for t in range(4):
-        w.grad = torch.ones(2, 4)
-        idle.grad = torch.ones(2, 4) if t == 3 else None
-        optimizer.step()
-    assert optimizer.switched_at == 2 and torch.isfinite(idle).all() and (idle != 1).all()
-
-
 def test_window_is_rounded_and_full_window_can_be_required():
     w = torch.ones(4, requires_grad=True)
     for beta2, length in ((0.999, 1000), (0.95, 20), (0.98, 50), (0.99, 100)):
@@ -131,12 +110,12 @@ def test_window_is_rounded_and_full_window_can_be_required():
     "options",
     [{"option": 3}, {"denominator": "x"}, {"clipping": (5, 2)}, {"window": 0}, {"eps": 0.0}],
 )
-def test_errors(options):
+def test_bad_options_are_refused(options):
     with pytest.raises(ConfigError, match="StepAdamW"):
         StepAdamW([torch.ones(2, requires_grad=True)], **options)
 
 
-def test_mark_sparse_errors():
+def test_mark_sparse_refuses_foreign_parameters_and_mixed_eps():
     a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     with pytest.raises(ConfigError, match="not in the optimiser"):
         StepAdamW([a]).mark_sparse([b])
@@ -156,7 +135,7 @@ def noisy(count, shape=(48, 64), **options):
 
 
 @pytest.mark.parametrize("option, error", [(1, 1e-7), (2, 1e-6)])
-def test_the_change_is_that_of_fp64(option, error):
+def test_change_statistic_equals_fp64(option, error):
     """Sums of at most 4096 numbers are in fp32, which cannot move a switch by more than this."""
     optimizer, weights = noisy(9, (97, 131), option=option)
     for w in weights:

@@ -1,7 +1,5 @@
 """R21: every method trains as far as it did; one that keeps the wrong weights does not."""
 
-from __future__ import annotations
-
 import pytest
 from tiny_runs import metrics
 

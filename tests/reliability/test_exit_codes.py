@@ -1,7 +1,5 @@
 """Every row of the table of exit codes in docs/troubleshooting.md, executed."""
 
-from __future__ import annotations
-
 import fcntl
 import re
 import signal
@@ -149,14 +147,16 @@ CASES = {
 }
 
 
-def test_every_code_and_every_row_is_there():
+def test_every_exit_code_has_a_case():
     codes = {0, 1, INTERRUPTED, PREEMPTED}
     codes |= {cls.exit_code for cls in SparsePretrainError.__subclasses__()}
     assert list(CASES) == ROWS and codes == {code for code, _ in ROWS}
 
 
 @pytest.mark.parametrize(("code", "text"), CASES, ids=[f"{c} {t}" for c, t in CASES])
-def test_it_ends_so(tiny, run, stop_after, monkeypatch, tmp_path, capfd, code, text):
+def test_exit_code_and_message_of_every_row(
+    tiny, run, stop_after, monkeypatch, tmp_path, capfd, code, text
+):
     given = {"tiny": tiny, "run": run, "stop_after": stop_after, "capfd": capfd}
     got, out = CASES[code, text](**given, monkeypatch=monkeypatch, tmp_path=tmp_path)
     assert (got, text in out) == (code, True), out

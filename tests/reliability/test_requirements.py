@@ -1,7 +1,5 @@
 """The table behind docs/reliability.md names tests that are there, and every requirement."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ def test_every_requirement_has_one_row():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
-def test_its_tests_are_there(row):
+def test_named_tests_exist(row):
     for target in row.get("tests", ()):
         file, _, function = target.partition("::")
         assert f"\ndef {function}" in (TESTS / file).read_text(encoding="utf-8"), target

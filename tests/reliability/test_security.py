@@ -1,7 +1,5 @@
 """Secrets of the environment stay there, files stay below the run, code runs only when named."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess
@@ -197,7 +195,7 @@ def test_a_plugin_that_only_a_checkpoint_names_is_refused(tampered, capsys, word
     words = [word.replace("RUN", str(directory)) for word in words]
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "names plugins, and a plugin runs code" in line and f"plugins=[{plugin}]" in line
+    assert "names plugins" in line and f"plugins=[{plugin}]" in line
     assert not mark.exists()
     main([*words, f"plugins=[{plugin}]"])
     assert mark.exists()

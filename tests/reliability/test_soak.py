@@ -1,7 +1,5 @@
 """Many steps and resumes: nothing grows, nothing is lost, nothing is there twice."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,7 +1,5 @@
 """Verdicts on synthetic seeds of known truth: rates of error, power, and what decides nothing."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -67,7 +65,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("claim", "means", "columns"), KINDS)
-def test_without_a_difference_verdicts_fall_as_rarely_as_stated(claim, means, columns):
+def test_false_positive_rate_is_as_stated(claim, means, columns):
     decided = [rate(v, means, columns=columns, **claim) for v in ("held", "contradicted")]
     assert sum(decided) <= 0.01 + 3 * math.sqrt(0.01 * 0.99 / TRIALS)
     if claim["kind"] == "less":
@@ -93,7 +91,7 @@ def test_at_the_edge_of_a_claim_it_is_held_once_in_a_hundred(means, claim):
     assert rate("held", means, **claim) <= 0.01 + 3 * math.sqrt(0.01 * 0.99 / TRIALS)
 
 
-def test_power_is_what_is_promised():
+def test_power_is_as_stated():
     random = np.random.default_rng(1)
     size = 2000
     for n in (5, 12):
@@ -169,7 +167,7 @@ def test_swapping_labels_within_pairs_does_not_hold():
         ({s: 1.0 for s in range(6)}, {s: 1.0 for s in range(9, 15)}, "no seed has both"),
     ],
 )
-def test_what_decides_nothing_says_why(sste, ste, why):
+def test_undecided_claims_name_the_reason(sste, ste, why):
     for claim in ({"kind": "less"}, {"kind": "equal", "margin": 100.0}):
         ruling = verdict({"sste": sste, "ste": ste}, of=["sste", "ste"], **claim)
         assert ruling.verdict == "not decided" and why.split(" for each")[0] in ruling.why
@@ -209,7 +207,7 @@ def test_a_grid_of_rows_in_a_table_with_columns_is_refused():
         verdict(values, columns=("a", "b"), kind="interior", of=ROWS)
 
 
-def test_a_best_needs_a_direction():
+def test_best_of_needs_a_direction():
     with pytest.raises(ConfigError, match="has no best"):
         table(better=None, kind="best_of", of=["dense", "ste"])
 

@@ -1,7 +1,5 @@
 """The figure of a decay search shows the numbers that were found."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ def make_search(root: Path, chosen: float | None = 1e-4) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("chosen", [1e-4, None])
-def test_the_figure_shows_what_was_found(tmp_path: Path, chosen: float | None) -> None:
+def test_the_figure_shows_what_was_found(tmp_path, chosen):
     left, right = decay_figure(make_search(tmp_path, chosen)).axes
     assert left.get_xscale() == "log" and right.get_yscale() == "log"
     ratios = left.lines[0]
@@ -50,7 +48,7 @@ def test_the_figure_shows_what_was_found(tmp_path: Path, chosen: float | None) -
     assert "every 10 steps" in right.get_ylabel()
 
 
-def test_the_picture_and_what_is_missing(tmp_path: Path) -> None:
+def test_a_search_is_drawn_unless_a_run_is_gone(tmp_path):
     result = make_search(tmp_path)
     with pytest.raises(ConfigError, match="cannot draw the search in"):
         decay_report(result, tmp_path / "nowhere")

@@ -1,7 +1,5 @@
 """The HTML page: its content, that it needs nothing else, and its size."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

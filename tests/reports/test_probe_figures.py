@@ -1,25 +1,16 @@
 """Figures and table of synthetic probe lines show the numbers of the lines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from test_report import make_run
 
 from sparsepretrain.reports import probes, report
 from sparsepretrain.reports.runs import labels, load, pair
 
-
-@pytest.fixture(autouse=True)
-def _quick_files(monkeypatch):
-    """What a picture shows is read from its axes; drawing it takes seconds."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file: Path(file).touch())
-
-
+pytestmark = pytest.mark.usefixtures("quick_files")
 STEPS = range(5, 101, 5)
 
 

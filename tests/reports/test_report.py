@@ -1,7 +1,5 @@
 """Reports of synthetic run directories: the data that figures show, and the pages' numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -18,6 +16,7 @@ from sparsepretrain.reports import plots, report
 from sparsepretrain.reports.figures import final, of_runs
 from sparsepretrain.reports.runs import differences, labels, load, pair, smooth, uneven_validation
 
+pytestmark = pytest.mark.usefixtures("quick_files")
 LAYERS = [f"transformer.h.{i}.mlp.{name}" for i in range(2) for name in ("c_fc", "c_proj")]
 
 
@@ -56,7 +55,7 @@ def make_run(
     return path
 
 
-def test_one_run_has_four_pictures_and_a_page(tmp_path: Path) -> None:
+def test_one_run_has_four_pictures_and_a_page(tmp_path, drawn):
     run = make_run(tmp_path / "run")
     written = report([run])
     names = [path.relative_to(run).as_posix() for path in written]
@@ -81,18 +80,18 @@ def test_one_run_has_four_pictures_and_a_page(tmp_path: Path) -> None:
     assert "  window:\n" in page and '"commit": "0123456789abcdef"' in page
 
 
-def test_what_is_missing_is_left_out_and_said(tmp_path: Path) -> None:
+def test_missing_parts_are_left_out_with_a_note(tmp_path):
     run = make_run(tmp_path / "run", "dense", flips=False)
     (run / "environment.json").unlink()
     written = report([run], out=tmp_path / "out")
     assert [path.name for path in written] == ["loss.png", "lr.png", "report.md"]
     page = (tmp_path / "out" / "report.md").read_text()
-    assert "have fewer than two steps: the plot `flip_rate_layers` is left out" in page
+    assert "`flip_rate_layers` is left out" in page
     assert "environment.json is missing" in page
     assert not (run / "plots").exists()
 
 
-def test_loss_figure_shows_the_recorded_numbers(tmp_path: Path) -> None:
+def test_loss_figure_shows_the_recorded_numbers(tmp_path):
     run = load(make_run(tmp_path / "run", phases={1: 1.0, 85: 0.0}))
     figure = plots.loss_figure(run)
     assert figure is not None
@@ -108,7 +107,7 @@ def test_loss_figure_shows_the_recorded_numbers(tmp_path: Path) -> None:
     assert figure.get_supxlabel() == "train sparsity=sste · commit 0123456789ab"
 
 
-def test_flip_figure_is_logarithmic_and_names_its_interval(tmp_path: Path) -> None:
+def test_flip_figure_is_logarithmic_and_names_its_interval(tmp_path):
     each = plots.flip_figure(load(make_run(tmp_path / "a")))
     every = plots.flip_figure(load(make_run(tmp_path / "b", interval=40)))
     assert each is not None and every is not None
@@ -117,7 +116,7 @@ def test_flip_figure_is_logarithmic_and_names_its_interval(tmp_path: Path) -> No
     assert "every 40 steps" in every.axes[0].get_ylabel()
 
 
-def test_heat_map_has_short_layer_names_and_masks_zeros(tmp_path: Path) -> None:
+def test_heat_map_has_short_layer_names_and_masks_zeros(tmp_path):
     figure = plots.layers_figure(load(make_run(tmp_path / "run")))
     assert figure is not None
     axes = figure.axes[0]
@@ -138,9 +137,7 @@ def test_heat_map_has_short_layer_names_and_masks_zeros(tmp_path: Path) -> None:
         ({1: 0.0, 10: 1.0, 83: 0.0}, [(10, "dense → sparse"), (83, "sparse → dense")]),
     ],
 )
-def test_switches_are_read_from_the_record(
-    tmp_path: Path, phases: dict[int, float] | None, switches: list[tuple[int, str]]
-) -> None:
+def test_switches_are_read_from_the_record(tmp_path, phases, switches):
     run = load(make_run(tmp_path / "run", phases=phases))
     assert run.switches() == switches
     for draw in (plots.loss_figure, plots.flip_figure, plots.lr_figure):
@@ -157,7 +154,7 @@ def figures_of(runs: list[Path], names: list[str] | None = None) -> dict[str, An
     return of_runs(pair(data, names or labels(data)))
 
 
-def test_flip_rates_over_different_intervals_are_told_apart(tmp_path: Path) -> None:
+def test_flip_rates_of_different_intervals_are_labeled(tmp_path):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", interval=5)]
     assert [load(run).flip_interval() for run in runs] == [1, 5]
     figure = figures_of(runs, ["a", "b"])["difference"]
@@ -169,12 +166,12 @@ def test_flip_rates_over_different_intervals_are_told_apart(tmp_path: Path) -> N
     page = report(runs, out=tmp_path / "out", labels=["a", "b"])[-1].read_text()
     assert "| 1.00e-02 over 5 steps |" in page and "flip rate (running means)" in page
     page = report([runs[1], make_run(tmp_path / "c", interval=5)], out=tmp_path / "out")
-    assert "flip rate (as logged) are those of the end" in page[-1].read_text()
+    assert "flip rate (as logged)" in page[-1].read_text()
     alone = report([runs[1]])[-1].read_text()
     assert "| flip rate over 5 steps at step 5 |" in alone
 
 
-def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_runs_are_overlaid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_run(Path("runs/a"), "dense")
     make_run(Path("runs/b"), "sste", sparsity={"gamma": 0.2})
@@ -190,12 +187,11 @@ def test_several_runs_are_overlaid(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     row = "| sste gamma=0.2 | sste | 100 | 1.0200 | 2.5000 | +0.0000 | 1.00e-02 | 128 | 0 |"
     assert row in page and "minus dense |" in page and "Written 20" in page
     assert "| `sparsity.gamma` | – | 0.2 |" in page
-    means = "running mean over 2 steps"
-    assert f"Train loss ({means}) and flip rate ({means}) are those of the end." in page
+    assert "Train loss (running mean over 2 steps)" in page
     assert "`../../runs/b`" in page and "`train sparsity=sste`" in page
 
 
-def test_curves_are_kept_apart_and_zero_is_on_no_axis(tmp_path: Path) -> None:
+def test_curves_have_distinct_styles(tmp_path):
     runs = [make_run(tmp_path / str(i), seed=i) for i in range(9)]
     figure = figures_of(runs, [f"run {i}" for i in range(9)])["overlay"]
     train, _, flips = figure.axes
@@ -209,7 +205,7 @@ def test_curves_are_kept_apart_and_zero_is_on_no_axis(tmp_path: Path) -> None:
     assert "and 8 more" not in figure.get_supxlabel()  # one command for all
 
 
-def test_runs_without_flip_rates_have_no_such_panel(tmp_path: Path) -> None:
+def test_runs_without_flip_rates_have_no_such_panel(tmp_path):
     runs = [make_run(tmp_path / str(i), flips=False) for i in range(2)]
     assert len(figures_of(runs, ["a", "b"])["overlay"].axes) == 2
 
@@ -253,19 +249,17 @@ def test_runs_without_flip_rates_have_no_such_panel(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_labels_say_what_differs(
-    tmp_path: Path, changes: list[dict[str, Any]], expected: list[str]
-) -> None:
+def test_labels_say_what_differs(tmp_path, changes, expected):
     runs = [load(make_run(tmp_path / "r" / str(i), **c)) for i, c in enumerate(changes)]
     assert labels(runs) == expected
 
 
-def test_differences_tell_null_from_absent(tmp_path: Path) -> None:
+def test_differences_tell_null_from_absent(tmp_path):
     runs = [load(make_run(tmp_path / "0", clip=None)), load(make_run(tmp_path / "1"))]
     assert differences(runs) == {"clip": [None, "–"]}
 
 
-def test_non_finite_losses_are_gaps_not_errors(tmp_path: Path) -> None:
+def test_non_finite_losses_are_gaps_not_errors(tmp_path):
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(f'{{"step": {step}, "loss": null}}\n' for step in range(101, 110))
@@ -273,14 +267,13 @@ def test_non_finite_losses_are_gaps_not_errors(tmp_path: Path) -> None:
     assert "not finite" in page
 
 
-def test_user_errors_are_one_line_each(tmp_path: Path) -> None:
+def test_wrong_paths_and_labels_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError) as error:
         report([tmp_path / "empty", tmp_path / "missing"])
-    assert error.value.messages == [
-        f"{tmp_path / 'empty'} has no metrics.jsonl, nor has a directory below it",
-        f"{tmp_path / 'missing'} is not a directory: give the directory of a run",
-    ]
+    empty, missing = error.value.messages
+    assert empty.startswith(f"{tmp_path / 'empty'} ") and "metrics.jsonl" in empty
+    assert missing.startswith(f"{tmp_path / 'missing'} ")
     (tmp_path / "empty" / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="has no records yet"):
         report([tmp_path / "empty"])
@@ -298,7 +291,7 @@ def test_user_errors_are_one_line_each(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.floats(-100, 100) | st.just(math.nan), min_size=1, max_size=200))
-def test_smooth_is_the_mean_of_the_last_values(values: list[float]) -> None:
+def test_smooth_is_the_mean_of_the_last_values(values):
     mean, width = smooth(np.array(values))
     assert width == max(1, len(values) // 40)
     for i in range(len(values)):
@@ -307,7 +300,7 @@ def test_smooth_is_the_mean_of_the_last_values(values: list[float]) -> None:
         np.testing.assert_allclose(mean[i], expected, atol=1e-9)
 
 
-def test_reports_need_no_display_and_no_pyplot(tmp_path: Path) -> None:
+def test_reports_need_no_display_and_no_pyplot(tmp_path):
     import subprocess
     import sys
 
@@ -340,13 +333,13 @@ class Pictures:
 
 
 @pytest.fixture
-def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def pictures(monkeypatch):
     from sparsepretrain import registry
 
     monkeypatch.setitem(registry._registered["task"], "pictures", Pictures)
 
 
-def test_scores_of_the_task_have_a_panel_and_rows(tmp_path: Path, pictures: None) -> None:
+def test_scores_of_the_task_have_a_panel_and_rows(tmp_path, pictures):
     scores: dict[str, list[float | None]] = {"top5": [60.0, 80.0], "top1": [31.0, 52.5]}
     run = with_scores(make_run(tmp_path / "run"), "pictures", scores)
     page = report([run])[-1].read_text()
@@ -361,7 +354,7 @@ def test_scores_of_the_task_have_a_panel_and_rows(tmp_path: Path, pictures: None
     np.testing.assert_array_equal(main.get_ydata(), [31.0, 52.5])
 
 
-def test_a_score_of_the_last_evaluation_alone_is_shown(tmp_path: Path) -> None:
+def test_a_score_of_the_last_evaluation_alone_is_shown(tmp_path):
     """As a number: one point makes no curve."""
     run = make_run(tmp_path / "run")
     with_scores(run, "plug-in", {"bleu": [None, 27.25]})
@@ -370,7 +363,7 @@ def test_a_score_of_the_last_evaluation_alone_is_shown(tmp_path: Path) -> None:
     assert "metric.png" not in page and plots.metric_figure(load(run)) is None
 
 
-def test_perplexity_is_a_row_but_no_panel(tmp_path: Path) -> None:
+def test_perplexity_is_a_row_but_no_panel(tmp_path):
     run = with_scores(make_run(tmp_path / "run"), "causal_lm", {"perplexity": [33.1, 12.2]})
     written = report([run])
     assert "metric.png" not in [path.name for path in written]
@@ -378,7 +371,7 @@ def test_perplexity_is_a_row_but_no_panel(tmp_path: Path) -> None:
     assert "| validation perplexity at step 100 | 12.20 |" in page and "metric" not in page
 
 
-def test_the_score_has_panels_and_a_column(tmp_path: Path, pictures: None) -> None:
+def test_the_score_has_panels_and_a_column(tmp_path, pictures):
     runs = [
         with_scores(make_run(tmp_path / name, name), "pictures", {"top1": [30.0 + i, 50.0 + i]})
         for i, name in enumerate(("dense", "sste"))
@@ -395,7 +388,7 @@ def test_the_score_has_panels_and_a_column(tmp_path: Path, pictures: None) -> No
     assert "| 51.00 |" in page
 
 
-def test_runs_of_several_tasks_count_items(tmp_path: Path, pictures: None) -> None:
+def test_runs_of_several_tasks_count_items(tmp_path, pictures):
     one = with_scores(make_run(tmp_path / "a"), "pictures", {"top1": [30.0, 50.0]})
     other = make_run(tmp_path / "b", "ste")
     page = report([one, other], out=tmp_path / "out")[-1].read_text()
@@ -418,7 +411,7 @@ def cut(run: Path, last: int) -> Path:
     return run
 
 
-def test_runs_of_unequal_length_are_compared_where_both_were_evaluated(tmp_path: Path) -> None:
+def test_runs_of_unequal_length_are_compared_where_both_were_evaluated(tmp_path):
     runs = [cut(make_run(tmp_path / "dense", "dense"), 100)]
     runs += [cut(make_run(tmp_path / f"s{last}", "sste"), last) for last in (60, 40)]
     last_loss(runs[1], 3.0)
@@ -431,7 +424,7 @@ def test_runs_of_unequal_length_are_compared_where_both_were_evaluated(tmp_path:
     assert "final" not in of_runs(paired) or not of_runs(paired)["final"].axes[0].lines
 
 
-def test_differences_are_paired_by_seed_and_data(tmp_path: Path) -> None:
+def test_differences_are_paired_by_seed_and_data(tmp_path):
     more: list[dict[str, Any]] = [{"seed": 0}, {"seed": 1}, {"seed": 0, "data": {"name": "other"}}]
     dense = [make_run(tmp_path / f"d{i}", "dense", **options) for i, options in enumerate(more)]
     sparse = [make_run(tmp_path / f"s{i}", "sste", **o) for i, o in enumerate([*more, {"seed": 2}])]
@@ -461,16 +454,16 @@ def test_differences_are_paired_by_seed_and_data(tmp_path: Path) -> None:
     assert any(np.allclose(line.get_xdata(), [low, high]) for line in last.lines)
 
 
-def test_without_a_dense_run_the_first_is_the_reference(tmp_path: Path) -> None:
+def test_without_a_dense_run_the_first_is_the_reference(tmp_path):
     runs = [make_run(tmp_path / "a", "ste"), last_loss(make_run(tmp_path / "b", "sste"), 2.75)]
     page = report(runs, out=tmp_path / "out")[-1].read_text()
-    assert "No dense run is among these. Differences are to ste" in page and "| +0.2500 |" in page
+    assert "Differences are to ste" in page and "| +0.2500 |" in page
     page = report([runs[0], make_run(tmp_path / "c", seed=1)], out=tmp_path / "two")[-1].read_text()
-    assert "No two runs share seed, data and batch: the curves only." in page
+    assert "No two runs share seed" in page
     assert not (tmp_path / "two" / "difference.png").exists()
 
 
-def test_a_narrower_dense_model_is_compared_with_the_one_of_the_methods(tmp_path: Path) -> None:
+def test_a_narrower_dense_model_is_compared_with_the_one_of_the_methods(tmp_path):
     models = {"half": {"width": 1}, "dense": {"width": 2}, "sste": {"width": 2}}
     runs = [
         load(make_run(tmp_path / name, "dense" if name == "half" else name, model=model))
@@ -481,7 +474,7 @@ def test_a_narrower_dense_model_is_compared_with_the_one_of_the_methods(tmp_path
     assert pair([half], ["half"]).groups() == {}
 
 
-def test_validation_over_different_samples_is_warned_of(tmp_path: Path) -> None:
+def test_validation_over_different_samples_warns(tmp_path):
     options = [(4, 16), (8, 8), (None, 8), (2, 16)]
     paths = [
         make_run(tmp_path / str(i), eval={"batches": batches}, batch={"micro": micro, "size": 16})
@@ -489,21 +482,19 @@ def test_validation_over_different_samples_is_warned_of(tmp_path: Path) -> None:
     ]
     runs = [load(path) for path in paths]
     assert uneven_validation(runs[:2], ["a", "b"]) is None
-    with pytest.warns(SparsePretrainWarning, match="64 samples for .*; the whole split for"):
+    with pytest.warns(SparsePretrainWarning, match="64 samples for .*; the whole split"):
         written = report(paths, out=tmp_path / "out")
     assert "Warning: validation differs in eval.batches" in written[-1].read_text()
 
 
-def test_directories_of_reports_have_short_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_of_reports_have_short_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = [make_run(tmp_path / str(i), seed=i, clip=i) for i in range(8)]
     first, second = (report(some)[-1].parent.name for some in (paths, paths[1:]))
     assert first != second and first.startswith("8-runs-") and len(first) <= 20
 
 
-def test_short_records_are_drawn_so_that_they_show(tmp_path: Path) -> None:
+def test_short_records_are_drawn_as_points(tmp_path):
     """One comparison of masks is a dot, not an invisible line nor a heat map of one column."""
     run = make_run(tmp_path / "run", interval=100)
     shown = plots.flip_figure(load(run))
@@ -515,9 +506,3 @@ def test_short_records_are_drawn_so_that_they_show(tmp_path: Path) -> None:
     assert all(float(tick).is_integer() for tick in ticks)
     page = report([run])[-1].read_text()
     assert "| quantity | value |" in page and "|  |" not in page and "Written 20" in page
-
-
-def test_markers_differ_where_colours_repeat(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / str(i), seed=i) for i in range(14)]
-    train = figures_of(runs, [str(i) for i in range(14)])["overlay"].axes[0]
-    assert len({(line.get_color(), line.get_marker()) for line in train.lines}) == 14

@@ -1,7 +1,5 @@
 """The page of a table from run directories of known numbers, and from committed records."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -109,7 +107,7 @@ def table():
     return build(Table, TABLE)
 
 
-def test_the_page_has_everything_that_a_table_is(results, table):
+def test_page_has_claims_numbers_and_settings(results, table):
     made = render(results, {"three": table})
     assert list(made.figures) == ["three-difference.png", "three-final.png"]
     page = made.markdown
@@ -122,7 +120,7 @@ def test_the_page_has_everything_that_a_table_is(results, table):
     numbers = next(line for line in page.splitlines() if line.startswith("| ste | "))
     assert numbers.split(" | ")[1:2] == ["–"] and " | 6 of 6 | +0.50" in numbers
     assert "| dense | 26.42 ⚠ |" in page and "⚠ quoted by a third party" in page
-    assert "An empty cell was not found" in page
+    assert "An empty cell" in page
     assert "Initial weights: equal" in page and "Another model or init than dense: half." in page
     assert "| `steps` | 40 | our choice | quick |" in page
     assert "sparsepretrain train experiment=smoke steps=40 sparsity=ste" in page
@@ -130,7 +128,7 @@ def test_the_page_has_everything_that_a_table_is(results, table):
     assert "Validation loss: 0.0" in page and "with power 80%" in page
 
 
-def test_columns_of_which_nothing_ran_are_no_axis(results):
+def test_columns_without_runs_have_no_axis(results):
     sizes = {
         "columns": {"small": [], "large": [], "huge": []},
         "column_label": "size",
@@ -143,7 +141,7 @@ def test_columns_of_which_nothing_ran_are_no_axis(results):
     assert list(made.figures) == ["three-difference.png", "three-final.png"]
 
 
-def test_seeds_that_saw_other_numbers_of_tokens_are_joined_by_the_number_of_a_point():
+def test_seeds_with_different_token_counts_are_joined_by_index():
     curves = [([0, 9, 21], [4.0, 2.0, 1.0]), ([0, 11, 19, 30], [4.0, 4.0, 3.0, 0.0])]
     x, mean, *_ = figures.band(curves)
     assert x.tolist() == [0, 10, 20] and mean.tolist() == [4, 3, 2]
@@ -151,7 +149,7 @@ def test_seeds_that_saw_other_numbers_of_tokens_are_joined_by_the_number_of_a_po
     assert figures.band(missing)[0].tolist() == [0, 20]
 
 
-def test_a_record_holds_all_and_is_the_same_bytes_each_time(results, tmp_path):
+def test_record_round_trip_is_byte_equal(results, tmp_path):
     file = tmp_path / "records" / "three.json.gz"
     write_record(results, file)
     first = file.read_bytes()
@@ -160,7 +158,7 @@ def test_a_record_holds_all_and_is_the_same_bytes_each_time(results, tmp_path):
     assert file.read_bytes() == first
 
 
-def test_unequal_beginnings_are_told(results, table):
+def test_unequal_data_order_is_reported(results, table):
     changed = copy.deepcopy(results)
     cell = next(cell for cell in changed.cells if (cell.row, cell.seed) == ("ste", 3))
     cell.hashes["data_order"] = "another"
@@ -169,12 +167,7 @@ def test_unequal_beginnings_are_told(results, table):
 
 
 def test_a_part_is_a_section_and_the_summary_names_all_claims(results, table):
-    speed = {
-        "title": "Speed",
-        "bench": ["python layers.py"],
-        "baseline": None,
-        "paper": "S-STE",
-    }
+    speed = {"title": "Speed", "bench": ["python layers.py"], "baseline": None, "paper": "S-STE"}
     whole = {"title": "A collection", "parts": ["three", "speed"], "baseline": None}
     found = {"three": table, "speed": build(Table, speed), "all": build(Table, whole)}
     page = render(TableResults(name="all", parts=[results, TableResults(name="speed")]), found)
@@ -193,7 +186,7 @@ def test_a_table_of_speed_says_what_was_published():
     page = render(TableResults(name="sste_table10"), found).markdown
     assert "python benchmarks/blocks.py --methods sste --backend auto\n" in page
     assert "| FFN, training | speed-up | 1.31 ⚠ |" in page and "⚠ quoted by a third party" in page
-    assert "## What this cannot say\n\n- Needs a GPU with 2:4 tensor cores." in page
+    assert "## What this cannot say" in page
 
 
 @pytest.mark.parametrize(("top1", "verdict"), [(76.6, "-0.40, within"), (75.87, "-1.13, outside")])
@@ -211,7 +204,7 @@ def test_a_published_number_has_a_margin_and_the_independent_run_beside_it(top1,
     assert "differences below 0.5 mean nothing" in page
 
 
-def test_verb_finds_runs_elsewhere_and_writes_the_page_again(tmp_path, monkeypatch, capsys):
+def test_report_command_writes_page_and_record(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = {name: TABLE["rows"][name] for name in ("dense", "ste")}
     changes = {"rows": rows, "claims": [], "published": []}
@@ -228,19 +221,19 @@ def test_verb_finds_runs_elsewhere_and_writes_the_page_again(tmp_path, monkeypat
     page = next(file for file in files if file.suffix == ".md")
     first = page.read_text()
     assert "4 of 4 runs are finished" in first and "seeds 0, 1" in first
-    assert "Deviating from the table in all runs: `optim.lr=0.1`." in first
+    assert "in all runs: `optim.lr=0.1`" in first
     assert " runs_dir=runs/three " in first and "elsewhere" not in first
-    assert "n = 2: about 5 seeds would decide" in first and "2 seeds decide nothing" in first
+    assert "about 5 seeds would decide" in first
     page.unlink()
     assert cli.main([*given, "--from-record"]) == 0
     assert page.read_text() == first
 
 
-def test_wrong_words_and_nothing_to_show_are_one_line(tmp_path, monkeypatch, capsys):
+def test_wrong_arguments_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_table(tmp_path / "c", rows={"dense": ["sparsity=dense"]}, claims=[], published=[])
     for words, message in [
-        (["three", "--config-dir", "c"], "no run of three has begun: sparsepretrain reproduce"),
+        (["three", "--config-dir", "c"], "sparsepretrain reproduce"),
         (["three", "--config-dir", "c", "x"], "'x' after the table three"),
         (["three", "--config-dir", "c", "--scale", "paper"], "has no scale 'paper'"),
         (["nothing", "--record"], "nothing is no table"),

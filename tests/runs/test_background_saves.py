@@ -1,7 +1,5 @@
 """``checkpoint.background``: the state of a step is written while training goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -59,14 +57,14 @@ def write(directory, parts, *, background):
     return {p.name: p.read_bytes() for p in (directory / "step_00000001").iterdir()}
 
 
-def test_the_bytes_are_those_of_a_save_that_is_waited_for(tmp_path):
+def test_background_save_writes_the_same_bytes(tmp_path):
     now = write(tmp_path / "now", state(), background=False)
     assert now == write(tmp_path / "later", state(), background=True)
     assert len(now) == 4 and b"tied" not in now["shard-00000-model.safetensors"][8:]
 
 
 @pytest.mark.parametrize("copied", [True, False], ids=["copied", "not copied"])
-def test_what_is_done_to_the_state_later_is_not_saved(tmp_path, monkeypatch, copied):
+def test_later_changes_of_the_state_are_not_saved(tmp_path, monkeypatch, copied):
     """Without the copy (negative control) it would be."""
     now = checkpoint.save
     if not copied:
@@ -95,7 +93,7 @@ def test_what_is_done_to_the_state_later_is_not_saved(tmp_path, monkeypatch, cop
     writer.close(pytest.fail)
 
 
-def test_memory_of_copies_is_used_again(tmp_path):
+def test_memory_of_copies_is_reused(tmp_path):
     writer, live, places = Writer(tmp_path, background=True), state(), []
     for step in (1, 2):
         writer.save(step, live, config="a: 1\n", keep=lambda: Retention(1))
@@ -159,11 +157,7 @@ def failing(monkeypatch, error, *, call):
 
 @pytest.mark.parametrize(
     ("call", "steps", "last", "error"),
-    [
-        (2, 400, [], FULL),
-        (4, 10, [5], OSError(30, "Read-only file system")),
-        (4, 6, [5], FULL),
-    ],
+    [(2, 400, [], FULL), (4, 10, [5], OSError(30, "Read-only file system")), (4, 6, [5], FULL)],
     ids=["in training", "the last one, read-only", "the one at the end"],
 )
 def test_what_cannot_be_written_stops_the_run(tiny, monkeypatch, error, call, steps, last):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -22,7 +20,7 @@ def write(directory: Path, steps: range | list[int], resume_step: int | None = N
     return record
 
 
-def test_one_strict_json_object_per_line(tmp_path: Path) -> None:
+def test_one_strict_json_object_per_line(tmp_path):
     record = Record(tmp_path / FILE, resume_step=None)
     loss = np.float32(0.5)
     line = record.write({"step": np.int64(1), "loss": loss, "lr": math.nan, "a": math.inf})
@@ -33,7 +31,7 @@ def test_one_strict_json_object_per_line(tmp_path: Path) -> None:
     assert line["loss"] == 0.5 and line["lr"] is None and line["a"] is None
 
 
-def test_a_step_is_never_there_twice(tmp_path: Path) -> None:
+def test_a_step_is_never_there_twice(tmp_path):
     record = write(tmp_path, [1, 2])
     assert record.write({"step": 2, "loss": 9.0}) is None
     assert record.write({"step": 2, "split": "validation", "loss": 3.0}) is not None
@@ -41,7 +39,7 @@ def test_a_step_is_never_there_twice(tmp_path: Path) -> None:
     assert [line["loss"] for line in read(tmp_path / FILE)] == [1 / 2, 1 / 3, 3.0]
 
 
-def test_resume_cuts_later_steps_and_goes_on(tmp_path: Path) -> None:
+def test_resume_cuts_later_steps_and_goes_on(tmp_path):
     write(tmp_path, range(1, 8)).close()
     record = write(tmp_path, range(5, 9), resume_step=4)
     assert [line["step"] for line in read(tmp_path / FILE)] == list(range(1, 9))
@@ -49,13 +47,13 @@ def test_resume_cuts_later_steps_and_goes_on(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_fresh_start_forgets_an_older_run(tmp_path: Path) -> None:
+def test_fresh_start_clears_the_record(tmp_path):
     write(tmp_path, range(1, 5)).close()
     write(tmp_path, [1]).close()
     assert [line["step"] for line in read(tmp_path / FILE)] == [1]
 
 
-def test_time_continues_over_a_resume(tmp_path: Path) -> None:
+def test_time_continues_over_a_resume(tmp_path):
     record = Record(tmp_path / FILE, resume_step=None)
     record.write({"step": 1, "time": 100.0})
     record.write({"step": 2, "time": 900.0})  # lost with the crash
@@ -66,9 +64,7 @@ def test_time_continues_over_a_resume(tmp_path: Path) -> None:
 
 @settings(deadline=None)
 @given(cut=st.integers(1, 40), steps=st.integers(1, 5), resume=st.integers(0, 6))
-def test_kill_anywhere_then_resume(
-    tmp_path_factory: pytest.TempPathFactory, cut: int, steps: int, resume: int
-) -> None:
+def test_kill_anywhere_then_resume(tmp_path_factory, cut, steps, resume):
     directory = tmp_path_factory.mktemp("run")
     write(directory, range(1, steps + 1)).close()
     whole = (directory / FILE).read_bytes()
@@ -81,14 +77,14 @@ def test_kill_anywhere_then_resume(
     assert (directory / FILE).read_bytes().endswith(b"}\n")
 
 
-def test_torn_inside_a_character(tmp_path: Path) -> None:
+def test_line_torn_inside_a_character_is_dropped(tmp_path):
     write(tmp_path, [1]).close()
     with (tmp_path / FILE).open("ab") as file:
         file.write('{"step": 2, "note": "β'.encode()[:-1])
     assert [line["step"] for line in read(tmp_path / FILE)] == [1]
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
     (tmp_path / FILE).write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(DataError, match=r"line 2 .*remove that line"):
         read(tmp_path / FILE)
@@ -96,18 +92,18 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
         Record(tmp_path / FILE, resume_step=1)
 
 
-def test_no_record(tmp_path: Path) -> None:
+def test_missing_record_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"has no metrics\.jsonl"):
         read(tmp_path / FILE)
 
 
-def test_unwritable_directory(tmp_path: Path) -> None:
+def test_unwritable_directory(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"not writable.*runs_dir"):
         Record(tmp_path / "file" / "run" / FILE, resume_step=None)
 
 
-def test_full_disk_is_one_line(tmp_path: Path) -> None:
+def test_full_disk_is_one_line(tmp_path):
     record = write(tmp_path, [1])
     full = Path("/dev/full")
     record._file = full.open("ab", buffering=0)
@@ -116,6 +112,6 @@ def test_full_disk_is_one_line(tmp_path: Path) -> None:
     assert caught.value.exit_code == 4
 
 
-def test_values_that_json_cannot_hold_are_a_bug(tmp_path: Path) -> None:
+def test_values_that_json_cannot_hold_are_a_bug(tmp_path):
     with pytest.raises(TypeError, match="'loss' holds a list"):
         Record(tmp_path / FILE, resume_step=None).write({"step": 1, "loss": [1]})

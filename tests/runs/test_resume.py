@@ -1,18 +1,9 @@
 """Stopping and continuing is invisible: same record, same bits."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
-from tiny_runs import (
-    METHODS,
-    assert_equal_bits,
-    assert_same_run,
-    final_state,
-    interrupted,
-    metrics,
-)
+from tiny_runs import METHODS, assert_equal_bits, assert_same_run, final_state, interrupted, metrics
 
 from sparsepretrain.errors import CheckpointError
 
@@ -60,21 +51,21 @@ def test_resume_is_bit_exact(tiny, stop_after, method, stops):
 def test_resume_of_variants_is_bit_exact(tiny, stop_after, overrides):
     plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
     assert plain.code == 0
-    again = interrupted(tiny, stop_after, (1, 2, 4, 5), *overrides)
+    again = interrupted(tiny, stop_after, (2, 5), *overrides)
     assert_same_run(plain.directory, again)
 
 
-def test_epoch_boundaries(tiny, stop_after, tmp_path):
+def test_resume_is_bit_exact_across_epochs(tiny, stop_after, tmp_path):
     text = tmp_path / "one.txt"
     text.write_text("".join(f"{i:03} " for i in range(60)))  # 10 windows: 2.5 steps per epoch
     overrides = (f"data.files=['{text}']", "steps=8")
     plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
-    again = interrupted(tiny, stop_after, (2, 3, 5, 6, 7), *overrides)
+    again = interrupted(tiny, stop_after, (2, 3, 6), *overrides)
     assert_same_run(plain.directory, again)
 
 
 @pytest.mark.parametrize("forgotten", ["draws", "sparsifier", "scaler"])
-def test_every_part_of_the_state_matters(tiny, stop_after, monkeypatch, forgotten):
+def test_forgotten_state_changes_the_run(tiny, stop_after, monkeypatch, forgotten):
     """Negative control: leaving a part out must be noticed by the comparison above."""
     from sparsepretrain.sparsity import Sparsifier
     from sparsepretrain.sparsity.model_state import ModelState
@@ -96,7 +87,7 @@ def test_every_part_of_the_state_matters(tiny, stop_after, monkeypatch, forgotte
         assert_equal_bits(final_state(plain.directory), final_state(again))
 
 
-def test_the_mask_of_the_last_comparison_is_state(tiny, stop_after, monkeypatch):
+def test_forgotten_previous_mask_changes_the_record(tiny, stop_after, monkeypatch):
     from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
 
     plain = tiny.train("runs_dir=" + str(tiny.root / "plain"))
@@ -115,13 +106,13 @@ def test_the_mask_of_the_last_comparison_is_state(tiny, stop_after, monkeypatch)
     assert metrics(plain.directory) != metrics(again.directory)
 
 
-def test_a_lost_record_is_told(tiny, stop_after):
+def test_lost_record_lines_warn_once(tiny, stop_after):
     stop_after(4)
     file = tiny.train().directory / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:2]))
     stop_after(5)
-    assert f"has 2 of the {len(lines)} lines that it had at step 4" in tiny.train().output
+    assert f"has 2 of the {len(lines)} lines" in tiny.train().output
     stop_after(-1)
     assert "lines that it had" not in tiny.train().output, "told once"
 
@@ -138,7 +129,7 @@ def test_a_named_checkpoint_brings_its_record(tiny, stop_after):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signal_codes(tiny, stop_after, number, code):
+def test_signals_save_and_return_their_exit_code(tiny, stop_after, number, code):
     before = signal.getsignal(number)
     stop_after(2, number)
     outcome = tiny.train()
@@ -147,7 +138,7 @@ def test_signal_codes(tiny, stop_after, number, code):
     assert final_state(outcome.directory)["step"] == 2
 
 
-def test_signal_in_an_evaluation(tiny, monkeypatch):
+def test_signal_in_an_evaluation_is_bit_exact(tiny, monkeypatch):
     """The evaluation is left, the step saved, and the evaluation repeated on resume."""
     import os
 
@@ -173,7 +164,7 @@ def test_signal_in_an_evaluation(tiny, monkeypatch):
     assert "train loss" in outcome.output
 
 
-def test_signal_before_the_first_step(tiny, monkeypatch):
+def test_signal_before_the_first_step_saves_nothing(tiny, monkeypatch):
     import os
 
     from sparsepretrain.training import assembly
@@ -219,7 +210,7 @@ def test_second_interrupt_is_immediate(tiny, monkeypatch):
     assert_same_run(plain.directory, directory)
 
 
-def test_finished_run(tiny):
+def test_finished_run_is_left_unchanged(tiny):
     first = tiny.train()
     files = {p: p.stat().st_mtime_ns for p in first.directory.rglob("*")}
     again = tiny.train()
@@ -227,7 +218,7 @@ def test_finished_run(tiny):
     assert {p: p.stat().st_mtime_ns for p in first.directory.rglob("*")} == files
 
 
-def test_never_keeps_the_old_run(tiny):
+def test_resume_never_keeps_the_old_run(tiny):
     first = tiny.train()
     old = (first.directory / "metrics.jsonl").read_text()
     second = tiny.train("resume=never")
@@ -241,18 +232,18 @@ def test_never_keeps_the_old_run(tiny):
     assert_same_run(kept, first.directory)
 
 
-def test_another_micro_batch_names_the_older_run(tiny, stop_after):
+def test_other_micro_batch_size_names_the_older_run(tiny, stop_after):
     stop_after(3)
     older = tiny.train("batch.micro=2").directory
     new = tiny.train("batch.micro=4")
     again = tiny.train("batch.micro=4")
     others = [tiny.train("batch.micro=1", w) for w in ("optim.lr=0.02", "seed=5")]
     text = " ".join(new.output.split())
-    assert f"note: {older} is this run with batch.micro=2, at step 3; " in text
+    assert f"note: {older} " in text and "batch.micro=2, at step 3" in text
     assert f"add resume={older}" in text
     assert all("is this run with" not in run.output for run in (again, *others))
 
 
-def test_a_misspelt_resume_gets_a_suggestion(tiny):
-    with pytest.raises(CheckpointError, match=r"resume=atuo: no such .*; did you mean auto\?"):
+def test_misspelled_resume_gets_a_suggestion(tiny):
+    with pytest.raises(CheckpointError, match=r"resume=atuo: .*did you mean auto\?"):
         tiny.train("resume=atuo")

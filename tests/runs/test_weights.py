@@ -1,7 +1,5 @@
 """Finding checkpoints of runs and of Hugging Face, and reading them."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -26,7 +24,7 @@ def test_a_run_directory_means_its_newest_checkpoint(run):
     assert source.checkpoint.part("sparsifier")["completed_steps"] == 6
 
 
-def test_one_checkpoint_and_a_copy_of_it(run, tmp_path):
+def test_single_checkpoints_are_found(run, tmp_path):
     assert weights.find(run / "checkpoints/step_00000002").step == 2
     copy = tmp_path / "kept"
     shutil.copytree(run / "checkpoints/step_00000004", copy)
@@ -35,12 +33,12 @@ def test_one_checkpoint_and_a_copy_of_it(run, tmp_path):
         weights.latest(weights.find(copy), 2)
 
 
-def test_the_checkpoints_before_one(run):
+def test_latest_returns_the_checkpoints_before_one(run):
     steps = [c.step for c in weights.latest(weights.find(run), 3)]
     assert steps == [2, 4, 6]
     middle = weights.find(run / "checkpoints/step_00000004")
     assert [c.step for c in weights.latest(middle, 2)] == [2, 4]
-    with pytest.raises(CheckpointError, match=r"has 3 whole checkpoint.* not 4: lower average"):
+    with pytest.raises(CheckpointError, match=r"3 whole checkpoint.* not 4"):
         weights.latest(weights.find(run), 4)
 
 
@@ -55,7 +53,7 @@ def test_a_damaged_one_is_passed_over_with_a_warning(run, tmp_path):
         weights.find(copy / "checkpoints/step_00000006")
 
 
-def test_nothing_there_is_one_line(tmp_path):
+def test_missing_checkpoints_are_named(tmp_path):
     cases = {
         tmp_path / "absent": "no such checkpoint",
         tmp_path: "neither a run directory nor a checkpoint",
@@ -69,7 +67,7 @@ def test_nothing_there_is_one_line(tmp_path):
         weights.find(tmp_path)
 
 
-def test_a_run_that_was_mistyped(tmp_path, monkeypatch):
+def test_mistyped_run_gets_a_suggestion(tmp_path, monkeypatch):
     from sparsepretrain.data import hub
 
     monkeypatch.chdir(tmp_path)
@@ -90,7 +88,7 @@ def test_a_run_that_was_mistyped(tmp_path, monkeypatch):
         assert near in str(caught.value) and "hub" not in str(caught.value)
         assert "no such checkpoint, there is no directory" in str(caught.value) or "/x" not in name
     monkeypatch.setattr(hub, "_reachable", lambda: False)
-    with pytest.raises(CheckpointError, match=r"^gpt2x: no such directory, and the hub gives no"):
+    with pytest.raises(CheckpointError, match=r"^gpt2x: .*hub"):
         weights.find("gpt2x")
 
 

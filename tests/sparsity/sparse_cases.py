@@ -8,6 +8,8 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import registry
+from sparsepretrain.errors import SparsePretrainWarning
+from sparsepretrain.sparsity.method import DGRAD, WGRAD, G, X
 
 STEPS = 40
 """``total_steps`` of all small runs."""
@@ -38,7 +40,7 @@ VARIANTS = [
 ]
 CASES = [(name, {}) for name in sp.list_methods()] + VARIANTS
 CONVOLVED = [case for case in CASES if not registry.get("method", case[0]).linear_only]
-"""Those that convolutions have too."""
+"""Cases that convolutions have too."""
 
 
 SETTLED = {"mdgf": {"until": 0.0}, "sdgf": {"until": 0.0}, "asp": {"at": 0.0}}
@@ -70,6 +72,32 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.head(self.fc2(torch.tanh(self.fc1(x))))
+
+    def example(self, step, *, batch=8, length=8):
+        """(inputs, gradients of the outputs) that depend on the step only."""
+        dtype = self.head.weight.dtype
+        x = draw(batch, length, 16, seed=100 + step, dtype=dtype)
+        return x, draw(batch, length, 5, seed=200 + step, dtype=dtype)
+
+
+class ConvNet(nn.Module):
+    """Two sparse convolutions, 5×6 positions and then 3×3, and a dense layer."""
+
+    def __init__(self, dtype=torch.float64, seed=0):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.fc1 = nn.Conv2d(16, 16, 3, padding=1, dtype=dtype)
+            self.fc2 = nn.Conv2d(16, 32, (1, 2), stride=2, padding="valid", bias=False, dtype=dtype)
+            self.head = nn.Linear(32, 5, dtype=dtype)
+
+    def forward(self, x):
+        return self.head(self.fc2(torch.tanh(self.fc1(x))).flatten(2).transpose(1, 2))
+
+    def example(self, step, *, batch=4):
+        dtype = self.head.weight.dtype
+        x = draw(batch, 16, 5, 6, seed=100 + step, dtype=dtype)
+        return x, draw(batch, 9, 5, seed=200 + step, dtype=dtype)
 
 
 class Layer(nn.Module):
@@ -123,22 +151,22 @@ def draw(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def build(method, options=None, *, dtype=torch.float64, seed=0, cls=torch.optim.AdamW, **settings):
+def build(
+    method, options=None, *, dtype=torch.float64, seed=0, cls=torch.optim.AdamW, net=Net, **settings
+):
     """(model, optimiser, attached sparsifier)."""
-    model = Net(dtype, seed)
+    model = net(dtype, seed)
     sparsifier = sparsify(model, method, **options or {})
     optimizer = optimizer_for(method, model.parameters(), cls, **settings)
     sparsifier.attach(optimizer)
     return model, optimizer, sparsifier
 
 
-def train(model, optimizer, first, last, *, batch=8, micro=8, length=8):
+def train(model, optimizer, first, last, *, micro=8, **shape):
     """Optimiser steps ``first`` to ``last`` on data that depends on the step only."""
-    dtype = next(model.parameters()).dtype
     for step in range(first, last):
-        x = draw(batch, length, 16, seed=100 + step, dtype=dtype)
-        gy = draw(batch, length, 5, seed=200 + step, dtype=dtype)
-        for i in range(0, batch, micro):
+        x, gy = getattr(model, "module", model).example(step, **shape)
+        for i in range(0, len(x), micro):
             (model(x[i : i + micro]) * gy[i : i + micro]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -156,6 +184,46 @@ def into_sparse_phase(sparsifier):
     sparsifier._state.write()
 
 
+def at_most_n_of_m(tensor, n, m):
+    """True if every group of ``m`` along the input channels has at most ``n`` non-zeros."""
+    groups = tensor.movedim(1, -1).reshape(-1, m)
+    return bool(((groups != 0).sum(1) <= n).all())
+
+
+class OperandTable:
+    """What the six operands of a layer's row are for ``x`` and an output gradient ``gy``."""
+
+    def __init__(self, layer, x, gy):
+        state, weight = layer.sparsity, layer.weight.detach()
+        method, row = state.method, state.method.row
+        projection = state.project(layer.weight)
+        self.A = weight if projection.forward is None else projection.forward
+        self.B = self.A if projection.backward is None else projection.backward
+        self.scale = 1.0 if projection.wgrad_scale is None else projection.wgrad_scale
+        self.P, self.U, self.Xf, self.Xw = gy, gy, x, x
+        convolution = isinstance(layer, nn.Conv2d)
+        tokens = gy.flatten(2).mT if convolution else gy
+
+        def in_place(values):
+            return values.mT.reshape(gy.shape) if convolution else values
+
+        def by_samples(function, values):
+            """Zeros fill up the tokens of a sample to groups of four."""
+            filled = nn.functional.pad(values, (0, 0, 0, -values.shape[-2] % 4))
+            rows = function(filled.reshape(-1, values.shape[-1])).view(filled.shape)
+            return rows[..., : values.shape[-2], :]
+
+        if row.P != G:
+            self.P = in_place(method.dgrad_gradient(tokens, state.key(DGRAD)))
+        if row.U != G:
+            key = state.key(WGRAD)
+            self.U = in_place(by_samples(lambda g: method.wgrad_gradient(g, key), tokens))
+        if row.Xf != X:
+            self.Xf = method.fprop_input(x)
+        if row.Xw != X:
+            self.Xw = by_samples(method.wgrad_input, x)
+
+
 def everything(model, optimizer, sparsifier):
     """All that a checkpoint holds."""
     parts = (model.state_dict(), optimizer.state_dict(), sparsifier.state_dict())
@@ -171,3 +239,8 @@ def through_disk(state):
 
 def gradients(model):
     return {k: p.grad.clone() for k, p in model.named_parameters()}
+
+
+def said(recwarn):
+    """Messages of this library's warnings."""
+    return [str(w.message) for w in recwarn if w.category is SparsePretrainWarning]

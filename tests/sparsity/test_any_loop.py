@@ -6,8 +6,7 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-from sparse_cases import Net, build, draw, gradients, sparsify, train
+from sparse_cases import Net, build, draw, gradients, said, sparsify, train
 from tiny_runs import assert_equal_bits
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -29,10 +28,6 @@ def silent():
         yield
 
 
-def said(recwarn):
-    return [str(w.message) for w in recwarn if w.category is SparsePretrainWarning]
-
-
 def masked(weight, n=2, m=4):
     return weight * nm_mask(weight, n, m)
 
@@ -51,7 +46,7 @@ def plain(weights, x, project):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_edits_through_data_are_seen(training):
+def test_edits_through_data_take_effect(training):
     model, _, handle = build("ste")
     model.train(training)
     x = draw(4, 16)
@@ -71,7 +66,7 @@ def test_edits_through_data_are_seen(training):
     assert torch.equal(model.fc1.weight, expected), "of the weight as it is now"
 
 
-def test_functional_calls_project_the_weight_that_they_are_given():
+def test_functional_call_projects_its_own_weights():
     model, _, _ = build("sste", {"gamma": 0.3})
     x = draw(4, 16)
     names = [k for k, _ in model.named_parameters()]
@@ -109,7 +104,7 @@ def test_function_transforms_are_refused(transform):
 
 @pytest.mark.parametrize("phase", ["dense", "sparse"])
 @pytest.mark.parametrize("method", ["ste", "sste"])
-def test_a_gradient_penalty_is_right_or_refused(method, phase):
+def test_second_derivatives_are_correct_or_refused(method, phase):
     window = {"start": 0.5} if phase == "dense" else {}
     model, _, _ = build(method, {"window": window})
     x = draw(4, 16).requires_grad_()
@@ -163,13 +158,13 @@ def test_averages_that_copy_buffers_follow_the_phases(method, options, project, 
 
 
 @pytest.mark.parametrize("method", ["ste", "sdgf"])
-def test_an_average_that_blends_counters_is_noticed(method):
+def test_averaged_counters_are_refused(method):
     model, optimizer, _ = build(method)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
     for step in range(3):
         train(model, optimizer, step, step + 1)
         average.update_parameters(model)
-    with pytest.raises(ConfigError, match=r"were averaged: they must be copied"):
+    with pytest.raises(ConfigError, match="were averaged"):
         average(draw(4, 16))
     with pytest.raises(ConfigError, match="were averaged"):
         sp.densify(average)
@@ -194,7 +189,7 @@ class Bypassed(nn.Module):
 @pytest.mark.parametrize(
     "how", ["root", "part", "method", "twice", "reentrant", "saved", "reentrant root"]
 )
-def test_draws_do_not_depend_on_how_the_model_is_called(how):
+def test_noise_is_equal_for_every_way_to_call_the_model(how):
     def call(model, x):
         if how == "part":
             return model.net(x)
@@ -231,7 +226,7 @@ def gradients_of(model):
 
 
 @pytest.mark.parametrize("frozen", ["fc1", "fc2"])
-def test_a_skipped_step_is_seen_beside_frozen_layers(frozen):
+def test_micro_batches_restart_after_a_skipped_step_with_frozen_layers(frozen):
     model = Net()
     getattr(model, frozen).weight.requires_grad_(False)
     handle = sparsify(model, "sste")
@@ -318,7 +313,7 @@ def sam_loop(model, optimizer, style, steps=3):
 
 
 @pytest.mark.parametrize("style", ["closure", "two_steps"])
-def test_sam_is_right_on_its_base_optimiser(style, silent):
+def test_sam_equals_manual_steps_when_attached_to_its_base_optimizer(style, silent):
     model = Net()
     handle = sparsify(model, "srste", decay=0.1)
     optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -357,7 +352,7 @@ def test_sam_is_right_on_its_base_optimiser(style, silent):
         torch.testing.assert_close(p, q)
 
 
-def test_sam_that_carries_the_hooks_may_step_its_base_optimizer(silent):
+def test_sam_may_be_attached_itself_when_it_steps_by_closure(silent):
     model = Net()
     handle = sparsify(model, "srste")
     optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -366,35 +361,34 @@ def test_sam_that_carries_the_hooks_may_step_its_base_optimizer(silent):
     assert handle.completed_steps == 3
 
 
-def test_a_loop_that_never_calls_the_step_with_the_hooks_is_said_once(recwarn):
+def test_step_of_an_unattached_base_optimizer_warns_once(recwarn):
     model = Net()
     handle = sparsify(model, "srste")
     optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
     handle.attach(optimizer)
     sam_loop(model, optimizer, "two_steps")
     (message,) = said(recwarn)
-    assert "SGD updated the sparse layer 'fc1'" in message and "another optimiser (SAM)" in message
+    assert "'fc1'" in message and "SAM" in message
 
 
-def test_a_second_optimiser_is_said_once(recwarn):
+def test_second_optimizer_warns_once(recwarn):
     model, optimizer, handle = build("srste")
     train(model, optimizer, 0, 2)
     assert said(recwarn) == []
     second = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, second, 2, 5)
     (message,) = said(recwarn)
-    assert "SGD updated the sparse layer 'fc1'" in message
-    assert "another optimiser (AdamW)" in message and handle.completed_steps == 2
+    assert "'fc1'" in message and "AdamW" in message and handle.completed_steps == 2
 
 
-def test_a_trained_copy_is_said_once_and_follows_when_attached(recwarn):
+def test_unattached_copy_warns_once_and_attached_copy_equals_its_source(recwarn):
     model, optimizer, _ = build("srste", {"window": {"start": 0.1}})
     train(model, optimizer, 0, 2)
     copied = copy.deepcopy(model)
     forgotten = torch.optim.SGD(copied.parameters(), lr=0.1)
     train(copied, forgotten, 0, 3)
     (message,) = said(recwarn)
-    assert "rides on no optimiser" in message and "sparsifier_of(model)" in message
+    assert "sparsifier_of(model)" in message
     right = copy.deepcopy(model)
     handle = sp.sparsifier_of(right)
     attached = torch.optim.AdamW(right.parameters(), lr=1e-2)
@@ -406,16 +400,16 @@ def test_a_trained_copy_is_said_once_and_follows_when_attached(recwarn):
     assert handle.sparse and handle.completed_steps == 6 and len(said(recwarn)) == 1
 
 
-def test_steps_after_densify_are_said_once(recwarn):
+def test_steps_after_densify_warn_once(recwarn):
     model, optimizer, _ = build("srste")
     train(model, optimizer, 0, 2)
     sp.densify(model)
     train(model, optimizer, 2, 5)
     (message,) = said(recwarn)
-    assert "the model was densified, and AdamW goes on training it" in message
+    assert "densified" in message and "AdamW" in message
 
 
-def test_sparse_again_after_densify(silent):
+def test_decay_is_applied_once_after_sparsifying_again(silent):
     """Decay is applied once, by the one who rides now."""
     model, optimizer, _ = build("srste", {"decay": 0.1}, cls=torch.optim.SGD, lr=0.1)
     train(model, optimizer, 0, 2)
@@ -473,7 +467,7 @@ def draw_loss(model):
 
 
 @pytest.mark.parametrize("method", ["srste", "sste", "tsrste"])
-def test_a_whole_model_goes_through_a_file_and_trains_on(method):
+def test_pickled_model_trains_to_the_same_bits(method):
     model, optimizer, handle = build(method, {"window": {"start": 0.05}})
     handle.store_operands()
     train(model, optimizer, 0, 3)
@@ -498,13 +492,14 @@ def test_a_whole_model_goes_through_a_file_and_trains_on(method):
 
 
 @pytest.mark.parametrize(
-    ("method", "part"), [("srste", "root"), ("sste", "layers"), ("bimask", "root")]
+    ("method", "options", "part"),
+    [("srste", {}, "root"), ("sste", {"mvue": "none"}, "layers"), ("bimask", {}, "root")],
 )
-def test_stored_operands_compile_once(method, part):
+def test_stored_operands_compile_once(method, options, part):
     results, counter = [], CompileCounterWithBackend("eager")
     torch._dynamo.reset()
     for compiled in (False, True):
-        model, optimizer, handle = build(method, cls=torch.optim.SGD, lr=0.01)
+        model, optimizer, handle = build(method, options, cls=torch.optim.SGD, lr=0.01)
         handle.store_operands()
         if compiled and part == "root":
             model.compile(backend=counter)
@@ -520,17 +515,10 @@ def test_stored_operands_compile_once(method, part):
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-11)
 
 
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize("method", ["sste", "tsrste"])
-def test_distributed_data_parallel_changes_nothing(method, broadcast, group, silent):
+def test_ddp_of_one_rank_is_bit_exact(method, broadcast, group, silent):
     results = []
     for wrapped in (False, True):
         model, optimizer, handle = build(method, {"window": {"start": 0.05}})
@@ -539,17 +527,3 @@ def test_distributed_data_parallel_changes_nothing(method, broadcast, group, sil
         assert handle.completed_steps == 4 and handle.sparse
         results.append(copy.deepcopy(model.state_dict()))
     assert_equal_bits(*results)
-
-
-def test_frozen_masks_survive_every_way_to_save():
-    """``weights_only`` loading, and a strict load into a fresh sparse model."""
-    model, optimizer, _ = build("asp", {"at": 0.05})
-    train(model, optimizer, 0, 4)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    other = Net(seed=4)
-    handle = sparsify(other, "asp", at=0.05)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert handle.sparse and handle.completed_steps == 4
-    assert torch.equal(other(draw(4, 16)), model(draw(4, 16)))

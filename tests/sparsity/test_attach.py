@@ -5,8 +5,7 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-from sparse_cases import Net, sparsify
+from sparse_cases import Net, said, sparsify
 from torch import nn
 
 import sparsepretrain as sp
@@ -21,12 +20,8 @@ def train(model, optimizer, steps=3):
         optimizer.zero_grad()
 
 
-def said(recwarn):
-    return [str(w.message) for w in recwarn if w.category is SparsePretrainWarning]
-
-
 @pytest.mark.parametrize("kind", ["plain", "fused", "closure"])
-def test_a_forgotten_attach_is_said_once(kind, recwarn):
+def test_forgotten_attach_warns_once(kind, recwarn):
     """Fused optimisers do not bump the version of a weight; a loop may drop the handle at once."""
     model = Net()
     sparsify(model, "srste")
@@ -36,12 +31,12 @@ def test_a_forgotten_attach_is_said_once(kind, recwarn):
             optimizer.step(lambda: model(torch.ones(4, 16).double()).sum().backward())
     train(model, optimizer)
     (message,) = said(recwarn)
-    assert "AdamW updated the sparse layer 'fc1' (srste), but the sparsifier rides on no" in message
+    assert "AdamW" in message and "'fc1' (srste)" in message
     assert "sparsifier.attach(optimizer)" in message
     assert recwarn[0].filename == __file__, "points at the loop"
 
 
-def test_correct_loops_are_silent():
+def test_correct_loops_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error", SparsePretrainWarning)
         model, other = Net(), Net()
@@ -58,7 +53,7 @@ def test_correct_loops_are_silent():
         train(other, torch.optim.SGD(other.parameters(), lr=0.1))
 
 
-def test_one_forgotten_model_among_several(recwarn):
+def test_only_the_unattached_model_of_two_warns(recwarn):
     first, second = Net(), Net()
     handle, _ = sparsify(first, "ste"), sparsify(second, "sste")
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
@@ -69,13 +64,6 @@ def test_one_forgotten_model_among_several(recwarn):
     assert len(said(recwarn)) == 1 and "(sste)" in said(recwarn)[0]
 
 
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 def test_sharded_weights_are_refused(mesh):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
@@ -83,7 +71,7 @@ def test_sharded_weights_are_refused(mesh):
     sharded, model = Net(), Net()
     before = copy.deepcopy(model)
     fully_shard(sharded, mesh=mesh)
-    words = "the weight of 'fc1' and 1 more layers is sharded .DTensor.: sparsify the model before"
+    words = "'fc1' and 1 more layers is sharded"
     with pytest.raises(ConfigError, match=words):
         sparsify(sharded, "sste")
     assert type(sharded.fc1) is nn.Linear
@@ -92,18 +80,18 @@ def test_sharded_weights_are_refused(mesh):
     with pytest.raises(ConfigError, match=words):
         handle.attach(torch.optim.AdamW(model.parameters()))
     before.fc2.weight = nn.Parameter(distribute_tensor(before.fc2.weight.detach(), mesh))
-    with pytest.raises(ConfigError, match="the weight of 'fc2' is sharded"):
+    with pytest.raises(ConfigError, match="'fc2' is sharded"):
         sparsify(before, "ste")
     assert sparsify(before, "ste", targets="fc1").layers.keys() == {"fc1"}, "the others may be"
 
 
-def test_a_handle_whose_layers_were_replaced_says_so():
+def test_replaced_layers_are_named():
     model = Net()
     sparsifier = sparsify(model, "srste")
     model.fc1 = nn.Linear(16, 32, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for call in (lambda: sparsifier.attach(optimizer), sparsifier.metrics, sparsifier.masks):
-        with pytest.raises(ConfigError, match=r"were replaced by others since: fc1; sparsifier_of"):
+        with pytest.raises(ConfigError, match=r"fc1; sparsifier_of"):
             call()
     again = sp.sparsifier_of(model)
     again.attach(optimizer)

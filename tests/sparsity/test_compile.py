@@ -8,7 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparsepretrain as sp
 
-CASES = [(name, {}) for name in sp.list_methods()]
+# tracing the draws takes ten seconds: once, for sste
+CASES = [(name, {"mvue": "none"} if name == "tsrste" else {}) for name in sp.list_methods()]
 OPTIONS = [
     ("srste", {"n": 1, "m": 16, "decay_on": "weight"}),
     ("sdgp", {"variant": "random"}),
@@ -40,7 +41,7 @@ class Blocks(nn.Module):
     ("method", "options"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OPTIONS)],
 )
-def test_a_block_is_one_graph_and_equals_eager(method, options):
+def test_compiled_block_is_one_graph_and_equals_eager(method, options):
     results, counter = [], CompileCounterWithBackend("eager")
     for compiled in (False, True):
         model = Blocks()
@@ -65,11 +66,11 @@ def test_a_block_is_one_graph_and_equals_eager(method, options):
     assert counter.frame_count <= 2, "training, and evaluation without gradients"
 
 
-def test_a_phase_switch_recompiles_once():
+def test_phase_switch_recompiles_once():
     counter = CompileCounterWithBackend("eager")
     model = Blocks()
     window = {"start": 0.05, "stop": 0.1}  # steps 2 and 3 of 40
-    sparsifier = sparsify(model, "sste", targets=["*fc*"], window=window)
+    sparsifier = sparsify(model, "srste", targets=["*fc*"], window=window)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sparsifier.attach(optimizer)
     model.block.compile(backend=counter, fullgraph=True)
@@ -85,7 +86,7 @@ def test_a_phase_switch_recompiles_once():
     ("method", "options", "frames"),
     [("mdgf", {"until": 0.1}, 2), ("sdgf", {"n": 1, "m": 8, "until": 0.15}, 4)],
 )
-def test_methods_that_change_their_weights_over_time(method, options, frames):
+def test_staged_methods_compile_once_per_stage(method, options, frames):
     """One graph per stage, whatever changes from step to step is data; eager's numbers."""
     results, counter = [], CompileCounterWithBackend("eager")
     for compiled in (False, True):
@@ -105,9 +106,9 @@ def test_methods_that_change_their_weights_over_time(method, options, frames):
     assert counter.frame_count <= frames
 
 
-def test_noise_of_a_compiled_layer_follows_step_and_micro_batch():
+def test_compiled_noise_follows_step_and_micro_batch():
     eager, compiled = Blocks(), Blocks()
-    handles = [sparsify(m, "sste", targets=["*fc*"]) for m in (eager, compiled)]
+    handles = [sparsify(m, "sste", targets=["*fc1"]) for m in (eager, compiled)]
     compiled.block.compile(backend="aot_eager", fullgraph=True)
     x, seen = draw(4, 8, 16), []
     for step, micro in ((0, 0), (0, 3), (7, 0), (2**33, 5)):
@@ -122,21 +123,22 @@ def test_noise_of_a_compiled_layer_follows_step_and_micro_batch():
         seen.append(a)
 
 
-def test_a_compiled_root_still_counts_micro_batches():
+def test_compiled_root_counts_micro_batches():
     results = []
     for compiled in (False, True):
         model = Net()
-        sparsify(model, "sste")
+        handle = sparsify(model, "ste")
         run = torch.compile(model, backend="eager") if compiled else model
         for micro in range(3):
             run(draw(4, 8, 16, seed=micro)).square().sum().backward()
+            assert handle._state.micro == micro
         results.append(gradients(model))
     torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, "fp8_sim"])
-def test_inductor(precision):
+def test_inductor_equals_eager(precision):
     results = []
     for compiled in (False, True):
         model = Blocks().float() if precision else Blocks()
@@ -149,18 +151,3 @@ def test_inductor(precision):
         results.append(gradients(model))
     rtol, atol = (1e-4, 1e-5) if precision else (1e-9, 1e-10)
     torch.testing.assert_close(results[1], results[0], rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize("recipe", ["hybrid", "reference", "e4m3"])
-def test_gradients_of_compiled_fp8_layers_are_those_of_eager_ones(recipe):
-    """torch 2.11 traces some casts to gradients of zero, torch 2.9 no properties of operands."""
-    results = []
-    for compiled in (False, True):
-        model = Blocks().float()
-        sparsify(model, "sste", targets=["*fc*"], precision={"name": "fp8_sim", "recipe": recipe})
-        if compiled:
-            model.block.compile(backend="eager", fullgraph=True)
-        model(draw(4, 8, 16, dtype=torch.float32)).square().sum().backward()
-        results.append(gradients(model))
-    assert all(grad.abs().max() > 0 for grad in results[0].values())
-    torch.testing.assert_close(results[1], results[0])

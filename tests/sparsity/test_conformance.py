@@ -7,13 +7,18 @@ import pytest
 import torch
 from sparse_cases import (
     CASES,
+    CONVOLVED,
     IDS,
+    ConvNet,
     Net,
+    OperandTable,
+    at_most_n_of_m,
     build,
     draw,
     everything,
     gradients,
     has_pattern,
+    ids,
     into_sparse_phase,
     sparsify,
     through_disk,
@@ -27,9 +32,14 @@ import sparsepretrain as sp
 from sparsepretrain import registry
 from sparsepretrain.errors import SparsePretrainWarning
 from sparsepretrain.sparsity.layers import SparseLayer
-from sparsepretrain.sparsity.method import DGRAD, WGRAD, G, Method, Row, X
+from sparsepretrain.sparsity.method import Method, Row
 
 every_case = pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
+every_net = pytest.mark.parametrize(
+    ("method", "options", "net"),
+    [(*case, Net) for case in CASES] + [(*case, ConvNet) for case in CONVOLVED],
+    ids=[*IDS, *(f"{name}-convolutions" for name in ids(CONVOLVED))],
+)
 
 
 def test_the_registry_lists_the_methods():
@@ -49,49 +59,24 @@ def test_gradient_rule_against_autograd_in_fp64(method, options, shape):
     model, _, sparsifier = build(method, options)
     into_sparse_phase(sparsifier)  # the rule of the sparse phase
     layer, plain = model.fc1, nn.functional.linear
-    state = layer.sparsity
     x, gy = draw(*shape, 16, seed=1), draw(*shape, 32, seed=2)
-    projection = state.project(layer.weight)
-    A = layer.weight.detach() if projection.forward is None else projection.forward
-    B = A if projection.backward is None else projection.backward
-    P, U = gy, gy
-    groups = -(-gy[..., 0].numel() // 4)
-    if len(shape) > 1 and shape[-1] % 4:
-        groups = gy[..., 0, 0].numel() * -(-shape[-1] // 4)
-    if state.method.row.P != G:
-        P = state.method.dgrad_gradient(gy, state.key(DGRAD))
-    if state.method.row.U != G:
-        pad = -shape[-1] % 4 if len(shape) > 1 else 0
-        padded = nn.functional.pad(gy, (0, 0, 0, pad))
-        rows = state.method.wgrad_gradient(padded.reshape(-1, 32), state.key(WGRAD))
-        assert -(-len(rows) // 4) == groups
-        U = rows.view(padded.shape)[..., : gy.shape[-2], :]
-    method, row, Xf, Xw = state.method, state.method.row, x, x
-    if row.Xf != X:
-        Xf = method.fprop_input(x)
-    if row.Xw != X:
-        pad = -shape[-1] % 4 if len(shape) > 1 else 0
-        padded = nn.functional.pad(x, (0, 0, 0, pad))
-        Xw = method.wgrad_input(padded.reshape(-1, 16)).view(padded.shape)[..., : x.shape[-2], :]
+    t = OperandTable(layer, x, gy)
     expected = {}
-    for name, x_, weight, g in (("x", x, B, P), ("w", Xw, A, U), ("b", x, A, gy)):
-        leaves = [t.clone().requires_grad_() for t in (x_, weight, layer.bias.detach())]
-        y = plain(*leaves)
-        y.backward(g)
+    for name, x_, weight, g in (("x", x, t.B, t.P), ("w", t.Xw, t.A, t.U), ("b", x, t.A, gy)):
+        leaves = [v.clone().requires_grad_() for v in (x_, weight, layer.bias.detach())]
+        plain(*leaves).backward(g)
         expected[name] = dict(zip("xwb", leaves, strict=True))[name].grad
-    if projection.wgrad_scale is not None:
-        expected["w"] = expected["w"] * projection.wgrad_scale
     inputs = x.clone().requires_grad_()
     y = layer(inputs)
     y.backward(gy)
-    got = {"x": inputs.grad, "w": layer.weight.grad, "b": layer.bias.grad}
-    for name in "xwb":
-        torch.testing.assert_close(got[name], expected[name], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(y, plain(Xf, A, layer.bias), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(inputs.grad, expected["x"], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(layer.weight.grad, expected["w"] * t.scale, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(layer.bias.grad, expected["b"], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(y, plain(t.Xf, t.A, layer.bias), rtol=1e-12, atol=1e-12)
 
 
 @every_case
-def test_expanded_and_strided_gradients(method, options):
+def test_expanded_and_strided_gradients_equal_contiguous_ones(method, options):
     """Loss 3·ΣY: a published layer replaces this gradient by ones."""
     model, _, sparsifier = build(method, options)
     layer = model.fc1
@@ -116,20 +101,20 @@ def test_expanded_and_strided_gradients(method, options):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@every_case
-def test_pattern_holds_after_every_step(method, options):
-    model, optimizer, sparsifier = build(method, options, dtype=torch.float32)
+@every_net
+def test_pattern_holds_after_every_step(method, options, net):
+    model, optimizer, sparsifier = build(method, options, dtype=torch.float32, net=net)
     for step in range(4):
         train(model, optimizer, step, step + 1)
-        n, m = sparsifier.method.pattern
+        pattern = sparsifier.method.pattern
         assert sparsifier.completed_steps == step + 1
         for name, mask in sparsifier.masks().items():
             layer = sparsifier.layers[name]
             assert mask.dtype == torch.bool and mask.shape == layer.weight.shape
-            assert (mask.view(len(mask), -1, m).sum(-1) <= n).all()
+            assert at_most_n_of_m(mask, *pattern)
             forward = layer.sparsity.project(layer.weight).forward
             if forward is not None and has_pattern(sparsifier):
-                assert ((forward != 0).view(len(mask), -1, m).sum(-1) <= n).all()
+                assert at_most_n_of_m(forward, *pattern)
                 assert not (forward.signbit() & (forward == 0)).any()
                 assert not forward[~mask].any()
         metrics = sparsifier.metrics()
@@ -140,7 +125,7 @@ def test_pattern_holds_after_every_step(method, options):
 
 @every_case
 @pytest.mark.parametrize("length", [8, 6, 5])
-def test_accumulation_changes_nothing(method, options, length):
+def test_gradients_are_equal_for_every_micro_batch_size(method, options, length):
     results = []
     for micro in (8, 4, 2, 1):
         model, optimizer, sparsifier = build(method, options)
@@ -158,7 +143,7 @@ def test_accumulation_changes_nothing(method, options, length):
 
 
 @every_case
-def test_ranks_see_the_noise_of_their_part(method, options):
+def test_gradients_are_equal_for_every_world_size(method, options):
     model, _, sparsifier = build(method, options)
     x, gy = draw(8, 4, 16, seed=5), draw(8, 4, 5, seed=6)
     (model(x) * gy).sum().backward()
@@ -174,17 +159,18 @@ def test_ranks_see_the_noise_of_their_part(method, options):
         torch.testing.assert_close(gradients(model), expected, rtol=1e-11, atol=1e-12)
 
 
-@every_case
-def test_three_resumes_are_byte_equal(method, options):
-    model, optimizer, sparsifier = build(method, options, dtype=torch.float32)
-    train(model, optimizer, 0, 8, micro=4)
+@every_net
+def test_three_resumes_are_bit_exact(method, options, net):
+    micro = 4 if net is Net else 2  # half a batch
+    model, optimizer, sparsifier = build(method, options, dtype=torch.float32, net=net)
+    train(model, optimizer, 0, 8, micro=micro)
     straight = everything(model, optimizer, sparsifier)
     metrics = sparsifier.metrics(per_layer=True)
     state = None
     for part, (first, last) in enumerate([(0, 2), (2, 5), (5, 6), (6, 8)]):
-        # another seed: whatever is not restored would show
+        # another seed: a part that is not restored would show
         model, optimizer, sparsifier = build(
-            method, options, dtype=torch.float32, seed=0 if state is None else part
+            method, options, dtype=torch.float32, seed=0 if state is None else part, net=net
         )
         if state is not None:
             saved = through_disk(state)
@@ -192,7 +178,7 @@ def test_three_resumes_are_byte_equal(method, options):
             optimizer.load_state_dict(saved[1])
             sparsifier.load_state_dict(saved[2])
             assert sparsifier.completed_steps == first
-        train(model, optimizer, first, last, micro=4)
+        train(model, optimizer, first, last, micro=micro)
         state = everything(model, optimizer, sparsifier)
     assert_equal_bits(state, straight)
     assert sparsifier.metrics(per_layer=True) == metrics
@@ -200,7 +186,7 @@ def test_three_resumes_are_byte_equal(method, options):
 
 @every_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_evaluation_changes_nothing(method, options, dtype):
+def test_evaluation_is_invisible_to_training(method, options, dtype):
     twins = [build(method, options, dtype=torch.float32) for _ in range(2)]
     x = draw(4, 8, 16, dtype=torch.float32)
 
@@ -262,7 +248,7 @@ def test_state_dict_only_gains_sparsity_buffers(method, options):
 
 @every_case
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_is_invisible(method, options, reentrant):
+def test_activation_checkpointing_is_bit_exact(method, options, reentrant):
     class Recomputed(Net):
         def forward(self, x):
             block = torch.nn.Sequential(self.fc1, nn.Tanh(), self.fc2)
@@ -279,21 +265,20 @@ def test_activation_checkpointing_is_invisible(method, options, reentrant):
     assert_equal_bits(*results)
 
 
-@every_case
-def test_densify(method, options):
-    model, optimizer, sparsifier = build(method, options, dtype=torch.float32)
-    parameters = dict(model.named_parameters())
+@every_net
+def test_densify_is_exact(method, options, net):
+    model, optimizer, sparsifier = build(method, options, dtype=torch.float32, net=net)
+    parameters, clean = dict(model.named_parameters()), net(torch.float32)
     train(model, optimizer, 0, 3)
     model.eval()
-    x = draw(4, 8, 16, dtype=torch.float32)
+    x, _ = model.example(0)
     expected = model(x)
     projection = model.fc1.sparsity.project(model.fc1.weight)
     sparse = projection.forward is not None and has_pattern(sparsifier)
-    n, m = sparsifier.method.pattern
     assert sp.densify(model) is model
-    assert type(model.fc1) is nn.Linear and type(model.fc2) is nn.Linear
+    assert type(model.fc1) is type(clean.fc1) and type(model.fc2) is type(clean.fc2)
     assert dict(model.named_parameters()) == parameters
-    assert list(model.state_dict()) == list(Net().state_dict())
+    assert list(model.state_dict()) == list(clean.state_dict())
     assert torch.equal(model(x), expected)
     for module in model.modules():
         assert not isinstance(module, SparseLayer) and not hasattr(module, "sparsity")
@@ -301,9 +286,8 @@ def test_densify(method, options):
         assert not module._buffers
     if sparse:
         for weight in (model.fc1.weight, model.fc2.weight):
-            assert ((weight != 0).view(len(weight), -1, m).sum(-1) <= n).all()
+            assert at_most_n_of_m(weight, *sparsifier.method.pattern)
             assert not (weight.signbit() & (weight == 0)).any()
-    clean = Net(torch.float32)
     clean.load_state_dict(model.state_dict())
     assert torch.equal(clean(x), expected)
     with pytest.warns(SparsePretrainWarning, match="densified, and"):
@@ -337,7 +321,7 @@ def test_copies_are_independent_and_equal(method, options):
 
 
 @every_case
-def test_windows(method, options):
+def test_sparse_window_holds_in_fresh_and_resumed_runs(method, options):
     """Sparse iff start ≤ completed steps < stop; the same in a resumed run."""
     window = {"start": 0.1, "stop": 0.2}  # steps 4 to 7 of 40
     model, optimizer, sparsifier = build(method, options | {"window": window})
@@ -373,7 +357,7 @@ def test_windows(method, options):
 
 
 @pytest.mark.parametrize("method", ["act24", "sste"])
-def test_a_batch_that_four_does_not_divide_equals_one_with_zero_rows(method):
+def test_odd_batch_equals_batch_padded_with_zero_rows(method):
     results = []
     for rows in (6, 8):
         model, _, _ = build(method)

@@ -11,6 +11,7 @@ from sparse_cases import (
     CONVOLVED,
     IDS,
     Net,
+    OperandTable,
     build,
     draw,
     everything,
@@ -30,7 +31,6 @@ import sparsepretrain as sp
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import execution
-from sparsepretrain.sparsity.method import G, X
 from sparsepretrain.sparsity.methods import sste
 
 HYBRID = {"precision": "fp8_sim"}
@@ -49,7 +49,7 @@ def rounded(x, format):
     return (x.float() * scale).clamp(-largest, largest).to(dtype).float() / scale
 
 
-def test_published_layer(monkeypatch):
+def test_layer_equals_the_published_one(monkeypatch):
     g = load("fp8")
     model = nn.Sequential(nn.Linear(*reversed(g["sste_w"].shape)))
     model[0].weight.data.copy_(g["sste_w"])
@@ -86,7 +86,7 @@ class Convolved(nn.Module):
 @every_case
 @both_recipes
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
-def test_table_of_formats(method, options, precision, kind):
+def test_operands_have_the_formats_of_the_recipe(method, options, precision, kind):
     """Every product equals the fp32 product of operands that are pruned first, rounded last."""
     linear = kind == "linear"
     if not linear and (method, options) not in CONVOLVED:
@@ -96,27 +96,10 @@ def test_table_of_formats(method, options, precision, kind):
     plain = copy.deepcopy(model[0])
     sparsifier = sparsify(model, method, targets="0", **options, **precision)
     into_sparse_phase(sparsifier)
-    layer, state = model[0], model[0].sparsity
+    layer = model[0]
     x = draw(*((3, 6, 16) if linear else (2, 16, 5, 5)), seed=1, dtype=torch.float32)
     gy = draw(*plain(x).shape, seed=2, dtype=torch.float32)
-    projection = state.project(layer.weight)
-    A = layer.weight.detach() if projection.forward is None else projection.forward
-    B = A if projection.backward is None else projection.backward
-    P, U, Xf, Xw = gy, gy, x, x
-    if state.method.row.Xf != X:
-        Xf = state.method.fprop_input(x)
-    if state.method.row.Xw != X:
-        filled = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 4))
-        Xw = state.method.wgrad_input(filled.flatten(0, 1)).view(filled.shape)[:, : x.shape[1]]
-    tokens = gy if linear else gy.flatten(2).mT
-    if state.method.row.P != G:
-        P = state.method.dgrad_gradient(tokens, state.key(1))
-        P = P if linear else P.mT.reshape(gy.shape)
-    if state.method.row.U != G:
-        filled = nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[1] % 4))
-        U = state.method.wgrad_gradient(filled.flatten(0, 1), state.key(2)).view(filled.shape)
-        U = U[:, : tokens.shape[1]]
-        U = U if linear else U.mT.reshape(gy.shape)
+    t = OperandTable(layer, x, gy)
     other = "e5m2" if precision is REFERENCE else "e4m3"
 
     def product(x, weight, g):
@@ -125,10 +108,9 @@ def test_table_of_formats(method, options, precision, kind):
         y.backward(g)
         return y.detach(), x.grad, weight.grad
 
-    y = product(rounded(Xf, "e4m3"), rounded(A, "e4m3"), gy)[0]
-    dx = product(x, rounded(B, other), rounded(P, "e5m2"))[1]
-    dw = product(rounded(Xw, other), A, rounded(U, "e5m2"))[2]
-    dw = dw if projection.wgrad_scale is None else dw * projection.wgrad_scale
+    y = product(rounded(t.Xf, "e4m3"), rounded(t.A, "e4m3"), gy)[0]
+    dx = product(x, rounded(t.B, other), rounded(t.P, "e5m2"))[1]
+    dw = product(rounded(t.Xw, other), t.A, rounded(t.U, "e5m2"))[2] * t.scale
     inputs = x.clone().requires_grad_()
     got = model(inputs)
     got.backward(gy)
@@ -141,27 +123,7 @@ def test_table_of_formats(method, options, precision, kind):
     ):
         atol = 1e-5 * float(expected.abs().max())
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=atol)
-    assert (got - product(Xf, A, gy)[0]).abs().max() > 0, "nothing was rounded"
-
-
-def test_conv1d_equals_linear():
-    pytest.importorskip("transformers")
-    from transformers.pytorch_utils import Conv1D
-
-    results = []
-    for transposed in (False, True):
-        torch.manual_seed(0)
-        weight = torch.randn(32, 16)
-        model = nn.Sequential(Conv1D(32, 16) if transposed else nn.Linear(16, 32))
-        model[0].weight.data = weight.t().clone() if transposed else weight
-        model[0].bias.data = torch.ones(32)
-        sp.sparsify(model, "sste", targets="0", **REFERENCE)
-        x = draw(2, 8, 16, dtype=torch.float32).requires_grad_()
-        y = model(x)
-        y.square().sum().backward()
-        dw = model[0].weight.grad
-        results.append((y, x.grad, dw.t() if transposed else dw))
-    torch.testing.assert_close(results[1], results[0])
+    assert (got - product(t.Xf, t.A, gy)[0]).abs().max() > 0, "nothing was rounded"
 
 
 @every_case
@@ -181,7 +143,7 @@ def test_evaluation_and_densified_weights_are_not_quantised(method, options):
 
 @both_recipes
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-def test_dense_phases_are_dense_fp8(precision, dtype):
+def test_dense_phases_equal_the_dense_method(precision, dtype):
     """STEP before its switch, a window that has not begun, and the dense method are the same."""
     results = []
     for method, options in (
@@ -206,7 +168,7 @@ def test_dense_phases_are_dense_fp8(precision, dtype):
 
 
 @both_recipes
-def test_weight_operands_are_quantised_once_per_step(precision, monkeypatch):
+def test_weights_are_quantized_once_per_step(precision, monkeypatch):
     model, optimizer, sparsifier = build("sste", precision, dtype=torch.float32)
     calls, prepare = [], execution.SimulatedFP8.prepare
 
@@ -223,7 +185,7 @@ def test_weight_operands_are_quantised_once_per_step(precision, monkeypatch):
 
 
 @both_recipes
-def test_the_pattern_survives_rounding(precision):
+def test_rounded_operands_keep_the_pattern(precision):
     for make, axis in ((lambda: Net(torch.float32), 1), (Convolved, 1)):
         model = make()
         sparsify(model, "sste", **precision)
@@ -250,7 +212,7 @@ def test_extreme_gradients_stay_finite(precision, value):
 
 
 @both_recipes
-def test_gradients_under_a_loss_scale(precision):
+def test_loss_scale_does_not_change_gradients(precision):
     """Power-of-two scales change nothing: current scaling takes them out again."""
     results = []
     for scale in (1.0, 2.0**20):
@@ -262,7 +224,7 @@ def test_gradients_under_a_loss_scale(precision):
 
 @every_case
 @both_recipes
-def test_resumes_copies_and_recomputation(method, options, precision):
+def test_resumed_copied_and_recomputed_models_are_bit_exact(method, options, precision):
     class Recomputed(Net):
         def forward(self, x):
             block = nn.Sequential(self.fc1, nn.Tanh(), self.fc2)
@@ -308,7 +270,9 @@ class Blocks(nn.Module):
     ("method", "precision", "dtype"),
     [("dense", HYBRID, None), ("sste", REFERENCE, None), ("sdgp", HYBRID, torch.bfloat16)],
 )
-def test_a_block_is_one_graph_and_equals_eager(method, precision, dtype, convolution, backend):
+def test_compiled_block_is_one_graph_and_equals_eager(
+    method, precision, dtype, convolution, backend
+):
     torch._dynamo.reset()
     results, counter = [], CompileCounterWithBackend(backend)
     for compiled in (False, True):
@@ -316,7 +280,8 @@ def test_a_block_is_one_graph_and_equals_eager(method, precision, dtype, convolu
         if convolution:
             torch.manual_seed(0)
             model.block.fc1.reset_parameters()
-        sparsifier = sparsify(model, method, targets="*fc*", **precision)
+        options = {"mvue": "none"} if (method, convolution) == ("sste", True) else {}
+        sparsifier = sparsify(model, method, targets="*fc*", **precision, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         sparsifier.attach(optimizer)
         if compiled:
@@ -343,23 +308,23 @@ def test_a_block_is_one_graph_and_equals_eager(method, precision, dtype, convolu
 @pytest.mark.parametrize(
     ("precision", "words"),
     [
-        ("int8", "precision must be None .* 'fp8', 'fp8_sim' or a dict .* got 'int8'"),
-        (8, "precision must be None .* got 8"),
-        ({"name": ["fp8"]}, "precision must be None .* got {'name': .'fp8'.}"),
+        ("int8", "precision .* got 'int8'"),
+        (8, "precision .* got 8"),
+        ({"name": ["fp8"]}, "precision .* got {'name': .'fp8'.}"),
         ({"name": "fp8", "recipe": "reference"}, "precision.recipe must be one of hybrid, e4m3"),
         ({"recipe": "hybrid"}, "missing key 'precision.name'"),
         ({"name": "fp8_sim", "recipe": "foo"}, "precision.recipe must be one of hybrid, reference"),
-        ({"name": "fp8_sim", "recip": "hybrid"}, "unknown key 'precision.recip' .did you mean"),
+        ({"name": "fp8_sim", "recip": "hybrid"}, "'precision.recip' .did you mean"),
     ],
 )
-def test_refusals(precision, words):
+def test_bad_precision_is_refused(precision, words):
     with pytest.raises(ConfigError, match=words) as caught:
         sparsify(Net(), "ste", precision=precision)
     assert all("\n" not in message for message in caught.value.messages)
 
 
 @both_recipes
-def test_what_is_told(precision):
+def test_precision_is_in_coverage_and_repr(precision):
     model, _, sparsifier = build("sste", precision)
     name = "reference" if precision is REFERENCE else "hybrid"
     other = "e5m2" if precision is REFERENCE else "e4m3"

@@ -1,7 +1,6 @@
 """Real fp8 products: those of simulated fp8, dense and sparse; where there are none, and why."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -99,7 +98,7 @@ KINDS = pytest.mark.parametrize(("kind", "bias"), [("Linear", False), ("Conv1D",
 @KINDS
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("method", [*METHODS, *PACKED])
-def test_products_are_those_of_simulated_fp8(method, recipe, kind, bias, monkeypatch):
+def test_fp8_matmuls_equal_simulated_ones(method, recipe, kind, bias, monkeypatch):
     model, exact = layer(kind, bias), layer(kind, bias)
     sparsify(model, method, recipe)
     assert type(model.fc.sparsity.execution(torch.bfloat16, True)) is FP8
@@ -113,7 +112,7 @@ def test_products_are_those_of_simulated_fp8(method, recipe, kind, bias, monkeyp
 @KINDS
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("method", PACKED)
-def test_so_are_sparse_ones(method, recipe, kind, bias, monkeypatch):
+def test_sparse_fp8_matmuls_equal_simulated_ones(method, recipe, kind, bias, monkeypatch):
     """Of e4m3×e4m3; the backward products of the hybrid recipe are dense."""
     model = layer(kind, bias)
     packs = PACKED[method] if recipe == "e4m3" else PACKED[method].strip("BPU")
@@ -135,7 +134,7 @@ def test_so_are_sparse_ones(method, recipe, kind, bias, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("kind", "bias"), [("Linear", True), ("Conv1D", False)])
 @pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
-def test_in_other_types(dtype, kind, bias, backend, monkeypatch):
+def test_fp8_matmuls_equal_simulated_ones_in_fp32_and_fp16(dtype, kind, bias, backend, monkeypatch):
     model = layer(kind, bias)
     sparsify(model, "tsrste", "e4m3", backend=backend)
     got = products(model, dtype)
@@ -145,7 +144,7 @@ def test_in_other_types(dtype, kind, bias, backend, monkeypatch):
 @pytest.mark.parametrize("shape", [(15,), (3, 5), (2, 10), (4, 12)])
 @pytest.mark.parametrize("method", ["tsrste", "sdgp"])
 @pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
-def test_any_number_of_tokens(method, shape, backend, monkeypatch):
+def test_any_number_of_tokens_equals_simulated_fp8(method, shape, backend, monkeypatch):
     """Zeros fill up what tensor cores sum over; groups of tokens that are none stay dense."""
     model = layer()
     handle = sparsify(model, method, "e4m3", backend=backend)
@@ -162,7 +161,7 @@ def test_any_number_of_tokens(method, shape, backend, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
 @pytest.mark.parametrize("recipe", ["hybrid", "reference", "e4m3"])
-def test_simulated_products_of_gpus_are_those_of_cpus(kind, recipe, monkeypatch):
+def test_simulated_fp8_of_gpus_equals_that_of_cpus(kind, recipe, monkeypatch):
     """GPUs multiply unscaled values, exact in bf16, and CPUs scaled ones in fp32."""
     model = layer(kind)
     sparsify(model, "sste", recipe, "fp8_sim")
@@ -172,14 +171,8 @@ def test_simulated_products_of_gpus_are_those_of_cpus(kind, recipe, monkeypatch)
     compare(got, layer(kind), "sste", recipe, torch.bfloat16, monkeypatch)
 
 
-def test_formats_are_exact_in_bf16():
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        q = torch.arange(256, dtype=torch.uint8).view(dtype)
-        assert torch.equal(q.bfloat16().double().nan_to_num(0), q.double().nan_to_num(0))
-
-
 @pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
-def test_weights_are_quantised_once_per_step_in_the_same_memory(backend, monkeypatch):
+def test_weights_are_quantized_once_per_step_in_the_same_memory(backend, monkeypatch):
     model = nn.Sequential(Layer(), nn.Linear(256, 128), Layer())
     handle = sparsify(model, "tsrste", "e4m3", backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -207,7 +200,7 @@ def test_weights_are_quantised_once_per_step_in_the_same_memory(backend, monkeyp
     assert pointers == [a.data_ptr(), b.data_ptr(), scales.data_ptr()]
 
 
-def test_layers_that_do_not_fit_are_simulated():
+def test_unsupported_layers_are_simulated():
     model, twin = Mixed(), Mixed()
     twin.load_state_dict(model.state_dict())
     handle = sparsify(model, "ste", backend="semi_structured")
@@ -226,26 +219,26 @@ def test_layers_that_do_not_fit_are_simulated():
 
 
 @pytest.mark.parametrize("targets", [["narrow_fc"], ["fc_conv"], ["narrow_fc", "fc_conv"]])
-def test_fp8_of_which_nothing_is_possible_is_refused(targets):
+def test_fp8_without_a_supported_layer_is_refused(targets):
     why = "a convolution" if targets == ["fc_conv"] else "out_features = 40, no multiple of 16"
-    told = f"precision=fp8: no product can be in fp8: {why}: precision=fp8_sim trains with the same"
+    told = f"precision=fp8: .*{why}: precision=fp8_sim"
     with pytest.raises(ConfigError, match=told) as caught:
         sp.sparsify(Mixed(), "ste", targets=targets, precision="fp8")
     assert len(caught.value.messages) == 1 and "\n" not in caught.value.messages[0]
 
 
-def test_a_device_without_tensor_cores_is_refused(monkeypatch):
+def test_device_without_fp8_tensor_cores_is_refused(monkeypatch):
     model = Layer()
     sparsify(model, "ste")
     reason = "compute capability 8.6 has no fp8 tensor cores (8.9 is the first)"
     monkeypatch.setattr(fp8, "no_fp8_products", lambda device: reason)
     with pytest.raises(ConfigError) as caught:
         sp.sparsify(Layer(), "ste", targets="fc", precision="fp8")
-    assert f"precision=fp8: no product can be in fp8: {reason}: " in str(caught.value)
+    assert f"precision=fp8: no product can be in fp8: {reason}" in str(caught.value)
     model.to("cpu")  # back, from a GPU
     with pytest.raises(ConfigError):
         products(model, torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"no product can be in fp8: compute capability 8\.6"):
+    with pytest.raises(ConfigError, match=r"compute capability 8\.6"):
         products(model, torch.bfloat16)
 
 
@@ -270,12 +263,13 @@ def test_auto_times_sparse_products_against_dense_ones_in_fp8(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
-def test_a_block_is_one_graph_and_equals_eager(backend):
+def test_compiled_block_is_one_graph_and_equals_eager(backend):
     torch._dynamo.reset()
     results, counter = [], CompileCounterWithBackend("aot_eager")
     for compiled in (False, True):
         model = nn.Sequential(Layer())
-        handle = sparsify(model, "tsrste", "e4m3", backend=backend)
+        options = {"mvue": "none"}  # tracing the draws takes ten seconds
+        handle = sparsify(model, "tsrste", "e4m3", backend=backend, options=options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         handle.attach(optimizer)
         handle.store_operands(torch.bfloat16)
@@ -293,7 +287,7 @@ def test_a_block_is_one_graph_and_equals_eager(backend):
     torch._dynamo.reset()
 
 
-def test_held_masks_evaluation_and_copies():
+def test_held_masks_evaluation_and_copies_work_in_fp8():
     model = layer()
     handle = sparsify(model, "sste", "e4m3", backend="semi_structured")
     twin = layer()
@@ -312,15 +306,3 @@ def test_held_masks_evaluation_and_copies():
     assert torch.equal(model.eval()(x), twin.eval()(x))
     assert "fp8 e4m3 semi_structured" in repr(handle)
     assert torch.equal(sp.densify(model)(x), sp.densify(twin)(x))
-
-
-def test_a_recipe_says_which_formats_its_products_have():
-    for name, recipe, formats in (
-        ("fp8", "hybrid", ("e5m2", "e4m3")),
-        ("fp8", "e4m3", ("e4m3", "e4m3")),
-        ("fp8_sim", "reference", ("e5m2", "e5m2")),
-    ):
-        cls = FP8 if name == "fp8" else SimulatedFP8
-        execution = replace(cls(name=name), recipe=recipe)
-        assert (execution.gradient, execution.backward) == formats
-        assert str(execution).startswith(f"{name} {recipe}: fprop e4m3×e4m3, ")

@@ -16,7 +16,7 @@ def same(name, losses):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_are_the_stored_ones(name):
+def test_losses_equal_the_stored_ones(name):
     losses = golden.losses(*CASES[name])
     assert same(name, losses), "if this change is meant: make golden, and say why"
     assert losses[-1] < 0.3 * losses[0], "it trains"
@@ -56,7 +56,7 @@ def test_a_changed_option_is_noticed(name, changes):
     assert not same(name, golden.losses(method, options | changes))
 
 
-def test_variants_are_told_apart():
+def test_stored_losses_of_variants_differ():
     stored = golden.stored()
     for name in stored:
         assert [other for other in stored if same(name, stored[other])] == [name]

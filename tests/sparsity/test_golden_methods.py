@@ -1,21 +1,14 @@
 """Layers of T-SR-STE, SDGP, ASP and Bi-Mask against the golden vectors."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from golden_vectors import load
 from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import kernels
 from sparsepretrain.sparsity.methods import tsrste
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-def load(name):
-    return {k: torch.from_numpy(np.asarray(v)) for k, v in np.load(GOLDEN / f"{name}.npz").items()}
 
 
 class Wrapped(nn.Module):
@@ -41,7 +34,7 @@ def products(model, x, gy):
     return y, x.grad, model.linear.weight.grad
 
 
-def test_tsrste_layer(monkeypatch):
+def test_tsrste_layer_equals_golden(monkeypatch):
     g = load("tsrste")
     model = Wrapped(g["w"], g["b"])
     sparsifier = sp.sparsify(model, "tsrste", targets=["linear"], dense_tail=0.0, mvue="none")
@@ -60,7 +53,7 @@ def test_tsrste_layer(monkeypatch):
     close(products(model, g["x"], g["gy"])[2], g["gw_mvue"], rtol=1e-4)
 
 
-def test_tsrste_refresh_schedule():
+def test_tsrste_masks_refresh_by_optimizer_steps():
     g = load("tsrste")
     model = Wrapped(g["sched_w0"])
     refresh, micro = int(g["sched_freq"]), int(g["sched_micro"])
@@ -81,7 +74,7 @@ def test_tsrste_refresh_schedule():
         optimizer.step()
 
 
-def test_tsrste_with_adamw():
+def test_tsrste_with_adamw_equals_golden():
     g = load("tsrste_adamw")
     lr, beta1, beta2, eps, decay, clip, lam, refresh = (
         float(np.format_float_positional(v, unique=True)) for v in g["hp"].numpy()
@@ -103,7 +96,7 @@ def test_tsrste_with_adamw():
         torch.testing.assert_close(model.linear.weight.data, g["W"][t], rtol=1e-5, atol=1e-7)
 
 
-def test_transposable_flip_rate():
+def test_transposable_flip_rate_equals_golden():
     g = load("flip_rate")
     model = Wrapped(g["w"][0])
     sparsifier = sp.sparsify(
@@ -119,7 +112,7 @@ def test_transposable_flip_rate():
         assert abs(rate - float(g["trans_flip"][t])) < 1e-7 + 2 / 2048
 
 
-def test_sdgp_layer():
+def test_sdgp_layer_equals_golden():
     g = load("sdgp")
     model = Wrapped(g["lin_w"])
     sp.sparsify(model, "sdgp", targets=["linear"], variant="magnitude")
@@ -127,7 +120,7 @@ def test_sdgp_layer():
     close(gx, g["lin_gx"]), close(gw, g["lin_gw"])
 
 
-def test_asp():
+def test_asp_equals_golden():
     g = load("asp")
     model = Wrapped(g["w"])
     sparsifier = sp.sparsify(model, "asp", targets=["linear"], at=0.0)
@@ -145,7 +138,7 @@ def test_asp():
     torch.testing.assert_close(after, g["w_after_sgd"], rtol=1e-6, atol=0)
 
 
-def test_bimask_layer():
+def test_bimask_layer_equals_golden():
     g = load("bimask")
     model = Wrapped(g["w"])
     sparsifier = sp.sparsify(model, "bimask", targets=["linear"])
@@ -175,7 +168,7 @@ def test_bimask_search_keeps_the_best():
 
 
 @pytest.mark.filterwarnings("ignore:StepAdamW switched")
-def test_step_closed_loop():
+def test_step_run_equals_golden():
     """The whole method on the golden problem: dense phase, AutoSwitch, frozen second moment."""
     g = load("step_optimizer")
     case = "opt1_auto"

@@ -29,12 +29,12 @@ def plugin(monkeypatch):
             del sys.modules[name]
 
 
-def test_it_is_short():
+def test_example_is_short():
     assert len(PLUGIN.read_text(encoding="utf-8").splitlines()) <= 33
 
 
 @pytest.mark.parametrize("choice", ["magnitude", "random"])
-def test_library(plugin, choice):
+def test_plugin_method_trains_and_densifies(plugin, choice):
     assert "mine" in sp.list_methods()
     model, optimizer, sparsifier = build("mine", {"choice": choice}, dtype=torch.float32)
     masks = {k: v.clone() for k, v in sparsifier.masks().items()}
@@ -52,7 +52,7 @@ def test_library(plugin, choice):
     assert not model.fc1.weight[~masks["fc1"]].any() and type(model.fc1) is nn.Linear
 
 
-def test_wrong_options_of_a_plugin(plugin):
+def test_wrong_options_of_a_plugin_are_refused(plugin):
     with pytest.raises(ConfigError, match="choice"):
         build("mine", {"choice": "largest"})
 
@@ -70,7 +70,7 @@ def test_a_plugin_cannot_replace_a_method(tmp_path):
 
 
 @pytest.mark.slow
-def test_shell(tiny):
+def test_plugin_method_trains_from_the_shell(tiny):
     overrides = tiny.overrides("sparsity=mine", "steps=3", f"plugins=['{PLUGIN}']")
     configs = ["--config-dir", str(EXAMPLES / "my_configs")]
     command = [sys.executable, "-m", "sparsepretrain", "train", *configs, *overrides]

@@ -4,17 +4,7 @@ import copy
 
 import pytest
 import torch
-from sparse_cases import (
-    CASES,
-    IDS,
-    PACKED,
-    SETTLED,
-    STEPS,
-    Layer,
-    Mixed,
-    draw,
-    into_sparse_phase,
-)
+from sparse_cases import CASES, IDS, PACKED, SETTLED, STEPS, Layer, Mixed, draw, into_sparse_phase
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -95,7 +85,7 @@ def same_products(method, options, dtype, monkeypatch, shape=(2, 24), **kind):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
 @pytest.mark.parametrize("method", NAMES)
-def test_sparse_products_equal_emulated_ones(method, kind, bias, dtype, monkeypatch):
+def test_sparse_matmuls_equal_emulated_ones(method, kind, bias, dtype, monkeypatch):
     handle = same_products(method, {}, dtype, monkeypatch, kind=kind, bias=bias)
     own = handle.layers["fc"].sparsity
     assert own.execution(dtype, True).packs == PACKED[method]
@@ -115,13 +105,13 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("method", "options"), VARIANTS)
-def test_sparse_products_of_variants(method, options, monkeypatch):
+def test_sparse_matmuls_of_variants_equal_emulated_ones(method, options, monkeypatch):
     same_products(method, options, torch.bfloat16, monkeypatch)
 
 
 @pytest.mark.parametrize("shape", [(15,), (3, 5), (2, 10), (4, 8), (2, 2, 12)])
 @pytest.mark.parametrize("method", ["tsrste", "sdgp"])
-def test_any_number_of_tokens(method, shape, monkeypatch):
+def test_any_number_of_tokens_equals_emulation(method, shape, monkeypatch):
     """Zeros fill up the tokens; groups of four that samples cut are emulated, and it is said."""
     handle = same_products(method, {}, torch.bfloat16, monkeypatch, shape=shape)
     (layer,) = handle.coverage().layers
@@ -178,7 +168,7 @@ def test_weights_are_packed_once_per_step(
     assert [part.data_ptr() for part in own._stored[True][:2]] == addresses
 
 
-def test_evaluation_masks_and_copies_know_nothing_of_packing():
+def test_evaluation_masks_and_copies_are_those_of_emulation():
     model = Layer()
     handle = sparsify(model, "sste")
     handle.store_operands(torch.bfloat16)
@@ -198,7 +188,7 @@ def test_evaluation_masks_and_copies_know_nothing_of_packing():
 
 
 @pytest.mark.parametrize("method", ["tsrste", "sdgp"])
-def test_a_block_is_one_graph_and_equals_eager(method):
+def test_compiled_block_is_one_graph_and_equals_eager(method):
     torch._dynamo.reset()
     results, counter = [], CompileCounterWithBackend("aot_eager")
     for compiled in (False, True):
@@ -221,7 +211,7 @@ def test_a_block_is_one_graph_and_equals_eager(method):
     torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-5)
 
 
-def test_phases_decide_what_is_packed():
+def test_operands_are_packed_in_sparse_phases_only():
     model = Layer()
     handle = sparsify(model, "tsrste", {"window": {"start": 0.25}, "dense_tail": 0.25})
     own, kinds = model.fc.sparsity, []
@@ -232,7 +222,7 @@ def test_phases_decide_what_is_packed():
     assert own.execution(torch.bfloat16, False) is EMULATE
 
 
-def test_coverage_says_what_is_emulated_and_why():
+def test_coverage_names_emulated_matmuls_and_reasons():
     text = str(sparsify(Mixed(), "ste").coverage()).splitlines()
     assert "M∘W 2:4 (sparse)" in text[1] and "sparse" not in text[2]
     assert text[-3:] == [
@@ -253,9 +243,9 @@ def test_coverage_says_what_is_emulated_and_why():
         ("ste", {"targets": ["fc_conv"]}, "a convolution"),
     ],
 )
-def test_sparse_products_of_which_none_is_possible_are_refused(method, options, why):
+def test_backend_without_a_supported_matmul_is_refused(method, options, why):
     options = {"targets": ["*fc"], **options}
-    with pytest.raises(ConfigError, match=f"semi_structured: no product can be sparse: {why}"):
+    with pytest.raises(ConfigError, match=f"semi_structured: .*{why}"):
         sparsify(Mixed(), method, **options)
     model = Mixed()
     model.fc_conv = model.fc_conv if "fc_conv" in options["targets"] else None
@@ -264,13 +254,12 @@ def test_sparse_products_of_which_none_is_possible_are_refused(method, options, 
     assert method == "dense" or coverage.chosen.endswith(f"all products are emulated: {why}")
 
 
-def test_a_machine_without_support_says_so(monkeypatch):
+def test_unsupported_machine_is_refused_or_emulated(monkeypatch):
     reason = "this machine has no CUDA device"
     monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: reason)
     with pytest.raises(ConfigError) as refused:
         sparsify(Layer(), "sste")
-    told = f"backend=semi_structured: no product can be sparse: {reason}: "
-    assert str(refused.value) == told + "backend=auto or emulate trains"
+    assert f"backend=semi_structured: no product can be sparse: {reason}" in str(refused.value)
     model, twin = Layer(), Layer()
     handle = sparsify(model, "sste", backend="auto")
     sparsify(twin, "sste", backend="emulate")
@@ -280,7 +269,7 @@ def test_a_machine_without_support_says_so(monkeypatch):
     assert handle.backend["products"] == []
 
 
-def test_a_model_that_moves_to_another_device(monkeypatch):
+def test_moved_model_checks_the_new_device(monkeypatch):
     model = Layer()
     handle = sparsify(model, "sste")
     monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: f"not on {device.type}")
@@ -291,14 +280,14 @@ def test_a_model_that_moves_to_another_device(monkeypatch):
 
 
 def test_sharded_weights_are_emulated():
-    with pytest.raises(ConfigError, match="backend=semi_structured does not go with sharding"):
+    with pytest.raises(ConfigError, match=r"backend=semi_structured .*sharding"):
         sparsify(Layer(), "ste").prepare_sharding()
     handle = sparsify(Layer(), "ste", backend="auto")
     handle.prepare_sharding()
     assert handle.coverage().chosen.endswith("all products are emulated: its weight is sharded")
 
 
-def test_products_in_fp32_are_refused_or_emulated():
+def test_fp32_matmuls_are_refused_or_emulated():
     message = "backend=semi_structured: sparse products exist in fp16 and bf16, not in float32"
     model = Layer()
     sparsify(model, "ste")
@@ -334,7 +323,7 @@ class Stopwatch:
         return 1e-3 * (self.factors[execution.packs] + (0 if operands else self.packing))
 
 
-def test_auto_never_takes_what_is_slower(monkeypatch):
+def test_auto_uses_the_faster_matmul(monkeypatch):
     clock = Stopwatch(monkeypatch, A=0.5, B=1.5, U=0.9)
     model = nn.Sequential(Layer(), nn.Linear(256, 128), Layer())
     handle = sparsify(model, "tsrste", backend="auto")
@@ -371,7 +360,7 @@ def test_auto_counts_the_packing_of_weights_once_per_step(micro_batches, packs, 
 
 
 @pytest.mark.parametrize("method", ["tsrste", "sdgp"])
-def test_only_the_packed_operand_of_a_trial_has_zeros(method, monkeypatch):
+def test_only_the_packed_operand_of_a_timing_has_zeros(method, monkeypatch):
     """Zeros on the other side would make the dense product that ``auto`` compares with faster."""
     Stopwatch(monkeypatch, A=0.5, B=0.5, U=0.5, P=0.5)
     seen = []
@@ -388,7 +377,7 @@ def test_only_the_packed_operand_of_a_trial_has_zeros(method, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["tsrste", "sdgp"])
-def test_token_counts_share_the_sizes_of_their_products(method, monkeypatch):
+def test_token_counts_share_padded_matmul_sizes(method, monkeypatch):
     """An algorithm is searched for once for each of them."""
     sizes = set()
 
@@ -406,7 +395,7 @@ def test_token_counts_share_the_sizes_of_their_products(method, monkeypatch):
     assert len(sizes) == 2 * len(PACKED[method])
 
 
-def test_products_are_chosen_before_a_graph_is_compiled(monkeypatch):
+def test_choose_products_times_before_compilation(monkeypatch):
     Stopwatch(monkeypatch, A=0.5, U=2.0)
     model = Layer()
     handle = sparsify(model, "sste", backend="auto")
@@ -420,7 +409,7 @@ def test_products_are_chosen_before_a_graph_is_compiled(monkeypatch):
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
 @pytest.mark.parametrize("backend", ["semi_structured", "auto"])
-def test_a_product_that_the_library_cannot_compute_is_emulated(backend, kind, monkeypatch):
+def test_failing_matmul_is_emulated(backend, kind, monkeypatch):
     Stopwatch(monkeypatch, A=0.5, U=0.5)
     reason = "a packed 256 × 512 × 128 product in bfloat16: none of 9 algorithms is right"
 
@@ -437,7 +426,7 @@ def test_a_product_that_the_library_cannot_compute_is_emulated(backend, kind, mo
     assert layer.emulated == {"fprop": "", "wgrad": reason}
 
 
-def test_a_broken_device_is_no_reason_to_emulate(monkeypatch):
+def test_broken_device_raises_instead_of_emulating(monkeypatch):
     def fail(*_, **__):
         raise torch.AcceleratorError("algorithm 3 of cuSPARSELt 0.8.1 broke the device")
 
@@ -458,7 +447,7 @@ def test_a_broken_device_is_no_reason_to_emulate(monkeypatch):
         ((36, 192), ("in_features = 36", "in_features = 36", "in_features = 36, no multiple of 8")),
     ],
 )
-def test_odd_sizes_are_refused_by_name(sizes, reasons):
+def test_odd_sizes_are_emulated_with_a_reason(sizes, reasons):
     """Those that the library packs in another size than torch 2.9 allocates."""
     model = Layer(inputs=sizes[0], outputs=sizes[1])
     handle = sparsify(model, "tsrste", backend="auto")
@@ -470,7 +459,7 @@ def test_odd_sizes_are_refused_by_name(sizes, reasons):
     assert all(f": {why}" in told for why in refused)
 
 
-def test_a_method_whose_operand_is_not_what_its_row_says():
+def test_operand_that_is_not_2_4_is_an_error():
     class Wrong(Method):
         Options = MethodOptions
 
@@ -485,14 +474,14 @@ def test_a_method_whose_operand_is_not_what_its_row_says():
     try:
         model = Layer()
         sparsify(model, "wrong")
-        with pytest.raises(ValueError, match="more than two non-zeros in a group of four"):
+        with pytest.raises(ValueError, match="more than two non-zeros"):
             products(model, torch.bfloat16)
     finally:
         registry._registered["method"].pop("wrong")
 
 
 @pytest.mark.parametrize("choice", [True, False])
-def test_samples_are_packed_as_they_were_drawn(choice, monkeypatch):
+def test_samples_are_packed_without_a_transpose(choice, monkeypatch):
     """U(G) is stored by features, so that nothing turns it; a method may have no such choice."""
     drawn, packed, dtype = [], [], torch.bfloat16
 
@@ -520,26 +509,3 @@ def test_samples_are_packed_as_they_were_drawn(choice, monkeypatch):
     for a, b in pairs:
         assert torch.equal(a, b)
     assert (packed[-1].data_ptr() == drawn[-1].data_ptr()) == choice
-
-
-def test_training_is_that_of_emulated_products():
-    """A whole network over steps: losses differ by rounding only."""
-    losses = []
-    for backend in ("emulate", "semi_structured"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Linear(64, 5))
-        handle = sparsify(model, "sste", targets=["0", "2"], backend=backend)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        handle.attach(optimizer)
-        handle.store_operands(torch.bfloat16)
-        seen = []
-        for step in range(10):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(draw(4, 8, 64, seed=step, dtype=torch.float32)).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.item())
-        losses.append(seen)
-    assert handle.layers["0"].sparsity.packs == "AU"
-    assert losses[1] == pytest.approx(losses[0], rel=1e-2) and len({*losses[0]}) == 10

@@ -27,7 +27,7 @@ def build_variant(name, **settings):
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_resumed_run_equals_one_that_was_not_interrupted(method, load, tmp_path):
+def test_resume_is_bit_exact(method, load, tmp_path):
     model, optimizer, sparsifier = build_variant(method)
     train(model, optimizer, 0, 6)
     save(model, optimizer, tmp_path, load)
@@ -42,7 +42,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(method, load, tmp_pat
 
 
 @pytest.mark.parametrize("method", ["srste", "step"])
-def test_saving_before_the_first_step_trains_nothing(method):
+def test_saving_before_the_first_step_counts_no_step(method):
     model, optimizer, sparsifier = build(method)
     get_optimizer_state_dict(model, optimizer)
     assert sparsifier.completed_steps == 0
@@ -52,7 +52,7 @@ def test_saving_before_the_first_step_trains_nothing(method):
         assert optimizer.steps == 0 and not optimizer.sparse_phase
 
 
-def test_every_save_of_an_optimizer_without_state_counts_nothing():
+def test_saves_of_a_stateless_optimizer_count_no_step():
     model, optimizer, sparsifier = build("srste", cls=torch.optim.SGD)
     for step in range(3):
         train(model, optimizer, step, step + 1)
@@ -62,7 +62,7 @@ def test_every_save_of_an_optimizer_without_state_counts_nothing():
 
 
 @pytest.mark.parametrize("method", ["srste", "step"])
-def test_a_first_step_with_learning_rate_zero_counts(method):
+def test_first_step_with_learning_rate_zero_counts(method):
     model, optimizer, sparsifier = build(method)
     for group in optimizer.param_groups:
         group["lr"] = 0.0

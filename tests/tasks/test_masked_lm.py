@@ -1,7 +1,5 @@
 """Masks follow from (seed, split, step, position); only masked tokens count."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,7 +38,7 @@ def masking(probability=0.15, mask=0.8, random=0.1, special=(0,), vocab=100):
     return Masking(options, vocab, special, vocab)
 
 
-def test_statistics_of_the_masks():
+def test_masks_have_the_configured_fractions():
     rows = np.random.default_rng(0).integers(1, 100, (400, 128))
     tokens, places, targets = masking().apply(rows, 3, "train", 7, range(400))
     assert len(places) == 400 * 19 == len(np.unique(places))
@@ -61,7 +59,7 @@ def test_statistics_of_the_masks():
 
 
 @pytest.mark.parametrize(("mask", "random"), [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)])
-def test_extreme_fractions(mask, random):
+def test_fractions_of_zero_and_one(mask, random):
     rows = np.random.default_rng(0).integers(1, 100, (20, 64))
     tokens, places, targets = masking(mask=mask, random=random).apply(
         rows, 0, "train", 0, range(20)
@@ -83,7 +81,7 @@ def test_special_tokens_are_never_selected_and_one_token_always_is():
     assert [selected(0.15, n) for n in (0, 1, 9, 10, 128)] == [0, 1, 1, 2, 19]
 
 
-def test_masks_belong_to_samples(task):
+def test_masks_do_not_depend_on_micro_batches(task):
     whole = task.batch("train", 5, range(4), 4)
     assert whole["tokens"].shape == (4, 16) and whole["tokens"].dtype == torch.int64
     parts = [task.batch("train", 5, [i], 4) for i in range(4)]
@@ -207,30 +205,30 @@ def test_a_mask_token_of_the_tokenizer_is_used(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("model.vocab_size=256",), "model.vocab_size must be > data.vocab_size (256), got 256"),
-        (("model.vocab_size=100",), "model.vocab_size must be ≥ data.vocab_size (256), got 100"),
-        (("task.probability=0",), "task.probability must lie in (0, 1], got 0.0"),
-        (("task.mask_fraction=1.5",), "task.mask_fraction must lie in [0, 1], got 1.5"),
-        (("task.random_fraction=0.3",), "and mask_fraction must sum to at most 1, got 1.1"),
-        (("task.sequence_length=0",), "task.sequence_length must be > 0"),
-        (("task.sequence_length=512",), "must be ≤ model.n_positions (256), got 512"),
-        (("task=causal_lm",), "causal_lm does not work with model=bert_nano"),
+        (("model.vocab_size=256",), "model.vocab_size must be > data.vocab_size"),
+        (("model.vocab_size=100",), "model.vocab_size must be ≥ data.vocab_size"),
+        (("task.probability=0",), "task.probability"),
+        (("task.mask_fraction=1.5",), "task.mask_fraction"),
+        (("task.random_fraction=0.3",), "sum to at most 1"),
+        (("task.sequence_length=0",), "task.sequence_length"),
+        (("task.sequence_length=512",), "model.n_positions (256)"),
+        (("task=causal_lm",), "causal_lm"),
     ],
 )
-def test_refusals(tiny, overrides, words):
+def test_bad_options_are_refused(tiny, overrides, words):
     with pytest.raises(ConfigError) as caught:
         tiny.load(*BERT, *overrides)
     assert words in str(caught.value)
 
 
-def test_a_tokenizer_without_a_mask_needs_a_row(tiny, tmp_path, capfd):
+def test_tokenizer_without_mask_needs_a_vocabulary_row(tiny, tmp_path, capfd):
     file = tmp_path / "bpe.json"
     file.write_text(train_bpe(["sheep and goats"], 257))
     overrides = tiny.overrides(*BERT, f"data.tokenizer='{file}'", "data.vocab_size=260")
     assert main(["train", *overrides]) == 2
     said = capfd.readouterr().err
     assert said.count("\n") == 1
-    assert "model.vocab_size must be > 260, the id of the mask token of data=text_files" in said
+    assert "model.vocab_size must be > 260" in said
     assert not (tiny.root / "runs").exists()
 
 
@@ -239,5 +237,5 @@ def test_a_batch_without_a_token_to_mask_is_refused(tiny, monkeypatch):
     monkeypatch.setattr(t.task, "count", lambda batch: 0)
     from sparsepretrain.training.loop import train_step
 
-    with pytest.raises(DataError, match="step 1: the batch has no target tokens"):
+    with pytest.raises(DataError, match="step 1: "):
         train_step(t)

@@ -1,7 +1,5 @@
 """Task ``regression``, source ``teacher``: samples that depend on nothing but their number."""
 
-from __future__ import annotations
-
 import io
 import json
 
@@ -134,7 +132,7 @@ def test_the_loss_is_the_mean_squared_error():
     assert list(task.metrics([observed])) == ["loss"]
 
 
-def test_a_continued_run_is_the_uninterrupted_one(tmp_path, stop_after):
+def test_resume_is_bit_exact(tmp_path, stop_after):
     words = ("sparsity=sste", "seed=7")
     whole = Small(tmp_path / "whole").train(*words)
     assert whole.code == 0 and "samples" in whole.output and "perplexity" not in whole.output
@@ -154,7 +152,7 @@ def test_eval_report_and_prepare(tmp_path, capsys):
     assert "samples" in text and "perplexity" not in text and "nats" not in text
 
 
-def test_dry_run_and_half():
+def test_dry_run_prints_sizes():
     def show(*overrides):
         out = io.StringIO()
         dry_run(
@@ -170,32 +168,19 @@ def test_dry_run_and_half():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ("data.inputs=16", "model.inputs=32"),
-            r"model.inputs must equal data.inputs \(16\), got 32",
-        ),
-        (("data=python_source",), "data=python_source does not go with model"),
-        (("model.ffn_factor=0.001",), "must make the FFN a whole width"),
-        (("data.teacher_seed=-1",), r"data.teacher_seed must lie in \[0, 2\^32\)"),
+        (("data.inputs=16", "model.inputs=32"), "model.inputs must equal data.inputs"),
+        (("data=python_source",), "data=python_source"),
+        (("model.ffn_factor=0.001",), "model.ffn_factor"),
+        (("data.teacher_seed=-1",), "data.teacher_seed"),
     ],
 )
-def test_what_does_not_fit_is_refused(overrides, message):
+def test_bad_options_are_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         config.load([*TINY, *overrides])
 
 
-def test_there_are_no_epochs_and_no_attention(tmp_path):
-    with pytest.raises(ConfigError, match="data=teacher has no epochs: give steps instead"):
+def test_epochs_and_attention_targets_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="data=teacher has no epochs"):
         opened().samples("train")
-    with pytest.raises(ConfigError, match="this model has no layers of attention"):
+    with pytest.raises(ConfigError, match="attention"):
         Small(tmp_path).train("sparsity.targets=attention")
-
-
-@pytest.mark.parametrize(
-    ("experiment", "decay"), [("claims_regression", 1e-3), ("claims_lm", 2e-3)]
-)
-def test_the_decay_of_the_claims_is_their_own(experiment, decay):
-    for method in ("srste", "tsrste"):
-        assert (
-            config.load([f"experiment={experiment}", f"sparsity={method}"]).sparsity.decay == decay
-        )

@@ -1,7 +1,5 @@
 """Buckets in, exact sums out; padding leaves no trace; BLEU as sacrebleu says."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -63,7 +61,7 @@ def gradients(task, model, batch):
     return total.detach(), count, {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
-def test_a_batch_is_its_pairs(task):
+def test_batch_holds_whole_pairs(task):
     batch = task.batch("train", 0, range(1), 4)
     rows = len(batch["source"])
     assert rows > 1 and batch["source"].shape[1] % 4 == batch["targets"].shape[1] % 4 == 0
@@ -97,7 +95,7 @@ def test_batches_are_a_pure_function(tiny, task):
     assert apart[0] != apart[1]
 
 
-def test_an_epoch_is_every_pair_once(task):
+def test_epoch_has_every_pair_once(task):
     seen = []
     for sample in range(task.samples("train")):
         batch = task.batch("train", sample, range(1), 1)
@@ -205,7 +203,7 @@ def test_example_has_the_form_of_a_batch(task):
     assert example["source"].numel() == 2 * 256 == task.count(example)
 
 
-def test_final_evaluations_translate(task, model):
+def test_final_evaluation_reports_bleu(task, model):
     model.eval()
     requests = [range(i, i + 1) for i in range(task.samples("validation"))]
     size = len(requests)
@@ -228,7 +226,7 @@ def test_references_are_the_lines_of_the_data(tiny, task):
         task._pairs["validation"].target(0)[:-1]
     )
     lowercase = build_task(tiny.load("data.tokenizer=wordpiece"))
-    with pytest.warns(SparsePretrainWarning, match="24 of 24 references of validation are not"):
+    with pytest.warns(SparsePretrainWarning, match="24 of 24 references"):
         lowercase.open_data(("validation",))
     assert lowercase._references["validation"] == task._references["validation"]
     every, position = lowercase._pairs["validation"], range(1)
@@ -246,7 +244,7 @@ def test_data_without_references_still_works(tiny, tmp_path, monkeypatch):
     lines = task._references["validation"]
     manifest = next((tmp_path / "cache").glob("*/manifest.json"))
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"references": {}}))
-    with pytest.warns(SparsePretrainWarning, match="BLEU's references are decoded from tokens"):
+    with pytest.warns(SparsePretrainWarning, match="BLEU's references"):
         task.open_data(("validation",))
     seen = task.observe(
         task.build_model().eval(), task.batch("validation", 0, range(1), 1), final=True
@@ -265,7 +263,7 @@ def test_translations_do_not_depend_on_padding(task, model, beam):
     assert len(plain) == len(batch["source"])
 
 
-def test_perfect_and_empty_hypotheses():
+def test_bleu_of_perfect_and_empty_hypotheses():
     lines = ["Der Lehrer nimmt den Bericht an.", "Die Frau kauft ein Haus in Frankreich."]
     assert translation.corpus_bleu(lines, lines)["bleu"] == pytest.approx(100.0)
     assert translation.corpus_bleu(["", ""], lines)["bleu"] == 0.0
@@ -284,7 +282,7 @@ def test_bleu_is_sacrebleus():
     assert f"version:{sacrebleu.__version__}" in found["bleu_signature"]
 
 
-def test_without_sacrebleu(monkeypatch):
+def test_missing_sacrebleu_is_named(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
@@ -300,10 +298,10 @@ def test_long_training_pairs_are_left_out_and_long_held_out_ones_refused(tiny):
     for step in range(task.samples("train")):
         assert task.batch("train", step, range(1), 1)["mask"].sum(1).max() <= 30
     task = build_task(tiny.load("task.max_length=2"))
-    with pytest.raises(DataError, match=r"no training pair .* raise task\.max_length"):
+    with pytest.raises(DataError, match=r"raise task\.max_length"):
         task.open_data(("train",))
     task = build_task(tiny.load("task.max_length=30", "model.max_position_embeddings=30"))
-    with pytest.raises(DataError, match=r"pair \d+ of validation has \d+ tokens, more than model"):
+    with pytest.raises(DataError, match=r"pair \d+ of validation has \d+ tokens"):
         task.open_data(("train", "validation"))
 
 
@@ -316,20 +314,20 @@ def test_an_empty_split_is_an_error(tiny):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("task.max_tokens=50", r"task\.max_tokens must be ≥ task\.max_length \(96"),
-        ("task.label_smoothing=1.0", r"task\.label_smoothing must lie in \[0, 1\)"),
+        ("task.max_tokens=50", r"task\.max_tokens must be ≥ task\.max_length"),
+        ("task.label_smoothing=1.0", r"task\.label_smoothing"),
         ("task.beam=0", r"task\.beam must be > 0"),
-        ("task.max_decode=[0,0]", r"task\.max_decode must be two numbers"),
+        ("task.max_decode=[0,0]", r"task\.max_decode"),
         ("task.max_length=300 task.max_tokens=512", r"task\.max_length must be ≤ model\."),
-        ("data.vocab_size=500", r"model\.vocab_size must be ≥ data\.vocab_size \(500\)"),
+        ("data.vocab_size=500", r"model\.vocab_size must be ≥ data\.vocab_size"),
         ("data.train_pairs=0", r"data\.train_pairs must be > 0"),
         ("data.test_pairs=-1", r"data\.test_pairs must be ≥ 0"),
         ("model.attention_heads=3", r"model\.attention_heads must divide model\.d_model"),
-        ("model.ffn_factor=0.001", r"model\.ffn_factor must make the FFN a whole width"),
-        ("model.activation_dropout=1.0", r"model\.activation_dropout must lie in \[0, 1\)"),
+        ("model.ffn_factor=0.001", r"model\.ffn_factor"),
+        ("model.activation_dropout=1.0", r"model\.activation_dropout"),
     ],
 )
-def test_bad_configurations(tiny, override, message):
+def test_bad_options_are_refused(tiny, override, message):
     with pytest.raises(ConfigError, match=message):
         tiny.load(*override.split())
 
@@ -337,10 +335,10 @@ def test_bad_configurations(tiny, override, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model=transformer_nano", "data=python_source"], "python_source is text, but task=tran"),
-        (["model=gpt2_nano", "data=cldr_ende"], "cldr_ende is pairs, but task=causal_lm"),
+        (["model=transformer_nano", "data=python_source"], "task=translation"),
+        (["model=gpt2_nano", "data=cldr_ende"], "task=causal_lm"),
     ],
 )
-def test_data_of_another_kind(overrides, message):
+def test_data_of_another_kind_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         config.load(overrides)

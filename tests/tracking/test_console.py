@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import re
 import subprocess
@@ -26,7 +24,7 @@ def line(step: int, **values: object) -> dict[str, object]:
     return {"step": step, "time": 2.0 * step, "loss": 1.5, "lr": 1e-3, **values}
 
 
-def test_plain_lines_align_and_tell_the_time_left() -> None:
+def test_plain_lines_align_and_tell_the_time_left():
     out = io.StringIO()
     console = Console(out)
     console.step(line(9, tokens_per_second=900.0), 100)
@@ -39,7 +37,7 @@ def test_plain_lines_align_and_tell_the_time_left() -> None:
     assert first.index("tokens/s") == second.index("tokens/s")
 
 
-def test_time_left_is_not_fooled_by_a_resume() -> None:
+def test_eta_after_a_resume_uses_new_steps():
     out = io.StringIO()
     console = Console(out)
     console.step({"step": 500, "time": 7.0, "loss": 1.0}, 1000)
@@ -48,7 +46,7 @@ def test_time_left_is_not_fooled_by_a_resume() -> None:
     assert out.getvalue().splitlines()[1].endswith("ETA 8:10")  # 1 s per step, 490 steps
 
 
-def test_a_switch_has_a_line_of_its_own() -> None:
+def test_phase_switch_has_its_own_line():
     out = io.StringIO()
     console = Console(out)
     watched = {"autoswitch_z": 9.9e-9, "autoswitch_threshold": 1e-8}
@@ -64,7 +62,7 @@ def test_a_switch_has_a_line_of_its_own() -> None:
     ]
 
 
-def test_evaluations_and_missing_losses() -> None:
+def test_evaluations_and_missing_losses():
     out = io.StringIO()
     Console(out).step({"step": 5, "split": "validation", "time": 1.0, "loss": 2.0, "bleu": 27.1}, 9)
     assert out.getvalue() == "step 5/9  validation  loss 2.0000  bleu 27.100\n"
@@ -83,17 +81,17 @@ def test_evaluations_and_missing_losses() -> None:
         (0.0, "0.0000"),
     ],
 )
-def test_numbers_have_five_significant_digits(value: float, text: str) -> None:
+def test_numbers_have_five_significant_digits(value, text):
     assert significant(value) == text
 
 
-def test_markup_is_printed_as_typed_and_never_wrapped() -> None:
+def test_markup_is_printed_as_typed_and_never_wrapped():
     out = io.StringIO()
     Console(out).info("[bold]x[/bold] :smile: " + "y" * 300)
     assert out.getvalue() == "[bold]x[/bold] :smile: " + "y" * 300 + "\n"
 
 
-def test_preparation_prints_few_lines_off_a_terminal() -> None:
+def test_preparation_prints_few_lines_off_a_terminal():
     out = io.StringIO()
     console = Console(out)
     for done in range(0, 1001, 10):
@@ -112,7 +110,7 @@ def test_preparation_prints_few_lines_off_a_terminal() -> None:
     assert out.getvalue().splitlines()[4] == "waiting for another process"
 
 
-def test_live_line_fits_80_columns_and_evaluations_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_line_fits_80_columns_and_evaluations_stay(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     out = io.StringIO()
@@ -127,13 +125,13 @@ def test_live_line_fits_80_columns_and_evaluations_stay(monkeypatch: pytest.Monk
     console.stop()  # again: harmless
 
 
-def test_table() -> None:
+def test_table_prints_header_and_rows():
     out = io.StringIO()
     Console(out).table("Summary", [("loss", 1.25), ("masks", "2:4")], header=("what", "value"))
     assert all(word in out.getvalue() for word in ("Summary", "what", "loss", "1.25", "2:4"))
 
 
-def test_closed_output_is_no_error() -> None:
+def test_closed_output_is_no_error():
     out = io.StringIO()
     out.close()
     console = Console(out)
@@ -142,7 +140,7 @@ def test_closed_output_is_no_error() -> None:
     console.table("t", [("a", "b")])
 
 
-def test_own_warnings_are_lines_and_others_stay(recwarn: pytest.WarningsRecorder) -> None:
+def test_own_warnings_are_lines_and_others_stay(recwarn):
     out = io.StringIO()
     for _ in range(2):  # once per use, not once per process
         with Console(out).own_warnings():
@@ -154,7 +152,7 @@ def test_own_warnings_are_lines_and_others_stay(recwarn: pytest.WarningsRecorder
 
 
 @pytest.mark.parametrize("shell", ["| head -1", ">&-"])
-def test_broken_pipe_leaves_exit_code_and_stderr_alone(shell: str) -> None:
+def test_broken_pipe_leaves_exit_code_and_stderr_alone(shell):
     code = (
         "from sparsepretrain.tracking.console import Console; c = Console();"
         "[c.info('x' * 1000) for _ in range(500)]; open('/dev/stderr', 'w').write('done')"
@@ -164,7 +162,7 @@ def test_broken_pipe_leaves_exit_code_and_stderr_alone(shell: str) -> None:
     assert (result.returncode, result.stderr) == (0, "done")
 
 
-def test_terminal_that_cannot_encode() -> None:
+def test_unencodable_characters_are_replaced():
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
     console = Console(out)
@@ -178,18 +176,18 @@ def test_terminal_that_cannot_encode() -> None:
     [(0, "0"), (999, "999"), (999.6, "1.00k"), (1e3, "1.00k"), (12345, "12.3k"), (99960, "100k"),
      (999_960, "1.00M"), (124e6, "124M"), (3e9, "3.00G")],
 )  # fmt: skip
-def test_count(number: float, text: str) -> None:
+def test_count_is_short(number, text):
     assert count(number) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (9e4, "1d 01:00:00")]
 )
-def test_clock(seconds: float, text: str) -> None:
+def test_clock_is_short(seconds, text):
     assert clock(seconds) == text
 
 
-def test_the_unit_is_that_of_the_task():
+def test_throughput_has_the_unit_of_the_task():
     out = io.StringIO()
     console = Console(out)
     console.unit = "images"
@@ -197,7 +195,7 @@ def test_the_unit_is_that_of_the_task():
     assert "100 images/s" in out.getvalue() and "tokens" not in out.getvalue()
 
 
-def test_a_terminal_gets_lines_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_lines_broken_between_words(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
@@ -211,7 +209,7 @@ def test_a_terminal_gets_lines_broken_between_words(monkeypatch: pytest.MonkeyPa
     assert lines[-1] == command, "a command is copied whole"
 
 
-def test_no_column_is_cut_off_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_column_is_cut_off_on_a_narrow_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()

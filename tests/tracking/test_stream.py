@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import threading
 import time
@@ -67,12 +65,12 @@ def open_stream(
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
-def test_shipped_options_are_whole_and_named_after_their_file(path: Path) -> None:
+def test_shipped_options_are_whole_and_named_after_their_file(path):
     values = yaml.safe_load(path.read_text())
     assert build(Tracker, values).name == path.stem
 
 
-def test_mirrors_get_numbers_off_the_main_thread(tmp_path: Path) -> None:
+def test_mirrors_get_numbers_off_the_main_thread(tmp_path):
     mirror = Fake()
     stream = open_stream(tmp_path, mirror)
     stream.log({"step": 1, "time": 0.5, "tokens": 8, "loss": 2.0, "lr": float("nan")})
@@ -89,7 +87,7 @@ def test_mirrors_get_numbers_off_the_main_thread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["open", "log", "close"])
-def test_a_failing_mirror_is_one_warning(tmp_path: Path, where: str) -> None:
+def test_a_failing_mirror_is_one_warning(tmp_path, where):
     out = io.StringIO()
     good = Fake()
     stream = open_stream(tmp_path, Fake(fail_in=where), good, out=out)
@@ -98,16 +96,13 @@ def test_a_failing_mirror_is_one_warning(tmp_path: Path, where: str) -> None:
     stream.close(0)
     stream.close(0)
     warnings = [text for text in out.getvalue().splitlines() if text.startswith("warning")]
-    assert warnings == [
-        "warning: Fake failed (RuntimeError: server says no); metrics.jsonl stays complete"
-    ]
+    (warning,) = warnings
+    assert "Fake failed (RuntimeError: server says no)" in warning
     assert len(read(tmp_path / "metrics.jsonl")) == 19
     assert len(good.calls) == 21
 
 
-def test_a_hanging_mirror_delays_neither_log_nor_close(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_mirror_delays_neither_log_nor_close(tmp_path, monkeypatch):
     monkeypatch.setattr(stream_module, "CLOSING_SECONDS", 0.2)
     out, release = io.StringIO(), threading.Event()
     mirror = Fake(hang=release)
@@ -117,11 +112,11 @@ def test_a_hanging_mirror_delays_neither_log_nor_close(
     assert mirror.calls == []  # it still hangs, and every log() came back
     stream.close(0)
     assert len(read(tmp_path / "metrics.jsonl")) == 49
-    assert "Fake did not finish in time" in out.getvalue()
+    assert "Fake did not finish" in out.getvalue()
     release.set()
 
 
-def test_a_mirror_that_falls_behind_is_dropped_once() -> None:
+def test_slow_mirror_is_dropped_with_one_warning():
     warnings: list[str] = []
     release = threading.Event()
     lane = Lane(Fake(hang=release), warnings.append, capacity=4)
@@ -129,7 +124,7 @@ def test_a_mirror_that_falls_behind_is_dropped_once() -> None:
     for step in range(20):
         lane.offer(step, {})
     assert time.monotonic() - start < 2  # offer() never waits for room
-    assert warnings == ["Fake does not keep up; metrics.jsonl stays complete"]
+    assert len(warnings) == 1 and "Fake" in warnings[0]
     release.set()
     lane.join(10)
     assert not lane.is_alive()  # the thread ends by itself once the mirror moves again
@@ -137,26 +132,26 @@ def test_a_mirror_that_falls_behind_is_dropped_once() -> None:
     assert len(warnings) == 1
 
 
-def test_a_missing_package_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_one_warning(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorboard", None)
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     out = io.StringIO()
     stream = open_stream(tmp_path, tracker=tracker(tensorboard=True, mode="offline"), out=out)
     stream.log({"step": 1, "loss": 1.0})
     stream.close(0)
-    assert "TensorBoard needs the package tensorboard, which is not installed" in out.getvalue()
-    assert "W&B needs the package wandb, which is not installed" in out.getvalue()
+    assert "TensorBoard needs the package tensorboard" in out.getvalue()
+    assert "W&B needs the package wandb" in out.getvalue()
     assert len(read(tmp_path / "metrics.jsonl")) == 1
 
 
-def test_disabled_has_no_mirror(tmp_path: Path) -> None:
+def test_disabled_has_no_mirror(tmp_path):
     stream = open_stream(tmp_path)
     stream.log({"step": 1, "loss": 1.0})
     stream.close(0)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_tensorboard_writes_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_writes_events(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     monkeypatch.setattr(stream_module, "CLOSING_SECONDS", 60.0)  # importing torch takes a while
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

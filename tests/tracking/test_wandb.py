@@ -1,7 +1,5 @@
 """With the real wandb package, without account and network."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import socket
@@ -29,7 +27,7 @@ def tracker(mode: Any) -> Tracker:
 
 
 @pytest.fixture(autouse=True)
-def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_account(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(stream_module, "CLOSING_SECONDS", 60.0)  # a busy machine
@@ -59,9 +57,7 @@ def one_run(directory: Path, mode: str, resume_step: int | None = None) -> str:
     return out.getvalue()
 
 
-def test_offline_needs_neither_account_nor_network(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_offline_needs_neither_account_nor_network(tmp_path, capfd):
     run = tmp_path / "run"
     assert "warning" not in one_run(run, "offline")
     (files,) = (run / "wandb").glob("offline-run-*/*.wandb")
@@ -78,15 +74,13 @@ def test_offline_needs_neither_account_nor_network(
     assert captured.out == captured.err == ""
 
 
-def test_online_without_a_server_records_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_online_without_a_server_records_offline(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(room, "INIT_SECONDS", 1)
     run = tmp_path / "run"
     out = one_run(run, "online")
     assert out.count("warning") == 1
-    assert "W&B is not reachable and records offline: upload with `wandb sync" in out
+    assert "`wandb sync" in out
     assert list((run / "wandb").glob("offline-run-*/*.wandb"))
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
@@ -126,9 +120,7 @@ LIES = {
 
 @pytest.mark.fault
 @pytest.mark.parametrize("answer", LIES)
-def test_a_server_that_stalls_or_lies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
+def test_bad_server_delays_no_step(tmp_path, monkeypatch, answer):
     """One warning at most, the record complete, and no step waits."""
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(room, "INIT_SECONDS", 2)
@@ -143,7 +135,7 @@ def test_a_server_that_stalls_or_lies(
     assert time.monotonic() - start < 90
 
 
-def test_an_unwritable_directory_is_one_warning(tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_one_warning(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "wandb").write_text("a file, not a directory")
@@ -151,16 +143,15 @@ def test_an_unwritable_directory_is_one_warning(tmp_path: Path) -> None:
     assert out.count("warning: W&B failed (FileExistsError") == 1
 
 
-def test_login_is_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_login_is_checked_before_the_run(tmp_path, monkeypatch):
     wandb.teardown()  # what it read from the environment before
     room.check_login(tracker("offline"))
     room.check_login(tracker("disabled"))
     with pytest.raises(ConfigError) as error:
         room.check_login(tracker("online"))
-    assert error.value.messages == [
-        "tracker.mode=online needs a W&B login: run `wandb login`, set WANDB_API_KEY, "
-        "or use tracker.mode=offline"
-    ]
+    (message,) = error.value.messages
+    for words in ("tracker.mode=online", "`wandb login`", "WANDB_API_KEY", "tracker.mode=offline"):
+        assert words in message
     netrc = tmp_path / "netrc"
     netrc.write_text("machine 127.0.0.1:9\n login user\n password " + "0" * 40 + "\n")
     netrc.chmod(0o600)

@@ -24,12 +24,12 @@ def environment(outcome):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="such a machine may have them")
-def test_a_machine_without_sparse_products(tiny, capsys):
+def test_backend_on_a_machine_without_sparse_matmuls(tiny, capsys):
     given = tiny.overrides("precision=bf16", "backend=semi_structured")
     assert cli.main(["train", *given]) == 2
     told = capsys.readouterr().err.strip()
     reason = "this machine has no CUDA device"
-    assert told.endswith(f"backend=semi_structured: {reason}: backend=auto or emulate trains")
+    assert f"backend=semi_structured: {reason}" in told
     assert len(told.splitlines()) == 1 and not (tiny.root / "runs").exists()
     assert cli.main(["train", *given, "--dry-run"]) == 2
     capsys.readouterr()
@@ -42,16 +42,16 @@ def test_a_machine_without_sparse_products(tiny, capsys):
     assert auto.directory == tiny.directory("precision=bf16", "backend=emulate", "steps=2")
 
 
-def test_a_precision_without_sparse_products(tiny, supported, capsys):
+def test_precision_without_sparse_matmuls_is_refused(tiny, supported, capsys):
     assert cli.main(["train", *tiny.overrides("backend=semi_structured")]) == 2
-    assert "exist in fp16 and bf16, not in float32" in capsys.readouterr().err
+    assert "not in float32" in capsys.readouterr().err
     given = tiny.overrides("backend=semi_structured", "precision=fp8_sim", "precision.dtype=bf16")
     assert cli.main(["train", *given]) == 2
-    assert "its products are in simulated fp8" in capsys.readouterr().err
+    assert "simulated fp8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["sste", "tsrste"])
-def test_runs_with_sparse_products_are_those_with_emulated_ones(method, tiny, supported):
+def test_sparse_matmuls_train_like_emulated_ones(method, tiny, supported):
     given = ("precision=bf16", f"sparsity={method}", "model.n_embd=64")
     emulated = metrics(tiny.train(*given, "name=emulated").directory)
     outcome = tiny.train(*given, "backend=semi_structured", "name=sparse")
@@ -68,21 +68,18 @@ def test_runs_with_sparse_products_are_those_with_emulated_ones(method, tiny, su
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="such a machine may have them")
-def test_a_machine_without_products_in_fp8(tiny, capsys):
+def test_fp8_without_a_supported_device_is_refused(tiny, capsys):
     given = tiny.overrides("precision=fp8")
     for more in ([], ["--dry-run"], ["backend=auto"], ["sparsity=dense"]):
         assert cli.main(["train", *given, *more]) == 2
         told = capsys.readouterr().err.strip()
         assert len(told.splitlines()) == 1
-        assert told.endswith(
-            "precision=fp8: no product can be in fp8: this machine has no CUDA device: "
-            "precision=fp8_sim trains with the same values"
-        )
+        assert "precision=fp8: " in told and "precision=fp8_sim" in told
     assert not (tiny.root / "runs").exists()
 
 
 @pytest.mark.parametrize("backend", ["emulate", "semi_structured"])
-def test_runs_in_fp8_are_those_in_simulated_fp8(backend, tiny, supported, monkeypatch, capsys):
+def test_fp8_trains_like_simulated_fp8(backend, tiny, supported, monkeypatch, capsys):
     given = ("sparsity=tsrste", "precision.recipe=e4m3", "precision.dtype=bf16")
     given = (*given, "model.n_embd=128")
     simulated = metrics(tiny.train("precision=fp8_sim", *given).directory)
@@ -91,8 +88,8 @@ def test_runs_in_fp8_are_those_in_simulated_fp8(backend, tiny, supported, monkey
         outcome = tiny.train("precision=fp8", *given, f"backend={backend}")
         assert cli.main(["train", *tiny.overrides("precision=fp8", *given), "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "fp8 e4m3: fprop e4m3×e4m3, dgrad and wgrad e4m3×e4m3; evaluation without fp8" in shown
-    assert "fp8 beside other types has no peak to compare with" in shown
+    assert "fp8 e4m3: fprop e4m3×e4m3, dgrad and wgrad e4m3×e4m3" in shown
+    assert "no peak" in shown
     for ours, theirs in zip(metrics(outcome.directory), simulated, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
     assert ("are sparse, cuSPARSELt 0.8.1" in outcome.output) == (backend == "semi_structured")
@@ -100,7 +97,7 @@ def test_runs_in_fp8_are_those_in_simulated_fp8(backend, tiny, supported, monkey
     assert cli.main(["eval", str(outcome.directory)]) == 0
 
 
-def test_what_auto_has_found_is_in_the_run_directory(tiny, supported, monkeypatch):
+def test_choices_of_auto_are_recorded(tiny, supported, monkeypatch):
     def seconds(run):
         run()
         return {"A": 1e-3, "U": 3e-3}.get(getattr(run.args[0], "packs", ""), 2e-3)
@@ -121,7 +118,7 @@ def test_what_auto_has_found_is_in_the_run_directory(tiny, supported, monkeypatc
         assert row["emulated"] == 2e-3
 
 
-def test_emulation_is_what_it_was(tiny):
+def test_emulate_is_bit_exact_with_auto_on_a_cpu(tiny):
     """The default says nothing, and writes nothing more."""
     outcome = tiny.train("steps=2")
     assert "backend" not in outcome.output and "backend" not in environment(outcome)

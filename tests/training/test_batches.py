@@ -1,7 +1,5 @@
 """Batches made ahead are the batches; errors of a worker are those of the task."""
 
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 
@@ -39,7 +37,7 @@ def test_workers_make_the_same_batches_in_the_same_order(task, monkeypatch):
     there.close()
 
 
-def test_an_error_in_a_worker_is_the_users_error(task, monkeypatch):
+def test_error_in_a_worker_is_raised_unchanged(task, monkeypatch):
     def batch(split, step, positions, size):
         raise DataError("photo.jpg does not decode")
 
@@ -48,7 +46,7 @@ def test_an_error_in_a_worker_is_the_users_error(task, monkeypatch):
         next(stream(task, split_requests("train", 4, 2, None), CPU, 1))
 
 
-def test_batches_of_the_next_step_are_made_while_a_gpu_computes(task, monkeypatch):
+def test_prepared_batches_equal_those_made_later(task, monkeypatch):
     """They are those that would be made later, and so are their errors."""
     here, there = (TrainingBatches(task, 4, 2, torch.device(d), 0) for d in ("cpu", "cuda"))
     made, make = [], task.batch
@@ -71,7 +69,7 @@ def test_batches_of_the_next_step_are_made_while_a_gpu_computes(task, monkeypatc
         there.step(8)
 
 
-def test_no_worker_outlives_an_error(task, monkeypatch):
+def test_workers_end_after_an_error(task, monkeypatch):
     def batch(split, step, positions, size):
         raise DataError("photo.jpg does not decode")
 
@@ -81,7 +79,7 @@ def test_no_worker_outlives_an_error(task, monkeypatch):
     assert kept.value and not multiprocessing.active_children()
 
 
-def test_a_worker_that_dies_is_one_line(task, monkeypatch):
+def test_killed_worker_is_a_data_error(task, monkeypatch):
     import os
 
     monkeypatch.setattr(task, "batch", lambda *request: os._exit(9))
@@ -109,7 +107,7 @@ def test_epochs_become_steps_and_the_waiting_is_recorded(tiny):
     import json
 
     run = tiny.load("epochs=1.5", "log.every=1")
-    with pytest.raises(ConfigError, match="steps must be > 0, or give epochs"):
+    with pytest.raises(ConfigError, match="steps"):
         tiny.load("steps=0")
     assert run.steps == 6, "steps given explicitly win"
     overrides = [o for o in tiny.overrides("epochs=1.5") if not o.startswith("steps=")]
@@ -136,11 +134,11 @@ def test_warmup_as_a_fraction(tiny):
     whole = tiny.load("schedule.warmup=6").schedule
     rates = [[learning_rate(s, 1.0, step, 55) for step in range(56)] for s in (schedule, whole)]
     assert rates[0] == rates[1]
-    with pytest.raises(ConfigError, match=r"schedule.warmup must be whole steps or a fraction"):
+    with pytest.raises(ConfigError, match=r"schedule.warmup"):
         tiny.load("schedule.warmup=1.5")
 
 
-def test_micro_batches_of_different_sizes_share_no_draws(tiny):
+def test_micro_batches_of_different_sizes_have_disjoint_noise(tiny):
     t = tiny.build()
     state = next(iter(t.sparsifier.layers.values())).sparsity
     t.sparsifier.micro_batch(2)

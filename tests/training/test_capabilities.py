@@ -20,15 +20,15 @@ def no_gpu(monkeypatch):
     capabilities.unsupported.cache_clear()
 
 
-def test_a_machine_without_a_gpu(no_gpu):
+def test_doctor_on_a_machine_without_a_gpu(no_gpu):
     out = io.StringIO()
     capabilities.examine(Console(out))
     text = out.getvalue()
     assert f"torch           {torch.__version__}" in text and "GPU             none" in text
-    assert "No product runs sparse here: this machine has no CUDA device." in text
+    assert "this machine has no CUDA device" in text
 
 
-def test_products_are_those_of_the_rows():
+def test_sparse_matmuls_follow_the_rows():
     rows = {name: cells for name, *cells, _, _ in capabilities.method_rows()}
     assert set(rows) >= set(registry.built_in("method"))
     sparse = {name: "".join("x" if c == "sparse" else "-" for c in rows[name]) for name in rows}
@@ -38,11 +38,11 @@ def test_products_are_those_of_the_rows():
     assert "emulated" in act24 and act24[-1] == "the 2:4 operand is an activation"
 
 
-def test_a_library_with_a_regression(monkeypatch):
+def test_slow_library_version_is_named(monkeypatch):
     assert "slower" not in dict(capabilities.machine())["cuSPARSELt"]
     monkeypatch.setattr(capabilities, "version", lambda: "0.8.0")
     told = dict(capabilities.machine())["cuSPARSELt"]
-    assert told.startswith("0.8.0, as loaded: slower on H100 and L4")
+    assert told.startswith("0.8.0, ") and "slower" in told
 
 
 def test_devices_have_a_data_sheet(monkeypatch):
@@ -54,7 +54,7 @@ def test_devices_have_a_data_sheet(monkeypatch):
     assert rows["cuda:0"].startswith("NVIDIA H200, compute capability 9.0, 141 GiB; data sheet of")
 
 
-def test_the_verb(no_gpu, tmp_path, capsys):
+def test_doctor_command(no_gpu, tmp_path, capsys):
     plugin = tmp_path / "mine.py"
     plugin.write_text("")
     assert cli.main(["doctor", f"plugins=[{plugin}]"]) == 0

@@ -1,7 +1,5 @@
 """S-STE's claim on a run: the loss changes as predicted, which a hard threshold prevents."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np
@@ -30,7 +28,7 @@ def changes(*words, epsilon):
 
 
 @pytest.mark.parametrize("method", ["sste", "ste"])
-def test_only_a_continuous_pruning_function_is_predictable(method):
+def test_loss_changes_are_predictable_for_soft_thresholds_only(method):
     mvue = ["sparsity.mvue=none"] if method == "sste" else []
     predicted, actual = changes(f"sparsity={method}", *mvue, epsilon=0.01)
     correlation = np.corrcoef(predicted, actual)[0, 1]

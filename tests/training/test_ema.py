@@ -1,7 +1,5 @@
 """Averaged weights: their arithmetic, that they leave training alone, and that they resume."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
@@ -33,7 +31,7 @@ def test_the_average_is_the_weighted_mean_without_the_initial_weights(decay):
     assert torch.allclose(ema.averages["weight"].double(), expected, atol=1e-6)
 
 
-def test_after_long_it_is_the_constant_decay_of_deit():
+def test_average_converges_to_constant_decay():
     model = torch.nn.Linear(1, 1, bias=False)
     ema = EMA(model, 0.9)
     constant = model.weight.item()
@@ -46,7 +44,7 @@ def test_after_long_it_is_the_constant_decay_of_deit():
 
 
 @pytest.mark.parametrize("method", [*METHODS, "asp", "bimask", "tsrste"])
-def test_evaluation_changes_nothing(tiny, method):
+def test_evaluation_leaves_weights_and_averages_unchanged(tiny, method):
     t = tiny.build("ema=0.9", f"sparsity={method}")
     for _ in range(4):
         loop.train_step(t)
@@ -91,7 +89,7 @@ def test_averages_add_columns_and_a_failing_evaluation_puts_the_weights_back(tin
 
 
 @pytest.mark.parametrize("method", ["sste", "asp"])
-def test_training_is_the_same_with_and_without(tiny, method):
+def test_training_is_bit_exact_with_and_without_ema(tiny, method):
     plain = tiny.train(f"sparsity={method}")
     averaged = tiny.train(f"sparsity={method}", "ema=0.9")
     assert averaged.code == 0 and "2:4 in all" in averaged.output
@@ -112,7 +110,7 @@ def test_resume_is_bit_exact_with_averages(tiny, stop_after):
     assert_same_run(plain.directory, interrupted(tiny, stop_after, (1, 3, 5), *overrides))
 
 
-def test_forgetting_the_averages_is_noticed(tiny, stop_after, monkeypatch):
+def test_lost_averages_change_the_run(tiny, stop_after, monkeypatch):
     """Negative control of the test above."""
     plain = tiny.train("ema=0.9", "runs_dir=" + str(tiny.root / "plain"))
     monkeypatch.setattr(EMA, "load", lambda self, averages, updates: None)
@@ -140,7 +138,7 @@ def test_a_signal_during_an_evaluation_saves_the_trained_weights(tiny, monkeypat
     assert_same_run(plain.directory, again.directory)
 
 
-def test_continuing_another_run_with_averages(tiny):
+def test_resume_from_a_run_without_ema_starts_averaging(tiny):
     first = tiny.train()
     more = tiny.train("steps=8", "ema=0.9", f"resume={first.directory}")
     assert more.code == 0

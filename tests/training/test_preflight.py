@@ -1,7 +1,5 @@
 """What is refused or noted before a run starts."""
 
-from __future__ import annotations
-
 import pytest
 
 from sparsepretrain import config
@@ -18,11 +16,11 @@ def load(*overrides):
     [
         ("sste", "window.start=0.999", "sparsity.window"),
         ("sdgp", "window.start=0.999", "sparsity.window"),
-        ("ste", "window={start: 0.5, stop: 0.51}", "sparsity.window: no step is sparse (from 10"),
-        ("tsrste", "dense_tail=0.99", "sparsity.window: no step is sparse (from 0 to 0 of 20)"),
-        ("asp", "at=0.98", "change sparsity.at or sparsity.window"),
-        ("mdgf", "until=0.98", "change sparsity.until or sparsity.window"),
-        ("step", "clipping=[0.98, 1.0]", "change sparsity.clipping or sparsity.window"),
+        ("ste", "window={start: 0.5, stop: 0.51}", "sparsity.window"),
+        ("tsrste", "dense_tail=0.99", "sparsity.window"),
+        ("asp", "at=0.98", "sparsity.at"),
+        ("mdgf", "until=0.98", "sparsity.until"),
+        ("step", "clipping=[0.98, 1.0]", "sparsity.clipping"),
     ],
 )
 def test_a_run_without_a_sparse_step_is_refused(method, phase, words):
@@ -35,7 +33,7 @@ def test_a_run_without_a_sparse_step_is_refused(method, phase, words):
         require_a_sparse_step(load(*overrides, "steps=2000"))
 
 
-def test_a_dense_run_needs_no_sparse_step():
+def test_dense_run_needs_no_sparse_step():
     require_a_sparse_step(load("sparsity=dense", "sparsity.window.start=0.999"))
 
 
@@ -43,12 +41,12 @@ def test_a_dense_run_needs_no_sparse_step():
     ("overrides", "words"),
     [
         (("schedule.warmup=10",), []),
-        (("schedule.warmup=49",), ["the warm-up (49 steps) is not over when the run ends (20"]),
+        (("schedule.warmup=49",), ["the warm-up (49 steps)"]),
         (("schedule=triangle", "schedule.peak=0.5"), []),
-        (("schedule.warmup=2", "eval.every=0"), ["one evaluation only, at the end"]),
+        (("schedule.warmup=2", "eval.every=0"), ["one evaluation only"]),
         (("schedule.warmup=2", "eval.every=0", "eval.batches=0"), []),
     ],
 )
-def test_notes(overrides, words):
+def test_notes_about_warm_up_and_evaluation(overrides, words):
     found = notes(load(*overrides))
     assert [note[: len(word)] for note, word in zip(found, words, strict=True)] == words

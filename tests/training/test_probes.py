@@ -1,7 +1,5 @@
 """Probes measure what they say, and change neither a run nor its continuation."""
 
-from __future__ import annotations
-
 import copy
 import json
 from types import SimpleNamespace
@@ -36,8 +34,7 @@ def probed(t, steps):
 
 
 @pytest.mark.parametrize(
-    ("method", "own", "stops"),
-    [("sste", {"scale", "estimator"}, (3,)), ("srste", set(), ())],
+    ("method", "own", "stops"), [("sste", {"scale", "estimator"}, (3,)), ("srste", set(), ())]
 )
 def test_a_run_is_the_same_with_probes_and_continues_exactly(tiny, stop_after, method, own, stops):
     words = ("batch.micro=2", "ema=0.9", "model.dropout=0.1", f"sparsity={method}")
@@ -73,7 +70,7 @@ def test_generators_and_running_statistics_are_left_alone(tiny):
 
 
 @pytest.mark.parametrize("method", ["dense", "ste", "sste"])
-def test_descent_is_that_of_the_formulas_in_fp64(tiny, method):
+def test_descent_probe_equals_fp64_formulas(tiny, method):
     none = ("sparsity.mvue=none",) if method == "sste" else ()
     t = tiny.build(*EXACT, *none, f"sparsity={method}", "probe=descent", "probe.descent.every=1")
     (_, line) = probed(t, 2)
@@ -121,7 +118,7 @@ def test_descent_is_that_of_the_formulas_in_fp64(tiny, method):
     assert (line["weights_only"] == line["actual_1"]) == (method == "dense")
 
 
-def test_scales_are_those_of_the_formula_in_fp64(tiny):
+def test_scale_probe_equals_fp64_formula(tiny):
     t = tiny.build(*EXACT, "sparsity.beta=l1", "probe=scale", "probe.scale.every=2")
     (line,) = probed(t, 2)
     for name, layer in t.sparsifier.layers.items():
@@ -135,7 +132,7 @@ def test_scales_are_those_of_the_formula_in_fp64(tiny):
         assert line[f"beta/{name}"] == float(layer.sparsity.beta) != pytest.approx(best, rel=1e-3)
 
 
-def test_lifetimes_are_those_that_the_masks_say(tiny):
+def test_lifetime_probe_equals_counts_of_the_masks(tiny):
     words = ("sparsity=ste", "optim.lr=0.05", "probe=lifetime", "probe.lifetime.every=4")
     t = tiny.build(*words, "probe.lifetime.bins=2", "steps=12")
     masks, gaps = [], []
@@ -182,7 +179,7 @@ def test_lifetimes_are_those_that_the_masks_say(tiny):
     assert line["flips_gap_0"] > line["flips_gap_1"]
 
 
-def test_health_is_unbiased_and_finds_what_is_biased():
+def test_estimator_health_measures_bias_and_variance():
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(6, 5, generator=generator, dtype=torch.float64)
     size = exact.square().sum()
@@ -198,7 +195,7 @@ def test_health_is_unbiased_and_finds_what_is_biased():
     assert health("wgrad", torch.zeros(2, 2), noise[:, :2, :2]) == {}
 
 
-def test_estimates_are_those_of_the_step(tiny):
+def test_estimator_probe_sees_the_gradients_of_the_step(tiny):
     t = tiny.build("probe=estimator", "probe.estimator.every=1", "probe.estimator.draws=300")
     probe, found = t.probes["estimator"], {}
 
@@ -222,14 +219,14 @@ def test_estimates_are_those_of_the_step(tiny):
         assert line["wgrad_variance"] > 0.1 and abs(line["wgrad_bias"]) < 0.02
 
 
-def test_what_sdgp_prunes_is_bias(tiny):
+def test_sdgp_estimator_reports_bias_without_variance(tiny):
     t = tiny.build("sparsity=sdgp", "probe=estimator", "probe.estimator.every=1")
     (line,) = probed(t, 1)
     assert {*line} == {"step", "probe", "layer", "dgrad_variance", "dgrad_bias"}
     assert line["dgrad_variance"] == pytest.approx(0, abs=1e-12) and line["dgrad_bias"] > 0.01
 
 
-def test_a_compiled_run_has_no_hooks_to_watch():
+def test_estimator_probe_refuses_compiled_runs():
     session = SimpleNamespace(compiled="blocks")
     with pytest.raises(ConfigError, match="compile=none"):
         Estimator(EstimatorOptions(), session)

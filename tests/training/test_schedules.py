@@ -1,7 +1,5 @@
 """Learning rates at the points that can be worked out by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -54,7 +52,7 @@ def test_warm_up_from_a_given_rate(schedule):
      (ROOT, math.sqrt(9 / 59), math.sqrt(9 / 109))],
     ids=lambda v: getattr(v, "name", ""),
 )  # fmt: skip
-def test_middle_and_end(schedule, middle, end):
+def test_rates_at_the_middle_and_the_end(schedule, middle, end):
     assert learning_rate(schedule, 1.0, 59, 109) == pytest.approx(middle, abs=1e-15)
     assert learning_rate(schedule, 1.0, 109, 109) == pytest.approx(end, abs=1e-15)
 

@@ -13,7 +13,7 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_room_for_a_model_keeps_ties_and_takes_no_memory():
+def test_materialized_model_keeps_ties_and_allocates_no_memory():
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9), nn.BatchNorm1d(9))
         model[1].weight = model[0].weight

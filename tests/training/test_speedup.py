@@ -21,7 +21,7 @@ def rows(*overrides):
     return found["FLOPs per step"], found["speed-up"]
 
 
-def test_the_bound_is_amdahls():
+def test_bound_follows_amdahls_law():
     sparse = Counter(fprop=2.0, wgrad=2.0)
     assert MatmulFlops(10.0, Counter(), sparse, []).bound == pytest.approx(1 / (0.6 + 0.4 / 2))
     assert MatmulFlops(10.0, Counter(), Counter(), []).bound == 1

