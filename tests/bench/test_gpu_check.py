@@ -16,7 +16,7 @@ from sparsepretrain.files import write_atomic
 from summary import summary
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
-PIECES = ["smoke", "doctor", "linear", "linear-auto", "train-sste", "train-sste-auto"]
+PIECES = ["smoke", "doctor", "trust", "linear", "linear-auto", "train-sste", "train-sste-auto"]
 PIECES += ["kernels", "tests", "triton", "products", "linear-fp8", "linear-fp8-auto"]
 PIECES += ["blocks", "blocks-auto", "linear-all"]
 PYTHON = """#!/bin/bash
@@ -96,6 +96,7 @@ def test_pieces_run_in_order_and_are_resumed(check):
     out, budget = check.results, "--budget 480"
     for expected in (
         f"smoke.py --budget 60 --out {out}/smoke.json",
+        f"trust.py {budget} --out {out}/trust.json",
         f"train.py --methods sste {budget} --out {out}/train-sste.json",
         f"train.py --methods sste --backend auto {budget} --out {out}/train-sste-auto.json",
         f"linear.py --methods sste,tsrste,slope --fp8 {budget} --out {out}/linear-fp8.json",
