@@ -1,4 +1,4 @@
-"""Every kernel as a case: inputs, bytes to move, what it is compared with.
+"""Every kernel as a case: inputs, bytes to move, formulations to compare with.
 
 `kernels.py` times the cases on a GPU. The tests add variants that are not timed
 (`tests/kernel_variants.py`); on a GPU they compare all with the reference, and everywhere they

@@ -49,11 +49,11 @@ class Launch:
 
 
 class Usage(NamedTuple):
-    """Per thread of one kernel."""
+    """Registers of one kernel, per thread."""
 
     registers: int
     spilled: int
-    """Bytes of stack and local memory. A kernel here needs none but for spilled registers."""
+    """Bytes of stack and local memory, which only spilled registers need here."""
 
 
 def kernel_name(kernel: Any) -> str:
@@ -91,7 +91,7 @@ def source_of(launch: Launch, target: GPUTarget) -> tuple[ASTSource, dict[str, A
 
 
 def compile_launch(launch: Launch, capability: int) -> Usage:
-    """Compile for ``capability`` (80, 90, 100) and read what the machine code uses.
+    """Compile for ``capability`` (80, 90, 100) and read the resource usage.
 
     Raises:
         TritonError: the architecture cannot run the kernel (fp8 e4m3 before sm_89).
