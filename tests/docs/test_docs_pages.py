@@ -95,21 +95,6 @@ def test_the_readme_lists_a_method_with_its_paper_and_purpose(method):
     assert all(f"https://arxiv.org/abs/{paper}" in row for paper in papers)
 
 
-@pytest.mark.parametrize(
-    ("method", "operands"),
-    [
-        ("dense", ["–", "–", "–"]),
-        ("ste", ["weight", "–", "–"]),
-        ("tsrste", ["weight", "weight", "output gradient"]),
-        ("sdgp", ["–", "output gradient", "–"]),
-        ("act24", ["input", "–", "input"]),
-    ],
-)
-def test_the_readme_names_the_sparse_operand_of_each_matmul(method, operands):
-    row = registry.get("method", method).typical_row(method)
-    assert generator.sparse_operands(row) == operands
-
-
 @pytest.mark.parametrize("name", LONGEST)
 def test_a_page_stays_short(name):
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= LONGEST[name]
