@@ -191,7 +191,7 @@ def at_most_n_of_m(tensor, n, m):
 
 
 class OperandTable:
-    """What the six operands of a layer's row are for ``x`` and an output gradient ``gy``."""
+    """Operands that the row of a layer asks for, given ``x`` and an output gradient ``gy``."""
 
     def __init__(self, layer, x, gy):
         state, weight = layer.sparsity, layer.weight.detach()
@@ -208,7 +208,7 @@ class OperandTable:
             return values.mT.reshape(gy.shape) if convolution else values
 
         def by_samples(function, values):
-            """Zeros fill up the tokens of a sample to groups of four."""
+            """Pad each sample with zeros to whole groups of four tokens."""
             filled = nn.functional.pad(values, (0, 0, 0, -values.shape[-2] % 4))
             rows = function(filled.reshape(-1, values.shape[-1])).view(filled.shape)
             return rows[..., : values.shape[-2], :]
