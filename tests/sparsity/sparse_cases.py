@@ -70,8 +70,11 @@ class Net(nn.Module):
             self.fc2 = nn.Linear(32, 16, bias=False, dtype=dtype)
             self.head = nn.Linear(16, 5, dtype=dtype)
 
+    def body(self, x):
+        return self.fc2(torch.tanh(self.fc1(x)))
+
     def forward(self, x):
-        return self.head(self.fc2(torch.tanh(self.fc1(x))))
+        return self.head(self.body(x))
 
     def example(self, step, *, batch=8, length=8):
         """(inputs, gradients of the outputs) that depend on the step only."""
@@ -91,8 +94,11 @@ class ConvNet(nn.Module):
             self.fc2 = nn.Conv2d(16, 32, (1, 2), stride=2, padding="valid", bias=False, dtype=dtype)
             self.head = nn.Linear(32, 5, dtype=dtype)
 
+    def body(self, x):
+        return self.fc2(torch.tanh(self.fc1(x))).flatten(2).transpose(1, 2)
+
     def forward(self, x):
-        return self.head(self.fc2(torch.tanh(self.fc1(x))).flatten(2).transpose(1, 2))
+        return self.head(self.body(x))
 
     def example(self, step, *, batch=4):
         dtype = self.head.weight.dtype
@@ -162,12 +168,17 @@ def build(
     return model, optimizer, sparsifier
 
 
-def train(model, optimizer, first, last, *, micro=8, **shape):
-    """Optimiser steps ``first`` to ``last`` on data that depends on the step only."""
+def accumulate(model, step, *, micro=8, **shape):
+    """Add the gradients of one step in micro-batches; the data depend on the step only."""
+    x, gy = getattr(model, "module", model).example(step, **shape)
+    for i in range(0, len(x), micro):
+        (model(x[i : i + micro]) * gy[i : i + micro]).sum().backward()
+
+
+def train(model, optimizer, first, last, **shape):
+    """Optimizer steps ``first`` to ``last``."""
     for step in range(first, last):
-        x, gy = getattr(model, "module", model).example(step, **shape)
-        for i in range(0, len(x), micro):
-            (model(x[i : i + micro]) * gy[i : i + micro]).sum().backward()
+        accumulate(model, step, **shape)
         optimizer.step()
         optimizer.zero_grad()
 
