@@ -106,6 +106,17 @@ class ConvNet(nn.Module):
         return x, draw(batch, 9, 5, seed=200 + step, dtype=dtype)
 
 
+class Blocks(nn.Module):
+    """A block to compile below an eager root, where micro-batches are counted."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return self.block(x)
+
+
 class Layer(nn.Module):
     """One layer, (128, 256), stored as either kind stores it; all its products can be sparse."""
 
@@ -170,7 +181,8 @@ def build(
 
 def accumulate(model, step, *, micro=8, **shape):
     """Add the gradients of one step in micro-batches; the data depend on the step only."""
-    x, gy = getattr(model, "module", model).example(step, **shape)
+    inner = getattr(model, "module", model)
+    x, gy = getattr(inner, "block", inner).example(step, **shape)
     for i in range(0, len(x), micro):
         (model(x[i : i + micro]) * gy[i : i + micro]).sum().backward()
 

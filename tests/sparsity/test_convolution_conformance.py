@@ -6,6 +6,7 @@ import pytest
 import torch
 from sparse_cases import (
     CONVOLVED,
+    Blocks,
     ConvNet,
     OperandTable,
     accumulate,
@@ -109,22 +110,12 @@ def test_channels_last_equals_contiguous(method, options):
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
 
 
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = ConvNet()
-        self.example = self.block.example
-
-    def forward(self, x):
-        return self.block(x)
-
-
 @pytest.mark.parametrize("method", [name for name, options in CONVOLVED if not options])
 def test_compiled_block_is_one_graph_and_equals_eager(method):
     torch._dynamo.reset()
     results, counter = [], CompileCounterWithBackend("eager")
     for compiled in (False, True):
-        model = Blocks()
+        model = Blocks(ConvNet())
         # tracing the draws takes ten seconds: once, for sste
         options = {"mvue": "none"} if method == "tsrste" else {}
         sparsifier = sparsify(model, method, targets="*fc*", **options)
