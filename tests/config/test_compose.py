@@ -188,33 +188,6 @@ def test_shadowing_is_an_error(tmp_path):
     assert any(f"{a}'s 'optim/x'" in m for m in found)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("steps: [1\n", "mine.yaml:3: YAML error"),
-        ("steps: 1\nsteps: 2\n", "mine.yaml:3: YAML error"),
-        ("batch:\n\tsize: 3\n", "mine.yaml:3: YAML error"),
-        ("steps: !!python/name:os.system x\n", "mine.yaml:2: YAML error"),
-        ("- a\n", "mine.yaml must be a mapping"),
-        ("defaults:\n  - override /optim: adamm\n", "optim/adamm.yaml"),
-        ("defaults:\n  - override /optin: adamw\n", "'optin'"),
-        ("defaults: 5\n", "experiment/mine"),
-        ("steps: ${nope}\n", "steps: Interpolation key 'nope' not found"),
-        ("stepz: 3\n", "unknown key 'stepz' (did you mean 'steps'?)"),
-        ("optim: {lrr: 3}\n", "unknown key 'optim.lrr' (did you mean 'optim.lr'?)"),
-    ],
-)
-def test_broken_files_of_the_user(tmp_path, text, expected):
-    dirs = (write(tmp_path, experiment__mine=GLOBAL + text),)
-    (message,) = messages("experiment=mine", dirs=dirs)
-    assert expected in message
-
-
-def test_an_experiment_without_the_global_package(tmp_path):
-    (message,) = messages("experiment=mine", dirs=(write(tmp_path, experiment__mine="steps: 3\n"),))
-    assert "# @package _global_" in message
-
-
 def test_file_that_is_not_utf8_is_named(tmp_path):
     write(tmp_path, experiment__mine="")
     (tmp_path / "experiment/mine.yaml").write_bytes(b"\xff\xfe\x00")

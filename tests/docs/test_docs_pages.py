@@ -11,7 +11,6 @@ from doc_pages import DOCUMENTS, ROOT, anchors, blocks, dead_links, generator, m
 from tiny_runs import composed
 
 from sparsepretrain import registry
-from sparsepretrain.errors import INTERRUPTED, PREEMPTED, SparsePretrainError
 from sparsepretrain.reports.results import write_record
 
 METHODS = list(registry.built_in("method"))
@@ -95,21 +94,6 @@ def test_the_readme_lists_a_method_with_its_paper_and_purpose(method):
     assert all(f"https://arxiv.org/abs/{paper}" in row for paper in papers)
 
 
-@pytest.mark.parametrize(
-    ("method", "operands"),
-    [
-        ("dense", ["–", "–", "–"]),
-        ("ste", ["weight", "–", "–"]),
-        ("tsrste", ["weight", "weight", "output gradient"]),
-        ("sdgp", ["–", "output gradient", "–"]),
-        ("act24", ["input", "–", "input"]),
-    ],
-)
-def test_the_readme_names_the_sparse_operand_of_each_matmul(method, operands):
-    row = registry.get("method", method).typical_row(method)
-    assert generator.sparse_operands(row) == operands
-
-
 @pytest.mark.parametrize("name", LONGEST)
 def test_a_page_stays_short(name):
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= LONGEST[name]
@@ -119,13 +103,6 @@ def test_a_page_stays_short(name):
 def test_a_page_starts_with_its_use(file):
     heading, empty, text = file.read_text(encoding="utf-8").split("\n", 2)
     assert heading.startswith("# ") and not empty and text.startswith("Use this page to ")
-
-
-def test_every_exit_code_has_a_remedy():
-    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    codes = {0, 1, INTERRUPTED, PREEMPTED}
-    codes |= {cls.exit_code for cls in SparsePretrainError.__subclasses__()}
-    assert codes == set(map(int, re.findall(r"^\| (\d+) \|", text, re.M)))
 
 
 @each_document

@@ -3,7 +3,6 @@
 import pytest
 from tiny_runs import metrics
 
-from sparsepretrain.cli import main
 from sparsepretrain.reports.runs import load
 
 PATTERNS = [(1, 4), (4, 8), (1, 16)]
@@ -67,12 +66,6 @@ def test_phase_switch_is_in_record_and_console(tiny, overrides, switches):
         assert "AutoSwitch: Z̄ " in lines[0] and "ε 1.00e-08" in lines[0]
         record = [line for line in metrics(outcome.directory) if "autoswitch_z" in line]
         assert [line["step"] for line in record] == [1, 3]
-
-
-def test_unknown_target_is_one_line(tiny, capfd):
-    assert main(["train", *tiny.overrides("sparsity=srste", "sparsity.targets=[atn]")]) == 2
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "sparsity.targets: 'atn'" in said
 
 
 def test_early_switch_of_step_warns_in_every_run(tiny, recwarn):

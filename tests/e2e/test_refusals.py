@@ -31,11 +31,6 @@ def refused(tiny, tmp_path, monkeypatch, capfd):
     return check
 
 
-def test_sequence_longer_than_positions_is_refused(refused):
-    words = ["config error", "task.sequence_length", "model.n_positions (256)", "512"]
-    refused(2, words, "task.sequence_length=512")
-
-
 def test_corpus_shorter_than_a_sequence_is_refused(refused, tmp_path):
     (tmp_path / "short.txt").write_text("ten bytes.")
     words = ["data error", "needs 17", "task.sequence_length"]

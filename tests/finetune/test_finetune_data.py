@@ -7,7 +7,6 @@ import pytest
 from finetune_cases import sentences, write_rows
 
 from sparsepretrain import registry
-from sparsepretrain.cli import main
 from sparsepretrain.config import compose
 from sparsepretrain.config.strict import build
 from sparsepretrain.data import load
@@ -114,23 +113,6 @@ def test_unreadable_files_are_named(tmp_path, capfd):
         options(f"data.train=['{file}']")
     with pytest.raises(DataError, match=r"data\.train and data\.validation"):
         load(options())
-
-
-def test_bad_data_exits_with_3(tmp_path, capfd):
-    file = write_rows(tmp_path / "bad.jsonl", [{"sentence1": "a"}])
-    source = tmp_path / "hf"
-    import transformers
-
-    config = transformers.GPT2Config(
-        vocab_size=256, n_positions=128, n_embd=16, n_layer=1, n_head=2
-    )
-    transformers.GPT2LMHeadModel(config).save_pretrained(source)
-    words = ["task=glue/mrpc", f"data.train=['{file}']", "data.validation=[]", "eval.batches=0"]
-    capfd.readouterr()
-    assert main(["finetune", str(source), *words, f"runs_dir='{tmp_path / 'runs'}'"]) == 3
-    err = capfd.readouterr().err
-    assert err.startswith(f"sparsepretrain: data error: {file}:1: ") and err.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
 
 
 CODE = '''

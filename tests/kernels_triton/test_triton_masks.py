@@ -39,17 +39,15 @@ def shapes(m):
 def test_masks_equal_the_reference(n, m, ties):
     for seed, (shape, dim) in enumerate(shapes(m)):
         x = nasty(shape, seed)
-        for view in layouts(x) if len(shape) == 2 and shape[0] else [x]:
+        views = layouts(x) if len(shape) == 2 and shape[0] else [x]
+        for i, view in enumerate(views):
             options = {"dim": dim, "ties": ties}
             expected = nm_mask(view, n, m, **options, backend="reference")
             assert_same(nm_mask(view, n, m, **options, backend="triton"), expected)
-            for dtype in DTYPES:
-                narrow = view.to(dtype)
-                both = [
-                    nm_prune(narrow, n, m, **options, backend=b) for b in ("triton", "reference")
-                ]
-                for got, wanted in zip(*both, strict=True):
-                    assert_same(got, wanted)
+            narrow = view.to(DTYPES[(i + seed) % 3])
+            both = [nm_prune(narrow, n, m, **options, backend=b) for b in ("triton", "reference")]
+            for got, wanted in zip(*both, strict=True):
+                assert_same(got, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

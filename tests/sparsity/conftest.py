@@ -1,7 +1,10 @@
-"""A process group of one rank."""
+"""A process group of one rank, and a device that has sparse matmuls."""
 
 import pytest
 import torch.distributed as dist
+
+from sparsepretrain.sparsity import coverage
+from sparsepretrain.sparsity.execution import semi_structured
 
 
 @pytest.fixture
@@ -14,3 +17,10 @@ def group():
 @pytest.fixture
 def mesh(group):
     return dist.device_mesh.init_device_mesh("cpu", (1,))
+
+
+@pytest.fixture
+def semi_structured_device(monkeypatch):
+    """A device whose sparse matmuls are correct, with the reference in place of its library."""
+    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(coverage, "version", lambda: "0.8.1")

@@ -70,8 +70,11 @@ class Net(nn.Module):
             self.fc2 = nn.Linear(32, 16, bias=False, dtype=dtype)
             self.head = nn.Linear(16, 5, dtype=dtype)
 
+    def body(self, x):
+        return self.fc2(torch.tanh(self.fc1(x)))
+
     def forward(self, x):
-        return self.head(self.fc2(torch.tanh(self.fc1(x))))
+        return self.head(self.body(x))
 
     def example(self, step, *, batch=8, length=8):
         """(inputs, gradients of the outputs) that depend on the step only."""
@@ -91,13 +94,27 @@ class ConvNet(nn.Module):
             self.fc2 = nn.Conv2d(16, 32, (1, 2), stride=2, padding="valid", bias=False, dtype=dtype)
             self.head = nn.Linear(32, 5, dtype=dtype)
 
+    def body(self, x):
+        return self.fc2(torch.tanh(self.fc1(x))).flatten(2).transpose(1, 2)
+
     def forward(self, x):
-        return self.head(self.fc2(torch.tanh(self.fc1(x))).flatten(2).transpose(1, 2))
+        return self.head(self.body(x))
 
     def example(self, step, *, batch=4):
         dtype = self.head.weight.dtype
         x = draw(batch, 16, 5, 6, seed=100 + step, dtype=dtype)
         return x, draw(batch, 9, 5, seed=200 + step, dtype=dtype)
+
+
+class Blocks(nn.Module):
+    """A block to compile below an eager root, where micro-batches are counted."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return self.block(x)
 
 
 class Layer(nn.Module):
@@ -162,12 +179,18 @@ def build(
     return model, optimizer, sparsifier
 
 
-def train(model, optimizer, first, last, *, micro=8, **shape):
-    """Optimiser steps ``first`` to ``last`` on data that depends on the step only."""
+def accumulate(model, step, *, micro=8, **shape):
+    """Add the gradients of one step in micro-batches; the data depend on the step only."""
+    inner = getattr(model, "module", model)
+    x, gy = getattr(inner, "block", inner).example(step, **shape)
+    for i in range(0, len(x), micro):
+        (model(x[i : i + micro]) * gy[i : i + micro]).sum().backward()
+
+
+def train(model, optimizer, first, last, **shape):
+    """Optimizer steps ``first`` to ``last``."""
     for step in range(first, last):
-        x, gy = getattr(model, "module", model).example(step, **shape)
-        for i in range(0, len(x), micro):
-            (model(x[i : i + micro]) * gy[i : i + micro]).sum().backward()
+        accumulate(model, step, **shape)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -191,7 +214,7 @@ def at_most_n_of_m(tensor, n, m):
 
 
 class OperandTable:
-    """What the six operands of a layer's row are for ``x`` and an output gradient ``gy``."""
+    """Operands that the row of a layer asks for, given ``x`` and an output gradient ``gy``."""
 
     def __init__(self, layer, x, gy):
         state, weight = layer.sparsity, layer.weight.detach()
@@ -208,7 +231,7 @@ class OperandTable:
             return values.mT.reshape(gy.shape) if convolution else values
 
         def by_samples(function, values):
-            """Zeros fill up the tokens of a sample to groups of four."""
+            """Pad each sample with zeros to whole groups of four tokens."""
             filled = nn.functional.pad(values, (0, 0, 0, -values.shape[-2] % 4))
             rows = function(filled.reshape(-1, values.shape[-1])).view(filled.shape)
             return rows[..., : values.shape[-2], :]

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from sparse_cases import Net, build, draw, gradients, sparsify
-from torch import nn
+from sparse_cases import Blocks, Net, build, draw, gradients, sparsify
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparsepretrain as sp
@@ -26,17 +25,6 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-class Blocks(nn.Module):
-    """A block to compile below an eager root, where micro-batches are counted."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = Net()
-
-    def forward(self, x):
-        return self.block(x)
-
-
 @pytest.mark.parametrize(
     ("method", "options"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OPTIONS)],
@@ -44,7 +32,7 @@ class Blocks(nn.Module):
 def test_compiled_block_is_one_graph_and_equals_eager(method, options):
     results, counter = [], CompileCounterWithBackend("eager")
     for compiled in (False, True):
-        model = Blocks()
+        model = Blocks(Net())
         sparsifier = sparsify(model, method, targets=["*fc*"], **options)
         optimizer = build(method, options)[1].__class__(model.parameters(), lr=1e-2)
         sparsifier.attach(optimizer)
@@ -68,7 +56,7 @@ def test_compiled_block_is_one_graph_and_equals_eager(method, options):
 
 def test_phase_switch_recompiles_once():
     counter = CompileCounterWithBackend("eager")
-    model = Blocks()
+    model = Blocks(Net())
     window = {"start": 0.05, "stop": 0.1}  # steps 2 and 3 of 40
     sparsifier = sparsify(model, "srste", targets=["*fc*"], window=window)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -90,7 +78,7 @@ def test_staged_methods_compile_once_per_stage(method, options, frames):
     """One graph per stage, whatever changes from step to step is data; eager's numbers."""
     results, counter = [], CompileCounterWithBackend("eager")
     for compiled in (False, True):
-        model = Blocks()
+        model = Blocks(Net())
         handle = sparsify(model, method, targets=["*fc*"], **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         handle.attach(optimizer)
@@ -107,7 +95,7 @@ def test_staged_methods_compile_once_per_stage(method, options, frames):
 
 
 def test_compiled_noise_follows_step_and_micro_batch():
-    eager, compiled = Blocks(), Blocks()
+    eager, compiled = Blocks(Net()), Blocks(Net())
     handles = [sparsify(m, "sste", targets=["*fc1"]) for m in (eager, compiled)]
     compiled.block.compile(backend="aot_eager", fullgraph=True)
     x, seen = draw(4, 8, 16), []
@@ -141,7 +129,7 @@ def test_compiled_root_counts_micro_batches():
 def test_inductor_equals_eager(precision):
     results = []
     for compiled in (False, True):
-        model = Blocks().float() if precision else Blocks()
+        model = Blocks(Net()).float() if precision else Blocks(Net())
         sparsify(model, "sste", targets=["*fc*"], gamma=0.1, precision=precision)
         if compiled:
             model.block.compile(fullgraph=True)

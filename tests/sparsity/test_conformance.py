@@ -1,6 +1,7 @@
 """What every registered method must do, with every option variant."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from sparse_cases import (
     ConvNet,
     Net,
     OperandTable,
+    accumulate,
     at_most_n_of_m,
     build,
     draw,
@@ -123,29 +125,27 @@ def test_pattern_holds_after_every_step(method, options, net):
         assert metrics["l1_gap"] >= 0
 
 
-@every_case
-@pytest.mark.parametrize("length", [8, 6, 5])
-def test_gradients_are_equal_for_every_micro_batch_size(method, options, length):
-    results = []
-    for micro in (8, 4, 2, 1):
-        model, optimizer, sparsifier = build(method, options)
-        train(model, optimizer, 0, 2, micro=micro, length=length)
-        x, gy = draw(8, length, 16, seed=5), draw(8, length, 5, seed=6)
-        for i in range(0, 8, micro):
-            (model(x[i : i + micro]) * gy[i : i + micro]).sum().backward()
-        results.append((gradients(model), sparsifier.masks(), model.state_dict()))
-    for grads, masks, state in results[1:]:
-        for key, expected in results[0][0].items():
-            scale = expected.abs().max()
-            assert (grads[key] - expected).abs().max() <= 1e-12 * scale, key
-        assert all(torch.equal(masks[k], v) for k, v in results[0][1].items())
-        torch.testing.assert_close(state, results[0][2], rtol=1e-9, atol=1e-10)
+@every_net
+def test_gradients_are_equal_for_every_micro_batch_size(method, options, net):
+    for shape in [{"length": n} for n in (8, 6, 5)] if net is Net else [{"batch": 8}]:
+        results = []
+        for micro in (8, 4, 2, 1):
+            model, optimizer, sparsifier = build(method, options, net=net)
+            train(model, optimizer, 0, 2, micro=micro, **shape)
+            accumulate(model, 5, micro=micro, **shape)
+            results.append((gradients(model), sparsifier.masks(), model.state_dict()))
+        for grads, masks, state in results[1:]:
+            for key, expected in results[0][0].items():
+                scale = expected.abs().max()
+                assert (grads[key] - expected).abs().max() <= 1e-12 * scale, key
+            assert all(torch.equal(masks[k], v) for k, v in results[0][1].items())
+            torch.testing.assert_close(state, results[0][2], rtol=1e-9, atol=1e-10)
 
 
-@every_case
-def test_gradients_are_equal_for_every_world_size(method, options):
-    model, _, sparsifier = build(method, options)
-    x, gy = draw(8, 4, 16, seed=5), draw(8, 4, 5, seed=6)
+@every_net
+def test_gradients_are_equal_for_every_world_size(method, options, net):
+    model, _, sparsifier = build(method, options, net=net)
+    x, gy = model.example(5, batch=8)
     (model(x) * gy).sum().backward()
     expected = gradients(model)
     model.zero_grad()
@@ -184,11 +184,11 @@ def test_three_resumes_are_bit_exact(method, options, net):
     assert sparsifier.metrics(per_layer=True) == metrics
 
 
-@every_case
+@every_net
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_evaluation_is_invisible_to_training(method, options, dtype):
-    twins = [build(method, options, dtype=torch.float32) for _ in range(2)]
-    x = draw(4, 8, 16, dtype=torch.float32)
+def test_evaluation_is_invisible_to_training(method, options, net, dtype):
+    twins = [build(method, options, dtype=torch.float32, net=net) for _ in range(2)]
+    x, _ = twins[0][0].example(0, batch=4)
 
     def evaluate(model):
         autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
@@ -246,20 +246,19 @@ def test_state_dict_only_gains_sparsity_buffers(method, options):
     assert isinstance(sparsifier.state_dict()["completed_steps"], int)
 
 
-@every_case
+@every_net
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_is_bit_exact(method, options, reentrant):
-    class Recomputed(Net):
-        def forward(self, x):
-            block = torch.nn.Sequential(self.fc1, nn.Tanh(), self.fc2)
-            return self.head(checkpoint(block, x, use_reentrant=reentrant))
+def test_activation_checkpointing_is_bit_exact(method, options, net, reentrant):
+    class Recomputed(net):
+        def body(self, x):
+            return checkpoint(super().body, x, use_reentrant=reentrant)
 
     results = []
-    for cls in (Net, Recomputed):
+    for cls in (net, Recomputed):
         model = cls()
         sparsify(model, method, **options)
-        for i in range(2):
-            x = draw(4, 6, 16, seed=i).requires_grad_()
+        for step in range(2):
+            x = model.example(step)[0].requires_grad_()
             model(x).square().sum().backward()
         results.append(gradients(model) | {"x": x.grad})
     assert_equal_bits(*results)
@@ -302,21 +301,21 @@ def test_densify_is_exact(method, options, net):
     assert list(again.layers) == ["fc1", "fc2"]
 
 
-@every_case
-def test_copies_are_independent_and_equal(method, options):
-    model, optimizer, _ = build(method, options)
+@every_net
+def test_copies_are_independent_and_equal(method, options, net):
+    model, optimizer, _ = build(method, options, net=net)
     train(model, optimizer, 0, 2)
-    x = draw(8, 8, 16)
-    copied = copy.deepcopy(model)
-    assert type(copied.fc1) is type(model.fc1)
-    for m in (model, copied):
-        m(x).square().sum().backward()
-    assert_equal_bits(gradients(copied), gradients(model))
-    frozen = copy.deepcopy(copied.state_dict())
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for each in (model, *copies):
+        accumulate(each, 2)
+    for copied in copies:
+        assert type(copied.fc1) is type(model.fc1)
+        assert_equal_bits(gradients(copied), gradients(model))
+        assert copied.fc1.sparsity.model is copied.fc2.sparsity.model
+        assert sp.sparsifier_of(copied).completed_steps == 2
+    frozen = copy.deepcopy([copied.state_dict() for copied in copies])
     optimizer.step()
-    assert_equal_bits(copied.state_dict(), frozen)
-    assert copied.fc1.sparsity.model is copied.fc2.sparsity.model
-    assert sp.sparsifier_of(copied).completed_steps == 2
+    assert_equal_bits([copied.state_dict() for copied in copies], frozen)
     assert sp.sparsifier_of(model).completed_steps == 3
 
 

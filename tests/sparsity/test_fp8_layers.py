@@ -10,6 +10,7 @@ from sparse_cases import (
     CASES,
     CONVOLVED,
     IDS,
+    Blocks,
     Net,
     OperandTable,
     build,
@@ -226,9 +227,8 @@ def test_loss_scale_does_not_change_gradients(precision):
 @both_recipes
 def test_resumed_copied_and_recomputed_models_are_bit_exact(method, options, precision):
     class Recomputed(Net):
-        def forward(self, x):
-            block = nn.Sequential(self.fc1, nn.Tanh(), self.fc2)
-            return self.head(checkpoint(block, x, use_reentrant=False))
+        def body(self, x):
+            return checkpoint(super().body, x, use_reentrant=False)
 
     results = []
     for kind in ("plain", "recomputed", "copied", "pickled", "resumed"):
@@ -255,15 +255,6 @@ def test_resumed_copied_and_recomputed_models_are_bit_exact(method, options, pre
         assert_equal_bits(other, results[0])
 
 
-class Blocks(nn.Module):
-    def __init__(self, convolution):
-        super().__init__()
-        self.block = Convolved() if convolution else Net(torch.float32)
-
-    def forward(self, x):
-        return self.block(x)
-
-
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("convolution", [False, True], ids=["linear", "convolution"])
 @pytest.mark.parametrize(
@@ -276,7 +267,7 @@ def test_compiled_block_is_one_graph_and_equals_eager(
     torch._dynamo.reset()
     results, counter = [], CompileCounterWithBackend(backend)
     for compiled in (False, True):
-        model = Blocks(convolution)
+        model = Blocks(Convolved() if convolution else Net(torch.float32))
         if convolution:
             torch.manual_seed(0)
             model.block.fc1.reset_parameters()

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
+from product_cases import assert_close, magnitude, products
 from sparse_cases import PACKED, SETTLED, STEPS, Layer, Mixed, draw, into_sparse_phase
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity import coverage
 from sparsepretrain.sparsity.execution import FP8, Operands, SimulatedFP8, fp8, semi_structured
 from sparsepretrain.sparsity.layer_state import LayerState
 
@@ -19,11 +19,9 @@ RECIPES = ("hybrid", "e4m3")
 
 
 @pytest.fixture(autouse=True)
-def supported(monkeypatch):
-    """As on a device whose products are right, with those of the CPU in their place."""
+def supported(monkeypatch, semi_structured_device):
+    """A device with correct fp8 matmuls, computed on the CPU."""
     monkeypatch.setattr(fp8, "no_fp8_products", lambda device: "")
-    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
-    monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
 
 
 class Magnitudes(SimulatedFP8):
@@ -44,10 +42,6 @@ class Magnitudes(SimulatedFP8):
         return super().wgrad(how, grad, lambda g: estimate(g).abs(), kept, shape)
 
 
-def magnitude(x):
-    return None if x is None else x.abs()
-
-
 def sparsify(model, method, recipe="hybrid", name="fp8", backend="emulate", options=None):
     options = SETTLED.get(method, {}) | (options or {})
     settings = {"targets": ["*fc*"], "total_steps": STEPS, "backend": backend}
@@ -65,31 +59,15 @@ def layer(kind="Linear", bias=True):
     return made
 
 
-def products(model, dtype, shape=(2, 32)):
-    """Y, dX and dW of one forward and backward."""
-    model.zero_grad()
-    x = draw(*shape, 128, seed=2, dtype=torch.float32).requires_grad_()
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        y = model(x)
-    y.backward(draw(*shape, 256, seed=3).to(dtype))
-    return [y.detach(), x.grad, model.fc.weight.grad]
-
-
 def compare(got, twin, method, recipe, dtype, monkeypatch, shape=(2, 32)):
-    """``got`` with the products of ``twin`` in simulated fp8, which they have to be."""
+    """``got`` equals the matmuls of ``twin`` in simulated fp8."""
     sparsify(twin, method, recipe, "fp8_sim")
     expected = products(twin, dtype, shape)
     with monkeypatch.context() as patch:
         execution = Magnitudes(name="fp8_sim", recipe=recipe)
         patch.setattr(LayerState, "execution", lambda *_: execution)
-        spread = products(twin, dtype, shape)
-    for a, b, s in zip(got, expected, spread, strict=True):
-        # Both sum the same numbers in fp32 and round once, so they are apart by one unit in the
-        # last place of the result, and in fp32 by what the order of up to 256 summands changes and
-        # by a factor and two rounded operands, which here are not divided by their scales.
-        slack = torch.finfo(dtype).eps * b.abs() + 264 * 2.0**-24 * s.abs()
-        assert a.shape == b.shape and a.dtype == b.dtype
-        assert bool(((a - b).abs() <= slack).all())
+        magnitudes = products(twin, dtype, shape)
+    assert_close(got, expected, magnitudes, dtype)
 
 
 KINDS = pytest.mark.parametrize(("kind", "bias"), [("Linear", False), ("Conv1D", True)])

@@ -13,7 +13,6 @@ from sparsepretrain.data.encoding import train_bpe, train_wordpiece
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.tasks import build_task
 from sparsepretrain.tasks.masked_lm import Masking, selected
-from sparsepretrain.training.batches import TrainingBatches
 
 BERT = ("model=bert_nano", "model.n_inner=64")
 GATED = ("model=bert_geglu", "model.n_inner=64", "model.vocab_size=260", "task.sequence_length=16",
@@ -115,14 +114,6 @@ def test_held_out_masks_are_the_same_for_every_seed(tiny):
         assert torch.equal(left["tokens"], right["tokens"]) == equal
         same = left["positions"].shape == right["positions"].shape
         assert (same and torch.equal(left["positions"], right["positions"])) == equal
-
-
-def test_workers_make_the_same_batches(task):
-    here, there = (TrainingBatches(task, 4, 2, CPU, workers) for workers in (0, 1))
-    for step in (0, 1, 6):
-        for mine, theirs in zip(here.step(step), there.step(step), strict=True):
-            assert all(torch.equal(mine[k], theirs[k]) for k in mine)
-    there.close()
 
 
 def test_only_selected_tokens_count(task):

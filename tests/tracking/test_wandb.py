@@ -135,14 +135,6 @@ def test_bad_server_delays_no_step(tmp_path, monkeypatch, answer):
     assert time.monotonic() - start < 90
 
 
-def test_an_unwritable_directory_is_one_warning(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "wandb").write_text("a file, not a directory")
-    out = one_run(run, "offline")
-    assert out.count("warning: W&B failed (FileExistsError") == 1
-
-
 def test_login_is_checked_before_the_run(tmp_path, monkeypatch):
     wandb.teardown()  # what it read from the environment before
     room.check_login(tracker("offline"))

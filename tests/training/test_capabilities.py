@@ -59,5 +59,3 @@ def test_doctor_command(no_gpu, tmp_path, capsys):
     plugin.write_text("")
     assert cli.main(["doctor", f"plugins=[{plugin}]"]) == 0
     assert "No product runs sparse here" in capsys.readouterr().out
-    assert cli.main(["doctor", "model=gpt2_nano"]) == 2
-    assert "sparsepretrain train model=gpt2_nano --dry-run" in capsys.readouterr().err
