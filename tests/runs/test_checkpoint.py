@@ -649,3 +649,22 @@ def test_crafted_records_are_one_line(tiny):
         directory.record_file.write_text(f"{line}\n{lines}")
         with pytest.raises(DataError, match="line 1"):
             directory.record()
+
+
+def test_resume_on_other_data_is_refused(tiny, stop_after):
+    stop_after(3)
+    tiny.train()
+    stop_after(-1)
+    from sparsepretrain.tasks.causal_lm import CausalLM
+
+    original = CausalLM.open_data
+
+    def changed(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.fingerprint = "0123456789abcdef"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CausalLM, "open_data", changed)
+        with pytest.raises(CheckpointError, match=r"other data \(fingerprint"):
+            tiny.train()
+    assert tiny.train().code == 0

@@ -1,6 +1,7 @@
 """One optimiser step: what is averaged, clipped, decayed, scaled, and when nothing is updated."""
 
 import copy
+import io
 import math
 
 import pytest
@@ -370,3 +371,21 @@ def test_compiled_losses_equal_eager_ones(tiny, method, mode):
     # elsewhere: here it is the same run, and finished
     other = (f"runs_dir='{tiny.root / mode}'", f"compile={mode}")
     assert losses(tiny, *changes, *other) == pytest.approx(eager, abs=1e-4)
+
+
+def test_runs_repeat_and_seeds_differ(tiny):
+    first = tiny.train()
+    again = tiny.train("runs_dir=" + str(tiny.root / "again"))
+    assert metrics(first.directory) == metrics(again.directory)
+    assert metrics(tiny.train("seed=1").directory) != metrics(first.directory)
+
+
+def test_a_closed_console_does_not_stop_a_run(tiny):
+    """A closed output is not an error."""
+    from sparsepretrain.tracking.console import Console
+    from sparsepretrain.training.trainer import train
+
+    run = tiny.load()
+    closed = io.StringIO()
+    closed.close()
+    assert train(run, Console(closed)) == 0

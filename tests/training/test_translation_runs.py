@@ -76,3 +76,25 @@ def test_loss_falls(tiny):
     outcome = tiny.train("steps=30", "optim.lr=5e-3", "sparsity=sste", "task.bleu=false")
     losses = [line["loss"] for line in metrics(outcome.directory) if "split" not in line]
     assert losses[-1] < 0.9 * losses[0]
+
+
+def test_weights_are_equal_for_every_micro_batch_size(tiny):
+    """Sums over counts: one, two or four buckets at a time end with the same weights."""
+    from torch import testing
+
+    more = ("sparsity=dense", "optim=sgd", "eval.every=0", "task.bleu=false", "steps=3")
+    ends = []
+    for micro in (1, 2, 4):
+        run = tiny.train(*more, f"batch.micro={micro}", f"runs_dir={tiny.root / str(micro)}")
+        ends.append(final_state(run.directory)["model"])
+    for name, value in ends[0].items():
+        for other in ends[1:]:
+            testing.assert_close(other[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_epochs_are_counted_in_steps_of_the_data(tiny):
+    from sparsepretrain.training.schedules import settle
+
+    run = settle(tiny.load("steps=0", "epochs=2.0"))
+    task = tiny.build("epochs=null").task
+    assert run.steps == run.plain["steps"] == round(2 * task.samples("train") / 4)
