@@ -317,8 +317,12 @@ def test_an_interrupt_that_a_library_swallows_still_ends_the_command(tiny, monke
         except BaseException:
             return
 
-    monkeypatch.setattr(plan, "require_a_sparse_step", library)
-    assert cli.main(["train", *tiny.overrides()]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(plan, "require_a_sparse_step", library)
+            assert cli.main(["train", *tiny.overrides()]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capfd.readouterr().err == "sparsepretrain: interrupted\n"
-    monkeypatch.undo()
     assert cli.main(["train", *tiny.overrides("steps=1")]) == 0, "the next command is another one"
