@@ -149,7 +149,7 @@ def _call(
 ) -> Any:
     for layer in () if stored else model.modules():
         if isinstance(layer, SparseLayer):
-            layer.sparsity.forget()
+            layer.sparsity.cache.clear()
     with torch.set_grad_enabled(training), torch.autocast(x.device.type, torch.bfloat16):
         y = model(x)
     return torch.autograd.grad(y, [x, *model.parameters()], grad) if training else (y,)

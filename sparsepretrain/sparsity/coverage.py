@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from sparsepretrain.kernels.cusparselt.packed24 import version
-from sparsepretrain.sparsity.execution.semi_structured import PRODUCT
 from sparsepretrain.sparsity.layers import SparseLayer, dense_weights, sparse_class
 from sparsepretrain.sparsity.method import Row
 from sparsepretrain.sparsity.model_state import ModelState
+from sparsepretrain.sparsity.products import MATMUL_OF, MATMULS
 from sparsepretrain.text import in_columns
 
-PRODUCTS = ("fprop", "dgrad", "wgrad")
 SHOWN = 4
 """Names of dense weights in a report."""
 
@@ -76,12 +75,12 @@ class Coverage:
 
     def __str__(self) -> str:
         """Layers that differ in one index only share a row."""
-        rows, cells = [["layer", "out × in", *PRODUCTS]], []
+        rows, cells = [["layer", "out × in", *MATMULS]], []
         sizes = [(r.out_features, r.in_features, *r.kernel) for r in self.layers]
         for layer, size in zip(self.layers, sizes, strict=True):
-            marked = [layer.emulated.get(k) == "" for k in PRODUCTS]
+            marked = [layer.emulated.get(k) == "" for k in MATMULS]
             texts = [
-                getattr(layer, k) + " (sparse)" * m for k, m in zip(PRODUCTS, marked, strict=True)
+                getattr(layer, k) + " (sparse)" * m for k, m in zip(MATMULS, marked, strict=True)
             ]
             cells.append([layer.name, " × ".join(map(str, size)), *texts])
         lines = in_columns([*rows, *collapsed(cells)])
@@ -130,10 +129,11 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         axis, shape = layer.sparsity.dim, layer.weight.shape
         sizes = shape[axis], shape[1 - axis], tuple(shape[2:])
         own = layer.sparsity
-        yet = "" if own.packs or own.settled else "not tried yet"
-        why = {PRODUCT[place]: why or yet for place, why in own.fits.items()}
+        chosen = own.products
+        yet = "" if chosen.packs or chosen.is_final else "not tried yet"
+        why = {MATMUL_OF[name]: why or yet for name, why in chosen.reasons.items()}
         kind = layer.replaces.__name__
-        words |= {"simulated": own.simulated, "emulated": why}
+        words |= {"simulated": chosen.simulated, "emulated": why}
         rows.append(CoveredLayer(name, kind, *sizes, **words))
     census = count_weights(state.root)
     return Coverage(
@@ -147,7 +147,7 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         dense_linears=[*census.linears],
         other_weights={name: tuple(weight.shape) for name, weight in census.others.items()},
         embeddings={name: tuple(weight.shape) for name, weight in census.embeddings.items()},
-        precision=str(state.execution) or None,
+        precision=None if state.precision is None else str(state.precision),
         backend="emulate" if state.backend is None else state.backend.name,
     )
 

@@ -19,75 +19,91 @@ from torch.autograd.function import once_differentiable
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import reminder
-from sparsepretrain.sparsity.execution import (
-    Convolution,
-    Execution,
-    Geometry,
-    Linear,
-    Operands,
-)
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
 from sparsepretrain.sparsity.method import DGRAD, WGRAD
+from sparsepretrain.sparsity.products import (
+    Convolution,
+    Estimate,
+    Geometry,
+    Linear,
+    Matmul,
+    Operands,
+    Prepared,
+    Products,
+)
+from sparsepretrain.sparsity.rows import AllRows
 
 
 class SparseProducts(torch.autograd.Function):
-    """Y = fprop(Xf(X), A); dX = dgrad(P(G), B); dW = wgrad(U(G), Xw(X))."""
+    """Y = fprop(Xf(X), A) + b; dX = dgrad(P(G), B); dW = wgrad(U(G), Xw(X))."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
+        target: Tensor,
         bias: Tensor | None,
-        forward_weight: Tensor,
-        backward_weight: Tensor | None,
-        wgrad_scale: Tensor | None,
-        scales: Tensor | None,
-        clock: Any,
+        operands: Operands,
         state: LayerState | None,
-        how: Geometry,
-        execution: Execution,
+        geometry: Geometry,
+        products: Products,
+        clock: Any,
     ) -> Tensor:
-        """Y in the dtype of ``x``; ``weight``, as stored, receives dW, its values are not used.
+        """Return Y in the dtype of X.
 
-        ``clock`` is the reading that the draws in the backward belong to, ``state`` gives Xf, Xw, P
-        and U of the layer; None: X and G as they are.
+        Args:
+            x: input of the layer; (…, in_features) or (N, C, H, W).
+            target: receives dW, in the layout of the stored weight; its values are not read.
+            bias: added in fprop.
+            operands: A, B and the factor of dW.
+            state: gives Xf, Xw, P and U of the layer; None: X and G as they are.
+            geometry: linear layer or convolution.
+            products: compute the three matmuls.
+            clock: (completed steps, micro-batch), which key the draws of the backward.
         """
         # attributes, not only saved tensors: recomputation by activation checkpointing keeps them
-        ctx.clock, ctx.state, ctx.how, ctx.execution = clock, state, how, execution
-        ctx.shapes = x.shape, weight.shape
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        operands = Operands(forward_weight, backward_weight, wgrad_scale, scales)
-        y, kept = execution.fprop(how, _inputs(state, x), operands, bias)
-        ctx.save_for_backward(operands.for_dgrad(), wgrad_scale, scales, *kept)
+        ctx.clock, ctx.state, ctx.geometry, ctx.products = clock, state, geometry, products
+        ctx.shapes = x.shape, target.shape
+        ctx.dtypes = x.dtype, target.dtype, None if bias is None else bias.dtype
+        fprop, _, wgrad = products
+        xf, xw = _inputs(state, x)
+        left = fprop.prepare(xf, "Xf")
+        same = xw is xf and wgrad.format("Xw") == fprop.format("Xf")
+        kept = left if same else wgrad.prepare(xw, "Xw")
+        y = fprop(Matmul("fprop", geometry, (*x.shape[:-1], -1), x.dtype), left, operands.A, bias)
+        b = operands.A if operands.B is None else operands.B
+        ctx.kinds = b.kind, kept.kind
+        ctx.save_for_backward(b.data, b.scale, operands.wgrad_scale, kept.data, kept.scale)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """DX, dW and db."""
-        backward_weight, wgrad_scale, scales, *kept = ctx.saved_tensors
-        how, execution, state = ctx.how, ctx.execution, ctx.state
+        """Return dX, dW and db."""
+        b, b_scale, wgrad_scale, x, x_scale = ctx.saved_tensors
+        state, geometry, (_, dgrad, wgrad) = ctx.state, ctx.geometry, ctx.products
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         dx = dw = db = None
         if state is not None and not torch.compiler.is_compiling():
-            state.model.begins = True  # what runs after it is another micro-batch
+            state.model.begins = True  # the next forward is another micro-batch
         if need_db:
             wide = torch.promote_types(grad.dtype, torch.float32)
-            db = how.bgrad(grad, wide).to(ctx.dtypes[2])
+            db = geometry.bgrad(grad, wide).to(ctx.dtypes[2])
         if need_dx:
-            pruned = _pruned(state, how, ctx.clock, grad)
-            operands = Operands(backward_weight, None, wgrad_scale, scales)
-            dx = execution.dgrad(how, pruned, operands, ctx.shapes[0]).to(ctx.dtypes[0])
+            pruned = dgrad.prepare(_pruned(state, geometry, ctx.clock, grad), "P")
+            matmul = Matmul("dgrad", geometry, ctx.shapes[0], grad.dtype)
+            dx = dgrad(matmul, pruned, Prepared(ctx.kinds[0], b, b_scale)).to(ctx.dtypes[0])
         if need_dw:
-            estimate = partial(_sampled, state, how, ctx.clock)
-            dw = execution.wgrad(how, grad, estimate, tuple(kept), ctx.shapes[1]).to(ctx.dtypes[1])
+            draw = partial(_sampled, state, geometry, ctx.clock)
+            estimate = wgrad.prepare(Estimate(grad, draw), "U")
+            matmul = Matmul("wgrad", geometry, ctx.shapes[1], torch.float32)
+            dw = wgrad(matmul, estimate, Prepared(ctx.kinds[1], x, x_scale)).to(ctx.dtypes[1])
             dw = dw if wgrad_scale is None else dw * wgrad_scale
-        return dx, dw, db, *[None] * 8
+        return dx, dw, db, *[None] * 5
 
 
 def _inputs(state: LayerState | None, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Xf(X) and Xw(X); one tensor where they are the same."""
+    """Return Xf(X) and Xw(X); the same tensor if they are equal."""
     if state is None:
         return x, x
     method, (fprop, wgrad, _, _) = state.method, state.method.changes
@@ -95,22 +111,22 @@ def _inputs(state: LayerState | None, x: Tensor) -> tuple[Tensor, Tensor]:
     return seen, by_groups_of_tokens(x, method.wgrad_input) if wgrad else x
 
 
-def _pruned(state: LayerState | None, how: Geometry, clock: Any, grad: Tensor) -> Tensor:
-    """P(G)."""
+def _pruned(state: LayerState | None, geometry: Geometry, clock: Any, grad: Tensor) -> Tensor:
+    """Return P(G)."""
     if state is None or not state.method.changes[2]:
         return grad
-    tokens = how.tokens(grad)
+    tokens = geometry.tokens(grad)
     rows = tokens.numel() // tokens.shape[-1]  # one counter per token
     key = state.key_at(clock, DGRAD, rows)
-    return how.from_tokens(state.method.dgrad_gradient(tokens, key), grad.shape)
+    return geometry.from_tokens(state.method.dgrad_gradient(tokens, key), grad.shape)
 
 
 def _sampled(
-    state: LayerState | None, how: Geometry, clock: Any, grad: Tensor, order: str | None = None
+    state: LayerState | None, geometry: Geometry, clock: Any, grad: Tensor, order: str | None
 ) -> Tensor:
-    """U(G), in a memory order of :func:`kernels.mvue` if the method has a choice.
+    """Return U(G), in a memory order of :func:`kernels.mvue` if the method offers a choice.
 
-    Groups of four tokens never straddle a micro-batch; each has one counter.
+    Groups of four tokens never straddle a micro-batch; each group has one counter.
     """
     if state is None or not state.method.changes[3]:
         return grad
@@ -120,7 +136,7 @@ def _sampled(
         given = {"order": order} if order and state.method.takes_order else {}
         return state.method.wgrad_gradient(rows, key, **given)
 
-    return how.from_tokens(by_groups_of_tokens(how.tokens(grad), sample), grad.shape)
+    return geometry.from_tokens(by_groups_of_tokens(geometry.tokens(grad), sample), grad.shape)
 
 
 def by_groups_of_tokens(tokens: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -158,9 +174,9 @@ class SparseLayer(nn.Module):
             # without gradients too, for checkpoints that are recomputed
             if training and model.counting and model.begins:
                 model.count()
-            if training and not state.settled:
-                state.settle(weight, x.shape, dtype, self.bias is not None)
-        operands = state.operands(weight, dtype, training)
+            if training and not state.products.is_final:
+                state.try_products(weight, x.shape, dtype, bias=self.bias is not None)
+        operands = state.cache.operands(weight, dtype, training)
         if not (training or weight.requires_grad or operands is None):
             reminder.warn_if_frozen_changed(self)
         if x.is_nested:
@@ -168,12 +184,14 @@ class SparseLayer(nn.Module):
         if operands is None:
             y = self.replaces.forward(self, x)
         else:
-            given, how = self._products(x.to(dtype) if autocast else x)
-            execution = state.execution(dtype, training)
-            rest = (*operands, model.now(), state if training else None, how, execution)
-            in_fp32 = autocast and execution.rounds  # what fp8 does not multiply
+            given, geometry = self._geometry(x.to(dtype) if autocast else x)
+            products = state.products.now(dtype, training)
+            own = state if training else None
+            in_fp32 = autocast and products.rounds  # dequantized operands keep fp32
             with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
-                y = SparseProducts.apply(given, weight, self.bias, *rest)
+                y = SparseProducts.apply(
+                    given, weight, self.bias, operands, own, geometry, products, model.now()
+                )
         residual = model.method.residual(x, state)
         return y if residual is None else y + residual
 
@@ -188,13 +206,15 @@ class SparseLayer(nn.Module):
                 "nested tensors are supported in evaluation, of methods without adapters: build "
                 "nn.TransformerEncoder with enable_nested_tensor=False"
             )
-        weight = self.sparsity.turned(self.weight) if operands is None else operands.forward
+        weight = operands.A.data if operands is not None else self.weight
+        if operands is None and self.in_dim == 0:
+            weight = weight.t()
         return F.linear(x, weight, self.bias)
 
     def gradients(
         self, x: Tensor, grad: Tensor, clock: Any, *, exact: bool = False
     ) -> tuple[Tensor, Tensor] | None:
-        """DX and dW of training for the output gradient ``grad`` of an input ``x``, in their dtype.
+        """Return dX and dW of training for the output gradient ``grad`` of an input ``x``.
 
         Args:
             x, grad: of one dtype, with the shapes of input and output.
@@ -205,21 +225,20 @@ class SparseLayer(nn.Module):
             None where training sees X and G as they are.
         """
         state = self.sparsity
-        operands = state.operands(self.weight, x.dtype, True)
+        operands = state.cache.operands(self.weight, x.dtype, True)
         if operands is None or not any(state.method.changes[1:]):
             return None
-        given, how = self._products(x)
-        execution = state.execution(x.dtype, True)
+        given, geometry = self._geometry(x)
+        products, own = state.products.now(x.dtype, True), None if exact else state
         leaves = given.detach().requires_grad_(), torch.empty_like(self.weight, dtype=x.dtype)
         leaves[1].requires_grad_()
-        rest = (None, *operands, clock, None if exact else state, how, execution)
         with torch.enable_grad():
-            y = SparseProducts.apply(*leaves, *rest)
+            y = SparseProducts.apply(*leaves, None, operands, own, geometry, products, clock)
         dx, dw = torch.autograd.grad(y, leaves, grad)
         return dx, dw
 
-    def _products(self, x: Tensor) -> tuple[Tensor, Geometry]:
-        """How this layer multiplies, and X as that wants it."""
+    def _geometry(self, x: Tensor) -> tuple[Tensor, Geometry]:
+        """Return X, padded if the layer pads by itself, and the geometry of the matmuls."""
         return x, Linear(self.in_dim)
 
     def register_parameter(self, name: str, param: Any) -> None:
@@ -237,7 +256,7 @@ class SparseLayer(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.sparsity.model.sharded and not keep_vars:
+        if self.sparsity.rows.is_sharded and not keep_vars:
             # The wrapper that FSDP gathers has no memory, which writers of files look for.
             from sparsepretrain.sparsity.sharding import unwrapped
 
@@ -249,13 +268,13 @@ class SparseLayer(nn.Module):
         brought = [_brings(state_dict, f"{prefix}sparsity.{k}", getattr(own, k)) for k in names]
         brings_weight = _brings(state_dict, f"{prefix}weight", self.weight)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        own.forget()
+        own.cache.clear()
         reminder.forget_frozen(self)
         if all(brought):
             own.initialized, own.reset_due = True, False
         elif brings_weight and own.model.is_new and not self.weight.is_meta:
             # initial weights of a dense model
-            if own.model.sharded and own.shard is None:
+            if isinstance(own.rows, AllRows) and own.rows.is_sharded:
                 own.reset_due = True  # `attach` knows which rows they are
             else:
                 own.reset(self.weight)
@@ -278,7 +297,7 @@ class SparseConvolution(SparseLayer):
         """Y = X ∗ A(W) + b for X of shape (N, in_channels, H, W), or without N."""
         return super().forward(x) if x.dim() != 3 else super().forward(x[None])[0]
 
-    def _products(self: Any, x: Tensor) -> tuple[Tensor, Geometry]:
+    def _geometry(self: Any, x: Tensor) -> tuple[Tensor, Geometry]:
         padding = self.padding
         if self.padding_mode != "zeros":
             x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)

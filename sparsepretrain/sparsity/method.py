@@ -67,6 +67,11 @@ class Row(NamedTuple):
         }
 
     @property
+    def has_two_weights(self) -> bool:
+        """True if B is not A; FSDP then gathers both."""
+        return self.B.text != "A"
+
+    @property
     def sparse(self) -> list[str]:
         """The products with an N:M operand, which sparse hardware could run."""
         return [k for k, operands in self.products.items() if any(o.pattern for o in operands)]
@@ -142,10 +147,14 @@ class Layer(Protocol):
     """What a method sees of a sparse layer, beside the tensors that it gave it."""
 
     dim: int
-    """Of in_features, or of the input channels, in the stored weight."""
-    out: Tensor | None
-    """Where ``project`` may write A(W), which it then returns: shape of W, rounded to this dtype.
-    Kernels that take it spare a cast and a copy in each step. None: nowhere."""
+    """Axis of in_features, or of the input channels, in the stored weight."""
+
+    @property
+    def out(self) -> Tensor | None:
+        """Memory into which ``project`` may write A(W), which it then returns; None: no memory.
+
+        It has the shape of W and the dtype of the matmuls, and saves a cast and a copy per step.
+        """
 
     @property
     def step(self) -> Any:
@@ -184,7 +193,6 @@ class Method:
     needs_whole: bool = False
     """Whether more than (groups of) rows of the stored weight matter: sums, draws by position.
     Under FSDP a process gives a method the rows that it has; all of them where this is true."""
-    two_operands: bool = False  # whether ``project`` ever returns a B; FSDP sizes buffers by it
     scalars: ClassVar[dict[str, int]] = {}  # integers of the model, with initial values; saved
 
     phase: Phase = Phase()  # of the next step

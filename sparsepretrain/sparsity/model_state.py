@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.execution import Backend, Execution
+from sparsepretrain.sparsity.backend import Backend, FP8Precision
 from sparsepretrain.sparsity.method import Method
 
 
@@ -26,7 +26,7 @@ class ModelState:
         self,
         root: nn.Module,
         method: Method,
-        execution: Execution,
+        precision: FP8Precision | None,
         backend: Backend | None,
         seed: int,
         device: torch.device,
@@ -36,7 +36,7 @@ class ModelState:
         self.buffer = next(name for name in names if not hasattr(root, name))
         self.example: Any = None  # a sparse layer, one whose weight is trained if there is any
         self.method = method
-        self.execution = execution
+        self.precision = precision  # None: products follow autocast
         self.backend = backend  # chooses sparse products; None: all are emulated
         self.seed = seed
         self.step = 0  # completed optimiser steps
@@ -46,7 +46,6 @@ class ModelState:
         self.interval = 0  # steps between the last two comparisons; 0: none since the numbers came
         self.capacity = 0  # most tokens of a micro-batch if they differ; 0: all have equally many
         self.store: torch.dtype | None = None  # of stored operands; None: every forward projects
-        self.sharded = False  # weights are prepared for FSDP, which gathers operands
         self.expects_attach = True  # to update sparse weights without the hooks is a mistake
         self.told = False  # whether the masked decay that low precision loses was looked at
         self.counting = True  # forwards count micro-batches; no: the loop states them
@@ -76,9 +75,9 @@ class ModelState:
 
     @property
     def label(self) -> str:
-        """Execution and backend in a word or two; "" where products follow autocast."""
-        words = [str(self.execution).partition(":")[0]]
-        return " ".join(filter(None, [*words, self.backend.name if self.backend else ""]))
+        """Precision and backend in a word or two; "" if products are dense and follow autocast."""
+        words = [str(self.precision).partition(":")[0]] if self.precision else []
+        return " ".join([*words, self.backend.name] if self.backend else words)
 
     def sync(self) -> None:
         """Follow what somebody else wrote to the buffer.
@@ -187,10 +186,9 @@ class ModelState:
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Pre-hook of the root: its training forwards are micro-batches."""
-        if self.sharded:
+        if self.example.sparsity.rows.is_sharded:
             self.sync()
-            gathered = self.example.sparsity.gathered
-            if gathered is None or not gathered.is_for(module.training):
+            if self.example.sparsity.cache.is_stale(module.training):
                 self.reshard()
         if self.counting and module.training:
             self.begins = False
@@ -220,16 +218,12 @@ class ModelState:
         self._fresh = self.begins = False
 
     def reshard(self) -> None:
-        """Let FSDP drop what it holds: operands of other weights, or of another phase."""
+        """Let FSDP drop gathered operands, which belong to other weights or another phase."""
+        if not self.example.sparsity.rows.is_sharded:
+            return
         from sparsepretrain.sparsity import sharding
 
         sharding.reshard(self.root)
-
-    def total(self, counts: Tensor) -> Tensor:
-        """Sums over the shards of what was counted in the rows of each; ``counts`` holds them."""
-        if self.sharded:
-            torch.distributed.all_reduce(counts, group=self.example.sparsity.shard.group)
-        return counts
 
     def now(self) -> Any:
         """(step, micro-batch) for the backward; a tensor where a graph reads it when it is run."""

@@ -57,7 +57,7 @@ def warn_if_frozen_changed(layer: Any) -> None:
     it are compared. On a GPU this waits for the device, but only in evaluation of frozen layers.
     """
     weight = layer.weight
-    if torch.compiler.is_compiling() or layer.sparsity.model.sharded:
+    if torch.compiler.is_compiling() or layer.sparsity.rows.is_sharded:
         return
     if type(weight) is not Parameter or weight.is_meta:  # functional_call, fake tensors
         return

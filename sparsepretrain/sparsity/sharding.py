@@ -7,8 +7,8 @@ again; the master weights never leave their process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.execution import Operands
+from sparsepretrain.kernels.common import packed_shape
+from sparsepretrain.sparsity.rows import AllRows
 
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.layer_state import LayerState
-    from sparsepretrain.sparsity.layers import SparseLayer
-    from sparsepretrain.sparsity.model_state import ModelState
-
+T = TypeVar("T")
 _aten = torch.ops.aten
 _KEPT = {
     *(_aten.alias.default, _aten.detach.default, _aten.view.default, _aten.as_strided.default),
@@ -87,33 +84,46 @@ class MasterShard(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """A of these rows, and B where the method has one, in the dtype of the products."""
-        own: LayerState = module.sparsity  # type: ignore[assignment]
-        own.stored(self)  # refuses what is not attached
-        parts = own.gathered.parts(mp_policy.param_dtype or self.dtype, module.training)
-        # of a single shard FSDP passes on the first tensor only
-        alone = parts[1] if len(parts) > 1 and own.shard.world == 1 else None
-        return parts, (own.gathered, alone)
+        """Return the own rows of (A,) or (A, B) in the dtype of the matmuls."""
+        own: Any = module.sparsity
+        parts = own.cache.to_gather(self, mp_policy.param_dtype or self.dtype, module.training)
+        # FSDP drops all tensors but the first if there is one shard
+        return parts, (own.cache, parts[1:] if own.rows.world == 1 else ())
 
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """The gathered A is the unsharded weight; B is kept beside it."""
-        gathered, alone = metadata
-        gathered.backward = outputs[1] if len(outputs) > 1 else alone
-        return None if out is not None else (outputs[0], ())
+        """Return the gathered A as the unsharded weight; the cache keeps B."""
+        cache, dropped = metadata
+        forward = cache.take((*outputs, *dropped))
+        return None if out is not None else (forward, ())
 
 
-class RowsOf:
-    """Which rows of the storage of a sparse weight this process has.
+class PreparedRows(AllRows):
+    """Rows between ``prepare_sharding`` and ``attach``: not known yet."""
+
+    is_sharded = True
+
+    def local(self, weight: Tensor) -> Tensor:
+        """Refuse to run or measure the model (ConfigError)."""
+        raise ConfigError(
+            "the model was prepared for sharding: call fully_shard(model) and "
+            "sparsifier.attach(optimizer) before it is run or measured"
+        )
+
+
+class ShardedRows:
+    """Rows of the storage of a sparse weight that this rank has.
 
     Args:
         name: of the layer.
         parameter: its weight after ``fully_shard``.
 
     Raises:
-        ConfigError: it is not sharded by rows of the storage, along one dimension of a mesh.
+        ConfigError: not sharded by rows of the storage, along one dimension of a mesh.
     """
+
+    is_sharded = True
 
     def __init__(self, name: str, parameter: DTensor) -> None:
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -123,173 +133,139 @@ class RowsOf:
                 f"the weight of {name!r} is sharded as {placements}: only fully_shard along "
                 "dimension 0 is supported"
             )
-        self.parameter = parameter
+        self._parameter = parameter
         self.group = mesh.get_group(sharded[0])
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.rows = parameter.shape[0]
-        self.chunk = -(-self.rows // self.world)  # of the last processes fewer, or none
+        self.chunk = -(-self.rows // self.world)  # the last ranks have fewer rows, or none
         self.first = min(self.rank * self.chunk, self.rows)
         self.last = min(self.first + self.chunk, self.rows)
+        self.names: tuple[str, ...] = ()
+        """Buffers of the layer that are sharded like the weight; the last mask comes first."""
 
-    @property
-    def local(self) -> Tensor:
-        """The master weight of these rows; looked up, since FSDP may put another in its place."""
-        return plain(self.parameter)
+    def local(self, weight: Tensor) -> Tensor:
+        """Return the own rows of the master weight; ``weight`` may be the gathered A."""
+        return plain(self._parameter)  # looked up: FSDP may put another tensor in its place
 
-    def whole_groups(self, multiple: int) -> bool:
-        """Whether every process has whole groups of so many rows, and at least one."""
+    def parameter(self, weight: Tensor) -> Tensor:
+        return self._parameter
+
+    def gradient(self, weight: Tensor) -> Tensor | None:
+        gradient = self._parameter.grad
+        return None if gradient is None else plain(gradient)
+
+    def has_whole_groups(self, group: int) -> bool:
+        """Return True if each rank has whole groups of ``group`` rows, and at least one."""
         if self.world == 1:
             return True
-        return self.chunk % multiple == 0 and self.chunk * (self.world - 1) < self.rows
+        return self.chunk % group == 0 and self.chunk * (self.world - 1) < self.rows
 
-    def gather(self, local: Tensor) -> Tensor:
-        """All rows of a tensor that is sharded as the weight is."""
+    def gather(self, rows: Tensor) -> Tensor:
         if self.world == 1:
-            return local
-        bits = local.view(torch.uint8) if local.dtype == torch.bool else local
+            return rows
+        bits = rows.view(torch.uint8) if rows.dtype == torch.bool else rows
         padded = bits.new_zeros(self.chunk, *bits.shape[1:])
         padded[: len(bits)] = bits
         whole = bits.new_empty(self.chunk * self.world, *bits.shape[1:])
         dist.all_gather_into_tensor(whole, padded, group=self.group)
-        return whole[: self.rows].view(local.dtype)
+        return whole[: self.rows].view(rows.dtype)
 
     def mine(self, whole: Tensor) -> Tensor:
-        """The rows of this process, in memory of their own."""
         return whole[self.first : self.last].clone()
 
-    def padded(self, local: Tensor) -> Tensor:
-        """As many rows as every process has to give."""
-        missing = self.chunk - len(local)
+    def padded(self, rows: Tensor) -> Tensor:
+        missing = self.chunk - len(rows)
         if not missing:
-            return local.contiguous()
-        return torch.cat([local, local.new_zeros(missing, *local.shape[1:])])
+            return rows.contiguous()
+        return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
 
-    def wrap(self, local: Tensor) -> DTensor:
-        """Rows as a DTensor, so that state dicts know what they are part of."""
-        shape = torch.Size((self.rows, *local.shape[1:]))
+    def total(self, counts: Tensor) -> Tensor:
+        dist.all_reduce(counts, group=self.group)
+        return counts
+
+    def complete(self, rows: Tensor, group: int) -> Tensor:
+        """Return the own rows if no group spans ranks, else all rows on rank 0."""
+        if self.has_whole_groups(group):
+            return rows
+        gathered = self.gather(rows)
+        return gathered if self.rank == 0 else gathered[:0]
+
+    def apply(
+        self,
+        function: Callable[[Tensor, Any], T],
+        rows: Tensor,
+        layer: nn.Module,
+        group: int | None,
+    ) -> T:
+        """Call ``function`` with the own rows, or with all rows if it must see them together."""
+        if group is not None and self.has_whole_groups(group):
+            return function(rows, layer)
+        whole = WholeLayer(layer, self)
+        result = function(self.gather(rows), whole)
+        whole.write_back()
+        return self._own(result)
+
+    def _own(self, result: Any) -> Any:
+        """Return the own rows of a tensor or of a tuple of tensors; scalars have no rows."""
+        if isinstance(result, Tensor):
+            return self.mine(result) if result.dim() else result
+        return type(result)(*map(self._own, result)) if isinstance(result, tuple) else result
+
+    def wrap(self, rows: Tensor) -> DTensor:
+        """Return rows as a DTensor, which state dicts know to be a shard."""
+        shape = torch.Size((self.rows, *rows.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
-        spec = self.parameter.device_mesh, self.parameter.placements
-        return DTensor.from_local(local, *spec, run_check=False, shape=shape, stride=stride)
+        spec = self._parameter.device_mesh, self._parameter.placements
+        return DTensor.from_local(rows, *spec, run_check=False, shape=shape, stride=stride)
 
+    def shard_buffers(self, layer: nn.Module, first: str) -> None:
+        """Keep the own rows of ``first`` and of all buffers shaped like the weight or its mask."""
+        shape = self._parameter.shape
+        packed = torch.uint8, packed_shape(shape)
+        alike = [
+            name
+            for name, value in layer.named_buffers()
+            if value.shape == shape or (value.dtype, value.shape) == packed
+        ]
+        self.names = tuple(dict.fromkeys([first, *alike]))
+        for name in self.names:
+            layer._buffers[name] = self.wrap(self.mine(layer.get_buffer(name)))
+        self.follow(layer)
 
-class Rows(NamedTuple):
-    """What FSDP gathers of a layer from this process."""
+    def follow(self, layer: nn.Module) -> None:
+        # state dicts see the DTensor; attributes in __dict__ are found before buffers
+        for name in self.names:
+            layer.__dict__[name] = plain(layer.get_buffer(name))
 
-    parts: tuple[Tensor, ...]
-    wgrad_scale: Tensor | None
-
-
-class Gathered:
-    """The operands of a layer, projected from the rows of this process and gathered by FSDP.
-
-    Args:
-        own: the state of the layer, whose rows are known.
-    """
-
-    _rows: dict[bool, Rows | None]  # for training (True) and evaluation (False); None: W itself
-    _last: bool | None  # whether A or W was gathered last; None: out of date
-
-    def __init__(self, own: LayerState) -> None:
-        self.own, self.shard = own, own.shard
-        self.backward: Tensor | None = None  # B, as it was gathered
-        self._dtype: torch.dtype | None = None  # that FSDP asked for
-        self.forget()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: without what can be computed again."""
-        return self.__dict__ | {"_rows": {}}
-
-    def forget(self) -> None:
-        """The weight has changed."""
-        self._rows, self._last = {}, None
-
-    def restore(self) -> None:
-        """Project anew, once FSDP has said in which dtype."""
-        if self._dtype is not None:
-            self._project(self._dtype, True)
-
-    @torch.no_grad()
-    def parts(self, dtype: torch.dtype, training: bool) -> tuple[Tensor, ...]:
-        """A of this process's rows, and B if the method has two operands, for FSDP to gather.
-
-        As they are stored, in ``dtype``, with as many rows as every process gives.
-        """
-        own = self.own
-        self._dtype, training = dtype, own.variant(training)
-        if training not in self._rows:
-            self._project(dtype, training)
-        rows, phase = self._rows[training], own.method.phase
-        self._last = phase.training if training else phase.evaluation
-        if rows is not None:
-            return rows.parts
-        weight = self.shard.padded(self.shard.local.detach().to(dtype))  # W itself, cast anew
-        return (weight, weight) if own.method.two_operands else (weight,)
-
-    @torch.no_grad()
-    def _project(self, dtype: torch.dtype, training: bool) -> None:
-        own, shard = self.own, self.shard
-        with torch.inference_mode(False):
-            forward, mask, backward, scale = own.project(shard.local, training)
-            if training:
-                own.kept_mask = mask
-            if forward is None:
-                self._rows[training] = None
-                return
-            if backward is not None and not own.method.two_operands:
-                raise ConfigError(
-                    f"method {own.method.options.name} returns a backward weight: under FSDP it "
-                    "must say so with two_operands"
-                )
-            parts = [shard.padded(forward.to(dtype))]
-            if own.method.two_operands:
-                parts.append(parts[0] if backward is None else shard.padded(backward.to(dtype)))
-            self._rows[training] = Rows(tuple(parts), scale)
-
-    def is_for(self, training: bool) -> bool:
-        """Whether what was gathered last is what a forward in this mode has to see."""
-        phase = self.own.method.phase
-        return self._last is (phase.training if training else phase.evaluation)
-
-    def operands(self, weight: Tensor, training: bool) -> Operands | None:
-        """The gathered weight is A already; None: that is all."""
-        own = self.own
-        if not self.is_for(training):
-            raise ConfigError(
-                f"layer {own.layer_name!r} sees what was gathered in another phase, or from "
-                "weights that have changed since: call reshard() on the modules of FSDP, or run "
-                "the module that was given to sparsify"
-            )
-        kept = self._rows.get(own.variant(training))
-        scale = None if kept is None else kept.wgrad_scale
-        two = self._last and own.method.two_operands
-        if not two and scale is None and not (training and any(own.method.changes)):
-            return None
-        backward = None
-        if two:
-            assert self.backward is not None
-            backward = self.backward[: weight.shape[0]]
-        return Operands(own.turned(weight.detach()), own.turned(backward), scale)
+    def write(self, layer: nn.Module, name: str, value: Tensor) -> None:
+        own = getattr(layer, name)
+        if name in self.names:
+            own.copy_(self.mine(value))
+        elif name in layer._parameters:  # FSDP shards Parameters of the method by itself
+            plain(own).copy_(ShardedRows(name, own).mine(value))
+        else:
+            own.copy_(value)
 
 
 class WholeLayer:
-    """A layer as a method sees it that needs all rows: its tensors are gathered when read."""
+    """A layer as a method sees it that needs all rows: sharded tensors are gathered when read."""
 
-    def __init__(self, own: LayerState) -> None:
-        self._own = own
+    def __init__(self, layer: nn.Module, rows: ShardedRows) -> None:
+        self._layer, self._rows = layer, rows
         self._gathered: dict[str, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._own, name)
-        if name not in self._own.sharded:
+        value = getattr(self._layer, name)
+        if name not in self._rows.names:
             return value
         if name not in self._gathered:
-            self._gathered[name] = self._own.shard.gather(value)
+            self._gathered[name] = self._rows.gather(value)
         return self._gathered[name]
 
-    def keep(self) -> None:
-        """Take this process's rows of what the method has changed."""
+    def write_back(self) -> None:
+        """Copy the own rows of gathered tensors, which the method may have changed."""
         for name, whole in self._gathered.items():
-            getattr(self._own, name).copy_(self._own.shard.mine(whole))
+            getattr(self._layer, name).copy_(self._rows.mine(whole))
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -325,46 +301,35 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     """
     if not isinstance(like, DTensor) or isinstance(whole, DTensor) or whole.shape != like.shape:
         return whole
-    rows = RowsOf("a parameter", like)
+    rows = ShardedRows("a parameter", like)
     return rows.wrap(rows.mine(whole).to(like.device))
 
 
-def prepare(layers: Mapping[str, SparseLayer], state: ModelState) -> None:
-    """Before ``fully_shard``: see :meth:`Sparsifier.prepare_sharding`."""
+def prepare(layers: Mapping[str, nn.Module]) -> None:
+    """Wrap weights before ``fully_shard``; see :meth:`Sparsifier.prepare_sharding`."""
     for name, layer in layers.items():
         if isinstance(layer.weight, DTensor):
             raise ConfigError(f"the weight of {name!r} is sharded already: the order is {ORDER}")
     for layer in layers.values():
-        trained = layer.weight.requires_grad
-        layer.weight = nn.Parameter(MasterShard(layer.weight.detach().contiguous()), trained)
-    state.sharded = True
+        weight: Any = layer.weight
+        layer.weight = nn.Parameter(MasterShard(weight.detach().contiguous()), weight.requires_grad)
 
 
-def bind(layers: Mapping[str, SparseLayer], state: ModelState) -> None:
-    """After ``fully_shard``: tell each layer its rows, and cut its tensors."""
+def shard_rows(layers: Mapping[str, nn.Module]) -> dict[str, ShardedRows]:
+    """Return the rows of each prepared layer after ``fully_shard``."""
     for name, layer in layers.items():
-        if layer.sparsity.shard is None and not isinstance(layer.weight, DTensor):
+        if not isinstance(layer.weight, DTensor):
             raise ConfigError(
                 f"the weight of {name!r} was prepared and is not sharded: the order is {ORDER}"
             )
-    for name, layer in layers.items():
-        own = layer.sparsity
-        if own.shard is None:
-            own.cut(RowsOf(name, layer.weight))
-            own.gathered = Gathered(own)
-            if own.reset_due:
-                own.reset_due = False
-                own.reset(layer.weight)
-    if len({layer.sparsity.shard.group for layer in layers.values()}) > 1:
+    rows = {name: ShardedRows(name, layer.weight) for name, layer in layers.items()}  # type: ignore[arg-type]
+    if len({own.group for own in rows.values()}) > 1:
         raise ConfigError("sparse layers are sharded over different processes: use one mesh")
-    # before those of FSDP, which gather
-    hooks: Any = state.root._forward_pre_hooks
-    for key in [key for key, hook in hooks.items() if hook == state.before_forward]:
-        hooks.move_to_end(key, last=False)
+    return rows
 
 
 def reshard(root: nn.Module) -> None:
-    """Drop what is gathered: the next forward gathers anew."""
+    """Drop gathered operands, so that the next forward gathers again."""
     for module in root.modules():
         if hasattr(module, "set_reshard_after_forward"):
             module.reshard()  # type: ignore[operator]

@@ -13,10 +13,11 @@ from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.kernels import boundary_magnitudes
 from sparsepretrain.sparsity import reminder
 from sparsepretrain.sparsity.coverage import Coverage, Proof, count_weights, cover, nm_holds
-from sparsepretrain.sparsity.execution import EMULATE
+from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
 from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.model_state import ModelState
+from sparsepretrain.sparsity.rows import Rows
 from sparsepretrain.sparsity.steps import Steps
 
 
@@ -60,7 +61,7 @@ class Sparsifier:
         """
         if self._state.compared_at != self.completed_steps or not self._state.interval:
             return None
-        return self._state.total(self._state.flips.clone())
+        return self._rows.total(self._state.flips.clone())
 
     @property
     def completed_steps(self) -> int:
@@ -91,10 +92,8 @@ class Sparsifier:
         self._require_sparse()
         if reminder.riding(self._state):
             raise ConfigError("the sparsifier is attached already: call detach() first")
-        if self._state.sharded:
-            from sparsepretrain.sparsity import sharding
-
-            sharding.bind(self.layers, self._state)
+        if self._rows.is_sharded:
+            self._bind_shards()
         else:
             refuse_sharded(self.layers)
         while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
@@ -113,7 +112,7 @@ class Sparsifier:
         missing = [name for name, p in trained if p.requires_grad and id(p) not in held]
         if missing:
             late = ": build the optimiser after sparsify" * (set(missing) <= set(own))
-            if self._state.sharded:
+            if self._rows.is_sharded:
                 late = ": build the optimiser after fully_shard"
             text = f"sparse weights missing in the optimiser: {', '.join(missing)}"
             raise ConfigError(text + late)
@@ -138,10 +137,10 @@ class Sparsifier:
         from sparsepretrain.sparsity import sharding
 
         self._require_sparse()
-        if self._state.sharded or reminder.riding(self._state):
-            done = "prepared for sharding" if self._state.sharded else "attached"
+        if self._rows.is_sharded or reminder.riding(self._state):
+            done = "prepared for sharding" if self._rows.is_sharded else "attached"
             raise ConfigError(f"the sparsifier is {done} already: the order is {sharding.ORDER}")
-        if self._state.execution is not EMULATE:
+        if self._state.precision is not None:
             name = self._state.label.partition(" ")[0]
             raise ConfigError(f"{name} does not go with sharding: leave precision out")
         backend = self._state.backend
@@ -149,9 +148,35 @@ class Sparsifier:
             raise ConfigError(
                 f"backend={backend.name} does not go with sharding: use auto or emulate"
             )
-        sharding.prepare(self.layers, self._state)
+        sharding.prepare(self.layers)
         for layer in self.layers.values():
-            layer.sparsity.fit(layer.weight.device)
+            layer.sparsity.rows = sharding.PreparedRows()
+            layer.sparsity.choose_products(layer.weight.device)
+
+    def _bind_shards(self) -> None:
+        """Find the rows of each layer after ``fully_shard``, and shard its buffers."""
+        from sparsepretrain.sparsity import sharding
+
+        found = sharding.shard_rows(self.layers)
+        for name, layer in self.layers.items():
+            own = layer.sparsity
+            if isinstance(own.rows, sharding.ShardedRows):
+                continue
+            own.rows = found[name]
+            found[name].shard_buffers(own, PREVIOUS_MASK)
+            own.cache.clear()
+            if own.reset_due:
+                own.reset_due = False
+                own.reset(layer.weight)
+        # run before the hooks of FSDP, which gather
+        hooks: Any = self._state.root._forward_pre_hooks
+        for key in [k for k, hook in hooks.items() if hook == self._state.before_forward]:
+            hooks.move_to_end(key, last=False)
+
+    @property
+    def _rows(self) -> Rows:
+        """Rows of a layer; all layers are sharded, or none is."""
+        return next(iter(self.layers.values())).sparsity.rows
 
     def reset(self) -> None:
         """Begin anew from the weights of now: frozen scales, fixed masks, counters, flip baseline.
@@ -191,7 +216,7 @@ class Sparsifier:
             raise ConfigError(f"store_operands: products are in fp32, bf16, fp16, not in {dtype}")
         state.store = dtype or weight.dtype
         if state.backend is not None and not weight.is_meta:
-            state.backend.require_here(weight.device, state.store, state.execution)
+            state.backend.require_here(weight.device, state.store, state.precision)
         self.refresh()
 
     def choose_products(self, inputs: Mapping[str, Sequence[int]], micro_batches: int = 1) -> None:
@@ -215,8 +240,11 @@ class Sparsifier:
             backend.micro_batches = micro_batches
         for name, layer in self.layers.items():
             own = layer.sparsity
-            own.settle(
-                layer.weight, inputs[name], dtype or layer.weight.dtype, layer.bias is not None
+            own.try_products(
+                layer.weight,
+                inputs[name],
+                dtype or layer.weight.dtype,
+                bias=layer.bias is not None,
             )
 
     @property
@@ -251,7 +279,7 @@ class Sparsifier:
         """
         self._state.sync()
         for name, layer in self.layers.items():
-            layer.sparsity.hold(layer.weight, masks[name])
+            layer.sparsity.cache.hold(layer.weight, masks[name])
 
     def refresh(self) -> None:
         """Project again where operands are stored: call it after changing weights by hand."""
@@ -267,7 +295,7 @@ class Sparsifier:
         masks = {}
         for name, layer in self.layers.items():
             own = layer.sparsity
-            masks[name] = own.all_rows(own.mask_in_use(layer.weight)).clone()
+            masks[name] = own.rows.gather(own.mask_in_use(layer.weight)).clone()
         return masks
 
     @torch.no_grad()
@@ -299,16 +327,16 @@ class Sparsifier:
         for layer in self.layers.values():
             own = layer.sparsity
             forward = own.project(layer.weight).forward if self.method.phase.training else None
-            stored = own.stored(layer.weight).detach()
+            stored = own.rows.local(layer.weight).detach()
             used = stored if forward is None else forward
-            weight = own.whole_groups(stored)
+            weight = own.rows.complete(stored, self.method.options.m if own.dim == 0 else 1)
             dropped, kept = boundary_magnitudes(weight, *self.method.pattern, dim=own.dim)
             gap = (kept - dropped).sum(dtype=torch.float64)
             sizes = [gap.new_full((), part.numel()) for part in (stored, dropped)]  # no copy
             rows.append(torch.stack([*sizes, used.count_nonzero().double(), gap]))
         # sums of integers below 2⁵³ are exact in fp64
         columns = [
-            self._state.total(torch.stack(rows)),
+            self._rows.total(torch.stack(rows)),
             found,
             counts if counts is None else counts.t(),
         ]
@@ -396,7 +424,7 @@ def prove(sparsifier: Sparsifier) -> Proof:
         weight = layer.sparsity.project(layer.weight).forward
         if weight is None:
             continue
-        weight = layer.sparsity.all_rows(weight)
+        weight = layer.sparsity.rows.gather(weight)
         holds = nm_holds(weight, n, m, layer.sparsity.dim)
         found[name] = torch.stack([holds.long(), (weight == 0).sum()])
         proof.groups += weight.numel() // m

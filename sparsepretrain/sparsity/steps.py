@@ -87,7 +87,7 @@ class Steps:
         scale = getattr(optimizer, "grad_scale", None)
         for name, layer in self.layers.items():
             own = layer.sparsity
-            weight, grad = own.stored(layer.weight), own.gradient(layer.weight)
+            weight, grad = own.rows.local(layer.weight), own.rows.gradient(layer.weight)
             if grad is None:
                 continue
             mask = own.adjusting_mask(weight)
@@ -128,9 +128,9 @@ class Steps:
             # looked up anew: the optimiser's load_state_dict replaces the group dictionaries
             rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
             for name, mask in held.items():
-                own, weight = self.layers[name].sparsity, self.layers[name].weight
-                parameter = weight if own.shard is None else own.shard.parameter
-                method.adjust_weight_(own.stored(weight), mask, float(rates[id(parameter)]))
+                rows, weight = self.layers[name].sparsity.rows, self.layers[name].weight
+                rate = float(rates[id(rows.parameter(weight))])
+                method.adjust_weight_(rows.local(weight), mask, rate)
         state.begin(state.step + 1)
         method.after_step(optimizer)
         start, stop = method.window
@@ -138,8 +138,7 @@ class Steps:
         if compares:
             state.interval, state.compared_at = state.step - state.compared_at, state.step
         state.write()
-        if state.sharded:
-            state.reshard()
+        state.reshard()
         if inside and method.updates:
             for layer in self.layers.values():
                 layer.sparsity.update(layer.weight)
@@ -148,20 +147,19 @@ class Steps:
             self.compare()
         if not (method.on_gradient or method.on_weight):
             for layer in self.layers.values():
-                layer.sparsity.kept_mask = None
+                layer.sparsity.cache.mask = None
 
     def refresh(self) -> None:
         """See :meth:`Sparsifier.refresh`."""
         self.state.sync()
-        if self.state.sharded:
-            self.state.reshard()
+        self.state.reshard()
         self.project()
 
     @torch.no_grad()
     def project(self) -> None:
         """Project the weights again in layers that store operands."""
         for layer in self.layers.values():
-            layer.sparsity.restore(layer.weight)
+            layer.sparsity.cache.refresh(layer.weight)
 
     def take_baseline(self) -> None:
         """Remember the masks of initial weights, if that is due, for the first flip rate."""

@@ -15,7 +15,14 @@ from sparsepretrain import registry
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.sparsity import reminder
-from sparsepretrain.sparsity.execution import FP8, Backend, Execution, backend_of, execution_of
+from sparsepretrain.sparsity.backend import (
+    Backend,
+    FP8Precision,
+    LayerSize,
+    backend_of,
+    precision_of,
+    unpacked_products,
+)
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.layers import (
     SparseLayer,
@@ -67,7 +74,7 @@ def sparsify(
             of them that are faster, which the first eager training forward of a layer finds out.
         precision: None: the dtype of autocast, or of the weight. ``"fp8"``: training products of
             these layers are those of fp8 tensor cores, evaluation's are not
-            (:class:`~sparsepretrain.sparsity.execution.FP8`). ``"fp8_sim"``: they have the same
+            (:class:`~sparsepretrain.sparsity.products.FP8`). ``"fp8_sim"``: they have the same
             operands, on any device. Or a dict such as ``{"name": "fp8", "recipe": "e4m3"}``.
         **options: the method's own (keys of ``configs/sparsity/<method>.yaml``); dotted ones as
             dicts, ``window={"start": 0.1}``.
@@ -115,13 +122,13 @@ def sparsify_with(
     seed: int = 0,
     total_steps: int | None = None,
     backend: str | Backend = "emulate",
-    precision: str | dict[str, str] | Execution | None = None,
+    precision: str | dict[str, str] | FP8Precision | None = None,
 ) -> Sparsifier:
     """:func:`sparsify` with options that were checked already, and the same errors.
 
     ``targets`` are globs and take the place of ``options.targets``, which may hold aliases.
     """
-    execution, chooser = execution_of(precision), backend_of(backend)
+    formats, chooser = precision_of(precision), backend_of(backend)
     cls: Any = registry.get("method", options.name)
     method: Method = cls(options, total_steps)
     if total_steps is not None and method.window[0] >= total_steps:
@@ -134,18 +141,20 @@ def sparsify_with(
     later = device.type == "cpu" and torch.cuda.is_available()  # it may go there
     place = torch.device("cuda", torch.cuda.current_device()) if later else device
     classes: list[Any] = [sparse_class(type(layer)) for layer in layers.values()]
-    given = [
-        (tuple(layer.weight.shape), kind.in_dim, place)
+    sizes = [
+        LayerSize(tuple(layer.weight.shape), kind.in_dim, place)
         for layer, kind in zip(layers.values(), classes, strict=True)
     ]
-    bases = [execution.of_layer(*each) for each in given]
-    if isinstance(execution, FP8):
-        execution.require([why for _, why in bases])
+    bases = [unpacked_products(formats, size) for size in sizes]
+    if formats is not None:
+        formats.require(why for _, why in bases)
     if chooser is not None:
         row = method.sparse_row
-        fits = [chooser.fit(row, *each, base) for each, (base, _) in zip(given, bases, strict=True)]
-        chooser.require(options.name, fits)
-    state = ModelState(model, method, execution, chooser, seed, device)
+        chooser.require(
+            options.name,
+            [chooser.reasons(row, size, b) for size, (b, _) in zip(sizes, bases, strict=True)],
+        )
+    state = ModelState(model, method, formats, chooser, seed, device)
     first = sum(isinstance(module, SparseLayer) for module in model.modules())
     for index, (name, layer) in enumerate(layers.items(), first):
         cls = sparse_class(type(layer))
@@ -197,7 +206,7 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
         raise ConfigError(f"model must be a torch.nn.Module, got {_show(model)}")
     layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
     states = {layer.sparsity.model for layer in layers}
-    if any(state.sharded for state in states):
+    if any(layer.sparsity.rows.is_sharded for layer in layers):
         raise ConfigError(
             "a sharded model cannot be densified: save it, and load the checkpoint in one process"
         )

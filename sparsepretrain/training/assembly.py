@@ -18,7 +18,7 @@ from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
-from sparsepretrain.sparsity.execution import FP8, SIMULATED, Backend
+from sparsepretrain.sparsity.backend import Backend
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import compilation
@@ -26,7 +26,7 @@ from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.gradients import gradients
 from sparsepretrain.training.identity import weights_hash
 from sparsepretrain.training.observers import EMA
-from sparsepretrain.training.precision import Options, compute_dtype, execution, set_numerics
+from sparsepretrain.training.precision import Options, compute_dtype, fp8_formats, set_numerics
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.world import World
 
@@ -163,14 +163,14 @@ def sparsify_model(
         backend: of a model that will not.
     """
     options: MethodOptions = run.sparsity
-    multiplies = execution(run.precision)
-    if device is not None:
-        multiplies.require_here(device)
-    elif isinstance(multiplies, FP8) and not next(model.parameters()).is_meta:
-        multiplies = SIMULATED[multiplies.recipe]  # evaluation, which sees no fp8, runs anywhere
+    formats = fp8_formats(run.precision)
+    if formats is not None and device is not None:
+        formats.require_here(device)
+    elif formats is not None and not next(model.parameters()).is_meta:
+        formats = formats.simulated  # evaluation does not use fp8 and runs on any device
     if device is not None and run.backend != "emulate":
         backend = Backend(run.backend, device)
-        backend.require_here(device, compute_dtype(run.precision), multiplies)
+        backend.require_here(device, compute_dtype(run.precision), formats)
     try:
         return sparsify_with(
             model,
@@ -179,7 +179,7 @@ def sparsify_model(
             seed=run.seed,
             total_steps=run.steps,
             backend=backend,
-            precision=multiplies,
+            precision=formats,
         )
     except ConfigError as error:
         raise error.under("sparsity") from error

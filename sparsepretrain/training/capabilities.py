@@ -9,16 +9,15 @@ import torch
 from sparsepretrain import registry
 from sparsepretrain.kernels import no_fp8_products
 from sparsepretrain.kernels.cusparselt.packed24 import unsupported, version
-from sparsepretrain.sparsity.coverage import PRODUCTS
-from sparsepretrain.sparsity.execution import EMULATE, Backend
-from sparsepretrain.sparsity.execution.semi_structured import PRODUCT
+from sparsepretrain.sparsity.backend import Backend, LayerSize
 from sparsepretrain.sparsity.method import Method
+from sparsepretrain.sparsity.products import DENSE, MATMUL_OF, MATMULS
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.hardware import environment, known_gpu, unusable_gpu
 
 META = torch.device("meta")
-SHAPE = (64, 64)
-"""Weight of a linear layer; 64 divides its features."""
+SIZE = LayerSize((64, 64), 1, META)
+"""Linear layer whose features are multiples of 64."""
 REGRESSIONS = {
     "0.8.0": "slower on H100 and L4 than versions before and after it, says NVIDIA of 0.8.1: "
     "pip install 'nvidia-cusparselt-cu13>=0.8.1'"
@@ -39,7 +38,7 @@ def examine(console: Console) -> None:
     console.table("this machine", machine(), lines=False)
     console.info("")
     title = "products that can be sparse: linear layers with features that 64 divides, fp16 or bf16"
-    head = ["method", *PRODUCTS, "when", "why not"]
+    head = ["method", *MATMULS, "when", "why not"]
     console.table(title, method_rows(), head, lines=False)
     console.info(f"\n{here()}")
 
@@ -99,10 +98,10 @@ def method_rows() -> list[list[str]]:
         method: Any = registry.get("method", name)
         if not issubclass(method, Method):  # a plugin's, which only training refuses
             continue
-        fits = backend.fit(method.typical_row(name), SHAPE, 1, META, EMULATE)
-        cells = dict.fromkeys(PRODUCTS, "dense")
-        cells |= {PRODUCT[place]: "emulated" if why else "sparse" for place, why in fits.items()}
-        reasons = dict.fromkeys(filter(None, fits.values()))
-        when = method.phases if fits else ""
-        rows.append([name, *cells.values(), when, "; ".join(reasons)])
+        reasons = backend.reasons(method.typical_row(name), SIZE, DENSE)
+        cells = dict.fromkeys(MATMULS, "dense")
+        cells |= {MATMUL_OF[k]: "emulated" if why else "sparse" for k, why in reasons.items()}
+        why_not = dict.fromkeys(filter(None, reasons.values()))
+        when = method.phases if reasons else ""
+        rows.append([name, *cells.values(), when, "; ".join(why_not)])
     return rows

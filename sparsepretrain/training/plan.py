@@ -117,7 +117,7 @@ def shard_rows(
     shards, width = processes // replicas, compute_dtype(run.precision).itemsize
     master = max(4, width)
     twice = set()  # weights whose B is gathered too
-    if sparsifier.method.two_operands:
+    if sparsifier.method.sparse_row.has_two_weights:
         twice = {layer.weight for layer in sparsifier.layers.values()}
 
     def entries(module: nn.Module) -> int:  # that are gathered for a forward
@@ -250,7 +250,7 @@ def bytes_per_entry(run: Run, method: Method) -> tuple[BytesPerEntry, BytesPerEn
     width, fp8 = compute_dtype(run.precision).itemsize, isinstance(run.precision, SimulatedFP8)
     cast = width if width < 4 else 0
     each = 4, 4, moments(run, method)
-    stored = (method.sparse_row.A != W or fp8) + method.two_operands
+    stored = (method.sparse_row.A != W or fp8) + method.sparse_row.has_two_weights
     operands = stored * (1 if fp8 else width) if stored else cast
     return BytesPerEntry(*each, operands, 1 / 8), BytesPerEntry(*each, cast)
 

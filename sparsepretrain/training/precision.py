@@ -13,7 +13,7 @@ from sparsepretrain.config.groups import (
     SimulatedFP8,
     SinglePrecision,
 )
-from sparsepretrain.sparsity.execution import EMULATE, Execution, execution_of
+from sparsepretrain.sparsity.backend import FP8Precision
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -29,11 +29,11 @@ def compute_dtype(options: Options) -> torch.dtype:
     return _DTYPES[options.dtype if isinstance(options, SimulatedFP8) else options.name]
 
 
-def execution(options: Options) -> Execution:
-    """What multiplies in sparse layers."""
+def fp8_formats(options: Options) -> FP8Precision | None:
+    """Return the fp8 formats of sparse layers; None: they follow autocast."""
     if not isinstance(options, SimulatedFP8):
-        return EMULATE
-    return execution_of({"name": options.name, "recipe": options.recipe})
+        return None
+    return FP8Precision(name=options.name, recipe=options.recipe)
 
 
 def set_numerics(options: Options, *, deterministic: bool) -> None:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from sparsepretrain.sparsity import Sparsifier
-from sparsepretrain.sparsity.execution.semi_structured import PRODUCT, Backend, objection
+from sparsepretrain.sparsity.backend import Backend, LayerSize, objection
+from sparsepretrain.sparsity.products import MATMUL_OF
 from sparsepretrain.tracking.console import count
 
 META = torch.device("meta")
@@ -77,10 +78,10 @@ def matmul_flops(
         state, tokens = layer.sparsity, tuple(inputs[name][:-1])
         flops = 2 * micro_batches * math.prod(tokens) * layer.weight.numel()
         found.layers.update(dict.fromkeys(row.products, flops))
-        fits = backend.fit(row, tuple(layer.weight.shape), state.dim, META, state.base)
-        for place, why in fits.items():
-            if reason := why or objection(place, tokens, dtype, state.base):
+        size, base = LayerSize(tuple(layer.weight.shape), state.dim, META), state.products.base
+        for operand, why in backend.reasons(row, size, base).items():
+            if reason := why or objection(operand, tokens, dtype, base):
                 found.reasons.append(reason)
             else:
-                found.sparse[PRODUCT[place]] += flops
+                found.sparse[MATMUL_OF[operand]] += flops
     return found

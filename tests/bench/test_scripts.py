@@ -14,7 +14,7 @@ import linear
 import train
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.execution import semi_structured
+from sparsepretrain.sparsity import backend, products
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
@@ -105,14 +105,14 @@ def test_a_wrong_sparse_matmul_gets_no_time(run, monkeypatch):
 
     def seconds(run):
         run()
-        return 1e-3 if isinstance(run.args[0], semi_structured.SemiStructured) else 2e-3
+        return 1e-3 if run.args[0].packs else 2e-3
 
     def medians(works, device):
         return {name: seconds(run) for name, run in works.items()}
 
-    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
-    monkeypatch.setattr(semi_structured, "medians", medians)
-    monkeypatch.setattr(semi_structured, "matmul_24", multiply)
+    monkeypatch.setattr(backend, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(backend, "medians", medians)
+    monkeypatch.setattr(products, "matmul_24", multiply)
     code, cases = run("linear", "--methods", "sste", "--backend", "auto")
     found = {case["name"].partition("backend=auto, ")[2]: case for case in cases}
     assert code == 1 and set(wrong) == {(128, 64)}
@@ -134,7 +134,7 @@ def test_training_stores_operands_with_every_backend(backend):
     options = harness.Options(backend=backend)
     run = train.Training("sste", train.TINY, 2, train.source_bytes(), CPU, options)
     run.step()
-    assert all(layer.sparsity._stored for layer in run.sparsifier.layers.values())
+    assert all(layer.sparsity.cache._kept for layer in run.sparsifier.layers.values())
 
 
 BARE = """

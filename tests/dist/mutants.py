@@ -14,12 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from sparsepretrain.sparsity import Sparsifier, layer_state, steps
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
-from sparsepretrain.sparsity.sharding import Gathered, MasterShard, RowsOf
+from sparsepretrain.sparsity.operands import OperandCache
+from sparsepretrain.sparsity.sharding import MasterShard, ShardedRows
 from sparsepretrain.training import gradients, loop
 
 place, seed_draws, loss = Sparsifier.micro_batch, loop.seed_draws, gradients.Loss.forward
-summed, rows_of = gradients._sum, RowsOf.mine
-cut, pack = LayerState.cut, layer_state.pack_rows
+summed, rows_of = gradients._sum, ShardedRows.mine
+cut, pack = ShardedRows.shard_buffers, layer_state.pack_rows
 project, update = LayerState.project, LayerState.update
 gathered, set_factor = MasterShard.fsdp_post_all_gather, FSDPModule.set_gradient_divide_factor
 RANK = int(os.environ.get("RANK", "0"))
@@ -50,9 +51,9 @@ def factor_of_root(module: Any, factor: float) -> None:
 
 def by_pointer(own: Any, weight: Any, training: bool = False) -> Any:
     """Projections kept by where the rows lie, which is no longer the same on some processes only."""
-    if own.shard is None:
+    if not isinstance(own.rows, ShardedRows):
         return project(own, weight, training)
-    key = own.step, own.variant(training), own.shard.local.data_ptr()
+    key = own.step, own.cache.key(training), own.rows.local(weight).data_ptr()
     kept = own.__dict__.setdefault("kept_by_pointer", {})
     if key not in kept:
         kept[key] = project(own, weight, training)
@@ -64,12 +65,13 @@ def flat(mask: torch.Tensor) -> torch.Tensor:
     return pack(mask).flatten()
 
 
-def cut_flat(own: Any, shard: Any) -> None:
+def cut_flat(rows: Any, layer: Any, first: str) -> None:
     """A flat vector cannot be sharded: each process has one, of its rows."""
-    cut(own, shard)
-    own.sharded = tuple(key for key in own.sharded if key != PREVIOUS_MASK)
-    del own.__dict__[PREVIOUS_MASK]
-    own._buffers[PREVIOUS_MASK] = flat(torch.zeros_like(shard.local, dtype=torch.bool))
+    cut(rows, layer, first)
+    rows.names = tuple(key for key in rows.names if key != PREVIOUS_MASK)
+    del layer.__dict__[PREVIOUS_MASK]
+    own = rows.local(None)
+    layer._buffers[PREVIOUS_MASK] = flat(torch.zeros_like(own, dtype=torch.bool))
 
 
 def shifted(own: Any, whole: torch.Tensor) -> torch.Tensor:
@@ -81,8 +83,8 @@ def shifted(own: Any, whole: torch.Tensor) -> torch.Tensor:
 def shifted_masks(own: Any, weight: torch.Tensor) -> None:
     """What the method stores is shifted like this after every update."""
     update(own, weight)
-    if own.shard is not None and own.shard.rank == 1:
-        for key in own.sharded[1:]:  # after the mask of the last comparison
+    if isinstance(own.rows, ShardedRows) and own.rows.rank == 1:
+        for key in own.rows.names[1:]:  # after the mask of the last comparison
             own.__dict__[key].copy_(own.__dict__[key].roll(1, 0))
 
 
@@ -109,7 +111,7 @@ MUTANTS: dict[str, list[Any]] = {
     "flat previous mask": [
         patch.object(layer_state, "pack_rows", flat),
         patch.object(steps, "pack_rows", flat),
-        patch.object(LayerState, "cut", cut_flat),
+        patch.object(ShardedRows, "shard_buffers", cut_flat),
     ],
     "B dropped": [
         patch.object(
@@ -120,9 +122,9 @@ MUTANTS: dict[str, list[Any]] = {
             ),
         )
     ],
-    "no reshard": [patch.object(Gathered, "is_for", lambda own, training: True)],
+    "no reshard": [patch.object(OperandCache, "is_stale", lambda own, training: False)],
     "a shard shifted by one": [
-        patch.object(RowsOf, "mine", shifted),
+        patch.object(ShardedRows, "mine", shifted),
         patch.object(LayerState, "update", shifted_masks),
     ],
 }

@@ -16,7 +16,7 @@ from sparsepretrain.cli._verb import read_settings
 from sparsepretrain.cli.main import parser
 from sparsepretrain.config import tables
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.execution import fp8
+from sparsepretrain.sparsity import backend
 from sparsepretrain.studies import sweep
 from sparsepretrain.training import derive
 
@@ -63,7 +63,7 @@ def test_commands_run(block, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # seconds each; tested elsewhere
     monkeypatch.setattr(training_verb, "illustrate", lambda directory: None)
-    monkeypatch.setattr(fp8, "no_fp8_products", lambda device: "")  # torch emulates them
+    monkeypatch.setattr(backend, "no_fp8_products", lambda device: "")  # torch emulates them
     told = commands(block.body, tmp_path)
     assert told, "a block without a command"
     for program, *argv in told:

@@ -13,16 +13,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsepretrain import kernels
-from sparsepretrain.sparsity.execution import EMULATE, FP8, Operands, SimulatedFP8
-from sparsepretrain.sparsity.execution.base import Linear
-from sparsepretrain.sparsity.execution.semi_structured import packings
+from sparsepretrain.sparsity.products import (
+    DENSE,
+    MATMUL_OF,
+    PACKED,
+    Estimate,
+    Linear,
+    Matmul,
+    fp8_products,
+)
 
 OUT, IN = 3072, 768
 BASES = {
-    "emulate": EMULATE,
-    **{f"fp8 {recipe}": FP8(name="fp8", recipe=recipe) for recipe in ("hybrid", "e4m3")},
+    "emulate": DENSE,
+    **{f"fp8 {recipe}": fp8_products(recipe, False) for recipe in ("hybrid", "e4m3")},
     **{
-        f"fp8_sim {recipe}": SimulatedFP8(name="fp8_sim", recipe=recipe)
+        f"fp8_sim {recipe}": fp8_products(recipe, True)
         for recipe in ("hybrid", "reference", "e4m3")
     },
 }
@@ -38,12 +44,13 @@ LAYOUTS = list(
 
 
 def combinations(base):
-    """Executions of all packings that ``base`` and the type of the products allow, with layouts."""
-    chosen = packings(base) if base is EMULATE or isinstance(base, FP8) else {"": base}
-    for (dtype, *layout), (packs, execution) in itertools.product(LAYOUTS, chosen.items()):
+    """All packings that ``base`` and the dtype of the layer allow, with layouts."""
+    packings = [p for k in range(4) for p in itertools.combinations(PACKED, k)]
+    for (dtype, *layout), packs in itertools.product(LAYOUTS, packings):
         both_dgrads = {"B", "P"} <= {*packs}
-        if not both_dgrads and not any(base.unpackable(place, dtype) for place in packs):
-            yield execution, dtype, *layout
+        refused = any(getattr(base, MATMUL_OF[name]).cannot_pack(dtype) for name in packs)
+        if not both_dgrads and not refused:
+            yield base.packing("".join(packs)), dtype, *layout
 
 
 @pytest.fixture
@@ -60,38 +67,41 @@ def test_number_of_combinations_is_unchanged():
 def test_all_products_keep_the_rules_of_cuda(name, hopper):
     prepared = functools.cache(prepare)
     with FakeTensorMode(), torch.no_grad():
-        for execution, dtype, dim, has_bias, tokens, two_weights in combinations(BASES[name]):
+        for products, dtype, dim, has_bias, tokens, two_weights in combinations(BASES[name]):
             try:
-                operands = prepared(execution, dtype, dim, two_weights)
-                three_products(execution, operands, dtype, dim, has_bias, tokens)
+                operands = prepared(products, dtype, dim, two_weights)
+                three_products(products, operands, dtype, dim, has_bias, tokens)
             except Exception as error:
                 case = dtype, dim, has_bias, tokens, two_weights
-                raise AssertionError(f"{execution!r} {case}: {error}") from error
+                raise AssertionError(f"{products!r} {case}: {error}") from error
 
 
 def draw(*shape, dtype=torch.float32):
     return torch.empty(shape, device="cuda:0", dtype=dtype)
 
 
-def prepare(execution, dtype, dim, two_weights):
+def prepare(products, dtype, dim, two_weights):
     weight = draw(OUT, IN) if dim else draw(IN, OUT).t()
-    exact = Operands(weight, weight.clone() if two_weights else None, None)
-    operands = execution.prepare(exact, dtype, None)
-    return execution.prepare(exact, dtype, operands)  # into the same memory, as after a step
+    weights = weight, weight.clone() if two_weights else None, None, dtype
+    # into the same memory, as after a step
+    return products.prepare(*weights, products.prepare(*weights))
 
 
-def three_products(execution, operands, dtype, dim, has_bias, tokens):
-    def estimate(grad, order=None):
+def three_products(products, operands, dtype, dim, has_bias, tokens):
+    def estimate(grad, order):
         return kernels.mvue(grad.view(-1, OUT), dim=0, key=3, order=order).view(grad.shape)
 
     def check(result, shape):
         assert result.shape == shape and result.is_cuda, (result.shape, shape)
 
+    fprop, dgrad, wgrad = products
     how, stored = Linear(dim), (OUT, IN) if dim else (IN, OUT)
     x, grad = draw(*tokens, IN, dtype=dtype), draw(*tokens, OUT, dtype=dtype)
     bias = draw(OUT, dtype=dtype) if has_bias else None
-    y, kept = execution.fprop(how, (x, x), operands, bias)
+    y = fprop(Matmul("fprop", how, (*tokens, -1), dtype), fprop.prepare(x, "Xf"), operands.A, bias)
     check(y, grad.shape)
     assert y.dtype == dtype
-    check(execution.dgrad(how, grad, operands, x.shape), x.shape)
-    check(execution.wgrad(how, grad, estimate, kept, torch.Size(stored)), stored)
+    b = operands.A if operands.B is None else operands.B
+    check(dgrad(Matmul("dgrad", how, x.shape, dtype), dgrad.prepare(grad, "P"), b), x.shape)
+    u, kept = wgrad.prepare(Estimate(grad, estimate), "U"), wgrad.prepare(x, "Xw")
+    check(wgrad(Matmul("wgrad", how, stored, torch.float32), u, kept), torch.Size(stored))

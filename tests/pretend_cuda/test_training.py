@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_map
 
 from sparsepretrain import densify, registry
 from sparsepretrain.runs.writer import Writer
-from sparsepretrain.sparsity import coverage
-from sparsepretrain.sparsity.execution import SimulatedFP8, fp8, semi_structured
+from sparsepretrain.sparsity import backend, coverage
 from sparsepretrain.sparsity.methods.bimask import BiMask
+from sparsepretrain.sparsity.products import FP8
 from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.training import loop
 
@@ -123,19 +123,19 @@ def test_other_recipes_do_too(tiny, words, monkeypatch):
         runs = f"runs_dir='{tiny.root / 'runs'}'"
         monkeypatch.setattr(tiny, "overrides", lambda *more: [*more, runs])
     if "backend=semi_structured" in words:  # with the reference in place of cuSPARSELt
-        monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
+        monkeypatch.setattr(backend, "unsupported", lambda device, **_: None)
         monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
     if "precision=fp8_sim" in words:  # whose products CPUs multiply scaled, and GPUs as they are
-        monkeypatch.setattr(SimulatedFP8, "by_rows", lambda *_: True)
+        monkeypatch.setattr(FP8, "dequantizes", lambda *_: False)
     if "precision=fp8" in words:  # with torch's scaled products of a CPU
-        monkeypatch.setattr(fp8, "no_fp8_products", lambda device: "")
+        monkeypatch.setattr(backend, "no_fp8_products", lambda device: "")
     compare(tiny, words)
 
 
 @pytest.mark.parametrize("method", SPARSE)
 def test_sparse_products_do_too(tiny, method, monkeypatch):
     """With the reference in place of cuSPARSELt; packs are counted."""
-    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(backend, "unsupported", lambda device, **_: None)
     monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
     step = loop.train_step
 

@@ -3,8 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from sparsepretrain.sparsity import coverage
-from sparsepretrain.sparsity.execution import semi_structured
+from sparsepretrain.sparsity import backend, coverage
 
 
 @pytest.fixture
@@ -22,5 +21,5 @@ def mesh(group):
 @pytest.fixture
 def semi_structured_device(monkeypatch):
     """A device whose sparse matmuls are correct, with the reference in place of its library."""
-    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(backend, "unsupported", lambda device, **_: None)
     monkeypatch.setattr(coverage, "version", lambda: "0.8.1")

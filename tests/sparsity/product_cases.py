@@ -1,14 +1,44 @@
 """Sparse and fp8 matmuls of one layer against emulated ones, up to the rounding of their sums."""
 
+import dataclasses
+
 import torch
 from sparse_cases import draw
 
+from sparsepretrain.sparsity.backend import LayerProducts
+from sparsepretrain.sparsity.products import FP8, Dense, Products, fp8_products
 
-def magnitude(x):
-    return None if x is None else x.abs()
+
+class Absolute:
+    """Mixin of matmuls of absolute values: the rounding of a sum is in proportion to them."""
+
+    def encode(self, x, operand, dtype):
+        return super().encode(x.abs(), operand, dtype)
+
+    def __call__(self, matmul, left, right, bias=None):
+        return super().__call__(matmul, left, right, None if bias is None else bias.abs())
 
 
-def products(layer, dtype, shape=(2, 32)):
+class Magnitude(Absolute, Dense):
+    pass
+
+
+class FP8Magnitude(Absolute, FP8):
+    pass
+
+
+def magnitudes(layer, dtype, shape, monkeypatch, recipe=None):
+    """Return :func:`outputs` of absolute values."""
+    chosen = Products(*[Magnitude()] * 3)
+    if recipe is not None:
+        found = fp8_products(recipe, True)
+        chosen = Products(*(FP8Magnitude(**dataclasses.asdict(product)) for product in found))
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerProducts, "now", lambda *_: chosen)
+        return outputs(layer, dtype, shape)
+
+
+def outputs(layer, dtype, shape=(2, 32)):
     """Y, dX and dW of one forward and backward."""
     layer.zero_grad()
     x = draw(*shape, 128, seed=2, dtype=torch.float32).requires_grad_()

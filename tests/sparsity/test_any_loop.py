@@ -82,7 +82,7 @@ def test_functional_call_projects_its_own_weights():
                 other.get_parameter(key).copy_(value)
         assert torch.equal(functional_call(model, weights, x), other(x))
         del weights
-    assert state._stored == {}
+    assert state.cache._kept == {}
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet")

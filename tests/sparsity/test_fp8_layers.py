@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 import sparsepretrain as sp
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity import execution
 from sparsepretrain.sparsity.methods import sste
+from sparsepretrain.sparsity.products import Products
 
 HYBRID = {"precision": "fp8_sim"}
 REFERENCE = {"precision": {"name": "fp8_sim", "recipe": "reference"}}
@@ -171,18 +171,18 @@ def test_dense_phases_equal_the_dense_method(precision, dtype):
 @both_recipes
 def test_weights_are_quantized_once_per_step(precision, monkeypatch):
     model, optimizer, sparsifier = build("sste", precision, dtype=torch.float32)
-    calls, prepare = [], execution.SimulatedFP8.prepare
+    calls, prepare = [], Products.prepare
 
     def counted(*args):
         calls.append(prepare(*args))
         return calls[-1]
 
-    monkeypatch.setattr(execution.SimulatedFP8, "prepare", counted)
+    monkeypatch.setattr(Products, "prepare", counted)
     sparsifier.store_operands()
     train(model, optimizer, 0, 3, micro=2)
     assert len(calls) == 2 * (1 + 3), "two layers, three steps, whatever the micro-batches"
-    assert (calls[0].backward is not None) == (precision is REFERENCE)
-    assert calls[-1].forward.data_ptr() == calls[1].forward.data_ptr(), "in the same memory"
+    assert (calls[0].B is not None) == (precision is REFERENCE)
+    assert calls[-1].A.data.data_ptr() == calls[1].A.data.data_ptr(), "in the same memory"
 
 
 @both_recipes
@@ -190,9 +190,11 @@ def test_rounded_operands_keep_the_pattern(precision):
     for make, axis in ((lambda: Net(torch.float32), 1), (Convolved, 1)):
         model = make()
         sparsify(model, "sste", **precision)
-        for operand in model.fc1.sparsity.operands(model.fc1.weight, torch.float32, True)[:2]:
+        for operand in model.fc1.sparsity.cache.operands(model.fc1.weight, torch.float32, True)[:2]:
             if operand is not None:
-                assert ((operand.float() != 0).unflatten(axis, (-1, 4)).sum(axis + 1) <= 2).all()
+                assert (
+                    (operand.data.float() != 0).unflatten(axis, (-1, 4)).sum(axis + 1) <= 2
+                ).all()
 
 
 @both_recipes

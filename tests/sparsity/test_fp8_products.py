@@ -4,15 +4,15 @@ import copy
 
 import pytest
 import torch
-from product_cases import assert_close, magnitude, products
+from product_cases import assert_close, magnitudes, outputs
 from sparse_cases import PACKED, SETTLED, STEPS, Layer, Mixed, draw, into_sparse_phase
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparsepretrain as sp
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.execution import FP8, Operands, SimulatedFP8, fp8, semi_structured
-from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity import backend as backends
+from sparsepretrain.sparsity.products import FP8, Products, Sparse24FP8, fp8_products
 
 METHODS = [name for name in sp.list_methods() if name not in PACKED]
 RECIPES = ("hybrid", "e4m3")
@@ -21,25 +21,7 @@ RECIPES = ("hybrid", "e4m3")
 @pytest.fixture(autouse=True)
 def supported(monkeypatch, semi_structured_device):
     """A device with correct fp8 matmuls, computed on the CPU."""
-    monkeypatch.setattr(fp8, "no_fp8_products", lambda device: "")
-
-
-class Magnitudes(SimulatedFP8):
-    """Sums of magnitudes: what the rounding of a sum is in proportion to."""
-
-    def prepare(self, exact, dtype, out):
-        return super().prepare(Operands(*map(magnitude, exact)), dtype, out)
-
-    def fprop(self, how, xs, operands, bias):
-        x = xs[0].abs()
-        xs = (x, x if xs[0] is xs[1] else xs[1].abs())
-        return super().fprop(how, xs, operands, magnitude(bias))
-
-    def dgrad(self, how, grad, operands, shape):
-        return super().dgrad(how, grad.abs(), operands, shape)
-
-    def wgrad(self, how, grad, estimate, kept, shape):
-        return super().wgrad(how, grad, lambda g: estimate(g).abs(), kept, shape)
+    monkeypatch.setattr(backends, "no_fp8_products", lambda device: "")
 
 
 def sparsify(model, method, recipe="hybrid", name="fp8", backend="emulate", options=None):
@@ -62,12 +44,8 @@ def layer(kind="Linear", bias=True):
 def compare(got, twin, method, recipe, dtype, monkeypatch, shape=(2, 32)):
     """``got`` equals the matmuls of ``twin`` in simulated fp8."""
     sparsify(twin, method, recipe, "fp8_sim")
-    expected = products(twin, dtype, shape)
-    with monkeypatch.context() as patch:
-        execution = Magnitudes(name="fp8_sim", recipe=recipe)
-        patch.setattr(LayerState, "execution", lambda *_: execution)
-        magnitudes = products(twin, dtype, shape)
-    assert_close(got, expected, magnitudes, dtype)
+    expected = outputs(twin, dtype, shape)
+    assert_close(got, expected, magnitudes(twin, dtype, shape, monkeypatch, recipe), dtype)
 
 
 KINDS = pytest.mark.parametrize(("kind", "bias"), [("Linear", False), ("Conv1D", True)])
@@ -79,11 +57,11 @@ KINDS = pytest.mark.parametrize(("kind", "bias"), [("Linear", False), ("Conv1D",
 def test_fp8_matmuls_equal_simulated_ones(method, recipe, kind, bias, monkeypatch):
     model, exact = layer(kind, bias), layer(kind, bias)
     sparsify(model, method, recipe)
-    assert type(model.fc.sparsity.execution(torch.bfloat16, True)) is FP8
-    got = products(model, torch.bfloat16)
+    assert model.fc.sparsity.products.now(torch.bfloat16, True) is fp8_products(recipe, False)
+    got = outputs(model, torch.bfloat16)
     compare(got, layer(kind, bias), method, recipe, torch.bfloat16, monkeypatch)
     sparsify(exact, method, name=None)
-    for a, b in zip(got, products(exact, torch.bfloat16), strict=True):
+    for a, b in zip(got, outputs(exact, torch.bfloat16), strict=True):
         assert 1e-3 < (a - b).norm() / b.norm() < 0.1, "nothing was rounded, or too much"
 
 
@@ -100,8 +78,8 @@ def test_sparse_fp8_matmuls_equal_simulated_ones(method, recipe, kind, bias, mon
             sparsify(model, method, recipe, backend="semi_structured")
         return
     handle = sparsify(model, method, recipe, backend="semi_structured")
-    assert model.fc.sparsity.execution(torch.bfloat16, True).packs == packs
-    got = products(model, torch.bfloat16)
+    assert model.fc.sparsity.products.now(torch.bfloat16, True).packs == packs
+    got = outputs(model, torch.bfloat16)
     compare(got, layer(kind, bias), method, recipe, torch.bfloat16, monkeypatch)
     (covered,) = handle.coverage().layers
     mixed = {why for why in covered.emulated.values() if why}
@@ -115,7 +93,7 @@ def test_sparse_fp8_matmuls_equal_simulated_ones(method, recipe, kind, bias, mon
 def test_fp8_matmuls_equal_simulated_ones_in_fp32_and_fp16(dtype, kind, bias, backend, monkeypatch):
     model = layer(kind, bias)
     sparsify(model, "tsrste", "e4m3", backend=backend)
-    got = products(model, dtype)
+    got = outputs(model, dtype)
     compare(got, layer(kind, bias), "tsrste", "e4m3", dtype, monkeypatch)
 
 
@@ -126,7 +104,7 @@ def test_any_number_of_tokens_equals_simulated_fp8(method, shape, backend, monke
     """Zeros fill up what tensor cores sum over; groups of tokens that are none stay dense."""
     model = layer()
     handle = sparsify(model, method, "e4m3", backend=backend)
-    got = products(model, torch.bfloat16, shape)
+    got = outputs(model, torch.bfloat16, shape)
     compare(got, layer(), method, "e4m3", torch.bfloat16, monkeypatch, shape)
     why = {
         (3, 5): "samples of 5 tokens, no multiple of 4",
@@ -144,8 +122,8 @@ def test_simulated_fp8_of_gpus_equals_that_of_cpus(kind, recipe, monkeypatch):
     model = layer(kind)
     sparsify(model, "sste", recipe, "fp8_sim")
     with monkeypatch.context() as patch:
-        patch.setattr(SimulatedFP8, "by_rows", lambda *_: True)
-        got = products(model, torch.bfloat16)
+        patch.setattr(FP8, "dequantizes", lambda *_: False)
+        got = outputs(model, torch.bfloat16)
     compare(got, layer(kind), "sste", recipe, torch.bfloat16, monkeypatch)
 
 
@@ -158,13 +136,14 @@ def test_weights_are_quantized_once_per_step_in_the_same_memory(backend, monkeyp
     handle.store_operands(torch.bfloat16)
     handle.choose_products({"0.fc": (2, 32, 128), "2.fc": (2, 32, 128)})
     own = handle.layers["0.fc"].sparsity
-    a, b, _, scales = own._stored[True]
+    (_, a, scale_a), (_, b, scale_b), _ = own.cache._kept[True]
     columns = (80, 160) if backend == "semi_structured" else (128, 256)
-    assert a.shape == (256, columns[0]) and b.t().shape == (128, columns[1])
-    assert a.is_contiguous() and b.t().is_contiguous() and scales.shape == (2,)
-    calls, prepare = [], SimulatedFP8.prepare
+    transposed = b if backend == "semi_structured" else b.t()
+    assert a.shape == (256, columns[0]) and transposed.shape == (128, columns[1])
+    assert a.is_contiguous() and transposed.is_contiguous()
+    calls, prepare = [], Products.prepare
     monkeypatch.setattr(
-        SimulatedFP8, "prepare", lambda *args: calls.append(prepare(*args)) or calls[-1]
+        Products, "prepare", lambda *args: calls.append(prepare(*args)) or calls[-1]
     )
     for step in range(2):
         for micro in range(2):
@@ -174,8 +153,9 @@ def test_weights_are_quantized_once_per_step_in_the_same_memory(backend, monkeyp
         optimizer.step()
         optimizer.zero_grad()
     assert len(calls) == 2 * 2, "layers × steps, whatever the micro-batches"
-    pointers = [t.data_ptr() for t in own._stored[True] if t is not None]
-    assert pointers == [a.data_ptr(), b.data_ptr(), scales.data_ptr()]
+    after = [t for operand in own.cache._kept[True][:2] for t in operand[1:]]
+    before = a, scale_a, b, scale_b
+    assert [t.data_ptr() for t in after] == [t.data_ptr() for t in before]
 
 
 def test_unsupported_layers_are_simulated():
@@ -209,15 +189,15 @@ def test_device_without_fp8_tensor_cores_is_refused(monkeypatch):
     model = Layer()
     sparsify(model, "ste")
     reason = "compute capability 8.6 has no fp8 tensor cores (8.9 is the first)"
-    monkeypatch.setattr(fp8, "no_fp8_products", lambda device: reason)
+    monkeypatch.setattr(backends, "no_fp8_products", lambda device: reason)
     with pytest.raises(ConfigError) as caught:
         sp.sparsify(Layer(), "ste", targets="fc", precision="fp8")
     assert f"precision=fp8: no product can be in fp8: {reason}" in str(caught.value)
     model.to("cpu")  # back, from a GPU
     with pytest.raises(ConfigError):
-        products(model, torch.bfloat16)
+        outputs(model, torch.bfloat16)
     with pytest.raises(ConfigError, match=r"compute capability 8\.6"):
-        products(model, torch.bfloat16)
+        outputs(model, torch.bfloat16)
 
 
 def test_auto_times_sparse_products_against_dense_ones_in_fp8(monkeypatch):
@@ -228,14 +208,14 @@ def test_auto_times_sparse_products_against_dense_ones_in_fp8(monkeypatch):
         for name, run in works.items():
             run()
             taken.append(run.args[0])
-            found[name] = {"A": 1e-3, "B": 3e-3}.get(getattr(taken[-1], "packs", ""), 2e-3)
+            found[name] = {"A": 1e-3, "B": 3e-3}.get(taken[-1].packs, 2e-3)
         return found
 
-    monkeypatch.setattr(semi_structured, "medians", medians)
+    monkeypatch.setattr(backends, "medians", medians)
     handle = sparsify(model := layer(), "slope", "e4m3", backend="auto")
-    products(model, torch.bfloat16)
-    assert handle.layers["fc"].sparsity.packs == "A"
-    assert {type(each) for each in taken} == {FP8, semi_structured.SemiStructuredFP8}
+    outputs(model, torch.bfloat16)
+    assert handle.layers["fc"].sparsity.products.packs == "A"
+    assert {type(each) for each in taken} == {FP8, Sparse24FP8}
     (covered,) = handle.coverage().layers
     assert covered.emulated == {"fprop": "", "dgrad": "slower: 3000 µs, emulated 2000 µs"}
 
@@ -272,12 +252,12 @@ def test_held_masks_evaluation_and_copies_work_in_fp8():
     sparsify(twin, "sste", "e4m3", "fp8_sim")
     handle.store_operands(torch.bfloat16)
     copied = copy.deepcopy(model)
-    assert copied.fc.sparsity.base is model.fc.sparsity.base
-    before = products(model, torch.bfloat16)
-    for a, b in zip(products(copied, torch.bfloat16), before, strict=True):
+    assert copied.fc.sparsity.products.base is model.fc.sparsity.products.base
+    before = outputs(model, torch.bfloat16)
+    for a, b in zip(outputs(copied, torch.bfloat16), before, strict=True):
         assert torch.equal(a, b)
     handle.hold(handle.masks())
-    held = products(model, torch.bfloat16)[0]
+    held = outputs(model, torch.bfloat16)[0]
     torch.testing.assert_close(held, before[0], rtol=1e-2, atol=1e-2)
     handle.refresh()
     x = draw(2, 32, 128, dtype=torch.float32)

@@ -105,7 +105,7 @@ def test_missing_mask_is_an_error(mesh, method):
     """Never a dense layer, nor the mask of before."""
     model, sparsifier, _ = sharded(mesh, method)
     state = model.state_dict()
-    kept = [f"0.sparsity.{name}" for name in sparsifier.layers["0"].sparsity.sharded]
+    kept = [f"0.sparsity.{name}" for name in sparsifier.layers["0"].sparsity.rows.names]
     assert kept and (len(kept) > 1 or method == "bimask")
     for name in kept:
         rest = {key: value for key, value in state.items() if key != name}
@@ -117,7 +117,7 @@ def test_lost_backward_weight_is_an_error(mesh, monkeypatch):
     gathered = MasterShard.fsdp_post_all_gather
 
     def first_only(own, outputs, metadata, param_dtype, *, out=None):
-        return gathered(own, outputs[:1], (metadata[0], None), param_dtype, out=out)
+        return gathered(own, outputs[:1], (metadata[0], ()), param_dtype, out=out)
 
     monkeypatch.setattr(MasterShard, "fsdp_post_all_gather", first_only)
     with pytest.raises(AssertionError):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from product_cases import assert_close, magnitude, products
+from product_cases import assert_close, magnitudes, outputs
 from sparse_cases import CASES, IDS, PACKED, SETTLED, STEPS, Layer, Mixed, draw, into_sparse_phase
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -12,26 +12,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import sparsepretrain as sp
 from sparsepretrain import kernels, registry
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity import Method, MethodOptions, Projection, Row
-from sparsepretrain.sparsity.execution import EMULATE, Execution, Operands, semi_structured
-from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity import Method, MethodOptions, Projection, Row, products
+from sparsepretrain.sparsity import backend as backends
+from sparsepretrain.sparsity.products import DENSE
 
 NAMES = sorted(PACKED)
 pytestmark = pytest.mark.usefixtures("semi_structured_device")
-
-
-class Absolute(Execution):
-    """Sums of magnitudes: what the rounding of a sum is in proportion to."""
-
-    def fprop(self, how, xs, operands, bias):
-        xs, bias = [x.abs() for x in xs], None if bias is None else bias.abs()
-        return EMULATE.fprop(how, xs, Operands(*map(magnitude, operands)), bias)
-
-    def dgrad(self, how, grad, operands, shape):
-        return EMULATE.dgrad(how, grad.abs(), Operands(*map(magnitude, operands)), shape)
-
-    def wgrad(self, how, grad, estimate, kept, shape):
-        return EMULATE.wgrad(how, grad, lambda g: estimate(g).abs(), kept, shape)
 
 
 def sparsify(model, method, options=None, **settings):
@@ -46,13 +32,10 @@ def same_products(method, options, dtype, monkeypatch, shape=(2, 32), **kind):
     emulated, sparse = Layer(**kind), Layer(**kind)
     sparsify(emulated, method, options, backend="emulate")
     handle = sparsify(sparse, method, options)
-    expected, got = products(emulated, dtype, shape), products(sparse, dtype, shape)
+    expected, got = outputs(emulated, dtype, shape), outputs(sparse, dtype, shape)
     if sparse.fc.bias is not None:
         assert torch.equal(sparse.fc.bias.grad, emulated.fc.bias.grad)
-    with monkeypatch.context() as patch:
-        patch.setattr(LayerState, "execution", lambda *_: Absolute())
-        magnitudes = products(emulated, dtype, shape)
-    assert_close(got, expected, magnitudes, dtype)
+    assert_close(got, expected, magnitudes(emulated, dtype, shape, monkeypatch), dtype)
     return handle
 
 
@@ -63,7 +46,7 @@ def same_products(method, options, dtype, monkeypatch, shape=(2, 32), **kind):
 def test_sparse_matmuls_equal_emulated_ones(method, kind, bias, dtype, monkeypatch):
     handle = same_products(method, {}, dtype, monkeypatch, kind=kind, bias=bias)
     own = handle.layers["fc"].sparsity
-    assert own.execution(dtype, True).packs == PACKED[method]
+    assert own.products.now(dtype, True).packs == PACKED[method]
     (layer,) = handle.coverage().layers
     assert set(layer.emulated.values()) == {""}
 
@@ -105,7 +88,7 @@ def counted(monkeypatch):
         calls.append(tuple(x.shape))
         return sp.kernels.compress_24(x)
 
-    monkeypatch.setattr(semi_structured, "compress_24", compress)
+    monkeypatch.setattr(products, "compress_24", compress)
     return calls
 
 
@@ -129,7 +112,7 @@ def test_weights_are_packed_once_per_step(
     handle.store_operands(torch.bfloat16)
     handle.choose_products({"0.fc": (2, 8, 128), "2.fc": (2, 8, 128)})
     own = handle.layers["0.fc"].sparsity
-    addresses = [part.data_ptr() for part in own._stored[True][:2]]
+    addresses = [part.data.data_ptr() for part in own.cache._kept[True][:2]]
     calls = counted(monkeypatch)
     for step in range(3):
         calls.clear()
@@ -140,7 +123,7 @@ def test_weights_are_packed_once_per_step(
         optimizer.step()
         optimizer.zero_grad()
         assert len(calls) == 2 * (weights + gradients * micro_batches), "layers × operands"
-    assert [part.data_ptr() for part in own._stored[True][:2]] == addresses
+    assert [part.data.data_ptr() for part in own.cache._kept[True][:2]] == addresses
 
 
 def test_evaluation_masks_and_copies_are_those_of_emulation():
@@ -151,7 +134,7 @@ def test_evaluation_masks_and_copies_are_those_of_emulation():
     twin = Layer()
     other = sparsify(twin, "sste", backend="emulate")
     for m in (model, twin, copy.deepcopy(model)):
-        products(m, torch.bfloat16)
+        outputs(m, torch.bfloat16)
         m.eval()
     assert torch.equal(model(x), twin(x))
     assert torch.equal(handle.masks()["fc"], other.masks()["fc"])
@@ -180,7 +163,7 @@ def test_compiled_block_is_one_graph_and_equals_eager(method):
             y.float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert handle.layers["0.fc"].sparsity.packs == PACKED[method]
+        assert handle.layers["0.fc"].sparsity.products.packs == PACKED[method]
         results.append([p.detach().clone() for p in model.parameters()])
     assert counter.frame_count == 1
     torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-5)
@@ -192,9 +175,9 @@ def test_operands_are_packed_in_sparse_phases_only():
     own, kinds = model.fc.sparsity, []
     for step in (9, 10, 29, 30):
         handle._state.set_step(step)
-        kinds.append(getattr(own.execution(torch.bfloat16, True), "packs", ""))
+        kinds.append(own.products.now(torch.bfloat16, True).packs)
     assert kinds == ["", "ABU", "ABU", ""]
-    assert own.execution(torch.bfloat16, False) is EMULATE
+    assert own.products.now(torch.bfloat16, False) is DENSE
 
 
 def test_coverage_names_emulated_matmuls_and_reasons():
@@ -231,14 +214,14 @@ def test_backend_without_a_supported_matmul_is_refused(method, options, why):
 
 def test_unsupported_machine_is_refused_or_emulated(monkeypatch):
     reason = "this machine has no CUDA device"
-    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: reason)
+    monkeypatch.setattr(backends, "unsupported", lambda device, **_: reason)
     with pytest.raises(ConfigError) as refused:
         sparsify(Layer(), "sste")
     assert f"backend=semi_structured: no product can be sparse: {reason}" in str(refused.value)
     model, twin = Layer(), Layer()
     handle = sparsify(model, "sste", backend="auto")
     sparsify(twin, "sste", backend="emulate")
-    for a, b in zip(products(model, torch.bfloat16), products(twin, torch.bfloat16), strict=True):
+    for a, b in zip(outputs(model, torch.bfloat16), outputs(twin, torch.bfloat16), strict=True):
         assert torch.equal(a, b)
     assert handle.coverage().chosen == f"backend auto: all products are emulated: {reason}"
     assert handle.backend["products"] == []
@@ -247,11 +230,11 @@ def test_unsupported_machine_is_refused_or_emulated(monkeypatch):
 def test_moved_model_checks_the_new_device(monkeypatch):
     model = Layer()
     handle = sparsify(model, "sste")
-    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: f"not on {device.type}")
+    monkeypatch.setattr(backends, "unsupported", lambda device, **_: f"not on {device.type}")
     model.to("cpu")  # back, from a GPU
-    assert handle.layers["fc"].sparsity.packs == ""
+    assert handle.layers["fc"].sparsity.products.packs == ""
     with pytest.raises(ConfigError, match="semi_structured: not on cpu"):
-        products(model, torch.bfloat16)
+        outputs(model, torch.bfloat16)
 
 
 def test_sharded_weights_are_emulated():
@@ -284,7 +267,7 @@ class Stopwatch:
 
     def __init__(self, monkeypatch, packing=0.0, **factors):
         self.factors, self.packing, self.calls = factors, packing, 0
-        monkeypatch.setattr(semi_structured, "medians", self.medians)
+        monkeypatch.setattr(backends, "medians", self.medians)
 
     def medians(self, works, device):
         self.calls += 1
@@ -292,10 +275,10 @@ class Stopwatch:
 
     def seconds(self, run):
         run()
-        execution, *operands = run.args
-        if execution is EMULATE:
+        product, *prepared = run.args
+        if not product.packs:
             return 1e-3
-        return 1e-3 * (self.factors[execution.packs] + (0 if operands else self.packing))
+        return 1e-3 * (self.factors[product.packs] + (0 if prepared else self.packing))
 
 
 def test_auto_uses_the_faster_matmul(monkeypatch):
@@ -309,7 +292,7 @@ def test_auto_uses_the_faster_matmul(monkeypatch):
         with torch.autocast("cpu", torch.bfloat16):
             model(x).float().square().mean().backward()
     assert clock.calls == 3, "layers of one size are tried once"
-    assert [layer.sparsity.packs for layer in handle.layers.values()] == ["AU", "AU"]
+    assert [layer.sparsity.products.packs for layer in handle.layers.values()] == ["AU", "AU"]
     coverage = handle.coverage()
     assert coverage.chosen == "backend auto: 4 of 6 products are sparse, cuSPARSELt 0.8.1"
     assert handle.backend["chosen"] == coverage.chosen
@@ -331,7 +314,7 @@ def test_auto_counts_the_packing_of_weights_once_per_step(micro_batches, packs, 
     handle = sparsify(model, "tsrste", backend="auto")
     handle.store_operands(torch.bfloat16)
     handle.choose_products({"fc": (2, 8, 128)}, micro_batches)
-    assert model.fc.sparsity.packs == packs
+    assert model.fc.sparsity.products.packs == packs
 
 
 @pytest.mark.parametrize("method", ["tsrste", "sdgp"])
@@ -344,7 +327,7 @@ def test_only_the_packed_operand_of_a_timing_has_zeros(method, monkeypatch):
         seen.append((dense == 0).float().mean().item())
         return sp.kernels.matmul_24(packed, dense, *rest, **flags)
 
-    monkeypatch.setattr(semi_structured, "matmul_24", multiply)
+    monkeypatch.setattr(products, "matmul_24", multiply)
     handle = sparsify(Layer(), method, backend="auto")
     handle.store_operands(torch.bfloat16)
     handle.choose_products({"fc": (2, 256, 128)})
@@ -360,13 +343,13 @@ def test_token_counts_share_padded_matmul_sizes(method, monkeypatch):
         sizes.add((tuple(packed.shape), tuple(dense.shape), *flags.values()))
         return sp.kernels.matmul_24(packed, dense, bias, **flags)
 
-    monkeypatch.setattr(semi_structured, "matmul_24", multiply)
+    monkeypatch.setattr(products, "matmul_24", multiply)
     model = Layer()
     sparsify(model, method)
     for tokens in (4, 12, 100, 256, 508):
-        products(model, torch.bfloat16, (1, tokens))
+        outputs(model, torch.bfloat16, (1, tokens))
     assert len(sizes) == len(PACKED[method])
-    products(model, torch.bfloat16, (2, 258 * 2))
+    outputs(model, torch.bfloat16, (2, 258 * 2))
     assert len(sizes) == 2 * len(PACKED[method])
 
 
@@ -376,10 +359,10 @@ def test_choose_products_times_before_compilation(monkeypatch):
     handle = sparsify(model, "sste", backend="auto")
     handle.store_operands(torch.bfloat16)
     handle.choose_products({"fc": (2, 8, 128)})
-    assert model.fc.sparsity.packs == "A" and handle.backend["products"]
+    assert model.fc.sparsity.products.packs == "A" and handle.backend["products"]
     twin = Layer()
     sparsify(twin, "sste").store_operands(torch.bfloat16)
-    assert torch.equal(products(model, torch.bfloat16)[0], products(twin, torch.bfloat16)[0])
+    assert torch.equal(outputs(model, torch.bfloat16)[0], outputs(twin, torch.bfloat16)[0])
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
@@ -393,10 +376,10 @@ def test_failing_matmul_is_emulated(backend, kind, monkeypatch):
             raise kind(reason)
         return sp.kernels.matmul_24(packed, dense, *rest, **flags)
 
-    monkeypatch.setattr(semi_structured, "matmul_24", multiply)
+    monkeypatch.setattr(products, "matmul_24", multiply)
     model = Layer()
     handle = sparsify(model, "sste", backend=backend)
-    products(model, torch.bfloat16, (2, 8))
+    outputs(model, torch.bfloat16, (2, 8))
     (layer,) = handle.coverage().layers
     assert layer.emulated == {"fprop": "", "wgrad": reason}
 
@@ -405,12 +388,12 @@ def test_broken_device_raises_instead_of_emulating(monkeypatch):
     def fail(*_, **__):
         raise torch.AcceleratorError("algorithm 3 of cuSPARSELt 0.8.1 broke the device")
 
-    monkeypatch.setattr(semi_structured, "matmul_24", fail)
+    monkeypatch.setattr(products, "matmul_24", fail)
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     model = Layer()
     sparsify(model, "sste")
     with pytest.raises(torch.AcceleratorError, match="algorithm 3"):
-        products(model, torch.bfloat16)
+        outputs(model, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -450,7 +433,7 @@ def test_operand_that_is_not_2_4_is_an_error():
         model = Layer()
         sparsify(model, "wrong")
         with pytest.raises(ValueError, match="more than two non-zeros"):
-            products(model, torch.bfloat16)
+            outputs(model, torch.bfloat16)
     finally:
         registry._registered["method"].pop("wrong")
 
@@ -473,14 +456,14 @@ def test_samples_are_packed_without_a_transpose(choice, monkeypatch):
         return kernels.compress_24(x)
 
     monkeypatch.setitem(vars(kernels), "mvue", mvue)
-    monkeypatch.setattr(semi_structured, "compress_24", compress)
+    monkeypatch.setattr(products, "compress_24", compress)
     expected, got = Layer(), Layer()
     sparsify(expected, "sste")
     if not choice:
         monkeypatch.setitem(registry._registered["method"], "sste", Own)
     sparsify(got, "sste")
     shape = 2, 256  # without zeros to fill up tokens
-    pairs = zip(products(expected, dtype, shape), products(got, dtype, shape), strict=True)
+    pairs = zip(outputs(expected, dtype, shape), outputs(got, dtype, shape), strict=True)
     for a, b in pairs:
         assert torch.equal(a, b)
     assert (packed[-1].data_ptr() == drawn[-1].data_ptr()) == choice

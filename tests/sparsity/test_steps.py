@@ -347,7 +347,7 @@ def test_autocast_keeps_fp32_gradients_and_masters(method, options, net, dtype):
         assert projection.forward.dtype == torch.float32
         model.eval()  # in every phase the products that evaluation runs
         with torch.autocast("cpu", dtype=dtype):
-            rows = model.fc1.sparsity.operands(model.fc1.weight, dtype, False).forward
+            rows = model.fc1.sparsity.cache.operands(model.fc1.weight, dtype, False).A.data
         assert torch.equal(rows, projection.forward.to(dtype))
     sparsifier.metrics()
 
@@ -438,7 +438,7 @@ def test_masks_are_stored_only_where_decay_needs_them(method, needed):
     sparsifier.store_operands()
     train(model, optimizer, 0, 2)
     state = model.fc1.sparsity
-    assert (state.kept_mask is not None) == needed and "flip_rate" in sparsifier.metrics()
+    assert (state.cache.mask is not None) == needed and "flip_rate" in sparsifier.metrics()
     assert torch.equal(sparsifier.masks()["fc1"], state.project(model.fc1.weight).mask)
 
 

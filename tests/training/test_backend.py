@@ -8,14 +8,15 @@ from tiny_runs import assert_same_run, metrics
 
 from sparsepretrain import cli
 from sparsepretrain.config import freeze
+from sparsepretrain.sparsity import backend as backends
 from sparsepretrain.sparsity import coverage
-from sparsepretrain.sparsity.execution import EMULATE, fp8, semi_structured
+from sparsepretrain.sparsity.products import DENSE
 
 
 @pytest.fixture
 def supported(monkeypatch):
     """As on a device whose products are right, with the reference in place of its library."""
-    monkeypatch.setattr(semi_structured, "unsupported", lambda device, **_: None)
+    monkeypatch.setattr(backends, "unsupported", lambda device, **_: None)
     monkeypatch.setattr(coverage, "version", lambda: "0.8.1")
 
 
@@ -84,7 +85,7 @@ def test_fp8_trains_like_simulated_fp8(backend, tiny, supported, monkeypatch, ca
     given = (*given, "model.n_embd=128")
     simulated = metrics(tiny.train("precision=fp8_sim", *given).directory)
     with monkeypatch.context() as patch:
-        patch.setattr(fp8, "no_fp8_products", lambda device: "")
+        patch.setattr(backends, "no_fp8_products", lambda device: "")
         outcome = tiny.train("precision=fp8", *given, f"backend={backend}")
         assert cli.main(["train", *tiny.overrides("precision=fp8", *given), "--dry-run"]) == 0
     shown = capsys.readouterr().out
@@ -100,12 +101,12 @@ def test_fp8_trains_like_simulated_fp8(backend, tiny, supported, monkeypatch, ca
 def test_choices_of_auto_are_recorded(tiny, supported, monkeypatch):
     def seconds(run):
         run()
-        return {"A": 1e-3, "U": 3e-3}.get(getattr(run.args[0], "packs", ""), 2e-3)
+        return {"A": 1e-3, "U": 3e-3}.get(run.args[0].packs, 2e-3)
 
     def medians(works, device):
         return {name: seconds(run) for name, run in works.items()}
 
-    monkeypatch.setattr(semi_structured, "medians", medians)
+    monkeypatch.setattr(backends, "medians", medians)
     given = ("precision=bf16", "backend=auto", "steps=2", "compile=false", "model.n_embd=64")
     outcome = tiny.train(*given)
     assert "backend auto: 2 of 4 products are sparse, cuSPARSELt 0.8.1" in outcome.output
@@ -124,5 +125,5 @@ def test_emulate_is_bit_exact_with_auto_on_a_cpu(tiny):
     assert "backend" not in outcome.output and "backend" not in environment(outcome)
     session = tiny.build("steps=2")
     own = next(iter(session.sparsifier.layers.values())).sparsity
-    assert own.execution(torch.float32, True) is EMULATE and own.fits == {}
+    assert own.products.now(torch.float32, True) is DENSE and own.products.reasons == {}
     assert_same_run(outcome.directory, tiny.train("steps=2", "name=again").directory)

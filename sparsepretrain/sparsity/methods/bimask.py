@@ -39,7 +39,6 @@ class BiMask(MaskedDecay):
     searches = "every"
     mixes_outputs = True
     needs_whole = True
-    two_operands = True
 
     @property
     def sparse_row(self) -> Row:

@@ -47,7 +47,6 @@ class SLoPe(StoredMask):
     summary = "fixed mask; dgrad uses the weight pruned a second time; late adapters"
     paper = "arXiv:2405.16325 (ICLR 2025)"
     phases = "fixed mask; adapters at the end"
-    two_operands = True
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)

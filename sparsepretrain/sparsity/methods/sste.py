@@ -49,8 +49,7 @@ class SSTE(Method):
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
-        self.two_operands = options.mvue == "weight"
-        self.needs_whole = self.two_operands or options.beta_update == "step"
+        self.needs_whole = options.mvue == "weight" or options.beta_update == "step"
 
     @property
     def sparse_row(self) -> Row:

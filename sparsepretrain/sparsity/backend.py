@@ -1,0 +1,450 @@
+"""Choose the products of each layer: dense, in fp8 or sparse, with the reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsepretrain.config.strict import build
+from sparsepretrain.errors import ConfigError, one_line
+from sparsepretrain.kernels import no_fp8_products
+from sparsepretrain.kernels.common import Limits, broken
+from sparsepretrain.kernels.cusparselt.packed24 import unsupported
+from sparsepretrain.kernels.fp8 import FP8_MULTIPLE
+from sparsepretrain.kernels.timing import medians
+from sparsepretrain.limits import Problems
+from sparsepretrain.sparsity.products import (
+    DENSE,
+    MATMUL_OF,
+    PACKED,
+    Estimate,
+    Linear,
+    Matmul,
+    Prepared,
+    Products,
+    fp8_products,
+    straddles,
+)
+
+if TYPE_CHECKING:
+    from sparsepretrain.sparsity.method import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8Precision:
+    """Formats of fp8 training; evaluation never uses fp8."""
+
+    name: Literal["fp8", "fp8_sim"]
+    """Tensor cores, or the same values multiplied in wider types on any device."""
+    recipe: Literal["hybrid", "reference", "e4m3"] = "hybrid"
+    """See :func:`~sparsepretrain.sparsity.products.fp8_products`."""
+
+    def problems(self) -> Problems:
+        """Yield (key, message) of options that do not fit together."""
+        if (self.name, self.recipe) == ("fp8", "reference"):
+            yield "recipe", "must be one of hybrid, e4m3: no hardware multiplies e5m2×e5m2"
+
+    def __str__(self) -> str:
+        fprop, dgrad, _ = fp8_products(self.recipe, True)
+        return (
+            f"{self.name} {self.recipe}: fprop {fprop.format('Xf')}×{fprop.format('A')}, "
+            f"dgrad and wgrad {dgrad.format('P')}×{dgrad.format('B')}"
+        )
+
+    @property
+    def simulated(self) -> FP8Precision:
+        """The same formats without tensor cores."""
+        return dataclasses.replace(self, name="fp8_sim")
+
+    def require_here(self, device: torch.device) -> None:
+        """Refuse a device without fp8 tensor cores, unless fp8 is simulated (ConfigError)."""
+        if self.name == "fp8":
+            self.require([no_fp8_products(device)])
+
+    def require(self, reasons: Iterable[str]) -> None:
+        """Refuse a device or a model without a single fp8 matmul.
+
+        Args:
+            reasons: why each layer has none; "": it has.
+
+        Raises:
+            ConfigError: with the most frequent reason.
+        """
+        reasons = list(reasons)
+        if self.name == "fp8" and "" not in reasons:
+            raise ConfigError(
+                f"precision=fp8: no product can be in fp8: {statistics.mode(reasons)}: "
+                "precision=fp8_sim trains with the same values"
+            )
+
+
+def precision_of(precision: Any) -> FP8Precision | None:
+    """Return the formats of ``sparsify(precision=…)``; None: products follow autocast.
+
+    Raises:
+        ConfigError: unknown precision or recipe.
+    """
+    if precision is None or isinstance(precision, FP8Precision):
+        return precision
+    given = {"name": precision} if isinstance(precision, str) else precision
+    name = given.get("name", "fp8_sim") if isinstance(given, dict) else None
+    if name in ("fp8", "fp8_sim"):
+        return build(FP8Precision, given, "precision")
+    raise ConfigError(
+        "precision must be None (follow autocast), 'fp8', 'fp8_sim' or a dict with its name and "
+        f"recipe, got {precision!r}"
+    )
+
+
+class LayerSize(NamedTuple):
+    """The stored weight of a layer, as far as the choice of products depends on it."""
+
+    shape: tuple[int, ...]
+    dim: int  # axis of in_features
+    device: torch.device  # the meta device: not known where the layer will train
+
+    def misfit(self, out_multiple: int, in_multiple: int) -> str:
+        """Return the reason for which the features are not multiples of these numbers, or ""."""
+        if len(self.shape) != 2:
+            return "a convolution"
+        out, inputs = self.shape[1 - self.dim], self.shape[self.dim]
+        sizes = ("out", out, out_multiple), ("in", inputs, in_multiple)
+        odd = [f"{k}_features = {size}, no multiple of {of}" for k, size, of in sizes if size % of]
+        return ", ".join(odd)
+
+
+def unpacked_products(precision: FP8Precision | None, size: LayerSize) -> tuple[Products, str]:
+    """Return the products of a layer without packing.
+
+    Also return the reason for which they simulate fp8 if tensor cores were asked for, or "".
+    """
+    if precision is None:
+        return DENSE, ""
+    why = ""
+    if precision.name == "fp8":
+        why = "" if size.device.type == "meta" else no_fp8_products(size.device)
+        why = why or size.misfit(FP8_MULTIPLE, FP8_MULTIPLE)
+    return fp8_products(precision.recipe, precision.name == "fp8_sim" or bool(why)), why
+
+
+class Case(NamedTuple):
+    """One matmul of layers of one size, for the tokens of a micro-batch."""
+
+    operand: str  # that is packed
+    out_features: int
+    in_features: int
+    tokens: int
+    dtype: torch.dtype
+    dim: int  # axis of in_features in the stored weight
+    bias: bool
+
+
+class Trial(NamedTuple):
+    """Median seconds of one matmul in a forward or backward; 0: not timed."""
+
+    emulated: float = 0.0
+    sparse: float = 0.0
+    """Packing included; the packing of weights divided by the micro-batches of a step."""
+    error: str = ""
+
+    @property
+    def objection(self) -> str:
+        """Reason for which the matmul stays dense; "": it is sparse."""
+        if self.error or self.sparse <= self.emulated:
+            return self.error
+        return f"slower: {self.sparse * 1e6:.0f} µs, emulated {self.emulated * 1e6:.0f} µs"
+
+
+class Backend:
+    """Policy of a model: which of the possible 2:4 operands are packed.
+
+    ``semi_structured`` packs all of them, ``auto`` those whose matmul becomes faster. Layers of one
+    size share trials.
+
+    Args:
+        name: ``semi_structured`` or ``auto``.
+        device: where a model that is on the meta device will train; None: not known.
+    """
+
+    def __init__(self, name: str, device: torch.device | None = None) -> None:
+        self.name = name
+        self.device = device
+        self.micro_batches = 1
+        """Micro-batches of a step, which share packed weights; 1 if not known."""
+        self.trials: dict[Case, Trial] = {}
+
+    def reasons(self, row: Row, size: LayerSize, base: Products) -> dict[str, str]:
+        """Return N:M operand -> the reason for which it cannot be packed; "": it can.
+
+        Args:
+            row: operands in the sparse phase.
+            size: of the layer.
+            base: the layer's products without packing.
+        """
+        device = self.device if size.device.type == "meta" else size.device
+        missing = "" if device is None else unsupported(device, fp8=uses_fp8(base)) or ""
+        found = {}
+        for name, operand in row._asdict().items():
+            if operand.pattern is None:
+                continue
+            why = "" if name in PACKED else "the 2:4 operand is an activation"
+            if operand.pattern != (2, 4):
+                why = "{}:{}, not 2:4".format(*operand.pattern)
+            elif not why:
+                product = getattr(base, MATMUL_OF[name])
+                why = product.cannot_pack() or missing
+                why = why or size.misfit(*multiples(name, product.limits))
+            found[name] = why
+        return found
+
+    def require(self, method: str, reasons: Iterable[Mapping[str, str]]) -> None:
+        """Refuse a model without a single sparse matmul, unless ``auto`` chooses.
+
+        Raises:
+            ConfigError: with the most frequent reason.
+        """
+        every = [why for layer in reasons for why in layer.values()]
+        if self.name == "auto" or "" in every:
+            return
+        why = statistics.mode(every) if every else f"{method} has no 2:4 operand"
+        raise ConfigError(
+            f"backend={self.name}: no product can be sparse: {why}: backend=auto or emulate trains"
+        )
+
+    def require_here(
+        self, device: torch.device, dtype: torch.dtype, precision: FP8Precision | None
+    ) -> None:
+        """Refuse a device or dtype without sparse matmuls, unless ``auto`` chooses.
+
+        Raises:
+            ConfigError: with the reason.
+        """
+        if self.name == "auto":
+            return
+        base = DENSE
+        if precision is not None:
+            base = fp8_products(precision.recipe, precision.name == "fp8_sim")
+        if why := unsupported(device, fp8=uses_fp8(base)) or base.fprop.cannot_pack(dtype):
+            raise ConfigError(f"backend={self.name}: {why}: backend=auto or emulate trains")
+
+    @torch.no_grad()
+    def attempt(self, case: Case, device: torch.device, base: Products) -> Trial:
+        """Run one sparse matmul on random numbers; ``auto`` also times it against ``base``."""
+        left, right, matmul, bias = random_matmul(case, device)
+        names = {"fprop": ("Xf", "A"), "dgrad": ("P", "B"), "wgrad": ("U", "Xw")}[matmul.name]
+        products = {
+            "emulated": getattr(base, matmul.name),
+            "sparse": getattr(base.packing(case.operand), matmul.name),
+        }
+
+        def run(product: Any, prepared: Prepared | None = None) -> Tensor:
+            a = product.prepare(left, names[0])
+            return product(matmul, a, prepared or product.prepare(right, names[1]), bias)
+
+        works: dict[str, Callable[[], Tensor]] = {}
+        times: dict[str, float] = {}
+        try:
+            run(products["sparse"])  # searches for an algorithm
+            if self.name == "auto":
+                for name, product in products.items():
+                    works[name] = partial(run, product, product.prepare(right, names[1]))
+                    if case.operand in ("A", "B"):
+                        works[f"first {name}"] = partial(run, product)
+                times = medians(works, device)
+        except (RuntimeError, ValueError) as error:  # raised by the library, or for a size
+            if broken(error, device):
+                raise
+            return Trial(error=one_line(error))
+
+        def mean(name: str) -> float:
+            """Seconds per micro-batch, the first of which prepares the weights."""
+            later = times.get(name, 0.0)
+            return later + (times.get(f"first {name}", later) - later) / self.micro_batches
+
+        return Trial(mean("emulated"), mean("sparse"))
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return the trials as rows of plain values."""
+        rows = []
+        for case, trial in self.trials.items():
+            runs = {
+                "product": MATMUL_OF[case.operand],
+                "runs": "emulated" if trial.objection else "sparse",
+            }
+            dtype = {"dtype": str(case.dtype).removeprefix("torch.")}
+            rows.append(runs | case._asdict() | dtype | trial._asdict())
+        return rows
+
+
+class LayerProducts:
+    """The products of one layer, chosen for its size, device and first inputs.
+
+    Args:
+        method: reads the present row; see :class:`~sparsepretrain.sparsity.method.Method`.
+        precision: None: products follow autocast.
+        backend: None: no operand is packed.
+        size: of the stored weight.
+        sharded: the weight is prepared for FSDP, whose operands are not packed.
+    """
+
+    def __init__(
+        self,
+        method: Any,
+        precision: FP8Precision | None,
+        backend: Backend | None,
+        size: LayerSize,
+        *,
+        sharded: bool = False,
+    ) -> None:
+        self.method, self.precision, self.backend, self.size = method, precision, backend, size
+        self.base, self.simulated = unpacked_products(precision, size)
+        self.reasons: dict[str, str] = {}
+        """N:M operand -> the reason for which it is not packed; "": it is."""
+        self.packs = ""
+        """Operands that are packed while their row is 2:4."""
+        self.is_final = False
+        """True once the products were tried with inputs of the layer."""
+        if backend is None:
+            return
+        self.reasons = backend.reasons(method.sparse_row, size, self.base)
+        if sharded:
+            self.reasons = {k: why or "its weight is sharded" for k, why in self.reasons.items()}
+        if backend.name != "auto":
+            self.packs = self._possible
+
+    @property
+    def _possible(self) -> str:
+        return "".join(name for name, why in self.reasons.items() if not why)
+
+    def now(self, dtype: torch.dtype, training: bool) -> Products:
+        """Return the products of the present phase."""
+        if not training:
+            return DENSE
+        if not self.packs:
+            return self.base
+        row = self.method.row
+        packs = [name for name in self.packs if getattr(row, name).pattern == (2, 4)]
+        packs = [
+            name for name in packs if not getattr(self.base, MATMUL_OF[name]).cannot_pack(dtype)
+        ]
+        return self.base.packing("".join(packs)) if packs else self.base
+
+    def try_inputs(
+        self, weight: Tensor, inputs: Sequence[int], dtype: torch.dtype, *, bias: bool
+    ) -> bool:
+        """Try the possible products with inputs of one shape; return True if packing changed.
+
+        Args:
+            weight: of the layer, as stored.
+            inputs: (…, tokens of a sample, in_features).
+            dtype: of the layer's matmuls.
+            bias: True if the layer has one.
+
+        Raises:
+            ConfigError: the device or the dtype has no product of the kind asked for.
+        """
+        if self.is_final or weight.is_meta:
+            return False
+        backend, before, device = self.backend, self.packs, weight.device
+        if self.precision is not None:
+            self.precision.require_here(device)
+        if backend is not None:
+            backend.require_here(device, dtype, self.precision)
+        self.is_final = True
+        if backend is None:
+            return False
+        shape, dim = self.size.shape, self.size.dim
+        tokens = torch.Size(inputs[:-1])
+        for name in self._possible:
+            case = Case(name, shape[1 - dim], shape[dim], tokens.numel(), dtype, dim, bias)
+            why = objection(name, tokens, dtype, self.base)
+            if not why and case not in backend.trials:
+                backend.trials[case] = backend.attempt(case, device, self.base)
+            self.reasons[name] = why or backend.trials[case].objection
+        self.packs = self._possible
+        return self.packs != before
+
+
+def objection(operand: str, tokens: Sequence[int], dtype: torch.dtype, base: Products) -> str:
+    """Return the reason for which tokens (…, tokens of a sample) have no sparse matmul, or ""."""
+    why = getattr(base, MATMUL_OF[operand]).cannot_pack(dtype)
+    return why or (straddles(tuple(tokens)) if operand == "U" else "")
+
+
+def uses_fp8(base: Products) -> bool:
+    """Return True if the products run on fp8 tensor cores."""
+    return base.rounds and not base.fprop.cannot_pack()
+
+
+def multiples(operand: str, limits: Limits) -> tuple[int, int]:
+    """Return the multiples of out_features and in_features that packing ``operand`` requires.
+
+    A (out, in), B (in, out), P (tokens, out) and U (out, tokens) are packed; with P and U,
+    in_features are the columns of the dense operand.
+    """
+    rows, columns, dense, _ = limits
+    return {"A": (rows, columns), "B": (columns, rows), "P": (columns, dense), "U": (rows, dense)}[
+        operand
+    ]
+
+
+def random_matmul(
+    case: Case, device: torch.device
+) -> tuple[Tensor | Estimate, Tensor, Matmul, Tensor | None]:
+    """Return left and right operands, their matmul and a bias, with zeros in the packed operand.
+
+    More zeros would make the dense matmul faster than it is in training.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int, holes: bool = False) -> Tensor:
+        """Random numbers; with holes 2:4 along both axes, as on a chessboard."""
+        values = torch.randn(size, generator=generator, device=device)
+        if holes:
+            values[::2, 1::2], values[1::2, ::2] = 0, 0
+        return values.to(case.dtype)
+
+    name, out, inputs, dim = MATMUL_OF[case.operand], case.out_features, case.in_features, case.dim
+    is_weight = case.operand in ("A", "B")
+    x, grad = draw(case.tokens, inputs), draw(case.tokens, out, holes=not is_weight)
+    weight = draw(out, inputs, holes=is_weight)
+    weight = weight if dim == 1 else weight.t().contiguous().t()
+    bias = draw(1, out)[0] if case.bias and name == "fprop" else None
+    geometry = Linear(dim)
+    if name == "fprop":
+        return x, weight, Matmul("fprop", geometry, (case.tokens, -1), case.dtype), bias
+    if name == "dgrad":
+        return grad, weight, Matmul("dgrad", geometry, x.shape, case.dtype), bias
+    shape = (out, inputs) if dim else (inputs, out)
+    estimate = Estimate(grad, lambda g, order: g)
+    return estimate, x, Matmul("wgrad", geometry, shape, torch.float32), bias
+
+
+def backend_of(backend: Any) -> Backend | None:
+    """Return the policy of ``sparsify(backend=…)``; None: no operand is packed.
+
+    Raises:
+        ConfigError: unknown backend.
+    """
+    if isinstance(backend, Backend):
+        return backend
+    if backend == "emulate":
+        return None
+    if backend in ("semi_structured", "auto"):
+        return Backend(backend)
+    if backend in ("reference", "triton", "cpu", "cusparselt"):
+        raise ConfigError(
+            f"backend {backend!r} belongs to single kernels (sparsepretrain.kernels); layers have "
+            "'emulate', 'semi_structured' and 'auto'"
+        )
+    raise ConfigError(
+        "backend must be 'emulate' (dense products of sparse operands), 'semi_structured' (sparse "
+        f"products) or 'auto' (the faster ones), got {backend!r}"
+    )

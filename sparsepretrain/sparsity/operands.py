@@ -1,0 +1,223 @@
+"""Make the operands A and B of one layer, and keep them until the weight changes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor
+
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.kernels import pack_rows
+from sparsepretrain.kernels.common import widen
+from sparsepretrain.sparsity.method import W
+from sparsepretrain.sparsity.products import Operands, Prepared
+
+if TYPE_CHECKING:
+    from sparsepretrain.sparsity.layer_state import LayerState
+
+
+class OperandCache:
+    """Operands of one layer, one set for training and one for evaluation.
+
+    Nothing is kept unless the loop asked for it (``store_operands``) or FSDP gathers operands: then
+    :meth:`to_gather` projects the own rows once per step, and the weight that a forward sees is A.
+
+    Args:
+        layer: gives projections, products and rows.
+    """
+
+    mask: Tensor | None = None
+    """Mask of the kept training operands: bool, or packed by rows."""
+    out: Tensor | None = None
+    """Memory for A while the method projects."""
+    _kept: dict[bool, Operands | None]  # key: training (True) or evaluation (False)
+    _rows: dict[bool, tuple[tuple[Tensor, ...] | None, Tensor | None]]
+    """Own rows of (A,) or (A, B) for FSDP, None where W is gathered; and the factor of dW."""
+    _sparse: bool | None
+    """True if A was gathered last, False if W was; None: neither is up to date."""
+
+    def __init__(self, layer: LayerState) -> None:
+        self.layer = layer
+        self._backward: Tensor | None = None  # B, as it was gathered
+        self._dtype: torch.dtype | None = None  # that FSDP gathers in
+        self.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of copies and pickles, without what can be computed again."""
+        return self.__dict__ | {"_kept": {}, "_rows": {}, "mask": None}
+
+    def clear(self) -> None:
+        """Drop all operands: the weight or the phase has changed."""
+        self._kept, self._rows, self._sparse, self.mask = {}, {}, None, None
+
+    def refresh(self, weight: Tensor) -> None:
+        """Project a changed weight again if operands are kept, into the same memory."""
+        earlier, store = self._kept.get(True), self.layer.model.store
+        self.clear()
+        if self.layer.rows.is_sharded:
+            if self._dtype is not None:
+                self._project_rows(weight, self._dtype, True)
+        elif store is not None and not self._is_plain(store, True):
+            self._make(weight, store, True, earlier)
+
+    def operands(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
+        """Return A and B in ``dtype``; None: the layer runs the class that it replaces."""
+        if self.layer.rows.is_sharded:
+            return self._gathered(weight, training)
+        training = self.key(training)
+        if self._is_plain(dtype, training):
+            return None
+        if training in self._kept and self.layer.model.store == dtype:
+            return self._kept[training]
+        return self._make(weight, dtype, training)
+
+    def key(self, training: bool) -> bool:
+        """Return True for training, and for evaluation if it uses the same operands."""
+        layer, phase = self.layer, self.layer.method.phase
+        same = phase.training == phase.evaluation and not layer.products.packs
+        return training or (same and layer.model.precision is None)
+
+    def _is_plain(self, dtype: torch.dtype, training: bool) -> bool:
+        """Return True if matmuls see W itself: nothing is projected, rounded or kept."""
+        return not self._is_sparse(training) and not self.layer.products.now(dtype, training).rounds
+
+    def _is_sparse(self, training: bool) -> bool:
+        phase = self.layer.method.phase
+        return phase.training if training else phase.evaluation
+
+    @torch.no_grad()
+    def _make(
+        self, weight: Tensor, dtype: torch.dtype, training: bool, old: Operands | None = None
+    ) -> Operands | None:
+        """Project; operands of the stored dtype are kept, in the memory of ``old``."""
+        layer, store = self.layer, self.layer.model.store
+        products = layer.products.now(dtype, training)
+        with torch.inference_mode(False):  # a training forward may use it next
+            self.out = self._memory(weight, dtype, old) if training else None
+            try:
+                forward, mask, backward, scale = layer.project(weight, training)
+            finally:
+                self.out = None
+            only_cast, operands = forward is None and not products.rounds, None
+            if not only_cast or (training and any(layer.method.changes)):
+                forward = weight.detach() if forward is None else forward
+                weights = self._transposed(forward), self._transposed(backward)
+                operands = products.prepare(*weights, scale, dtype, old)
+        if store == dtype and not torch.compiler.is_compiling():
+            if training:
+                pack = mask is not None and mask.dtype == torch.bool and layer.method.packed_masks
+                self.mask = pack_rows(mask) if mask is not None and pack else mask
+            # a weight that is only cast is not kept: the cast of an edited one is always right
+            if operands is None or not only_cast:
+                self._kept[training] = operands
+        return operands
+
+    def _memory(self, weight: Tensor, dtype: torch.dtype, old: Operands | None) -> Tensor | None:
+        """Return memory for A(W) in the stored dtype: that of ``old``, or new memory."""
+        layer = self.layer
+        if layer.method.row.A == W or layer.products.now(dtype, True).rounds:
+            return None  # nothing is projected, or the result is rounded again
+        if layer.model.store != dtype or torch.compiler.is_compiling():
+            return None
+        earlier = None if old is None else self._transposed(old.A.data)
+        if earlier is None or (earlier.shape, earlier.dtype) != (weight.shape, dtype):
+            return torch.empty_like(weight, dtype=dtype)
+        return earlier
+
+    @overload
+    def _transposed(self, weight: Tensor) -> Tensor: ...
+    @overload
+    def _transposed(self, weight: None) -> None: ...
+    def _transposed(self, weight: Tensor | None) -> Tensor | None:
+        """Return a stored weight as (out_features, in_features), or the inverse."""
+        return weight.t() if weight is not None and self.layer.dim == 0 else weight
+
+    @torch.no_grad()
+    def hold(self, weight: Tensor, mask: Tensor) -> None:
+        """Let training forwards see the weight under ``mask``, until :meth:`refresh`.
+
+        A method whose A(W) is no part of W is projected again and masked.
+        """
+        layer, store = self.layer, self.layer.model.store
+        if layer.rows.is_sharded:
+            raise ConfigError("held masks need whole weights, and this model is sharded")
+        forward, new, *_ = layer.project(weight, training=True)
+        if forward is None or store is None:
+            return
+        new = layer.method.mask(widen(weight.detach()), layer.dim) if new is None else new
+        wide = weight.detach().to(forward.dtype)
+        left = wide if torch.equal(forward[new], wide[new]) else forward
+        held = self._transposed(torch.where(mask, left, 0.0))
+        base = layer.products.base
+        self._kept[True] = base.prepare(held, None, None, store, self._kept.get(True))
+
+    # FSDP2 gathers operands instead of weights.
+
+    @torch.no_grad()
+    def to_gather(self, weight: Tensor, dtype: torch.dtype, training: bool) -> tuple[Tensor, ...]:
+        """Return the own rows of (A,), or (A, B) if the method has two weights, for FSDP.
+
+        They are in ``dtype``, laid out as the stored weight, with equally many rows on all ranks.
+        """
+        layer = self.layer
+        self._dtype, training = dtype, self.key(training)
+        if training not in self._rows:
+            self._project_rows(weight, dtype, training)
+        self._sparse = self._is_sparse(training)
+        parts, _ = self._rows[training]
+        if parts is not None:
+            return parts
+        rows = layer.rows.padded(layer.rows.local(weight).detach().to(dtype))
+        return (rows, rows) if layer.method.sparse_row.has_two_weights else (rows,)
+
+    @torch.no_grad()
+    def _project_rows(self, weight: Tensor, dtype: torch.dtype, training: bool) -> None:
+        layer, two = self.layer, self.layer.method.sparse_row.has_two_weights
+        with torch.inference_mode(False):
+            forward, mask, backward, scale = layer.project(weight, training)
+            if training:
+                self.mask = mask
+            if forward is None:
+                self._rows[training] = None, None
+                return
+            if backward is not None and not two:
+                raise ConfigError(
+                    f"method {layer.method.options.name} returns a backward weight: under FSDP "
+                    "its sparse_row must have a B of its own"
+                )
+            parts = [layer.rows.padded(forward.to(dtype))]
+            if two:
+                parts.append(
+                    parts[0] if backward is None else layer.rows.padded(backward.to(dtype))
+                )
+            self._rows[training] = tuple(parts), scale
+
+    def take(self, gathered: tuple[Tensor, ...]) -> Tensor:
+        """Keep B of the gathered operands and return A, which becomes the unsharded weight."""
+        self._backward = gathered[1] if len(gathered) > 1 else None
+        return gathered[0]
+
+    def is_stale(self, training: bool) -> bool:
+        """Return True if FSDP has to gather again before a forward in this mode."""
+        return self.layer.rows.is_sharded and self._sparse is not self._is_sparse(training)
+
+    def _gathered(self, weight: Tensor, training: bool) -> Operands | None:
+        """Return the gathered operands; None: the gathered weight is all that is needed."""
+        layer, method = self.layer, self.layer.method
+        layer.rows.local(weight)  # refuses a model that is not attached
+        if self.is_stale(training):
+            raise ConfigError(
+                f"layer {layer.layer_name!r} sees what was gathered in another phase, or from "
+                "weights that have changed since: call reshard() on the modules of FSDP, or run "
+                "the module that was given to sparsify"
+            )
+        _, scale = self._rows.get(self.key(training), (None, None))
+        two = self._sparse and method.sparse_row.has_two_weights
+        if not two and scale is None and not (training and any(method.changes)):
+            return None
+        backward = None
+        if two:
+            assert self._backward is not None
+            backward = Prepared("dense", self._transposed(self._backward[: weight.shape[0]]))
+        return Operands(Prepared("dense", self._transposed(weight.detach())), backward, scale)
