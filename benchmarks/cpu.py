@@ -43,6 +43,8 @@ MEMORY_LIMIT = 1.03
 PLAIN_LIMIT = 1.03
 MEASURED = ("dense", "ste", "srste", "sste, mvue=none", "sste")
 """Variants whose peak memory is measured, in processes of their own."""
+SEARCHES = {"bimask": "every", "tsrste": "refresh"}
+"""Method -> option with the steps between two searches for masks, which are rare and long."""
 NEVER = 10**6
 """Steps between two searches in a run that does none after its first step."""
 MEMORY_STEPS = 4
@@ -70,7 +72,7 @@ def variants() -> dict[str, Variant]:
         if name == "dense":
             continue
         method: Any = registry.get("method", name)
-        checked, every = method.Options(name=name, **options), method.searches
+        checked, every = method.Options(name=name, **options), SEARCHES.get(name)
         sampled = method(checked, 1000).sparse_row.U != G
         result[label] = Variant(
             [f"sparsity={name}", *(f"sparsity.{k}={v}" for k, v in options.items())],

@@ -38,7 +38,7 @@ from sparsepretrain.reports.claims import Verdict, minus
 from sparsepretrain.reports.results import TableResults, read_record
 from sparsepretrain.reports.table import judged
 from sparsepretrain.sparsity import MethodOptions
-from sparsepretrain.sparsity.method import COLUMNS
+from sparsepretrain.sparsity.method import COLUMNS, typical_row
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "methods"
@@ -134,7 +134,7 @@ def options(method: str, path: Path) -> str:
 
 def operands(method: str, path: Path) -> str:
     """The row of one method in the operand table."""
-    row = registry.get("method", method).typical_row(method)  # type: ignore[attr-defined]
+    row = typical_row(method, registry.get("method", method))
     return table(list(COLUMNS.values()), [[prose(str(cell)) for cell in row]])
 
 
@@ -144,7 +144,7 @@ def methods(_: str, path: Path) -> str:
     for name in registry.built_in("method"):
         method: Any = registry.get("method", name)
         page = os.path.relpath(PAGES / f"{name}.md", path.parent)
-        cells = [prose(cell.text) for cell in method.typical_row(name)]
+        cells = [prose(cell.text) for cell in typical_row(name, method)]
         cells += [prose(method.phases)]
         rows.append([f"[`{name}`]({page})", *cells, linked(method.paper)])
     return table(["method", *COLUMNS.values(), "phases", "paper"], rows)
@@ -159,7 +159,7 @@ def overview(_: str, path: Path) -> str:
         papers = re.findall(r"arXiv:(\d{4}\.\d{4,5})", method.paper)
         links = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in papers)
         shown = f"[`{name}`]({page})" + (f" ({links})" if links else "")
-        rows.append([shown, *sparse_operands(method.typical_row(name)), purpose])
+        rows.append([shown, *sparse_operands(typical_row(name, method)), purpose])
     heads = ["method (paper)", "forward", "input gradient", "weight gradient", "when to use it"]
     return table(heads, rows)
 

@@ -25,7 +25,7 @@ class Methods(ConfiguredVerb):
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config import compose
-        from sparsepretrain.sparsity.method import COLUMNS, Method
+        from sparsepretrain.sparsity.method import COLUMNS, Method, typical_row
 
         plain = compose(args.overrides, args.config_dir)
         if problems := registry.load_plugins(plain["plugins"]):
@@ -38,7 +38,7 @@ class Methods(ConfiguredVerb):
                 rows.append([name, *"?" * len(COLUMNS)])
                 below.append([])
                 continue
-            rows.append([name, *(operand.text for operand in method.typical_row(name))])
+            rows.append([name, *(operand.text for operand in typical_row(name, method))])
             words = [method.phases, method.summary, method.paper]
             below.append(textwrap.wrap("; ".join(w for w in words if w != "–"), width - 4))
         lines = [[line] for line in in_columns(rows)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.export.convert import ADAPTERS, TOLERANCE, WEIGHTS, Converted
-from sparsepretrain.sparsity.method import COLUMNS
+from sparsepretrain.sparsity.method import COLUMNS, title
 
 FIGURE = "flip_rate.png"
 
@@ -37,7 +37,14 @@ def write(converted: Converted, about: dict[str, Any], directory: Path, *, semi:
     lines = ["---", f"library_name: {library}", f"pipeline_tag: {pipeline}", "tags:"]
     lines += ["- sparsepretrain", f"- {method.options.name}"]
     lines += [f'- "{about["pattern"]} sparsity"'] if about["pattern"] else []
-    lines += ["---", "", f"# {config['name']}, {method.title}", "", *_weights(converted, about), ""]
+    lines += [
+        "---",
+        "",
+        f"# {config['name']}, {title(method)}",
+        "",
+        *_weights(converted, about),
+        "",
+    ]
     lines += ["## Use", "", "```python", *_use(converted, auto), "```", ""]
     if semi:
         lines += ["On a GPU, with the products of the sparse layers sparse:", "", "```python"]

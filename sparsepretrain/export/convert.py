@@ -20,6 +20,7 @@ from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import Method, densify
 from sparsepretrain.sparsity.coverage import Proof, nm_holds
 from sparsepretrain.sparsity.sparsifier import prove
+from sparsepretrain.sparsity.surgery import residual_weight
 from sparsepretrain.tasks import Task
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive
@@ -97,7 +98,7 @@ def convert(source: Source, *, merge: bool = False) -> Converted:
     states = {name: layer.sparsity for name, layer in sparsifier.layers.items()}
     factors = {name: method.low_rank(state) for name, state in states.items()}
     adapters = {k: (f[0].detach(), f[1].detach()) for k, f in factors.items() if f is not None}
-    added = {name for name, state in states.items() if method.fold(state) is not None}
+    added = {k for k, layer in sparsifier.layers.items() if residual_weight(layer) is not None}
     merge = merge or adapters.keys() != added  # what is no low-rank product cannot be kept apart
     dense = densify(copy.deepcopy(model), fold=merge)
     stock = task.recipe.stock(dense, task.model_options, getattr(task, "head", None))

@@ -81,7 +81,7 @@ class ClockKey(NamedTuple):
     """The stream of a product in a micro-batch as what it follows from, for kernels to derive."""
 
     clock: Tensor
-    """(completed optimiser steps, micro-batch): (2,), int64."""
+    """(completed optimizer steps, micro-batch): (2,), int64."""
     seed: int
     layer: Any
     """Index of the layer: an integer, or a 0-d int64 tensor (under ``torch.compile``)."""
@@ -115,11 +115,11 @@ def _words(a: Any, b: int) -> tuple[Any, Any]:
 
 
 def noise_key(seed: int, step: Any, layer: Any, product: int, offset: Any = 0) -> NoiseKey:
-    """The stream of one product of one layer in one optimiser step.
+    """The stream of one product of one layer in one optimizer step.
 
     Args:
         seed: seed of the run, 0 ≤ seed < 2⁶³.
-        step: completed optimiser steps, an integer or 0-d int64 tensor.
+        step: completed optimizer steps, an integer or 0-d int64 tensor.
         layer: index of the layer among the sparse layers, an integer or 0-d int64 tensor.
         product: 0 fprop, 1 dgrad, 2 wgrad.
         offset: global index of this micro-batch's first token group.

@@ -86,7 +86,7 @@ def _check_draws(x: Tensor, dim: int, draws: int, uniforms: Tensor | None) -> No
         raise ValueError(f"mvue: uniforms must have shape {wanted}, got {got}")
 
 
-def _normalise(x: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+def _normalize(x: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
     """(magnitudes over a power of two, that power, the magnitude from which an entry stays).
 
     The largest magnitude comes to lie in [2, 4). Entries stay as they are, and the others are
@@ -125,7 +125,7 @@ def _value(v: Tensor, b: Tensor, scale: Tensor, stays: Tensor, saturation: float
 
 
 def _approximate(x: Sequence[Tensor], r: Tensor, saturation: float) -> list[Tensor]:
-    b, scale, stays = _normalise(x)
+    b, scale, stays = _normalize(x)
     # First draw: the smallest i with r0·S < C_i. In floating point too r0·S < S for r0 ≤ 1 - 2⁻²⁴,
     # and an empty interval cannot be hit: a zero is never drawn.
     c1 = b[0] + b[1]
@@ -168,7 +168,7 @@ def _approximate(x: Sequence[Tensor], r: Tensor, saturation: float) -> list[Tens
 
 
 def _exact(x: Sequence[Tensor], r: Tensor, saturation: float) -> list[Tensor]:
-    b, scale, stays = _normalise(x)
+    b, scale, stays = _normalize(x)
     head, tail = b[0] + b[1], b[2] + b[3]
     o0, o1, o2, o3 = b[1] + tail, b[0] + tail, head + b[3], head + b[2]  # never a difference
     rest = torch.minimum(torch.minimum(o0, o1), torch.minimum(o2, o3))

@@ -20,7 +20,7 @@ TYPES = (torch.float16, torch.bfloat16)
 
 
 def compress_24(x: Tensor) -> Tensor:
-    """The packed form of ``x``, which has at most two non-zeros in four neighbours of a row.
+    """The packed form of ``x``, which has at most two non-zeros in four neighbors of a row.
 
     Args:
         x: (m, k), contiguous, a type and size of :data:`LIMITS`. On a GPU more than two non-zeros

@@ -1,4 +1,4 @@
-"""Sparse training of anybody's model: swap layers, attach to the optimiser, read metrics.
+"""Sparse training of anybody's model: swap layers, attach to the optimizer, read metrics.
 
 Importing this package does not import torch; the first use of a function does.
 """

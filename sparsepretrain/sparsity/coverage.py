@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparsepretrain.kernels.cusparselt.packed24 import version
 from sparsepretrain.sparsity.layers import SparseLayer, dense_weights, sparse_class
-from sparsepretrain.sparsity.method import Row
+from sparsepretrain.sparsity.method import Row, title
 from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.products import MATMUL_OF, MATMULS
 from sparsepretrain.text import in_columns
@@ -140,7 +140,7 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
         method=method.options.name,
         pattern=f"{n}:{m}",
         row=row,
-        title=method.title,
+        title=title(method),
         layers=rows,
         sparse_parameters=sum(layer.weight.numel() for layer in layers.values()),
         total_parameters=sum(p.numel() for p in state.root.parameters()),

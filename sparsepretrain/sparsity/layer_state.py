@@ -7,6 +7,7 @@ it along. A copy follows its source if its buffers are copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,8 @@ class LayerState(nn.Module):
         self.layer_name = name
         self._index = index  # position among the sparse layers, part of the noise key
         self.dim, self.shape = dim, tuple(weight.shape)
+        self.takes_order = "order" in signature(type(self.method).wgrad_gradient).parameters
+        """True if U(G) can be drawn in the memory order that wgrad reads."""
         self.cache = OperandCache(self)
         self.choose_products(weight.device)
         self.register_buffer(PREVIOUS_MASK, pack_rows(torch.zeros_like(weight, dtype=torch.bool)))
@@ -80,7 +83,7 @@ class LayerState(nn.Module):
         if was_meta and not self.previous_mask.is_meta:  # to_empty
             self.previous_mask.zero_()
             self.initialized = not self.own_tensors
-            self.model.emptied = True
+            self.model.left_meta = True
         self.cache.clear()
         self.choose_products(self.previous_mask.device)
         return self
@@ -123,7 +126,7 @@ class LayerState(nn.Module):
     @property
     def step(self) -> Any:
         """Completed optimizer steps: an integer, or a 0-d int64 tensor in compiled graphs."""
-        return self.model.clock[0] if torch.compiler.is_compiling() else self.model.step
+        return self.model.clock.tensor[0] if torch.compiler.is_compiling() else self.model.step
 
     def key(self, product: int) -> NoiseKey:
         """Return the noise stream of a product at this step."""
@@ -140,7 +143,7 @@ class LayerState(nn.Module):
             counters: draws of this micro-batch.
             per: tokens that share a counter.
         """
-        seed, room = self.model.seed, max(counters, -(-self.model.capacity // per))
+        seed, room = self.model.seed, max(counters, -(-self.model.micro_batches.capacity // per))
         if isinstance(clock, Tensor):
             return ClockKey(clock, seed, self.index, product, room)
         return noise_key(seed, clock[0], self.index, product, clock[1] * room)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity import reminder
+from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
-from sparsepretrain.sparsity.method import DGRAD, WGRAD
+from sparsepretrain.sparsity.method import DGRAD, WGRAD, title
 from sparsepretrain.sparsity.products import (
     Convolution,
     Estimate,
@@ -85,7 +85,7 @@ class SparseProducts(torch.autograd.Function):
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         dx = dw = db = None
         if state is not None and not torch.compiler.is_compiling():
-            state.model.begins = True  # the next forward is another micro-batch
+            state.model.micro_batches.backward_runs()
         if need_db:
             wide = torch.promote_types(grad.dtype, torch.float32)
             db = geometry.bgrad(grad, wide).to(ctx.dtypes[2])
@@ -133,7 +133,7 @@ def _sampled(
 
     def sample(rows: Tensor) -> Tensor:
         key = state.key_at(clock, WGRAD, -(-rows.shape[0] // 4), per=4)
-        given = {"order": order} if order and state.method.takes_order else {}
+        given = {"order": order} if order and state.takes_order else {}
         return state.method.wgrad_gradient(rows, key, **given)
 
     return geometry.from_tokens(by_groups_of_tokens(geometry.tokens(grad), sample), grad.shape)
@@ -171,14 +171,13 @@ class SparseLayer(nn.Module):
         model = state.model
         if not torch.compiler.is_compiling():
             model.sync()
-            # without gradients too, for checkpoints that are recomputed
-            if training and model.counting and model.begins:
-                model.count()
+            if training:
+                model.micro_batches.layer_runs()
             if training and not state.products.is_final:
                 state.try_products(weight, x.shape, dtype, bias=self.bias is not None)
         operands = state.cache.operands(weight, dtype, training)
         if not (training or weight.requires_grad or operands is None):
-            reminder.warn_if_frozen_changed(self)
+            attachments.warn_if_frozen_changed(self)
         if x.is_nested:
             return self._nested(x, operands)
         if operands is None:
@@ -190,7 +189,7 @@ class SparseLayer(nn.Module):
             in_fp32 = autocast and products.rounds  # dequantized operands keep fp32
             with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
                 y = SparseProducts.apply(
-                    given, weight, self.bias, operands, own, geometry, products, model.now()
+                    given, weight, self.bias, operands, own, geometry, products, model.clock.now()
                 )
         residual = model.method.residual(x, state)
         return y if residual is None else y + residual
@@ -269,7 +268,7 @@ class SparseLayer(nn.Module):
         brings_weight = _brings(state_dict, f"{prefix}weight", self.weight)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         own.cache.clear()
-        reminder.forget_frozen(self)
+        attachments.forget_frozen(self)
         if all(brought):
             own.initialized, own.reset_due = True, False
         elif brings_weight and own.model.is_new and not self.weight.is_meta:
@@ -286,7 +285,7 @@ class SparseLayer(nn.Module):
     def extra_repr(self) -> str:
         """The original representation and the method."""
         model = self.sparsity.model
-        words = (super().extra_repr(), model.method.title, model.label)
+        words = (super().extra_repr(), title(model.method), model.label)
         return ", ".join(filter(None, words))
 
 
@@ -401,5 +400,5 @@ def _blank(replaced: type[nn.Module]) -> SparseLayer:
     """An empty layer to unpickle and to copy into."""
     cls: Any = sparse_class(replaced)
     layer: SparseLayer = cls.__new__(cls)
-    reminder.watch(layer)
+    attachments.watch(layer)
     return layer

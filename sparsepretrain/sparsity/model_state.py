@@ -1,4 +1,4 @@
-"""What is sparse about a model as a whole: counters, phase and scalars, in a buffer of its root."""
+"""State that all sparse layers of a model share: counters, clock and phase."""
 
 from __future__ import annotations
 
@@ -11,15 +11,62 @@ from torch import Tensor, nn
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.backend import Backend, FP8Precision
 from sparsepretrain.sparsity.method import Method
+from sparsepretrain.sparsity.micro_batches import MicroBatches
+
+
+class Clock:
+    """Completed steps and micro-batch, which key the draws of a backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.step, self.micro = 0, 0
+        self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
+        """(step, micro) for compiled and captured graphs, which read it when they run."""
+        self._reading: Tensor | None = None  # copy of the tensor as it is now, on a GPU
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_reading": None}
+
+    def set(self, step: int, device: torch.device) -> None:
+        """Set the completed steps, and move the tensor to ``device``."""
+        self.step, self._reading = step, None
+        if self.tensor.device != device:
+            with torch.inference_mode(False):
+                self.tensor = torch.zeros_like(self.tensor, device=device)
+        fill(self.tensor, [step, self.micro])
+
+    def set_micro(self, micro: int) -> None:
+        """Set the micro-batch that the next forward sees."""
+        if micro != self.micro:
+            self.micro, self._reading = micro, None
+            fill(self.tensor, [micro], 1)
+
+    def now(self) -> Any:
+        """Return (step, micro-batch), as a tensor if a graph has to read it when it runs."""
+        if torch.compiler.is_compiling():
+            return self.tensor.clone()
+        if not self.tensor.is_cuda:
+            return self.step, self.micro
+        if torch.cuda.is_current_stream_capturing():  # a replay reads the clock again
+            return self.tensor.clone()
+        if self._reading is None:
+            self._reading = self.tensor.clone()
+        return self._reading
 
 
 class ModelState:
-    """Counters, phase and scalars: what is one per model.
+    """Counters and phase of a sparse model, and the settings that its layers share.
 
-    The numbers are kept twice: as integers, which eager layers read without waiting for a device,
-    and as a buffer of the root, which state dicts hold; whoever writes to it (a loaded checkpoint,
-    an average) is followed. A child module would be run where the root is an nn.Sequential. The
-    micro-batch is in no buffer: ranks differ in it, and DistributedDataParallel broadcasts buffers.
+    The counters are kept twice: as integers, which eager layers read without waiting for a device,
+    and as a buffer of the root, which is in state dicts. :meth:`sync` follows a loaded checkpoint.
+    The buffer belongs to the root itself, because nn.Sequential would run a child module.
+
+    Args:
+        root: the model that was given to ``sparsify``.
+        method: in its present phase.
+        precision: None: matmuls follow autocast.
+        backend: chooses sparse matmuls; None: all are emulated.
+        seed: of the draws.
+        device: of the weights.
     """
 
     def __init__(
@@ -34,44 +81,34 @@ class ModelState:
         self.root = root
         names = ["sparsity_counters", *(f"sparsity_counters_{k}" for k in range(2, 1000))]
         self.buffer = next(name for name in names if not hasattr(root, name))
-        self.example: Any = None  # a sparse layer, one whose weight is trained if there is any
-        self.method = method
-        self.precision = precision  # None: products follow autocast
-        self.backend = backend  # chooses sparse products; None: all are emulated
-        self.seed = seed
-        self.step = 0  # completed optimiser steps
-        self.micro = 0  # index of the current micro-batch in the global batch
+        self.example: Any = None  # a sparse layer, with a trained weight if there is one
+        self.method, self.precision, self.backend, self.seed = method, precision, backend, seed
+        self.store: torch.dtype | None = None  # dtype of stored operands; None: not stored
+        self.clock = Clock(device)
+        self.micro_batches = MicroBatches(self)
         self.compared_at = 0  # completed steps at the last comparison of masks
-        self.flips: Any = None  # (layers,) int64: at the last comparison
-        self.interval = 0  # steps between the last two comparisons; 0: none since the numbers came
-        self.capacity = 0  # most tokens of a micro-batch if they differ; 0: all have equally many
-        self.store: torch.dtype | None = None  # of stored operands; None: every forward projects
-        self.expects_attach = True  # to update sparse weights without the hooks is a mistake
-        self.told = False  # whether the masked decay that low precision loses was looked at
-        self.counting = True  # forwards count micro-batches; no: the loop states them
-        self.begins = True  # the next layer that runs begins a micro-batch
-        self.emptied = False  # the buffer left the meta device and holds anything
-        self.stepping = False  # the optimizer with the hooks is inside its step
-        self.baseline_due = False  # weights were replaced: the next step compares masks first
-        self._fresh = True  # the next forward is the first one after a step
-        self._had_gradient = False
+        self.flips: Any = None  # (layers,) int64, counted at the last comparison
+        self.interval = 0  # steps between the last two comparisons; 0: none since the last load
+        self.left_meta = False  # the buffer left the meta device without values
+        self.baseline_due = False  # weights were replaced: compare masks before the next step
         size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, checksum
         root.register_buffer(self.buffer, torch.zeros(size, dtype=torch.int64, device=device))
         self._hooks = [
             root.register_forward_pre_hook(self.before_forward),
             root.register_load_state_dict_pre_hook(self.before_load),
         ]
-        # (completed steps, micro-batch) for compiled and captured graphs
-        self.clock = torch.zeros(2, dtype=torch.int64, device=device)
-        self._reading: Tensor | None = None  # of the clock as it stands, on a GPU
-        self._seen: Any = None
+        self._seen: Any = None  # buffer and its version when it equaled the integers
         method.set_step(0)
         self.write()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of copies, which own their weights no longer and may ride on no optimiser."""
-        gone = {"_seen": None, "_reading": None, "store": None}
-        return self.__dict__ | gone | {"expects_attach": True}
+        """Return the state of copies, which are neither attached nor store operands."""
+        return self.__dict__ | {"_seen": None, "store": None}
+
+    @property
+    def step(self) -> int:
+        """Completed optimizer steps."""
+        return self.clock.step
 
     @property
     def label(self) -> str:
@@ -80,10 +117,10 @@ class ModelState:
         return " ".join([*words, self.backend.name] if self.backend else words)
 
     def sync(self) -> None:
-        """Follow what somebody else wrote to the buffer.
+        """Follow the buffer if it was written by a loaded state dict or a copy.
 
         Raises:
-            ConfigError: the numbers do not belong together, as after averaging them.
+            ConfigError: the counters do not belong together, as after averaging them.
         """
         buffer = self.root._buffers.get(self.buffer)
         if buffer is None:  # the model was densified
@@ -93,8 +130,8 @@ class ModelState:
             return
         if not buffer.is_meta:
             *values, checksum = buffer.tolist()
-            emptied, self.emptied = self.emptied, False
-            if emptied and (checksum != _checksum(values) or not any(values)):
+            left_meta, self.left_meta = self.left_meta, False
+            if left_meta and (checksum != _checksum(values) or not any(values)):
                 self.write()  # nothing was loaded since
                 return
             if checksum != _checksum(values):
@@ -102,37 +139,30 @@ class ModelState:
                     "the counters and masks of this sparse model were averaged: they must be "
                     "copied, as AveragedModel(use_buffers=False) and timm's ModelEmaV3 do"
                 )
-            if values[:2] != [self.step, self.compared_at]:
+            step, compared_at, *scalars = values
+            if (step, compared_at) != (self.step, self.compared_at):
                 self.interval = 0
-            self.step, self.compared_at, *scalars = values
+            self.compared_at = compared_at
             self.method.state = dict(zip(self.method.scalars, scalars, strict=True))
-            self.method.set_step(self.step)
-            self._set_clock()
+            self.method.set_step(step)
+            self.clock.set(step, buffer.device)
         self._seen = (buffer, version)
 
     def write(self) -> None:
-        """Bring buffer and phase up to date with the integers; waits for no device."""
+        """Bring buffer, phase and clock up to date with the integers; waits for no device."""
         self.method.set_step(self.step)
-        counters = self.root.get_buffer(self.buffer)
-        _fill(counters, self._values())
-        self._seen = (counters, counters._version)
-        self._set_clock()
+        buffer = self.root.get_buffer(self.buffer)
+        fill(buffer, self._values())
+        self._seen = (buffer, buffer._version)
+        self.clock.set(self.step, buffer.device)
 
     def _values(self) -> list[int]:
-        """The integers as the buffer holds them."""
+        """Return the integers as the buffer holds them."""
         values = [self.step, self.compared_at, *self.method.state.values()]
         return [*values, _checksum(values)]
 
-    def _set_clock(self) -> None:
-        device = self.root.get_buffer(self.buffer).device
-        if self.clock.device != device:
-            with torch.inference_mode(False):
-                self.clock = torch.zeros_like(self.clock, device=device)
-        self._reading = None
-        _fill(self.clock, [self.step, self.micro])
-
     def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Add the counters to a dense state dict, which has none: they stay as they are."""
+        """Add the present counters to a dense state dict, which has none."""
         buffer = self.root.get_buffer(self.buffer)
         if not buffer.is_meta:
             self.sync()
@@ -141,24 +171,15 @@ class ModelState:
             buffer = torch.tensor(self._values(), device=given.device)
         state_dict.setdefault(prefix + self.buffer, buffer)
 
-    def set_micro(self, micro: int) -> None:
-        """The micro-batch that the next forward sees."""
-        if micro != self.micro:
-            self.micro, self._reading = micro, None
-            _fill(self.clock, [micro], 1)
-
     def begin(self, step: int) -> None:
-        """So many optimiser steps are complete; forwards are counted from 0 again.
-
-        The buffer is not written: whoever changes more of the state first writes it all at once.
-        """
-        self.step, self.micro = step, 0
-        self.counting = self.begins = self._fresh = True
+        """Enter the phase after ``step`` completed steps; :meth:`write` has to follow."""
+        self.clock.step, self.clock.micro = step, 0
+        self.micro_batches.restart()
         self.method.set_step(step)
 
     @property
     def is_new(self) -> bool:
-        """True if no step was taken; of averaged counters, which nobody reads yet, it is not."""
+        """True if no step was taken; False if the counters were averaged."""
         try:
             self.sync()
         except ConfigError:
@@ -166,18 +187,18 @@ class ModelState:
         return self.step == 0
 
     def reset(self) -> None:
-        """Counters and scalars as before the first step."""
+        """Set counters and scalars to their values before the first step."""
         self.compared_at, self.interval, self.flips = 0, 0, None
         self.method.state = dict(self.method.scalars)
         self.set_step(0)
 
     def set_step(self, step: int) -> None:
-        """:meth:`begin` and :meth:`write`."""
+        """Enter the phase after ``step`` completed steps."""
         self.begin(step)
         self.write()
 
     def release(self) -> None:
-        """Take the buffer and the hooks from the root if no layer is sparse any more."""
+        """Remove buffer and hooks from the root if no layer is sparse any more."""
         if any(getattr(m, "model", None) is self for m in self.root.modules()):
             return
         del self.root._buffers[self.buffer]
@@ -185,37 +206,12 @@ class ModelState:
             hook.remove()
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Pre-hook of the root: its training forwards are micro-batches."""
+        """Prepare a forward of the root: gather stale operands again, count micro-batches."""
         if self.example.sparsity.rows.is_sharded:
             self.sync()
             if self.example.sparsity.cache.is_stale(module.training):
                 self.reshard()
-        if self.counting and module.training:
-            self.begins = False
-            # A reentrant checkpoint of the root runs it without gradients first, on inputs that
-            # require some.
-            if torch.is_grad_enabled() or any(getattr(x, "requires_grad", False) for x in args):
-                self.count()
-
-    @torch._disable_dynamo  # torch.compiler.disable, without importing 1.3 s of dynamo for it
-    def count(self) -> None:
-        """A forward of the root, or of a part of it after a backward, is the next micro-batch."""
-        transformed = torch._C._functorch.maybe_current_level() is not None
-        if torch._C._current_graph_task_id() != -1 or transformed:  # recomputed, or by torch.func
-            return
-        # A step that a loss scaler skips is seen by no hook of the optimiser. What is seen is that
-        # the gradients are gone though no step was completed. (With zero_grad(set_to_none=False)
-        # they are not: such loops call ``Sparsifier.micro_batch``.)
-        weight = self.example.weight
-        has_gradient = weight.is_leaf and weight.grad is not None
-        first = self._fresh or (self._had_gradient and not has_gradient)
-        self._had_gradient = has_gradient
-        rank, world = 0, 1
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.sync()
-        self.set_micro(rank if first else self.micro + world)
-        self._fresh = self.begins = False
+        self.micro_batches.root_runs(module, args)
 
     def reshard(self) -> None:
         """Let FSDP drop gathered operands, which belong to other weights or another phase."""
@@ -225,29 +221,20 @@ class ModelState:
 
         sharding.reshard(self.root)
 
-    def now(self) -> Any:
-        """(step, micro-batch) for the backward; a tensor where a graph reads it when it is run."""
-        if torch.compiler.is_compiling():
-            return self.clock.clone()
-        if not self.clock.is_cuda:
-            return self.step, self.micro
-        if torch.cuda.is_current_stream_capturing():  # a replay reads the clock again
-            return self.clock.clone()
-        if self._reading is None:
-            self._reading = self.clock.clone()
-        return self._reading
 
+def fill(numbers: Tensor, values: list[int], first: int = 0) -> None:
+    """Write ``values`` from index ``first`` on.
 
-def _fill(numbers: Tensor, values: list[int], first: int = 0) -> None:
-    """Write from ``first`` on. On a GPU each is a launch: a copy would have to be waited for."""
+    On a GPU each value is a launch, because a copy from the host would have to be waited for.
+    """
     with torch.inference_mode(False):
         if numbers.is_cpu:
             numbers[first:].copy_(torch.tensor(values, device=numbers.device))
             return
-        for place, value in enumerate(values, first):
-            numbers[place].fill_(value)
+        for index, value in enumerate(values, first):
+            numbers[index].fill_(value)
 
 
 def _checksum(values: list[int]) -> int:
     own, zeros = (zlib.crc32(repr(v).encode()) for v in (values, [0] * len(values)))
-    return own ^ zeros  # zeros, which a dense state dict may bring, are right
+    return own ^ zeros  # zeros, which a dense state dict may bring, are valid

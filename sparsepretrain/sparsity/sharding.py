@@ -29,7 +29,7 @@ _KEPT = {
 }
 """Operations of ``fully_shard`` and of copies, whose results are master shards again."""
 
-ORDER = "sparsify, prepare_sharding, fully_shard, the optimiser, attach"
+ORDER = "sparsify, prepare_sharding, fully_shard, the optimizer, attach"
 
 
 class MasterShard(Tensor):

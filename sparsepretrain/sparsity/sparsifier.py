@@ -1,4 +1,4 @@
-"""The handle to a sparse model: rides on an optimiser's step, measures, saves its counters."""
+"""Handle to a sparse model: attach it to an optimizer, measure, save its counters."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch.optim import Optimizer
 
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.kernels import boundary_magnitudes
-from sparsepretrain.sparsity import reminder
+from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.coverage import Coverage, Proof, count_weights, cover, nm_holds
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
 from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
-from sparsepretrain.sparsity.method import Method
+from sparsepretrain.sparsity.method import Method, title
 from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.rows import Rows
 from sparsepretrain.sparsity.steps import Steps
 
 
 class Sparsifier:
-    """What :func:`sparsepretrain.sparsify` and :func:`sparsepretrain.sparsifier_of` return.
+    """Handle that :func:`sparsepretrain.sparsify` and :func:`sparsepretrain.sparsifier_of` return.
 
-    It holds no numbers of its own: they are in the model's state dict, and every handle to a model
-    reads and changes the same. ``layers``: name -> sparse layer, in the model's order.
+    All numbers are in the model's state dict; several handles to a model share them. ``layers``:
+    name -> sparse layer, in the model's order.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -38,24 +38,24 @@ class Sparsifier:
         self.steps = Steps(state, self.layers)
 
     def __repr__(self) -> str:
-        words = [self.method.title, f"{len(self.layers)} layers", self._state.label]
+        words = [title(self.method), f"{len(self.layers)} layers", self._state.label]
         words += [f"step {self.completed_steps}", "densified" * self._densified]
         return f"Sparsifier({', '.join(filter(None, words))})"
 
     @property
     def method(self) -> Method:
-        """The row of the operand table in use, in its present phase."""
+        """Method in its present phase."""
         self._state.sync()
         return self._state.method
 
     @property
     def refreshed(self) -> bool:
-        """Whether masks that are in use for more than one step were compared after the last one."""
+        """True if masks that are used for several steps were compared after the last step."""
         return self.method.refresh > 1 and self._state.compared_at == self.completed_steps
 
     @property
     def flips(self) -> Tensor | None:
-        """(layers,) int64, on the device: flips found after the last step; None: not compared.
+        """Flips counted after the last step, (layers,) int64 on the device; None: not compared.
 
         Collective where the model is sharded.
         """
@@ -65,32 +65,32 @@ class Sparsifier:
 
     @property
     def completed_steps(self) -> int:
-        """Optimiser steps taken since sparsify, resumed ones included."""
+        """Optimizer steps since sparsify, resumed ones included."""
         self._state.sync()
         return self._state.step
 
     @property
     def decay(self) -> float:
-        """Λ of the masked decay that the next step applies; 0: none."""
+        """Factor λ of the masked decay that the next step applies; 0: no decay."""
         return self.steps.decay
 
     @property
     def sparse(self) -> bool:
-        """Whether the next step trains with N:M operands."""
+        """True if the next step trains with N:M operands."""
         return bool(self.method.row.sparse)  # the row of a dense phase is dense
 
     def attach(self, optimizer: Any) -> None:
-        """Ride on ``optimizer``: J before its step; counters, projections and flips after it.
+        """Hook into ``optimizer``: J before its step; counters, operands and flips after it.
 
-        Wrappers that expose ``.optimizer`` (Accelerate, Lightning) are unwrapped. Takes the mask
-        baseline that the first flip rate is measured against.
+        Wrappers that expose ``.optimizer`` (Accelerate, Lightning) are unwrapped. Keeps the masks
+        that the first flip rate is measured against.
 
         Raises:
-            ConfigError: attached already, not an optimiser, a sparse weight is missing in it, or
+            ConfigError: attached already, not an optimizer, a sparse weight is missing in it, or
                 the model was sharded without :meth:`prepare_sharding`, or prepared and not sharded.
         """
         self._require_sparse()
-        if reminder.riding(self._state):
+        if attachments.attached_optimizer(self._state):
             raise ConfigError("the sparsifier is attached already: call detach() first")
         if self._rows.is_sharded:
             self._bind_shards()
@@ -100,7 +100,7 @@ class Sparsifier:
             kind, outer = type(optimizer).__name__, optimizer
             optimizer = getattr(outer, "optimizer", None)
             if optimizer is None or optimizer is outer:
-                raise ConfigError(f"attach needs a torch optimiser, got {kind}")
+                raise ConfigError(f"attach needs a torch optimizer, got {kind}")
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}
         weights = {name: layer.weight for name, layer in self.layers.items()}
         own = {
@@ -111,33 +111,33 @@ class Sparsifier:
         trained = (weights | own).items()
         missing = [name for name, p in trained if p.requires_grad and id(p) not in held]
         if missing:
-            late = ": build the optimiser after sparsify" * (set(missing) <= set(own))
+            late = ": build the optimizer after sparsify" * (set(missing) <= set(own))
             if self._rows.is_sharded:
-                late = ": build the optimiser after fully_shard"
-            text = f"sparse weights missing in the optimiser: {', '.join(missing)}"
+                late = ": build the optimizer after fully_shard"
+            text = f"sparse weights missing in the optimizer: {', '.join(missing)}"
             raise ConfigError(text + late)
         self.method.attached(optimizer, list(weights.values()))
         self._state.write()
-        reminder.ride(self._state, optimizer, self.steps.before, self.steps.after)
+        attachments.attach(self._state, optimizer, self.steps.before, self.steps.after)
         self._state.baseline_due = self.completed_steps == 0
         self.steps.take_baseline()
 
     def prepare_sharding(self) -> None:
-        """Before ``fully_shard`` (FSDP2): what it gathers will be operands, in the products' dtype.
+        """Let FSDP2 gather operands in the dtype of the matmuls; call this before ``fully_shard``.
 
         The order is ``sparsify``, ``prepare_sharding``, ``fully_shard`` of blocks and then of the
-        model, the optimiser, :meth:`attach`. Sparse weights become other Parameters of the same
-        values. From :meth:`attach` on a process projects the rows that it stores once per step, so
+        model, the optimizer, :meth:`attach`. Sparse weights become other Parameters of the same
+        values. From :meth:`attach` on, each rank projects its rows once per step, so
         :meth:`refresh` is needed after weights were edited by hand; :meth:`metrics`,
-        :meth:`masks`, ``prove`` and evaluation are collective: every process calls them.
+        :meth:`masks`, ``prove`` and evaluation are collective.
 
         Raises:
-            ConfigError: prepared, attached or sharded already; products in fp8; sparse ones.
+            ConfigError: prepared, attached or sharded already; fp8 or sparse matmuls.
         """
         from sparsepretrain.sparsity import sharding
 
         self._require_sparse()
-        if self._rows.is_sharded or reminder.riding(self._state):
+        if self._rows.is_sharded or attachments.attached_optimizer(self._state):
             done = "prepared for sharding" if self._rows.is_sharded else "attached"
             raise ConfigError(f"the sparsifier is {done} already: the order is {sharding.ORDER}")
         if self._state.precision is not None:
@@ -179,11 +179,11 @@ class Sparsifier:
         return next(iter(self.layers.values())).sparsity.rows
 
     def reset(self) -> None:
-        """Begin anew from the weights of now: frozen scales, fixed masks, counters, flip baseline.
+        """Restart from the present weights: frozen scales, fixed masks, counters, flip baseline.
 
-        Needed where weights were initialized after :func:`sparsify`: by ``reset_parameters`` after
-        the meta device, or by hand. A dense state dict that is loaded before the first step does
-        it by itself. Collective where the model is sharded.
+        Needed if weights were initialized after :func:`sparsify`: by ``reset_parameters`` after the
+        meta device, or by hand. Loading a dense state dict before the first step resets the model
+        too. Collective if the model is sharded.
 
         Raises:
             ConfigError: densified, or prepared for sharding and not attached.
@@ -196,39 +196,43 @@ class Sparsifier:
 
     def detach(self) -> None:
         """Undo :meth:`attach`; the layers stay sparse."""
-        reminder.dismount(self._state)
+        attachments.detach(self._state)
 
     def store_operands(self, dtype: torch.dtype | None = None) -> None:
-        """Project once per optimiser step instead of in every forward.
+        """Project once per optimizer step instead of in every forward.
 
-        For loops that own their weights: whoever edits one between steps (averages, merges, loads)
-        calls :meth:`refresh` afterwards. Operands of training are made after each step, in the same
-        memory, those of evaluation when needed. Copies of the model project in every forward again.
-        ``dtype``: of the products: under autocast its dtype, or what is stored is not used; None:
-        that of the weights.
+        Call :meth:`refresh` after weights were edited between steps (averaged, merged, loaded).
+        Operands of training are made after each step in the same memory, operands of evaluation
+        when needed. Copies of the model project in every forward again.
+
+        Args:
+            dtype: of the matmuls: under autocast the dtype of autocast, else stored operands are
+                not used; None: dtype of the weights.
 
         Raises:
-            ConfigError: no dtype that layers multiply in.
+            ConfigError: layers cannot multiply in ``dtype``.
         """
         self._require_sparse()
         weight, state = next(iter(self.layers.values())).weight, self._state
         if dtype not in (None, torch.float64, torch.float32, torch.float16, torch.bfloat16):
-            raise ConfigError(f"store_operands: products are in fp32, bf16, fp16, not in {dtype}")
+            raise ConfigError(
+                f"store_operands: dtype must be fp64, fp32, bf16 or fp16, got {dtype}"
+            )
         state.store = dtype or weight.dtype
         if state.backend is not None and not weight.is_meta:
             state.backend.require_here(weight.device, state.store, state.precision)
         self.refresh()
 
     def choose_products(self, inputs: Mapping[str, Sequence[int]], micro_batches: int = 1) -> None:
-        """Decide now which products of each layer are sparse, instead of in its first forward.
+        """Choose the sparse matmuls of each layer now, instead of in its first forward.
 
-        For loops that compile: graphs do not try products. Call :meth:`store_operands` first.
+        For compiled models: graphs do not try products. Call :meth:`store_operands` first.
 
         Args:
-            inputs: name of a layer -> shape of its input in a micro-batch, (…, in_features); those
-                of other modules are passed over.
-            micro_batches: of a step on this rank; they share packed weights, so ``auto`` counts
-                packing once for all of them.
+            inputs: name of a layer -> shape of its input in a micro-batch, (…, in_features); other
+                names are ignored.
+            micro_batches: number per step and rank. They share packed weights, so ``auto`` divides
+                the time of packing by it.
 
         Raises:
             ConfigError: a sparse layer is missing.
@@ -249,9 +253,9 @@ class Sparsifier:
 
     @property
     def backend(self) -> dict[str, Any]:
-        """What was chosen, and ``products``: what was tried, a row for layers of one size.
+        """Chosen sparse matmuls in words, and ``products``: the trials, a row per layer size.
 
-        Durations are medians in seconds. Empty where all sparse products are to be emulated.
+        Durations are medians in seconds. Empty with ``backend="emulate"``.
         """
         backend = self._state.backend
         if backend is None:
@@ -259,37 +263,36 @@ class Sparsifier:
         return {"name": backend.name, "chosen": self.coverage().chosen, "products": backend.table()}
 
     def micro_batch(self, index: int, rank: int = 0, world: int = 1, *, capacity: int = 0) -> None:
-        """State which part of the global batch the next forward sees: ``index·world + rank``.
+        """Set the micro-batch of the global batch that the next forward sees: index·world + rank.
 
-        Without this call the training forwards since the last step are counted, on the rank that
+        Without this call, training forwards since the last step are counted, on the rank that
         torch.distributed reports.
 
         Args:
-            index: micro-batch of this rank within the optimiser step, from 0.
+            index: micro-batch of this rank within the optimizer step, from 0.
             rank, world: of the data-parallel group.
-            capacity: most tokens of a layer in a micro-batch, padded; 0: all have equally many.
+            capacity: largest number of padded tokens in a micro-batch; 0: all have equally many.
         """
-        self._state.capacity, self._state.counting = capacity, False
-        self._state.set_micro(index * world + rank)
+        self._state.micro_batches.state(index * world + rank, capacity)
 
     def hold(self, masks: Mapping[str, Tensor]) -> None:
-        """Training forwards see the present weights under older ``masks``, until :meth:`refresh`.
+        """Let training forwards see the present weights under older ``masks``, for probes.
 
-        For loops that store operands; nothing is to be trained meanwhile.
+        Needs stored operands. Call :meth:`refresh` before the next step.
         """
         self._state.sync()
         for name, layer in self.layers.items():
             layer.sparsity.cache.hold(layer.weight, masks[name])
 
     def refresh(self) -> None:
-        """Project again where operands are stored: call it after changing weights by hand."""
+        """Project again where operands are stored; call this after changing weights by hand."""
         self._require_sparse()
         self.steps.refresh()
 
     def masks(self) -> dict[str, Tensor]:
-        """Name -> bool mask in use (``sste``: non-zeros of S(W)), shape of the stored weight.
+        """Return name -> bool mask in use, shape of the stored weight.
 
-        For dense methods and phases the mask that the method's rule would choose.
+        S-STE: non-zeros of S(W). Dense methods and phases: the mask that the rule would choose.
         """
         self._require_sparse()
         masks = {}
@@ -300,7 +303,7 @@ class Sparsifier:
 
     @torch.no_grad()
     def metrics(self, *, per_layer: bool = False) -> dict[str, float]:
-        """Numbers of the current weights; synchronises with the device.
+        """Return numbers of the current weights; waits for the device.
 
         ``flip_rate``: flips at the last comparison over all entries of the sparse weights
         (arXiv:2404.01847 section 4), left out before the first one and at steps without one.
@@ -318,10 +321,7 @@ class Sparsifier:
     def metrics_with(
         self, counts: Tensor | None, *, per_layer: bool = False
     ) -> tuple[dict[str, float], list[list[int]]]:
-        """:meth:`metrics`, and ``counts`` as a list: integers (k, layers) that are on the device.
-
-        All of it in one wait.
-        """
+        """Return :meth:`metrics`, and the integers ``counts`` (k, layers) as lists, in one wait."""
         self._require_sparse()
         rows, found = [], self.flips
         for layer in self.layers.values():
@@ -363,12 +363,12 @@ class Sparsifier:
         return result, counted
 
     def coverage(self) -> Coverage:
-        """Which layers are sparse and what each product sees."""
+        """Return the report of sparse layers and their operands."""
         self._require_sparse()
         return cover(self.layers, self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters and the method's scalars, which the model's state dict holds too."""
+        """Return the counters and the method's scalars, which are in the model's state dict too."""
         options = self.method.options
         return {
             "method": options.name,
@@ -380,10 +380,10 @@ class Sparsifier:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; load the model's state dict first.
+        """Restore counters and scalars; load the model's state dict first.
 
         Raises:
-            CheckpointError: made by another method, pattern or set of layers.
+            CheckpointError: saved with another method, pattern or set of layers.
         """
         mine = self.state_dict()
         for key in ("method", "pattern", "layers"):

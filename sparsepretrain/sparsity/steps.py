@@ -1,4 +1,4 @@
-"""What happens around the step of an optimiser, and after weights were edited by hand."""
+"""Hooks around the optimizer step, and refreshing after weights were edited by hand."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ from sparsepretrain.kernels import (
     unpacked,
 )
 from sparsepretrain.optim._initialization import creates_state, forget_step
+from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.model_state import ModelState
 
 
 class Steps:
-    """J before a step; counters, projections and flips after it.
+    """Apply J before a step; update counters, operands and flips after it.
 
     Args:
-        state: of the model.
+        state: state of the model.
         layers: name -> sparse layer, in the model's order.
     """
 
     only_finite = False
-    """True if the caller ends, or does not step, where a gradient is not finite. Then no step that
-    counts is skipped by a fused optimizer, and nothing waits for the device to learn of it."""
+    """True if the caller never steps on a gradient that is not finite. Then a fused optimizer skips
+    no step, and :meth:`after` need not read ``found_inf`` from the device."""
 
     def __init__(self, state: ModelState, layers: Mapping[str, SparseLayer]) -> None:
         self.state, self.layers = state, layers
-        # masks of the weights before an update, for methods that change weights after it
+        # masks before the update, for methods that change weights after it
         self._held: dict[str, Tensor] = {}
-        self._counts = True  # the step that is being taken trains the model
+        self._counts = True  # False in a step that only creates optimizer state
+        self._checked_rounding = False  # masked decay in low precision was looked at once
 
     @property
     def decay(self) -> float:
@@ -50,8 +53,8 @@ class Steps:
         return float(getattr(method, "decay", getattr(method.options, "decay", 0.0)))
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """J. With a closure the gradients exist only after it has run, so it is wrapped."""
-        self.state.stepping = True
+        """Apply J. A closure is wrapped, because gradients exist only after it has run."""
+        attachments.stepping.add(self.state)
         self.take_baseline()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -65,7 +68,7 @@ class Steps:
         @functools.wraps(closure)
         def with_adjustment() -> Any:
             nonlocal called
-            if called:  # the optimiser has moved the weights since
+            if called:  # the optimizer has moved the weights since
                 self.refresh()
             called = True
             loss = closure()
@@ -78,12 +81,12 @@ class Steps:
 
     @torch.no_grad()
     def adjust_gradients(self, optimizer: Optimizer) -> None:
-        """J, of the gradients that ``optimizer`` is about to use."""
+        """Apply J to the gradients that ``optimizer`` is about to use."""
         self.state.sync()
-        state, method = self.state, self.state.method
+        method = self.state.method
         if not method.phase.training or not (method.on_gradient or method.on_weight):
             return
-        # fused optimisers unscale inside their kernel: the decay has to carry the scale until then
+        # fused optimizers unscale inside their kernel, so the decay has to be scaled too
         scale = getattr(optimizer, "grad_scale", None)
         for name, layer in self.layers.items():
             own = layer.sparsity
@@ -95,11 +98,11 @@ class Steps:
                 self._held[name] = mask
             if not method.on_gradient:
                 continue
-            rounds = self.decay > 0 and weight.dtype.itemsize < 4 and not state.told
+            rounds = self.decay > 0 and weight.dtype.itemsize < 4 and not self._checked_rounding
             before = grad.clone() if rounds else None
             method.adjust_gradient_(grad, weight, mask, 1.0 if scale is None else scale)
-            if before is not None:  # looked at once, at the start
-                state.told = True
+            if before is not None:
+                self._checked_rounding = True
                 share = lost_decay(before, grad, weight, unpacked(mask, weight.shape))
                 if share > 0.5:
                     warnings.warn(
@@ -113,8 +116,8 @@ class Steps:
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The weights have changed: what the next step needs is made of them."""
-        self.state.stepping = False
+        """Prepare the next step from the changed weights."""
+        attachments.stepping.discard(self.state)
         if not self._counts:
             self._counts = True
             forget_step(optimizer)
@@ -125,7 +128,7 @@ class Steps:
             return
         state, method = self.state, self.state.method
         if held:
-            # looked up anew: the optimiser's load_state_dict replaces the group dictionaries
+            # looked up in each step: load_state_dict replaces the group dictionaries
             rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
             for name, mask in held.items():
                 rows, weight = self.layers[name].sparsity.rows, self.layers[name].weight
@@ -139,7 +142,7 @@ class Steps:
             state.interval, state.compared_at = state.step - state.compared_at, state.step
         state.write()
         state.reshard()
-        if inside and method.updates:
+        if inside and type(method).update_ is not Method.update_:
             for layer in self.layers.values():
                 layer.sparsity.update(layer.weight)
         self.project()
@@ -157,12 +160,12 @@ class Steps:
 
     @torch.no_grad()
     def project(self) -> None:
-        """Project the weights again in layers that store operands."""
+        """Project the weights again where operands are stored."""
         for layer in self.layers.values():
             layer.sparsity.cache.refresh(layer.weight)
 
     def take_baseline(self) -> None:
-        """Remember the masks of initial weights, if that is due, for the first flip rate."""
+        """Keep the masks of new weights, which the first flip rate is measured against."""
         if not self.state.baseline_due:
             return
         if all(layer.sparsity.initialized for layer in self.layers.values()):
@@ -171,7 +174,7 @@ class Steps:
 
     @torch.no_grad()
     def compare(self) -> None:
-        """Count the flips since the last comparison and remember the new masks."""
+        """Count the flips since the last comparison and keep the new masks."""
         counts = []
         for layer in self.layers.values():
             own = layer.sparsity
@@ -183,12 +186,12 @@ class Steps:
 
 
 def lost_decay(before: Tensor, after: Tensor, weight: Tensor, mask: Tensor) -> float:
-    """Share of the masked entries of a layer whose decay rounding has lost.
+    """Return the share of masked entries of a layer whose decay is lost to rounding.
 
     Args:
-        before, after: what the decay is applied to, a gradient or the weight itself.
-        weight: decayed; a zero has nothing to lose.
-        mask: bool; what it spares is not looked at.
+        before, after: tensor that the decay is applied to, a gradient or the weight itself.
+        weight: decayed weight; zeros are ignored.
+        mask: bool; entries that it keeps are ignored.
     """
     lost = (after == before) & ~mask & (weight != 0)
     return float(lost.sum() / (~mask).sum().clamp(min=1))

@@ -9,12 +9,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsepretrain import registry
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
-from sparsepretrain.sparsity import reminder
+from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.backend import (
     Backend,
     FP8Precision,
@@ -31,7 +31,7 @@ from sparsepretrain.sparsity.layers import (
     refuse_sharded,
     sparse_class,
 )
-from sparsepretrain.sparsity.method import Method, MethodOptions
+from sparsepretrain.sparsity.method import Method, MethodOptions, title
 from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.sparsifier import Sparsifier
 
@@ -55,7 +55,7 @@ def sparsify(
 ) -> Sparsifier:
     """Make layers of ``model`` sparse, in place, and freeze what comes from initial weights.
 
-    Every Parameter keeps its object, name and shape, so optimisers built before or after, state
+    Every Parameter keeps its object, name and shape, so optimizers built before or after, state
     dicts and ``save_pretrained`` keep working. All state is in the model's state dict.
 
     Args:
@@ -67,7 +67,7 @@ def sparsify(
         n, m: N:M pattern along in_features, or along input channels at each kernel position.
         seed: of the method's random draws. Sparsifiers of one model draw differently; models that
             are sparsified one by one share draws unless their seeds differ.
-        total_steps: optimiser steps of the run; needed when something is a fraction of it.
+        total_steps: optimizer steps of the run; needed when something is a fraction of it.
         backend: ``"emulate"``: exact arithmetic with dense products. ``"semi_structured"``: sparse
             ones, in fp16 and bf16 on CUDA devices that have them, of whatever operand is 2:4 and
             fits; the rest is emulated (:meth:`Sparsifier.coverage` says why). ``"auto"``: those
@@ -165,7 +165,7 @@ def sparsify_with(
         # the object stays: references, hooks and second names keep working
         layer.__class__ = cls
         layer.add_module("sparsity", own)
-        reminder.watch(layer)
+        attachments.watch(layer)
     return Sparsifier(state)
 
 
@@ -180,7 +180,7 @@ def sparsifier_of(model: nn.Module) -> Sparsifier:
     if not states:
         raise ConfigError("the model is not sparse: call sparsify(model, method, targets=…)")
     if len(states) > 1:
-        several = ", ".join(state.method.title for state in states)
+        several = ", ".join(title(state.method) for state in states)
         raise ConfigError(f"sparsify was called {len(states)} times ({several}): keep its handles")
     return Sparsifier(states[0])
 
@@ -189,7 +189,7 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
     """Give the layers their original classes back, holding the weight that evaluation uses.
 
     Dropped weights become exact zeros (+0.0) and scales are folded in, so outputs stay equal.
-    Weights are not quantised: evaluation after training in simulated fp8 runs without fp8.
+    Weights are not quantized: evaluation after training in simulated fp8 runs without fp8.
 
     Args:
         model: sparse, or with sparse layers in it.
@@ -224,17 +224,17 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
         own, weight = layer.sparsity, layer.weight
         with torch.no_grad():
             forward = own.project(weight).forward
-            residual = own.method.fold(own) if fold else None
+            residual = residual_weight(layer) if fold else None
             if forward is not None:
                 weight.copy_(forward)
             if residual is not None:
                 weight.add_(residual)
                 folded.append(own.layer_name)
         del layer._modules["sparsity"]
-        reminder.living.discard(layer)
+        attachments.living.discard(layer)
         layer.__class__ = layer.replaces  # type: ignore[assignment]
     for state in states:
-        reminder.dismount(state, densified=True)
+        attachments.detach(state, densified=True)
         state.release()
     if folded:
         warnings.warn(
@@ -244,6 +244,16 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
             stacklevel=2,
         )
     return model
+
+
+def residual_weight(layer: SparseLayer) -> Tensor | None:
+    """Return what the method adds to the output, as a weight that is stored like the layer's."""
+    own, weight = layer.sparsity, layer.weight
+    if weight.dim() != 2:
+        return None
+    identity = torch.eye(weight.shape[own.dim], dtype=weight.dtype, device=weight.device)
+    residual = own.method.residual(identity, own)
+    return residual.t() if residual is not None and own.dim == 1 else residual
 
 
 def _show(value: Any) -> str:
@@ -366,11 +376,10 @@ def _check_shapes(layers: dict[str, Any], method: Method) -> None:
                 problem = f"{axis}_{kind} = {size} is not a multiple of {multiple}"
                 odd["m" if multiple == m else "", f"{problem}; change the width"].append(name)
         own = method.options.name
-        if method.linear_only and convolution:
-            odd["", f"{own} exists for linear layers only; choose another method"].append(name)
-        if method.mixes_outputs and groups > 1:
-            problem = f"{own} mixes output channels of all groups; choose another method"
-            odd["", problem].append(name)
+        layer_kind = "grouped " * (groups > 1) + "convolution" if convolution else "linear"
+        if layer_kind not in method.layer_kinds:
+            known = ", ".join(method.layer_kinds)
+            odd["", f"{own} supports {known}, not {layer_kind}"].append(name)
     for (key, problem), names in odd.items():
         shown = ", ".join(map(repr, names[:3]))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -20,6 +20,7 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.files import write_atomic
 from sparsepretrain.sparsity.method import Method
+from sparsepretrain.sparsity.methods.tsrste import TSRSTE
 from sparsepretrain.studies.engine import Cell, CellError, Study
 from sparsepretrain.tracking.console import Console, significant
 
@@ -71,7 +72,7 @@ class Search:
         if self.steps > run.steps:
             raise ConfigError(f"--steps {self.steps} is more than the run has (steps={run.steps})")
         method = self._method()
-        if method.flip_rule is None:
+        if flip_rule(method) is None:
             raise ConfigError(
                 f"sparsity={name} chooses masks by a rule of its own, which a dense run cannot log"
             )
@@ -129,7 +130,7 @@ class Search:
         """The dense run: same data, same initial weights, flips of the same masks."""
         sparsity = self.run.plain["sparsity"]
         chosen = {key: sparsity[key] for key in ("n", "m", "targets", "window")}
-        chosen |= {"name": "dense", "flip_rule": self._method().flip_rule, "refresh": self.refresh}
+        chosen |= {"name": "dense", "flip_rule": flip_rule(self._method()), "refresh": self.refresh}
         return self._cell("dense", chosen)
 
     def sparse(self, decay: float) -> Cell:
@@ -327,3 +328,11 @@ def _show(search: Search, result: dict[str, Any], console: Console) -> None:
 def _rounded(decay: float) -> float:
     """Three digits: a λ that can be typed."""
     return float(f"{decay:.3g}")
+
+
+def flip_rule(method: Method) -> str | None:
+    """Return the rule with which a dense run logs comparable flips; None: there is none."""
+    rule = type(method).mask
+    if rule is Method.mask:
+        return "magnitude"
+    return "transposable" if rule is TSRSTE.mask else None

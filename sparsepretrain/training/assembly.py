@@ -186,7 +186,7 @@ def sparsify_model(
 
 
 def attach_optimizer(run: Run, model: nn.Module, sparsifier: Sparsifier) -> Optimizer:
-    """The optimiser of a run, with the method riding on it, and operands stored for it."""
+    """The optimizer of a run, with the method riding on it, and operands stored for it."""
     optimizer = build_optimizer(model, run.optim, sparsifier.method.build_optimizer)
     sparsifier.attach(optimizer)
     sparsifier.store_operands(compute_dtype(run.precision))

@@ -10,7 +10,7 @@ from sparsepretrain import registry
 from sparsepretrain.kernels import no_fp8_products
 from sparsepretrain.kernels.cusparselt.packed24 import unsupported, version
 from sparsepretrain.sparsity.backend import Backend, LayerSize
-from sparsepretrain.sparsity.method import Method
+from sparsepretrain.sparsity.method import Method, typical_row
 from sparsepretrain.sparsity.products import DENSE, MATMUL_OF, MATMULS
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.hardware import environment, known_gpu, unusable_gpu
@@ -98,7 +98,7 @@ def method_rows() -> list[list[str]]:
         method: Any = registry.get("method", name)
         if not issubclass(method, Method):  # a plugin's, which only training refuses
             continue
-        reasons = backend.reasons(method.typical_row(name), SIZE, DENSE)
+        reasons = backend.reasons(typical_row(name, method), SIZE, DENSE)
         cells = dict.fromkeys(MATMULS, "dense")
         cells |= {MATMUL_OF[k]: "emulated" if why else "sparse" for k, why in reasons.items()}
         why_not = dict.fromkeys(filter(None, reasons.values()))

@@ -29,7 +29,7 @@ DECIDED = ("model", "sparsity", "optim", "schedule", "experiment", "steps", "epo
 def evaluated(source: Source, overrides: Sequence[str], config_dirs: Sequence[Path]) -> Run:
     """The run behind a checkpoint, with other data, task or keys.
 
-    New text is tokenised as the run's was, whatever its group says. For a Hugging Face checkpoint
+    New text is tokenized as the run's was, whatever its group says. For a Hugging Face checkpoint
     ``overrides`` are those of ``train`` with ``model=pretrained sparsity=dense``, and the text is
     read with its tokenizer.
 
@@ -77,7 +77,7 @@ def finetuned(
 ) -> Run:
     """An ordinary run whose model and initial weights are a checkpoint's.
 
-    The recipe of ``task=`` brings data, optimiser, schedule and epochs; the checkpoint brings the
+    The recipe of ``task=`` brings data, optimizer, schedule and epochs; the checkpoint brings the
     model, its tokenizer, method and precision. What is typed wins.
 
     Args:
@@ -140,7 +140,7 @@ def _take_on(source: Source, request: Request) -> dict[str, Any]:
             registry.require_imported(source.config.get("plugins"), source.path)
         settings |= _from_run(source.config, request)
     method: Any = registry.get("method", request.choices["sparsity"])
-    settings |= {f"sparsity.{key}": value for key, value in method.finetune_options.items()}
+    settings |= {f"sparsity.{key}": value for key, value in method.finetuning.options.items()}
     _put_first(request, settings)
     if request.errors:
         load_request(request)  # says all of them
@@ -189,7 +189,7 @@ def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
             request.blocks["data"] = config["data"]
     before = config["sparsity"]
     source: Any = registry.get("method", before["name"])
-    chosen = request.choices.get("sparsity", source.finetunes_as or before["name"])
+    chosen = request.choices.get("sparsity", source.finetuning.method or before["name"])
     request.choices["sparsity"] = chosen
     settings |= {f"sparsity.{key}": before[key] for key in ("n", "m", "targets")}
     if chosen == before["name"]:

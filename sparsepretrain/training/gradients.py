@@ -77,7 +77,7 @@ class Tree(Gradients):
     """A balanced tree over the micro-batches of the global batch: the same bits for any world.
 
     A process adds gradients of equal height only, as a binary counter carries; its micro-batches
-    are neighbours, so they are a subtree. Between processes every one adds a slice, in the order of
+    are neighbors, so they are a subtree. Between processes every one adds a slice, in the order of
     ranks. The bytes sent are those of an all-reduce; up to log₂(micro-batches) + 2 further
     gradients are in memory.
     """

@@ -32,7 +32,7 @@ SPIKE_WIDTH = 6.0
 
 
 class Guard:
-    """Judges steps before the optimiser sees them.
+    """Judges steps before the optimizer sees them.
 
     A spike enters the window like every other value, so that a level which stays is accepted after
     at most four steps. Where the method begins or ends to be sparse the loss jumps on purpose: the

@@ -1,7 +1,7 @@
 """The training loop, top to bottom.
 
-Order of a step: all micro-batches -> (all-reduce) -> unscale -> clip -> J, inside the optimiser's
-pre-hook -> optimiser -> refresh and flip count, inside its post-hook.
+Order of a step: all micro-batches -> (all-reduce) -> unscale -> clip -> J, inside the optimizer's
+pre-hook -> optimizer -> refresh and flip count, inside its post-hook.
 """
 
 from __future__ import annotations

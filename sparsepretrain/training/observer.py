@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 class Observer:
     """One of ``Session.observers``; a subclass has the hooks it needs.
 
-    It may keep what it sees, but leaves the model, its gradients, the optimiser and the global
+    It may keep what it sees, but leaves the model, its gradients, the optimizer and the global
     generators as they are: a run is the same with and without it. ``session`` is a
     :class:`~sparsepretrain.training.session.Session`.
     """
@@ -39,7 +39,7 @@ class ProbeOptions:
     """What every probe is asked."""
 
     every: Annotated[int, "> 0"] = 10
-    """Optimiser steps between two lines of probes.jsonl."""
+    """Optimizer steps between two lines of probes.jsonl."""
 
 
 class Probe(Observer):

@@ -115,7 +115,7 @@ class Flips(Observer):
 
 
 class EMA(Observer):
-    """Exponential moving average of all parameters, one update per optimiser step.
+    """Exponential moving average of all parameters, one update per optimizer step.
 
     After t updates the average is Σ dᵗ⁻ⁱ wᵢ / Σ dᵗ⁻ⁱ: the initial weights have no part in it, so
     short runs need no warm-up of the decay. After a few times 1/(1 - d) steps this is the average
@@ -143,7 +143,7 @@ class EMA(Observer):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights after an optimiser step."""
+        """Take in the weights after an optimizer step."""
         self.updates += 1
         # the share of the newest weights, (1 - d) / (1 - dᵗ), without cancellation for d near 1
         share = (1 - self.decay) / -math.expm1(self.updates * math.log(self.decay))

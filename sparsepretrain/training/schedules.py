@@ -32,7 +32,7 @@ def settle(run: Run) -> Run:
 
 
 def warmup_steps(schedule: Schedule, steps: int) -> int:
-    """Optimiser steps of warm-up; fractions of the run are rounded to the nearest step."""
+    """Optimizer steps of warm-up; fractions of the run are rounded to the nearest step."""
     if isinstance(schedule, Triangle):
         return int(schedule.peak * steps + 0.5)
     return int(schedule.warmup if schedule.warmup >= 1 else schedule.warmup * steps + 0.5)
@@ -48,8 +48,8 @@ def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> flo
     Args:
         schedule: the group ``schedule``.
         peak: ``optim.lr``.
-        step: completed optimiser steps, from 0.
-        steps: optimiser steps of the run.
+        step: completed optimizer steps, from 0.
+        steps: optimizer steps of the run.
     """
     if isinstance(schedule, Triangle):
         return peak * _triangle(schedule, step / steps)

@@ -205,7 +205,7 @@ class Session:
             source: what errors call it.
 
         Raises:
-            CheckpointError: it is of a longer run, of other data, or of another model or optimiser.
+            CheckpointError: it is of a longer run, of other data, or of another model or optimizer.
         """
         if state["step"] > self.run.steps:
             raise CheckpointError(
@@ -224,7 +224,7 @@ class Session:
                 self.ema.load(self._parts(kept, self.ema.averages), updates)
         except (RuntimeError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:200]
-            text = f"{source} does not fit this model or optimiser: {reason}"
+            text = f"{source} does not fit this model or optimizer: {reason}"
             raise CheckpointError(text) from error
         self.sparsifier.load_state_dict(state["sparsifier"])
         self.scaler.load_state_dict(state["scaler"])
@@ -284,6 +284,6 @@ def _load_optimizer(
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names of the optimiser's parameters, in the order in which it numbers them."""
+    """Names of the optimizer's parameters, in the order in which it numbers them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

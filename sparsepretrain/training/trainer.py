@@ -180,7 +180,7 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
         if code is None:
             proof = prove(t.sparsifier)
             summary = {"proof": str(proof)}
-            t.world.first(lambda: _summarise(t, directory, proof, console))
+            t.world.first(lambda: _summarize(t, directory, proof, console))
         else:
             saved = "; checkpoint saved" if t.step else ", before there was anything to save"
             console.info(f"stopped by a signal after step {t.step}{saved}")
@@ -224,7 +224,7 @@ def _announce(t: Session, directory: RunDirectory, console: Console) -> None:
         console.info(f"note: {note}")
 
 
-def _summarise(t: Session, directory: RunDirectory, proof: Proof, console: Console) -> None:
+def _summarize(t: Session, directory: RunDirectory, proof: Proof, console: Console) -> None:
     lines = directory.record()
     finite = [line for line in lines if line.get("loss") is not None]
     training = [line for line in finite if "split" not in line]

@@ -23,7 +23,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "start-up": (assembly, "build_model"),
     "micro-batch": (gradients.Loss, "forward"),
     "before the step": (Guard, "accepts"),
-    "optimiser": (importlib.import_module("torch.optim.adam"), "adam"),
+    "optimizer": (importlib.import_module("torch.optim.adam"), "adam"),
     "evaluation": (CausalLM, "observe"),
     "collecting a checkpoint": (Session, "state_dict"),
     "writing a checkpoint": (safetensors.torch, "save_file"),

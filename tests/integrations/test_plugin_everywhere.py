@@ -66,10 +66,6 @@ class Gated(Method):
     def residual(self, x, layer):
         return x.mean(-1, keepdim=True) * layer.gate
 
-    def fold(self, layer):
-        gate = layer.gate / layer.average.shape[layer.dim]
-        return gate.unsqueeze(layer.dim).expand_as(layer.average)
-
     def after_step(self, optimizer):
         self.state["seen"] += 1
 

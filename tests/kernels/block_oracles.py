@@ -127,7 +127,7 @@ def fp8_oracle(x, format):
         a = min(abs(v), values[-1])
         low = bisect.bisect_right(values, a) - 1
         high = min(low + 1, len(values) - 1)
-        down, up = a - values[low], values[high] - a  # exact: neighbours are within a factor of 2
+        down, up = a - values[low], values[high] - a  # exact: neighbors are within a factor of 2
         code = low if down < up or (down == up and low % 2 == 0) else high
         codes.append(code | (128 if math.copysign(1, v) < 0 else 0))
     return torch.tensor(codes, dtype=torch.uint8).view(x.shape), torch.tensor(scale)

@@ -146,7 +146,7 @@ def test_masked_decay(dtype, seed, layout, axis, width, decay):
     before = grad.cpu().clone()
     assert kernel("masked_decay_")(grad, weight, mask, decay) is grad
     assert_same(grad, want, before, signed_zero=False)
-    if layout in ("sliced", "strided"):  # neighbours in memory are untouched
+    if layout in ("sliced", "strided"):  # neighbors in memory are untouched
         assert int((grad._base == 77.0).sum() - (want == 77.0).sum()) == (
             grad._base.numel() - grad.numel()
         )
@@ -264,7 +264,7 @@ def test_gated_activations(dtype, name, seed, layout, width, expanded):
     eps = 8 * max(torch.finfo(dtype).eps, 1e-15)
 
     def close(result, exact, size):
-        # 1 + tanh cancels for negative gates: the error is relative to what was cancelled
+        # 1 + tanh cancels for negative gates: the error is relative to what was canceled
         error = (result.detach().cpu().double() - exact).abs()
         assert (error <= eps * (exact.abs() + size) + torch.finfo(dtype).smallest_normal).all()
 

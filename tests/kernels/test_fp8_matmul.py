@@ -13,14 +13,14 @@ FORMATS = ("e4m3", "e5m2")
 CUDA = torch.device("cuda", 0)
 
 
-def quantised(*shape, seed=0, format="e4m3"):
+def quantized(*shape, seed=0, format="e4m3"):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
     return kernels.quantize_fp8(x, format)
 
 
 def given(formats=("e4m3", "e4m3"), m=24, n=48, k=64):
     (a, scale_a), (b, scale_b) = (
-        quantised(rows, k, seed=rows, format=format)
+        quantized(rows, k, seed=rows, format=format)
         for rows, format in zip((m, n), formats, strict=True)
     )
     return a, b, scale_a, scale_b

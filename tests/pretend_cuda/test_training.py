@@ -21,7 +21,7 @@ WAITS = {
     ("event", "training/step.py:read"),  # loss and gradient norm of the step before
     ("tolist", "optim/_step_adamw.py:step"),  # STEP's dense phase: the change of second moments
 }
-"""Of an optimiser step, each at most once."""
+"""Of an optimizer step, each at most once."""
 
 TIMED = ("tokens_per_second", "data_wait", "mfu_dense")
 """Of a line of the record, what depends on the clock."""

@@ -39,7 +39,7 @@ VARIANTS = [
     ("slope", {"n": 1, "m": 4}),
 ]
 CASES = [(name, {}) for name in sp.list_methods()] + VARIANTS
-CONVOLVED = [case for case in CASES if not registry.get("method", case[0]).linear_only]
+CONVOLVED = [case for case in CASES if "convolution" in registry.get("method", case[0]).layer_kinds]
 """Cases that convolutions have too."""
 
 
@@ -154,7 +154,7 @@ def sparsify(model, method, **options):
 
 
 def optimizer_for(method, parameters, cls=torch.optim.AdamW, **options):
-    """The kind of optimiser that ``method`` needs, else ``cls``."""
+    """The kind of optimizer that ``method`` needs, else ``cls``."""
     if method == "step":
         from sparsepretrain.optim import StepAdamW
 
@@ -171,7 +171,7 @@ def draw(*shape, seed=0, dtype=torch.float64):
 def build(
     method, options=None, *, dtype=torch.float64, seed=0, cls=torch.optim.AdamW, net=Net, **settings
 ):
-    """(model, optimiser, attached sparsifier)."""
+    """(model, optimizer, attached sparsifier)."""
     model = net(dtype, seed)
     sparsifier = sparsify(model, method, **options or {})
     optimizer = optimizer_for(method, model.parameters(), cls, **settings)

@@ -42,7 +42,7 @@ def plain(weights, x, project):
         return model(x)
 
 
-# weights that change outside an optimiser
+# weights that change outside an optimizer
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -215,7 +215,7 @@ def test_noise_is_equal_for_every_way_to_call_the_model(how):
                 y = call(model, x[i : i + size])
                 (y * g[i : i + size, :, : y.shape[-1]]).sum().backward()
             optimizer.step()
-        assert handle._state.micro == 0 and handle.completed_steps == 2
+        assert handle._state.clock.micro == 0 and handle.completed_steps == 2
         results.append(gradients_of(model))
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=1e-9, atol=1e-11)
@@ -230,10 +230,10 @@ def test_micro_batches_restart_after_a_skipped_step_with_frozen_layers(frozen):
     model = Net()
     getattr(model, frozen).weight.requires_grad_(False)
     handle = sparsify(model, "sste")
-    for _ in range(2):  # no optimiser step between them, as when a loss scaler skips one
+    for _ in range(2):  # no optimizer step between them, as when a loss scaler skips one
         for micro in range(3):
             draw_loss(model).backward()
-            assert handle._state.micro == micro
+            assert handle._state.clock.micro == micro
         model.zero_grad()
 
 
@@ -256,11 +256,11 @@ def test_two_sparsifiers_of_one_seed_draw_differently():
         sp.sparsifier_of(model)
 
 
-# optimisers
+# optimizers
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation, as it is usually written (arXiv:2010.01412)."""
+    """Sharpness-aware minimization, as it is usually written (arXiv:2010.01412)."""
 
     def __init__(self, params, base, rho=0.05, **options):
         super().__init__(params, {"rho": rho, **options})

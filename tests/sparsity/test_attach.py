@@ -22,7 +22,7 @@ def train(model, optimizer, steps=3):
 
 @pytest.mark.parametrize("kind", ["plain", "fused", "closure"])
 def test_forgotten_attach_warns_once(kind, recwarn):
-    """Fused optimisers do not bump the version of a weight; a loop may drop the handle at once."""
+    """Fused optimizers do not bump the version of a weight; a loop may drop the handle at once."""
     model = Net()
     sparsify(model, "srste")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=kind == "fused")
@@ -42,7 +42,7 @@ def test_correct_loops_do_not_warn():
         model, other = Net(), Net()
         handle = sparsify(model, "srste")
         optimizer = torch.optim.AdamW(model.parameters())
-        optimizer.step()  # changes nothing: some frameworks do this to initialise
+        optimizer.step()  # changes nothing: some frameworks do this to initialize
         train(other, torch.optim.SGD(other.parameters(), lr=0.1))  # holds no sparse weight
         handle.attach(optimizer)
         train(model, optimizer)

@@ -45,7 +45,8 @@ RULES = [
     pytest.param(method, options, geometry, id=f"{name}-{geometry}")
     for (method, options), name in zip(CONVOLVED, IDS, strict=True)
     for geometry, arguments in GEOMETRIES.items()
-    if not (registry.get("method", method).mixes_outputs and "groups" in arguments)  # refused
+    if "grouped convolution" in registry.get("method", method).layer_kinds
+    or "groups" not in arguments  # refused
 ]
 
 

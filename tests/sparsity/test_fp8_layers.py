@@ -128,7 +128,7 @@ def test_operands_have_the_formats_of_the_recipe(method, options, precision, kin
 
 
 @every_case
-def test_evaluation_and_densified_weights_are_not_quantised(method, options):
+def test_evaluation_and_densified_weights_are_not_quantized(method, options):
     model, optimizer, _ = build(method, options | HYBRID, dtype=torch.float32)
     train(model, optimizer, 0, 2)
     x = draw(4, 8, 16, dtype=torch.float32)

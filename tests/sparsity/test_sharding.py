@@ -170,7 +170,7 @@ def perform(steps, mesh):
         ("shard prepare", "'0' is sharded already: the order is sparsify,"),
         ("shard attach", "call sparsifier.prepare_sharding.. in between"),
         ("prepare attach", "'0' was prepared and is not sharded"),
-        ("optimizer prepare shard attach", "missing in the optimiser: .*after fully_shard"),
+        ("optimizer prepare shard attach", "missing in the optimizer: .*after fully_shard"),
         ("prepare shard run", "call fully_shard.model. and sparsifier.attach.optimizer. before"),
         ("prepare run", "call fully_shard.model. and sparsifier.attach.optimizer. before"),
         ("prepare shard attach densify", "cannot be densified"),

@@ -1,4 +1,4 @@
-"""Riding on the optimiser: decay once, loss scales, closures, phases, metrics."""
+"""Riding on the optimizer: decay once, loss scales, closures, phases, metrics."""
 
 import copy
 import warnings
@@ -186,7 +186,7 @@ def test_micro_batches_restart_after_a_skipped_step(stated):
                 x = draw(4, 8, 16, seed=micro, dtype=torch.float32)
                 loss = model(x).square().mean()
                 scaler.scale(loss * (torch.inf if poison else 1)).backward()
-                assert sparsifier._state.micro == micro
+                assert sparsifier._state.clock.micro == micro
             last = gradients(model)
             scale = scaler.get_scale()
             scaler.step(optimizer)
@@ -202,7 +202,7 @@ def test_forwards_before_the_first_backward_are_counted():
     losses = []
     for micro in range(3):
         losses.append(model(draw(4, 8, 16, seed=micro)).square().sum())
-        assert sparsifier._state.micro == micro
+        assert sparsifier._state.clock.micro == micro
     sum(losses).backward()
 
 

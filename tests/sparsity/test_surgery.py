@@ -143,9 +143,9 @@ def test_repr_names_method_layers_and_step():
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (None, "needs a torch optimiser, got NoneType"),
-        (Net(), "needs a torch optimiser, got Net"),
-        (torch.optim.SGD(Net().parameters(), lr=1.0), "missing in the optimiser: fc1, fc2"),
+        (None, "needs a torch optimizer, got NoneType"),
+        (Net(), "needs a torch optimizer, got Net"),
+        (torch.optim.SGD(Net().parameters(), lr=1.0), "missing in the optimizer: fc1, fc2"),
     ],
 )
 def test_attach_refuses_wrong_optimizers(optimizer, words):
@@ -165,7 +165,7 @@ def test_attach_twice_is_refused_and_detach_allows_it():
     frozen = nn.Parameter(torch.ones(3))
     partial = torch.optim.SGD([model.fc1.weight, frozen], lr=0.1)
     sparsifier.detach()
-    with pytest.raises(ConfigError, match=r"optimiser: fc2$"):
+    with pytest.raises(ConfigError, match=r"optimizer: fc2$"):
         sparsifier.attach(partial)
 
 

@@ -142,7 +142,7 @@ def test_what_cannot_be_searched(
 def test_a_mask_rule_of_its_own_is_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     from sparsepretrain.sparsity.methods.srste import SRSTE
 
-    monkeypatch.setattr(SRSTE, "flip_rule", None)
+    monkeypatch.setattr(SRSTE, "mask", lambda own, weight, dim: weight > 0)
     run = tiny.load("sparsity=srste")
     with pytest.raises(ConfigError, match="sparsity=srste chooses masks by a rule of its own"):
         Search(run, (1e-4,), INTERVAL, 2)

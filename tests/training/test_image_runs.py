@@ -42,7 +42,7 @@ def train(tiny, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:StepAdamW switched")
 def test_every_method_trains(train, method, model):
-    if registry.get("method", method).linear_only and model == "resnet":
+    if "convolution" not in registry.get("method", method).layer_kinds and model == "resnet":
         with pytest.raises(ConfigError, match=method):
             train(model, f"sparsity={method}", "sparsity.targets=all")
         return

@@ -1,4 +1,4 @@
-"""One optimiser step: what is averaged, clipped, decayed, scaled, and when nothing is updated."""
+"""One optimizer step: what is averaged, clipped, decayed, scaled, and when nothing is updated."""
 
 import copy
 import io
@@ -77,9 +77,9 @@ def test_clip_limits_the_update_and_records_the_unclipped_norm(tiny):
     assert norms["0.25"] == pytest.approx((unclipped, 0.25), rel=1e-4)  # the norm before clipping
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
-def test_weight_decay_on_matrices_only(tiny, optimiser):
-    t = tiny.build(f"optim={optimiser}", "optim.weight_decay=0.3", "model.bias=true")
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_weight_decay_on_matrices_only(tiny, optimizer):
+    t = tiny.build(f"optim={optimizer}", "optim.weight_decay=0.3", "model.bias=true")
     decay = {id(p): g["weight_decay"] for g in t.optimizer.param_groups for p in g["params"]}
     names = {name: decay[id(p)] for name, p in t.model.named_parameters()}
     assert len(names) == len(decay) == len(list(t.model.parameters()))
@@ -96,10 +96,10 @@ def test_recorded_learning_rate_is_the_one_used(tiny):
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimiser"), [("bf16", "adamw"), ("fp16", "sgd"), ("fp8_sim", "adamw")]
+    ("precision", "optimizer"), [("bf16", "adamw"), ("fp16", "sgd"), ("fp8_sim", "adamw")]
 )
-def test_precisions_train_with_fp32_masters(tiny, precision, optimiser):
-    changes = (f"optim={optimiser}", "optim.lr=1e-2", "schedule=constant")
+def test_precisions_train_with_fp32_masters(tiny, precision, optimizer):
+    changes = (f"optim={optimizer}", "optim.lr=1e-2", "schedule=constant")
     full = losses(tiny, *changes)
     outcome = tiny.train(*changes, f"precision={precision}")
     half = [line["loss"] for line in metrics(outcome.directory)]

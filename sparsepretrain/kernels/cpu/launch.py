@@ -40,7 +40,7 @@ _SOURCES = hashlib.sha256(
 class _Disjoint(Compiler):
     """No argument shares memory with an array that is written.
 
-    Without that promise LLVM does not vectorise loops over several rows.
+    Without that promise LLVM does not vectorize loops over several rows.
     """
 
     def __init__(self, *args: Any) -> None:

@@ -1,6 +1,6 @@
 """Unbiased 2:4 estimates in loops, the names and the order of :mod:`sparsepretrain.kernels.mvue24`.
 
-A group of four is a tuple; the neighbours in memory, one per feature, are what is vectorised.
+A group of four is a tuple; the neighbors in memory, one per feature, are what is vectorized.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _power(largest, wide):
 
 
 @inlined
-def _normalise(a, least, tiny, factor, zero, infinity, wide):
+def _normalize(a, least, tiny, factor, zero, infinity, wide):
     """(magnitudes over a power of two, that power, the magnitude from which an entry stays)."""
     low, high = numpy.minimum(a[0], a[1]), numpy.maximum(a[0], a[1])
     low2, high2 = numpy.minimum(a[2], a[3]), numpy.maximum(a[2], a[3])
@@ -159,7 +159,7 @@ def _estimate(fours, out, tokens, given, k0, k1, least, tiny, factor, saturation
         for f in range(fours.shape[2]):
             x = fours[g, 0, f], fours[g, 1, f], fours[g, 2, f], fours[g, 3, f]
             a = abs(x[0]), abs(x[1]), abs(x[2]), abs(x[3])
-            b, scale, stays = _normalise(a, least, tiny, factor, zero, infinity, wide)
+            b, scale, stays = _normalize(a, least, tiny, factor, zero, infinity, wide)
             if exact is None:
                 y = _approximate(b, r[0, f], r[1, f], scale, stays, saturation, zero, infinity)
             else:

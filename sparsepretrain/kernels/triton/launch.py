@@ -24,7 +24,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK = 2048
 """Elements per program of the streaming kernels: 16 per thread with 4 warps."""
 LANES = 128
-"""Rows per program where groups lie across memory: neighbouring rows are read together."""
+"""Rows per program where groups lie across memory: neighboring rows are read together."""
 if INTERPRETED:  # it costs milliseconds per program, whatever the size
     BLOCK, LANES = BLOCK * 32, LANES * 32
 

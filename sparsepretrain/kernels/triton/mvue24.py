@@ -36,7 +36,7 @@ from sparsepretrain.kernels.triton.tiles import (
 _TINY: tl.constexpr = tl.constexpr(2.0**-126)
 _LEAST: tl.constexpr = tl.constexpr(2.0**-149)
 _FLOOR: tl.constexpr = tl.constexpr(2.0**-96)
-"""Entries below this part of the largest are dropped; see ``mvue24._normalise``."""
+"""Entries below this part of the largest are dropped; see ``mvue24._normalize``."""
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
@@ -123,7 +123,7 @@ def _sample(
 
 @triton.jit
 def _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT: tl.constexpr):
-    b0, b1, b2, b3, scale, stays = _normalise(tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3))
+    b0, b1, b2, b3, scale, stays = _normalize(tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3))
     if EXACT:
         y0, y1, y2, y3 = _exact(b0, b1, b2, b3, r0, scale, stays, saturation)
     else:
@@ -137,7 +137,7 @@ def _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _normalise(a0, a1, a2, a3):
+def _normalize(a0, a1, a2, a3):
     """(magnitudes over a power of two, that power, the magnitude from which an entry stays)."""
     low, high, low2, high2 = minimum(a0, a1), maximum(a0, a1), minimum(a2, a3), maximum(a2, a3)
     second = minimum(maximum(low, low2), minimum(high, high2))

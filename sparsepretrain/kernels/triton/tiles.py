@@ -128,7 +128,7 @@ def store_code(
     """Flags (rows, groups) of fours in bits, eight of a row of memory to a byte.
 
     Groups along memory: two groups are a byte. Otherwise (``row`` counts columns) eight
-    neighbouring columns are, for each of the four.
+    neighboring columns are, for each of the four.
     """
     group = first + tl.arange(0, TILE.GROUPS)
     mask = (row < count)[:, None] & (group < groups)[None, :]

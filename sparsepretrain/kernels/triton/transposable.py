@@ -157,7 +157,7 @@ def _half(bits, BF16: tl.constexpr):
 
 @triton.jit
 def _four(w, starts, block, mask, length, TILE: tl.constexpr, BF16: tl.constexpr):
-    """Four neighbours of a line; of 16 bits each, they are one word."""
+    """Four neighbors of a line; of 16 bits each, they are one word."""
     if w.data.dtype.element_ty == tl.int64:
         place = block + tl.arange(0, TILE.GROUPS)
         inside = mask[:, None] & (place < length)[None, :]

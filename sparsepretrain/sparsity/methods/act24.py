@@ -8,7 +8,7 @@ from typing import Literal
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Operand, Row
-from sparsepretrain.sparsity.method import Problems, Tensor, X
+from sparsepretrain.sparsity.method import FineTuning, Problems, Tensor, X
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,8 +41,8 @@ class Act24(Method):
     Options = Act24Options
     summary = "2:4 activations by magnitude: along in-features (fprop), along tokens (wgrad)"
     paper = "arXiv:2503.16672 (slot only)"
-    finetunes_as = "dense"
-    linear_only = True
+    finetuning = FineTuning("dense")
+    layer_kinds = ("linear",)
 
     @property
     def sparse_row(self) -> Row:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Operand, Phase, Projection, Row
-from sparsepretrain.sparsity.method import Layer, Tensor
+from sparsepretrain.sparsity.method import FineTuning, Layer, Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,8 +51,7 @@ class ASP(StoredMask):
     paper = "arXiv:2104.08378"
     phases = "dense, then one fixed mask"
     settles = "at"
-    timed: ClassVar[dict[str, dict[str, Any]]] = {"": {"at": 0.0}}
-    finetune_options: ClassVar[dict[str, Any]] = {"at": 0.0}
+    finetuning = FineTuning(options={"at": 0.0})
 
     @property
     def sparse_row(self) -> Row:

@@ -19,7 +19,7 @@ class BiMaskOptions(MethodOptions):
     decay: Annotated[float, "≥ 0"] = 2.0e-4
     """λ of the masked decay on gradients, with the forward mask."""
     every: Annotated[int, "≥ 1"] = 100
-    """Optimiser steps between two searches for a row permutation."""
+    """Optimizer steps between two searches for a row permutation."""
     candidates: Annotated[int, "≥ 1"] = 100
     """Random permutations per search; the current one is always a candidate too."""
 
@@ -36,8 +36,7 @@ class BiMask(MaskedDecay):
     summary = "forward and backward masks, rows permuted for the backward one"
     paper = "arXiv:2302.06058 (ICML 2023)"
     phases = "permutation every 100 steps"
-    searches = "every"
-    mixes_outputs = True
+    layer_kinds = ("linear", "convolution")  # the permutation mixes rows of all groups
     needs_whole = True
 
     @property

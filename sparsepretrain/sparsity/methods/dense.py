@@ -18,7 +18,7 @@ class DenseOptions(MethodOptions):
     flip_rule: Literal["magnitude", "transposable"] = "magnitude"
     """Masks compared: N:M by magnitude, or the transposable ones of T-SR-STE (2:4 only)."""
     refresh: Annotated[int, "≥ 1"] = 1
-    """Optimiser steps between two comparisons; T-SR-STE's is 40."""
+    """Optimizer steps between two comparisons; T-SR-STE's is 40."""
 
     def problems(self) -> Problems:
         yield from MethodOptions.problems(self)

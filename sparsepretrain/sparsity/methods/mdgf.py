@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Projection, Row
-from sparsepretrain.sparsity.method import Layer, Tensor
+from sparsepretrain.sparsity.method import FineTuning, Layer, Tensor
 from sparsepretrain.sparsity.methods.ste import STE
 
 
@@ -38,7 +38,7 @@ class MDGF(STE):
     summary = "pruned weights are scaled by d, which decays from 1 to 0"
     paper = "arXiv:2402.04744"
     phases = "(M + d(1-M))∘W until d is 0"
-    finetunes_as = "ste"
+    finetuning = FineTuning("ste")
     settles = "until"
     binary = False
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Row
+from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.methods.ste import STE
 
 
@@ -38,7 +39,7 @@ class SDGF(STE):
     summary = "STE with a pattern that tightens from (m-1):m to n:m"
     paper = "arXiv:2402.04744"
     phases = "(m-1):m, m/2:m, …, then n:m"
-    finetunes_as = "ste"
+    finetuning = FineTuning("ste")
     settles = "until"
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:

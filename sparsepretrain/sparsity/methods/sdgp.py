@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Row
-from sparsepretrain.sparsity.method import AnyKey, Problems, Tensor
+from sparsepretrain.sparsity.method import AnyKey, FineTuning, Problems, Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class SDGP(Method):
     Options = SDGPOptions
     summary = "prunes the output gradient of dgrad only"
     paper = "arXiv:2202.00774 (ICPR 2022)"
-    finetunes_as = "dense"
+    finetuning = FineTuning("dense")
 
     @property
     def sparse_row(self) -> Row:

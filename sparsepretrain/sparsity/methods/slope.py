@@ -50,7 +50,8 @@ class SLoPe(StoredMask):
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
-        self.linear_only = options.adapters.rank > 0
+        if options.adapters.rank:
+            self.layer_kinds = ("linear",)
         start = options.adapters.start if options.adapters.rank else 0.0
         self._first = max(self.steps_of(start, "adapters.start"), self.window[0])
         self._adapting = False
@@ -105,13 +106,6 @@ class SLoPe(StoredMask):
         forward = kernels.apply_mask(weight, layer.mask)
         second = kernels.nm_mask(forward, *self.pattern, dim=1 - layer.dim)
         return Projection(forward, layer.mask, kernels.apply_mask(forward, second))
-
-    def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
-        if not self._adapting:
-            return None
-        from torch.nn.functional import linear
-
-        return linear(linear(x, layer.right), layer.left)
 
     def low_rank(self, layer: Layer) -> tuple[Tensor, Tensor] | None:
         return (layer.left, layer.right) if self._adapting else None

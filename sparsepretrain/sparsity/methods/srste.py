@@ -53,12 +53,12 @@ class SRSTEOptions(RampedDecayOptions):
     """Options of SR-STE."""
 
     decay_on: Literal["gradient", "weight"] = "gradient"
-    """gradient: dW + λ(1-M)∘W before the optimiser; weight: W -= lr·λ(1-M)∘W after it."""
+    """gradient: dW + λ(1-M)∘W before the optimizer; weight: W -= lr·λ(1-M)∘W after it."""
 
 
 @register("method", "srste")
 class SRSTE(MaskedDecay, STE):
-    """STE with masked decay, added once per optimiser step after clipping."""
+    """STE with masked decay, added once per optimizer step after clipping."""
 
     Options = SRSTEOptions
     summary = "STE plus masked decay λ on pruned weights"

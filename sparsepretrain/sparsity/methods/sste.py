@@ -1,14 +1,14 @@
-"""S-STE: a continuous pruning function with a scale frozen at initialisation."""
+"""S-STE: a continuous pruning function with a scale frozen at initialization."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Projection, Row
-from sparsepretrain.sparsity.method import DGRAD, MVUE, Layer, Problems, Tensor
+from sparsepretrain.sparsity.method import DGRAD, MVUE, FineTuning, Layer, Problems, Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class SSTEOptions(MethodOptions):
     beta: Literal["mse", "l1", "none"] = "mse"
     """Scale: least squares ⟨W,S⟩/⟨S,S⟩, same L1 norm, or 1; S-STE Table 2."""
     beta_update: Literal["init", "step"] = "init"
-    """Frozen after weight initialisation, or recomputed every step; S-STE Figure 4."""
+    """Frozen after weight initialization, or recomputed every step; S-STE Figure 4."""
     mvue: Literal["gradient", "none", "weight"] = "gradient"
     """Unbiased 2:4 sampling: of the output gradient for wgrad, of the weight for dgrad, or none."""
     estimator: Literal["approximate", "exact"] = "approximate"
@@ -41,10 +41,7 @@ class SSTE(Method):
     Options = SSTEOptions
     summary = "soft threshold, frozen scale β, MVUE on the weight gradient"
     paper = "arXiv:2409.09099 (NeurIPS 2024)"
-    flip_rule = None
-    function_options = ("gamma", "beta")
-    finetune_options: ClassVar[dict[str, Any]] = {"mvue": "none"}
-    timed: ClassVar[dict[str, dict[str, Any]]] = {"mvue=none": {"mvue": "none"}, "": {}}
+    finetuning = FineTuning(options={"mvue": "none"}, same=("gamma", "beta"))
     """As in S-STE, Table 6, and the authors' code."""
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:

@@ -9,14 +9,14 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim.adamw import AdamWOptions
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import Method, MethodOptions, Operand, Phase, Row
-from sparsepretrain.sparsity.method import Optimizer, Problems, Tensor
+from sparsepretrain.sparsity.method import FineTuning, Optimizer, Problems, Tensor
 from sparsepretrain.sparsity.methods.srste import MaskedDecay
 from sparsepretrain.sparsity.methods.ste import STE
 
 
 @dataclass(slots=True, kw_only=True)
 class STEPOptions(MethodOptions):
-    """Options of STEP; those of the optimiser are explained at ``StepAdamW``."""
+    """Options of STEP; those of the optimizer are explained at ``StepAdamW``."""
 
     option: Literal[1, 2] = 1
     """AutoSwitch: arithmetic (1) or geometric (2) mean of the change of the second moment."""
@@ -40,17 +40,13 @@ class STEPOptions(MethodOptions):
 
 @register("method", "step")
 class STEP(MaskedDecay, STE):
-    """Two phases that the optimiser decides; evaluation is N:M in both."""
+    """Two phases that the optimizer decides; evaluation is N:M in both."""
 
     Options = STEPOptions
     summary = "dense until AutoSwitch, then STE with a frozen second moment"
     paper = "arXiv:2302.01172 (ICML 2023)"
     phases = "dense until AutoSwitch; evaluation always"
-    timed: ClassVar[dict[str, dict[str, Any]]] = {
-        "dense phase": {"clipping": [1.0, 1.0]},
-        "sparse phase": {"clipping": [0.0, 0.0]},
-    }
-    finetunes_as = "ste"
+    finetuning = FineTuning("ste")
     scalars: ClassVar[dict[str, int]] = {"trains_dense": 1}  # 1 until AutoSwitch has switched
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
@@ -63,7 +59,7 @@ class STEP(MaskedDecay, STE):
         return Row(A=self.nm("M∘W"), **decays)
 
     def phase_of(self, step: int) -> Phase:
-        """Inside the window evaluation is N:M, training once the optimiser has switched."""
+        """Inside the window evaluation is N:M, training once the optimizer has switched."""
         phase = Method.phase_of(self, step)
         if phase.training and self.state["trains_dense"]:
             return Phase(False, True, "until AutoSwitch")

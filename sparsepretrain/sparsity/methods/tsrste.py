@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import Method, Operand, Row, Window
-from sparsepretrain.sparsity.method import MVUE, Layer, Problems, Tensor
+from sparsepretrain.sparsity import Method, Operand, Phase, Row, Window
+from sparsepretrain.sparsity.method import MVUE, FineTuning, Layer, Problems, Tensor
 from sparsepretrain.sparsity.methods.asp import StoredMask
 from sparsepretrain.sparsity.methods.srste import MaskedDecay, RampedDecayOptions
 
@@ -31,7 +31,7 @@ class TSRSTEOptions(RampedDecayOptions):
     decay: Annotated[float, "≥ 0"] = 6.0e-5
     """λ of the masked decay on gradients (GPT-2 124M; between 6e-6 and 1e-3 elsewhere)."""
     refresh: Annotated[int, "≥ 1"] = 40
-    """Optimiser steps between two mask searches (GPT-2, BERT)."""
+    """Optimizer steps between two mask searches (GPT-2, BERT)."""
     mvue: Literal["gradient", "none"] = "gradient"
     """Unbiased 2:4 sampling of the output gradient for wgrad, or none."""
     estimator: Literal["approximate", "exact"] = "approximate"
@@ -54,13 +54,8 @@ class TSRSTE(MaskedDecay, StoredMask):
     summary = "transposable mask every 40 steps, masked decay, MVUE, dense tail"
     paper = "arXiv:2404.01847 (ICML 2024)"
     phases = "last 1/6 dense; mask every 40 steps"
-    flip_rule = "transposable"
-    function_options = ("dense_tail",)
-    finetunes_as = "dense"
-    finetune_options: ClassVar[dict[str, Any]] = {"mvue": "none"}
-    timed: ClassVar[dict[str, dict[str, Any]]] = {"mvue=none": {"mvue": "none"}, "": {}}
+    finetuning = FineTuning("dense", {"mvue": "none"}, same=("dense_tail",))
     """As in S-STE, Table 6, and the authors' code."""
-    searches = "refresh"
 
     @property
     def sparse_row(self) -> Row:
@@ -76,9 +71,13 @@ class TSRSTE(MaskedDecay, StoredMask):
     def window_steps(self, window: Window) -> tuple[int, float]:
         start, stop = Method.window_steps(self, window)
         tail = self.options.dense_tail
-        first = self.steps_of(1 - tail, "dense_tail") if tail else math.inf
-        self.ends_by = "dense_tail" if first <= stop else self.ends_by
-        return start, min(stop, first)
+        return start, min(stop, self.steps_of(1 - tail, "dense_tail") if tail else math.inf)
+
+    def phase_of(self, step: int) -> Phase:
+        phase, stop = Method.phase_of(self, step), self.window[1]
+        if step >= stop and stop != Method.window_steps(self, self.options.window)[1]:
+            return phase._replace(why=f"since step {stop} (dense_tail)")
+        return phase
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         return transposable(weight)

@@ -28,7 +28,7 @@ class DescentOptions(ProbeOptions):
 
 @register("probe", "descent")
 class Descent(Probe):
-    """Changes of the loss of a step's own batch along the update ΔW that the optimiser made of it.
+    """Changes of the loss of a step's own batch along the update ΔW that the optimizer made of it.
 
     ``predicted``: ⟨∇L, ΔW⟩ with the gradient that the backward gave, straight through and, where
     the method samples, with its noise. ``actual_<ε>``: L(W + εΔW) - L(W), masks chosen anew; at

@@ -1,8 +1,8 @@
-"""Who rides on which optimiser, and a warning where another one updates sparse weights.
+"""Which optimizer carries the hooks of a sparse model, and warnings where none does.
 
-Such a loop runs without an error and trains something else: no masked decay, no mask search, no
-phases, no flip rates. An optimiser tells every step to PyTorch's global hooks, so nothing is
-guessed from forwards or from weights, and no device is waited for.
+A loop without the hooks runs without an error and trains something else: no masked decay, no mask
+search, no phases, no flip rates. Optimizers report each step to PyTorch's global hooks, so the
+warnings need no guesses from forwards or weights, and wait for no device.
 """
 
 from __future__ import annotations
@@ -25,26 +25,29 @@ from sparsepretrain.errors import SparsePretrainWarning
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.model_state import ModelState
 
-_Found = dict["ModelState", tuple[Any, int]]
+_Suspects = dict["ModelState", tuple[Any, int]]
 
 living: WeakSet[Any] = WeakSet()  # all sparse layers of the process, copies included
-_riders: WeakKeyDictionary[ModelState, tuple[ref[Optimizer], tuple[Any, ...]]] = WeakKeyDictionary()
-# optimiser -> its param_groups when nothing was wrong with it, or was said; until a layer or rider
-# comes or goes
+stepping: WeakSet[ModelState] = WeakSet()  # models whose attached optimizer is inside its step
+_attached: WeakKeyDictionary[ModelState, tuple[ref[Optimizer], tuple[Any, ...]]] = (
+    WeakKeyDictionary()
+)
+_detached: WeakSet[ModelState] = WeakSet()  # trained without the hooks on purpose
+# optimizer -> number of param groups checked; cleared when a layer or an attachment changes
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-# during a step: models whose weights it holds without their hooks, and their steps so far
-_suspects: WeakKeyDictionary[Optimizer, _Found] = WeakKeyDictionary()
+# optimizer inside its step -> models whose weights it holds without their hooks, and their steps
+_suspects: WeakKeyDictionary[Optimizer, _Suspects] = WeakKeyDictionary()
 _released: WeakSet[Optimizer] = WeakSet()  # carried the hooks of a model that was densified
 # sparse layer with a frozen weight -> a few values of the weight at its last evaluation
 _frozen_values: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
-_listening: list[Any] = []  # the handles of the global hooks, once there are some
+_global_hooks: list[Any] = []
 
 
 def watch(layer: Any) -> None:
-    """Look at every step of every optimiser that updates this sparse layer."""
-    if not _listening:
-        _listening.append(register_optimizer_step_pre_hook(_before))
-        _listening.append(register_optimizer_step_post_hook(_after))
+    """Check every optimizer step that updates this sparse layer."""
+    if not _global_hooks:
+        _global_hooks.append(register_optimizer_step_pre_hook(_before))
+        _global_hooks.append(register_optimizer_step_post_hook(_after))
     living.add(layer)
     _checked.clear()
 
@@ -78,43 +81,50 @@ def warn_if_frozen_changed(layer: Any) -> None:
 
 
 def forget_frozen(layer: Any) -> None:
-    """Accept the weight as it is: a state dict was loaded."""
+    """Accept the present frozen weight: a state dict was loaded."""
     _frozen_values.pop(layer, None)
 
 
-def riding(state: ModelState) -> Optimizer | None:
-    """The optimiser that carries the hooks of a sparse model, if it still exists."""
-    return _riders[state][0]() if state in _riders else None
+def attached_optimizer(state: ModelState) -> Optimizer | None:
+    """Return the optimizer that carries the hooks of a sparse model, if it still exists."""
+    return _attached[state][0]() if state in _attached else None
 
 
-def ride(state: ModelState, optimizer: Optimizer, before: Any, after: Any) -> None:
-    """``optimizer`` carries two step hooks from now on, which :func:`dismount` removes."""
+def attach(state: ModelState, optimizer: Optimizer, before: Any, after: Any) -> None:
+    """Register two step hooks on ``optimizer``, which :func:`detach` removes."""
     _checked.clear()
     hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-    _riders[state] = ref(optimizer), hooks
-    state.expects_attach = True
+    _attached[state] = ref(optimizer), hooks
+    _detached.discard(state)
 
 
-def dismount(state: ModelState, *, densified: bool = False) -> None:
-    """Remove the hooks; training without them is on purpose now, but not what was densified."""
+def detach(state: ModelState, *, densified: bool = False) -> None:
+    """Remove the hooks.
+
+    Training without them is on purpose from now on, unless the model was ``densified``.
+    """
     _checked.clear()
-    optimizer = riding(state)
-    for hook in _riders.pop(state, (None, ()))[1]:
+    optimizer = attached_optimizer(state)
+    for hook in _attached.pop(state, (None, ()))[1]:
         hook.remove()
-    state.expects_attach = densified
-    if densified and optimizer is not None:
+    if not densified:
+        _detached.add(state)
+        return
+    _detached.discard(state)
+    if optimizer is not None:
         _released.add(optimizer)
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Find sparse weights that ``optimizer`` holds without the hooks of their model."""
     if _checked.get(optimizer) == len(optimizer.param_groups):
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     layers = [layer for layer in living if id(layer.weight) in held]
-    found: _Found = {}
+    found: _Suspects = {}
     for layer in sorted(layers, key=lambda layer: layer.sparsity.index):
         state = layer.sparsity.model
-        if state.expects_attach and riding(state) is not optimizer:
+        if state not in _detached and attached_optimizer(state) is not optimizer:
             found.setdefault(state, (layer, state.step))
     if optimizer in _released:
         _released.discard(optimizer)
@@ -132,23 +142,25 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Warn about models of :func:`_before` whose hooks did not run during the step."""
     found = _suspects.pop(optimizer, None)
     if not found:
         return
     # A wrapper such as SAM steps another optimizer inside its own step; either may have the hooks.
+    followed = {s for s, (_, step) in found.items() if s.step != step or s in stepping}
     wrong = {
         state: layer
-        for state, (layer, step) in found.items()
-        if state.step == step and not state.stepping and layer.weight.grad is not None
+        for state, (layer, _) in found.items()
+        if state not in followed and layer.weight.grad is not None
     }
-    if wrong or all(s.step != step or s.stepping for s, (_, step) in found.items()):
+    if wrong or len(followed) == len(found):
         _checked[optimizer] = len(optimizer.param_groups)
     for state, layer in wrong.items():
-        other = riding(state)
-        rides = "no optimiser" if other is None else f"another optimiser ({type(other).__name__})"
+        other = attached_optimizer(state)
+        to = "no optimizer" if other is None else f"another optimizer ({type(other).__name__})"
         warnings.warn(
             f"{type(optimizer).__name__} updated the sparse layer {layer.sparsity.layer_name!r} "
-            f"({state.method.options.name}), but the sparsifier rides on {rides}: masks, masked "
+            f"({state.method.options.name}), but the sparsifier is attached to {to}: masks, masked "
             "decay, phases and flip rates do not follow; call sparsifier.attach(optimizer) (of a "
             "copy: sparsifier_of(model).attach(optimizer))",
             SparsePretrainWarning,
