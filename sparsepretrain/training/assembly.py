@@ -24,8 +24,9 @@ from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import compilation
 from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.gradients import gradients
+from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.identity import weights_hash
-from sparsepretrain.training.observers import EMA
+from sparsepretrain.training.observers import EMA, Flips
 from sparsepretrain.training.precision import Options, compute_dtype, fp8_formats, set_numerics
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.world import World
@@ -90,6 +91,7 @@ def build_session(
     forward_model = compilation.compiled(model, mode)
     each = run.batch.size // (run.batch.micro * world.size)
     share = range(world.rank * each, (world.rank + 1) * each)
+    ema = None if run.ema is None else EMA(model, run.ema)
     session = Session(
         run=run,
         world=world,
@@ -104,7 +106,9 @@ def build_session(
             task, run.batch.size, run.batch.micro, world.device, run.workers, share
         ),
         gradients=gradients(run.parallel, task, forward_model, world),
-        ema=None if run.ema is None else EMA(model, run.ema),
+        guard=Guard(run.guard),
+        observers=[Flips(sparsifier), *([] if ema is None else [ema])],
+        ema=ema,
         on_progress=console.progress,
         initial_weights=initial_weights,
     )

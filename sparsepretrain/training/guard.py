@@ -1,4 +1,4 @@
-"""Whether a step may change the weights, by its loss and the norm of its gradients."""
+"""Decide from loss and gradient norm if a step may change the weights."""
 
 from __future__ import annotations
 
@@ -6,37 +6,32 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
-from torch import Tensor
+from typing import Any, Literal
 
 from sparsepretrain.errors import DivergedError
-
-if TYPE_CHECKING:
-    from sparsepretrain.training.session import Session
 
 MAX_SKIPS = 10
 """Skipped steps in a row after which ``guard=skip`` and ``guard=spike`` give up."""
 
 MAX_OVERFLOWS = 50
-"""The same for gradients under loss scaling: so many halvings make any usable scale useless."""
+"""Overflows in a row under loss scaling after which the run stops: after 50 halvings no scale is
+usable."""
 
 SPIKE_WINDOW = 128
-"""Steps that a loss and a gradient norm are compared with; nothing is a spike before half of them.
+"""Steps that a loss and a gradient norm are compared with; no value is a spike before half of them.
 
 Window and width are those of OLMo's SkipStepOptimizer."""
 
 SPIKE_WIDTH = 6.0
-"""Standard deviations above the mean of the window from which on a value is a spike."""
+"""Standard deviations above the mean of the window beyond which a value is a spike."""
 
 
 class Guard:
-    """Judges steps before the optimizer sees them.
+    """Judge steps before the optimizer sees them.
 
-    A spike enters the window like every other value, so that a level which stays is accepted after
-    at most four steps. Where the method begins or ends to be sparse the loss jumps on purpose: the
-    window begins anew.
+    A spike enters the window like every other value, so a new level is accepted after at most four
+    steps. The loss jumps on purpose where the method begins or ends to be sparse: this clears the
+    window.
 
     Args:
         rule: ``guard`` of the configuration.
@@ -44,99 +39,88 @@ class Guard:
 
     def __init__(self, rule: Literal["stop", "skip", "spike"]) -> None:
         self.rule = rule
+        self.skipped = 0
+        """Steps without an update so far."""
+        self.skips_in_a_row = 0
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._sparse = False
 
     def accepts(
         self,
-        t: Session,
         loss: float,
         grad_norm: float,
         *,
         step: int,
+        sparse: bool,
+        scaled: bool,
         culprits: Callable[[], list[str]],
     ) -> bool:
-        """True if the weights may be updated; counted in the session.
+        """Return True if the weights may be updated, and count the step if not.
 
-        Under loss scaling an infinite gradient is an overflow: skipped whatever the rule.
+        Under loss scaling an infinite gradient is an overflow, which every rule skips.
 
         Args:
-            t: the session.
             loss: mean loss of the global batch.
             grad_norm: norm of all gradients, unscaled and not clipped.
             step: number of the step, from 1.
+            sparse: the step trains sparse.
+            scaled: the loss is scaled.
             culprits: names the parameters whose gradient is not finite, in the model's order.
 
         Raises:
-            DivergedError: ``rule`` does not allow to skip, or not once more.
+            DivergedError: ``rule`` allows no skip, or no further one.
         """
         finite = math.isfinite(loss + grad_norm)
-        if finite and not (self.rule == "spike" and self._is_spike(t, loss, grad_norm)):
-            t.skips_in_a_row = 0
+        if finite and not (self.rule == "spike" and self._is_spike(loss, grad_norm, sparse)):
+            self.skips_in_a_row = 0
             return True
-        t.skipped += 1
-        t.skips_in_a_row += 1
+        self.skipped += 1
+        self.skips_in_a_row += 1
         allowed = 0 if self.rule == "stop" else MAX_SKIPS
-        if t.scaler.is_enabled() and math.isfinite(loss):
+        if scaled and math.isfinite(loss):
             allowed = MAX_OVERFLOWS
-        if t.skips_in_a_row > allowed:
-            times = f", {t.skips_in_a_row} steps in a row" if allowed else ""
+        if self.skips_in_a_row > allowed:
+            times = f", {self.skips_in_a_row} steps in a row" if allowed else ""
             hint = "" if allowed else ", or continue past single steps with guard=skip"
             spike = "the loss or the gradient norm is a spike"
-            what = spike if finite else _culprit(loss, culprits)
+            cause = spike if finite else _culprit(loss, culprits)
             raise DivergedError(
-                f"step {step}: {what}{times}; nothing was updated. Lower optim.lr or clip{hint}"
+                f"step {step}: {cause}{times}; nothing was updated. Lower optim.lr or clip{hint}"
             )
         return False
 
-    def _is_spike(self, t: Session, loss: float, grad_norm: float) -> bool:
-        if self._sparse != t.sparsifier.sparse:
-            self._sparse = t.sparsifier.sparse
+    def _is_spike(self, loss: float, grad_norm: float, sparse: bool) -> bool:
+        if self._sparse != sparse:
+            self._sparse = sparse
             self._losses.clear()
             self._norms.clear()
-        # both windows take the value in: no short circuit
+        # both windows take their value: no short circuit
         return any([_far_above(self._losses, loss), _far_above(self._norms, grad_norm)])
 
     def state_dict(self) -> dict[str, Any]:
-        """The window; empty where the rule needs none."""
-        if self.rule != "spike":
-            return {}
-        return {"losses": [*self._losses], "norms": [*self._norms], "sparse": self._sparse}
+        """Return the counters, and the window if the rule needs it."""
+        state: dict[str, Any] = {"skipped": self.skipped, "skips_in_a_row": self.skips_in_a_row}
+        if self.rule == "spike":
+            state |= {"losses": [*self._losses], "norms": [*self._norms], "sparse": self._sparse}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; what another rule returned is empty."""
-        if self.rule == "spike" and state:
+        """Restore counters, and a window if both rules need it."""
+        self.skipped, self.skips_in_a_row = state["skipped"], state["skips_in_a_row"]
+        if self.rule == "spike" and "losses" in state:
             self._losses.extend(state["losses"])
             self._norms.extend(state["norms"])
             self._sparse = state["sparse"]
 
 
 def _far_above(window: deque[float], value: float) -> bool:
-    """Whether ``value`` is a spike over the window, which takes it in."""
+    """Return True if ``value`` is a spike, and append it to the window."""
     limit = math.inf
     if len(window) >= SPIKE_WINDOW // 2:
         limit = statistics.fmean(window) + SPIKE_WIDTH * statistics.stdev(window)
     window.append(value)
     return value > limit
-
-
-@torch.no_grad()
-def require_finite_weights(t: Session) -> None:
-    """Stop at a weight that is not finite, even behind a mask, where no loss ever shows it.
-
-    Raises:
-        DivergedError: whatever ``guard`` says, since every later step would keep it.
-    """
-    norm = t.world.whole(torch.nn.utils.get_total_norm(t.parameters))
-    if math.isfinite(float(norm)):  # one read of the device
-        return
-    for name in _not_finite(t, dict(t.model.named_parameters())):
-        raise DivergedError(
-            f"step {t.step}: {name} holds weights that are not finite (a mask may hide them "
-            "from the loss); they are not saved. Continue from the checkpoint before, with a "
-            "lower optim.lr or clip"
-        )
 
 
 def _culprit(loss: float, culprits: Callable[[], list[str]]) -> str:
@@ -145,14 +129,6 @@ def _culprit(loss: float, culprits: Callable[[], list[str]]) -> str:
     names = culprits()
     if not names:
         return "the gradient norm is not finite"
-    # backward carries a NaN from where it arises to the layers before it
+    # backward carries a NaN from its origin to all layers before it
     others = f" (and of {len(names) - 1} parameters before it)" if len(names) > 1 else ""
     return f"the gradient of {names[-1]} is not finite{others}"
-
-
-def _not_finite(t: Session, tensors: dict[str, Tensor]) -> list[str]:
-    """Names of those with such an entry, on any process."""
-    shards = {name: getattr(value, "_local_tensor", value) for name, value in tensors.items()}
-    mine = [name for name, value in shards.items() if not torch.isfinite(value).all()]
-    found = set().union(*t.world.gather(mine))
-    return [name for name in tensors if name in found]

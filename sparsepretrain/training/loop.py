@@ -7,6 +7,7 @@ pre-hook -> optimizer -> refresh and flip count, inside its post-hook.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,6 @@ from sparsepretrain.errors import DataError, DivergedError
 from sparsepretrain.tasks import Batch, Observation, read
 from sparsepretrain.training.batches import Request, ahead, split_requests, stream
 from sparsepretrain.training.compilation import eager
-from sparsepretrain.training.guard import require_finite_weights
 from sparsepretrain.training.observers import AVERAGED
 from sparsepretrain.training.precision import autocast, compute_dtype
 from sparsepretrain.training.schedules import learning_rate
@@ -67,8 +67,8 @@ def run_steps(
             line = {"step": t.step, "tokens": t.tokens, **numbers}
             for observer in t.observers:
                 line |= observer.at_log(t, per_layer=layers)
-            if t.skipped:
-                line["skipped"] = t.skipped
+            if t.guard.skipped:
+                line["skipped"] = t.guard.skipped
             log(line)
         if run.log.masks_every and t.step % run.log.masks_every == 0:
             save_masks()
@@ -172,7 +172,35 @@ def _judge(t: Session, step: Step, loss: float, grad_norm: float) -> bool:
         pairs = zip(step.parameters, finite, strict=True)
         return [names[id(parameter)] for parameter, good in pairs if not good]
 
-    return t.guard.accepts(t, loss, grad_norm, step=step.number, culprits=culprits)
+    return t.guard.accepts(
+        loss,
+        grad_norm,
+        step=step.number,
+        sparse=t.sparsifier.sparse,
+        scaled=t.scaler.is_enabled(),
+        culprits=culprits,
+    )
+
+
+@torch.no_grad()
+def require_finite_weights(t: Session) -> None:
+    """Stop at a weight that is not finite, even behind a mask, where no loss ever shows it.
+
+    Raises:
+        DivergedError: whatever ``guard`` says, since every later step would keep the weight.
+    """
+    norm = t.world.whole(torch.nn.utils.get_total_norm(t.parameters))
+    if math.isfinite(float(norm)):  # one read of the device
+        return
+    named = {k: getattr(p, "_local_tensor", p) for k, p in t.model.named_parameters()}
+    mine = [name for name, value in named.items() if not torch.isfinite(value).all()]
+    found = set().union(*t.world.gather(mine))
+    for name in (name for name in named if name in found):
+        raise DivergedError(
+            f"step {t.step}: {name} holds weights that are not finite (a mask may hide them "
+            "from the loss); they are not saved. Continue from the checkpoint before, with a "
+            "lower optim.lr or clip"
+        )
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:

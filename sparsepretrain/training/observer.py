@@ -1,4 +1,4 @@
-"""Who watches the steps of a session. Without torch, so that options are checked without it."""
+"""Callbacks around each training step; no torch, so that options are checked without it."""
 
 from __future__ import annotations
 
@@ -8,35 +8,45 @@ from typing import Annotated, Any, ClassVar
 
 
 class Observer:
-    """One of ``Session.observers``; a subclass has the hooks it needs.
+    """Base class of ``Session.observers``; a subclass overrides the callbacks it needs.
 
-    It may keep what it sees, but leaves the model, its gradients, the optimizer and the global
-    generators as they are: a run is the same with and without it. ``session`` is a
+    An observer must not change the model, its gradients, the optimizer or the global generators: a
+    run is the same with and without it. ``session`` is a
     :class:`~sparsepretrain.training.session.Session`.
     """
 
+    name: ClassVar[str] = ""
+    """Key of its state in checkpoints; "": it has no state."""
+
     def before_step(self, session: Any) -> None:
-        """Before the batches of a step are fetched."""
+        """Run before the batches of a step are fetched."""
 
     def after_backward(self, session: Any) -> None:
-        """Gradients are those of the global batch, unscaled and not yet clipped."""
+        """Run when gradients are those of the global batch, unscaled and not yet clipped."""
 
     def after_step(self, session: Any, step: Any) -> None:
-        """After an optimizer step, or one that was skipped; gradients are gone.
+        """Run after a step, or after a skipped one; gradients are gone.
 
         ``step`` is a :class:`~sparsepretrain.training.step.Step`, whose ``loss`` and ``grad_norm``
-        may wait for the device: where one rank reads them, all have to. ``session.step`` counts it
-        already.
+        may wait for the device: if one rank reads them, all have to. ``session.step`` includes the
+        step.
         """
 
     def at_log(self, session: Any, *, per_layer: bool) -> dict[str, Any]:
-        """Entries of the line of the record that is due after this step."""
+        """Return entries for the record's line of this step."""
         return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for checkpoints: tensors, numbers, and lists and dicts of these."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ProbeOptions:
-    """What every probe is asked."""
+    """Options of every probe."""
 
     every: Annotated[int, "> 0"] = 10
     """Optimizer steps between two lines of probes.jsonl."""
@@ -45,28 +55,20 @@ class ProbeOptions:
 class Probe(Observer):
     """An observer that ``probe.<name>`` of the configuration turns on.
 
-    Its class is registered as a ``probe`` and must not import torch at the top of its file. What it
-    measures are lines of ``probes.jsonl``; metrics.jsonl is the same without it.
+    Its class is registered as a ``probe`` and must not import torch at the top of its file. It
+    writes lines to ``probes.jsonl`` under its registered :attr:`name`; metrics.jsonl is the same
+    without it.
     """
 
-    name: ClassVar[str]
-    """What it is registered as, and the ``probe`` of its lines."""
     Options: ClassVar[type] = ProbeOptions
 
     def __init__(self, options: Any, session: Any) -> None:
         self.options = options
 
     def due(self, session: Any) -> bool:
-        """Whether the step that is being taken is one to measure; not in ``after_step``."""
+        """True if the present step is one to measure; not for ``after_step``."""
         return bool((session.step + 1) % self.options.every == 0)
 
     def write(self, session: Any, values: Mapping[str, Any]) -> None:
-        """A line about the last step; numbers, and tensors with one element."""
+        """Write a line about the last step; values are numbers or tensors with one element."""
         session.log_probe({"step": session.step, "probe": self.name, **values})
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a continued run needs: tensors, numbers, and lists and dicts of these."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""

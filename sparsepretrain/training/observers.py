@@ -1,5 +1,5 @@
-# ruff: noqa: D102 - what an override has to do stands at Observer
-"""Who watches the steps of every run: throughput, flips, and averages of the weights."""
+# ruff: noqa: D102 - overrides are documented at Observer
+"""Observers of every run: throughput, flips, and averages of the weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +15,19 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.training.observer import Observer
-
-if TYPE_CHECKING:
-    from sparsepretrain.training.session import Session
-    from sparsepretrain.training.step import Step
+from sparsepretrain.training.step import Step
 
 AVERAGED = "ema_"
-"""Before the name of a metric: that of the averaged weights."""
+"""Prefix of metrics of the averaged weights."""
 
 
 class Throughput(Observer):
-    """Items per second and the share of time spent waiting for data, since the line before.
+    """Items per second and share of time spent waiting for data, since the previous line.
 
-    Evaluations and checkpoints do not count.
+    Evaluations and checkpoints are excluded.
 
     Args:
-        peak_items: items per second at the dense peak of the device, for MFU; None: not known.
+        peak_items: items per second at the dense peak of the device, for MFU; None: unknown.
     """
 
     def __init__(self, peak_items: float | None) -> None:
@@ -38,15 +35,15 @@ class Throughput(Observer):
         self._started = self._seconds = self._waited = 0.0
         self._items = 0
 
-    def before_step(self, session: Session) -> None:
+    def before_step(self, session: Any) -> None:
         self._started = time.perf_counter()
 
-    def after_step(self, session: Session, step: Step) -> None:
+    def after_step(self, session: Any, step: Step) -> None:
         self._seconds += time.perf_counter() - self._started
         self._waited += step.waited
         self._items += step.items
 
-    def at_log(self, session: Session, *, per_layer: bool) -> dict[str, Any]:
+    def at_log(self, session: Any, *, per_layer: bool) -> dict[str, Any]:
         rate = self._items / self._seconds
         result = {"tokens_per_second": rate, "data_wait": self._waited / self._seconds}
         if self._peak_items is not None:
@@ -56,15 +53,17 @@ class Throughput(Observer):
 
 
 class Flips(Observer):
-    """Numbers of the sparse weights; flip rates are means over all comparisons since a line.
+    """Numbers of the sparse weights; flip rates are means over the comparisons since a line.
 
-    Flips are summed on the device; only a line of the record reads them. One sum belongs to the
-    lines of the run, another to those with values of each layer, which are rarer. Both are part of
-    a checkpoint, so a mean does not depend on where a run was stopped.
+    Flips are summed on the device and read only for a line of the record. One sum belongs to every
+    line, another to the rarer lines with values of each layer. Checkpoints keep both, so a mean
+    does not depend on where a run was stopped.
 
     Args:
-        sparsifier: attached; its layers give the entries that flips are divided by.
+        sparsifier: attached; flips are divided by the entries of its layers.
     """
+
+    name = "flips"
 
     def __init__(self, sparsifier: Sparsifier) -> None:
         weights = {name: layer.weight for name, layer in sparsifier.layers.items()}
@@ -74,14 +73,14 @@ class Flips(Observer):
         self._sums = torch.zeros(2, len(weights), dtype=torch.int64, device=device)
         self._compared = [0, 0]
 
-    def after_step(self, session: Session, step: Step) -> None:
-        """Count what the step compared, if it did, without waiting for the device."""
+    def after_step(self, session: Any, step: Step) -> None:
+        """Add the flips of this step, if masks were compared, without waiting for the device."""
         flips = session.sparsifier.flips
         if session.updated and flips is not None:
             self._sums += flips
             self._compared = [count + 1 for count in self._compared]
 
-    def at_log(self, session: Session, *, per_layer: bool) -> dict[str, Any]:
+    def at_log(self, session: Any, *, per_layer: bool) -> dict[str, Any]:
         values, sums = session.sparsifier.metrics_with(self._sums, per_layer=per_layer)
         last = {key: values.pop(key) for key in list(values) if key.startswith("flip_")}
         values |= self._rates(*sums, per_layer=per_layer)
@@ -94,7 +93,7 @@ class Flips(Observer):
     def _rates(
         self, since_line: list[int], since_layers: list[int], *, per_layer: bool
     ) -> dict[str, float]:
-        """``flip_rate``, and ``flip_rate/<layer>`` if asked for; then counting starts anew."""
+        """Return ``flip_rate``, and ``flip_rate/<layer>`` with ``per_layer``; reset the sums."""
         result = {}
         if self._compared[0]:
             entries = sum(self._entries.values())
@@ -115,16 +114,16 @@ class Flips(Observer):
 
 
 class EMA(Observer):
-    """Exponential moving average of all parameters, one update per optimizer step.
+    """Exponential moving average of all parameters, updated once per optimizer step.
 
-    After t updates the average is Σ dᵗ⁻ⁱ wᵢ / Σ dᵗ⁻ⁱ: the initial weights have no part in it, so
+    After t updates the average is Σ dᵗ⁻ⁱ wᵢ / Σ dᵗ⁻ⁱ. The initial weights have no part in it, so
     short runs need no warm-up of the decay. After a few times 1/(1 - d) steps this is the average
     with constant decay of DeiT's recipe (timm's ModelEma, d = 0.99996); timm's own warm-up,
     1 - (1 + t)^(-2/3), would not reach that decay in DeiT's 300 epochs.
 
-    Buffers (BatchNorm statistics, scales and masks of the method) are those of the model. What is
-    averaged is the master weight; evaluation projects the average, onto a mask that never trained:
-    the numbers of a run are those of its own weights.
+    Buffers (BatchNorm statistics, scales and masks of the method) are those of the model. Master
+    weights are averaged. Evaluation projects the average, whose mask never trained, so the main
+    numbers of a run are those of its own weights.
 
     Args:
         model: on its device.
@@ -137,13 +136,13 @@ class EMA(Observer):
         self._parameters = dict(model.named_parameters())
         self.averages = {k: p.detach().clone() for k, p in self._parameters.items()}
 
-    def after_step(self, session: Session, step: Step) -> None:
+    def after_step(self, session: Any, step: Step) -> None:
         if session.updated:
             self.update()
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights after an optimizer step."""
+        """Average in the weights after an optimizer step."""
         self.updates += 1
         # the share of the newest weights, (1 - d) / (1 - dᵗ), without cancellation for d near 1
         share = (1 - self.decay) / -math.expm1(self.updates * math.log(self.decay))
@@ -152,7 +151,7 @@ class EMA(Observer):
 
     @contextlib.contextmanager
     def applied(self, sparsifier: Sparsifier) -> Iterator[None]:
-        """Inside, the model holds the averages; afterwards its own weights again, bit for bit."""
+        """Let the model hold the averages; restore its own weights bit for bit afterwards."""
         trained = {name: p.detach().clone() for name, p in self._parameters.items()}
         try:
             put(self._parameters, self.averages, sparsifier)
@@ -162,10 +161,10 @@ class EMA(Observer):
 
     @torch.no_grad()
     def load(self, averages: dict[str, Tensor], updates: int) -> None:
-        """Go on with averages of so many weights.
+        """Restore averages after ``updates`` updates.
 
         Raises:
-            ValueError: of a model with other parameters.
+            ValueError: the averages have other parameters.
         """
         if set(averages) != set(self.averages):
             raise ValueError("the averaged weights are those of another model")

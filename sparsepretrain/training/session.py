@@ -1,4 +1,4 @@
-"""Everything that a training loop touches, and its state as named parts."""
+"""Objects of one run that the training loop works on, and their state for checkpoints."""
 
 from __future__ import annotations
 
@@ -20,92 +20,85 @@ from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.gradients import Gradients
 from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.observer import Observer, Probe
-from sparsepretrain.training.observers import EMA, Flips
+from sparsepretrain.training.observers import EMA
 from sparsepretrain.training.signals import StopSignals
 from sparsepretrain.training.step import Step
 from sparsepretrain.training.world import World
 
-COUNTERS = ("step", "tokens", "evaluated", "skipped", "skips_in_a_row", "lines")
+COUNTERS = ("step", "tokens", "evaluated", "lines")
 """Integers of a session that a checkpoint keeps."""
 COPIED = ("model", "optimizer", "ema")
-"""Parts of a checkpoint whose tensors loading copies, of a shard only its rows."""
+"""Parts of a checkpoint whose tensors are copied when loaded; a shard copies only its rows."""
 
 
 @dataclass
 class Session:
-    """A run in the middle of being trained or evaluated."""
+    """A run that is being trained or evaluated."""
 
     run: Run
     world: World
     task: Task
     model: nn.Module
     forward_model: nn.Module
-    """What is evaluated: the model, or its compiled form."""
+    """The model or its compiled form, for evaluation."""
     optimizer: Optimizer
     sparsifier: Sparsifier
     scaler: torch.amp.GradScaler
     batches: TrainingBatches
     gradients: Gradients
-    """The loss of training micro-batches, and what becomes of their gradients."""
+    """Loss of training micro-batches, and the reduction of their gradients."""
+    guard: Guard
+    observers: list[Observer]
+    """Called around every step, in this order; more can be added."""
     compiled: str = "none"
-    """What of the model is: see :func:`compilation.mode_of`."""
+    """Compiled part of the model; see :func:`compilation.mode_of`."""
     signals: StopSignals = field(default_factory=StopSignals)
-    """Of this process; none are listened to before it is entered."""
+    """This process's signal handlers, installed when it is entered."""
     agreed: int | None = None
-    """What :attr:`stopping` was when the processes last told each other."""
+    """Exit code that the ranks last agreed on."""
     ema: EMA | None = None
-    """Averages of the weights, which are evaluated too; None: none are kept."""
+    """Averages of the weights, which are evaluated too."""
     on_progress: Callable[[Progress], None] | None = None
-    """Shows how far an evaluation is."""
+    """Shows the progress of an evaluation."""
     initial_weights: str | None = None
-    """Hash of the weights before anything was sparse; None: this session does not train."""
+    """Hash of the weights before ``sparsify``; None: this session does not train."""
     step: int = 0
     """Completed steps."""
     last: Step | None = None
-    """The last step of this process, where its loss may still be on the device."""
+    """Last step, whose loss may still be on the device."""
     tokens: int = 0
     """Items trained on so far."""
     evaluated: int = -1
     """Completed steps at the last evaluation."""
-    skipped: int = 0
-    """Steps without an update because something was not finite, or a spike."""
-    skips_in_a_row: int = 0
     lines: int = 0
-    """Of the record, at the last checkpoint; 0: not known."""
+    """Lines of the record at the last checkpoint; 0: unknown."""
     stop_after: int | None = None
-    """End early, after so many completed steps; schedules and windows stay those of the run."""
+    """Completed steps after which the run ends early; schedules and windows do not change."""
     save_failed: Callable[[], bool] = lambda: False
-    """Whether a checkpoint could not be written in the background."""
+    """True if a background save failed."""
     log_probe: Callable[[dict[str, Any]], object] = lambda line: None
-    """Takes the lines of the probes."""
+    """Writes a line of a probe."""
     parameters: list[nn.Parameter] = field(init=False)
-    """Of the model; visiting every module takes time."""
-    guard: Guard = field(init=False)
-    flips: Flips = field(init=False)
-    observers: list[Observer] = field(init=False)
-    """Told of every step, in this order; anybody may add their own."""
+    """Parameters of the model, collected once: visiting every module takes time."""
 
     def __post_init__(self) -> None:
         self.parameters = list(self.model.parameters())
-        self.guard = Guard(self.run.guard)
-        self.flips = Flips(self.sparsifier)
-        self.observers = [self.flips] if self.ema is None else [self.flips, self.ema]
 
     @property
     def probes(self) -> dict[str, Probe]:
-        """Those of the observers that the configuration turned on."""
+        """Observers that the configuration turned on."""
         return {o.name: o for o in self.observers if isinstance(o, Probe)}
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return self.world.device
 
     @property
     def own_stop(self) -> int | None:
-        """The exit code that this process would stop with: of a signal, or of a save that failed.
+        """Exit code that this rank asks to stop with, after a signal or a failed save.
 
-        The error itself is raised where the next checkpoint is saved, so as the last thing done.
+        The error itself is raised when the next checkpoint is saved.
         """
         if self.signals.exit_code is None and self.save_failed():
             return CheckpointError.exit_code
@@ -113,10 +106,7 @@ class Session:
 
     @property
     def stopping(self) -> int | None:
-        """The exit code that the run has to stop with, because of any of its processes.
-
-        Several processes have to agree on it, or some would wait for the others.
-        """
+        """Exit code that all ranks stop with; they agree on it, or some would wait for others."""
         return self.own_stop if self.world.size == 1 else self.agreed
 
     @property
@@ -138,11 +128,11 @@ class Session:
 
     @property
     def updated(self) -> bool:
-        """Whether the last step changed the weights; it does not where the guard refused it."""
-        return not self.skips_in_a_row
+        """True if the last step changed the weights; False if the guard refused it."""
+        return not self.guard.skips_in_a_row
 
     def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, a process may run forwards that the others do not, even of a sharded model."""
+        """Let ranks run different forwards, even of a sharded model."""
         if not self._sharded:
             return contextlib.nullcontext()
         from sparsepretrain.training.shards import gathered
@@ -154,7 +144,7 @@ class Session:
         return self.run.parallel.name == "fsdp" and self.world.size > 1
 
     def _whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Where they are sharded: gathered one by one, for the first process only, on the CPU."""
+        """Gather sharded tensors one by one to the CPU of rank 0; other ranks get none."""
         if not self._sharded:
             return tensors
         found: dict[str, Tensor] = {}
@@ -170,16 +160,16 @@ class Session:
         return found if self.world.is_main else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a continued run needs to go on bit for bit, as named parts.
+        """Return the state for a bit-exact resume, as named parts.
 
         ``model``, ``optimizer`` and ``ema`` hold tensors by name; the other parts are plain values
-        that JSON can hold. Collective; of a sharded model the first process has the tensors.
+        or small tensors. Collective; of a sharded model only rank 0 has the tensors.
         """
         tensors, options = _optimizer_state(self.model, self.optimizer)
         parts: dict[str, Any] = {
             **{key: getattr(self, key) for key in COUNTERS},
             "fingerprint": self.task.fingerprint,
-            "flips": self.flips.state_dict(),
+            "observers": {o.name: kept for o in self.observers if (kept := o.state_dict())},
             "guard": self.guard.state_dict(),
             "sparsifier": self.sparsifier.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -189,23 +179,21 @@ class Session:
         }
         if self.ema is not None:
             parts |= {"ema": self._whole(self.ema.averages), "ema_updates": self.ema.updates}
-        if self.probes:
-            parts["probes"] = {name: probe.state_dict() for name, probe in self.probes.items()}
         return parts
 
     def _parts(self, whole: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The shards of this process, where ``like`` is sharded."""
+        """Return the shards of this rank for tensors whose ``like`` is sharded."""
         return {k: self.world.part(v, like[k]) if k in like else v for k, v in whole.items()}
 
     def load_state_dict(self, state: dict[str, Any], source: object = "the checkpoint") -> None:
-        """Restore what :meth:`state_dict` returned.
+        """Restore :meth:`state_dict`.
 
         Args:
-            state: the parts, tensors on the CPU; those of :data:`COPIED` are not kept.
-            source: what errors call it.
+            state: the parts, tensors on the CPU; tensors of :data:`COPIED` are not kept.
+            source: name for error messages.
 
         Raises:
-            CheckpointError: it is of a longer run, of other data, or of another model or optimizer.
+            CheckpointError: the checkpoint has more steps, other data, model or optimizer.
         """
         if state["step"] > self.run.steps:
             raise CheckpointError(
@@ -228,17 +216,16 @@ class Session:
             raise CheckpointError(text) from error
         self.sparsifier.load_state_dict(state["sparsifier"])
         self.scaler.load_state_dict(state["scaler"])
-        self.flips.load_state_dict(state["flips"])
         self.guard.load_state_dict(state["guard"])
-        for name, kept in state.get("probes", {}).items():
-            if name in self.probes:
-                self.probes[name].load_state_dict(kept)
+        for observer in self.observers:
+            if observer.name in state["observers"]:
+                observer.load_state_dict(state["observers"][observer.name])
         for key in COUNTERS:
             setattr(self, key, state[key])
 
 
 def averages(state: dict[str, Any], model: nn.Module) -> tuple[dict[str, Tensor], int]:
-    """Averaged weights of a checkpoint and how many they are of; without any, the model's own."""
+    """Return averaged weights of a checkpoint and the number of updates, or the model's own."""
     kept = state.get("ema")
     if kept is None:
         return {name: p.detach() for name, p in model.named_parameters()}, 0
@@ -248,7 +235,7 @@ def averages(state: dict[str, Any], model: nn.Module) -> tuple[dict[str, Tensor]
 def _optimizer_state(
     model: nn.Module, optimizer: Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """``<parameter>|<key>`` -> tensor; and all that is no tensor: groups, scalars, counters."""
+    """Return ``<parameter>|<key>`` -> tensor, and everything else: groups, scalars, counters."""
     names = _names(model, optimizer)
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
@@ -279,11 +266,11 @@ def _load_optimizer(
     groups = [saved | {"params": group["params"]} for saved, group in pairs]
     optimizer.load_state_dict({**options, "state": entries, "param_groups": groups})
     for group, configured in zip(optimizer.param_groups, fresh["param_groups"], strict=True):
-        # Hyper-parameters come from the configuration; what else a group holds is state.
+        # Hyper-parameters come from the configuration; other entries of a group are state.
         group.update({k: v for k, v in configured.items() if k in optimizer.defaults})
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names of the optimizer's parameters, in the order in which it numbers them."""
+    """Return names of the optimizer's parameters in its own order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

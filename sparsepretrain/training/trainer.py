@@ -244,8 +244,8 @@ def _summarize(t: Session, directory: RunDirectory, proof: Proof, console: Conso
     rows.append(("target layers", f"{len(t.sparsifier.layers)}: {proof}"))
     if proof.sparse and t.end > 1 and not any(line.get("sparse") for line in training[:-1]):
         rows.append(("note", "no step trained sparse"))
-    if t.skipped:
-        rows.append(("skipped steps", str(t.skipped)))
+    if t.guard.skipped:
+        rows.append(("skipped steps", str(t.guard.skipped)))
     console.table(f"{t.run.name}, {t.run.sparsity.name}", rows)
     if proof.sparse and not proof.holds:
         raise SparsePretrainError(f"the final weights are {proof}; please report this")

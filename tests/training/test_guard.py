@@ -4,7 +4,6 @@ import copy
 import random
 
 import pytest
-import torch
 from tiny_runs import assert_equal_bits, assert_same_run, final_state, metrics
 
 from sparsepretrain.errors import DivergedError
@@ -41,20 +40,13 @@ def factors(monkeypatch):
     return values.update
 
 
-class Told:
-    """As much of a session as a guard looks at."""
-
-    step = skipped = skips_in_a_row = 0
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-
-    class sparsifier:
-        sparse = True
+WORDS = {"step": 1, "scaled": False, "culprits": list}
 
 
 def judged(losses, norms=None, rule="spike"):
-    told, guard = Told(), Guard(rule)
+    guard = Guard(rule)
     pairs = zip(losses, norms or losses, strict=True)
-    return [guard.accepts(told, *pair, step=1, culprits=list) for pair in pairs], told
+    return [guard.accepts(*pair, sparse=True, **WORDS) for pair in pairs], guard
 
 
 def noise(count, seed=0):
@@ -63,9 +55,9 @@ def noise(count, seed=0):
 
 
 def test_jump_is_a_spike_and_noise_is_not():
-    accepted, told = judged([*noise(500), 6.0, *noise(10)])
+    accepted, guard = judged([*noise(500), 6.0, *noise(10)])
     assert accepted == [True] * 500 + [False] + [True] * 10
-    assert (told.skipped, told.skips_in_a_row) == (1, 0)
+    assert (guard.skipped, guard.skips_in_a_row) == (1, 0)
     for rule in ("stop", "skip"):
         assert all(judged([*noise(500), 6.0], rule=rule)[0])
 
@@ -95,11 +87,10 @@ def test_non_finite_values_stay_out_of_the_window():
 
 
 def test_new_phase_clears_the_window():
-    told, guard = Told(), Guard("spike")
+    guard = Guard("spike")
     for x in noise(128):
-        assert guard.accepts(told, x, x, step=1, culprits=list)
-    told.sparsifier = type("", (), {"sparse": False})
-    assert guard.accepts(told, 99.0, 99.0, step=1, culprits=list)
+        assert guard.accepts(x, x, sparse=True, **WORDS)
+    assert guard.accepts(99.0, 99.0, sparse=False, **WORDS)
 
 
 def test_spike_skips_the_update_and_keeps_the_data_order(tiny, short):
@@ -114,11 +105,11 @@ def test_spike_skips_the_update_and_keeps_the_data_order(tiny, short):
     handle = layer.register_hook(lambda grad: grad * 1e4)
     rate = train_step(t).lr
     handle.remove()
-    assert (t.step, t.skipped, t.sparsifier.completed_steps) == (9, 1, 8)
+    assert (t.step, t.guard.skipped, t.sparsifier.completed_steps) == (9, 1, 8)
     assert_equal_bits(before, [t.model.state_dict(), t.optimizer.state_dict()["state"]])
     values = train_step(t)
     assert seen == list(range(10)) and values.lr != rate
-    assert (t.skipped, t.updated, t.sparsifier.completed_steps) == (1, True, 9)
+    assert (t.guard.skipped, t.updated, t.sparsifier.completed_steps) == (1, True, 9)
 
 
 SPIKY = ("guard=spike", "steps=24", "log.every=10", "log.layers_every=0", "eval.every=0")
@@ -139,6 +130,10 @@ def test_resumed_run_skips_the_same_steps(tiny, short, factors, stop_after):
     assert_same_run(plain.directory, tiny.train(*SPIKY).directory)
 
 
+def skipped(outcome):
+    return final_state(outcome.directory)["guard"]["skipped"]
+
+
 def test_lost_window_changes_the_run(tiny, short, factors, stop_after, monkeypatch):
     """Negative control of the test above."""
     factors({20: 40.0})
@@ -148,6 +143,6 @@ def test_lost_window_changes_the_run(tiny, short, factors, stop_after, monkeypat
     stop_after(-1)
     monkeypatch.setattr(Guard, "load_state_dict", lambda self, state: None)
     again = tiny.train(*SPIKY)
-    assert final_state(plain.directory)["skipped"] == 1 != final_state(again.directory)["skipped"]
+    assert skipped(plain) == 1 != skipped(again)
     with pytest.raises(AssertionError):
         assert_same_run(plain.directory, again.directory)

@@ -123,7 +123,7 @@ def test_overflow_skips_the_update_and_halves_the_scale(tiny, words):
     calls = []
     t.optimizer.register_step_post_hook(lambda *_: calls.append(1))
     train_step(t)
-    assert (t.step, t.skipped, t.skips_in_a_row, calls) == (1, 1, 1, [])
+    assert (t.step, t.guard.skipped, t.guard.skips_in_a_row, calls) == (1, 1, 1, [])
     assert t.scaler.get_scale() == pytest.approx(5e29)
     assert t.sparsifier.completed_steps == 0
     assert_equal_bits(before, t.model.state_dict())
@@ -132,9 +132,9 @@ def test_overflow_skips_the_update_and_halves_the_scale(tiny, words):
 
 def test_overflows_are_recorded_without_stale_flip_rates(tiny):
     t = tiny.build("precision=fp16", "precision.init_scale=1e12")
-    while t.skips_in_a_row or not t.step:
+    while t.guard.skips_in_a_row or not t.step:
         train_step(t)
-    assert 0 < t.skipped == t.step - 1 < MAX_OVERFLOWS
+    assert 0 < t.guard.skipped == t.step - 1 < MAX_OVERFLOWS
     assert t.sparsifier.completed_steps == 1
     outcome = tiny.train("precision=fp16", "precision.init_scale=1e30", "guard=stop")
     lines = [line for line in metrics(outcome.directory) if "split" not in line]
@@ -244,7 +244,7 @@ def test_guard_skip_stops_after_max_skips(tiny):
     poison(t, LAYER)
     for k in range(1, MAX_SKIPS + 1):
         values = train_step(t)
-        assert (t.step, t.skipped, t.skips_in_a_row) == (k, k, k)
+        assert (t.step, t.guard.skipped, t.guard.skips_in_a_row) == (k, k, k)
         assert math.isnan(values.grad_norm)
     with pytest.raises(DivergedError, match=f"{MAX_SKIPS + 1} steps in a row") as caught:
         train_step(t)
@@ -257,7 +257,7 @@ def test_guard_skip_resets_its_count(tiny):
     poison(t, LAYER, times=2)
     for skipped, in_a_row in [(1, 1), (2, 2), (2, 0)]:
         train_step(t)
-        assert (t.skipped, t.skips_in_a_row) == (skipped, in_a_row)
+        assert (t.guard.skipped, t.guard.skips_in_a_row) == (skipped, in_a_row)
 
 
 def test_nan_under_loss_scaling_stops_after_max_overflows(tiny):

@@ -46,7 +46,7 @@ def test_a_run_is_the_same_with_probes_and_continues_exactly(tiny, stop_after, m
     for directory in {whole, again}:
         assert metrics(directory) == metrics(without)
         state = final_state(directory)
-        assert state.pop("probes")["lifetime"]["layers"]
+        assert state["observers"].pop("lifetime")["layers"]
         assert_equal_bits(state, final_state(without))
     assert lines(whole) == lines(again)
     assert {line["probe"] for line in lines(whole)} == {"descent", "lifetime"} | own
