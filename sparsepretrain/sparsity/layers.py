@@ -31,7 +31,6 @@ from sparsepretrain.sparsity.products import (
     Prepared,
     Products,
 )
-from sparsepretrain.sparsity.rows import AllRows
 
 
 class SparseProducts(torch.autograd.Function):
@@ -273,7 +272,7 @@ class SparseLayer(nn.Module):
             own.initialized, own.reset_due = True, False
         elif brings_weight and own.model.is_new and not self.weight.is_meta:
             # initial weights of a dense model
-            if isinstance(own.rows, AllRows) and own.rows.is_sharded:
+            if own.rows.is_prepared:
                 own.reset_due = True  # `attach` knows which rows they are
             else:
                 own.reset(self.weight)

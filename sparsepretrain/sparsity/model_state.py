@@ -6,51 +6,12 @@ import zlib
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.backend import Backend, FP8Precision
+from sparsepretrain.sparsity.clock import Clock, MicroBatches, fill
 from sparsepretrain.sparsity.method import Method
-from sparsepretrain.sparsity.micro_batches import MicroBatches
-
-
-class Clock:
-    """Completed steps and micro-batch, which key the draws of a backward."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.step, self.micro = 0, 0
-        self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
-        """(step, micro) for compiled and captured graphs, which read it when they run."""
-        self._reading: Tensor | None = None  # copy of the tensor as it is now, on a GPU
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_reading": None}
-
-    def set(self, step: int, device: torch.device) -> None:
-        """Set the completed steps, and move the tensor to ``device``."""
-        self.step, self._reading = step, None
-        if self.tensor.device != device:
-            with torch.inference_mode(False):
-                self.tensor = torch.zeros_like(self.tensor, device=device)
-        fill(self.tensor, [step, self.micro])
-
-    def set_micro(self, micro: int) -> None:
-        """Set the micro-batch that the next forward sees."""
-        if micro != self.micro:
-            self.micro, self._reading = micro, None
-            fill(self.tensor, [micro], 1)
-
-    def now(self) -> Any:
-        """Return (step, micro-batch), as a tensor if a graph has to read it when it runs."""
-        if torch.compiler.is_compiling():
-            return self.tensor.clone()
-        if not self.tensor.is_cuda:
-            return self.step, self.micro
-        if torch.cuda.is_current_stream_capturing():  # a replay reads the clock again
-            return self.tensor.clone()
-        if self._reading is None:
-            self._reading = self.tensor.clone()
-        return self._reading
 
 
 class ModelState:
@@ -85,7 +46,7 @@ class ModelState:
         self.method, self.precision, self.backend, self.seed = method, precision, backend, seed
         self.store: torch.dtype | None = None  # dtype of stored operands; None: not stored
         self.clock = Clock(device)
-        self.micro_batches = MicroBatches(self)
+        self.micro_batches = MicroBatches(self.clock, self._has_gradient, self.sync)
         self.compared_at = 0  # completed steps at the last comparison of masks
         self.flips: Any = None  # (layers,) int64, counted at the last comparison
         self.interval = 0  # steps between the last two comparisons; 0: none since the last load
@@ -104,6 +65,10 @@ class ModelState:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of copies, which are neither attached nor store operands."""
         return self.__dict__ | {"_seen": None, "store": None}
+
+    def _has_gradient(self) -> bool:
+        weight = self.example.weight
+        return bool(weight.is_leaf and weight.grad is not None)
 
     @property
     def step(self) -> int:
@@ -220,19 +185,6 @@ class ModelState:
         from sparsepretrain.sparsity import sharding
 
         sharding.reshard(self.root)
-
-
-def fill(numbers: Tensor, values: list[int], first: int = 0) -> None:
-    """Write ``values`` from index ``first`` on.
-
-    On a GPU each value is a launch, because a copy from the host would have to be waited for.
-    """
-    with torch.inference_mode(False):
-        if numbers.is_cpu:
-            numbers[first:].copy_(torch.tensor(values, device=numbers.device))
-            return
-        for index, value in enumerate(values, first):
-            numbers[index].fill_(value)
 
 
 def _checksum(values: list[int]) -> int:

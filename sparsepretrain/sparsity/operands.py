@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -10,11 +10,25 @@ from torch import Tensor
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import pack_rows
 from sparsepretrain.kernels.common import widen
-from sparsepretrain.sparsity.method import W
+from sparsepretrain.sparsity.backend import LayerProducts
+from sparsepretrain.sparsity.method import Method, Projection, W
+from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.products import Operands, Prepared
+from sparsepretrain.sparsity.rows import Rows
 
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.layer_state import LayerState
+
+class ProjectingLayer(Protocol):
+    """State of a layer, as far as the cache reads it."""
+
+    model: ModelState
+    method: Method
+    layer_name: str
+    dim: int
+    rows: Rows
+    products: LayerProducts
+
+    def project(self, weight: Tensor, training: bool = False) -> Projection:
+        """Return the projection for evaluation or training."""
 
 
 class OperandCache:
@@ -37,7 +51,7 @@ class OperandCache:
     _sparse: bool | None
     """True if A was gathered last, False if W was; None: neither is up to date."""
 
-    def __init__(self, layer: LayerState) -> None:
+    def __init__(self, layer: ProjectingLayer) -> None:
         self.layer = layer
         self._backward: Tensor | None = None  # B, as it was gathered
         self._dtype: torch.dtype | None = None  # that FSDP gathers in

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels.common import packed_shape
-from sparsepretrain.sparsity.rows import AllRows
+from sparsepretrain.sparsity.rows import Rows
 
 T = TypeVar("T")
 _aten = torch.ops.aten
@@ -99,10 +99,11 @@ class MasterShard(Tensor):
         return None if out is not None else (forward, ())
 
 
-class PreparedRows(AllRows):
+class PreparedRows(Rows):
     """Rows between ``prepare_sharding`` and ``attach``: not known yet."""
 
     is_sharded = True
+    is_prepared = True
 
     def local(self, weight: Tensor) -> Tensor:
         """Refuse to run or measure the model (ConfigError)."""
@@ -112,7 +113,7 @@ class PreparedRows(AllRows):
         )
 
 
-class ShardedRows:
+class ShardedRows(Rows):
     """Rows of the storage of a sparse weight that this rank has.
 
     Args:
@@ -171,6 +172,7 @@ class ShardedRows:
         return whole[: self.rows].view(rows.dtype)
 
     def mine(self, whole: Tensor) -> Tensor:
+        """Copy the own rows of a whole tensor."""
         return whole[self.first : self.last].clone()
 
     def padded(self, rows: Tensor) -> Tensor:

@@ -1,14 +1,51 @@
-"""Number the micro-batches of a step: each has draws of its own."""
+"""Clock of a model: completed steps and micro-batch, which key all random draws."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from sparsepretrain.sparsity.model_state import ModelState
+
+class Clock:
+    """Completed steps and micro-batch, which key the draws of a backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.step, self.micro = 0, 0
+        self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
+        """(step, micro) for compiled and captured graphs, which read it when they run."""
+        self._reading: Tensor | None = None  # copy of the tensor as it is now, on a GPU
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_reading": None}
+
+    def set(self, step: int, device: torch.device) -> None:
+        """Set the completed steps, and move the tensor to ``device``."""
+        self.step, self._reading = step, None
+        if self.tensor.device != device:
+            with torch.inference_mode(False):
+                self.tensor = torch.zeros_like(self.tensor, device=device)
+        fill(self.tensor, [step, self.micro])
+
+    def set_micro(self, micro: int) -> None:
+        """Set the micro-batch that the next forward sees."""
+        if micro != self.micro:
+            self.micro, self._reading = micro, None
+            fill(self.tensor, [micro], 1)
+
+    def now(self) -> Any:
+        """Return (step, micro-batch), as a tensor if a graph has to read it when it runs."""
+        if torch.compiler.is_compiling():
+            return self.tensor.clone()
+        if not self.tensor.is_cuda:
+            return self.step, self.micro
+        if torch.cuda.is_current_stream_capturing():  # a replay reads the clock again
+            return self.tensor.clone()
+        if self._reading is None:
+            self._reading = self.tensor.clone()
+        return self._reading
 
 
 class MicroBatches:
@@ -18,11 +55,15 @@ class MicroBatches:
     DistributedDataParallel broadcasts buffers.
 
     Args:
-        model: state of the model, whose example layer shows if gradients are gone.
+        clock: of the model.
+        has_gradient: returns True if the weights have gradients.
+        sync: brings the clock up to date.
     """
 
-    def __init__(self, model: ModelState) -> None:
-        self.model = model
+    def __init__(
+        self, clock: Clock, has_gradient: Callable[[], bool], sync: Callable[[], None]
+    ) -> None:
+        self.clock, self._has_gradient, self._sync = clock, has_gradient, sync
         self.capacity = 0
         """Largest number of tokens in a micro-batch; 0: all have equally many."""
         self.counts_forwards = True
@@ -39,7 +80,7 @@ class MicroBatches:
     def state(self, index: int, capacity: int) -> None:
         """Set the micro-batch that the next forward sees."""
         self.capacity, self.counts_forwards = capacity, False
-        self.model.clock.set_micro(index)
+        self.clock.set_micro(index)
 
     def root_runs(self, module: nn.Module, args: Any) -> None:
         """Count a training forward of the root."""
@@ -69,14 +110,25 @@ class MicroBatches:
         # No hook of the optimizer sees a step that a loss scaler skips. But the gradients are gone
         # although no step was completed. (With zero_grad(set_to_none=False) they are not: such
         # loops call ``Sparsifier.micro_batch``.)
-        weight = self.model.example.weight
-        has_gradient = weight.is_leaf and weight.grad is not None
+        has_gradient = self._has_gradient()
         first = self._is_first or (self._had_gradient and not has_gradient)
         self._had_gradient = has_gradient
         rank, world = 0, 1
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.model.sync()
-        clock = self.model.clock
-        clock.set_micro(rank if first else clock.micro + world)
+        self._sync()
+        self.clock.set_micro(rank if first else self.clock.micro + world)
         self._is_first = self.begins = False
+
+
+def fill(numbers: Tensor, values: list[int], first: int = 0) -> None:
+    """Write ``values`` from index ``first`` on.
+
+    On a GPU each value is a launch, because a copy from the host would have to be waited for.
+    """
+    with torch.inference_mode(False):
+        if numbers.is_cpu:
+            numbers[first:].copy_(torch.tensor(values, device=numbers.device))
+            return
+        for index, value in enumerate(values, first):
+            numbers[index].fill_(value)
