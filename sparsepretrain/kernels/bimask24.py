@@ -43,7 +43,7 @@ def bimask_prune(
 
 
 def bimask_ones(w: Tensor, permutations: Tensor, *, backend: str | None = None) -> Tensor:
-    """How many ones the backward mask of :func:`bimask_masks` has under each permutation.
+    """Count the ones in the backward mask of :func:`bimask_masks` under each permutation.
 
     Four rows hold two ones in a column wherever the forward mask has two or more there, so that
     counting decides and nothing is compared, unless the forward mask had to keep zeros.

@@ -1,4 +1,4 @@
-"""What the references and their kernels share: constants, stream keys, checks."""
+"""Constants, stream keys and checks that references and kernels share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a floating dtype -> what its bits are viewed as."""
 FP8_FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FP8_SLACK = 2.0**-10
-"""What a sum on fp8 tensor cores may lose, in units of the sum of magnitudes: they add with about
-14 bits (arXiv:2412.19437 section 3.3.2)."""
+"""Error of a sum on fp8 tensor cores, in units of the sum of magnitudes: they add with about 14
+bits (arXiv:2412.19437 section 3.3.2)."""
 
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
@@ -148,7 +148,7 @@ def functions_of(package: str, path: Iterable[str]) -> dict[str, Any]:
 
 
 def no_cuda(device: torch.device) -> str:
-    """Why libraries of NVIDIA's do not run on ``device``; "": they may."""
+    """Return the reason for which NVIDIA's libraries do not run on ``device``, or ""."""
     if not torch.cuda.is_available():
         return "this machine has no CUDA device"
     return (
@@ -186,7 +186,7 @@ def check_pattern(name: str, x: Tensor, n: int, m: int, dim: int) -> None:
 
 
 def packed_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Of :func:`pack_rows` for a mask of ``shape``: (rows, ⌈entries of a row / 8⌉)."""
+    """Shape of a packed mask of ``shape``: (rows, ⌈entries of a row / 8⌉)."""
     return shape[0], -(-math.prod(shape[1:]) // 8)
 
 

@@ -1,4 +1,4 @@
-"""Which backend runs an operation, and where its kernel is found.
+"""Choose the backend of an operation and find its kernel.
 
 The kernel of an operation is the function of that name in any file of ``kernels/<backend>/``;
 nothing is registered anywhere else.
@@ -19,21 +19,21 @@ from torch import Tensor
 from sparsepretrain.errors import SparsePretrainWarning
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8)
-"""What the Triton kernels take; masks and packed codes among them."""
+"""Dtypes of the Triton kernels, including masks and packed codes."""
 CPU_DTYPES = (*TRITON_DTYPES, torch.float64)
 _HAS_TRITON = find_spec("triton") is not None
-"""Its wheels exist for Linux only; the references need torch alone."""
+"""Triton has wheels for Linux only; the references need torch alone."""
 
 
 def kernel_of(
     operation: str, backend: str | None, x: Tensor, *, composed: bool = False
 ) -> Callable[..., Any] | None:
-    """The function that runs ``operation`` on ``x``; None: its reference does.
+    """Return the kernel that runs ``operation`` on ``x``; None: its reference.
 
     Args:
         operation: the name of a public function.
-        backend: what its caller asked for.
-        x: the tensor that decides.
+        backend: requested by the caller; None: chosen for ``x``.
+        x: decides by its device and dtype.
         composed: the reference calls other operations with ``backend``, so that a backend without
             a function for this one is no error.
 
@@ -48,7 +48,7 @@ def kernel_of(
 
 
 def find(name: str, backend: str) -> Callable[..., Any] | None:
-    """The function of ``backend`` for the operation ``name``; None: it has none."""
+    """Return the kernel of ``backend`` for the operation ``name``, or None."""
     if backend == "triton":  # import statements, which torch.compile can follow
         from sparsepretrain.kernels.triton import KERNELS
     elif backend == "cusparselt":
@@ -59,7 +59,7 @@ def find(name: str, backend: str) -> Callable[..., Any] | None:
 
 
 def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
-    """The backend that runs the operation ``name`` on ``x``: ``reference``, ``cpu`` or ``triton``.
+    """Return the backend of the operation ``name`` on ``x``: ``reference``, ``cpu`` or ``triton``.
 
     None means triton for CUDA tensors of a type that the kernels compute (fp32, fp16, bf16) where
     Triton is installed, cpu for CPU tensors outside compiled graphs where Numba runs, and the
@@ -92,12 +92,12 @@ def choose_backend(name: str, backend: str | None, x: Tensor) -> str:
 
 
 def prefers_triton(device: torch.device) -> bool:
-    """Whether Triton is the choice on ``device``: on a GPU, where it is installed."""
+    """Return True on a GPU if Triton is installed."""
     return device.type == "cuda" and _HAS_TRITON
 
 
 def prefers_cpu(x: Tensor) -> bool:
-    """Whether the loops compiled by Numba are the choice for ``x``; says once where Numba fails."""
+    """Return True if Numba's loops should run on ``x``; warn once if Numba fails."""
     if _no_loops_on(x):
         return False
     if reason := _numba_fails():
@@ -106,7 +106,7 @@ def prefers_cpu(x: Tensor) -> bool:
 
 
 def _no_loops_on(x: Tensor) -> str | None:
-    """Why there are no loops for ``x``; None: there are."""
+    """Return the reason for which Numba's loops cannot run on ``x``, or None."""
     if torch.compiler.is_compiling():  # the compiler fuses the reference
         return "does not run in compiled graphs"
     if x.device.type != "cpu":
@@ -119,7 +119,7 @@ def _no_loops_on(x: Tensor) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def _numba_fails() -> str | None:
-    """Why Numba cannot compile here; None: it can. Imports it."""
+    """Return the reason for which Numba cannot compile here, or None."""
     try:
         from numba import config
     except Exception as error:  # also of a NumPy that it does not know

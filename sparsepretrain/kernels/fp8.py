@@ -14,7 +14,7 @@ from sparsepretrain.kernels.common import FP8_FORMATS, FP8_SLACK, no_cuda
 from sparsepretrain.kernels.dispatch import kernel_of
 
 FP8_MULTIPLE = 16
-"""Of it are the sizes that torch's scaled product takes, but for the rows of its first matrix."""
+"""``torch._scaled_mm`` needs every dimension but the first operand's rows to be a multiple."""
 FP8_CAPABILITY = (8, 9)
 """The first compute capability with fp8 tensor cores."""
 
@@ -146,7 +146,7 @@ def unscaled(
 
 @functools.cache
 def no_fp8_products(device: torch.device) -> str:
-    """Why ``device`` multiplies no matrices in fp8; "": it does, as a small product shows."""
+    """Return the reason for which ``device`` has no fp8 matmuls, tried with a small one, or ""."""
     if reason := no_cuda(device):
         return reason
     if torch.version.hip is not None:

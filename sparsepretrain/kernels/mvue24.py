@@ -119,7 +119,7 @@ def _finish(x: Sequence[Tensor], magnitudes: Sequence[Tensor], stays: Tensor) ->
 
 
 def _value(v: Tensor, b: Tensor, scale: Tensor, stays: Tensor, saturation: float) -> Tensor:
-    """What stands for an entry that is kept with v = |x|/p over the scale."""
+    """Return the value of an entry that is kept, with v = |x|/p over the scale."""
     value = (torch.maximum(v, b) * scale).clamp(max=saturation)  # p ≤ 1
     return torch.where(stays < torch.inf, 0.0, value)
 

@@ -16,7 +16,7 @@ from sparsepretrain.kernels.common import LIMITS, Limits, packed_columns
 from sparsepretrain.kernels.dispatch import find
 
 TYPES = (torch.float16, torch.bfloat16)
-"""Those whose products need no scales: what layers are trained and loaded in."""
+"""Dtypes whose sparse matmuls need no scales."""
 
 
 def compress_24(x: Tensor) -> Tensor:

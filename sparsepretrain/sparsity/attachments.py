@@ -1,4 +1,4 @@
-"""Which optimizer carries the hooks of a sparse model, and warnings where none does.
+"""Attach the hooks of a sparse model to an optimizer, and warn if another one updates it.
 
 A loop without the hooks runs without an error and trains something else: no masked decay, no mask
 search, no phases, no flip rates. Optimizers report each step to PyTorch's global hooks, so the

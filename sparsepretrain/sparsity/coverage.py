@@ -1,4 +1,4 @@
-"""Two reports: which layers are sparse and what each product sees; that weights are N:M."""
+"""Reports on a sparse model: its layers and their operands, and a proof that weights are N:M."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparsepretrain.sparsity.products import MATMUL_OF, MATMULS
 from sparsepretrain.text import in_columns
 
 SHOWN = 4
-"""Names of dense weights in a report."""
+"""Dense weights that a report names."""
 
 
 class CoveredLayer(NamedTuple):
@@ -29,12 +29,12 @@ class CoveredLayer(NamedTuple):
     in_features: int  # of a convolution: in_channels / groups
     out_features: int  # of a convolution: out_channels
     kernel: tuple[int, ...]  # kernel size of a convolution; () for linear layers
-    fprop: str  # operands in words, once they are sparse
+    fprop: str  # operands in the sparse phase
     dgrad: str
     wgrad: str
-    simulated: str  # why its products are in simulated fp8, not in fp8; "": they are not
+    simulated: str  # reason for simulated instead of real fp8; "": none
     emulated: dict[str, str]
-    """Product with an N:M operand -> why it is not run sparse; "": it is. Empty: not asked for."""
+    """Matmul with an N:M operand -> the reason for which it is dense; "": it is sparse."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,8 +43,8 @@ class Coverage:
 
     method: str
     pattern: str
-    row: Row  # what the products see once they are sparse
-    title: str  # method and pattern; the method alone where no product has an N:M operand
+    row: Row  # operands in the sparse phase
+    title: str  # method and pattern; the method alone if no matmul has an N:M operand
     layers: list[CoveredLayer] = field(default_factory=list)
     sparse_parameters: int = 0  # entries of the sparse weights
     total_parameters: int = 0
@@ -54,12 +54,12 @@ class Coverage:
     """Name -> shape of other parameters with two or more dimensions, all dense; no embeddings."""
     embeddings: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Name -> shape of the weights of embeddings, all dense."""
-    precision: str | None = None  # formats of fp8; None: the products follow autocast
+    precision: str | None = None  # formats of fp8; None: matmuls follow autocast
     backend: str = "emulate"
 
     @property
     def chosen(self) -> str:
-        """In one line, how products with an N:M operand are run; and why not, where none is."""
+        """Return how many matmuls with an N:M operand are sparse, or the reason if none is."""
         found = Counter(why for layer in self.layers for why in layer.emulated.values())
         count, sparse = found.total(), found.pop("", 0)
         if sparse or not found:
@@ -70,11 +70,11 @@ class Coverage:
 
     @property
     def sparse_products(self) -> str:
-        """Products that sparse hardware could run, such as ``fprop, wgrad``."""
+        """Matmuls that sparse hardware could run, such as ``fprop, wgrad``."""
         return ", ".join(self.row.sparse) or "none"
 
     def __str__(self) -> str:
-        """Layers that differ in one index only share a row."""
+        """Return a table; layers that differ in one index share a row."""
         rows, cells = [["layer", "out × in", *MATMULS]], []
         sizes = [(r.out_features, r.in_features, *r.kernel) for r in self.layers]
         for layer, size in zip(self.layers, sizes, strict=True):
@@ -108,7 +108,7 @@ class Coverage:
         return "\n".join(lines)
 
     def _reasons(self) -> Iterator[str]:
-        """Why products are emulated, a line for each reason of each product."""
+        """Yield a line for each reason of each dense matmul."""
         found = Counter(item for layer in self.layers for item in layer.emulated.items())
         for (product, why), count in found.items():
             if why:
@@ -153,7 +153,7 @@ def cover(layers: dict[str, SparseLayer], state: ModelState) -> Coverage:
 
 
 class Census(NamedTuple):
-    """Weights of two or more dimensions by kind of module, under their names; each once."""
+    """Weights with two or more dimensions, by kind of module and name."""
 
     sparse: dict[str, Tensor]
     linears: dict[str, Tensor]  # dense layers that could be sparse, by the name of the layer
@@ -162,7 +162,7 @@ class Census(NamedTuple):
 
     @property
     def multiplied(self) -> int:
-        """Entries of all weights but embeddings; of a tied head too, which is one."""
+        """Entries of all weights except embeddings and heads tied to them."""
         tied = set(map(id, self.embeddings.values()))
         kinds = self.sparse, self.linears, self.others
         return sum(w.numel() for kind in kinds for w in kind.values() if id(w) not in tied)
@@ -185,9 +185,9 @@ def count_weights(root: nn.Module) -> Census:
 
 
 def collapsed(rows: list[list[str]]) -> list[list[str]]:
-    """Rows that are equal but for one index in the dotted name, as one: ``h.0–11.mlp.c_fc  ×12``.
+    """Join rows that differ in one index of the dotted name: ``h.0–11.mlp.c_fc  ×12``.
 
-    Of several indices that differ it is the last one that runs.
+    If several indices differ, the last one runs.
     """
     alike: dict[tuple[str, ...], list[list[str]]] = {}
     for name, *cells in rows:
@@ -213,7 +213,7 @@ def collapsed(rows: list[list[str]]) -> list[list[str]]:
 
 @dataclass(slots=True, kw_only=True)
 class Proof:
-    """Counts over all sparse layers; :attr:`holds` says whether every group is N:M."""
+    """Counts over all sparse layers; :attr:`holds` is True if every group is N:M."""
 
     pattern: str
     sparse: bool  # False: a dense method or phase, nothing to prove
@@ -242,10 +242,7 @@ class Proof:
 
 
 def nm_holds(weight: Tensor, n: int, m: int, dim: int) -> Tensor:
-    """Whether every group of m along ``dim`` has at most n non-zeros, and all zeros are +0.0.
-
-    0-d bool, on the device.
-    """
+    """Return True if every group of m has at most n non-zeros and all zeros are +0.0; 0-d bool."""
     zero = weight == 0
     fits = ((~zero).unflatten(dim, (-1, m)).sum(dim + 1) <= n).all()
     return fits & ~(zero & weight.signbit()).any()

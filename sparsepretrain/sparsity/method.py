@@ -169,7 +169,7 @@ class Layer(Protocol):
 
 
 class FineTuning(NamedTuple):
-    """How checkpoints of a method are fine-tuned."""
+    """Fine-tuning of checkpoints of a method."""
 
     method: str | None = None
     """Method to fine-tune with; None: the same one."""

@@ -1,8 +1,8 @@
-"""Sparse weights under FSDP2: a process projects the rows it stores, and what is gathered is A(W).
+"""Shard sparse weights with FSDP2: each rank projects its rows, and FSDP gathers A(W).
 
-``fully_shard`` gathers what the local tensor of a parameter returns from ``fsdp_pre_all_gather``.
-So the unsharded weight that a forward sees *is* the operand, in buffers that FSDP frees and fills
-again; the master weights never leave their process.
+``fully_shard`` gathers the tensors that a parameter returns from ``fsdp_pre_all_gather``. So the
+unsharded weight that a forward sees *is* the operand, in buffers that FSDP frees and fills again;
+master weights never leave their rank.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _KEPT = {
     *(_aten.slice.Tensor, _aten.split.Tensor, _aten.clone.default, _aten._to_copy.default),
     *(_aten.new_zeros.default, _aten.empty_like.default, _aten.copy_.default),
 }
-"""Operations of ``fully_shard`` and of copies, whose results are master shards again."""
+"""Operations of ``fully_shard`` and of copies whose results are master shards again."""
 
 ORDER = "sparsify, prepare_sharding, fully_shard, the optimizer, attach"
 
 
 class MasterShard(Tensor):
-    """A sparse weight, or the rows of it that this process stores, which FSDP gathers projected.
+    """FSDP2 shard of a master weight, which is gathered as operands.
 
-    A wrapper of a plain tensor; pickled as that.
+    Wraps a plain tensor, and is pickled as one.
     """
 
     _tensor: Tensor
@@ -43,7 +43,7 @@ class MasterShard(Tensor):
 
     @staticmethod
     def __new__(cls, tensor: Tensor) -> MasterShard:
-        """Looks like ``tensor``, and has no memory of its own."""
+        """Create a tensor with the metadata of ``tensor`` and no memory."""
         return torch.Tensor._make_wrapper_subclass(
             cls,
             tensor.size(),
@@ -271,7 +271,7 @@ class WholeLayer:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor, without wrappers."""
+    """Return the local tensor without wrappers."""
     tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return tensor._tensor if isinstance(tensor, MasterShard) else tensor
 
@@ -295,11 +295,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """``whole``, sharded as ``like`` is; nothing is sent.
+    """Shard ``whole`` like another tensor, without communication.
 
     Args:
-        whole: equal on all processes, on any device; sharded already: it is returned.
-        like: not sharded, or of another shape: ``whole`` is returned.
+        whole: equal on all ranks, on any device; returned if it is sharded already.
+        like: if it is not sharded or has another shape, ``whole`` is returned.
     """
     if not isinstance(like, DTensor) or isinstance(whole, DTensor) or whole.shape != like.shape:
         return whole

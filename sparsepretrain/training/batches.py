@@ -153,7 +153,7 @@ class TrainingBatches:
 
 
 class _Batches(Dataset[Any]):
-    """What a worker runs. An error of the user travels as a value: raised, it becomes a report."""
+    """Dataset of a worker process; it returns user errors, which torch would wrap if raised."""
 
     def __init__(self, task: Task) -> None:
         self._task = task

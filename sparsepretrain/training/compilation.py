@@ -56,7 +56,7 @@ def compiled(model: nn.Module, mode: str, backend: Any = "inductor") -> nn.Modul
 
 @contextlib.contextmanager
 def eager(mode: str) -> Iterator[None]:
-    """Inside, compiled blocks run as they are: batches of evaluations differ in size."""
+    """Run compiled blocks eagerly: batches of evaluations differ in size."""
     with torch.compiler.set_stance("force_eager") if mode == "blocks" else contextlib.nullcontext():
         yield
 

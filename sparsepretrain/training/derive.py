@@ -1,4 +1,4 @@
-"""A run from a checkpoint: what evaluation and fine-tuning make of something that was trained."""
+"""Derive the configuration of an evaluation or a fine-tuning run from a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from sparsepretrain.runs.weights import Source
 from sparsepretrain.tracking.console import Console
 
 DECIDED = ("model", "sparsity", "optim", "schedule", "experiment", "steps", "epochs", "eval")
-"""What a run's checkpoint or the whole split decides, so that an evaluation cannot choose it."""
+"""Groups and keys that an evaluation cannot override."""
 
 
 def evaluated(source: Source, overrides: Sequence[str], config_dirs: Sequence[Path]) -> Run:
-    """The run behind a checkpoint, with other data, task or keys.
+    """Return the run of a checkpoint with other data, task or keys.
 
     New text is tokenized as the run's was, whatever its group says. For a Hugging Face checkpoint
     ``overrides`` are those of ``train`` with ``model=pretrained sparsity=dense``, and the text is
@@ -68,14 +68,14 @@ def evaluated(source: Source, overrides: Sequence[str], config_dirs: Sequence[Pa
                 raise ConfigError(f"{given[0]}: {text}")
             new |= _reading(source, new)
     if "batch.micro" in typed:
-        plain["batch"]["size"] = plain["batch"]["micro"]  # of a step, which there is none of
+        plain["batch"]["size"] = plain["batch"]["micro"]  # evaluation has no global batch
     return validate(plain)
 
 
 def finetuned(
     checkpoint: str, overrides: Sequence[str], config_dirs: Sequence[Path], console: Console
 ) -> Run:
-    """An ordinary run whose model and initial weights are a checkpoint's.
+    """Return a run whose model and initial weights come from a checkpoint.
 
     The recipe of ``task=`` brings data, optimizer, schedule and epochs; the checkpoint brings the
     model, its tokenizer, method and precision. What is typed wins.
@@ -128,7 +128,7 @@ def _asked(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Request:
 
 
 def _take_on(source: Source, request: Request) -> dict[str, Any]:
-    """Give ``request`` all that a checkpoint brings but its tokenizer; returns what it makes."""
+    """Apply a checkpoint, except its tokenizer, to ``request``; return the composed values."""
     place = source.path.resolve() if isinstance(source.path, Path) else source.path
     settings: dict[str, Any] = {"init.path": str(place)}
     request.choices["model"] = "pretrained"
@@ -143,7 +143,7 @@ def _take_on(source: Source, request: Request) -> dict[str, Any]:
     settings |= {f"sparsity.{key}": value for key, value in method.finetuning.options.items()}
     _put_first(request, settings)
     if request.errors:
-        load_request(request)  # says all of them
+        load_request(request)  # raises with all errors
     plain, _ = build(request)
     _require_fitting(plain)
     return plain
@@ -172,7 +172,7 @@ def with_recipe(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[s
 
 
 def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
-    """What a run hands on: model, method, precision, plugins; its own task too, and the data."""
+    """Take model, method, precision and plugins from a run; for the same task its data too."""
     request.blocks["model"] = config["model"]
     settings: dict[str, Any] = {"plugins": config["plugins"]} if config.get("plugins") else {}
     if "precision" not in request.choices:
@@ -199,7 +199,7 @@ def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
 
 
 def _require_fitting(plain: dict[str, Any]) -> None:
-    """Refuse a task that the checkpoint's model cannot do, before anything is looked for."""
+    """Refuse a task that the checkpoint's model does not support."""
     family, task = plain["model"].get("family"), plain["task"].get("name")
     recipe: Any = registry.get("model", str(family))
     if task not in recipe.tasks:
@@ -208,7 +208,7 @@ def _require_fitting(plain: dict[str, Any]) -> None:
 
 
 def _put_first(request: Request, settings: dict[str, Any]) -> None:
-    """Set values that what was typed can still change."""
+    """Set values that typed overrides can still change."""
     request.values[:0] = settings.items()
 
 
@@ -256,7 +256,7 @@ def tokenizer_file(source: Source) -> Path | None:
 
 
 def _name(file: Path | None, source: Source) -> str:
-    """What a configuration calls the tokenizer that :func:`tokenizer_file` found."""
+    """Return the configuration's name of the tokenizer that :func:`tokenizer_file` found."""
     if file is not None:
         return str(file)
     if source.config is None:

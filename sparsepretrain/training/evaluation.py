@@ -1,4 +1,4 @@
-"""Evaluating a checkpoint on a whole split: build what the run was, load, measure, write down."""
+"""Evaluate a checkpoint on a whole split: build the model, load, measure, record."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def evaluate_checkpoint(
     out: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """All metrics of a checkpoint over the whole of a split, every sample once.
+    """Return all metrics of a checkpoint over a whole split, each sample once.
 
     Args:
         path: see :func:`weights.find`.
@@ -105,7 +105,7 @@ def evaluate_checkpoint(
         ),
         "split": split,
         "samples": samples,
-        **told_weights(proof),
+        **weights_evaluated(proof),
         "densified": dense,
         "average": average,
         "metrics": metrics,
@@ -118,8 +118,8 @@ def evaluate_checkpoint(
     return result
 
 
-def told_weights(proof: Proof) -> dict[str, Any]:
-    """What was evaluated: whether every group is N:M, as counted, and else why not."""
+def weights_evaluated(proof: Proof) -> dict[str, Any]:
+    """Return the evaluated weights' pattern, as counted, or the reason for dense weights."""
     return {
         "weights": "sparse" if proof.holds else "dense",
         "pattern": proof.pattern if proof.sparse else None,
@@ -132,7 +132,7 @@ def told_weights(proof: Proof) -> dict[str, Any]:
 def identity(
     source: Source, overrides: Sequence[str], device: torch.device, **what: Any
 ) -> dict[str, Any]:
-    """``what`` was evaluated, when and where."""
+    """Return checkpoint, time, overrides and environment of an evaluation, and ``what``."""
     return {
         "checkpoint": str(source.path),
         "step": source.step,

@@ -1,8 +1,8 @@
-# ruff: noqa: D102 - what an override has to do stands at Gradients
-"""How the gradients of micro-batches become those of the global batch: as sums, never as means.
+# ruff: noqa: D102 - overrides are documented at Gradients
+"""Reduce gradients of micro-batches to the global batch, as sums, never as means.
 
-A mean over processes, which is what DistributedDataParallel computes, changes a method that is not
-homogeneous in the gradient: SDGP's epsilon of 1e-4 moves its losses by 9e-4.
+DistributedDataParallel computes a mean over ranks, which changes methods that are not homogeneous
+in the gradient: SDGP's epsilon of 1e-4 moves its losses by 9e-4.
 """
 
 import contextlib
@@ -20,43 +20,43 @@ from sparsepretrain.training.world import World
 
 
 class Loss(nn.Module):
-    """The loss of a task as a module, so that a wrapper sees all that a model computes."""
+    """Loss of a task as a module, so that DistributedDataParallel wraps the whole computation."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
         self.task, self.model = task, model
 
     def forward(self, batch: Batch) -> Tensor:
-        """The sum over the items of ``batch``."""
+        """Return the sum of the loss over the items of ``batch``."""
         return self.task.loss(self.model, batch)[0]
 
 
 class Gradients:
-    """Those of one process, added up in ``.grad`` as they come.
+    """Gradients of one process, accumulated in ``.grad``.
 
     Attributes:
-        loss: what the loop calls for each micro-batch, inside :meth:`micro_batch`.
+        loss: module that the loop calls for each micro-batch, inside :meth:`micro_batch`.
     """
 
     def __init__(self, loss: nn.Module, world: World) -> None:
         self.loss, self.world = loss, world
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Forward and backward of a micro-batch; ``last``: of this process in the step."""
+        """Enclose forward and backward of a micro-batch; ``last``: the last one of this rank."""
         return contextlib.nullcontext()
 
     def reduce(self) -> None:
-        """After the last micro-batch: gradients are those of the global batch."""
+        """Finish the gradients of the global batch, after the last micro-batch."""
 
 
 class Summed(Gradients):
-    """DistributedDataParallel with sums, which are sent while the last backward runs."""
+    """DistributedDataParallel with sums, reduced while the last backward runs."""
 
     loss: DistributedDataParallel
 
     def __init__(self, loss: nn.Module, world: World) -> None:
-        # masks and scales are equal on all processes; the parameters are sent once, in case that
-        # another machine has drawn others; those of a method may be unused until a late phase
+        # masks and scales are equal on all ranks, so no buffer is broadcast; a method's parameters
+        # (adapters) may be unused until a late phase
         unused = any(".sparsity." in name for name, _ in loss.named_parameters())
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # torch 2.15
@@ -74,12 +74,11 @@ class Summed(Gradients):
 
 
 class Tree(Gradients):
-    """A balanced tree over the micro-batches of the global batch: the same bits for any world.
+    """Balanced tree over the micro-batches of the global batch: equal bits for every world size.
 
-    A process adds gradients of equal height only, as a binary counter carries; its micro-batches
-    are neighbors, so they are a subtree. Between processes every one adds a slice, in the order of
-    ranks. The bytes sent are those of an all-reduce; up to log₂(micro-batches) + 2 further
-    gradients are in memory.
+    A rank adds gradients of equal height only, as a binary counter carries; its micro-batches are
+    neighbors and form a subtree. Across ranks each one adds a slice, in rank order. Traffic is that
+    of an all-reduce; up to log₂(micro-batches) + 2 further gradients are in memory.
     """
 
     def __init__(self, loss: nn.Module, world: World) -> None:
@@ -123,7 +122,7 @@ class Tree(Gradients):
 
 
 def gradients(parallel: Any, task: Task, model: nn.Module, world: World) -> Gradients:
-    """As the group ``parallel`` says, for a model that is sparse, and sharded, already."""
+    """Build the reduction of the group ``parallel`` for a sparse and perhaps sharded model."""
     loss = Loss(task, model)
     if getattr(parallel, "reduction", "fast") == "tree":
         return Tree(loss, world)
@@ -139,7 +138,7 @@ def _sum(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def _tree_sum(flat: Tensor, size: int) -> Tensor:
-    """Sum of a vector over ``size`` processes, a power of two, added pairwise in rank order."""
+    """Sum a vector over ``size`` ranks, a power of two, pairwise in rank order."""
     chunk = -(-flat.numel() // size)
     padded = flat.new_zeros(size * chunk)
     padded[: flat.numel()] = flat

@@ -1,4 +1,4 @@
-"""What the run runs on: environment.json, and what data sheets promise of GPUs."""
+"""Hardware of a run for environment.json, and data sheets of GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparsepretrain.config.compose import shell_line
 
 
 class GPU(NamedTuple):
-    """What a data sheet promises."""
+    """Peak rates of a data sheet."""
 
     name: str  # words of the name that torch reports
     tflops: float  # dense fp16 and bf16 tensor TFLOP/s with fp32 accumulation

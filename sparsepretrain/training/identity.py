@@ -1,4 +1,4 @@
-"""What runs that are compared must have in common, as hashes that show whether they do."""
+"""Hashes of initial weights and data order, which compared runs must share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ the order is a function of the seed, so another one differs in these as well."""
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Of parameters and buffers, their names, shapes and dtypes: 16 hexadecimal digits.
+    """Hash parameters and buffers with names, shapes and dtypes; 16 hexadecimal digits.
 
     0.4 s for 124 M parameters with SHA instructions.
     """
@@ -61,7 +61,7 @@ def run_hashes(t: Session, source: Checkpoint | None) -> dict[str, Any]:
 
 
 def _data_hash(task: Task, requests: list[Request]) -> str:
-    """Of the fingerprint, how many samples are asked for, and some of them."""
+    """Hash the fingerprint, the numbers of samples, and some of the samples."""
     parts: list[tuple[str, Any]] = [("fingerprint", task.fingerprint)]
     for split, step, positions, size in requests:
         count = len(positions)

@@ -31,7 +31,7 @@ from sparsepretrain.training.world import World
 
 
 def processes(run: Run) -> int:
-    """How many ``parallel.nproc`` asks for: one per GPU by default, one where there is none.
+    """Return the number of processes of ``parallel.nproc``: by default one per GPU, or one.
 
     Raises:
         ConfigError: that many do not fit the GPUs or the batch.
@@ -86,7 +86,7 @@ def launch(run: Run, count: int, stop_after: int | None = None) -> int:
 
 
 def work(config: str, stop_after: str) -> int:
-    """What each process does; the arguments are a frozen configuration and 0 or a step."""
+    """Train in one rank; the arguments are a frozen configuration and 0 or a last step."""
     run = validate(freeze.from_yaml(Path(config)))
     console = Console() if rank() == 0 else Console.silent()
     return train(run, console, stop_after=int(stop_after) or None)
@@ -126,6 +126,6 @@ def _outcome(failed: ChildFailedError) -> int:
 
 
 def _said(failure: ProcessFailure) -> dict[str, Any]:
-    """What :func:`sparsepretrain.processes.report` left; empty where it did not."""
+    """Return the report of a failed rank (:func:`sparsepretrain.processes.report`), or {}."""
     message = failure.error_file_data.get("message")
     return message.get("extraInfo", {}) if isinstance(message, dict) else {}

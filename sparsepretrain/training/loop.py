@@ -29,7 +29,7 @@ from sparsepretrain.training.session import Session
 from sparsepretrain.training.step import ENDS, Step, total_and_stop
 
 SILENT_SECONDS = 1.0
-"""Of an evaluation before it shows how far it is."""
+"""Seconds of an evaluation before a progress bar appears."""
 
 
 def run_steps(
@@ -38,10 +38,10 @@ def run_steps(
     save: Callable[[], None],
     save_masks: Callable[[], None],
 ) -> int | None:
-    """Train to the end; returns the exit code of a signal, or None when finished.
+    """Train to the end; return the exit code of a signal, or None when finished.
 
-    Whatever stops it, the newest checkpoint is at a step boundary, and everything that the record
-    has for its step was written before it: an interrupted run continues as if nothing happened.
+    The newest checkpoint is always at a step boundary, and the record's lines up to its step were
+    written before it, so an interrupted run resumes exactly.
     """
     run = t.run
     while True:
@@ -146,7 +146,7 @@ def train_step(t: Session) -> Step:
 
 
 def _take_in(t: Session, step: Step) -> None:
-    """Wait for the numbers of a step; every rank does so at the same places of the loop."""
+    """Wait for the numbers of a step; every rank does so at the same points of the loop."""
     try:
         step.read()
     except DivergedError:
@@ -226,7 +226,7 @@ def _step_if_finite(optimizer: Any, step: Step, before: Step | None) -> None:
 
 
 def _gradients(t: Session, batches: list[Batch], items: int) -> Tensor:
-    """Those of the global batch, scaled; returns the losses of this process's micro-batches."""
+    """Compute scaled gradients of the global batch; return the losses of own micro-batches."""
     losses = _no_losses(t)
     for index, loss in _losses(t, t.step, batches):
         t.scaler.scale(loss / items).backward()
@@ -249,16 +249,16 @@ def seed_draws(seed: int, step: int, micro: int) -> None:
 
 
 def _items(t: Session, batches: list[Batch]) -> int:
-    """What counts for the loss in the global batch."""
+    """Return the number of items (such as target tokens) in the global batch."""
     own = sum(map(t.task.count, batches))
     return own if t.world.size == 1 else int(t.world.sum(torch.tensor(own)))
 
 
 def _losses(t: Session, step: int, batches: list[Batch]) -> Iterator[tuple[int, Tensor]]:
-    """The loss of each micro-batch of ``step``, summed over its items, as training computes it.
+    """Yield number and loss of each own micro-batch of ``step``, summed over its items.
 
-    It comes with the micro-batch's number within the global batch, which all draws depend on:
-    they are the same whichever process makes them.
+    The number is within the global batch. All random draws depend on it, so they are the same for
+    every world size.
     """
     for index, batch in zip(t.batches.share, _moved(t, batches), strict=True):
         t.sparsifier.micro_batch(index, capacity=t.task.capacity * t.run.batch.micro)
@@ -270,15 +270,15 @@ def _losses(t: Session, step: int, batches: list[Batch]) -> Iterator[tuple[int, 
 
 
 def _moved(t: Session, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """On the device, one at a time and one ahead."""
+    """Yield batches on the device, with the next one being copied."""
     wide = compute_dtype(t.run.precision) == torch.float64
     return ahead(batches, t.device, torch.float64 if wide else None)
 
 
 def _no_losses(t: Session) -> Tensor:
-    """Zeros for the losses of the global batch, and for what processes have to stop with.
+    """Return zeros for the losses of the global batch and a flag per code of :data:`ENDS`.
 
-    Each loss comes from one process, so the sum over processes is exact.
+    Each loss comes from one rank, so the sum over ranks is exact.
     """
     count = t.run.batch.size // t.run.batch.micro + len(ENDS)
     return torch.zeros(count, dtype=torch.float64, device=t.device)
@@ -286,7 +286,7 @@ def _no_losses(t: Session) -> Tensor:
 
 @torch.no_grad()
 def training_loss(t: Session, step: int, batches: list[Batch]) -> float:
-    """The loss that training in ``step`` would report with the weights of now."""
+    """Return the loss that training in ``step`` would report with the present weights."""
     losses = _no_losses(t)
     for index, loss in _losses(t, step, batches):
         losses[index] = loss
@@ -301,17 +301,17 @@ def evaluate(
     *,
     final: bool,
 ) -> dict[str, float] | None:
-    """Metrics of the task over a split, with the weights that the method evaluates with.
+    """Return metrics of the task over a split, with the weights that the method evaluates with.
 
-    Where the run keeps averaged weights, those of their projection follow, as ``ema_<metric>``.
-    Nothing of the training state changes. Returns None when a signal cut it short; of several
-    processes none is cut short in the middle.
+    With averaged weights, metrics of their projection follow as ``ema_<metric>``. The training
+    state does not change. Returns None if a signal interrupted the evaluation; several ranks finish
+    it first.
 
     Args:
         t: the run.
         split: of the data.
-        batches: so many full micro-batches from its start; None: all of it, every sample once.
-        final: the last evaluation, see :meth:`Task.observe`.
+        batches: number of full micro-batches from its start; None: every sample once.
+        final: the last evaluation; see :meth:`Task.observe`.
     """
     share_statistics(t)
     t.model.eval()
@@ -327,8 +327,8 @@ def evaluate(
                     return None
                 with autocast(t.run.precision, t.device):
                     observations.append(t.task.observe(t.forward_model, batch, final=final))
-        told, parts = zip(*t.world.gather((t.own_stop, read(observations))), strict=True)
-        t.agreed = next((code for code in ENDS if code in told), None)
+        stops, parts = zip(*t.world.gather((t.own_stop, read(observations))), strict=True)
+        t.agreed = next((code for code in ENDS if code in stops), None)
         ranks = itertools.cycle(map(iter, parts))  # in the order of the requests
         return t.task.metrics([next(next(ranks)) for _ in requests])
 
@@ -344,7 +344,7 @@ def evaluate(
 
 
 def _shown(t: Session, split: str, requests: list[Request]) -> Iterator[Batch]:
-    """The batches of an evaluation; once it takes longer than a second, with how far it is."""
+    """Yield batches of an evaluation, and show progress if it takes longer than a second."""
     samples, done, started = sum(len(r.positions) for r in requests), 0, time.monotonic()
     batches = _moved(t, stream(t.task, requests, t.device, t.run.workers))
     for request, batch in zip(requests, batches, strict=True):
@@ -360,9 +360,9 @@ def _shown(t: Session, split: str, requests: list[Request]) -> Iterator[Batch]:
 
 @torch.no_grad()
 def share_statistics(t: Session) -> None:
-    """Running statistics depend on the micro-batches that a process saw: all take their mean.
+    """Average running statistics (BatchNorm), which depend on the micro-batches of a rank.
 
-    It is the statistic of mean batches, however often this is done: both are linear.
+    Both updates are linear, so the result does not depend on how often this is done.
     """
     if t.world.size == 1:
         return
@@ -379,5 +379,5 @@ def _logs(t: Session) -> bool:
 
 
 def _due(every: int, t: Session) -> bool:
-    """At multiples of ``every``, at the start (evaluations) and at the end."""
+    """Return True at multiples of ``every`` and at the end."""
     return t.step >= t.end or (every > 0 and t.step % every == 0)

@@ -1,4 +1,4 @@
-"""What a run would do, known before it starts: costs, and whether it can do what it says.
+"""Dry run: coverage, costs and problems of a run before it starts.
 
 Models are traced on the meta device: no data, no memory, no directory.
 """
@@ -102,7 +102,7 @@ def dry_run(run: Run, console: Console | None = None) -> None:
 def shard_rows(
     run: Run, model: nn.Module, sparsifier: Sparsifier, state: float
 ) -> list[tuple[str, str]]:
-    """What a process of ``parallel=fsdp`` holds and receives, by arithmetic; empty for others.
+    """Return memory and traffic of a rank of ``parallel=fsdp``, by formula; else no rows.
 
     Args:
         run: says how many processes there are in ``parallel.nproc``.
@@ -148,7 +148,7 @@ def shard_rows(
 
 
 def check(run: Run) -> None:
-    """Refuse what only a built model tells, without data or memory.
+    """Refuse problems that only a built model shows, without data or memory.
 
     Raises:
         ConfigError: no sparse step, targets that match nothing, widths that do not fit, no GPU.
@@ -211,7 +211,7 @@ def step_cost(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int
 
 
 def duration(run: Run, device: torch.device, total: float) -> str:
-    """What ``total`` FLOPs take, in words."""
+    """Return the time of ``total`` FLOPs in words."""
     text = count(total)
     work = f"{text.rstrip('kMGTPEZ')} {text.lstrip('0123456789.')}FLOPs in all, counted dense"
     if isinstance(run.precision, SimulatedFP8):
@@ -241,7 +241,7 @@ class BytesPerEntry(NamedTuple):
 
 
 def bytes_per_entry(run: Run, method: Method) -> tuple[BytesPerEntry, BytesPerEntry]:
-    """Of a sparse weight, and of a dense one, by formula.
+    """Return bytes per entry of a sparse and of a dense weight, by formula.
 
     Both have 4 bytes of weight, 4 of gradient and the moments. A(W) is stored where it is not W
     itself, B(W) where it is not A(W), each in the dtype of the matmuls. Masks that some methods
@@ -291,7 +291,7 @@ def require_a_sparse_step(run: Run) -> None:
 
 
 def notes(run: Run) -> list[str]:
-    """What a run does that its length makes unlikely to be meant, one line each."""
+    """Return one line for each setting that is unlikely for a run of this length."""
     found = []
     warmup = warmup_steps(run.schedule, run.steps)
     if warmup >= run.steps:

@@ -1,4 +1,4 @@
-"""The dtype of a run's matrix products, from the group ``precision``."""
+"""Numerics of a run from the group ``precision``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fp8_formats(options: Options) -> FP8Precision | None:
 
 
 def set_numerics(options: Options, *, deterministic: bool) -> None:
-    """What GPUs may do to the products of this process, whatever an earlier run asked for.
+    """Set TF32 and determinism of this process, which an earlier run may have changed.
 
     Args:
         options: TF32 is used where they say so; by default torch uses it in convolutions.

@@ -1,4 +1,4 @@
-"""How long a run is, and its learning rate: pure functions of the step."""
+"""Length of a run and learning rate, as pure functions of the step."""
 
 from __future__ import annotations
 

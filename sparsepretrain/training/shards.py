@@ -1,4 +1,4 @@
-"""A model shared out over the processes of a run by FSDP2 (``parallel=fsdp``)."""
+"""Shard the model of a run with FSDP2 (``parallel=fsdp``)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sparsepretrain.training.world import World
 
 
 def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> None:
-    """Share ``model`` out, in place, block by block; gradients will be sums over all processes.
+    """Shard ``model`` in place, block by block; gradients become sums over all ranks.
 
-    A block is gathered for its forward and again for its backward, what is in no block with the
-    whole. Gradients are reduced after every micro-batch: none is ever whole on a process for long.
+    A block is gathered for its forward and again for its backward; parameters outside blocks are
+    gathered with the root. Gradients are reduced after every micro-batch, which bounds memory.
 
     Args:
         run: of ``parallel=fsdp``.
@@ -35,7 +35,7 @@ def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> N
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicas", "shards"))
     given = dict(_tensors(model))
     if not world.is_main:
-        _make_room(model)
+        _materialize(model)
     sparsifier.prepare_sharding()
     policy = MixedPrecisionPolicy()
     if dtype == torch.bfloat16:
@@ -50,12 +50,12 @@ def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> N
     for part in _sharded(model):  # both settings are those of one module
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-    _hand_out(model, given, world)
+    _broadcast(model, given, world)
 
 
 @torch.no_grad()
-def _hand_out(model: nn.Module, given: dict[str, Tensor], world: World) -> None:
-    """Give each process its rows of what the first one has, in one message for each tensor."""
+def _broadcast(model: nn.Module, given: dict[str, Tensor], world: World) -> None:
+    """Broadcast each tensor from rank 0; every rank keeps its rows."""
     for name, own in _tensors(model):
         source = given[name].detach()
         whole = source if world.is_main else torch.empty_like(source, device="cpu")
@@ -65,16 +65,16 @@ def _hand_out(model: nn.Module, given: dict[str, Tensor], world: World) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, also those that no state dict has."""
+    """Yield parameters and buffers by name, persistent or not."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
-def _make_room(model: nn.Module) -> None:
-    """Tensors on the CPU instead of the meta device, tied ones once.
+def _materialize(model: nn.Module) -> None:
+    """Replace meta tensors by empty CPU tensors, tied ones once.
 
-    They take no main memory: the system gives a page when something is written, which happens to
-    none but copies of the own rows.
+    They take no memory: the system allocates a page when it is written, and only copies of the own
+    rows are written.
     """
     new: dict[Tensor, Tensor] = {}
     for module in model.modules():
@@ -91,9 +91,9 @@ def _make_room(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def gathered(run: Run, model: nn.Module) -> Iterator[None]:
-    """Inside, every process has the operands of the whole model, in the dtype of the products.
+    """Keep the operands of the whole model gathered.
 
-    So in evaluation, generation too, they need not run equally many forwards.
+    In evaluation and generation, ranks may then run different numbers of forwards.
     """
     modules = list(_sharded(model))
     if not modules:
@@ -111,5 +111,5 @@ def gathered(run: Run, model: nn.Module) -> Iterator[None]:
 
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
-    """The model first."""
+    """Yield the modules that FSDP manages, the root first."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))

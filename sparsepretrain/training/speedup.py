@@ -24,9 +24,9 @@ class MatmulFlops(NamedTuple):
     layers: Counter[str]
     """Product -> FLOPs in linear layers that are sparse."""
     sparse: Counter[str]
-    """Those of them that a 2:4 matmul could compute."""
+    """FLOPs of matmuls that could be 2:4."""
     reasons: list[str]
-    """Why products with an N:M operand have no 2:4 matmul."""
+    """Reasons for which matmuls with an N:M operand stay dense."""
 
     @property
     def bound(self) -> float:

@@ -1,4 +1,4 @@
-"""One run: build, continue, loop, prove, sum up."""
+"""Train one run: build, resume, loop, prove, summarize."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _write_files(
     source: checkpoint.Checkpoint | None,
     other: checkpoint.Checkpoint | None,
 ) -> None:
-    """What does not change while a run is trained; ``other`` brings the record of another one."""
+    """Write the files that do not change during training; ``other`` has a record to copy."""
     about = environment(t.device) | run_hashes(t, source)
     about["coverage"] = str(t.sparsifier.coverage()).splitlines()
     if run_backend := t.sparsifier.backend:

@@ -1,4 +1,4 @@
-"""The processes of a run: which of them this is, and what they do together."""
+"""Ranks of a run and their collectives."""
 
 from __future__ import annotations
 
@@ -28,30 +28,29 @@ from sparsepretrain.training.hardware import unusable_gpu
 T = TypeVar("T")
 
 LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""Words of what torch.distributed raises when another process is gone or does not answer."""
+"""Words in errors of torch.distributed when another rank is gone or does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Where this process stands among those of a run.
+    """Rank of this process, and collectives.
 
-    What the loop, the trainer and an evaluation do once for all processes goes through here. In a
-    world of one process every call returns what it was given.
+    In a world of one process every collective returns its argument.
     """
 
     device: torch.device
-    """Of this process."""
+    """Device of this process."""
     rank: int = 0
     size: int = 1
     host: Any = None
-    """Process group for what is on the CPU; not looked at in a world of one."""
+    """Process group for CPU tensors and objects; None in a world of one."""
 
     @classmethod
     def single(cls, device: str) -> World:
-        """One process on ``parallel.device``.
+        """Return a world of one process on ``parallel.device``.
 
         Raises:
-            ConfigError: cuda was asked for and there is none.
+            ConfigError: parallel.device is cuda and no GPU is usable.
         """
         available = torch.cuda.is_available()
         why = "" if available or device == "cpu" else unusable_gpu()
@@ -67,17 +66,17 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that prints."""
+        """True for the rank that prints and writes."""
         return self.rank == 0
 
     def sum(self, value: Tensor) -> Tensor:
-        """``value``, which now holds its sum over all processes."""
+        """Sum ``value`` over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(value, group=None if value.is_cuda else self.host)
         return value
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """All of a tensor of which the processes may hold shards."""
+        """All-gather a tensor if it is sharded."""
         if self.size == 1:
             return tensor
         from sparsepretrain.sparsity import sharding
@@ -85,7 +84,7 @@ class World:
         return sharding.whole(tensor)
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """What this process holds of ``tensor``, which all have, if it is sharded as ``like``."""
+        """Return the own shard of ``tensor``, which all ranks have, sharded like ``like``."""
         if self.size == 1:
             return tensor
         from sparsepretrain.sparsity import sharding
@@ -93,7 +92,7 @@ class World:
         return sharding.part_of(tensor, like)
 
     def gather(self, value: T) -> list[T]:
-        """What every process gives, in the order of ranks."""
+        """Return the values of all ranks, in rank order."""
         if self.size == 1:
             return [value]
         given: list[Any] = [None] * self.size
@@ -101,26 +100,26 @@ class World:
         return given
 
     def first(self, action: Callable[[], T]) -> T:
-        """Let the first process act for all; its result and its error are those of every one.
+        """Run ``action`` on rank 0; all ranks return its result.
 
         Raises:
-            RankError: on the other processes, when the first one raises.
+            RankError: on the other ranks, if rank 0 raises.
         """
         if self.size == 1:
             return action()
-        told: list[Any] = [None, 0]
+        shared: list[Any] = [None, 0]
         try:
             if self.is_main:
-                told[0] = action()
+                shared[0] = action()
         except BaseException as error:
-            told[1] = error.exit_code if isinstance(error, SparsePretrainError) else 1
+            shared[1] = error.exit_code if isinstance(error, SparsePretrainError) else 1
             raise
         finally:
-            dist.broadcast_object_list(told, src=0, group=self.host)
-        result, exit_code = told
+            dist.broadcast_object_list(shared, src=0, group=self.host)
+        result, exit_code = shared
         if exit_code:
-            # until the first process is gone: else a launcher that sees another end would stop it
-            # before it has reported its error
+            # wait for rank 0: a launcher that sees another rank end first would kill rank 0 before
+            # it has reported its error
             with contextlib.suppress(RuntimeError):
                 dist.barrier(group=self.host)
             raise RankError(exit_code)
@@ -134,9 +133,7 @@ def _warn_once(message: str) -> None:
 
 @contextlib.contextmanager
 def join(run: Run) -> Iterator[World]:
-    """The processes that train ``run``: those that a launcher has started, or this one alone.
-
-    All leave together.
+    """Join the ranks that a launcher has started for ``run``; all leave together.
 
     Raises:
         ConfigError: the run's ``parallel`` and the processes do not go together.
@@ -180,7 +177,7 @@ def join(run: Run) -> Iterator[World]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(w in str(error) for w in LOST):
             raise
-        if "imed out" in str(error):  # the others are there, and it is they who hang
+        if "imed out" in str(error):  # the other ranks are alive and hang
             seconds = run.parallel.timeout
             raise SparsePretrainError(
                 f"the others did not answer for parallel.timeout={seconds} seconds"

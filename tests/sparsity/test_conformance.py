@@ -210,14 +210,14 @@ def test_evaluation_is_invisible_to_training(method, options, net, dtype):
         for disturbed, (model, optimizer, sparsifier) in enumerate(twins):
             if disturbed:
                 before = everything(model, optimizer, sparsifier)
-                clock = sparsifier._state
-                reading = (clock.step, clock.micro, clock.clock.tolist())
+                clock = sparsifier._state.clock
+                reading = (clock.step, clock.micro, clock.tensor.tolist())
                 evaluate(model)
                 sparsifier.metrics(per_layer=True)
                 sparsifier.masks()
                 sparsifier.coverage()
                 evaluate(model)
-                assert (clock.step, clock.micro, clock.clock.tolist()) == reading
+                assert (clock.step, clock.micro, clock.tensor.tolist()) == reading
                 assert_equal_bits(everything(model, optimizer, sparsifier), before)
             with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
                 first = model(x[:2]).float().sum()

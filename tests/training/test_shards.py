@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sparsepretrain.training.shards import _make_room
+from sparsepretrain.training.shards import _materialize
 
 
 def resident():
@@ -20,7 +20,7 @@ def test_materialized_model_keeps_ties_and_allocates_no_memory():
         model[1].bias.requires_grad_(False)
         model.append(nn.Linear(8192, 8192))
     before = resident()
-    _make_room(model)
+    _materialize(model)
     assert resident() - before < 8192 * 8192
     assert model[1].weight is model[0].weight
     assert not model[1].bias.requires_grad and model[2].running_mean.shape == (9,)

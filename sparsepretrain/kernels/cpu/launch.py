@@ -1,4 +1,4 @@
-"""What every CPU kernel shares: compiling, groups in memory, threads.
+"""Compiling, memory layout and threads of CPU kernels.
 
 Imported only where such a kernel runs; the references need torch alone.
 """

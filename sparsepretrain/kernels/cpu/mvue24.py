@@ -72,7 +72,7 @@ def _normalize(a, least, tiny, factor, zero, infinity, wide):
 
 @inlined
 def _value(v, b, scale, stays, saturation, zero, infinity):
-    """What stands for an entry that is kept with v = |x|/p over the scale."""
+    """Return the value of an entry that is kept, with v = |x|/p over the scale."""
     v = numpy.maximum(v, b) * scale  # p ≤ 1
     v = saturation if v > saturation else v
     return zero if stays < infinity else v
@@ -123,7 +123,7 @@ def _approximate(b, r0, r1, scale, stays, saturation, zero, infinity):
 
 @inlined
 def _exact(b, r, scale, stays, saturation, zero, infinity, half):
-    """As :func:`_approximate`, by systematic sampling."""
+    """Like :func:`_approximate`, but sample systematically."""
     head, tail = b[0] + b[1], b[2] + b[3]
     o0, o1, o2, o3 = b[1] + tail, b[0] + tail, head + b[3], head + b[2]
     rest = numpy.minimum(numpy.minimum(o0, o1), numpy.minimum(o2, o3))

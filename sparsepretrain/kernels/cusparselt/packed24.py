@@ -35,7 +35,7 @@ CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 
 
 class Algorithm(NamedTuple):
-    """What selects a kernel of the library."""
+    """Key of a kernel of the library."""
 
     id: int
     split_k: int = 1
@@ -76,7 +76,7 @@ def version() -> str:
 
 @functools.cache
 def unsupported(device: torch.device, *, fp8: bool = False) -> str | None:
-    """Why ``device`` multiplies no packed matrices of fp16 and bf16, or of fp8; None: it does.
+    """Return the reason for which ``device`` has no sparse matmuls (16 bits or fp8), or None.
 
     That torch has the library says nothing about the device, so small products of every layout are
     tested (:func:`fastest`), once per process.

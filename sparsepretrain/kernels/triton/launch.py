@@ -1,6 +1,6 @@
-"""What every launch of a Triton kernel shares: strided rows, tiles of groups, operators.
+"""Launch Triton kernels: strided rows, tiles of groups, operators.
 
-Imported only where a Triton kernel runs; the references need torch alone.
+Imported only if a Triton kernel runs; the references need torch alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if INTERPRETED:  # it costs milliseconds per program, whatever the size
 
 
 class Tile(NamedTuple):
-    """What one program of a kernel over groups works on; known when it is compiled."""
+    """Part of a tensor that one program of a kernel over groups works on; a constant."""
 
     ROWS: int
     GROUPS: int
@@ -85,7 +85,7 @@ def _strides(shape: torch.Size, stride: tuple[int, ...], dim: int) -> Strides | 
 
 
 def _stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
-    """Of several axes taken as one; None: they are not."""
+    """Return the stride of several axes taken as one, or None if they cannot be collapsed."""
     axes = [axis for axis in zip(shape, stride, strict=True) if axis[0] != 1]
     if any(outer != n * inner for (_, outer), (n, inner) in pairwise(axes)):
         return None
@@ -93,7 +93,7 @@ def _stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
 
 
 class Tiling(NamedTuple):
-    """What a launch over groups comes to."""
+    """Grid of a launch over groups."""
 
     rows: int
     groups: int
@@ -101,7 +101,7 @@ class Tiling(NamedTuple):
     tile: Tile
     programs: int
     joined: Strides | None
-    """Of all rows as one, where they follow each other in memory."""
+    """Strides of all rows taken as one row, if they follow each other in memory."""
 
 
 @lru_cache(4096)
@@ -146,7 +146,7 @@ def _tiling(
 
 
 def _gapless(strides: Strides, count: int, length: int) -> bool:
-    """Whether the rows follow each other in memory without gaps, in order."""
+    """Return True if the rows follow each other in memory, in order and without gaps."""
     inner, outer, within, stride = strides
     in_order = outer == length * inner or count == inner
     return stride == 1 and in_order and (within == length or inner == 1)
@@ -263,7 +263,7 @@ def over_groups(
 
 
 def packs(x: Tensor, out: Tensor) -> bool:
-    """Whether :func:`store_code` can pack what a kernel over fours of ``x`` keeps."""
+    """Return True if :func:`store_code` can pack the mask of a kernel over fours of ``x``."""
     matrices = x.dim() == 2 and x.is_contiguous() and out.is_contiguous()
     return matrices and x.shape == out.shape and x.shape[1] >= 8 and x.numel() > 0
 

@@ -204,7 +204,7 @@ def _exact(b0, b1, b2, b3, r, scale, stays, saturation):
 
 @triton.jit
 def _value(v, b, scale, stays, saturation):
-    """What stands for an entry that is kept with v = |x|/p over the scale."""
+    """Return the value of an entry that is kept, with v = |x|/p over the scale."""
     value = minimum(maximum(v, b) * scale, saturation)
     return tl.where(stays < float("inf"), 0.0, value)
 

@@ -164,7 +164,7 @@ def _prune_24(x, out, count, groups, code, TILE: tl.constexpr, LOW: tl.constexpr
 def kept_by_rank(
     keys, x, row, group, mask, N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr
 ):  # fmt: skip
-    """Which keys (rows, groups, M rounded up to a power of two) are among the N largest.
+    """Find the N largest keys of each group; (rows, groups, M rounded up to a power of two).
 
     An element is kept when fewer than N others beat it. Up to M = 8 a thread holds a group in
     registers. Beyond, the others are read again, one position at a time: they are in the
@@ -186,7 +186,7 @@ def kept_by_rank(
 
 @triton.jit
 def _losses(keys, AT: tl.constexpr, COUNT: tl.constexpr, LOW: tl.constexpr):
-    """How many of the other keys beat the one at AT; of equal ones the later wins unless LOW.
+    """Count the keys that beat the one at AT; of equal keys the later wins unless LOW.
 
     Counted in fp32: of sums of comparisons LLVM makes vectors of bits, which lie in local memory,
     and integers are added at half the rate.

@@ -42,7 +42,7 @@ def key_parts(
 
 
 def key_arguments(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> list[Any]:
-    """What a kernel takes: pointers, or numbers of one type, int32; None for the missing clock."""
+    """Arguments of a kernel: pointers, or numbers of one type, int32; None for a missing clock."""
     arguments: list[Any] = [None, *[(number + 2**31) % 2**32 - 2**31 for number in numbers]]
     for place, tensor in enumerate(tensors):
         if tensor is not None:

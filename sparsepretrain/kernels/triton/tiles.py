@@ -1,4 +1,4 @@
-"""What Triton kernels share: offsets of tiles, loading and storing groups, bits, rounding."""
+"""Offsets of tiles, loading and storing of groups, bits and rounding in Triton kernels."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from sparsepretrain.sparsity.methods.tsrste import transposable
 
 @dataclass(slots=True, kw_only=True)
 class DenseOptions(MethodOptions):
-    """Which flips are logged: those of the method that the dense run is compared with."""
+    """Options of a dense run: rule and interval of the flips that it logs."""
 
     flip_rule: Literal["magnitude", "transposable"] = "magnitude"
     """Masks compared: N:M by magnitude, or the transposable ones of T-SR-STE (2:4 only)."""

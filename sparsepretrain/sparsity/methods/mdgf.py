@@ -17,9 +17,9 @@ class MDGFOptions(MethodOptions):
     """Options of the decaying mask."""
 
     shape: Literal["linear", "exponential"] = "linear"
-    """Of d between 1 and 0: 1 - f or e^(-rate·f), where f is the completed part of the decay."""
+    """Decay of d from 1 to 0: 1 - f or e^(-rate·f), where f is the completed part of the decay."""
     rate: Annotated[float, "≥ 0"] = 5.0
-    """Of ``exponential``: what is left just before the end is e^-rate."""
+    """Rate of ``exponential``: d is e^-rate just before the end."""
     until: Annotated[float, "[0, 1]"] = 0.5
     """Fraction of the run at which d becomes 0 and the weights N:M."""
 

@@ -18,8 +18,8 @@ class SDGPOptions(MethodOptions):
     variant: Literal["rescaled", "magnitude", "random"] = "rescaled"
     """Largest with the L1 norm restored (paper: maxnorm), largest (max), or any (rnd)."""
     scope: Literal["channel", "group", "tensor"] = "channel"
-    """What shares one factor of ``rescaled``; channel: per sample and out_feature (per micro-batch
-    and out_feature where a sample is one row); tensor: per micro-batch."""
+    """Entries that share one factor of ``rescaled``; channel: per sample and out_feature (per
+    micro-batch and out_feature if a sample is one row); tensor: per micro-batch."""
     epsilon: Annotated[float, "≥ 0"] = 0.0
     """Added to the divisor of ``rescaled``; the authors' 1e-4 shrinks gradients whose sums are near
     it, so that results depend on the loss scale; 0 restores the norm exactly."""

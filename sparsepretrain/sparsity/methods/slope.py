@@ -27,7 +27,7 @@ class SLoPeOptions(MethodOptions):
     """Options of SLoPe."""
 
     mask: Literal["magnitude", "random"] = "magnitude"
-    """How the fixed mask is chosen at the first sparse step."""
+    """Rule for the fixed mask, which is chosen at the first sparse step."""
     adapters: Adapters = field(default_factory=Adapters)
 
 

@@ -42,7 +42,7 @@ class SSTE(Method):
     summary = "soft threshold, frozen scale β, MVUE on the weight gradient"
     paper = "arXiv:2409.09099 (NeurIPS 2024)"
     finetuning = FineTuning(options={"mvue": "none"}, same=("gamma", "beta"))
-    """As in S-STE, Table 6, and the authors' code."""
+    """S-STE, Table 6, and the authors' code fine-tune without MVUE."""
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)

@@ -59,7 +59,7 @@ class STEP(MaskedDecay, STE):
         return Row(A=self.nm("M∘W"), **decays)
 
     def phase_of(self, step: int) -> Phase:
-        """Inside the window evaluation is N:M, training once the optimizer has switched."""
+        """Evaluate N:M weights inside the window; train them once the optimizer has switched."""
         phase = Method.phase_of(self, step)
         if phase.training and self.state["trains_dense"]:
             return Phase(False, True, "until AutoSwitch")
@@ -98,7 +98,7 @@ class STEP(MaskedDecay, STE):
         self.state["trains_dense"] = int(not optimizer.sparse_phase)
 
     def metrics(self) -> dict[str, float]:
-        """Of AutoSwitch at a dense step: it switches when Z̄ < ε, unless ``clipping`` decides."""
+        """Return Z̄ and ε of AutoSwitch at a dense step; it switches when Z̄ < ε."""
         return self._watched
 
     def _bound(self, place: int) -> int | None:

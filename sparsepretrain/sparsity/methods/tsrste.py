@@ -55,7 +55,7 @@ class TSRSTE(MaskedDecay, StoredMask):
     paper = "arXiv:2404.01847 (ICML 2024)"
     phases = "last 1/6 dense; mask every 40 steps"
     finetuning = FineTuning("dense", {"mvue": "none"}, same=("dense_tail",))
-    """As in S-STE, Table 6, and the authors' code."""
+    """S-STE, Table 6, and the authors' code fine-tune without MVUE."""
 
     @property
     def sparse_row(self) -> Row:

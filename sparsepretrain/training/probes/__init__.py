@@ -1,1 +1,1 @@
-"""What can be measured while a run is trained: a file per probe, turned on by ``probe.<name>``."""
+"""Probes: measurements during training, one file each, turned on by ``probe.<name>``."""

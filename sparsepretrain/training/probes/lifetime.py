@@ -1,4 +1,4 @@
-"""How long entries of the masks live, and which groups keep changing theirs."""
+"""Lifetimes of mask entries, and groups whose masks keep changing."""
 
 from __future__ import annotations
 
