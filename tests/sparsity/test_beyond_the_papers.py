@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from sparse_cases import STEPS, build, draw, sparsify, train
+from sparse_cases import STEPS, build, draw, train
 from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import kernels
-from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.methods.sdgf import stages
 from sparsepretrain.sparsity.sparsifier import prove
 
@@ -147,19 +146,6 @@ def test_density_of_the_doubly_pruned_weight(n, m, density):
     assert backward.count_nonzero() / backward.numel() == pytest.approx(density, abs=0.003)
 
 
-@pytest.mark.parametrize(("decay", "lost"), [(6e-6, True), (0.5, False)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_decay_that_low_precision_swallows_is_told_once(decay, lost, dtype, recwarn):
-    model, optimizer, _ = build("srste", {"decay": decay}, dtype=dtype, cls=torch.optim.SGD)
-    for _ in range(2):
-        model(draw(64, 16, dtype=dtype)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    said = [str(w.message) for w in recwarn if "lost to rounding" in str(w.message)]
-    assert len(said) == (lost and dtype == torch.bfloat16)
-    assert all("layer 'fc1'" in words and "bfloat16" in words for words in said)
-
-
 @pytest.mark.parametrize("method", ["srste", "tsrste"])
 @pytest.mark.parametrize("start", [0.0, 0.1])
 def test_the_decay_ramp(method, start):
@@ -175,13 +161,3 @@ def test_the_decay_ramp(method, start):
         decay = 0.5 * min(1.0, max(0, step - first) / 10)
         expected = weight - 0.1 * decay * weight.masked_fill(mask, 0)
         torch.testing.assert_close(layer.weight.detach(), expected)
-
-
-def test_fractions_need_the_length_of_the_run():
-    for method, options, key in (
-        ("mdgf", {}, "until"),
-        ("sdgf", {}, "until"),
-        ("srste", {"decay_ramp": 0.1}, "decay_ramp"),
-    ):
-        with pytest.raises(ConfigError, match=f"{key} .*total_steps"):
-            sparsify(nn.ModuleDict({"fc": nn.Linear(8, 8)}), method, total_steps=None, **options)

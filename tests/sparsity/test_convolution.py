@@ -180,18 +180,6 @@ def test_empty_batch_has_zero_gradients(method):
     assert not model[0].weight.grad.any() and not model[0].bias.grad.any()
 
 
-@pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
-def test_frozen_tensors_get_no_gradient(frozen):
-    model = conv(4, 8, 3)
-    sp.sparsify(model, "sste", targets="0")
-    x = torch.ones(2, 4, 5, 5, requires_grad=frozen != "input")
-    if frozen != "input":
-        getattr(model[0], frozen).requires_grad_(False)
-    model(x).sum().backward()
-    grads = {"input": x.grad, "weight": model[0].weight.grad, "bias": model[0].bias.grad}
-    assert [k for k, g in grads.items() if g is None] == [frozen]
-
-
 def test_coverage_and_proof(monkeypatch):
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, (3, 5), groups=2), nn.Conv2d(16, 4, 1)

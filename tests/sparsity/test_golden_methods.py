@@ -8,6 +8,7 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import kernels
+from sparsepretrain.optim import StepAdamW
 from sparsepretrain.sparsity.methods import tsrste
 
 
@@ -176,7 +177,8 @@ def test_step_run_equals_golden():
     lr, beta1, beta2, eps, decay, *_, window, switch, _ = hp
     model = Wrapped(g["W0"], g["b0"])
     sparsifier = sp.sparsify(model, "step", targets=["linear"], total_steps=40)
-    optimizer = sp_step_adamw(model, lr, (beta1, beta2), eps, decay, int(window))
+    options = {"betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
+    optimizer = StepAdamW(model.parameters(), lr=lr, window=int(window), **options)
     sparsifier.attach(optimizer)
     for t in range(len(g[f"{case}_W"])):
         sparse = t >= int(switch)
@@ -196,11 +198,3 @@ def test_step_run_equals_golden():
     model.eval()
     w = model.linear.weight.data
     close(model(g["X"]), g["X"] @ (w * kernels.nm_mask(w)).t() + model.linear.bias)
-
-
-def sp_step_adamw(model, lr, betas, eps, decay, window):
-    from sparsepretrain.optim import StepAdamW
-
-    return StepAdamW(
-        model.parameters(), lr=lr, betas=betas, eps=eps, weight_decay=decay, window=window
-    )

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from sparse_cases import Net, build, draw, sparsify, train
+from sparse_cases import ConvNet, Net, build, draw, sparsify, train
 from torch import nn
 
 import sparsepretrain as sp
@@ -84,6 +84,7 @@ REFUSALS = {
     "option": (Net, "sste", {"gama": 0.1}, "gama.*did you mean.*gamma"),
     "foreign option": (Net, "ste", {"decay": 0.1}, "decay"),
     "total": (Net, "ste", {"window": {"start": 0.1}, "total_steps": None}, "needs total_steps"),
+    "total of until": (Net, "mdgf", {"total_steps": None}, "until .*total_steps"),
     "late window": (Net, "ste", {"window": {"start": 0.999}}, "window.start: sparse from step 40"),
     "total zero": (Net, "ste", {"total_steps": 0}, "total_steps must be an integer ≥ 1"),
     "total type": (Net, "ste", {"total_steps": "9"}, "total_steps must be an integer .* got '9'"),
@@ -296,11 +297,12 @@ def test_empty_and_odd_batches_have_finite_gradients(method, shape):
     assert model.fc1.weight.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("net", [Net, ConvNet])
 @pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
-def test_frozen_tensors_get_no_gradient(frozen):
-    model, _, _ = build("sste")
+def test_frozen_tensors_get_no_gradient(frozen, net):
+    model, _, _ = build("sste", net=net)
     layer = model.fc1
-    x = draw(8, 16).requires_grad_(frozen != "input")
+    x = model.example(0)[0].requires_grad_(frozen != "input")
     if frozen != "input":
         getattr(layer, frozen).requires_grad_(False)
     layer(x).sum().backward()
