@@ -154,9 +154,11 @@ class LayerState(nn.Module):
         outputs, inputs = self.method.multiples
         return None if self.method.needs_whole else (outputs if self.dim else inputs)
 
-    @torch.no_grad()
-    def project(self, weight: Tensor, training: bool = False) -> Projection:
-        """Return the projection for evaluation or training; W and no mask in a dense phase."""
+    def project(self, weight: Tensor, training: bool = False, *, graph: bool = False) -> Projection:
+        """Return the projection for evaluation or training; W and no mask in a dense phase.
+
+        ``graph``: record it for autograd.
+        """
         if not torch.compiler.is_compiling():
             self.model.sync()
         phase = self.method.phase
@@ -169,8 +171,9 @@ class LayerState(nn.Module):
                 "weights are initialized, or load a checkpoint of the sparse model"
             )
         # masks and scales come from the master in fp32 or wider, never from a cast copy
-        master = widen(self.rows.local(weight).detach())
-        return self.rows.apply(self.method.project, master, self, self._group)
+        with torch.set_grad_enabled(graph):
+            master = self.rows.local(weight) if graph else self.rows.local(weight).detach()
+            return self.rows.apply(self.method.project, widen(master), self, self._group)
 
     @torch.no_grad()
     def update(self, weight: Tensor) -> None:

@@ -174,7 +174,12 @@ class SparseLayer(nn.Module):
                 model.micro_batches.layer_runs()
             if training and not state.products.is_final:
                 state.try_products(weight, x.shape, dtype, bias=self.bias is not None)
-        operands = state.cache.operands(weight, dtype, training)
+        target: Tensor = weight
+        operands: Operands | None
+        if training and model.method.differentiable and model.method.phase.training:
+            target, operands = state.cache.differentiable(weight, dtype)
+        else:
+            operands = state.cache.operands(weight, dtype, training)
         if not (training or weight.requires_grad or operands is None):
             attachments.warn_if_frozen_changed(self)
         if x.is_nested:
@@ -188,7 +193,7 @@ class SparseLayer(nn.Module):
             in_fp32 = autocast and products.rounds  # dequantized operands keep fp32
             with torch.autocast(device, enabled=False) if in_fp32 else nullcontext():
                 y = SparseProducts.apply(
-                    given, weight, self.bias, operands, own, geometry, products, model.clock.now()
+                    given, target, self.bias, operands, own, geometry, products, model.clock.now()
                 )
         residual = model.method.residual(x, state)
         return y if residual is None else y + residual

@@ -195,6 +195,9 @@ class Method:
     settles: ClassVar[str | None] = None  # option with the start of the last phase, a fraction
     layer_kinds: tuple[str, ...] = ("linear", "convolution", "grouped convolution")
     """Kinds of layers that the method supports."""
+    differentiable: ClassVar[bool] = False
+    """True if :meth:`project` runs under autograd in each training forward, for trained Parameters.
+    A receives dA, and nothing passes straight through: use operations that have gradients."""
     packed_masks: bool = False  # ``adjust_*`` take masks that are packed by rows
     needs_whole: bool = False
     """True if ``project`` or ``update_`` read more than whole groups of rows (sums, draws by

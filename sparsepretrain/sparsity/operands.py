@@ -27,7 +27,7 @@ class ProjectingLayer(Protocol):
     rows: Rows
     products: LayerProducts
 
-    def project(self, weight: Tensor, training: bool = False) -> Projection:
+    def project(self, weight: Tensor, training: bool = False, *, graph: bool = False) -> Projection:
         """Return the projection for evaluation or training."""
 
 
@@ -72,7 +72,7 @@ class OperandCache:
         if self.layer.rows.is_sharded:
             if self._dtype is not None:
                 self._project_rows(weight, self._dtype, True)
-        elif store is not None and not self._is_plain(store, True):
+        elif not (store is None or self.layer.method.differentiable or self._is_plain(store, True)):
             self._make(weight, store, True, earlier)
 
     def operands(self, weight: Tensor, dtype: torch.dtype, training: bool) -> Operands | None:
@@ -85,6 +85,18 @@ class OperandCache:
         if training in self._kept and self.layer.model.store == dtype:
             return self._kept[training]
         return self._make(weight, dtype, training)
+
+    def differentiable(self, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Operands]:
+        """Project under autograd; return A, which receives dA, and operands made from its values.
+
+        Nothing is kept: the graph belongs to one forward.
+        """
+        layer = self.layer
+        forward, _, backward, _ = layer.project(weight, True, graph=torch.is_grad_enabled())
+        assert forward is not None, "a differentiable method returns A"
+        a = self._transposed(forward.detach())
+        b = None if backward is None else self._transposed(backward.detach())
+        return forward, layer.products.now(dtype, True).prepare(a, b, None, dtype)
 
     def key(self, training: bool) -> bool:
         """Return True for training, and for evaluation if it uses the same operands."""

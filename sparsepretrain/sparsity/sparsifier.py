@@ -143,6 +143,11 @@ class Sparsifier:
         if self._state.precision is not None:
             name = self._state.label.partition(" ")[0]
             raise ConfigError(f"{name} does not go with sharding: leave precision out")
+        if self.method.differentiable:
+            raise ConfigError(
+                f"{self.method.options.name} does not go with sharding: FSDP gathers A(W) without "
+                "the graph of its projection; use DistributedDataParallel"
+            )
         backend = self._state.backend
         if backend is not None and backend.name != "auto":
             raise ConfigError(
