@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sparse_cases import Blocks, Net, build, draw, gradients, sparsify
+from sparse_cases import Blocks, ConvNet, Net, build, draw, gradients, sparsify
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparsepretrain as sp
@@ -25,14 +25,27 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+CONVOLUTIONS = [
+    ("srste", {}, ConvNet),
+    ("tsrste", {"mvue": "none"}, ConvNet),
+    ("sdgp", {}, ConvNet),
+    ("bimask", {}, ConvNet),
+    ("slope", {}, ConvNet),
+]
+
+
 @pytest.mark.parametrize(
-    ("method", "options"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OPTIONS)],
+    ("method", "options", "net"),
+    [
+        *((*case, Net) for case in CASES),
+        *CONVOLUTIONS,
+        *(pytest.param(*case, Net, marks=pytest.mark.slow) for case in OPTIONS),
+    ],
 )
-def test_compiled_block_is_one_graph_and_equals_eager(method, options):
+def test_compiled_block_is_one_graph_and_equals_eager(method, options, net):
     results, counter = [], CompileCounterWithBackend("eager")
     for compiled in (False, True):
-        model = Blocks(Net())
+        model = Blocks(net())
         sparsifier = sparsify(model, method, targets=["*fc*"], **options)
         optimizer = build(method, options)[1].__class__(model.parameters(), lr=1e-2)
         sparsifier.attach(optimizer)
@@ -40,7 +53,7 @@ def test_compiled_block_is_one_graph_and_equals_eager(method, options):
             model.block.compile(backend=counter, fullgraph=True)
         for step in range(5):
             for micro in range(2):
-                x = draw(4, 8, 16, seed=10 * step + micro)
+                x = model.block.example(10 * step + micro, batch=4)[0]
                 model(x).square().sum().backward()
             if step == 3:
                 last = gradients(model)
@@ -48,7 +61,7 @@ def test_compiled_block_is_one_graph_and_equals_eager(method, options):
             optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
-            model(draw(4, 8, 16))
+            model(model.block.example(0, batch=4)[0])
         results.append((last, {k: v.clone() for k, v in model.state_dict().items()}))
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
     assert counter.frame_count <= 2, "training, and evaluation without gradients"

@@ -6,20 +6,16 @@ import pytest
 import torch
 from sparse_cases import (
     CONVOLVED,
-    Blocks,
     ConvNet,
     OperandTable,
-    accumulate,
     build,
     draw,
     gradients,
     ids,
     into_sparse_phase,
-    optimizer_for,
     sparsify,
 )
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
 
 from sparsepretrain import registry
@@ -109,28 +105,3 @@ def test_channels_last_equals_contiguous(method, options):
         assert model.fc1.weight.is_contiguous(memory_format=layout)
         results.append((last, sparsifier.masks(), model.fc1.weight.detach()))
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("method", [name for name, options in CONVOLVED if not options])
-def test_compiled_block_is_one_graph_and_equals_eager(method):
-    torch._dynamo.reset()
-    results, counter = [], CompileCounterWithBackend("eager")
-    for compiled in (False, True):
-        model = Blocks(ConvNet())
-        # tracing the draws takes ten seconds: once, for sste
-        options = {"mvue": "none"} if method == "tsrste" else {}
-        sparsifier = sparsify(model, method, targets="*fc*", **options)
-        optimizer = optimizer_for(method, model.parameters())
-        sparsifier.attach(optimizer)
-        if compiled:
-            model.block.compile(backend=counter, fullgraph=True)
-        for step in range(3):
-            for micro in range(2):
-                accumulate(model, 10 * step + micro)
-            last = gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append((last, model.state_dict()))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
