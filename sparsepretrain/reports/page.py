@@ -29,17 +29,16 @@ SVG: Any = {  # matplotlib 3.11 types the keys one by one
 }
 
 POINTS, DPI = 4000, 80
-"""A figure of more points has its curves as pixels inside the SVG, at so many per inch. Each point
-takes about 18 bytes, and ten figures have to stay below 1 MB."""
+"""Figures with more points have rasterized curves: a point takes about 18 bytes of SVG, and ten
+figures have to stay below 1 MB."""
 
 
 def html_page(markdown: str, figures: Mapping[str, Figure]) -> str:
-    """Return the page as one self-contained text, which loads nothing from a network.
+    """Return the page as one self-contained text that loads nothing from a network.
 
     Args:
-        markdown: text of the page, from its title on.
-        figures: file name of an image in ``markdown`` -> figure; figures that the text does not
-            name follow at the end.
+        markdown: text of the page; the title comes first.
+        figures: file name of an image in ``markdown`` -> figure; others follow at the end.
     """
     from markdown_it import MarkdownIt
 
@@ -78,7 +77,7 @@ def _data_url(figure: Figure) -> str:
 
 
 def _points(artist: Any) -> int:
-    """Return how many points an SVG would hold for a curve, a band or a set of markers."""
+    """Count the points that an SVG holds for a curve, a band or markers."""
     if hasattr(artist, "get_xydata"):
         return len(artist.get_xydata())
     return sum(len(path.vertices) for path in artist.get_paths())

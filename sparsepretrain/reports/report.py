@@ -1,4 +1,4 @@
-"""Plots and a Markdown page of one run, or an overlay of several."""
+"""Write plots and a Markdown page of one run, of several runs, or of a table."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from sparsepretrain.reports.runs import (
     Paired,
     RunData,
     differences,
-    glue_scores,
+    labels,
     load,
     pair,
     smooth,
     uneven_validation,
 )
-from sparsepretrain.reports.runs import labels as default_labels
 from sparsepretrain.reports.table import markdown_table, render
 from sparsepretrain.runs.directory import RunDirectory, find_runs
 from sparsepretrain.tracking.console import clock, count
@@ -41,56 +40,48 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURES = {
-    "loss": (plots.loss_figure, "no loss was recorded"),
-    "metric": (plots.metric_figure, ""),
-    "flip_rate": (plots.flip_figure, "no flip rate above zero was recorded"),
-    "flip_rate_layers": (plots.layers_figure, "flip rates of layers have fewer than two steps"),
-    "lr": (plots.lr_figure, "no learning rate was recorded"),
+    "loss": plots.loss_figure,
+    "metric": plots.metric_figure,
+    "flip_rate": plots.flip_figure,
+    "flip_rate_layers": plots.layers_figure,
+    "lr": plots.lr_figure,
 }
-"""File name -> the function that draws it, and what a report says where there is nothing, if so."""
+"""File name -> drawing function, which returns None if the record lacks the numbers."""
 
 LONGEST = 40
-"""Characters of labels that become the name of a directory."""
+"""Characters of labels that may become a directory name."""
 
 
-def report(
-    runs: Sequence[Path],
-    out: Path | None = None,
-    labels: Sequence[str] | None = None,
-    *,
-    page: bool = False,
-) -> list[Path]:
+def report(runs: Sequence[Path], out: Path | None = None, *, page: bool = False) -> list[Path]:
     """Draw and describe runs.
 
     One run: ``plots/*.png`` and ``report.md`` in its directory. Several: ``difference.png`` (to the
     dense run of the same seed and data, flip rates below), ``final.png`` (at the end),
-    ``overlay.png`` (the curves) and ``report.md`` in ``reports/<labels>``. Validation losses that
-    are not comparable are warned of.
+    ``overlay.png`` (the curves) and ``report.md`` in ``reports/<labels>``, with a warning if
+    validation losses are not comparable.
 
     Args:
         runs: run directories, or directories above them.
-        out: write there instead.
-        labels: one name per run; by default what differs between the configurations.
-        page: write ``report.html`` too: text and figures in one file, below 1 MB.
+        out: directory to write to instead.
+        page: also write ``report.html``, text and figures in one file below 1 MB.
 
     Returns:
         The files written, pictures first.
 
     Raises:
-        ConfigError: no run, no records, a wrong number of labels, or an unwritable ``out``.
+        ConfigError: no run, no records, or an unwritable ``out``.
         DataError: a damaged record.
     """
     data = [load(run.path) for run in find_runs(runs)]
     if not data:
         raise ConfigError("no run given: name one or more run directories")
-    if labels is not None and len(labels) != len(data):
-        raise ConfigError(f"{len(labels)} labels for {len(data)} runs: give one label per run")
     try:
         if len(data) == 1:
             return _one(data[0], Path(out) if out else data[0].path, page=page)
-        names = list(labels) if labels is not None else default_labels(data)
-        place = Path(out) if out else Path("reports") / _file_name(names)
-        return _several(data, names, place, page=page)
+        names = labels(data)
+        return _several(
+            data, names, Path(out) if out else Path("reports") / _file_name(names), page
+        )
     except OSError as error:
         raise _unwritable(error) from error
 
@@ -110,19 +101,19 @@ def report_table(
     """Write the page of a table: ``<name>.md`` and its figures ``<name>-*.png``.
 
     Args:
-        name: of the table.
-        out: where; None: ``reports/<name>``.
-        scale, seeds, overrides, config_dirs: which runs, see :func:`results.collect`.
-        record: write ``records/<name>.json.gz`` too, from which the page can be written again.
+        name: name of the table.
+        out: directory to write to; None: ``reports/<name>``.
+        scale, seeds, overrides, config_dirs: selection of runs, see :func:`results.collect`.
+        record: also write ``records/<name>.json.gz``, from which the page can be rewritten.
         from_record: read that file instead of runs.
-        html: write ``<name>.html`` too, see :func:`report`.
+        html: also write ``<name>.html``, see :func:`report`.
 
     Returns:
         The files written, the Markdown last.
 
     Raises:
-        ConfigError: no such table, none of its runs has begun, or ``out`` is not writable.
-        DataError: ``from_record`` without a whole record.
+        ConfigError: unknown table, no run has begun, or ``out`` is not writable.
+        DataError: ``from_record`` with a missing or damaged record.
     """
     out = Path("reports", name) if out is None else out
     file = out / "records" / f"{name}.json.gz"
@@ -138,8 +129,8 @@ def report_table(
             if not any(Path(base, name).rglob(RunDirectory.record_file.name)):
                 raise ConfigError(f"no run of {name} has begun: sparsepretrain reproduce {name}")
             raise ConfigError(
-                f"no run in {Path(base, name)} is of just these words: give --scale and the "
-                f"KEY=VALUE that `sparsepretrain reproduce {name}` was given"
+                f"no run in {Path(base, name)} matches these overrides: give the --scale and "
+                f"KEY=VALUE of `sparsepretrain reproduce {name}`"
             )
     tables = {part.name: load_table(part.name, config_dirs) for part in [results, *results.all()]}
     page = render(results, tables)
@@ -159,13 +150,8 @@ def _unwritable(error: OSError) -> ConfigError:
 def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
     figures = {}
     lines = [f"# {plots.title(run)}", "", *markdown_table(("quantity", "value"), _numbers(run)), ""]
-    for name, (draw, missing) in PICTURES.items():
-        if figure := draw(run):
-            figures[f"plots/{name}.png"] = figure
-            lines += [f"![{name}](plots/{name}.png)", ""]
-        elif missing:
-            lines += [f"{missing}: the plot `{name}` is left out.", ""]
-    for name, figure in probes.pictures(run).items():
+    drawn = {name: figure for name, draw in PICTURES.items() if (figure := draw(run))}
+    for name, figure in (drawn | probes.pictures(run)).items():
         figures[f"plots/{name}.png"] = figure
         lines += [f"![{name}](plots/{name}.png)", ""]
     lines += _descent({plots.title(run): [run]})
@@ -182,8 +168,8 @@ def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
     return _write(out, figures, lines, page=page)
 
 
-def _several(runs: list[RunData], labels: list[str], out: Path, *, page: bool) -> list[Path]:
-    paired = pair(runs, labels)
+def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> list[Path]:
+    paired = pair(runs, names)
     drawn = of_runs(paired) | probes.overlays(paired.seeds())
     figures = {f"{name}.png": figure for name, figure in drawn.items()}
     lines = [
@@ -195,15 +181,11 @@ def _several(runs: list[RunData], labels: list[str], out: Path, *, page: bool) -
     for file in figures:
         lines += [f"![{Path(file).stem}]({file})", ""]
     lines += [_about(paired), ""]
-    if (uneven := uneven_validation(runs, labels)) is not None:
+    if (uneven := uneven_validation(runs, names)) is not None:
         warnings.warn(uneven, SparsePretrainWarning, stacklevel=3)
         lines += [f"Warning: {uneven}.", ""]
-    lines += [*_overview(paired, labels), ""]
-    losses, rates = (plots.means_label(runs, key) for key in ("loss", "flip_rate"))
-    lines += [f"Train loss ({losses}) and flip rate ({rates}) are those of the end.", ""]
-    if len(scores := glue_scores(runs)) > 1:
-        average = f"{sum(scores.values()) / len(scores):.2f} %"
-        lines += [f"GLUE average, each task once ({', '.join(scores)}): {average}.", ""]
+    lines += [*_overview(paired, names), ""]
+    lines += ["Train loss and flip rate are running means at the end of the run.", ""]
     lines += _descent(paired.seeds())
     lines += ["## What differs", ""]
     if differing := differences(runs):
@@ -211,19 +193,16 @@ def _several(runs: list[RunData], labels: list[str], out: Path, *, page: bool) -
             (f"`{key}`", *("null" if v is None else str(v) for v in values))
             for key, values in differing.items()
         ]
-        lines += markdown_table(("key", *labels), rows)
+        lines += markdown_table(("key", *names), rows)
     else:
-        lines.append("Nothing in the configurations.")
-    lines += ["", "## Where from", ""]
+        lines.append("The configurations are equal.")
+    lines += ["", "## Runs", ""]
     where = []
-    for label, run in zip(labels, runs, strict=True):
-        told = [run.environment.get(key) for key in ("command", "commit")]
+    for name, run in zip(names, runs, strict=True):
+        origin = [run.environment.get(key) for key in ("command", "commit")]
         path = Path(os.path.relpath(run.path, out)).as_posix()
-        where.append((label, f"`{path}`", *(f"`{value}`" if value else "–" for value in told)))
+        where.append((name, f"`{path}`", *(f"`{value}`" if value else "–" for value in origin)))
     lines += markdown_table(("run", "directory", "command", "commit"), where)
-    for label, run in zip(labels, runs, strict=True):
-        if covered := run.environment.get("coverage"):
-            lines += ["", f"## Coverage of {label}", "", "```", *covered, "```"]
     heat = {f"flip_rate_layers {i}": plots.layers_figure(run) for i, run in enumerate(runs)}
     shown = figures | {name: figure for name, figure in heat.items() if figure is not None}
     return _write(out, figures, lines, page=page, shown=shown)
@@ -234,40 +213,38 @@ def _descent(groups: probes.Groups) -> list[str]:
     if not rows:
         return []
     first, last = (f"{share:.0%}" for share in probes.MIDDLE)
-    text = "Change of the loss of a step's batch along ε of its update, actual against predicted, "
+    text = "Change of the batch loss along ε of the update, actual against predicted, "
     text += f"from {first} to {last} of the run:"
     return [text, "", *markdown_table(rows[0], rows[1:]), ""]
 
 
-def _overview(paired: Paired, labels: Sequence[str]) -> list[str]:
+def _overview(paired: Paired, names: Sequence[str]) -> list[str]:
     metrics = list(dict.fromkeys(name for run in paired.runs for name in run.metrics()))
     units = {run.unit for run in paired.runs}
     rate = f"{units.pop() if len(units) == 1 else 'items'}/s"
     header = ["run", "method", "steps", "train loss", "validation loss"]
     header += [f"minus {paired.reference}", *metrics, "flip rate", rate, "seed"]
-    runs = zip(labels, paired.runs, paired.partners, strict=True)
+    runs = zip(names, paired.runs, paired.partners, strict=True)
     return markdown_table(
-        header, [(label, *_row(run, partner, metrics)) for label, run, partner in runs]
+        header, [(name, *_row(run, partner, metrics)) for name, run, partner in runs]
     )
 
 
 def _about(paired: Paired) -> str:
-    dense = any(run.method == "dense" for run in paired.runs)
-    none = "" if dense else "No dense run is among these. "
     if not paired.groups():
-        return f"{none}No two runs share seed, data and batch: the curves only."
+        return "No two runs share seed, data and batch size: no differences are shown."
     text = (
-        f"{none}Differences are to {paired.reference}, of the same seed, data and batch, step by "
-        "step; bands and bars are 95 % intervals over seeds, where there are several."
+        f"Differences are to {paired.reference} with the same seed, data and batch size, step by "
+        "step; bands and bars are 95 % intervals over seeds."
     )
     both = zip(paired.names, paired.partners, strict=True)
     if alone := dict.fromkeys(name for name, partner in both if partner is None):
-        text += f" No such run for {', '.join(alone)}."
+        text += f" Without such a run: {', '.join(alone)}."
     return text
 
 
 def _numbers(run: RunData) -> list[tuple[str, str]]:
-    """The table at the top of a run's page; what was not recorded is left out."""
+    """Return the rows of the table at the top of a run's page."""
     steps, loss = run.series("loss")
     evaluated, validation = run.series("loss", "validation")
     flipped, flips = run.series("flip_rate")
@@ -292,7 +269,7 @@ def _numbers(run: RunData) -> list[tuple[str, str]]:
         end = f"at the end ({plots.mean_label(flipped, width)})"
         rows.append((f"flip rate{over} {end}", f"{mean[-1]:.2e}"))
     rows += [(change, f"at step {step}") for step, change in run.switches()]
-    use = "MFU (median; sparse products counted as dense, of the dense peak)"
+    use = "MFU (median; sparse matmuls counted as dense, of the dense peak)"
     numbers: list[tuple[str, float | None, Callable[[float], str]]] = [
         ("density of the sparse layers at the end", run.last("density"), "{:.4f}".format),
         (f"{run.unit}/s (median)", run.median("tokens_per_second"), count),
@@ -333,7 +310,7 @@ def _write(
     page: bool,
     shown: dict[str, Figure] | None = None,
 ) -> list[Path]:
-    """Pictures, Markdown (the last of what is returned) and, of ``shown`` or all, the HTML page."""
+    """Write pictures, Markdown (returned last) and the HTML page with ``shown`` or all figures."""
     text = "\n".join(lines).rstrip() + "\n"
     file = out / name if name else RunDirectory(out).report_file
     written = [*map(out.joinpath, figures)]
@@ -359,7 +336,7 @@ def _score(value: float | None) -> str:
 
 
 def _file_name(labels: Sequence[str]) -> str:
-    """The labels where they are short; else how many runs, and digits that tell sets apart."""
+    """Return short labels joined, else the number of runs and a hash of the labels."""
     name = re.sub(r"[^\w.=+-]+", "_", "-".join(labels)).strip("-_.")
     if 0 < len(name) <= LONGEST:
         return name
