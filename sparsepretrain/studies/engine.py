@@ -312,7 +312,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
             return
         for cell in self._children:
             cell.look()
-        self._console.redraw(self._title(), *self._table())
+        self._console.table(self._title(), *self._table(), redraw=True)
 
     def show_all(self) -> None:
         """Print the table unless a terminal shows it already."""
