@@ -212,7 +212,9 @@ def _composing(request: Request) -> Iterator[str]:
         raise ConfigError(f"{key}: {text}") from error
     except ConfigError:
         raise
-    except (HydraException, OSError, ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise ConfigError("a defaults list or a key nests without end") from error
+    except (HydraException, OSError, ValueError) as error:
         raise ConfigError(_unreadable(request) or one_line(error)) from error
 
 

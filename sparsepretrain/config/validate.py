@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -35,10 +36,21 @@ def load_request(request: Request) -> Run:
     run, errors = _check(plain, skip)
     if recipe:  # other errors may follow from the missing recipe
         errors = [error for error in errors if error.startswith("unknown key")]
-    errors = [*request.errors, *errors]
+    errors = [*request.errors, *_renamed(request, errors)]
     if errors or run is None:
         raise ConfigError(errors)
     return run
+
+
+def _renamed(request: Request, errors: list[str]) -> list[str]:
+    """Replace the errors that follow from ``group.name=option`` by one hint."""
+    for key, value in request.values:
+        group = key.removesuffix(".name")
+        wrong = [e for e in errors if re.match(rf"(unknown|missing) key '{group}\.", e)]
+        if group != key and wrong and value in request.options.get(group, ()):
+            hint = f"{key}={value} leaves the other keys unchanged: write {group}={value}"
+            errors = [hint, *(e for e in errors if e not in wrong)]
+    return errors
 
 
 def validate(plain: dict[str, Any], skip: Collection[str] = ()) -> Run:

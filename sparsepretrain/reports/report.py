@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparsepretrain.config.compose import read
 from sparsepretrain.config.tables import Scale, load_table
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.files import write_atomic
@@ -125,12 +124,9 @@ def report_table(
         )
         parts = list(results.all())
         if not any(part.cells for part in parts) and any(part.scale for part in parts):
-            base = dict(read(overrides, config_dirs).values).get("runs_dir", "runs")
-            if not any(Path(base, name).rglob(RunDirectory.record_file.name)):
-                raise ConfigError(f"no run of {name} has begun: sparsepretrain reproduce {name}")
             raise ConfigError(
-                f"no run in {Path(base, name)} matches these overrides: give the --scale and "
-                f"KEY=VALUE of `sparsepretrain reproduce {name}`"
+                f"no run of {name} matches: run `sparsepretrain reproduce {name}`, or give "
+                "the --scale and KEY=VALUE of that command"
             )
     tables = {part.name: load_table(part.name, config_dirs) for part in [results, *results.all()]}
     page = render(results, tables)

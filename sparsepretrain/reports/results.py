@@ -50,15 +50,12 @@ class CellResult:
     seed: int
     state: Literal["finished", "partial", "failed", "missing"]
     reason: str = ""
-    """Reason if not finished."""
     step: int = 0
     steps: int = 0
-    """Steps of the whole run."""
     tokens: float = 0.0
     """Tokens, or other units of the task."""
     seconds: float = 0.0
     date: str = ""
-    """Date of the last record line."""
     metrics: dict[str, float | None] = field(default_factory=dict)
     """Metrics of finished runs; null: not finite."""
     missing: dict[str, str] = field(default_factory=dict)
@@ -73,7 +70,6 @@ class CellResult:
     """Command that trains it, with ``runs`` as directory."""
     commit: str = ""
     config: str = ""
-    """Hash of the configuration."""
     hardware: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 

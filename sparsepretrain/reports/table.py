@@ -24,22 +24,8 @@ from sparsepretrain.tracking.console import clock, count
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SECOND_HAND = {
-    "secondary": "quoted by a third party",
-    "third_party_log": "from a log of others",
-    "third_party_reproduction": "reproduced by others",
-    "issue_thread": "from an issue thread",
-    "typed_by_user": "typed in by a reader",
-    "authors_log_derived": "computed here from the authors' logs",
-}
-"""Status of a published number -> warning printed with the number."""
-
-SOURCES = {
-    "paper_explicit": "the paper says so",
-    "code_inferred": "from the authors' code",
-    "our_choice": "our choice",
-    "not_specified": "not specified",
-}
+FIRST_HAND = ("published_text", "thesis_text", "authors_repo")
+"""Statuses of published numbers without a warning."""
 
 
 @dataclass(slots=True)
@@ -238,16 +224,16 @@ def _value(found: Mapping[str, Any]) -> str:
     """Return a published number, marked if second-hand."""
     value = found["value"]
     text = f"{value:g}" if isinstance(value, int | float) else str(value)
-    return f"{text} ⚠" if found["status"] in SECOND_HAND else text
+    return text if found["status"] in FIRST_HAND else f"{text} ⚠"
 
 
 def _sources(sources: Sequence[Published], *, empty: bool) -> list[str]:
     lines = []
     for source in sources:
         entry = published()[source.paper, source.table]
-        warning = SECOND_HAND.get(entry["status"])
         text = f"- Published: {source.paper}, {source.table}: {entry.get('source', '')}"
-        text += f"; ⚠ {warning}" if warning else ""
+        if entry["status"] not in FIRST_HAND:
+            text += f"; ⚠ {entry['status'].replace('_', ' ')}"
         text += f"; differences below {source.margin:g} are insignificant" if source.margin else ""
         lines.append(f"{text}. {entry.get('note') or ''}".rstrip())
     if empty:
@@ -332,7 +318,8 @@ def _pairing(results: TableResults) -> list[str]:
 
 def _settings(table: Table) -> list[str]:
     rows = [
-        (f"`{key}`", str(s.value), SOURCES[s.source], s.where) for key, s in table.settings.items()
+        (f"`{key}`", str(s.value), s.source.replace("_", " "), s.where)
+        for key, s in table.settings.items()
     ]
     return markdown_table(("setting", "value", "source", "where"), rows)
 

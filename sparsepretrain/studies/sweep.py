@@ -150,9 +150,8 @@ def part(name: str, axes: Axes, config_dirs: Sequence[Path], *, search: bool = F
 
 def report_words(found: Part) -> str:
     """Return the words after ``sparsepretrain report`` for the runs of a sweep."""
-    runs = {str(RunDirectory.of(cell.run)): cell.run.runs_dir for cell in found.cells}
-    words = list(runs) if len(runs) <= SHOWN else list(dict.fromkeys(runs.values()))
-    return shell_line(words)
+    runs = dict.fromkeys(str(RunDirectory.of(cell.run)) for cell in found.cells)
+    return shell_line(runs if len(runs) <= SHOWN else [found.cells[0].run.runs_dir])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
-"""The HTML page: its content, that it needs nothing else, and its size."""
+"""HTML page: content, size, no network."""
 
 import base64
-import json
 import re
 
 import numpy as np
@@ -27,16 +26,6 @@ def test_a_page_of_several_runs_needs_no_network_and_is_below_1_mb(tmp_path):
     assert not re.search(r"""(src|href)=["']?(http|//)""", text) and "<script" not in text
     assert text.count("<img") == len(figures_of(text)) >= 3
     assert "What differs" in text and "<td>sste</td>" in text
-
-
-def test_one_run_has_its_coverage_and_environment(tmp_path):
-    run = make_run(tmp_path / "run")
-    about = json.loads((run / "environment.json").read_text())
-    about["coverage"] = ["layer  out × in", "h.0    8 × 4"]
-    (run / "environment.json").write_text(json.dumps(about))
-    page = report([run], page=True)[-2].read_text()
-    assert "<h2>Coverage</h2>" in page and "h.0    8 × 4" in page
-    assert "0123456789abcdef" in page and "window:" in page
 
 
 def test_a_page_of_long_runs_of_large_models_stays_below_1_mb():
