@@ -5,7 +5,6 @@
 #
 #   smoke              training of gpt2_nano in every compile mode, saved and resumed; 90 s at most
 #   doctor             versions, and the start-up test of sparse products
-#   trust              that test by type, and the layout of packed matrices
 #   linear             one linear layer of S-STE, T-SR-STE and SLoPe against nn.Linear
 #   linear-auto        the same with sparse products where they are faster
 #   train-METHOD       50 steps of GPT-2 124M beside dense; METHODS="sste tsrste srste"
@@ -52,7 +51,7 @@ for word in "$@"; do
     esac
 done
 
-known=(smoke doctor trust linear linear-auto)
+known=(smoke doctor linear linear-auto)
 for method in $METHODS; do known+=("train-$method" "train-$method-auto"); done
 known+=(kernels tests triton products linear-fp8 linear-fp8-auto blocks blocks-auto linear-all)
 for word in "${wanted[@]}"; do

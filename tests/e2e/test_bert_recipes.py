@@ -1,4 +1,4 @@
-"""The shipped BERT and WikiText recipes: published settings, dry runs, two steps at nano size."""
+"""BERT and WikiText recipes: dry runs, and a short run at nano size."""
 
 import io
 
@@ -42,8 +42,7 @@ def test_dry_runs_print_parameters_and_sparse_layers(overrides, parameters, laye
     assert parameters in text and layers in text
 
 
-def test_the_nano_run_learns(tiny):
-    """Twelve steps of the shipped nano recipe on small text: below the loss of the start."""
+def test_nano_bert_learns_in_twelve_steps(tiny):
     small = ("n_embd=64", "n_head=2", "n_layer=1", "n_inner=128")
     overrides = [
         "experiment=nano_bert", *(f"model.{o}" for o in small), "steps=12", "eval.every=12",

@@ -1,4 +1,4 @@
-"""Bad input through the command: exit code, one line, no traceback, nothing left behind."""
+"""Bad input of the command: exit code, one line, no traceback, nothing written."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from sparsepretrain.cli import main
 
 @pytest.fixture
 def refused(tiny, tmp_path, monkeypatch, capfd):
-    """``refused(code, words, *overrides)``: one line on stderr and nothing written."""
+    """``refused(code, words, *overrides)`` checks for one line on stderr and no files."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -51,11 +51,11 @@ def test_wrong_layers_are_refused_before_data_is_prepared(
 ):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     refused(2, ["config error", *words], override)
-    assert not (tmp_path / "cache").exists()  # known before data is prepared
+    assert not (tmp_path / "cache").exists()
 
 
 def test_published_run_without_its_data_names_the_command(tmp_path):
-    """A fresh process, since libraries print warnings once: nothing may come before the line."""
+    # a new process: libraries print warnings once
     environment = {**os.environ, "SPARSEPRETRAIN_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(
         [sys.executable, "-m", "sparsepretrain", "train", "model=gpt2_124m", "sparsity=sste"],

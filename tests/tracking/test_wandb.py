@@ -1,4 +1,4 @@
-"""With the real wandb package, without account and network."""
+"""The real wandb package, without account and network."""
 
 import contextlib
 import io
@@ -51,8 +51,8 @@ def one_run(directory: Path, mode: str, resume_step: int | None = None) -> str:
         stream.log({"step": step, "loss": 1.0, "flip_rate/h.0": 0.1})
         stream.log({"step": step, "split": "validation", "loss": 1.0})
     stream.close(0, {"masks": "2:4"})
-    # as at the end of a process: wandb's service may still write for a moment after finish()
-    with contextlib.suppress(ConnectionError):  # that service may have crashed
+    # wandb's service may still write after finish()
+    with contextlib.suppress(ConnectionError):  # the service may have crashed
         wandb.teardown()
     return out.getvalue()
 
@@ -88,7 +88,7 @@ def test_online_without_a_server_records_offline(tmp_path, monkeypatch, capfd):
 
 @contextlib.contextmanager
 def server(answer: bytes | None) -> Iterator[str]:
-    """A server on this machine: sends ``answer`` to whoever connects; None: never a word."""
+    """Local server that sends ``answer`` to every connection; None: silent."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         connections: list[socket.socket] = []
 
@@ -121,7 +121,6 @@ LIES = {
 @pytest.mark.fault
 @pytest.mark.parametrize("answer", LIES)
 def test_bad_server_delays_no_step(tmp_path, monkeypatch, answer):
-    """One warning at most, the record complete, and no step waits."""
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(room, "INIT_SECONDS", 2)
     run = tmp_path / "run"
@@ -136,14 +135,12 @@ def test_bad_server_delays_no_step(tmp_path, monkeypatch, answer):
 
 
 def test_login_is_checked_before_the_run(tmp_path, monkeypatch):
-    wandb.teardown()  # what it read from the environment before
+    wandb.teardown()  # drops the cached environment
     room.check_login(tracker("offline"))
     room.check_login(tracker("disabled"))
     with pytest.raises(ConfigError) as error:
         room.check_login(tracker("online"))
-    (message,) = error.value.messages
-    for words in ("tracker.mode=online", "`wandb login`", "WANDB_API_KEY", "tracker.mode=offline"):
-        assert words in message
+    assert "`wandb login`" in str(error.value) and "tracker.mode=offline" in str(error.value)
     netrc = tmp_path / "netrc"
     netrc.write_text("machine 127.0.0.1:9\n login user\n password " + "0" * 40 + "\n")
     netrc.chmod(0o600)
