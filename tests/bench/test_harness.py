@@ -92,16 +92,6 @@ def test_no_case_starts_after_the_budget(bench, monkeypatch):
     assert code == 0 and [case["name"] for case in cases] == ["a", "b", "the last 3 of 5"]
 
 
-def test_options_of_methods():
-    seen = []
-    words = ["--methods", "ste,sste", "--backend", "auto", "--fp8", "--quick"]
-    harness.main("a", lambda options: seen.append(options) or {}, words, methods=True)
-    assert seen == [harness.Options(True, ("ste", "sste"), "auto", True)]
-    assert seen[0].label == ", fp8, backend=auto"
-    assert seen[0].precision(torch.device("cuda")) == {"name": "fp8", "recipe": "e4m3"}
-    assert harness.Options(fp8=True).precision(CPU) == {"name": "fp8_sim", "recipe": "hybrid"}
-
-
 def test_difference():
     x = torch.tensor([1.0, -4.0, float("nan"), float("inf")])
     assert difference(x, x.clone()) == 0

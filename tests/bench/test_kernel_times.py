@@ -6,14 +6,12 @@ import functools
 import itertools
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 import kernels as times
 from harness import attempt
 from kernel_cases import TINY, kernel_cases
 from sparsepretrain import kernels
-from sparsepretrain.kernels.timing import Series, medians
 
 CPU = torch.device("cpu")
 
@@ -36,23 +34,6 @@ def test_wrong_kernel_gets_no_time():
     assert checked(case, lambda x: 1 / 0) == "failed"
     masks = iter([case.run("reference", *case.make(TINY, CPU)), torch.zeros(TINY, dtype=bool)])
     assert checked(case, lambda x: next(masks)) == "wrong", "not repeatable"
-
-
-def test_times_become_fractions_of_a_copy_and_ratios(monkeypatch):
-    series = {
-        times.COPY: Series(us=[1e3, 2e3], mode="graph"),  # 2 GiB in 1 ms and in 2 ms
-        "triton": Series(us=[10, 20], mode="graph"),
-        "reference": Series(us=[30, 60], mode="eager"),
-    }
-    FakeCuda(monkeypatch)
-    monkeypatch.setattr(times, "measure", lambda calls, rounds: dict(series))
-    case = case_named("2:4 mask, bf16")
-    case = dataclasses.replace(case, goal=0.85, run=lambda _, x: kernels.nm_mask(x))
-    case = dataclasses.replace(case, bytes=2e-2 * times.COPY_BYTES / (64 * 256))
-    ours, share, theirs = times.on_gpu(case, TINY, rounds=2, device=CPU)
-    assert share.value == pytest.approx(1.0) and share.ok
-    assert ours.value == 15 and ours.detail["times_as_fast_as"] == {"reference": 3.0}
-    assert theirs.detail["of_copy"] == pytest.approx(1 / 3)
 
 
 class FakeCuda:
@@ -177,16 +158,3 @@ def test_failed_capture_is_a_failed_case(monkeypatch):
     work = functools.partial(times.on_gpu, case, TINY, rounds=1, device=CPU)
     (row,) = attempt("a", work)
     assert row.status.startswith("failed") and row.ok is False
-
-
-def test_products_without_a_graph_are_timed_eagerly(monkeypatch):
-    cuda = FakeCuda(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-
-    def refused():
-        if cuda.capturing:
-            raise RuntimeError("no graph of this")
-
-    assert set(medians({"a": refused, "b": lambda: None}, CPU)) == {"a", "b"}
-    with pytest.raises(RuntimeError, match="no such product"):
-        medians({"a": lambda: (_ for _ in ()).throw(RuntimeError("no such product"))}, CPU)

@@ -142,11 +142,6 @@ for name in ("kernels", "linear", "blocks", "products", "train", "summary"):
 import sparsepretrain as sp
 sp.sparsify
 """
-COMMAND = """
-import harness, linear
-words = ["--quick", "--methods", "ste", "--out", {out!r}]
-sys.exit(harness.main("linear", linear.works, words, methods=True))
-"""
 ABSENT = {"hydra", "omegaconf", "wandb", "datasets", "transformers", "tokenizers", "accelerate"}
 
 
@@ -158,11 +153,3 @@ def test_imports_with_torch_and_triton_alone():
     absent = ABSENT | {"yaml", "rich", "matplotlib"}
     done = python(BARE.format(names=absent, scripts=str(SCRIPTS)) + IMPORTS)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_script_runs_on_a_bare_machine(tmp_path):
-    out = str(tmp_path / "linear.json")
-    code = BARE.format(names=ABSENT, scripts=str(SCRIPTS)) + COMMAND.format(out=out)
-    done = python(code)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "linear.json").read_text())["script"] == "linear"

@@ -6,15 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from plugin_files import forget
 
-import sparsepretrain
-import sparsepretrain.data
 from sparsepretrain import __version__, cli, registry
 from sparsepretrain.errors import CheckpointError, ConfigError, DataError, DivergedError
 
@@ -25,10 +22,6 @@ def run(*argv: str, **options) -> subprocess.CompletedProcess[str]:
     """Run the command in a new process."""
     command = [sys.executable, "-m", "sparsepretrain", *argv]
     return subprocess.run(command, capture_output=True, text=True, **options)
-
-
-def replace(monkeypatch, room: str, **functions) -> None:
-    monkeypatch.setattr(sparsepretrain, room, SimpleNamespace(**functions), raising=False)
 
 
 def replace_training(monkeypatch, module: str, **functions) -> None:
@@ -92,21 +85,6 @@ def test_plugin_that_exits_is_an_error(monkeypatch, capsys):
     assert "test_cli.py, line" in line and "called sys.exit(0)" in line and line.count("\n") == 1
 
 
-def test_prepare_reports_amounts(monkeypatch, capsys):
-    seen = {}
-
-    def prepare(options, *, workers, on_progress):
-        seen.update(source=options.source, workers=workers)
-        tokens = {"train": range(30_000), "validation": range(2_000)}
-        return SimpleNamespace(tokens=tokens, directory=Path("/cache/x"), end_of_text=None)
-
-    replace(monkeypatch, "data", prepare=prepare, amounts=sparsepretrain.data.amounts)
-    assert cli.main(["prepare", "data=python_source", "--workers", "3"]) == 0
-    assert seen == {"source": "python_source", "workers": 3}
-    out = capsys.readouterr().out
-    assert "/cache/x" in out and "32.0k tokens" in out and "tokens/s" in out
-
-
 def test_methods_lists_operands_and_plugins(tmp_path, capsys):
     assert cli.main(["methods"]) == 0
     out = capsys.readouterr().out
@@ -137,18 +115,6 @@ def test_configs_prints_options_and_their_keys(tmp_path, capsys):
     for word, near in (("sparsty=ste", "'sparsity'"), ("sparsity=sst", "'sparsity=sste'")):
         assert cli.main(["configs", word]) == 2
         assert f"(did you mean {near}?)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("verb", ["train", "finetune"])
-def test_help_has_examples_that_are_accepted(verb, capsys):
-    assert cli.main([verb, "--help"]) == 0
-    out = capsys.readouterr().out
-    examples = [line.split() for line in out.splitlines() if line.startswith("  sparsepretrain ")]
-    assert len(examples) == 2 and "sparsepretrain configs" in out
-    for _, own, *words in examples:
-        assert own == verb
-        if verb == "train":
-            assert cli.main(["train", *[w for w in words if w != "--dry-run"], "--cfg", "job"]) == 0
 
 
 def test_closed_output_is_not_an_error():

@@ -68,21 +68,3 @@ def test_wheel_composes_from_an_empty_directory(installed, tmp_path):
     assert "n_layer: 24" in out and "name: openwebtext" in out
     assert "gpt2_nano *" in run(installed, tmp_path, "configs")
     assert not list(tmp_path.iterdir())
-
-
-def test_wheel_takes_a_plugin_and_a_config_directory(installed, tmp_path):
-    (tmp_path / "own/sparsity").mkdir(parents=True)
-    (tmp_path / "own/sparsity/mine.yaml").write_text("name: mine\nboost: 2.0\n")
-    (tmp_path / "mine.py").write_text(
-        "from dataclasses import dataclass\n"
-        "from sparsepretrain.registry import register\n"
-        "from sparsepretrain.sparsity import Method, MethodOptions\n"
-        "@dataclass(slots=True, kw_only=True)\n"
-        "class Options(MethodOptions):\n"
-        "    boost: float = 1.0\n"
-        "@register('method', 'mine')\n"
-        "class Mine(Method):\n"
-        "    Options = Options\n"
-    )
-    argv = ["train", "--config-dir", "own", "plugins=[mine.py]", "sparsity=mine", "--cfg", "job"]
-    assert "boost: 2.0" in run(installed, tmp_path, *argv)

@@ -64,25 +64,6 @@ def test_user_directory_may_add_settings_of_a_pair(tmp_path):
         load(["model_method=_gpt2_nano_ste"], [tmp_path])
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "heads", "width", "micro"),
-    [
-        ("gpt2_124m", 12, 12, 768, 8),
-        ("gpt2_350m", 24, 16, 1024, 8),
-        ("gpt2_774m", 36, 20, 1280, 4),
-        ("gpt2_1558m", 48, 25, 1600, 1),
-    ],
-)
-def test_sizes_share_the_recipe(name, layers, heads, width, micro):
-    plain, small = compose([f"model={name}"]), compose(["model=gpt2_124m"])
-    model = plain["model"]
-    assert (model["n_layer"], model["n_head"], model["n_embd"]) == (layers, heads, width)
-    assert plain["batch"] == {"size": 512, "micro": micro}
-    assert plain["name"] == model["name"] == name
-    for key in ("task", "data", "optim", "schedule", "precision", "steps", "eval", "clip"):
-        assert plain[key] == small[key]
-
-
 def test_command_line_beats_experiment_beats_recipe(tmp_path):
     base = "defaults:\n  - override /optim: sgd\n  - override /schedule: linear\n  - _self_\n"
     dirs = [write(tmp_path, experiment__mine=f"{GLOBAL}{base}steps: 90\nclip: 0.5\n")]
@@ -94,12 +75,6 @@ def test_command_line_beats_experiment_beats_recipe(tmp_path):
     assert plain["optim"]["name"] == "sgd", "… also for groups"
     assert plain["batch"]["size"] == 16, "recipe"
     assert plain["sparsity"]["name"] == "sste", "group default"
-
-
-def test_chosen_optimizer_has_only_its_own_keys():
-    assert set(compose(["model=gpt2_124m", "optim=sgd"])["optim"]) == {
-        "name", "lr", "momentum", "nesterov", "weight_decay",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])

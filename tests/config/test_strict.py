@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from sparsepretrain.config import compose, load, validate
 from sparsepretrain.config.freeze import flat
-from sparsepretrain.config.schema import Batch
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import suggestion
@@ -67,15 +66,6 @@ def test_all_wrong_keys_are_reported_together():
     assert len(found) == len(wrong), "root rules like clip wait for root types"
     for key in wrong:
         assert sum(re.search(rf"(^|'){key}\b", message) is not None for message in found) == 1, key
-
-
-@given(st.integers(1, 64), st.integers(1, 64))
-def test_micro_batches_divide_the_global_batch(size, micro):
-    if size % micro:
-        with pytest.raises(ConfigError, match="micro must divide"):
-            build(Batch, {"size": size, "micro": micro})
-    else:
-        assert build(Batch, {"size": size, "micro": micro}).size == size
 
 
 @pytest.mark.parametrize("group", ["model", "data", "sparsity", "task", "optim", "schedule"])

@@ -31,8 +31,6 @@ def show(*overrides):
     ("overrides", "parameters", "layers"),
     [
         (("model=bert_base",), "109,514,298 (109.5M)", "sste 2:4: 24 layers, 56,623,104 of"),
-        ((GATED,), "119,589,889 (119.6M)", "sste 2:4: 32 layers, 56,623,104 of"),
-        (("experiment=nano_bert", "sparsity.targets=all"), "876,676", "sste 2:4: 24 layers"),
         (("experiment=half", GATED), "91,278,337", "dense: 32 layers, 28,311,552 of"),
         (("experiment=step_wikitext103",), "124,373,760", "step 2:4: 24 layers"),
     ],

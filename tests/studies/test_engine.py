@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import Tiny, assert_same_run, final_state
 
-from sparsepretrain.errors import INTERRUPTED, PREEMPTED
+from sparsepretrain.errors import INTERRUPTED
 from sparsepretrain.studies import engine
 from sparsepretrain.studies.engine import Cell, Stopped, Study
 from sparsepretrain.tracking.console import Console
@@ -147,16 +147,6 @@ def test_interrupted_cells_save_and_continue_bit_exactly(tiny: Tiny) -> None:
     (a,) = cells(tiny, "a", *ENDLESS, stop_after=saved + 2)
     study([a])
     assert_same_run(a.directory.path, trained_here(tiny, a, saved + 2))
-
-
-@pytest.mark.fault
-def test_sigterm_exits_with_143_after_a_save(tiny: Tiny) -> None:
-    (a,) = cells(tiny, "a", *ENDLESS)
-    watcher = when_training([a], lambda: signal_self(signal.SIGTERM))
-    with pytest.raises(Stopped) as stopped:
-        study([a])
-    watcher.join()
-    assert stopped.value.exit_code == PREEMPTED and a.left.startswith("from step ")
 
 
 @pytest.mark.fault

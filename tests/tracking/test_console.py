@@ -119,7 +119,8 @@ def test_closed_or_ascii_output_is_not_an_error():
     console.step(line(1), 10)
     console.table("t", [("a", "b")])
     raw = io.BytesIO()
-    Console(io.TextIOWrapper(raw, encoding="ascii")).info("[bold]β[/bold] " + "y" * 300)
+    ascii = io.TextIOWrapper(raw, encoding="ascii")
+    Console(ascii).info("[bold]β[/bold] " + "y" * 300)
     assert raw.getvalue() == b"[bold]?[/bold] " + b"y" * 300 + b"\n", "no markup, no wrapping"
 
 
