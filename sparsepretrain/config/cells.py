@@ -58,9 +58,6 @@ def cells(
     Run directories are ``<runs_dir>/<name>/<row>[--<column>]/<hash>-s<seed>``.
 
     Args:
-        name: name of the table or of a sweep.
-        table: rows and columns to run.
-        scale: one of ``table.scales``.
         seeds: number of seeds from ``table.first_seed`` on; None: the number of the scale.
         only: glob of rows or of ``row @ column``.
         overrides: further overrides of all cells, with the highest precedence.

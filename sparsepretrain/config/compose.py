@@ -48,7 +48,7 @@ class Request:
 
 
 def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
-    """Compose the shipped and the user's YAML files with ``overrides`` into plain values.
+    """Compose the shipped and the user's YAML files with ``overrides``.
 
     Args:
         overrides: ``group=option`` and ``key=value`` as typed in a shell; ``+`` and ``++`` in front
@@ -56,11 +56,8 @@ def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> 
         config_dirs: directories laid out like ``configs/``, in addition to those named by
             ``SPARSEPRETRAIN_CONFIG_DIR`` and those of installed plugins.
 
-    Returns:
-        The resolved configuration, root keys in the order of :class:`schema.Run`.
-
     Raises:
-        ConfigError: with all problems of the overrides, or the first one in a file.
+        ConfigError: all problems of the overrides, or the first one in a file.
     """
     request = read(overrides, config_dirs)
     if request.errors:
@@ -92,14 +89,14 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Req
             request.errors.append(f"override {text[:60]!r} cannot be read: {error}")
             continue
         key = override.key_or_group
-        if override.type == OverrideType.DEL:
-            problem = f"{text!r}: keys cannot be removed; leave it out and {key} has its default"
-        elif not key:
+        if not key:
             problem = f"override {text!r} has no key; write key=value"
-        elif key.split(".")[0] == "hydra":
-            problem = f"{key!r}: Hydra's own settings have no effect here; leave it out"
-        elif override.package is not None:
-            problem = f"{text!r}: packages (@) are not supported; write {key}=option"
+        elif (
+            override.type == OverrideType.DEL
+            or override.package is not None
+            or key.split(".")[0] == "hydra"
+        ):
+            problem = f"{text!r}: Hydra's own syntax and settings are not supported; leave it out"
         elif override.is_sweep_override():
             problem = f"{text!r} asks for several runs; give one value (lists: {key}=[a,b])"
         elif key in groups:

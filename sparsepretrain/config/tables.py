@@ -135,9 +135,9 @@ class Claim:
     """Scale -> reason why its runs cannot test the claim."""
 
     def problems(self) -> Problems:
-        least = {"crossing": 2, "less": 2, "equal": 2, "interior": 3}.get(self.kind, 2)
-        exact = self.kind in ("less", "equal", "crossing")
-        if len(self.of) < least or (exact and len(self.of) != 2):
+        least = 3 if self.kind == "interior" else 2
+        most = 2 if self.kind in ("less", "equal", "crossing") else 99
+        if not least <= len(self.of) <= most:
             yield "of", f"of a claim {self.kind!r} must name {least} terms, got {len(self.of)}"
         if (self.margin is None) == (self.kind == "equal"):
             yield "margin", "belongs to claims 'equal', and they need one"

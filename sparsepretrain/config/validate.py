@@ -54,9 +54,7 @@ def _renamed(request: Request, errors: list[str]) -> list[str]:
 
 
 def validate(plain: dict[str, Any], skip: Collection[str] = ()) -> Run:
-    """Check a composed configuration against the schema, the registry and the ranges.
-
-    Torch is not imported: option classes and their rules are plain Python.
+    """Check a composed configuration against schema, registry and ranges, without torch.
 
     Args:
         plain: see :func:`compose.compose`.

@@ -64,13 +64,9 @@ class Difference:
             return 0
         return 1 if self.mean > shift else -1
 
-    def within(self, margin: float, level: float = ALPHA) -> bool:
-        """True if the mean lies in ± ``margin``, at ``level``."""
-        return self.n >= SEEDS and self.outside(margin) < level
-
     def outside(self, margin: float) -> float:
         """Return the larger p of two one-sided tests for a mean beyond ± ``margin``."""
-        if self.n < 2 or self.flat:
+        if self.n < SEEDS or self.flat:
             return 1.0
         room = (margin - abs(self.mean)) / self._error
         return float(_special().stdtr(self.n - 1, -room))
@@ -230,8 +226,8 @@ def _equal(claim: Claim, groups: list[list[_Series]], better: str | None) -> Rul
     margin = claim.margin
     assert margin is not None
     differences = [first - second for first, second in groups]
-    if all(d.within(margin) for d in differences):
-        widest = max(differences, key=lambda d: d.outside(margin))
+    widest = max(differences, key=lambda d: d.outside(margin))
+    if widest.outside(margin) < ALPHA:
         text = f"{widest}; beyond ± {margin:g}: p = {widest.outside(margin):.1g}"
         return Ruling("held", text, differences)
     level = ALPHA / len(differences)
@@ -239,7 +235,7 @@ def _equal(claim: Claim, groups: list[list[_Series]], better: str | None) -> Rul
     if beyond:
         text = "; ".join(map(str, beyond))
         return Ruling("contradicted", f"{text}, margin {margin:g}", differences)
-    open_ = [d for d in differences if not d.within(margin)]
+    open_ = [d for d in differences if d.outside(margin) >= ALPHA]
     return Ruling("not decided", _undecided(open_, margin), differences)
 
 
@@ -302,11 +298,8 @@ def _undecided(
     for d in differences:
         if d.n == 0:
             found.append(f"{d.label}: no seed has both")
-        elif d.flat:
-            same = f"{d.values[0]:+.3g} for each of {d.n} seeds"
-            found.append(f"{d.label} = {same}: no spread to judge by; are these the same runs?")
-        elif d.n == 1:
-            found.append(f"{d}: one seed has no spread")
+        elif d.flat or d.n == 1:
+            found.append(f"{d}: no spread over seeds; are these the same runs?")
         else:
             needed = d.seeds_to_decide(margin, level)
             text = f"more than {MOST_SEEDS}" if needed is None else f"about {needed}"

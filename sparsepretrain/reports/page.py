@@ -38,20 +38,13 @@ def html_page(markdown: str, figures: Mapping[str, Figure]) -> str:
 
     Args:
         markdown: text of the page; the title comes first.
-        figures: file name of an image in ``markdown`` -> figure; others follow at the end.
+        figures: file name of an image in ``markdown`` -> figure.
     """
     from markdown_it import MarkdownIt
 
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
-    others = ""
     for name, figure in figures.items():
-        link = f'src="{html.escape(name)}"'
-        image = f'src="{_data_url(figure)}"'
-        if link in body:
-            body = body.replace(link, image)
-        else:
-            others += f'<p><img {image} alt="{html.escape(name)}"></p>'
-    body += f"<h2>Further figures</h2>{others}" if others else ""
+        body = body.replace(f'src="{html.escape(name)}"', f'src="{_data_url(figure)}"')
     title = html.escape(markdown.splitlines()[0].removeprefix("# "))
     head = f'<meta charset="utf-8"><title>{title}</title>'
     head += '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -64,15 +57,12 @@ def _data_url(figure: Figure) -> str:
     import matplotlib
 
     artists = [a for axes in figure.axes for a in (*axes.lines, *axes.collections)]
-    heavy = sum(map(_points, artists)) > POINTS
-    pixels = [a for a in artists if heavy and not a.get_rasterized()]
-    for artist in pixels:
-        artist.set_rasterized(True)
+    if sum(map(_points, artists)) > POINTS:
+        for artist in artists:
+            artist.set_rasterized(True)
     file = io.BytesIO()
     with matplotlib.rc_context(SVG):
         figure.savefig(file, format="svg", dpi=DPI, metadata={"Date": None})
-    for artist in pixels:
-        artist.set_rasterized(False)
     return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
 
 

@@ -17,30 +17,18 @@ from sparsepretrain.reports.runs import RunData, smooth
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.ticker import Formatter
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*<>ph8d"
 """Twice as many as colors, so that runs of one color differ."""
 DASHES = ("-", "--", "-.", ":")
-TRAIN, VALIDATION = COLORS[0], COLORS[1]
 GREY = "#707070"
 
 
 def loss_figure(run: RunData) -> Figure | None:
-    """Draw training loss, as logged and averaged, and validation loss; None without a loss."""
-    steps, loss = run.series("loss")
-    evaluated, validation = run.series("loss", "validation")
-    if not drawable(loss) and not drawable(validation):
-        return None
-    figure, axes = _single(run)
-    if drawable(loss):
-        _plot_smoothed(axes, steps, loss, "train, ")
-    if drawable(validation):
-        style: dict[str, Any] = {"color": VALIDATION, "marker": "o", "markersize": 3.5}
-        axes.plot(evaluated, validation, linewidth=1.2, label="validation", **style)
-    axes.set_ylabel(f"loss ({run.loss_name})")
-    return _finish(figure, run)
+    """Draw training loss, as logged and averaged, and validation loss."""
+    curves = [("loss", None, "train, "), ("loss", "validation", "validation")]
+    return _curves(run, curves, f"loss ({run.loss_name})")
 
 
 def metric_figure(run: RunData) -> Figure | None:
@@ -48,40 +36,47 @@ def metric_figure(run: RunData) -> Figure | None:
     name = run.metric
     if name is None or np.isfinite(run.series(name, "validation")[1]).sum() < 2:
         return None
-    figure, axes = _single(run, height=3.6)
-    others = [score for score in run.scores() if score != name]
-    for index, metric in enumerate([name, *others[: len(COLORS) - 1]]):
-        style: dict[str, Any] = {"color": COLORS[index], "marker": MARKERS[index]}
-        steps, values = run.series(metric, "validation")
-        width = 1.6 if metric == name else 0.9
-        axes.plot(steps, values, markersize=4, linewidth=width, label=metric, **style)
-    # one score needs no legend
-    axes.set_ylabel("%, validation" if others else f"{name} (%, validation)")
-    return _finish(figure, run)
+    names = [name, *(score for score in run.scores() if score != name)][: len(COLORS)]
+    label = "%, validation" if len(names) > 1 else f"{name} (%, validation)"
+    return _curves(run, [(score, "validation", score) for score in names], label)
 
 
 def flip_figure(run: RunData) -> Figure | None:
     """Draw the flip rate over all sparse layers, log axis; None if all are zero."""
-    steps, flips = run.series("flip_rate")
-    if not drawable(flips, log=True):
-        return None
-    figure, axes = _single(run)
-    _plot_smoothed(axes, steps, visible(flips), "")
-    flip_axis(axes, [run.flip_interval()])
-    return _finish(figure, run)
+    return _curves(run, [("flip_rate", None, "")], "flip rate", log=True)
 
 
 def lr_figure(run: RunData) -> Figure | None:
-    """Draw the learning rate; None if it was not logged."""
-    steps, rate = run.series("lr")
-    if not drawable(rate):
-        return None
-    figure, axes = _single(run, height=3.6)
-    axes.plot(steps, rate, color=TRAIN, linewidth=1.6, label="learning rate")
-    axes.set_ylabel("learning rate")
-    axes.set_ylim(bottom=0)
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-    return _finish(figure, run)
+    """Draw the learning rate."""
+    return _curves(run, [("lr", None, "")], "learning rate")
+
+
+def _curves(
+    run: RunData, curves: Sequence[tuple[str, str | None, str]], label: str, *, log: bool = False
+) -> Figure | None:
+    """Draw (key, split, label) curves over steps; None without a drawable value.
+
+    Training curves are drawn as logged and, with enough points, as running means.
+    """
+    figure, axes = new_figure((8.5, 4.8))
+    axes.set_title(title(run), loc="left", fontsize=10)
+    axes.set_ylabel(label)
+    step_axis(axes)
+    if log:
+        flip_axis(axes, [run.flip_interval()])
+    for index, (key, split, name) in enumerate(curves):
+        steps, values = run.series(key, split)
+        if not drawable(values, log=log):
+            continue
+        mean, width = smooth(values) if split is None else (values, 1)
+        mean, color = visible(mean, log), COLORS[index]
+        if width > 1:
+            faint: dict[str, Any] = {"color": color, "alpha": 0.35, "linewidth": 0.8}
+            axes.plot(steps, visible(values, log), label=f"{name}as logged", **faint)
+        marker = point_marker(mean) if split is None else MARKERS[index]
+        text = name if split else name + mean_label(steps, width)
+        axes.plot(steps, mean, color=color, marker=marker, markersize=4, label=text)
+    return _finish(figure, run) if axes.lines else None
 
 
 def layers_figure(run: RunData) -> Figure | None:
@@ -147,38 +142,12 @@ def line_style(index: int) -> dict[str, Any]:
     }
 
 
-def _single(run: RunData, height: float = 4.8) -> tuple[Figure, Axes]:
-    figure, axes = new_figure((8.5, height))
-    axes.set_title(title(run), loc="left", fontsize=10)
-    step_axis(axes)
-    return figure, axes
-
-
 def step_axis(axes: Axes) -> None:
     """Label the axis; ticks are whole steps."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
-
-
-def engineering() -> Formatter:
-    """Return a formatter for ticks such as 1 M and 20 k."""
-    from matplotlib.ticker import EngFormatter
-
-    return EngFormatter(sep="\N{THIN SPACE}")
-
-
-def _plot_smoothed(axes: Axes, steps: np.ndarray, values: np.ndarray, name: str) -> None:
-    """Plot a curve as logged and, with enough points, its running mean on top."""
-    mean, width = smooth(values)
-    if axes.get_yscale() == "log":
-        mean = visible(mean)
-    if width > 1:
-        faint: dict[str, Any] = {"color": TRAIN, "alpha": 0.35, "linewidth": 0.8}
-        axes.plot(steps, values, label=f"{name}as logged", **faint)
-    style: dict[str, Any] = {"color": TRAIN, "linewidth": 1.6, "marker": point_marker(mean)}
-    axes.plot(steps, mean, label=name + mean_label(steps, width), **style)
 
 
 def point_marker(values: np.ndarray) -> str | None:

@@ -213,16 +213,16 @@ def estimator_figure(run: RunData) -> Figure | None:
     if not shown:
         return None
     figure, panels = plots.new_figure((10, 4), columns=2)
-    for product, colour in zip(shown, COLORS, strict=False):
+    for product, color in zip(shown, COLORS, strict=False):
         for axes, key in zip(panels, ("bias", "variance"), strict=True):
             steps, values = measured([run], "estimator", f"{product}_{key}").T
             count = np.arange(1, len(values) + 1)
             mean = np.cumsum(values) / count
             spread = np.cumsum(values**2) / count - mean**2
             error = np.sqrt(np.maximum(spread, 0) / np.maximum(count - 1, 1))
-            axes.plot(steps, values, ".", color=colour, alpha=0.3, markersize=3)
-            axes.plot(steps, mean, color=colour, label=f"{PRODUCTS[product]}, mean so far")
-            axes.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.25)
+            axes.plot(steps, values, ".", color=color, alpha=0.3, markersize=3)
+            axes.plot(steps, mean, color=color, label=f"{PRODUCTS[product]}, mean so far")
+            axes.fill_between(steps, mean - error, mean + error, color=color, alpha=0.25)
     for axes, name in zip(panels, ("squared bias", "variance"), strict=True):
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_ylabel(f"{name} ÷ squared norm of the exact gradient")

@@ -28,7 +28,6 @@ from sparsepretrain.reports.runs import (
     labels,
     load,
     pair,
-    smooth,
     uneven_validation,
 )
 from sparsepretrain.reports.table import markdown_table, render
@@ -97,7 +96,7 @@ def report_table(
     from_record: bool = False,
     html: bool = False,
 ) -> list[Path]:
-    """Write the page of a table: ``<name>.md`` and its figures ``<name>-*.png``.
+    """Write the page of a table, its figures ``<name>-*.png`` and with ``html`` ``<name>.html``.
 
     Args:
         name: name of the table.
@@ -105,7 +104,7 @@ def report_table(
         scale, seeds, overrides, config_dirs: selection of runs, see :func:`results.collect`.
         record: also write ``records/<name>.json.gz``, from which the page can be rewritten.
         from_record: read that file instead of runs.
-        html: also write ``<name>.html``, see :func:`report`.
+        html: see :func:`report`.
 
     Returns:
         The files written, the Markdown last.
@@ -145,7 +144,8 @@ def _unwritable(error: OSError) -> ConfigError:
 
 def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
     figures = {}
-    lines = [f"# {plots.title(run)}", "", *markdown_table(("quantity", "value"), _numbers(run)), ""]
+    numbers = [*_summary(run).items(), *((c, f"at step {s}") for s, c in run.switches())]
+    lines = [f"# {plots.title(run)}", "", *markdown_table(("quantity", "value"), numbers), ""]
     drawn = {name: figure for name, draw in PICTURES.items() if (figure := draw(run))}
     for name, figure in (drawn | probes.pictures(run)).items():
         figures[f"plots/{name}.png"] = figure
@@ -180,16 +180,23 @@ def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> li
     if (uneven := uneven_validation(runs, names)) is not None:
         warnings.warn(uneven, SparsePretrainWarning, stacklevel=3)
         lines += [f"Warning: {uneven}.", ""]
-    lines += [*_overview(paired, names), ""]
+    rows = [_summary(run) for run in runs]
+    for row, run, partner in zip(rows, runs, paired.partners, strict=True):
+        row[f"minus {paired.reference}"] = _compared(run, partner)
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [
+        (name, *(row.get(key, "–") for key in keys)) for name, row in zip(names, rows, strict=True)
+    ]
+    lines += [*markdown_table(("run", *keys), cells), ""]
     lines += ["Train loss and flip rate are running means at the end of the run.", ""]
     lines += _descent(paired.seeds())
     lines += ["## What differs", ""]
     if differing := differences(runs):
-        rows = [
+        cells = [
             (f"`{key}`", *("null" if v is None else str(v) for v in values))
             for key, values in differing.items()
         ]
-        lines += markdown_table(("key", *names), rows)
+        lines += markdown_table(("key", *names), cells)
     else:
         lines.append("The configurations are equal.")
     lines += ["", "## Runs", ""]
@@ -199,9 +206,7 @@ def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> li
         path = Path(os.path.relpath(run.path, out)).as_posix()
         where.append((name, f"`{path}`", *(f"`{value}`" if value else "–" for value in origin)))
     lines += markdown_table(("run", "directory", "command", "commit"), where)
-    heat = {f"flip_rate_layers {i}": plots.layers_figure(run) for i, run in enumerate(runs)}
-    shown = figures | {name: figure for name, figure in heat.items() if figure is not None}
-    return _write(out, figures, lines, page=page, shown=shown)
+    return _write(out, figures, lines, page=page)
 
 
 def _descent(groups: probes.Groups) -> list[str]:
@@ -212,18 +217,6 @@ def _descent(groups: probes.Groups) -> list[str]:
     text = "Change of the batch loss along ε of the update, actual against predicted, "
     text += f"from {first} to {last} of the run:"
     return [text, "", *markdown_table(rows[0], rows[1:]), ""]
-
-
-def _overview(paired: Paired, names: Sequence[str]) -> list[str]:
-    metrics = list(dict.fromkeys(name for run in paired.runs for name in run.metrics()))
-    units = {run.unit for run in paired.runs}
-    rate = f"{units.pop() if len(units) == 1 else 'items'}/s"
-    header = ["run", "method", "steps", "train loss", "validation loss"]
-    header += [f"minus {paired.reference}", *metrics, "flip rate", rate, "seed"]
-    runs = zip(names, paired.runs, paired.partners, strict=True)
-    return markdown_table(
-        header, [(name, *_row(run, partner, metrics)) for name, run, partner in runs]
-    )
 
 
 def _about(paired: Paired) -> str:
@@ -239,62 +232,40 @@ def _about(paired: Paired) -> str:
     return text
 
 
-def _numbers(run: RunData) -> list[tuple[str, str]]:
-    """Return the rows of the table at the top of a run's page."""
-    steps, loss = run.series("loss")
-    evaluated, validation = run.series("loss", "validation")
-    flipped, flips = run.series("flip_rate")
+def _summary(run: RunData) -> dict[str, str]:
+    """Return the numbers of a run as text; train loss and flip rate are running means."""
+    steps, flips = run.series("flip_rate")
     total = run.config.get("steps")
-    rows = [("steps", f"{run.end} of {total}" if total else f"{run.end}")]
-    if len(loss):
-        rows.append((f"train loss at step {steps[0]}", _loss(loss[0])))
-    if len(loss) > 1:
-        mean, width = smooth(loss)
-        rows.append((f"train loss at the end ({plots.mean_label(steps, width)})", _loss(mean[-1])))
-    ends = dict(zip(evaluated[[0, -1]], validation[[0, -1]], strict=True)) if len(evaluated) else {}
-    rows += [(f"validation loss at step {step}", _loss(value)) for step, value in ends.items()]
-    for name in run.metrics():
-        at = run.series(name, "validation")[0][-1]
-        rows.append((f"validation {name} at step {at}", _score(run.last(name, "validation"))))
+    first = {"method": run.method or "–", "steps": f"{run.end}" + f" of {total}" * bool(total)}
+    flip_numbers = []
     if np.any(np.isfinite(flips)):
         peak = int(np.nanargmax(flips))
-        over = plots.over(run)
-        rows.append((f"flip rate{over} at step {flipped[0]}", f"{flips[0]:.2e}"))
-        rows.append((f"flip rate{over} at its peak, step {flipped[peak]}", f"{flips[peak]:.2e}"))
-        mean, width = smooth(flips)
-        end = f"at the end ({plots.mean_label(flipped, width)})"
-        rows.append((f"flip rate{over} {end}", f"{mean[-1]:.2e}"))
-    rows += [(change, f"at step {step}") for step, change in run.switches()]
-    use = "MFU (median; sparse matmuls counted as dense, of the dense peak)"
+        flip_numbers = [
+            ("flip rate", run.end_mean("flip_rate"), f"{{:.2e}}{plots.over(run)}".format),
+            ("peak flip rate", flips[peak], f"{{:.2e}}, step {steps[peak]}".format),
+        ]
     numbers: list[tuple[str, float | None, Callable[[float], str]]] = [
-        ("density of the sparse layers at the end", run.last("density"), "{:.4f}".format),
-        (f"{run.unit}/s (median)", run.median("tokens_per_second"), count),
-        (use, run.median("mfu", "mfu_dense"), lambda share: f"{100 * share:.1f} %"),
+        ("train loss", run.end_mean("loss"), _loss),
+        ("validation loss", run.last("loss", "validation"), _loss),
+        *((name, run.last(name, "validation"), "{:.2f}".format) for name in run.metrics()),
+        *flip_numbers,
+        ("density", run.last("density"), "{:.4f}".format),
+        (f"{run.unit}/s", run.median("tokens_per_second"), count),
+        ("MFU", run.median("mfu", "mfu_dense"), "{:.1%}".format),  # sparse matmuls as dense
         (run.unit, run.last("tokens"), count),
         ("time", run.last("time"), clock),
     ]
-    return rows + [(name, text(value)) for name, value, text in numbers if value is not None]
+    known = {name: text(value) for name, value, text in numbers if value is not None}
+    return first | known | {"seed": str(run.config.get("seed", "–"))}
 
 
-def _row(run: RunData, partner: RunData | None, metrics: Sequence[str]) -> tuple[str, ...]:
-    loss, flips = (run.series(key)[1] for key in ("loss", "flip_rate"))
-    validation, rate = run.last("loss", "validation"), run.median("tokens_per_second")
-    difference = "–"
-    if partner is not None and partner is not run and (found := compared(run, partner, "loss")):
-        step, value = found
-        same = run.end == partner.end == step
-        difference = f"{value:+.4f}" if same else f"{value:+.4f} (step {step})"
-    return (
-        str(run.option("sparsity", "name", "–")),
-        str(run.end),
-        _loss(smooth(loss)[0][-1]) if len(loss) else "–",
-        "–" if validation is None else _loss(validation),
-        difference,
-        *(_score(run.last(name, "validation")) for name in metrics),
-        f"{smooth(flips)[0][-1]:.2e}{plots.over(run)}" if np.any(np.isfinite(flips)) else "–",
-        "–" if rate is None else count(rate),
-        str(run.config.get("seed", "–")),
-    )
+def _compared(run: RunData, partner: RunData | None) -> str:
+    """Return the difference of the last common validation loss, with the step if earlier."""
+    if partner is None or partner is run or not (found := compared(run, partner, "loss")):
+        return "–"
+    step, value = found
+    same = run.end == partner.end == step
+    return f"{value:+.4f}" if same else f"{value:+.4f} (step {step})"
 
 
 def _write(
@@ -304,9 +275,8 @@ def _write(
     name: str | None = None,
     *,
     page: bool,
-    shown: dict[str, Figure] | None = None,
 ) -> list[Path]:
-    """Write pictures, Markdown (returned last) and the HTML page with ``shown`` or all figures."""
+    """Write pictures, Markdown (returned last) and the HTML page."""
     text = "\n".join(lines).rstrip() + "\n"
     file = out / name if name else RunDirectory(out).report_file
     written = [*map(out.joinpath, figures)]
@@ -319,16 +289,12 @@ def _write(
         from sparsepretrain.reports.page import html_page
 
         written.append(file.with_suffix(".html"))
-        write_atomic(written[-1], html_page(text, shown or figures))
+        write_atomic(written[-1], html_page(text, figures))
     return [*written, file]
 
 
 def _loss(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else "not finite"
-
-
-def _score(value: float | None) -> str:
-    return "–" if value is None or math.isnan(value) else f"{value:.2f}"
 
 
 def _file_name(labels: Sequence[str]) -> str:

@@ -139,12 +139,7 @@ def collect(
 ) -> TableResults:
     """Read the runs of a table, failed and missing runs included, except seeds without any run.
 
-    Args:
-        name: name of the table.
-        scale: None: nano if the table has it, else paper.
-        seeds: number of seeds; None: the number of the scale.
-        overrides: overrides of ``sparsepretrain reproduce``, as ``runs_dir=``.
-        config_dirs: see :func:`tables.load_table`.
+    The arguments are those of :func:`cells.cells`; ``scale`` None: nano if the table has it.
 
     Raises:
         ConfigError: unknown table or scale, or a mistake in a cell.

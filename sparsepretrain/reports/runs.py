@@ -134,6 +134,11 @@ class RunData:
         values = self.series(key, split)[1]
         return float(values[-1]) if len(values) else None
 
+    def end_mean(self, key: str) -> float | None:
+        """Return the running mean of a training curve at its end, or None."""
+        values = self.series(key)[1]
+        return float(smooth(values)[0][-1]) if len(values) else None
+
     def median(self, *keys: str) -> float | None:
         """Return the median of the finite values of all ``keys``, or None if none was recorded."""
         values = np.concatenate([self.series(key)[1] for key in keys])

@@ -33,10 +33,9 @@ def start_child(
     jobs: int,
     environment: dict[str, str],
 ) -> ForkServerProcess:
-    """Call ``work`` in a child process; its result is the exit code.
+    """Call picklable ``work`` in a child process; its result is the exit code.
 
     Args:
-        work: picklable function.
         family: model family; the fork server imports its module of transformers.
         command: equivalent words after ``sparsepretrain``; empty: the words of this process.
         log: file for the output.

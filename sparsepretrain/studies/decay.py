@@ -166,11 +166,9 @@ def tune_decay(
         search: runs to compare.
         out: directory of the results.
         overrides, config_dirs: words of the command that trains with the result.
-        console: shows the runs and the table.
 
     Returns:
-        Contents of ``tune.json``: ``chosen`` is λ or None, ``message`` the command to train with λ,
-        or the reason for None.
+        Contents of ``tune.json``; ``chosen`` is λ or None, ``message`` the command or the reason.
 
     Raises:
         Stopped: on a signal; the same call continues.

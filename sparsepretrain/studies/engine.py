@@ -161,7 +161,6 @@ class Study(contextlib.AbstractContextManager["Study"]):
     error while the others go on. Further calls of :meth:`run` add cells.
 
     Args:
-        title: title of the table.
         console: shows the table, redrawn on a terminal, else a line for every change.
         jobs: number of cells at a time; they divide the threads of the CPU.
         devices: entries of ``CUDA_VISIBLE_DEVICES``; each child sees the least used one. Empty:

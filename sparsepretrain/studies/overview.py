@@ -70,19 +70,15 @@ def show_cells(title: str, cells: Sequence[Cell], console: Console) -> None:
 def show_tables(config_dirs: Sequence[Path], console: Console) -> None:
     """Print all tables: cells, published numbers, minutes at nano scale."""
     rows: list[tuple[str, ...]] = []
-    source = ""
     for name in sorted(names(config_dirs), key=_natural):
         try:
             table = load_table(name, config_dirs)
         except ConfigError as error:
             console.warn("; ".join(error.messages))
             continue
-        if (table.paper or "no paper") != source:
-            source = table.paper or "no paper"
-            about = f"{source}, arXiv:{table.arxiv}" if table.arxiv else source
-            rows += [("",) * 6, ("", about, *[""] * 4)]
-        rows.append((name, *_described(table)))
-    header = ("table", "title", "paper", "nano", "published", "minutes")
+        source = f"{table.paper}, arXiv:{table.arxiv}" if table.arxiv else table.paper or "–"
+        rows.append((name, *_described(table), source))
+    header = ("table", "title", "paper", "nano", "published", "minutes", "source")
     console.table("", rows, header=header, lines=False)
     console.info("\npaper, nano: cells x seeds; minutes: CPU core minutes at nano scale")
 

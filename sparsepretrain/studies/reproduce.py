@@ -37,16 +37,6 @@ class Part:
         return [] if self.scale is None else self.table.scales[self.scale].stages
 
 
-class CellsFailed(SparsePretrainError):
-    """Some cells failed, the others are finished: exit code 1."""
-
-    def __init__(self, failed: Sequence[engine.Cell], total: int) -> None:
-        shown = "; ".join(cell.label for cell in failed[:5]) + "; …" * (len(failed) > 5)
-        super().__init__(
-            f"{len(failed)} of {total} cells failed ({shown}): the same command tries them again"
-        )
-
-
 def parts(
     name: str,
     *,
@@ -231,7 +221,7 @@ def run_parts(
 
     Raises:
         Stopped, KeyboardInterrupt: see :meth:`Study.run`.
-        CellsFailed: at the end.
+        SparsePretrainError: at the end, if cells failed.
     """
     runs = [cell.run for part in found for cell in part.cells]
     title = " + ".join(part.name for part in found)
@@ -242,7 +232,11 @@ def run_parts(
             study.show_all()
         failed = [cell for cell in study.cells if cell.state == "failed"]
     if failed:
-        raise CellsFailed(failed, len(study.cells))
+        shown = "; ".join(cell.label for cell in failed[:5]) + "; …" * (len(failed) > 5)
+        raise SparsePretrainError(
+            f"{len(failed)} of {len(study.cells)} cells failed ({shown}): the same command tries "
+            "them again"
+        )
 
 
 def submit(

@@ -29,7 +29,6 @@ def submit(name: str, lines: Sequence[str], settings: dict[str, str], folder: Pa
     """Submit a job per line as one array.
 
     Args:
-        name: name of the jobs.
         lines: see :func:`reproduce.commands`.
         settings: options of sbatch, as ``partition``, ``gpus``, ``time``; ``cluster=local`` runs on
             this machine, ``jobs`` is the number of jobs at a time.

@@ -108,7 +108,7 @@ def test_power_is_as_stated():
     margin = 2.5
     needed = known.seeds_to_decide(margin)
     draws = random.normal(known.mean, known.sd, (size, needed))
-    assert 0.75 <= np.mean([Difference("x", d).within(margin) for d in draws]) <= 0.93
+    assert 0.75 <= np.mean([Difference("x", d).outside(margin) < 0.01 for d in draws]) <= 0.93
 
 
 CLEAR = {"dense": 0.0, "sste": 10.0, "srste": 20.0, "ste": 30.0}
@@ -142,9 +142,9 @@ def test_clear_differences_are_decided(claim, wanted):
     ("sste", "ste", "why"),
     [
         ({}, {0: 1.0}, "sste − ste: no seed has both"),
-        ({0: 1.0}, {0: 2.0}, "one seed has no spread"),
+        ({0: 1.0}, {0: 2.0}, "no spread over seeds"),
         ({s: float(s) for s in range(4)}, {s: s + 9 + 0.1 * s for s in range(4)}, "n = 4: about 5"),
-        ({s: float(s) for s in range(6)}, {s: s + 2.0 for s in range(6)}, "-2 for each of 6 seeds"),
+        ({s: float(s) for s in range(6)}, {s: s + 2.0 for s in range(6)}, "no spread over seeds"),
         ({s: 1.0 for s in range(6)}, {s: 1.0 for s in range(6)}, "are these the same runs?"),
         ({s: math.nan for s in range(6)}, {s: 1.0 for s in range(6)}, "no seed has both"),
         ({s: 1.0 for s in range(6)}, {s: 1.0 for s in range(9, 15)}, "no seed has both"),
@@ -153,7 +153,7 @@ def test_clear_differences_are_decided(claim, wanted):
 def test_undecided_claims_name_the_reason(sste, ste, why):
     for claim in ({"kind": "less"}, {"kind": "equal", "margin": 100.0}):
         ruling = verdict({"sste": sste, "ste": ste}, of=["sste", "ste"], **claim)
-        assert ruling.verdict == "not decided" and why.split(" for each")[0] in ruling.why
+        assert ruling.verdict == "not decided" and why in ruling.why
 
 
 def test_missing_and_failed_seeds_are_named():

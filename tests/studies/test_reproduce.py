@@ -95,7 +95,7 @@ def test_dry_run_and_list_run_nothing(tables: Any, capsys: pytest.CaptureFixture
     assert cli.main(["reproduce", "--list", "--config-dir", str(tables.root)]) == 0
     lines = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if line.startswith("small ")]
-    assert line.split() == ["small", "two", "methods", "–", "2", "x", "2", "–", "3"]
+    assert line.split() == ["small", "two", "methods", "–", "2", "x", "2", "–", "3", "–"]
     order = [line.split()[0] for line in lines if line.startswith("sste_table")]
     assert order.index("sste_table2") < order.index("sste_table10")
 
