@@ -50,7 +50,7 @@ class Eval(ConfiguredVerb):
         overrides: list[str] = []
         settings = read_settings(Settings, args.overrides, others=overrides)
         if "=" in args.checkpoint and not Path(args.checkpoint).exists():
-            raise ConfigError(f"the checkpoint comes first, got {args.checkpoint!r}")
+            raise ConfigError(f"{args.checkpoint!r} is not a checkpoint: name one before KEY=VALUE")
         from sparsepretrain.tracking.console import Console
 
         console = Console()

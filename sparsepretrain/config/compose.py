@@ -82,11 +82,8 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Req
         text = text.strip()
         try:
             override = parser.parse_override(text)
-        except (HydraException, RecursionError):
+        except (HydraException, RecursionError, ValueError):
             request.errors.append(_syntax(text))
-            continue
-        except ValueError as error:  # an integer of more digits than Python reads
-            request.errors.append(f"override {text[:60]!r} cannot be read: {error}")
             continue
         key = override.key_or_group
         if not key:

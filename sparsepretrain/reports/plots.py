@@ -151,10 +151,8 @@ def step_axis(axes: Axes) -> None:
 
 
 def point_marker(values: np.ndarray) -> str | None:
-    """Return a dot if a line would hide points: few points, or single ones between gaps."""
-    known = np.pad(np.isfinite(values), 1)
-    lone = known[1:-1] & ~known[:-2] & ~known[2:]
-    return "." if len(values) <= 40 or lone.any() else None
+    """Return a dot for curves of few points."""
+    return "." if len(values) <= 40 else None
 
 
 def _finish(figure: Figure, run: RunData, *, legend: bool = True) -> Figure:

@@ -22,7 +22,7 @@ from sparsepretrain.config.cells import Cell, cells, word
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.tables import Metric, Scale, Size, Stage, Table, load_table, place
 from sparsepretrain.errors import ConfigError, DataError, one_line
-from sparsepretrain.files import parse_json, require_file, write_atomic
+from sparsepretrain.files import parse_json, write_atomic
 from sparsepretrain.reports.runs import Curve, RunData, load
 from sparsepretrain.runs.directory import RunDirectory
 
@@ -37,8 +37,6 @@ SHARED = {
 """Hash of a run -> configuration groups that determine the hash, with the seed."""
 
 FAILURE = "exit code {exit_code}: {error}"
-LARGEST = 1 << 28
-"""Largest unpacked record in bytes; committed records have less than a megabyte."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -288,11 +286,7 @@ def read_record(file: Path) -> TableResults:
         DataError: a missing or damaged file.
     """
     try:
-        require_file(file)
-        with gzip.open(file) as stream:
-            text = stream.read(LARGEST + 1)
-        if len(text) > LARGEST:
-            raise ValueError(f"more than {LARGEST >> 20} MiB")
+        text = gzip.decompress(file.read_bytes())
         return strict.build(TableResults, parse_json(text, dict))
     except (OSError, EOFError, ValueError, ConfigError) as error:
         raise DataError(f"{file} is not a record of a table: {one_line(error)}") from error

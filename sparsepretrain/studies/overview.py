@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def show_cells(title: str, cells: Sequence[Cell], console: Console) -> None:
 def show_tables(config_dirs: Sequence[Path], console: Console) -> None:
     """Print all tables: cells, published numbers, minutes at nano scale."""
     rows: list[tuple[str, ...]] = []
-    for name in sorted(names(config_dirs), key=_natural):
+    for name in sorted(names(config_dirs)):
         try:
             table = load_table(name, config_dirs)
         except ConfigError as error:
@@ -81,11 +80,6 @@ def show_tables(config_dirs: Sequence[Path], console: Console) -> None:
     header = ("table", "title", "paper", "nano", "published", "minutes", "source")
     console.table("", rows, header=header, lines=False)
     console.info("\npaper, nano: cells x seeds; minutes: CPU core minutes at nano scale")
-
-
-def _natural(name: str) -> list[str]:
-    """Return a key that sorts table 2 before table 10."""
-    return [part.zfill(4) for part in re.split(r"(\d+)", name)]
 
 
 def _described(table: Table) -> tuple[str, ...]:
