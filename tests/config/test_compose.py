@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from plugin_files import forget
 
+from sparsepretrain import registry
 from sparsepretrain.config import compose, load, validate
 from sparsepretrain.config.compose import build, read
 from sparsepretrain.config.places import ENVIRONMENT, catalogue, shipped
@@ -143,6 +145,7 @@ def test_plugin_file(tmp_path):
     assert run.sparsity.strength == 2.0 and run.sparsity.m == 8
     assert validate(run.plain) == run
     found = messages(*overrides, "sparsity.strenght=1", dirs=(tmp_path / "configs",))
+    forget("mine")
     assert len(found) == 1 and "'sparsity.strenght' (did you mean 'sparsity.strength'" in found[0]
 
 
@@ -159,6 +162,7 @@ def test_installed_plugin_brings_its_configs(tmp_path, monkeypatch):
     run = load(["sparsity=mine_installed"])
     assert run.sparsity.strength == 3.0
     sys.modules.pop("my_methods")
+    del registry._registered["method"]["mine_installed"]
 
 
 def test_wrong_choices_and_wrong_keys_are_reported_together():
