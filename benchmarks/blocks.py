@@ -1,8 +1,7 @@
 """Time an FFN and a transformer block of GPT-2, training and inference, over widths.
 
-S-STE Table 10 has this form; the sizes are those of the log that its authors published for their
-predecessor (arXiv:2404.01847). As there, operands are made before the clock starts, since 64
-micro-batches shared them. The price of making them is in `linear.py`.
+As S-STE Table 10, with the sizes of its authors' log for arXiv:2404.01847. As there, operands are
+computed before the clock starts, since 64 micro-batches share them; `linear.py` times them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from gpt2 import Block
-from harness import CPU, CUDA, Options, Work, main, skipped
+from harness import CPU, CUDA, Options, Work, main
 from linear import compare
 
 SHAPES = [
@@ -30,7 +29,7 @@ SHAPES = [
     (4, 2048, 4096, 32),
     (4, 2048, 5120, 40),
 ]
-"""(N sequences, n tokens each, d width, h heads); larger batches do not fit into 24 GB."""
+"""(N sequences, n tokens, d width, h heads); larger batches do not fit into 24 GB."""
 TINY = (2, 16, 64, 2)
 METHODS = ("sste", "tsrste")
 
@@ -51,21 +50,21 @@ PASSES = {"training": True, "inference": False}
 
 
 def works(options: Options) -> dict[str, Work]:
-    """Name every module and size; without a GPU these are skipped, and a tiny one is timed."""
+    """Return a work per module, pass and size; without a GPU for a tiny size."""
     methods = options.methods or METHODS
     options = Options(options.quick, methods, options.backend, options.fp8)
     shapes, device, rounds = SHAPES[: 2 if options.quick else None], CUDA, 15
     found: dict[str, Work] = {}
     if not torch.cuda.is_available():
-        found = {title(*size): partial(skipped, title(*size)) for size in SHAPES}
         shapes, device, rounds = [TINY], CPU, 2
     for name, build in MODULES.items():
         for kind, training in PASSES.items():
             for size in shapes:
                 batch, length, width, heads = size
-                found[f"{name}, {kind}, {title(*size)}"] = partial(
+                title = f"{name}, {kind}, N={batch} n={length} d={width} h={heads}"
+                found[title] = partial(
                     compare,
-                    f"{name}, {kind}, {title(*size)}, bf16{options.label}",
+                    f"{title}, bf16{options.label}",
                     partial(build, width, heads),
                     (batch, length, width),
                     device,
@@ -76,11 +75,6 @@ def works(options: Options) -> dict[str, Work]:
                     training=training,
                 )
     return found
-
-
-def title(batch: int, length: int, width: int, heads: int) -> str:
-    """Return the size in the paper's letters."""
-    return f"N={batch} n={length} d={width} h={heads}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure what users of a CPU feel: price of each method over dense, memory, compiled loops.
+"""Measure step time and memory of every method on a CPU.
 
 `make bench` writes `benchmarks/results/cpu.json`. Needs the package installed with its
 dependencies.
@@ -14,11 +14,10 @@ import statistics
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -28,25 +27,23 @@ from harness import Case, Options, Work, interleave, main, ratio, ratios
 from linear import timed_methods
 from recipes import training
 from sparsepretrain import registry
-from sparsepretrain.kernels import dispatch
-from sparsepretrain.kernels.cpu import KERNELS
 from sparsepretrain.kernels.timing import Series
 from sparsepretrain.sparsity.method import G
 from sparsepretrain.training.loop import train_step
 from sparsepretrain.training.session import Session
 
 MASKED_LIMIT = 1.05
-"""Largest ratio of a step to the dense one."""
+"""Largest ratio of a step to a dense step."""
 SAMPLED_LIMIT = 1.15
-"""The same with MVUE."""
+"""Largest ratio with MVUE."""
 MEMORY_LIMIT = 1.03
 PLAIN_LIMIT = 1.03
 MEASURED = ("dense", "ste", "srste", "sste, mvue=none", "sste")
-"""Variants whose peak memory is measured, in processes of their own."""
+"""Variants whose peak memory is measured, each in a new process."""
 SEARCHES = {"bimask": "every", "tsrste": "refresh"}
 """Method -> option with the steps between two searches for masks, which are rare and long."""
 NEVER = 10**6
-"""Steps between two searches in a run that does none after its first step."""
+"""Steps between two mask searches in a run without a second search."""
 MEMORY_STEPS = 4
 
 
@@ -66,7 +63,7 @@ class Variant:
 
 
 def variants() -> dict[str, Variant]:
-    """Return every variant that a registered method wants timed, ``dense`` first."""
+    """Return every timed variant of a registered method, ``dense`` first."""
     result = {"dense": Variant(["sparsity=dense"], None)}
     for label, (name, options) in timed_methods().items():
         if name == "dense":
@@ -83,37 +80,14 @@ def variants() -> dict[str, Variant]:
 
 
 def works(options: Options) -> dict[str, Work]:
-    """Name the groups of cases."""
+    """Return a work per group of cases."""
     quick = options.quick
     rounds, repeats = (2, 1) if quick else (40, 3)
     chosen = {k: v for k, v in variants().items() if not quick or k in ("dense", "sste", "bimask")}
     return {
         "step time": functools.partial(steps, chosen, rounds),
         "peak memory": functools.partial(memory, repeats),
-        "loops": functools.partial(
-            loops, {"sste": chosen["sste"]} if quick else chosen, rounds // 2
-        ),
     }
-
-
-def loops(chosen: dict[str, Variant], rounds: int) -> Iterator[Case]:
-    """Compare training steps without a loop, whose reference runs instead, with those with it."""
-
-    def step(session: Session, without: str = "") -> None:
-        with patch.dict(KERNELS):
-            KERNELS.pop(without, None)
-            train_step(session)
-
-    for name, variant in chosen.items():
-        session = training(variant.overrides)
-        with patch.object(dispatch, "find", wraps=dispatch.find) as find:
-            train_step(session)
-        used = sorted({call.args[0] for call in find.call_args_list} & {*KERNELS})
-        works = {kernel: functools.partial(step, session, kernel) for kernel in ("", *used)}
-        series = interleave(works, rounds)
-        for kernel in used:
-            title = f"step time, {name}, reference over loop of {kernel}"
-            yield ratio(title, series[kernel], series[""])
 
 
 def steps(chosen: dict[str, Variant], rounds: int) -> list[Case]:
@@ -127,7 +101,7 @@ def steps(chosen: dict[str, Variant], rounds: int) -> list[Case]:
     }
     calls["plain"] = plain_step(built["dense"])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # STEP warns of a switch as early as this one
+        warnings.simplefilter("ignore")  # STEP warns of an early switch
         series = interleave(calls, rounds)
     dense = series["dense"]
     result = {
@@ -150,14 +124,7 @@ def steps(chosen: dict[str, Variant], rounds: int) -> list[Case]:
 
 
 def amortize(case: Case, searching: Series, dense: Series, *, period: int) -> None:
-    """Add to `case` the share of a step in `period` that searches for masks.
-
-    Args:
-        case: ratio of steps without a search.
-        searching: times of steps that all search.
-        dense: times of dense steps in the same rounds.
-        period: steps from one search to the next.
-    """
+    """Add the cost of a mask search every `period` steps to the ratio of steps without a search."""
     assert case.value is not None
     every = statistics.median(ratios(searching, dense))
     case.detail |= {"without": case.value, "every_step": every, "period": period}
@@ -165,7 +132,7 @@ def amortize(case: Case, searching: Series, dense: Series, *, period: int) -> No
 
 
 def plain_step(session: Session) -> Callable[[], object]:
-    """Return the same step without this project: data, loss, clipping, fused AdamW."""
+    """Return the same step in plain PyTorch: data, loss, clipping, fused AdamW."""
     torch.manual_seed(0)
     run = session.run
     model = PlainGPT2(run.model)
@@ -187,7 +154,7 @@ def plain_step(session: Session) -> Callable[[], object]:
 
 
 def memory(repeats: int) -> list[Case]:
-    """Compare the peak resident memory of fresh processes, above that before the model is built."""
+    """Compare the growth of peak resident memory in new processes."""
     peaks = {}
     for name, variant in variants().items():
         if name in MEASURED:
@@ -206,9 +173,9 @@ def memory(repeats: int) -> list[Case]:
 
 
 def peak(overrides: list[str]) -> int:
-    """Return the bytes that a process measures with `print_peak`."""
+    """Return the result of `print_peak` in a new process, in bytes."""
     command = [sys.executable, __file__, "--peak", *overrides]
-    # One arena, and freed blocks returned at once: the figure is the program's, not malloc's.
+    # one arena, and freed blocks returned at once: exclude effects of malloc
     settings = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=settings)
     return int(done.stdout.split()[-1])
@@ -224,7 +191,7 @@ def print_peak(overrides: list[str]) -> None:
         return int(found[1]) * 1024
 
     warm = training(["sparsity=sste", "batch.size=1", "batch.micro=1"])
-    train_step(warm)  # loads libraries on first use
+    train_step(warm)  # loads libraries
     del warm
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak

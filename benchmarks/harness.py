@@ -1,7 +1,7 @@
 """Timer, result type and command line of all benchmark scripts.
 
-Machines are noisy: only times from one round of one process are compared, as the median over rounds
-of their ratio.
+Machines are noisy: only times of one round in one process are compared, as the median of their
+ratio over rounds.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from sparsepretrain.kernels.timing import Series, measure
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TOLERANCE = 1e-2
-"""Largest error of a matmul over the largest expected value: two roundings to bf16."""
+"""Largest relative error of a matmul: two roundings to bf16."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Case:
-    """One figure, and what was measured with it."""
+    """One measured number with its details."""
 
     name: str
     value: float | None = None
     """None: not measured, for the reason in `status`."""
     unit: str = "µs"
     at_most: float | None = None
-    """Limit that the project sets itself."""
+    """Goal of the project; likewise ``at_least``."""
     at_least: float | None = None
     status: str = "ok"
     """`ok`, or `skipped`, `wrong` or `failed` and the reason."""
@@ -102,10 +102,10 @@ def interleave(
     device: torch.device = CPU,
     warmup: int = 2,
 ) -> dict[str, Series]:
-    """Time every work once per round, in an order that rotates from round to round.
+    """Time every work once per round, in an order that rotates.
 
-    On a CUDA device works are captured in graphs and timed by events, unless the host waits in
-    them; elsewhere the host's clock counts.
+    On a CUDA device works are captured in graphs and timed by events unless they synchronize;
+    elsewhere the CPU clock counts.
     """
     if device.type == "cuda":
         return measure({name: [work] for name, work in works.items()}, rounds=rounds)
@@ -127,7 +127,7 @@ def ratios(over: Series, under: Series) -> list[float]:
 
 
 def ratio(name: str, over: Series, under: Series, at_most: float | None = None) -> Case:
-    """Return the median over rounds of ``over / under``, with quartiles and both medians."""
+    """Return the median of ``over / under`` over rounds, with quartiles and both medians."""
     found = sorted(ratios(over, under))
     quarter = len(found) // 4
     detail = {
@@ -140,7 +140,7 @@ def ratio(name: str, over: Series, under: Series, at_most: float | None = None) 
 
 
 def timed(name: str, series: Series, others: Mapping[str, Series], **detail: Any) -> Case:
-    """Return the median time, and how many times as fast as `others` it is in the same rounds."""
+    """Return the median time and the speed relative to `others` in the same rounds."""
     found = series.percentiles()
     speed = {k: statistics.median(ratios(theirs, series)) for k, theirs in others.items()}
     detail = {**found, "mode": series.mode, "times_as_fast_as": speed, **detail}
@@ -148,12 +148,12 @@ def timed(name: str, series: Series, others: Mapping[str, Series], **detail: Any
 
 
 def fresh(values: Any) -> Any:
-    """Return copies with the same strides: some operations work in place."""
+    """Return copies with equal strides, for operations that work in place."""
     return tree_map_only(Tensor, lambda t: t.clone(memory_format=torch.preserve_format), values)
 
 
 def difference(got: Any, expected: Any) -> float:
-    """Return the largest error over the largest expected value; for masks the share that differs.
+    """Return the largest error over the largest expected value, or the fraction of unequal bits.
 
     Infinite if shapes, dtypes or the positions of NaNs differ.
     """
@@ -178,13 +178,8 @@ def reason(error: Exception) -> str:
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 
-def skipped(name: str) -> list[Case]:
-    """Return a case that needs a GPU."""
-    return [Case(name=name, status="skipped: needs a CUDA GPU")]
-
-
 def attempt(name: str, work: Work) -> list[Case]:
-    """Measure; an error becomes a case, so that the next work is measured all the same."""
+    """Measure; errors become cases, so that the next work is measured too."""
     try:
         return [*work()]
     except torch.OutOfMemoryError:
@@ -200,16 +195,16 @@ def main(
     *,
     methods: bool = False,
 ) -> int:
-    """Measure what the command line names, print it, and write JSON after every case.
+    """Measure, print and write JSON after every case.
 
     Args:
-        script: name of the script, kept in the results.
-        works: name -> work, in order.
-        arguments: None: those of the process.
+        script: name of the script in the results.
+        works: returns name -> work, in order.
+        arguments: None: arguments of the process.
         methods: offer the choice of methods, backend and fp8.
 
     Returns:
-        1 if a case is wrong, failed or misses its limit; limits do not count with ``--quick``.
+        1 if a case is wrong, failed or (without ``--quick``) misses its limit, else 0.
     """
     parser = argparse.ArgumentParser(prog=f"benchmarks/{script}.py")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the results here")
@@ -225,6 +220,8 @@ def main(
     if methods:
         names = tuple(filter(None, given.methods.split(",")))
         options = Options(given.quick, names, given.backend, given.fp8)
+    if not torch.cuda.is_available():
+        print("no CUDA GPU: tiny sizes only", flush=True)
     chosen = {k: work for k, work in works(options).items() if fnmatch(k, given.only)}
     if given.out is not None:  # fail before minutes are spent
         given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -268,7 +265,7 @@ def describe(case: dict[str, Any]) -> str:
 
 
 def header(script: str, words: list[str], quick: bool) -> dict[str, Any]:
-    """Return command, versions, commit and hardware, to stand before the cases."""
+    """Return command, versions, commit and hardware."""
     from sparsepretrain.config.compose import shell_line
     from sparsepretrain.training.hardware import environment
 
@@ -279,12 +276,12 @@ def header(script: str, words: list[str], quick: bool) -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """Return the CUDA device and its present state; clocks and limits are read, never set."""
+    """Return driver, clocks and power of the CUDA device; nothing is set."""
     from sparsepretrain.kernels.cusparselt.packed24 import version
 
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit"
-    # nvidia-smi counts all GPUs of the machine, torch those of CUDA_VISIBLE_DEVICES
+    # by UUID: nvidia-smi ignores CUDA_VISIBLE_DEVICES
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id=GPU-{uuid}"]
     found = {"cuda": torch.version.cuda, "cusparselt": version()}
     try:

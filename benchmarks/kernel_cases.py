@@ -1,8 +1,7 @@
-"""Every kernel as a case: inputs, bytes to move, formulations to compare with.
+"""Cases of all kernels: inputs, memory traffic, formulations to compare with.
 
-`kernels.py` times the cases on a GPU. The tests add variants that are not timed
-(`tests/kernel_variants.py`); on a GPU they compare all with the reference, and everywhere they
-compile the kernels that a case launches.
+`kernels.py` times the cases on a GPU. Tests add untimed variants (`tests/kernel_variants.py`),
+compile the kernels of every case, and on a GPU compare them with the reference.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ ALL, ONE = (80, 90, 100), (90,)
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One operation with one pattern, dtype and layout."""
+    """Operation with one pattern, dtype and layout."""
 
     name: str
     make: Make
-    """Inputs with random values, the same for every implementation."""
+    """Returns random inputs, equal for all implementations."""
     run: Callable[..., Any]
-    """``run(backend, *inputs)``: the public function."""
+    """Public function as ``run(backend, *inputs)``."""
     bytes: float = 0.0
     """Memory traffic of an ideal kernel, per element of the shape."""
     shapes: dict[str, Shape] = field(default_factory=dict)
@@ -61,13 +60,13 @@ class KernelCase:
 
 
 def kernel_cases() -> list[KernelCase]:
-    """All cases, in the order of the operations of a training step."""
+    """Return all cases, in the order of a training step."""
     parts = hard_masks, soft_thresholds, transposable, masks, noise, mvue
     return [case for part in (*parts, pruned_gradients, gates, fp8) for case in part()]
 
 
 def op(name: str, *args: Any, named: tuple[str, ...] = (), **options: Any) -> Callable[..., Any]:
-    """The public function ``name``; the last inputs are given by the keywords ``named``."""
+    """Return the public function ``name``; ``named``: keywords of the last inputs."""
 
     def run(backend: str | None, *inputs: Any) -> Any:
         split = len(inputs) - len(named)
@@ -78,18 +77,18 @@ def op(name: str, *args: Any, named: tuple[str, ...] = (), **options: Any) -> Ca
 
 
 def normal(shape: Shape, device: torch.device, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
-    """Normal values; benchmarks on constants are 12–16 % faster by power alone."""
+    """Return normal values; constants are 12–16 % faster because of lower power."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device, dtype=FP32).to(dtype)
 
 
 def tensor(dtype: torch.dtype = FP32) -> Make:
-    """One tensor of random values."""
+    """Return a maker of one random tensor."""
     return lambda shape, device: (normal(shape, device, dtype),)
 
 
 def hard_masks() -> Iterator[KernelCase]:
-    """N:M masks, of which a bool per element is written, and STE's W∘M with its mask."""
+    """Yield N:M masks, and STE's W∘M with its mask."""
     usual, mask = {"topk": topk}, op("nm_mask")
     yield KernelCase("2:4 mask, fp32", tensor(), mask, 5, WEIGHTS, 0.85, others=usual)
     yield KernelCase("2:4 mask, bf16", tensor(BF16), mask, 3, WEIGHTS)
@@ -105,7 +104,7 @@ def hard_masks() -> Iterator[KernelCase]:
 
 
 def topk(weight: Tensor) -> Tensor:
-    """Return the 2:4 mask, the usual formulation."""
+    """Return the 2:4 mask by topk."""
     groups = weight.abs().view(-1, 4)
     kept = torch.zeros_like(groups).scatter_(1, groups.topk(2, 1).indices, 1)
     return kept.view_as(weight).bool()
@@ -120,7 +119,7 @@ def soft_by_sort(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def operand(*others: Callable[[Shape, torch.device], Tensor]) -> Make:
-    """A weight, what else is wanted, and the memory of its operand in bf16."""
+    """Return a maker of a weight, further inputs, and memory for the bf16 operand."""
 
     def make(shape: Shape, device: torch.device) -> tuple[Any, ...]:
         out = torch.zeros(shape, dtype=BF16, device=device)
@@ -130,12 +129,12 @@ def operand(*others: Callable[[Shape, torch.device], Tensor]) -> Make:
 
 
 def _three_passes(x: Tensor, scale: Tensor) -> Tensor:
-    """What the published code launches: threshold, scale, cast."""
+    """Compute threshold, scale and cast in three launches, as the published code."""
     return kernels.soft_threshold(x).mul_(scale).to(BF16)
 
 
 def weight_and_scale(dtype: torch.dtype = FP32) -> Make:
-    """W and β."""
+    """Return a maker of W and β."""
     return lambda shape, device: (
         normal(shape, device, dtype),
         torch.full((), 1.484, device=device),
@@ -147,12 +146,12 @@ def _scale(shape: Shape, device: torch.device) -> Tensor:
 
 
 def soft(n: int = 2, m: int = 4, dtype: torch.dtype = BF16, **options: Any) -> Any:
-    """β·S(W) in ``dtype``."""
+    """Return the operation β·S(W) in ``dtype``."""
     return op("soft_threshold", n, m, named=("scale",), dtype=dtype, **options)
 
 
 def soft_thresholds() -> Iterator[KernelCase]:
-    """S-STE's β·S(W) for the matrix products: threshold, scale and cast in one pass."""
+    """Yield S-STE's β·S(W): threshold, scale and cast in one pass."""
     usual = {"three passes": _three_passes, "sort": soft_by_sort}
     name, make = "2:4 soft threshold ×β, fp32→bf16", weight_and_scale()
     yield KernelCase(name, make, soft(), 6, WEIGHTS, 0.85, others=usual)
@@ -165,14 +164,14 @@ def soft_thresholds() -> Iterator[KernelCase]:
 
 
 def transposable() -> Iterator[KernelCase]:
-    """The best of 90 masks per 4×4 block."""
+    """Yield the best of 90 masks per 4×4 block."""
     for dtype in (FP32, BF16):
         name, run = f"transposable mask, {NAMES[dtype]}", op("transposable_mask")
         yield KernelCase(name, tensor(dtype), run, dtype.itemsize + 1, WEIGHTS, 0.3)
 
 
 def decaying(dtype: torch.dtype = FP32) -> Make:
-    """Gradient, weight, mask and λ."""
+    """Return a maker of gradient, weight, mask and λ."""
 
     def make(shape: Shape, device: torch.device) -> tuple[Any, ...]:
         grad, weight = normal(shape, device, dtype), normal(shape, device, seed=1)
@@ -186,22 +185,22 @@ def _code(shape: Shape, device: torch.device) -> Tensor:
 
 
 def packed_decaying(shape: Shape, device: torch.device) -> tuple[Any, ...]:
-    """Gradient, weight, packed mask and λ."""
+    """Return gradient, weight, packed mask and λ."""
     return *decaying()(shape, device)[:2], _code(shape, device), 6e-5
 
 
 def pair(shape: Shape, device: torch.device) -> tuple[Any, ...]:
-    """Two masks."""
+    """Return two masks."""
     return normal(shape, device) > 0, normal(shape, device, seed=1) > 0
 
 
 def codes(shape: Shape, device: torch.device) -> tuple[Any, ...]:
-    """Two packed masks."""
+    """Return two packed masks."""
     return tuple(kernels.pack_24(mask) for mask in pair(shape, device))
 
 
 def masks() -> Iterator[KernelCase]:
-    """SR-STE's pull on the gradient, flips of masks and of packed masks, packing."""
+    """Yield masked decay, flip counts, and packing of masks."""
 
     def one(shape: Shape, device: torch.device) -> tuple[Any, ...]:
         return pair(shape, device)[:1]
@@ -229,10 +228,10 @@ KEY = kernels.NoiseKey(0x243F6A88, 0x85A308D3, 7)
 
 
 def noise() -> Iterator[KernelCase]:
-    """Philox4x32-10: uniforms."""
+    """Yield uniforms of Philox4x32-10."""
 
     def uniforms(backend: str | None, shape: Shape, device: torch.device) -> Any:
-        # the reference runs on the CPU, whose bits the device must have
+        # the device must have the bits of the CPU
         where = torch.device("cpu") if backend == "reference" else device
         words = kernels.uniform_noise(KEY, *shape, 2, where, backend=backend)
         return torch.stack(words).to(device)
@@ -245,7 +244,7 @@ def noise() -> Iterator[KernelCase]:
 
 
 def with_clock(dtype: torch.dtype = BF16) -> Make:
-    """A gradient and the key of its draws, as in training."""
+    """Return a maker of a gradient and the key of its draws, as in training."""
 
     def make(shape: Shape, device: torch.device) -> tuple[Any, ...]:
         clock = torch.tensor([2**33 + 12345, 2], device=device)
@@ -255,7 +254,7 @@ def with_clock(dtype: torch.dtype = BF16) -> Make:
 
 
 def mvue() -> Iterator[KernelCase]:
-    """Unbiased 2:4 samples of the output gradient along tokens."""
+    """Yield unbiased 2:4 samples of the output gradient along tokens."""
     for estimator, dtype, goal in (
         ("approximate", BF16, 0.25),
         ("approximate", FP32, None),
@@ -270,7 +269,7 @@ DRAWN: dict[str, Any] = {"variant": "random", "rescale": True, "key": KEY}
 
 
 def pruned_gradients() -> Iterator[KernelCase]:
-    """SDGP, by magnitude and at random."""
+    """Yield SDGP by magnitude and at random."""
     largest = KernelCase("SDGP 2:4 magnitude, bf16", tensor(BF16), op("prune_gradient"), 4, TOKENS)
     yield largest
     run = op("prune_gradient", **DRAWN)
@@ -278,7 +277,7 @@ def pruned_gradients() -> Iterator[KernelCase]:
 
 
 def gates() -> Iterator[KernelCase]:
-    """GEGLU and SwiGLU, forward and backward, per element of the result."""
+    """Yield GEGLU and SwiGLU, forward and backward."""
 
     def backward(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(backend: str | None, x: Tensor, grad: Tensor) -> Tensor:
@@ -295,7 +294,7 @@ def gates() -> Iterator[KernelCase]:
         return (*gate(shape, device), normal(shape, device, BF16, seed=1))
 
     for name in ("geglu", "swiglu"):
-        # the reference rounds the activation to bf16, then the product
+        # the reference rounds activation and product to bf16
         label, near = f"{name} forward, bf16", 2**-7
         yield KernelCase(label, gate, op(name), 6, TOKENS, 0.85, tolerance=near)
         label, work = f"{name} forward and backward, bf16", backward(op(name))
@@ -307,7 +306,7 @@ REFUSED = {"e4m3": (80,), "e5m2": ()}
 
 
 def fp8() -> Iterator[KernelCase]:
-    """Current scaling: a pass for the largest magnitude, a pass that casts."""
+    """Yield fp8 casts with current scaling: a pass for the maximum, a pass to cast."""
     for format, refused in REFUSED.items():
         name, run = f"quantize {format}, bf16", op("quantize_fp8", format)
         yield KernelCase(name, tensor(BF16), run, 5, TOKENS, refused=refused)

@@ -1,8 +1,8 @@
 """Time one sparse linear layer, forward and backward, against nn.Linear.
 
-The projection of the weight is part of every call, as in a run with one micro-batch per step. With
-the default ``--backend emulate`` matmuls are dense on zero-filled weights: the figure is the price
-of a method. With ``--backend auto`` they are sparse where that is faster.
+Every call projects the weight, as in a run with one micro-batch per step. With the default
+``--backend emulate`` matmuls are dense on zero-filled weights: the overhead of a method. With
+``--backend auto`` matmuls are sparse where that is faster.
 """
 
 from __future__ import annotations
@@ -15,19 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness import (
-    CPU,
-    CUDA,
-    TOLERANCE,
-    Case,
-    Options,
-    Work,
-    difference,
-    interleave,
-    main,
-    skipped,
-    timed,
-)
+import harness
+from harness import CPU, CUDA, Case, Options, Work, difference, interleave, main, timed
 from sparsepretrain import registry
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import sparsify
@@ -40,22 +29,16 @@ DENSE = "nn.Linear"
 
 
 def works(options: Options) -> dict[str, Work]:
-    """Name every layer; without a GPU these are skipped, and a tiny one is timed."""
+    """Return a work per layer; without a GPU for a tiny one."""
     found: dict[str, Work] = {}
     sizes, tokens, device, rounds = LAYERS, TOKENS, CUDA, 5 if options.quick else 25
     if not torch.cuda.is_available():
-        found = {name: partial(skipped, title(name, options)) for name in LAYERS}
         sizes, tokens, device, rounds = {"tiny": (64, 128)}, 64, CPU, 2
     for name, (inner, outer) in sizes.items():
         build, inputs = partial(nn.Linear, inner, outer), (tokens, inner)
-        full = title(name, options)
-        found[name] = partial(compare, full, build, inputs, device, rounds, options)
+        title = f"linear, {name}, forward and backward, bf16{options.label}"
+        found[name] = partial(compare, title, build, inputs, device, rounds, options)
     return found
-
-
-def title(layer: str, options: Options) -> str:
-    """Return the beginning of the names of a layer's cases."""
-    return f"linear, {layer}, forward and backward, bf16{options.label}"
 
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -68,14 +51,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def timed_methods(only: Sequence[str] = ()) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return label -> method and options, for the variants to time.
-
-    Args:
-        only: these methods and dense; empty: all.
-
-    Raises:
-        ConfigError: a method does not exist.
-    """
+    """Return label -> (method, options) of all timed variants, or of ``only`` and dense."""
     names = sorted(registry.names("method"), key="dense".__ne__)  # the baseline first
     if wrong := [name for name in only if name not in names]:
         raise ConfigError(f"no method {wrong[0]!r}{registry.suggestion(wrong[0], names)}")
@@ -104,14 +80,14 @@ def compare(
     Results of sparse matmuls are compared with emulated ones first.
 
     Args:
-        name: of the module.
-        build: the dense module.
-        inputs: shape of its input.
+        name: name of the module.
+        build: returns the dense module.
+        inputs: shape of the input.
         device: CUDA, or the CPU in a rehearsal.
-        rounds: interleaved.
+        rounds: interleaved timing rounds.
         options: methods, backend and precision.
-        targets: layers of the module that become sparse.
-        stored: operands are stored once; else every call projects the weights.
+        targets: layers that become sparse.
+        stored: store operands once instead of projecting in every call.
         training: forward and backward; else the forward alone.
     """
 
@@ -123,7 +99,7 @@ def compare(
         found: dict[str, Callable[[], Any]] = {}
         for label, (method, chosen) in {DENSE: ("", {}), **methods}.items():
             torch.manual_seed(1)
-            model = nn.Sequential(build().to(device))  # a replaced layer needs a parent
+            model = nn.Sequential(build().to(device))  # replaced layers need a parent
             if label != DENSE:
                 sparsifier = sparsify(model, method, **rest, **chosen)
                 if stored:
@@ -139,7 +115,7 @@ def compare(
         if label == DENSE:
             continue
         errors[label] = error = difference([*ours[label]()], [*emulated()])
-        if not error <= TOLERANCE:
+        if not error <= harness.TOLERANCE:
             status = f"wrong: differs from emulated matmuls by {error:.3g}"
             wrong.append(Case(name=f"{name}, {label}", status=status))
             del ours[label]

@@ -1,7 +1,7 @@
 """Time square 2:4 matmuls against dense ones, in TFLOP/s of the dense matmul.
 
-S-STE Table 11 has this form, in fp8 at 16384³. Packing is not part of it: `linear.py` and
-`blocks.py` have whole layers.
+As S-STE Table 11, which has fp8 at 16384³. Packing is excluded; `linear.py` and `blocks.py` time
+whole layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from harness import (
     interleave,
     main,
     reason,
-    skipped,
     timed,
 )
 from sparsepretrain.kernels import compress_24, matmul_24, matmul_fp8
@@ -35,23 +34,21 @@ DENSE, SPARSE = "dense", "2:4"
 
 
 def works(options: Options) -> dict[str, Work]:
-    """Name every type and size; without a GPU these are skipped, and a tiny one is computed."""
-    if torch.cuda.is_available():
-        sizes, rounds = SIZES[: 1 if options.quick else None], 5 if options.quick else 25
-        pairs = [(name, n) for name in TYPES for n in sizes]
-        return {title(*pair): partial(product, *pair, CUDA, rounds) for pair in pairs}
-    real = "matmuls of real sizes"
-    found: dict[str, Work] = {real: partial(skipped, real)}
-    return found | {title(name, TINY): partial(product, name, TINY, CPU, 2) for name in TYPES}
+    """Return a work per type and size; without a GPU for a tiny size."""
+    sizes, rounds, device = SIZES[: 1 if options.quick else None], 5 if options.quick else 25, CUDA
+    if not torch.cuda.is_available():
+        sizes, rounds, device = (TINY,), 2, CPU
+    pairs = [(name, n) for name in TYPES for n in sizes]
+    return {title(*pair): partial(product, *pair, device, rounds) for pair in pairs}
 
 
 def title(name: str, n: int) -> str:
-    """Return the beginning of the names of the cases of one type and size."""
+    """Return the prefix of the cases of a type and size."""
     return f"matmul, {name}, {n}³"
 
 
 def product(name: str, n: int, device: torch.device, rounds: int) -> list[Case]:
-    """Compute Y = A·Xᵀ of (n, n) matrices; both are compared with fp32 before they are timed."""
+    """Time Y = A·Xᵀ of (n, n) matrices after a comparison with fp32."""
     dtype, random = TYPES[name], torch.Generator(device).manual_seed(0)
     a, x = (torch.randn(n, n, generator=random, device=device).to(dtype) for _ in "ax")
     a[:, 2::4], a[:, 3::4] = 0, 0

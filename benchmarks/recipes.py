@@ -1,9 +1,8 @@
-"""Time the first steps of whole recipes, and tell the GPU hours of a run at that speed.
+"""Time the first steps of recipes and extrapolate the GPU hours of a run, as S-STE Table 12.
 
-S-STE Table 12 has this form. A recipe trains unchanged in the trainer, but on data that need no
-download: random access, sizes and work are those of the recipe, except for translation, whose short
-sentences fill the same buckets with more pairs. Evaluations and checkpoints are not counted. Needs
-the package installed with its dependencies.
+Recipes train unchanged in the trainer, on data without a download: sizes and work are those of the
+recipe, except for translation, whose short sentences fill the same buckets with more pairs.
+Evaluations and checkpoints are not counted. Needs the package installed with its dependencies.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 
 import torch
 
-from harness import Case, Options, Work, main, skipped, timed
+from harness import Case, Options, Work, main, timed
 from sparsepretrain.config import compose, validate
 from sparsepretrain.kernels.timing import Series
 from sparsepretrain.tracking.console import Console
@@ -31,16 +30,15 @@ RECIPES = {
     "DeiT-base": ["model=deit_base", "data=digits"],
 }
 WARMUP = 2
-"""Steps before the clock counts: graphs are compiled, workers start."""
+"""Untimed steps, which compile graphs and start workers."""
 
 
 def works(options: Options) -> dict[str, Work]:
-    """Name every recipe and method; without a GPU these are skipped for a tiny recipe."""
+    """Return a work per recipe and method; without a GPU for a tiny recipe."""
     if options.fp8:
         raise SystemExit("recipes.py: recipes set their own precision. Leave --fp8 out.")
     recipes, steps, found = RECIPES, 2 if options.quick else 10, dict[str, Work]()
     if not torch.cuda.is_available():
-        found["recipes"] = functools.partial(skipped, "recipes of the paper")
         recipes, steps = {"GPT-2 micro": ["model=gpt2_micro"]}, 2
     for name, overrides in recipes.items():
         for method in dict.fromkeys(("dense", *(options.methods or ("sste",)))):

@@ -1,7 +1,7 @@
 """Train `gpt2_nano` for 20 steps in every compile mode, saved and resumed halfway.
 
-The first script to run on a new machine: it shows that training works there. Needs the package
-installed with its dependencies, hydra-core among them.
+The first script to run on a new machine. Needs the package installed with its dependencies,
+hydra-core among them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ RUNS = [
     ("none", "fp16", "tsrste"),
     ("blocks", "bf16", "tsrste"),
 ]
-"""Compile mode, precision and method: every two of their values meet."""
+"""(compile mode, precision, method): every pair of values occurs."""
 TINY = ["model.n_layer=1", "batch.size=2", "batch.micro=2", "task.sequence_length=16"]
 """For a rehearsal: a CPU takes seconds for a matmul in fp16."""
 
 
 def works(options: Options) -> dict[str, Work]:
-    """Name four runs that cover every pair of mode, precision and method."""
+    """Return four runs that cover every pair of mode, precision and method."""
     steps = 4 if options.quick else 20
     names = {words: "{} steps, compile={}, {}, {}".format(steps, *words) for words in RUNS}
     return {name: partial(check, name, *words, steps) for words, name in names.items()}

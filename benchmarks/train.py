@@ -1,8 +1,8 @@
 """Train GPT-2 124M for some steps, every method against dense.
 
-Plain PyTorch with `sparsify`, on the bytes of this package's own sources: nothing is downloaded,
-and only torch and triton are imported. Steps of all methods alternate in one process. Without a GPU
-a tiny model is trained, eager and in fp32.
+Plain PyTorch with `sparsify` on the bytes of this package's sources: no downloads, only torch and
+triton are imported. Steps of all methods alternate in one process. Without a GPU a tiny model is
+trained, eager and in fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 import sparsepretrain
 from gpt2 import PlainGPT2
-from harness import CPU, CUDA, Case, Options, Work, interleave, main, skipped, timed
+from harness import CPU, CUDA, Case, Options, Work, interleave, main, timed
 from linear import timed_methods
 from sparsepretrain.optim.adamw import AdamWOptions
 from sparsepretrain.sparsity import Sparsifier, sparsify
@@ -33,17 +33,15 @@ TINY = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size"
 
 
 def works(options: Options) -> dict[str, Work]:
-    """Name the one work, which trains with all methods in turns."""
+    """Return one work that trains with all methods in turn."""
     cuda = torch.cuda.is_available()
     only = options.methods or (("sste",) if options.quick or not cuda else ())
     names = [n for n in timed_methods(only) if not options.quick or n in ("dense", *only)]
-    whole = f"training step, GPT-2 124M, bf16, compiled{options.label}"
-    if cuda:
-        steps = 10 if options.quick else 50
-        return {whole: functools.partial(train, whole, names, steps, CUDA, options)}
-    tiny = f"training step, tiny{options.label}"
-    work = functools.partial(train, tiny, names, 3, CPU, options)
-    return {whole: functools.partial(skipped, whole), tiny: work}
+    size = "GPT-2 124M, bf16, compiled" if cuda else "tiny"
+    title = f"training step, {size}{options.label}"
+    steps = 3 if not cuda else 10 if options.quick else 50
+    work = functools.partial(train, title, names, steps, CUDA if cuda else CPU, options)
+    return {title: work}
 
 
 def train(
@@ -53,7 +51,7 @@ def train(
     cuda, data = device.type == "cuda", source_bytes()
     sizes, batch = (GPT2_124M, 8) if cuda else (TINY, 2)
     runs = {n: Training(n, sizes, batch, data, device, options, compiled=cuda) for n in names}
-    # By the host's clock: every step reads its loss, so no graph captures it.
+    # timed by the CPU clock: every step reads its loss, so no graph captures it
     series = interleave({name: run.step for name, run in runs.items()}, steps)
     found = []
     for name, run in runs.items():
@@ -74,7 +72,7 @@ def source_bytes() -> Tensor:
 
 
 class Training:
-    """A model, its optimizer and its data; all methods have equal initial weights and batches."""
+    """Model, optimizer and data; all methods have equal initial weights and batches."""
 
     def __init__(
         self,
@@ -92,7 +90,7 @@ class Training:
         torch.manual_seed(0)
         model = PlainGPT2(SimpleNamespace(**sizes))
         for parameter in model.parameters():
-            if parameter.dim() > 1:  # GPT-2's: before the scale of S-STE is frozen
+            if parameter.dim() > 1:  # as GPT-2, before the scale of S-STE is frozen
                 torch.nn.init.normal_(parameter, std=0.02)
         model = model.to(device)
         self.sparsifier: Sparsifier = sparsify(
@@ -122,7 +120,7 @@ class Training:
         self.losses: list[float] = []
 
     def step(self) -> None:
-        """Take one optimizer step and read its loss, so that nothing is left running."""
+        """Take an optimizer step and read its loss, which waits for the device."""
         generator = torch.Generator().manual_seed(len(self.losses))
         last = self.data.numel() - self.length - 1
         starts = torch.randint(last, (self.batch, 1), generator=generator)

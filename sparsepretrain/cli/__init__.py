@@ -1,6 +1,6 @@
 """The ``sparsepretrain`` command: ``main.py`` and a file per verb.
 
-A verb of a plug-in is a subclass of :class:`Verb`, registered with ``@register("verb", name)``.
+A plug-in registers a subclass of :class:`Verb` with ``@register("verb", name)``.
 """
 
 from sparsepretrain.cli._verb import ConfiguredVerb, UsageError, Verb, read_settings

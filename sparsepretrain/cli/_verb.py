@@ -1,7 +1,7 @@
-"""What a verb of the command line is, and the arguments that several verbs have.
+"""Base classes of verbs, and shared arguments.
 
-Every file of a verb is imported for ``sparsepretrain --help``: whatever is slow to import (torch,
-Hydra, YAML) is imported in the methods that need it.
+``sparsepretrain --help`` imports every verb: methods import slow libraries (torch, Hydra, YAML) on
+first use.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from sparsepretrain.errors import ConfigError, SparsePretrainError
 
 
 class UsageError(SparsePretrainError):
-    """A verb, flag or argument that does not exist: exit code 2."""
+    """Unknown verb, flag or argument: exit code 2."""
 
     exit_code = 2
     label = "usage error"
 
 
 class Verb(ABC):
-    """A verb: registered under its name, found like a method."""
+    """Verb of the command line, registered under its name."""
 
     summary: ClassVar[str] = ""
-    """One line of ``sparsepretrain --help``; the description of the verb's own help by default."""
+    """Line of ``sparsepretrain --help``, and default description of the verb's help."""
     place: ClassVar[int] = 100
-    """Verbs are listed in ascending order of it, and then of their names."""
+    """Sort key in ``sparsepretrain --help``, before the name."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 - none by default
         """Add arguments to ``parser``; may replace its ``description``."""
 
     def words(self, before: list[str], current: str) -> list[str]:
-        """Candidates to complete ``current``, beside flags and the choices of arguments.
+        """Return completion candidates other than flags and choices of arguments.
 
         Args:
-            before: what is typed after the verb.
-            current: the word at the cursor; candidates with another beginning are dropped.
+            before: words after the verb.
+            current: word at the cursor; candidates with another prefix are dropped.
         """
         return []
 
@@ -55,10 +55,10 @@ class Verb(ABC):
 
 
 class ConfiguredVerb(Verb):
-    """A verb that takes overrides of a run's configuration, and ``--config-dir``."""
+    """Verb with overrides of a run's configuration and ``--config-dir``."""
 
     settings: ClassVar[type | None] = None
-    """Dataclass of keys that are the verb's own, see :func:`read_settings`."""
+    """Dataclass of the verb's own keys, see :func:`read_settings`."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add ``overrides`` and ``config_dir``."""
@@ -70,9 +70,15 @@ class ConfiguredVerb(Verb):
         add_config_dir(parser)
 
     def words(self, before: list[str], current: str) -> list[str]:
-        """Groups, options, keys and values of the configuration typed so far."""
-        own = setting_words(self.settings, current) if self.settings else []
-        return own if current[:1] == "-" else [*own, *_override_words(before, current)]
+        """Return groups, options, keys and values of the configuration typed so far."""
+        if current[:1] == "-":
+            return []
+        key, equals, _ = current.partition("=")
+        hints = get_type_hints(self.settings) if self.settings else {}
+        own = (
+            [f"{key}={v}" for v in _values(hints.get(key))] if equals else [f"{k}=" for k in hints]
+        )
+        return [*own, *_override_words(before, current)]
 
 
 def add_config_dir(parser: argparse.ArgumentParser) -> None:
@@ -88,16 +94,16 @@ def add_config_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def read_settings(settings: type, words: Sequence[str], *, others: list[str] | None = None) -> Any:
-    """The dataclass ``settings`` from words ``key=value``.
+    """Return the dataclass ``settings`` filled from words ``key=value``.
 
     Args:
-        settings: its fields are the keys.
-        words: as typed; values are read as YAML.
-        others: takes the words that are no keys of ``settings``; None: they are errors.
+        settings: dataclass whose fields are the keys.
+        words: words as typed; values are read as YAML.
+        others: list that receives words with other keys; None: other keys are errors.
 
     Raises:
         UsageError: a word without a value.
-        ConfigError: a key or a value that there is not.
+        ConfigError: an unknown key or a wrong value.
     """
     import yaml
 
@@ -120,7 +126,7 @@ def read_settings(settings: type, words: Sequence[str], *, others: list[str] | N
 
 
 def integer_from(least: int) -> Any:
-    """The ``type`` of an argument that is an integer ≥ ``least``."""
+    """Return the argparse ``type`` of an integer ≥ ``least``."""
 
     def read(text: str) -> int:
         if not text.isdigit() or int(text) < least:
@@ -131,7 +137,7 @@ def integer_from(least: int) -> Any:
 
 
 def _override_words(typed: list[str], current: str) -> list[str]:
-    """``group=`` and ``key=`` of the configuration typed so far, or the values of one of them."""
+    """Return ``group=`` and ``key=`` of the configuration, or the values of a key."""
     from sparsepretrain.config.compose import compose
     from sparsepretrain.config.freeze import flat
     from sparsepretrain.config.places import catalogue
@@ -152,7 +158,7 @@ def _override_words(typed: list[str], current: str) -> list[str]:
 
 
 def _values(hint: Any) -> list[str]:
-    """What a key of this type can be, where that is a list: words of a Literal, booleans, null."""
+    """Return the values of an enumerable type: Literal, bool, None, or a union of them."""
     if hint is bool:
         return ["true", "false"]
     if hint is type(None):
@@ -161,15 +167,6 @@ def _values(hint: Any) -> list[str]:
         return [str(word) for word in get_args(hint)]
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
     return [value for part in parts for value in _values(part)]
-
-
-def setting_words(settings: type, current: str) -> list[str]:
-    """``key=`` and ``key=value`` of a dataclass of settings."""
-    hints = get_type_hints(settings)
-    key, equals, _ = current.partition("=")
-    if not equals:
-        return [f"{name}=" for name in hints]
-    return [f"{key}={value}" for value in _values(hints.get(key))]
 
 
 def _values_of(plain: dict[str, Any], key: str) -> list[str]:

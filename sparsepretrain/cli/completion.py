@@ -1,4 +1,4 @@
-"""The verb ``completion``: scripts that ask the hidden verb ``__complete``."""
+"""Verb ``completion``: scripts that call the hidden verb ``__complete``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ end
 complete -c sparsepretrain -a '(__sparsepretrain)'
 """,
 }
-"""Shell -> script; each asks the hidden verb ``__complete``, so it never goes out of date."""
+"""Shell -> script; the hidden verb ``__complete`` keeps candidates up to date."""
 
 
 @register("verb", "completion")

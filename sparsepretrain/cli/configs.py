@@ -1,4 +1,4 @@
-"""The verb ``configs``: the configuration groups, their options and the files they come from."""
+"""Verb ``configs``: configuration groups, their options and files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Configs(Verb):
             "options",
             nargs="*",
             metavar="GROUP=OPTION",
-            help="print the file of an option, a comment beside each key: sparsity=sste",
+            help="print the file of an option, with comments: sparsity=sste",
         )
         add_config_dir(parser)
 
@@ -42,16 +42,12 @@ class Configs(Verb):
                 origin = "configs" if directory == shipped() else str(directory)
                 rows.append(["" if i else group, marked, f"{origin}/{group}/{option}.yaml"])
         print(*in_columns(rows), sep="\n")
-        print("\n* of a plain `sparsepretrain train`; model=… brings its own choices")
+        print("\n* default of `sparsepretrain train`; model=… has its own choices")
         return 0
 
 
 def _files(words: list[str], groups: dict[str, dict[str, Path]]) -> Iterator[str]:
-    """Text of the files of ``GROUP=OPTION``, each after a line with its path.
-
-    Raises:
-        ConfigError: there is no such group or option.
-    """
+    """Yield the files of ``GROUP=OPTION``, each after a line with its path."""
     for word in words:
         group, _, option = word.partition("=")
         if group not in groups:

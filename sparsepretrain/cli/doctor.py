@@ -1,4 +1,4 @@
-"""The verb ``doctor``: versions, devices, and which matmuls this machine can run sparse."""
+"""Verb ``doctor``: versions, devices, and sparse matmuls of this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparsepretrain.registry import register
 
 @register("verb", "doctor")
 class Doctor(ConfiguredVerb):
-    summary = "say what this machine can run sparse"
+    summary = "show versions, devices and sparse matmuls of this machine"
     place = 8
 
     def run(self, args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The verb ``eval``: the metrics of a checkpoint on a whole split."""
+"""Verb ``eval``: metrics of a checkpoint on a whole split."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register
 
 DESCRIPTION = """\
-Evaluate a checkpoint on a whole split, every sample once, with the metrics of its task. CHECKPOINT
-is a run directory (its newest whole checkpoint), a directory in its checkpoints/, or a Hugging Face
-checkpoint (a directory or a name on the hub; then task= and data= are needed). The run's own
-configuration is used, with the data, task, precision, batch.micro, … that are given here. The
-result is printed and appended as a line of JSON to eval.jsonl of the run directory.
+Evaluate a checkpoint on every sample of a split, with the metrics of its task. CHECKPOINT is a run
+directory (newest valid checkpoint), a directory in its checkpoints/, or a Hugging Face checkpoint
+(a directory or a hub name, which needs task= and data=). Overrides change the configuration of the
+run. The result is printed and appended as a JSON line to eval.jsonl of the run directory.
 """
 
 
 @dataclass(slots=True, kw_only=True)
 class Settings:
-    """Words of the verb's own; all others are overrides."""
+    """Keys of the verb; other words are overrides."""
 
     split: Literal["validation", "test"] = "validation"
-    """Which part of the data; training data is augmented, mixed and cut, so no measure."""
+    """Split of the data; training data is augmented and thus not a measure."""
     average: Annotated[int, "≥ 1"] = 1
-    """Evaluate the mean of the weights of the last so many checkpoints of the run."""
+    """Number of last checkpoints whose weights are averaged."""
     weights: Literal["sparse", "dense"] = "sparse"
-    """sparse: as the method evaluates; dense: the same after densify, as it would be exported."""
+    """sparse: as the method evaluates; dense: after densify, as exported."""
     out: str | None = None
-    """File for the line of JSON instead of the run's eval.jsonl."""
+    """File for the JSON line instead of eval.jsonl of the run."""
 
 
 @register("verb", "eval")
@@ -51,7 +50,7 @@ class Eval(ConfiguredVerb):
         overrides: list[str] = []
         settings = read_settings(Settings, args.overrides, others=overrides)
         if "=" in args.checkpoint and not Path(args.checkpoint).exists():
-            raise ConfigError(f"{args.checkpoint!r} is no checkpoint: name one before KEY=VALUE")
+            raise ConfigError(f"{args.checkpoint!r} is not a checkpoint: name one before KEY=VALUE")
         from sparsepretrain.tracking.console import Console
 
         console = Console()

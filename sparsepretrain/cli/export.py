@@ -1,4 +1,4 @@
-"""The verb ``export``: a run as files for other libraries."""
+"""Verb ``export``: write a run for other libraries."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sparsepretrain.cli.train import illustrate
 from sparsepretrain.registry import register
 
 DESCRIPTION = """\
-Write the weights that a run evaluates with as safetensors which transformers or timm load, with
-configuration, tokenizer and model card. Before anything gets its name the files are loaded again:
-sparse layers are proven N:M with +0.0, logits are compared with evaluation's.
+Write the evaluated weights of a run as safetensors for transformers or timm, with configuration,
+tokenizer and model card. The files are reloaded before they get their names: sparse layers must be
+N:M with +0.0, and logits must equal those of the evaluation.
 """
 
 
@@ -28,13 +28,12 @@ class Export(Verb):
             "--format",
             choices=["hf", "semi_structured"],
             default="hf",
-            help="semi_structured: refuse what sparsepretrain.export.load_semi_structured cannot "
-            "load on a GPU",
+            help="semi_structured: refuse layers that load_semi_structured cannot load on a GPU",
         )
         parser.add_argument(
             "--merge-adapters",
             action="store_true",
-            help="add low-rank adapters to the weights, which are no longer N:M then",
+            help="add low-rank adapters to the weights, which are then not N:M",
         )
         parser.add_argument(
             "--out",

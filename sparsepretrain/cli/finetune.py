@@ -1,4 +1,4 @@
-"""The verb ``finetune``: ``train``, from the weights of a checkpoint."""
+"""Verb ``finetune``: ``train`` from the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Finetune(Train):
         parser.epilog = EXAMPLES
 
     def words(self, before: list[str], current: str) -> list[str]:
-        """``task=`` takes recipes too."""
+        """Return recipes for ``task=`` too."""
         from sparsepretrain.config.places import catalogue
 
         recipes = catalogue()["finetune"] if current.startswith("task=") else ()

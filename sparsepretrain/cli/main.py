@@ -1,4 +1,4 @@
-"""The ``sparsepretrain`` command: finds the verb, and turns errors into lines and exit codes."""
+"""The ``sparsepretrain`` command: dispatch to a verb; errors become lines and exit codes."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ examples:
   sparsepretrain train sparsity=srste sparsity.decay=1e-4 seed=1
   sparsepretrain train model=gpt2_124m sparsity=sste --dry-run
   sparsepretrain train --config-dir my_configs plugins=[my_method.py] sparsity=mine
-  sparsepretrain --help plugins=[my_verb.py]                a verb of your own
+  sparsepretrain --help plugins=[my_verb.py]                your own verb
 exit codes:
   0 done, 1 a cell of a table failed or a benchmark regressed, 2 config, 3 data, 4 checkpoint,
   5 diverged, 130 interrupted, 143 preempted after a save
 """
 
 WORKER = "__worker"
-"""Hidden verb of the processes that ``sparsepretrain.training.launch`` starts."""
+"""Hidden verb of processes started by ``sparsepretrain.training.launch``."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with our one-line errors and a suggestion for a mistyped flag."""
+    """argparse with one-line errors and suggestions for mistyped flags."""
 
     def error(self, message: str) -> NoReturn:
-        """Replace argparse's usage text and exit."""
+        """Raise instead of printing the usage and exiting."""
         raise UsageError(message)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -66,14 +66,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code; errors of the user are one line each.
+    """Run a command line and return its exit code; user errors are one line each.
 
     Args:
         argv: arguments without the program name; ``sys.argv`` by default.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    # before torch loads OpenMP: threads that spin while they wait make a run on a busy machine up
-    # to twenty times slower, and gain nothing on an idle one
+    # before torch loads OpenMP: spinning threads slow a run on a busy machine up to twenty times
+    # and gain nothing on an idle one
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -84,12 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return code
     except SparsePretrainError as error:
-        # the launcher of this package shows what is reported; torchrun buries it
+        # this package's launcher shows reported errors; torchrun buries them
         if not report(error) or (rank() == 0 and argv[:1] != [WORKER]):
             for line in error.messages:
                 _complain(f"{error.label}: {line}")
         return error.exit_code
-    except SystemExit as stop:  # nothing of ours: a plugin's code
+    except SystemExit as stop:  # raised by a plug-in
         place = registry.origin(stop) or "some code"
         _complain(f"error: {place} called sys.exit({stop.code!r}), which ended the command")
         return 1
@@ -109,13 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             report(error)
             raise
         _complain("interrupted")
-        exec("")  # CPython ends by SIGINT if the last string that it executed was interrupted
+        exec("")  # CPython dies of SIGINT if the last executed string was interrupted
         return INTERRUPTED
 
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[None]:
-    """Note every SIGINT: a bare ``except`` of a library may swallow the exception."""
+    """Record every SIGINT: a bare ``except`` in a library may swallow the exception."""
     usual = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(usual):
         yield
@@ -134,13 +134,13 @@ def _interrupts() -> Iterator[None]:
 
 
 def verbs() -> dict[str, Verb]:
-    """Name -> verb of those that are built in or whose plug-in was loaded, as help lists them."""
+    """Return name -> verb, built in or of a loaded plug-in, in the order of the help."""
     found = {name: _verb(name) for name in registry.names("verb")}
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
 
 
 def parser(name: str) -> Parser:
-    """The arguments of one verb."""
+    """Return the argument parser of a verb."""
     verb = _verb(name)
     made = Parser(prog=f"sparsepretrain {name}", description=verb.summary, allow_abbrev=False)
     verb.add_arguments(made)
@@ -172,7 +172,7 @@ def _dispatch(argv: list[str]) -> int:
             hint = f" (did you mean 'sparsepretrain train {name}'?)"
         raise UsageError(f"unknown verb {name!r}{hint}")
     verb = _verb(name)
-    if isinstance(verb, ConfiguredVerb):  # they are part of the configuration
+    if isinstance(verb, ConfiguredVerb):  # plug-ins are part of the configuration
         rest += plugins
     elif plugins and (problems := _load_plugins(plugins)):
         raise ConfigError(problems)
@@ -184,7 +184,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _sorted(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
-    """The verb (empty: none), what follows it, and ``plugins=[…]``, which may stand anywhere."""
+    """Return the verb or an empty string, the other words, and ``plugins=[…]``."""
     plugins = [word for word in words if word.startswith("plugins=")]
     name, *rest = [word for word in words if word not in plugins] or [""]
     return name, rest, plugins
@@ -193,12 +193,12 @@ def _sorted(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
 def _verb(name: str) -> Verb:
     verb = registry.get("verb", name)
     if not issubclass(verb, Verb):
-        raise ConfigError(f"{registry.place(verb)}: class {verb.__name__} is no Verb")
+        raise ConfigError(f"{registry.place(verb)}: class {verb.__name__} is not a Verb")
     return verb()
 
 
 def _load_plugins(words: list[str]) -> list[str]:
-    """Import installed plug-ins and those of ``plugins=[…]``; returns the problems."""
+    """Import installed plug-ins and ``plugins=[…]``; return the problems."""
     if not words:
         return registry.load_plugins([])
     from sparsepretrain.config.compose import read
@@ -215,7 +215,7 @@ def _help() -> str:
 
 
 def _complete(words: list[str]) -> int:
-    """Hidden verb behind the completion scripts: candidates for the last of ``words``."""
+    """Print completion candidates for the last of ``words``."""
     *before, current = words or [""]
     name, rest, plugins = _sorted(before)
     if name not in registry.built_in("verb"):
@@ -240,14 +240,14 @@ def _complain(text: str) -> None:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether the reader is gone (``| head``); if so, keep it quiet."""
+    """True if the reader is gone (``| head``); then stdout is silenced."""
     output = select.poll()
-    output.register(sys.stdout, 0)  # a pipe without a reader reports an error unasked
+    output.register(sys.stdout, 0)  # a pipe without a reader reports an error by itself
     if not output.poll(0):
         return False
     _silence_stdout()
     return True
 
 
-def _silence_stdout() -> None:  # what is buffered would fail once more at exit
+def _silence_stdout() -> None:  # flushing the buffer at exit would fail again
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

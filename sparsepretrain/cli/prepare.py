@@ -1,4 +1,4 @@
-"""The verb ``prepare``: data without a model."""
+"""Verb ``prepare``: download and tokenize data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Prepare(ConfiguredVerb):
 
         console = Console()
         if issubclass(registry.get("source", options.source), GeneratedSource):
-            console.info(f"{options.name} is generated while training: there is nothing to prepare")
+            console.info(f"{options.name} is generated during training: nothing to prepare")
             return 0
         start = time.monotonic()
         prepared = data.prepare(options, workers=args.workers, on_progress=console.progress)
@@ -47,11 +47,7 @@ class Prepare(ConfiguredVerb):
 
 
 def data_options(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Any:
-    """The group ``data``, whatever model and task it is for; root keys are checked as well.
-
-    Raises:
-        ConfigError: every problem, one message each.
-    """
+    """Return the checked group ``data``; model and task are ignored."""
     from sparsepretrain.config import compose, validate
     from sparsepretrain.config.groups import GROUPS, REGISTERED
 

@@ -1,4 +1,4 @@
-"""The verb ``report``: plots and a page from run directories, or of a table of a paper."""
+"""Verb ``report``: plots and a page of run directories, or of a table."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Report(Verb):
             nargs="+",
             metavar="RUN|TABLE",
             help="run directories; or a table of `sparsepretrain reproduce --list` and the "
-            "KEY=VALUE that its runs were given",
+            "KEY=VALUE of its runs",
         )
         parser.add_argument("--out", type=Path, metavar="DIR", help="where to write")
         table = parser.add_argument_group("of a table")
         table.add_argument("--scale", choices=("nano", "paper"), help="nano where there is one")
         table.add_argument("--seeds", type=integer_from(1), metavar="N", help="as many as ran")
         table.add_argument("--runs-dir", metavar="DIR", help="the same as runs_dir=DIR")
-        text = "also write DIR/records/TABLE.json.gz, from which the report can be written again"
+        text = "also write DIR/records/TABLE.json.gz, from which the report can be rewritten"
         table.add_argument("--record", action="store_true", help=text)
-        text = "read that file instead of runs"
+        text = "read this file instead of runs"
         table.add_argument("--from-record", action="store_true", help=text)
         add_config_dir(parser)
 
@@ -48,7 +48,7 @@ class Report(Verb):
         with console.own_warnings():
             if name not in names(args.config_dir):
                 if args.scale or args.seeds or args.runs_dir or args.record or args.from_record:
-                    raise UsageError(f"{name} is no table: --scale and the like belong to tables")
+                    raise UsageError(f"{name} is not a table: its flags are for tables only")
                 written = reports.report([*map(Path, args.words)], args.out, page=True)
             else:
                 if wrong := [word for word in others if "=" not in word]:

@@ -1,4 +1,4 @@
-"""The verb ``reproduce``: a table of a paper, run whole; and what it shares with ``sweep``."""
+"""Verb ``reproduce``: run a table of a paper; and the base class shared with ``sweep``."""
 
 from __future__ import annotations
 
@@ -14,34 +14,31 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Run a table of a paper: every cell with every seed, each an ordinary run in
-runs/TABLE/CELL/HASH-sSEED. All cells are checked before the first one starts. Finished ones are
-skipped, so that what ran elsewhere counts; partial ones continue; one that fails is shown, kept as
-a failed row, and tried again by the next call, while the others go on: the exit code is then 1.
-Each prints to console.log in its directory, one at a time on each GPU. Ctrl-C ends cleanly, and
-the same command continues. Overrides are those of train, for all cells.
+runs/TABLE/CELL/HASH-sSEED. All cells are checked before the first one starts. Finished runs are
+skipped, partial ones continue. A failed run stays as a row while the others go on; the exit code is
+then 1, and the next call tries it again. Runs print to console.log in their directories, one at a
+time on each GPU. Ctrl-C ends cleanly, and the same command continues. Overrides apply to all cells.
 """
 
 
 class StudyVerb(ConfiguredVerb):
-    """Several runs as one command."""
+    """Verb that runs several cells."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
         text = "cells at a time; on the CPU they share its threads; default: one per GPU, or 1"
         parser.add_argument("--jobs", type=integer_from(1), metavar="N", help=text)
-        text = "end every run after N steps, as the beginning of the whole one"
+        text = "end every run after N steps; the same command without it continues"
         parser.add_argument("--stop-after", type=integer_from(1), metavar="N", help=text)
-        text = "print the cells, what is left of them, what they cost, and stop"
+        text = "print the cells with remaining work and costs, and stop"
         parser.add_argument("--dry-run", action="store_true", help=text)
-        text = "print a line for a shell per cell, for any scheduler, and stop"
+        text = "print a shell line per cell, for any scheduler, and stop"
         parser.add_argument("--commands", action="store_true", help=text)
-        text = (
-            "submit a job per cell with these options of sbatch (needs the extra sweep), and stop"
-        )
+        text = "submit a job per cell with these sbatch options (needs the extra sweep), and stop"
         parser.add_argument("--slurm", type=_options, metavar="KEY=VALUE,…", help=text)
 
     def start(self, args: argparse.Namespace, found: Sequence[Part], report: str) -> int:
-        """Do what the flags say with checked cells; ``report``: what follows ``report``."""
+        """Act on the cells as the flags say; ``report``: words after ``report``."""
         from sparsepretrain.studies import overview, reproduce
         from sparsepretrain.tracking.console import Console
 
@@ -50,7 +47,7 @@ class StudyVerb(ConfiguredVerb):
         if args.dry_run:
             overview.show_plan(reproduce.check(found, *given, prepared=False), *given)
             return 0
-        # a list of commands may be made for another machine: nothing but lines is printed
+        # commands may be for another machine: no check, only lines are printed
         if args.commands:
             print(*reproduce.commands(found, args.stop_after, args.config_dir), sep="\n")
             return 0
@@ -85,7 +82,7 @@ class Reproduce(StudyVerb):
         parser.add_argument("--list", action="store_true", help=text)
 
     def words(self, before: list[str], current: str) -> list[str]:
-        """Tables first, then overrides."""
+        """Return tables first, then overrides."""
         from sparsepretrain.config.tables import names
 
         found = names()
@@ -120,7 +117,7 @@ class Reproduce(StudyVerb):
 
 
 def _options(text: str) -> dict[str, str]:
-    """``KEY=VALUE,KEY=VALUE``."""
+    """Parse ``KEY=VALUE,KEY=VALUE``."""
     found = dict(word.partition("=")[::2] for word in text.split(","))
     if not all(key and value for key, value in found.items()):
         raise argparse.ArgumentTypeError(f"must be KEY=VALUE,KEY=VALUE, got {text!r}")

@@ -1,4 +1,4 @@
-"""The verb ``sweep``: runs of every combination of values, or a search for the best."""
+"""Verb ``sweep``: runs of every combination of values, or a search for the best."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Train every combination of values: sparsity=ste,srste seed=0..4 optim.lr=1e-3,2e-3. Values are
 separated by commas, or range(0,10,2), glob(s*) of the options of a group, 0..4 for integers; a list
-in brackets is one value. Each run is an ordinary one in runs/NAME/VALUES/HASH-sSEED; as with
-reproduce, all are checked first, finished ones are skipped, partial ones continue, failing ones are
-rows, and the same command continues. --search lets Optuna choose N trials from ranges, as
-optim.lr=1e-4..1e-2 (by its logarithm), interval(0,0.5) or 2..8, and from values, for the best
-metric of the last evaluation, the mean over the seeds.
+in brackets is one value. Each run is an ordinary one in runs/NAME/VALUES/HASH-sSEED, checked,
+skipped and continued as in reproduce. --search lets Optuna choose N trials from values and ranges,
+as optim.lr=1e-4..1e-2 (logarithmic), interval(0,0.5) or 2..8, for the best metric of the last
+evaluation, averaged over seeds.
 """
 
 
@@ -35,7 +34,7 @@ class Sweep(StudyVerb):
         parser.add_argument("--name", default="sweep", metavar="NAME", help=text)
         text = "search with N trials (needs the extra sweep)"
         parser.add_argument("--search", type=integer_from(1), metavar="N", help=text)
-        text = "what a search is for, of the validation split; default: loss"
+        text = "validation metric to search for; default: loss"
         parser.add_argument("--metric", default="loss", metavar="KEY", help=text)
         text = "search for the largest value instead of the smallest"
         parser.add_argument("--maximize", action="store_true", help=text)
@@ -52,7 +51,7 @@ class Sweep(StudyVerb):
             found = sweep.part(args.name, axes, args.config_dir)
             return self.start(args, [found], sweep.report_words(found))
         if args.commands or args.slurm:
-            raise UsageError("a search decides as results come in: it has no list of commands")
+            raise UsageError("--commands and --slurm do not work with --search")
         return _search(args, axes)
 
 
@@ -68,19 +67,11 @@ def _search(args: argparse.Namespace, axes: Axes) -> int:
     given = (args.stop_after, args.config_dir, console)
     if args.dry_run:
         overview.show_plan(reproduce.check([first], *given, prepared=False), *given)
-        console.info(f"search: {args.search} such trials, {'; '.join(ranges)}")
+        console.info(f"search: {args.search} trials like this, {'; '.join(ranges)}")
         return 0
     (first,) = reproduce.check([first], *given)
-    search = sweep.Search(
-        args.name,
-        axes,
-        args.search,
-        args.metric,
-        args.maximize,
-        args.stop_after,
-        args.config_dir,
-    )
-    command = search.run(console, jobs=args.jobs)
+    wanted = (args.search, args.metric, args.maximize, args.stop_after, args.config_dir)
+    command = sweep.Search(args.name, axes, *wanted).run(console, jobs=args.jobs)
     console.info(f"to train with the best values:\n{command}")
     console.info(f"sparsepretrain report {shell_line([first.cells[0].run.runs_dir])}")
     return 0

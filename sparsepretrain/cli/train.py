@@ -1,4 +1,4 @@
-"""The verb ``train``: print, plan or train a run."""
+"""Verb ``train``: print, plan or train a run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ examples:
   sparsepretrain train model=gpt2_124m sparsity=srste optim.lr=1e-4 --dry-run
 
 `sparsepretrain configs` lists groups and options; `sparsepretrain configs sparsity=sste` prints the
-keys of an option with a comment beside each.
+keys of an option with comments.
 """
 
 
 @register("verb", "train")
 class Train(ConfiguredVerb):
-    summary = "train a model; model=… brings the paper's recipe, everything can be changed"
+    summary = "train a model; model=… is a paper's recipe, every key can be overridden"
     place = 1
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ class Train(ConfiguredVerb):
             action="store_true",
             help="print coverage, parameters, FLOPs, memory and time, and stop",
         )
-        text = "end after N steps, as the beginning of the whole run"
+        text = "end after N steps; the same command without it continues"
         parser.add_argument("--stop-after", type=integer_from(1), metavar="N", help=text)
 
     def run(self, args: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ class Train(ConfiguredVerb):
         return self.start(args, run, request.notes)
 
     def start(self, args: argparse.Namespace, run: Run, notes: Sequence[str] = ()) -> int:
-        """Do what the flags say with a checked run, after showing ``notes``."""
+        """Act on a checked run as the flags say, after printing ``notes``."""
         from sparsepretrain.config.freeze import to_yaml
         from sparsepretrain.runs.directory import RunDirectory
 
@@ -77,7 +77,7 @@ class Train(ConfiguredVerb):
 
             dry_run(run, console)
             return 0
-        if run.resume == "auto" and directory.is_finished(run, end):  # known without torch
+        if run.resume == "auto" and directory.is_finished(run, end):  # without torch
             console.info(directory.nothing_to_do(run, end))
         else:
             console.loading(run.name)
@@ -88,7 +88,7 @@ class Train(ConfiguredVerb):
 
 
 def _train(run: Run, stop_after: int | None, console: Console) -> int:
-    """In this process, or in as many as ``parallel`` says, where no launcher has started them."""
+    """Train in this process, or launch the processes of ``parallel``."""
     if run.parallel.name != "single" and not started():
         from sparsepretrain.training.launch import launch, processes
 
@@ -100,10 +100,10 @@ def _train(run: Run, stop_after: int | None, console: Console) -> int:
 
 
 def illustrate(directory: RunDirectory) -> None:
-    """Plots and report of a finished run; a failure here does not undo the training."""
+    """Write plots and report of a finished run; a failure is a warning."""
     record, page = directory.record_file, directory.report_file
     if page.exists() and record.exists() and page.stat().st_mtime >= record.stat().st_mtime:
-        return  # the run was finished before
+        return  # up to date
     from sparsepretrain import reports
     from sparsepretrain.tracking.console import Console
 

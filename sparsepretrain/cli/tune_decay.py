@@ -1,4 +1,4 @@
-"""The verb ``tune-decay``: its flags, and from there to the search and its picture."""
+"""Verb ``tune-decay``: search for the decay factor λ."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import math
 from pathlib import Path
 
 from sparsepretrain.cli._verb import ConfiguredVerb, integer_from
-from sparsepretrain.errors import ConfigError, one_line
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register
 
 DESCRIPTION = """\
 Find the decay factor λ of masked decay without training to the end (arXiv:2404.01847 section 4).
 A dense reference and one run per λ of a logarithmic grid train the learning-rate warm-up only, with
 equal data, initial weights and learning rates. μ is the flip rate of a run over that of the
-reference at the end, averaged over the last {last} comparisons of masks or the last tenth.
-λ is feasible if μ lies in the interval. Of several feasible λ the one whose μ is nearest to the
-middle of the interval is chosen, and the command that trains with it is printed. Results are a
-table (tune.json) and a plot. Overrides are those of train; without a choice of a method {default}.
-Runs are those of a sweep: each is a process that prints to console.log in its directory; one that
-fails is a row of the table, and the others go on. A stopped search continues with the same command,
-another --grid keeps the runs that are there. The exit code is 2 also when no λ is feasible; the
-others are those of train.
+reference at the end, averaged over the last {last} mask comparisons or the last tenth. λ is
+feasible if μ lies in the interval. The feasible λ with μ nearest to the middle of the interval is
+chosen, and the command that trains with it is printed. Results are a table and tune.json.
+Overrides are those of train; the default method is {default}. Each run is a process that prints to
+console.log in its directory; a failed run is a row of the table. The same command continues a
+stopped search; another --grid reuses finished runs. Exit codes are those of train, and 2 if no λ
+is feasible.
 """
 
 
@@ -50,19 +49,20 @@ class TuneDecay(ConfiguredVerb):
         )
         text = "steps of each run; default: schedule.warmup"
         parser.add_argument("--steps", type=integer_from(1), metavar="T", help=text)
-        text = "for the results; default: beside the runs"
+        text = "directory of the results; default: next to the runs"
         parser.add_argument("--out", type=Path, metavar="DIR", help=text)
         text = "print the runs, what they cost, and stop"
         parser.add_argument("--dry-run", action="store_true", help=text)
 
     def words(self, before: list[str], current: str) -> list[str]:
-        """The keys of the method that is tuned when none is chosen."""
+        """Complete keys of the default method too."""
         from sparsepretrain.studies import decay
 
         return super().words([decay.DEFAULT, *before], current)
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain import config
+        from sparsepretrain.config.compose import shell_line
         from sparsepretrain.studies import decay
         from sparsepretrain.training.schedules import warmup_steps
 
@@ -79,17 +79,11 @@ class TuneDecay(ConfiguredVerb):
         if args.dry_run:
             from sparsepretrain.studies.overview import show_cells
 
-            if search.doubt:
-                console.warn(search.doubt)
             show_cells(f"decay search for {run.sparsity.name}", search.cells, console)
             return 0
         result = decay.tune_decay(search, out, overrides, args.config_dir, console)
-        from sparsepretrain.reports import decay_report
-
-        try:
-            console.info(f"plot: {decay_report(result, out)}")
-        except Exception as error:  # which does not undo the search
-            console.warn(f"no plot: {one_line(error)}")
+        runs = [run["directory"] for run in (result["dense"], *result["runs"])]
+        console.info(shell_line(["sparsepretrain", "report", *runs]))
         if result["chosen"] is None:
             raise ConfigError(result["message"])
         console.info(f"to train with λ = {result['chosen']:.3g}:\n{result['message']}")

@@ -1,4 +1,4 @@
-"""Composing, checking and freezing a run's configuration. Never imports torch."""
+"""Compose, check and freeze the configuration of a run; never imports torch."""
 
 from sparsepretrain.config.compose import compose
 from sparsepretrain.config.validate import load, validate

@@ -1,4 +1,4 @@
-"""The runs that a table comes to: one per row, column and seed, each checked before any starts."""
+"""Runs of a table: one per row, column and seed, all checked before the first starts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import suggestion
 
 SIMPLE = re.compile(r"(?!(?:true|false|null|inf|nan)$)[a-z/][\w/.+-]*", re.ASCII | re.IGNORECASE)
-"""Names that need no quotes, and do not mean something else."""
+"""Names that need no quotes in Hydra's grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run of a table."""
+    """Run of a table."""
 
     row: str
     column: str
-    """Empty: the table has no columns."""
+    """Empty if the table has no columns."""
     seed: int
     words: tuple[str, ...]
-    """Overrides of ``sparsepretrain train``, all of them."""
+    """All overrides of ``sparsepretrain train``."""
     run: Run
 
     @property
@@ -39,7 +39,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Its place and its seed."""
+        """Place and seed."""
         return f"{self.place}, seed {self.seed}"
 
 
@@ -53,27 +53,24 @@ def cells(
     overrides: Sequence[str] = (),
     config_dirs: Sequence[Path] = (),
 ) -> list[Cell]:
-    """The runs of a table, seed by seed, so that a table that is cut short is thin but whole.
+    """Return the runs of a table, seed by seed: a stopped table has complete seeds.
 
-    Each has its own directory ``<runs_dir>/<name>/<row>[--<column>]/<hash>-s<seed>``.
+    Run directories are ``<runs_dir>/<name>/<row>[--<column>]/<hash>-s<seed>``.
 
     Args:
-        name: of the table, or of a sweep.
-        table: what to run.
-        scale: one of ``table.scales``.
-        seeds: so many, from ``table.first_seed``; None: as many as the scale says.
+        seeds: number of seeds from ``table.first_seed`` on; None: the number of the scale.
         only: glob of rows or of ``row @ column``.
-        overrides: of all cells, in addition; they win.
+        overrides: further overrides of all cells, with the highest precedence.
         config_dirs: see :func:`validate.load`.
 
     Raises:
-        ConfigError: all mistakes of all cells, one line each, or none matches ``only``.
+        ConfigError: all mistakes of all cells, one line each, or no cell matches ``only``.
     """
     if scale not in table.scales:
         has = ", ".join(table.scales) or "none: a script of benchmarks/ measures the table"
         raise ConfigError(f"table {name} has no scale {scale!r}; its scales: {has}")
     size = table.scales[scale]
-    # a seed of the user's own would make all seeds of a cell the same run
+    # with `seed=` in the overrides, all seeds of a cell would be one run
     if any(word.partition("=")[0].lstrip("+") in ("seed", "name") for word in overrides):
         raise ConfigError("seed and name belong to the table: use --seeds")
     known = [(row, column) for row, column, why in places(table, scale) if not why]
@@ -99,10 +96,10 @@ def grid(
     seeds: Sequence[int],
     config_dirs: Sequence[Path] = (),
 ) -> list[Cell]:
-    """The runs of every (row, column) -> overrides with every seed, as :func:`cells` lays them out.
+    """Return the runs of every (row, column) -> overrides with every seed, see :func:`cells`.
 
     Raises:
-        ConfigError: all mistakes, one line each, with the places where they are made.
+        ConfigError: all mistakes, one line each, with their places.
     """
     found: list[Cell] = []
     errors: dict[str, list[str]] = {}
@@ -123,13 +120,13 @@ def grid(
         ]
     if errors:
         raise ConfigError([f"{', '.join(where)}: {what}" for what, where in errors.items()])
-    return sorted(found, key=lambda cell: cell.seed)  # stable: the order of the table within a seed
+    return sorted(found, key=lambda cell: cell.seed)  # stable: table order within a seed
 
 
 def stage_words(cell: Cell, stage: Stage) -> list[str]:
-    """Words of ``finetune`` or ``eval`` that follow the directory of the cell's run.
+    """Return the words of ``finetune`` or ``eval`` after the directory of the cell's run.
 
-    What says how and where to compute goes on from the cell, hyper-parameters do not.
+    Tracker, workers and processes are those of the cell, hyperparameters are not.
     """
     if stage.finetune is None:
         return [f"split={stage.evaluate}", *stage.overrides]
@@ -140,5 +137,5 @@ def stage_words(cell: Cell, stage: Stage) -> list[str]:
 
 
 def word(key: str, value: str) -> str:
-    """``key=value`` as it is typed."""
+    """Return ``key=value`` as typed, quoted if necessary."""
     return f"{key}={value if SIMPLE.fullmatch(value) else quote(value)}"

@@ -1,7 +1,7 @@
-"""Overrides and YAML files become one plain dictionary. Hydra does the composing.
+"""Compose overrides and YAML files into one plain dictionary, by Hydra.
 
-Group choices are checked here, before Hydra sees them. Every other override is forced in, as if
-typed with ``++``, so that unknown keys reach the strict pass, which reports all mistakes at once.
+Group choices are checked before Hydra sees them. Other overrides are forced in, as if typed with
+``++``: unknown keys reach the strict pass, which reports all mistakes at once.
 """
 
 from __future__ import annotations
@@ -16,58 +16,48 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config.freeze import flat
-from sparsepretrain.config.places import (
-    DEEPEST,
-    catalogue,
-    check_yaml,
-    search_path,
-    yaml_files,
-)
+from sparsepretrain.config.places import catalogue, search_path
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning, one_line
 from sparsepretrain.registry import choices, suggestion
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-    from omegaconf.errors import OmegaConfBaseException
 
 PAIRS = "model_method"
-"""Directory of what a paper gives for a model and a method together; ``train.yaml`` includes it."""
+"""Directory of published settings for a model with a method; ``train.yaml`` includes it."""
 
 PRIMARY = "train"
-"""The YAML file at the root of the shipped configuration."""
+"""YAML file at the root of the shipped configuration."""
 
 
 @dataclass(slots=True)
 class Request:
-    """What the overrides ask for."""
+    """Parsed overrides."""
 
-    path: list[Path]  # where YAML files are searched; the shipped directory first
-    options: dict[str, dict[str, Path]]  # what there is: group -> option -> directory
+    path: list[Path]  # directories of YAML files; the shipped one first
+    options: dict[str, dict[str, Path]]  # group -> option -> directory
     choices: dict[str, str] = field(default_factory=dict)  # group -> option
-    values: list[tuple[str, Any]] = field(default_factory=list)  # of all other keys, in order
+    values: list[tuple[str, Any]] = field(default_factory=list)  # other keys, in order
     errors: list[str] = field(default_factory=list)
-    broken: set[str] = field(default_factory=set)  # groups whose choice was refused
-    # group -> keys that take the place of the composed ones, before any value is set
+    broken: set[str] = field(default_factory=set)  # groups with a rejected choice
+    # group -> keys that replace the composed ones, before values are set
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # values that neither the user nor a chosen file set, with where they come from
+    # values from the file of a model and a method, with their source
     notes: list[str] = field(default_factory=list)
 
 
 def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> dict[str, Any]:
-    """Compose the shipped and the user's YAML files with ``overrides`` into plain values.
+    """Compose the shipped and the user's YAML files with ``overrides``.
 
     Args:
         overrides: ``group=option`` and ``key=value`` as typed in a shell; ``+`` and ``++`` in front
-            change nothing. The last of several choices or values wins.
+            have no effect. The last of several choices or values wins.
         config_dirs: directories laid out like ``configs/``, in addition to those named by
             ``SPARSEPRETRAIN_CONFIG_DIR`` and those of installed plugins.
 
-    Returns:
-        The resolved configuration, root keys in the order of :class:`schema.Run`.
-
     Raises:
-        ConfigError: with all problems of the overrides, or the first one in a file.
+        ConfigError: all problems of the overrides, or the first one in a file.
     """
     request = read(overrides, config_dirs)
     if request.errors:
@@ -76,7 +66,7 @@ def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> 
 
 
 def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Request:
-    """Sort overrides into group choices and values, and collect what cannot be either.
+    """Sort overrides into group choices, values and errors.
 
     Raises:
         ConfigError: a problem of the directories, see :func:`search_path`.
@@ -92,23 +82,18 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Req
         text = text.strip()
         try:
             override = parser.parse_override(text)
-        except (HydraException, RecursionError):
+        except (HydraException, RecursionError, ValueError):
             request.errors.append(_syntax(text))
             continue
-        except ValueError as error:  # an integer of more digits than Python reads
-            request.errors.append(f"override {_shortened(text)!r} cannot be read: {error}")
-            continue
         key = override.key_or_group
-        if override.type == OverrideType.DEL:
-            problem = f"{text!r}: keys cannot be removed; leave it out and {key} has its default"
-        elif not key:
+        if not key:
             problem = f"override {text!r} has no key; write key=value"
-        elif key.split(".")[0] == "hydra":
-            problem = f"{key!r}: Hydra's own settings have no effect here; leave it out"
-        elif override.package is not None:
-            problem = f"{text!r}: packages (@) are not supported; write {key}=option"
-        elif key.count(".") >= DEEPEST:
-            problem = f"override {_shortened(text)!r}: more than {DEEPEST} levels"
+        elif (
+            override.type == OverrideType.DEL
+            or override.package is not None
+            or key.split(".")[0] == "hydra"
+        ):
+            problem = f"{text!r}: Hydra's own syntax and settings are not supported; leave it out"
         elif override.is_sweep_override():
             problem = f"{text!r} asks for several runs; give one value (lists: {key}=[a,b])"
         elif key in groups:
@@ -125,19 +110,19 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Req
 
 
 def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
-    """Let Hydra compose a request.
+    """Compose a request with Hydra.
 
     Returns:
-        The resolved plain configuration, and the option that each group ended with.
+        The resolved plain configuration, and the final option of each group.
 
     Raises:
-        ConfigError: a file that cannot be read or composed, or a value that does not fit.
+        ConfigError: an unreadable file, a failed composition, or an unsuitable value.
     """
     import hydra
     from omegaconf import OmegaConf, open_dict
 
     ours = request.path[0]
-    # a group of the user's own is not in the primary defaults list: it is appended
+    # a user's group is not in the primary defaults list: append it
     overrides = [
         f"{'' if (ours / group).is_dir() else '+'}{group}={quote(option)}"
         for group, option in request.choices.items()
@@ -148,12 +133,12 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
         with open_dict(composed):
             del composed["hydra"]
         typed = {key for key, _ in request.values}
-        if "epochs" in typed and "steps" not in typed:  # the recipe's steps are another length
+        if "epochs" in typed and "steps" not in typed:  # else the recipe's steps win
             composed.steps = 0
         for group, block in request.blocks.items():
             OmegaConf.update(composed, group, block, merge=False, force_add=True)
         plain = _resolved(composed, request.values)
-    # the file's label; a mapping here means a file without the _global_ package, see validate
+    # a mapping means a file without the _global_ package, see validate
     if not isinstance(plain.get("experiment"), dict):
         plain["experiment"] = choices.get("experiment")
     request.notes = _of_the_pair(request, f"_{choices['model']}_{choices['sparsity']}.yaml", plain)
@@ -162,7 +147,7 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _of_the_pair(request: Request, name: str, plain: Any) -> list[str]:
-    """``key=value, source`` of what the file for this model and this method has decided."""
+    """Return ``key=value: source`` of the settings for this model with this method."""
     from omegaconf import OmegaConf
 
     files = [f for directory in request.path if (f := directory / PAIRS / name).is_file()]
@@ -177,12 +162,12 @@ def _of_the_pair(request: Request, name: str, plain: Any) -> list[str]:
 
 
 def amend(plain: dict[str, Any], request: Request) -> dict[str, Any]:
-    """A resolved configuration with other choices of groups and other values.
+    """Return a resolved configuration with other group choices and values.
 
-    A chosen group is what its file says: no recipe or experiment has a part in it.
+    Chosen groups are those of their files, without changes by recipe or experiment.
 
     Raises:
-        ConfigError: a file that cannot be read or composed, or a value that does not fit.
+        ConfigError: an unreadable file, a failed composition, or an unsuitable value.
     """
     import hydra
     from omegaconf import OmegaConf
@@ -197,39 +182,38 @@ def amend(plain: dict[str, Any], request: Request) -> dict[str, Any]:
 
 @contextmanager
 def _composing(request: Request) -> Iterator[str]:
-    """Hydra at work, with its override for the user's directories; what it raises is one line."""
+    """Initialize Hydra; yield the override of the search path. Errors become one line."""
     import hydra
     import yaml
     from hydra.errors import HydraException, MissingConfigException
-    from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+    from omegaconf.errors import OmegaConfBaseException
 
     ours, *users = request.path
-    for file in (file for directory in users for file in yaml_files(directory)):
-        check_yaml(file)
     try:
         with hydra.initialize_config_dir(str(ours), job_name=PRIMARY, version_base="1.3"):
             yield f"hydra.searchpath=[{','.join(quote(f'file://{user}') for user in users)}]"
     except yaml.YAMLError as error:
-        raise ConfigError(_yaml_problem(error)) from error
+        raise ConfigError(f"YAML error: {one_line(error)}") from error
     except MissingConfigException as error:
         missing = str(error.missing_cfg_file)
         near = suggestion(missing.rpartition("/")[2], error.options or ())
         raise ConfigError(f"{missing}.yaml does not exist{near}") from error
-    except InterpolationKeyError as error:
-        raise ConfigError(_absent(request, error)) from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
-    except RecursionError as error:
-        files = ", ".join(map(str, _chosen_files(request)))
-        raise ConfigError(f"the defaults list of {files} comes back to itself") from error
+        key, text = str(error.full_key), str(error).splitlines()[0]
+        absent = re.search(r"'(\w+)\.[\w.]+' not found", text)
+        if absent and (choice := request.choices.get(absent[1])):
+            text = f"does not go with {absent[1]}={choice}: {text}"
+        raise ConfigError(f"{key}: {text}") from error
     except ConfigError:
         raise
+    except RecursionError as error:
+        raise ConfigError("a defaults list or a key nests without end") from error
     except (HydraException, OSError, ValueError) as error:
         raise ConfigError(_unreadable(request) or one_line(error)) from error
 
 
 def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Plain values, after each of ``values`` was forced in as by ``++``; all errors at once."""
+    """Force in ``values`` as by ``++`` and return plain values; all errors at once."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -255,15 +239,15 @@ def _warn_of_secrets(text: str) -> None:
     for name in dict.fromkeys(re.findall(r"\$\{oc\.env:(\w+)", text)):
         if re.search("TOKEN|KEY|SECRET|PASSWORD", name, re.IGNORECASE):
             warnings.warn(
-                f"what ${name} holds becomes part of the configuration, which the run's directory, "
-                "its checkpoints and its trackers keep: a secret does not belong there",
+                f"the value of ${name} is stored in the run directory, checkpoints and trackers: "
+                "do not put secrets into the configuration",
                 SparsePretrainWarning,
                 stacklevel=2,
             )
 
 
 def _choose(request: Request, group: str, value: Any, options: list[str]) -> str:
-    """Record a group choice; return what is wrong with it."""
+    """Record a group choice; return the error or an empty string."""
     if value is None and group in ("experiment", "finetune"):
         request.choices.pop(group, None)
         return ""
@@ -280,75 +264,42 @@ def _choose(request: Request, group: str, value: Any, options: list[str]) -> str
 
 
 def quote(text: str) -> str:
-    """A string of Hydra's grammar, whatever is in it."""
+    """Quote a string in Hydra's grammar."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${") + "'"
 
 
 def shell_line(words: Iterable[str]) -> str:
-    """Words as a line for a POSIX shell; what :func:`quote` made stands in double quotes."""
+    """Return words as a line for a POSIX shell; results of :func:`quote` in double quotes."""
     return " ".join(
-        # shlex would write '"'"' for each quote in it
+        # shlex would write '"'"' for each single quote
         f'"{word}"' if "'" in word and not re.search(r'["$`\\!]', word) else shlex.quote(word)
         for word in words
     )
 
 
-def _absent(request: Request, error: OmegaConfBaseException) -> str:
-    text = str(error).splitlines()[0]
-    wanted = re.search(r"'([\w.]+)'", text)
-    source = wanted[1].partition(".")[0] if wanted else ""
-    reader = str(error.full_key).partition(".")[0]
-    choice, own = request.choices.get(source), request.choices.get(reader)
-    if wanted is None or choice is None or source == reader:
-        return f"{error.full_key}: {text}"
-    name = f"{reader}={own}" if own else reader
-    return f"{source}={choice} does not go with {name}: {error.full_key} follows {wanted[1]}"
-
-
 def _unreadable(request: Request) -> list[str]:
-    """The user's chosen files that are not YAML mappings; asked only after composing has failed."""
+    """Return the user's chosen files that are not YAML mappings, after composing failed."""
     import yaml
     from omegaconf import OmegaConf
 
     problems = []
-    for file in _chosen_files(request):
+    for group, option in request.choices.items():
+        file = request.options[group][option] / group / f"{option}.yaml"
         try:
             if not OmegaConf.is_dict(OmegaConf.load(file)):
                 problems.append(f"{file} must be a mapping of keys (key: value lines)")
-        except UnicodeDecodeError:
-            problems.append(f"{file} is not UTF-8 text")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:
             problems.append(f"{file} cannot be read: {one_line(error)}")
-        except yaml.YAMLError as error:
-            problems.append(_yaml_problem(error))
     return problems
 
 
-def _chosen_files(request: Request) -> list[Path]:
-    named = [f"{group}/{option}.yaml" for group, option in request.choices.items()]
-    return [d / name for name in named for d in request.path[1:] if (d / name).is_file()]
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _syntax(text: str) -> str:
-    if "=" not in text:
+    key, equals, _ = text.partition("=")
+    if not equals:
         return f"override {text!r} has no value; write {text or 'key'}=value"
-    key, _, _ = text.partition("=")
-    shown = _shortened(text)
     if not re.fullmatch(r"[+~]*[A-Za-z_]\w*([./@][A-Za-z_]\w*)*", key):
-        return f"override {shown!r}: {key!r} is not a key; write a.b.c=value"
+        return f"override {text[:60]!r}: {key!r} is not a key; write a.b.c=value"
     return (
-        f"override {shown!r} cannot be read: close every bracket and quote, and put a value with "
-        f"special characters in quotes: {key}='\"…\"'"
+        f"override {text[:60]!r} cannot be read: close every bracket and quote, and quote special "
+        f"characters: {key}='\"…\"'"
     )
-
-
-def _yaml_problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    if mark is None:
-        return f"YAML error: {one_line(error)}"
-    problem = getattr(error, "problem", None) or getattr(error, "context", None)
-    return f"{mark.name}:{mark.line + 1}: YAML error: {problem}"

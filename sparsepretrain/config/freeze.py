@@ -1,4 +1,4 @@
-"""The resolved configuration as text, as an identity, and as a difference."""
+"""Text, identity and differences of resolved configurations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparsepretrain.config.places import check_yaml
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, one_line
 from sparsepretrain.files import require_file
@@ -16,14 +15,13 @@ NOT_IDENTITY = (
     *("resume", "runs_dir", "tracker", "seed", "workers", "backend", "deterministic"),
     "checkpoint.background",
 )
-"""Keys that leave the result alone, but for rounding; the seed stands next to the hash in the
-directory name."""
+"""Keys without effect on the result except rounding; the seed is part of the directory name."""
 
 Config = Run | dict[str, Any]
 
 
 def to_yaml(plain: dict[str, Any]) -> str:
-    """The configuration as YAML, in the order of its keys; :func:`from_yaml` is the inverse."""
+    """Return the configuration as YAML, keys in order; :func:`from_yaml` is the inverse."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(plain))
@@ -33,17 +31,13 @@ def from_yaml(file: Path) -> dict[str, Any]:
     """Read a frozen configuration.
 
     Raises:
-        ConfigError: the file is missing, endless or not a YAML mapping.
+        ConfigError: the file is missing or not a YAML mapping.
     """
     import yaml
     from omegaconf import OmegaConf
 
     try:
-        require_file(file)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {one_line(error)}") from error
-    check_yaml(file)
-    try:
+        require_file(file)  # a pipe would block
         plain = OmegaConf.to_container(OmegaConf.load(file))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{file} cannot be read: {one_line(error)}") from error
@@ -53,17 +47,13 @@ def from_yaml(file: Path) -> dict[str, Any]:
 
 
 def identity(config: Config) -> str:
-    """Return eight hexadecimal digits that are equal for equal experiments.
+    """Return eight hexadecimal digits, equal for equal experiments.
 
-    The hash leaves out the keys of ``NOT_IDENTITY``, so all seeds of an experiment share it. Of
-    ``parallel`` it keeps the device only, so that a run can continue on another number of ranks. Of
-    ``compile`` it keeps only whether the value is true, the one mode that changes rounding. The
-    order of keys and the spelling of numbers (``1`` or ``1.0``) make no difference.
-
-    Args:
-        config: a run, or a mapping as ``Run.plain`` returns it.
+    The hash omits the keys of ``NOT_IDENTITY``. ``parallel`` counts by device only: a run may
+    continue on another number of ranks. ``compile`` counts if true, the mode that changes rounding.
+    The order of keys and the spelling of numbers (``1`` or ``1.0``) have no effect.
     """
-    plain = _canonical(_plain(config))
+    plain = _canonical(config)
     for group, _, key in (dotted.rpartition(".") for dotted in NOT_IDENTITY):
         (plain[group] if group else plain).pop(key, None)
     plain["compile"] = plain.get("compile") is True
@@ -73,24 +63,24 @@ def identity(config: Config) -> str:
 
 
 def run_directory(config: Config) -> Path:
-    """``<runs_dir>/<name>/<hash8>-s<seed>``: the same for the same configuration, every time."""
-    plain = _plain(config)
+    """Return ``<runs_dir>/<name>/<hash8>-s<seed>``."""
+    plain = config.plain if isinstance(config, Run) else config
     return Path(plain["runs_dir"]) / plain["name"] / f"{identity(config)}-s{plain['seed']}"
 
 
 def diff(old: Config, new: Config) -> list[str]:
-    """``key: old -> new`` for every dotted key that differs, in the order of the keys."""
-    left, right = flat(_canonical(_plain(old))), flat(_canonical(_plain(new)))
-    keys = list(dict.fromkeys([*left, *right]))
+    """Return ``key: old -> new`` for every dotted key that differs, in the order of keys."""
+    left, right = flat(_canonical(old)), flat(_canonical(new))
+    pairs = {key: (left.get(key, "absent"), right.get(key, "absent")) for key in left | right}
     return [
-        f"{key}: {_show(left, key)} -> {_show(right, key)}"
-        for key in keys
-        if key not in left or key not in right or left[key] != right[key]
+        f"{key}: " + " -> ".join(v if isinstance(v, str) else json.dumps(v) for v in pair)
+        for key, pair in pairs.items()
+        if pair[0] != pair[1]
     ]
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Dotted key -> value of every leaf of a plain configuration."""
+    """Return dotted key -> value of every leaf of a plain configuration."""
     if not isinstance(value, dict) or not value:
         return {path: value}
     return {
@@ -100,18 +90,10 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
     }
 
 
-def _plain(config: Config) -> dict[str, Any]:
-    return config.plain if isinstance(config, Run) else config
-
-
-def _show(leaves: dict[str, Any], key: str) -> str:
-    """A value as it is typed."""
-    value = leaves.get(key, "absent")
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _canonical(value: Any) -> Any:
-    """Equal settings as equal JSON: integral floats as integers."""
+    """Return equal JSON values for equal settings: integral floats become integers."""
+    if isinstance(value, Run):
+        value = value.plain
     if isinstance(value, dict):
         return {str(key): _canonical(item) for key, item in value.items()}
     if isinstance(value, list):

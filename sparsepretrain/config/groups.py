@@ -1,4 +1,4 @@
-"""The groups that a run chooses from, and the options of those that no room registers."""
+"""Configuration groups, and the options of groups without a registry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Warmup:
 
     name: Literal["inverse_sqrt", "constant"]
     warmup: Annotated[int | float, "≥ 0"]
-    """Optimiser steps from 0 to the peak learning rate; below 1: a fraction of the run."""
+    """Optimizer steps from 0 to the peak learning rate; below 1: a fraction of the run."""
     start: Annotated[float | None, "[0, 1]"]
     """Learning rate of the first update, as a fraction of the peak; null: 1 / (warmup + 1)."""
 
@@ -36,7 +36,7 @@ class Decay(Warmup):
 
 @dataclass(slots=True, kw_only=True)
 class Triangle:
-    """A straight line up to the peak learning rate, then one down to zero at the last step."""
+    """Linear increase to the peak learning rate, then linear decrease to zero at the last step."""
 
     name: Literal["triangle"]
     start: Annotated[float, "[0, 1]"]
@@ -47,9 +47,9 @@ class Triangle:
 
 @dataclass(slots=True, kw_only=True)
 class Precision:
-    """Compute dtype of the matrix products; masters and optimiser states stay fp32.
+    """Compute dtype of matmuls; master weights and optimizer states stay fp32.
 
-    fp64 is for proofs: masters and everything else are double precision too.
+    fp64 is for proofs: master weights and everything else are double precision too.
     """
 
     name: Literal["bf16", "fp64"]
@@ -61,7 +61,7 @@ class SinglePrecision:
 
     name: Literal["fp32"]
     tf32: bool = False
-    """GPUs may round operands of products and convolutions to TF32 (10 bits after the point)."""
+    """Allow GPUs to round operands of matmuls and convolutions to TF32 (10 mantissa bits)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,14 +83,14 @@ class ScaledPrecision(LossScaling):
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedFP8(LossScaling):
-    """fp8 values in the products of the layers of ``sparsity.targets`` (S-STE section 5).
+    """Simulated fp8 matmuls in the layers of ``sparsity.targets`` (S-STE section 5).
 
     The loss is scaled with ``dtype=fp16`` only.
     """
 
     name: Literal["fp8_sim"]
     recipe: Literal["hybrid", "reference", "e4m3"]
-    """Operands of the backward products: e5m2 gradient × e4m3, both e5m2 (authors' code) or both
+    """Operands of the backward matmuls: e5m2 gradient × e4m3, both e5m2 (authors' code) or both
     e4m3."""
     dtype: Literal["fp32", "bf16", "fp16"]
     """Compute dtype of everything else."""
@@ -100,12 +100,11 @@ class SimulatedFP8(LossScaling):
 
 @dataclass(slots=True, kw_only=True)
 class FP8(SimulatedFP8):
-    """Products of the layers of ``sparsity.targets`` on fp8 tensor cores, of the same values."""
+    """Matmuls of the layers of ``sparsity.targets`` on fp8 tensor cores, with equal values."""
 
     name: Literal["fp8"]  # type: ignore[assignment]
     recipe: Literal["hybrid", "e4m3"]
-    """Operands of the backward products: e5m2 gradient × e4m3, or both e4m3, which alone can be 2:4
-    in hardware."""
+    """Operands of the backward matmuls: e5m2 gradient × e4m3, or both e4m3 (needed for 2:4)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +121,7 @@ class Parallel:
 
 @dataclass(slots=True, kw_only=True)
 class Processes:
-    """Several of them, each of which computes its share of the micro-batches of a step."""
+    """Several processes; each computes its share of the micro-batches of a step."""
 
     name: str
     device: Literal["auto", "cpu", "cuda"]
@@ -130,9 +129,9 @@ class Processes:
     nproc: Annotated[int | None, "> 0"]
     """Processes on this machine; null: as many as torchrun started, else one per GPU."""
     timeout: Annotated[int, "> 0"]
-    """Seconds after which a process gives up waiting for the others."""
+    """Seconds that a process waits for the others."""
     grace: Annotated[int, "> 0"]
-    """Seconds that processes have to save after a signal, before they are killed."""
+    """Seconds to save after a signal before processes are killed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,21 +146,21 @@ class DataParallel(Processes):
 
 @dataclass(slots=True, kw_only=True)
 class FullySharded(Processes):
-    """Weights, gradients and moments are shared out over the processes (FSDP2)."""
+    """Weights, gradients and moments are sharded over the processes (FSDP2)."""
 
     name: Literal["fsdp"]
     replicas: Annotated[int, "> 0"]
-    """Copies of the model, each shared out over processes / replicas (HSDP)."""
+    """Copies of the model, each sharded over processes / replicas (HSDP)."""
     reshard_after_forward: bool
-    """Whether what was gathered for a forward is dropped and gathered again for the backward."""
+    """Free gathered weights after the forward and gather them again for the backward."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Tracker:
-    """Mirrors of metrics.jsonl, which is always written. A failing mirror never stops a run."""
+    """Mirrors of metrics.jsonl; a failing mirror never stops a run."""
 
     name: str
-    """The file this came from; the keys below decide."""
+    """Name of the file; the other keys decide."""
     mode: Literal["online", "offline", "disabled"]
     """Weights & Biases: online needs a login, offline neither account nor network."""
     project: str
@@ -178,7 +177,7 @@ GROUPS: dict[str, dict[str, type]] = {
         "parallel": (Parallel, DataParallel, FullySharded),
     }.items()
 }
-"""Groups whose ``name`` selects a dataclass of this file."""
+"""Group -> name -> dataclass of this file."""
 
 REGISTERED = {
     "model": ("model", "family"),
@@ -191,20 +190,20 @@ REGISTERED = {
 
 
 def key_of(group: str) -> str:
-    """The key of a group that names what was chosen."""
+    """Return the key that names the implementation of a group."""
     return REGISTERED.get(group, ("", "name"))[1]
 
 
 def choices_of(group: str) -> list[str]:
-    """What that key can be."""
+    """Return the values of that key."""
     return list(GROUPS[group]) if group in GROUPS else registry.names(REGISTERED[group][0])
 
 
 def options_of(group: str, name: str) -> Any:
-    """The dataclass of a group's keys, for what was chosen in it.
+    """Return the options dataclass of a group's implementation.
 
     Raises:
-        ConfigError: there is no such choice.
+        ConfigError: an unknown name.
     """
     if group in REGISTERED:
         return registry.options_of(REGISTERED[group][0], name)

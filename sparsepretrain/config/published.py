@@ -1,4 +1,4 @@
-"""The numbers that papers printed, as tables refer to them."""
+"""Published numbers of papers, as tables refer to them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sparsepretrain.config.tables import Published
 from sparsepretrain.errors import ConfigError
 
 PUBLISHED = "table/_published.yaml"
-"""What papers and their authors printed, in the shipped directory; each row has a source."""
+"""File of published numbers with sources, in the shipped directory."""
 
 
 @functools.cache
 def published() -> dict[tuple[str, str], dict[str, Any]]:
-    """(paper, table) -> entry of ``_published.yaml``: status, source, note, rows."""
+    """Return (paper, table) -> entry of ``_published.yaml``: status, source, note, rows."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -25,12 +25,10 @@ def published() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def printed(source: Published, row: str, column: str) -> dict[str, Any] | None:
-    """The published row of a cell, with ``status``, ``source`` and ``note`` of its table.
-
-    None: it was not found, or the paper has no such cell.
+    """Return the published row of a cell with ``status``, ``source`` and ``note``, or None.
 
     Raises:
-        ConfigError: there is no such table, or several of its rows fit.
+        ConfigError: an unknown table, or several matching rows.
     """
     entry = published().get((source.paper, source.table))
     if entry is None:

@@ -1,4 +1,4 @@
-"""What a run consists of. Field names are the keys a user types; YAML files list every one."""
+"""Schema of a run. Field names are the keys a user types; YAML files list all of them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from sparsepretrain.files import is_plain_name
 from sparsepretrain.limits import Problems
 
 MOST_STEPS = 10**9
-"""Steps of a run, and passes over its data: more is a slip of the hand."""
+"""Most steps of a run, and most passes over its data."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Samples per optimiser step and per forward: sequences, images, or buckets of pairs."""
+    """Samples per optimizer step and per forward: sequences, images, or buckets of pairs."""
 
     size: Annotated[int, "[1, 2^24]"]
-    """Global batch: samples per optimiser step."""
+    """Global batch: samples per optimizer step."""
     micro: Annotated[int, "[1, 2^24]"]
     """Samples per forward and backward on one device; divides ``size``."""
 
@@ -33,14 +33,14 @@ class Eval:
     """Evaluation on the validation split, with the weights that the method evaluates with."""
 
     every: Annotated[int, "≥ 0"]
-    """Optimiser steps between evaluations; 0: only at the end."""
+    """Optimizer steps between evaluations; 0: only at the end."""
     batches: Annotated[int | None, "≥ 0"]
-    """Micro-batches per evaluation, the same ones every time; null: the whole split; 0: none."""
+    """Micro-batches per evaluation, always the same ones; null: the whole split; 0: none."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Log:
-    """What is written to metrics.jsonl and how often, in optimiser steps."""
+    """Intervals of records in optimizer steps."""
 
     every: Annotated[int, "> 0"]
     """Loss, learning rate, gradient norm, flip rate, tokens/s."""
@@ -55,39 +55,38 @@ class Checkpoint:
     """Checkpoints; the last step is always saved."""
 
     every: Annotated[int, "≥ 0"]
-    """Optimiser steps between checkpoints; 0: only at the end and on a signal."""
+    """Optimizer steps between checkpoints; 0: only at the end and on a signal."""
     keep_last: Annotated[int, "> 0"]
     """Valid checkpoints kept; older ones are removed."""
     keep_every: Annotated[int, "≥ 0"]
-    """Those at multiples of so many steps are never removed; 0: none of them."""
+    """Checkpoints at multiples of this step count are never removed; 0: none."""
     keep_best: Annotated[int, "≥ 0"]
-    """So many with the lowest validation loss are kept too; 0: none."""
+    """Number of checkpoints with the lowest validation loss to keep too; 0: none."""
     background: bool
-    """Training goes on once the state is copied to host memory, which a thread writes; false: once
-    it is on disk."""
+    """true: copy the state to host memory and write it in a thread."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Init:
-    """Where the initial weights come from; the verb ``finetune`` fills this in."""
+    """Source of the initial weights; set by the verb ``finetune``."""
 
     path: str | None = None
     """Run directory, checkpoint or Hugging Face checkpoint; null: drawn from the seed."""
     weights: Literal["auto", "master", "projected"] = "auto"
-    """The stored weights, or those that the source evaluates with; auto: the stored ones when the
-    method stays the same, else the others, so that the function of the model is kept."""
+    """Stored or evaluated weights of the source; auto: stored for the same method, else evaluated,
+    which keeps the function of the model."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """The root of a resolved configuration."""
+    """Root of a resolved configuration."""
 
     name: str
     """Directory under runs_dir."""
     seed: Annotated[int, "[0, 2^63)"]
-    """Initial weights, data order and every random draw follow from it."""
+    """Seed of initial weights, data order and all random draws."""
     steps: Annotated[int, "[0, 10^9]"]
-    """Optimiser steps; 0: what ``epochs`` comes to."""
+    """Optimizer steps; 0: ``epochs`` decides."""
     epochs: Annotated[float | None, "(0, 10^9]"]
     """Passes over the training data, used when ``steps`` is 0; null: steps decides."""
     runs_dir: str
@@ -102,21 +101,20 @@ class Run:
     clip: Annotated[float | None, "> 0"]
     """Global gradient norm; null: no clipping."""
     ema: Annotated[float | None, "(0, 1)"]
-    """Decay per step of an average of the weights, which is evaluated too (ema_*); null: none."""
+    """Decay per step of averaged weights, which are evaluated too (ema_*); null: none."""
     workers: Annotated[int, "≥ 0"]
-    """Processes that make batches ahead of the model; 0: the training process makes them."""
+    """Processes that prepare batches; 0: the training process prepares them."""
     init: Init = field(default_factory=Init)
     compile: Literal["auto", "none", "off", "blocks"] | bool
-    """What torch.compile makes faster; auto: blocks on a GPU, none on a CPU; true: the whole model
-    in one piece; false: none."""
+    """Scope of torch.compile; auto: blocks on a GPU, none on a CPU; true: the whole model; false:
+    none."""
     backend: Literal["emulate", "semi_structured", "auto"] = "emulate"
-    """How products of 2:4 operands are computed: dense, sparse on GPUs that can, or whatever is
-    faster (auto)."""
+    """Matmuls of 2:4 operands: dense (emulate), sparse, or the faster of both (auto)."""
     deterministic: bool = False
-    """Only algorithms that give the same bits every time; slower, and some have none on a GPU."""
+    """Use deterministic algorithms only; slower, and not available for every GPU operation."""
     guard: Literal["stop", "skip", "spike"]
-    """Non-finite loss or gradient: stop with exit code 5, or skip the step and count it; spike
-    skips a loss or gradient norm far above those of the steps before, too."""
+    """Non-finite loss or gradient: stop with exit code 5, or skip the step and count it; spike also
+    skips a loss or gradient norm far above those of earlier steps."""
     model: Any
     task: Any
     data: Any
@@ -127,13 +125,13 @@ class Run:
     parallel: Any
     tracker: Tracker
     probe: dict[str, Any] = field(default_factory=dict)
-    """Name of a probe -> its options; what is there is measured, and nothing else changes."""
+    """Name of a probe -> its options; probes do not change training."""
     experiment: str | None = None
     """Name of the experiment file, if one was chosen."""
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The same as plain values that are the caller's own, what options filled in included."""
+        """A fresh dict of plain values, defaults included."""
         plain: dict[str, Any] = _lists(asdict(self))
         return plain
 
@@ -152,7 +150,7 @@ class Run:
         yield from self._sharded()
 
     def _sharded(self) -> Problems:
-        """What does not go with ``parallel=fsdp``."""
+        """Yield settings that do not work with ``parallel=fsdp``."""
         if getattr(self.parallel, "name", "") != "fsdp":
             return
         if self.compile not in ("auto", "none", "off", False):
@@ -165,7 +163,7 @@ class Run:
             yield "probe", f"needs whole weights, got {names}: use parallel=single or ddp"
 
     def _kept(self) -> Problems:
-        """Whether there will be checkpoints of the kind that are to be kept."""
+        """Yield rules for kept checkpoints that no checkpoint can match."""
         every, keep = self.checkpoint.every, self.checkpoint
         if keep.keep_every and (not every or keep.keep_every % every):
             must = f"must be a multiple of checkpoint.every ({every})"
@@ -177,10 +175,10 @@ class Run:
 
 
 def shares(run: Run, processes: int) -> Problems:
-    """Whether ``processes`` can take equal shares of the global batch."""
+    """Yield reasons why ``processes`` cannot split the global batch evenly."""
     size, micro = run.batch.size, run.batch.micro
     if micro <= 0 or size % micro:
-        return  # said by Batch
+        return  # reported by Batch
     if size % (micro * processes):
         yield "batch.size", f"must be a multiple of batch.micro·{processes} processes, got {size}"
     elif processes > 1 and processes % (replicas := getattr(run.parallel, "replicas", 1)):
@@ -194,8 +192,8 @@ def shares(run: Run, processes: int) -> Problems:
 
 
 def _fitting(run: Run) -> Problems:
-    """Whether the data are of the task's kind, and model, task and data go together."""
-    if run.model is None or run.task is None or run.data is None:  # refused for another reason
+    """Yield conflicts between model, task and data."""
+    if run.model is None or run.task is None or run.data is None:  # rejected before
         return
     task: Any = registry.get("task", run.task.name)
     source: Any = registry.get("source", run.data.source)
@@ -207,7 +205,7 @@ def _fitting(run: Run) -> Problems:
 
 
 def _lists(value: Any) -> Any:
-    """Tuples as lists, as YAML has them."""
+    """Return tuples as lists, as in YAML."""
     if isinstance(value, dict):
         return {key: _lists(item) for key, item in value.items()}
     return [_lists(item) for item in value] if isinstance(value, list | tuple) else value

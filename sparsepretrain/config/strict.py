@@ -1,7 +1,7 @@
-"""The strict pass: a plain mapping becomes a dataclass, or every reason why not.
+"""Strict pass: build a dataclass from a plain mapping, or report every error.
 
-OmegaConf's own merge stops at the first error and ``+key`` slips past it, so composition is left
-to Hydra and checking is done here, on plain Python values.
+OmegaConf's merge stops at the first error and misses ``+key``. Hydra composes, this module checks
+plain Python values.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ _MISSING = object()
 
 
 def build(cls: type[T], data: dict[str, Any], path: str = "") -> T:
-    """Build the dataclass ``cls`` from ``data``, checking names, types and ranges.
+    """Build the dataclass ``cls`` from plain values, checking names, types and ranges.
 
-    The range of a number is declared with its type: ``Annotated[int, "≥ 1"]``, ``"> 0"``,
-    ``"[0, 1)"``, ``"(0, 10^9]"``; null is always inside, of a list every value must be. For other
-    rules a dataclass may define ``problems() -> Iterable[tuple[str, str]]`` yielding (key,
-    message); it runs when all fields have the right type.
+    Ranges are declared with types: ``Annotated[int, "≥ 1"]``, ``"> 0"``, ``"[0, 1)"``,
+    ``"(0, 10^9]"``; null is always inside, and every value of a list must be. For other rules a
+    dataclass may define ``problems()``, which yields (key, message) once all types are right.
 
     Args:
-        cls: a dataclass with annotated fields.
-        data: plain values (dict, list, str, int, float, bool, None).
+        cls: dataclass with annotated fields.
+        data: plain values.
         path: dotted prefix of the keys in messages.
 
     Raises:
-        ConfigError: with all problems, each naming the dotted key.
+        ConfigError: all problems, each naming the dotted key.
     """
     errors: list[str] = []
     value = walk(cls, data, path, errors)
@@ -45,7 +44,7 @@ def build(cls: type[T], data: dict[str, Any], path: str = "") -> T:
 
 
 def walk(cls: type, data: Any, path: str, errors: list[str]) -> Any:
-    """Like :func:`build`, but append problems to ``errors`` and return None if there were any."""
+    """Do the same as :func:`build`, but append problems to ``errors``; return None if any."""
     before = len(errors)
     if not isinstance(data, dict):
         errors.append(f"{path or 'config'} must be a mapping of keys, got {_show(data)}")
@@ -72,7 +71,7 @@ def walk(cls: type, data: Any, path: str, errors: list[str]) -> Any:
 
 
 def out_of_range(options: Any) -> Problems:
-    """(key, message) of every number of a dataclass outside the range declared with its type."""
+    """Yield (key, message) of every number outside its declared range."""
     for key, (limit, nullable) in _ranges(options.__class__).items():
         if message := outside(getattr(options, key), limit, nullable=nullable):
             yield key, message
@@ -80,7 +79,7 @@ def out_of_range(options: Any) -> Problems:
 
 @functools.cache
 def _ranges(cls: Any) -> dict[str, tuple[str, bool]]:
-    """Key -> (range, whether null is a value) of the fields that declare one."""
+    """Return key -> (range, True if null is allowed) of fields with a range."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {
         key: (hint.__metadata__[0], type(None) in typing.get_args(hint.__origin__))
@@ -98,7 +97,7 @@ def _convert(hint: Any, value: Any, key: str, errors: list[str]) -> Any:
 
 
 def _match(hint: Any, value: Any, key: str, errors: list[str]) -> Any:
-    """``value`` as ``hint``, or _MISSING when its type is wrong."""
+    """Return ``value`` as ``hint``, or _MISSING for a wrong type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value

@@ -1,6 +1,5 @@
-"""Pictures and tables from run directories; they read files and nothing else."""
+"""Figures and tables from run directories; nothing is computed on a model."""
 
-from sparsepretrain.reports.decay import decay_report
 from sparsepretrain.reports.report import report, report_table
 
-__all__ = ["decay_report", "report", "report_table"]
+__all__ = ["report", "report_table"]

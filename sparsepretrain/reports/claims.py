@@ -1,9 +1,9 @@
-"""Verdicts on the claims of a table, from the numbers of its runs.
+"""Verdicts on the claims of a table.
 
 Every test is a t-test of paired differences: runs of one seed share data and, with one model, the
-initial weights. A verdict needs p < 0.01 (two-sided, so that both directions have the same bar) and
-five seeds. How many tests a verdict rests on is paid for where one of them is enough, and costs
-nothing where all of them must hold (intersection-union, Berger 1982).
+initial weights. A verdict needs p < 0.01 (two-sided: both directions have the same bar) and five
+seeds. Levels are Bonferroni-corrected where any test suffices, and uncorrected where all must hold
+(intersection-union, Berger 1982).
 """
 
 from __future__ import annotations
@@ -20,91 +20,87 @@ from sparsepretrain.errors import ConfigError
 
 ALPHA = 0.01
 SEEDS = 5
-"""Fewer decide nothing: their spread is hardly known."""
+"""Least number of seeds for a verdict; the spread of fewer is too uncertain."""
 
 POWER = 0.8
 MOST_SEEDS = 1000
-"""No more are counted."""
+"""Largest number of seeds that the power analysis considers."""
 
 Verdict = Literal["held", "contradicted", "not decided", "not testable at this scale"]
 Values = dict[str, dict[int, float]]
-"""Cell (``row`` or ``row @ column``) -> seed -> number of its finished runs."""
+"""Cell (``row`` or ``row @ column``) -> seed -> number of a finished run."""
 
 
 class Difference:
     """One term minus another, seed by seed.
 
     Args:
-        label: what it is.
-        values: one number per seed that has both terms, finite.
+        label: name of the difference.
+        values: one finite number per seed that has both terms.
     """
 
     def __init__(self, label: str, values: Sequence[float]) -> None:
         self.label, self.values, self.n = label, [*map(float, values)], len(values)
         self.mean = math.fsum(self.values) / self.n if self.n else math.nan
-        """NaN without a seed."""
+        """Mean over seeds; NaN without a seed."""
         squares = math.fsum((value - self.mean) ** 2 for value in self.values)
         self.sd = math.sqrt(squares / (self.n - 1)) if self.n > 1 else math.nan
         """Standard deviation over seeds; NaN for one."""
 
     @property
     def flat(self) -> bool:
-        """All seeds give the same number, to rounding: then there is no spread to judge by."""
+        """True if all seeds give equal numbers up to rounding: no spread to judge by."""
         return self.n > 1 and self.sd <= 1e-12 * max(map(abs, self.values))
 
     def p(self, shift: float = 0.0) -> float:
-        """Two-sided, of a mean of ``shift``; 1 where the seeds cannot tell."""
+        """Return the two-sided p of a mean of ``shift``; 1 if undefined."""
         if self.n < 2 or self.flat:
             return 1.0
         return float(2 * _special().stdtr(self.n - 1, -abs(self.mean - shift) / self._error))
 
     def sign(self, level: float = ALPHA, shift: float = 0.0) -> int:
-        """Whether the mean is below (-1) or above (1) ``shift``; 0: not decided at this level."""
+        """Return -1 or 1 if the mean is below or above ``shift`` at ``level``, else 0."""
         if self.n < SEEDS or self.p(shift) >= level:
             return 0
         return 1 if self.mean > shift else -1
 
-    def within(self, margin: float, level: float = ALPHA) -> bool:
-        """Whether the mean lies in ± ``margin``, at ``level``."""
-        return self.n >= SEEDS and self.outside(margin) < level
-
     def outside(self, margin: float) -> float:
-        """The larger p of two one-sided tests: of a mean beyond ± ``margin``."""
-        if self.n < 2 or self.flat:
+        """Return the larger p of two one-sided tests for a mean beyond ± ``margin``."""
+        if self.n < SEEDS or self.flat:
             return 1.0
         room = (margin - abs(self.mean)) / self._error
         return float(_special().stdtr(self.n - 1, -room))
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Of the mean, from Student's t; NaN for fewer than two seeds."""
+        """Return the confidence interval of the mean; NaN for fewer than two seeds."""
         if self.n < 2:
             return math.nan, math.nan
         half = float(_special().stdtrit(self.n - 1, 0.5 + confidence / 2)) * self._error
         return self.mean - half, self.mean + half
 
     def detectable(self) -> float:
-        """The smallest true difference that :meth:`sign` would have seen with power 80 %."""
+        """Return the smallest true difference that :meth:`sign` detects with power 80 %."""
         if self.n < 2 or self.flat:
             return math.nan
-        n = max(self.n, SEEDS)  # fewer see nothing, whatever its size
-        sizes = [1.01**k for k in range(-700, 500)]  # of the standard deviation: 0.001 to 145
+        n = max(self.n, SEEDS)  # fewer seeds decide nothing
+        sizes = [1.01**k for k in range(-700, 500)]  # 0.001 to 145 standard deviations
         k = bisect_left(sizes, POWER, key=lambda size: _power(n, size, ALPHA / 2))
         return sizes[k] * self.sd
 
     def seeds_to_decide(self, margin: float | None = None, level: float = ALPHA) -> int | None:
-        """So many would decide with power 80 % if mean and spread are as measured.
+        """Return the number of seeds that decides with power 80 % at the measured mean and spread.
 
         Args:
-            margin: of a claim "equal"; None: a claim about the sign.
-            level: of the test.
+            margin: margin of a claim "equal"; None: a claim about the sign.
+            level: level of the test.
 
         Returns:
-            None: the spread is not known, or more than 1000.
+            None if the spread is unknown, or for more than 1000.
         """
         if self.n < 2 or self.flat:
             return None
         distances, level = [abs(self.mean)], level / 2
-        if margin is not None and abs(self.mean) < margin:  # both one-sided tests must come out
+        if margin is not None and abs(self.mean) < margin:  # both one-sided tests must succeed
             distances, level = [margin - self.mean, margin + self.mean], 2 * level
         elif margin is not None:
             distances = [abs(self.mean) - margin]
@@ -127,35 +123,34 @@ class Difference:
 
 
 def minus(values: Values, first: str, second: str) -> Difference:
-    """One cell minus another, over the seeds that both have."""
+    """Return one cell minus another, over common seeds."""
     return _Series(first, "", values.get(first, {})) - _Series(second, "", values.get(second, {}))
 
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What the seeds say about a claim."""
+    """Verdict on a claim, with its reasons."""
 
     verdict: Verdict
     why: str
-    """One line."""
+    """Reason, in one line."""
     differences: list[Difference] = field(default_factory=list)
-    """What it rests on."""
+    """Differences behind the verdict."""
 
 
 def judge(
     claim: Claim, table: Table, scale: Scale, values: Values, gaps: Mapping[str, str] | None = None
 ) -> Ruling:
-    """The verdict on one claim.
+    """Return the verdict on one claim.
 
-    A term that names a row of a table with columns stands for this row in every column: the claim
-    must hold in all of them.
+    In a table with columns, a term that names a row means every column: the claim must hold in all.
 
     Args:
-        claim: of ``table``.
-        table: whose cells it speaks of.
-        scale: of the runs.
-        values: of the metric of the claim; a cell or seed that is not there was not measured.
-        gaps: cell -> which of its seeds are not there, and why.
+        claim: claim of ``table``.
+        table: table of the cells.
+        scale: scale of the runs.
+        values: measured values of the claim's metric.
+        gaps: cell -> missing seeds and the reason.
     """
     if scale in claim.untestable:
         return Ruling("not testable at this scale", claim.untestable[scale])
@@ -183,7 +178,7 @@ def judge(
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """A term in one column."""
+    """Term in one column."""
 
     label: str
     column: str
@@ -207,7 +202,7 @@ def _series(term: Term, at: Mapping[str, str], column: str, values: Values) -> _
 
 
 def _below(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
-    """less, order, best_of: every difference is below zero."""
+    """Judge less, order and best_of: every difference is below zero."""
     differences = []
     for terms in groups:
         pairs: Iterable[tuple[_Series, _Series]] = combinations(terms, 2)
@@ -218,7 +213,7 @@ def _below(claim: Claim, groups: list[list[_Series]], better: str | None) -> Rul
     signs = [difference.sign() for difference in differences]
     if all(sign < 0 for sign in signs):
         return Ruling("held", _weakest(differences), differences)
-    # one pair is enough here, and the worst of several is chosen
+    # a single pair suffices to contradict
     level = ALPHA / len(differences)
     if against := [d for d in differences if d.sign(level) > 0]:
         return Ruling("contradicted", "; ".join(map(str, against)), differences)
@@ -227,12 +222,12 @@ def _below(claim: Claim, groups: list[list[_Series]], better: str | None) -> Rul
 
 
 def _equal(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
-    """Every difference is within the margin."""
+    """Judge equal: every difference is within the margin."""
     margin = claim.margin
     assert margin is not None
     differences = [first - second for first, second in groups]
-    if all(d.within(margin) for d in differences):
-        widest = max(differences, key=lambda d: d.outside(margin))
+    widest = max(differences, key=lambda d: d.outside(margin))
+    if widest.outside(margin) < ALPHA:
         text = f"{widest}; beyond ± {margin:g}: p = {widest.outside(margin):.1g}"
         return Ruling("held", text, differences)
     level = ALPHA / len(differences)
@@ -240,12 +235,12 @@ def _equal(claim: Claim, groups: list[list[_Series]], better: str | None) -> Rul
     if beyond:
         text = "; ".join(map(str, beyond))
         return Ruling("contradicted", f"{text}, margin {margin:g}", differences)
-    open_ = [d for d in differences if not d.within(margin)]
+    open_ = [d for d in differences if d.outside(margin) >= ALPHA]
     return Ruling("not decided", _undecided(open_, margin), differences)
 
 
 def _crossing(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
-    """One column is surely below zero and one surely above, of all that were looked at."""
+    """Judge crossing: significantly below zero in one column and above in another."""
     differences = [first - second for first, second in groups]
     level = ALPHA / len(differences)
     decided = [(d, sign) for d in differences if (sign := d.sign(level))]
@@ -260,14 +255,14 @@ def _crossing(claim: Claim, groups: list[list[_Series]], better: str | None) -> 
 
 
 def _interior(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
-    """A point of the grid that is not an end is surely better than both ends."""
+    """Judge interior: a point inside the grid is significantly better than both ends."""
     if len(groups) > 1:
         raise ConfigError(f"{claim.text!r}: an optimum inside a grid needs terms `row @ column`")
     grid = groups[0]
     first, *inside, last = grid
     sign = 1 if better == "higher" else -1
     to_ends = [[point - end for end in (first, last)] for point in inside]
-    level = ALPHA / len(inside)  # the best of them is chosen
+    level = ALPHA / len(inside)  # any inner point suffices
     for both in to_ends:
         if all(d.sign(level) == sign for d in both):
             return Ruling("held", "; ".join(map(str, both)), both)
@@ -298,16 +293,13 @@ def _weakest(differences: Sequence[Difference]) -> str:
 def _undecided(
     differences: Sequence[Difference], margin: float | None = None, *, level: float = ALPHA
 ) -> str:
-    """What the intervals are and how many seeds would decide."""
+    """Return the intervals and the number of seeds that would decide."""
     found = []
     for d in differences:
         if d.n == 0:
             found.append(f"{d.label}: no seed has both")
-        elif d.flat:
-            same = f"{d.values[0]:+.3g} for each of {d.n} seeds"
-            found.append(f"{d.label} = {same}: no spread to judge by; are these the same runs?")
-        elif d.n == 1:
-            found.append(f"{d}: one seed has no spread")
+        elif d.flat or d.n == 1:
+            found.append(f"{d}: no spread over seeds; are these the same runs?")
         else:
             needed = d.seeds_to_decide(margin, level)
             text = f"more than {MOST_SEEDS}" if needed is None else f"about {needed}"
@@ -316,15 +308,15 @@ def _undecided(
 
 
 def _special() -> Any:
-    """Distribution functions, imported where an interval is asked for: it takes a while."""
+    """Import scipy on first use: importing takes long."""
     from scipy import special
 
     return special
 
 
 def _power(n: int, size: float, level: float) -> float:
-    """Of a one-sided t-test with ``n`` seeds, ``size``: true mean over standard deviation."""
+    """Return the power of a one-sided t-test; ``size``: true mean over standard deviation."""
     shift = size * math.sqrt(n)
     critical = _special().stdtrit(n - 1, 1 - level)
-    # beyond, the series of the non-central t fails, and the power is 1 for any n that is used
+    # the series of the non-central t fails for larger shifts, where the power is 1
     return 1.0 if shift > 35 else float(1 - _special().nctdtr(n - 1, shift, critical))

@@ -1,6 +1,6 @@
-"""Figures of comparisons: differences over a run, at its end, and along an axis of a table.
+"""Figures of comparisons: differences over a run, at its end, and along the columns of a table.
 
-Bands and bars are 95 % intervals over seeds; one seed has none.
+Bands and bars are 95 % intervals over seeds; a single seed has none.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANELS = 4
-"""Side by side; of more columns the axis says more."""
+"""Most columns shown side by side."""
 
 Curves = dict[str, Curve]
 Pairs = Mapping[str, Sequence[tuple[Curves, Curves | None]]]
-"""Label -> curves of each seed, and of the run that is subtracted; None: nothing is."""
+"""Label -> curves of each seed, with those of the reference run or None."""
 
 
 def of_runs(paired: Paired) -> dict[str, Figure]:
-    """Name -> figure of several runs: differences, those of the end, and the curves themselves."""
+    """Return name -> figure of several runs: differences over the run, at its end, and curves."""
     runs, groups = paired.runs, paired.groups()
     metric = next((run.metric for run in runs if run.metric is not None), None)
     shown = {"train loss": ("loss", None), "validation loss": ("loss", "validation")}
@@ -57,33 +57,37 @@ def of_runs(paired: Paired) -> dict[str, Figure]:
         drawn["difference"] = difference_figure({"": pairs}, labels, reference, unit, every)
         dots = {
             f"{title}\nminus that of {reference}": {
-                name: d for name, both in groups.items() if (d := final(both, key, name)).n
+                name: d
+                for name, both in groups.items()
+                if (d := final_difference(both, key, name)).n
             }
             for title, (key, split) in shown.items()
             if split is not None
         }
         drawn["final"] = dots_figure(dots, pairs)
-    every = {} if groups else every  # they are below the differences
+    every = {} if groups else every  # otherwise flip rates are below the differences
     drawn["overlay"] = difference_figure({"": grouped(minus=False)}, labels, None, unit, every)
     return {n: plots.footed(figure, runs) for n, figure in drawn.items() if figure is not None}
 
 
 def compared(run: RunData, partner: RunData, key: str) -> tuple[int, float] | None:
-    """Return the last step after 0 at which both evaluated ``key``, and by how much they differ."""
+    """Return the last step after 0 at which both evaluated ``key``, and the difference."""
     first, second = (one.curve(key, "validation", None) for one in (run, partner))
     steps, values = (first and second and _minus({key: first}, {key: second}, key)) or ([], [])
     pairs = [(int(step), value) for step, value in zip(steps, values, strict=True) if step > 0]
     return pairs[-1] if pairs and pairs[-1][1] is not None else None  # type: ignore[return-value]
 
 
-def final(pairs: Sequence[tuple[RunData, RunData]], key: str, label: str = "") -> Difference:
+def final_difference(
+    pairs: Sequence[tuple[RunData, RunData]], key: str, label: str = ""
+) -> Difference:
     """Compare the last validation values of pairs that ended at the same step."""
     found = [compared(*both, key) for both in pairs if both[0].end == both[1].end]
     return Difference(label, [pair[1] for pair in found if pair is not None])
 
 
 def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str]]:
-    """Name -> figure and its caption; empty where nothing was measured."""
+    """Return name -> (figure, caption); empty if nothing was measured."""
     first, metric = next(iter(table.metrics.items()))
     measured = {cell.column for cell in results.cells if cell.curves or cell.metrics}
     baseline, columns = table.baseline, [c for c in table.columns or [""] if c in measured]
@@ -141,18 +145,17 @@ def difference_figure(
     unit: str,
     every: Mapping[str, int],
 ) -> Figure | None:
-    """Curves minus those of the reference over the run, and flip rates below them.
+    """Draw curves minus those of the reference over the run, and flip rates below.
 
     Args:
         panels: title -> pairs, side by side.
-        keys: of the upper curves, side by side in each panel -> what they are.
-        reference: what is subtracted; None: nothing, the curves themselves.
-        unit: of the horizontal axis, as ``tokens``.
-        every: label -> steps between the two masks of a flip rate; empty: no flip rates.
-
-    Returns:
-        None where no run has a curve.
+        keys: key of a curve -> label, side by side in each panel.
+        reference: name of the subtracted run; None: draw the curves themselves.
+        unit: unit of the horizontal axis, as ``tokens``.
+        every: label -> steps between two compared masks; empty: no flip rates.
     """
+    from matplotlib.ticker import EngFormatter
+
     runs = [own for pairs in panels.values() for seeds in pairs.values() for own, _ in seeds]
     panels = {title: pairs for title, pairs in panels.items() if any(pairs.values())}
     keys = {key: label for key, label in keys.items() if any(key in own for own in runs)}
@@ -171,13 +174,17 @@ def difference_figure(
         axes = grid[at]
         curves = {label: [_minus(a, b, key) for a, b in pairs[label]] for label in pairs}
         curves.pop(reference or "", None)
-        bands = [
+        means = [
             draw_band(axes, seeds, styles[label] | {"label": label})
             for label, seeds in curves.items()
         ]
         if reference is not None:
             axes.axhline(0, color="black", linewidth=1)
-        _limit(axes, bands, zero=reference is not None)
+            means.append(np.zeros(1))
+        shown = np.concatenate([mean[len(mean) // 10 :] for mean in means])
+        if np.isfinite(shown).any() and (room := float(np.ptp(shown[np.isfinite(shown)]))):
+            # the start of a run and wide intervals would flatten all curves
+            axes.set_ylim(np.nanmin(shown) - room / 2, np.nanmax(shown) + room / 2)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_ylabel(keys[key] + minus_that if len(keys) > 1 or not at else "", fontsize=9)
         axes.set_xlabel(unit)
@@ -191,7 +198,7 @@ def difference_figure(
         axes.set_xlabel(unit)
         axes.set_xlim(grid[at * len(keys)].get_xlim())
     for axes in grid.values():
-        axes.xaxis.set_major_formatter(plots.engineering())
+        axes.xaxis.set_major_formatter(EngFormatter(sep="\N{THIN SPACE}"))  # 1 M, 20 k
     over = {label: f" (flips over {n} steps)" for label, n in every.items() if n > 1}
     over = over if len({*every.values()}) > 1 else {}
     _legend(figure, {label + over.get(label, ""): style for label, style in styles.items()})
@@ -201,12 +208,7 @@ def difference_figure(
 def dots_figure(
     panels: Mapping[str, Mapping[str, Difference]], order: Sequence[str] | Mapping[str, Any]
 ) -> Figure | None:
-    """A dot and an interval per label, the best first; faint dots are seeds.
-
-    Args:
-        panels: title -> label -> its values.
-        order: of all labels: decides their colours.
-    """
+    """Draw a dot and an interval per label, sorted by mean; ``order`` decides the colors."""
     panels = {title: rows for title, rows in panels.items() if rows}
     if not panels:
         return None
@@ -241,50 +243,38 @@ def dots_figure(
 
 
 def axis_figure(results: TableResults, table: Table) -> Figure | None:
-    """Every metric along the columns of a table, and the difference of each claimed crossing."""
-    first = next(iter(table.metrics))
-    columns, rows = list(table.columns), list(table.rows)
-    panels: list[tuple[str, list[str], list[tuple[str, list[Difference]]]]] = []
-    crossed = set()
-    for claim in table.claims:
-        a, b = claim.of[0], claim.of[-1]
-        if claim.kind == "crossing" and isinstance(a, str) and isinstance(b, str):
-            key = claim.metric or first
-            values = results.values(key)
-            line = [minus(values, place(a, c), place(b, c)) for c in claim.along]
-            panels.append((f"{table.metrics[key].label}: {a} minus {b}", claim.along, [(a, line)]))
-            crossed.add((key, a, b))
+    """Draw every metric along the columns of a table, minus the baseline."""
+    columns, rows, baseline = list(table.columns), list(table.rows), table.baseline
+    panels = []
     for key, metric in table.metrics.items():
-        values, shown = results.values(key), [row for row in rows if row != table.baseline]
-        if all((key, row, table.baseline) in crossed for row in shown):
-            continue
-        lines = [(row, [_of(values, row, c, table.baseline) for c in columns]) for row in shown]
-        title = metric.label + (f" minus that of {table.baseline}" if table.baseline else "")
-        panels.append((title, columns, lines))
-    panels = [panel for panel in panels if any(d.n for _, line in panel[2] for d in line)]
+        values = results.values(key)
+        lines = {
+            row: [_of(values, row, column, baseline) for column in columns]
+            for row in rows
+            if row != baseline
+        }
+        if any(d.n for line in lines.values() for d in line):
+            minus_that = f" minus that of {baseline}" if baseline else ""
+            panels.append((metric.label + minus_that, lines))
     if not panels:
         return None
-    size = (1.5 + 5 * len(panels), 4.6)
-    figure, grid = plots.new_figure(size, columns=len(panels))
+    figure, grid = plots.new_figure((1.5 + 5 * len(panels), 4.6), columns=len(panels))
     drawn: dict[str, Any] = {}
-    for axes, (title, ticks, lines) in zip(np.atleast_1d(grid), panels, strict=True):
-        numbers = [value for _, line in lines for d in line for value in d.values]
-        for offset, (label, line) in enumerate(lines):
-            style = line_style(rows.index(label))
-            at = [i + 0.06 * (offset - (len(lines) - 1) / 2) for i in range(len(ticks))]
-            points = [(x, d, d.interval()) for x, d in zip(at, line, strict=True) if d.n]
-            means = [d.mean for _, d, _ in points]
-            axes.plot([x for x, *_ in points], means, label=label, **style)
-            for x, _, (low, high) in points:
-                axes.plot([x, x], [low, high], color=style["color"], linewidth=2, alpha=0.7)
-            drawn[label] = style
-        if min(numbers) < 0 or "minus" in title:
+    for axes, (title, lines) in zip(np.atleast_1d(grid), panels, strict=True):
+        for label, line in lines.items():
+            points = [(x, d.mean, *d.interval()) for x, d in enumerate(line) if d.n]
+            style = drawn[label] = line_style(rows.index(label))
+            x, mean, low, high = np.array(points).reshape(-1, 4).T
+            axes.plot(x, mean, label=label, **style)
+            axes.vlines(x, low, high, color=style["color"], linewidth=2, alpha=0.7)
+        numbers = [v for line in lines.values() for d in line for v in d.values]
+        if min(numbers) < 0 or baseline:
             axes.axhline(0, color="black", linewidth=1)
         elif min(numbers) > 0 and max(numbers) > 20 * min(numbers):
             axes.set_yscale("log")
         axes.set_title(title, fontsize=9, loc="left")
-        axes.set_xticks(range(len(ticks)), ticks, fontsize=8)
-        if sum(map(len, ticks)) > 40:
+        axes.set_xticks(range(len(columns)), columns, fontsize=8)
+        if sum(map(len, columns)) > 40:
             axes.tick_params(axis="x", rotation=30)
         axes.set_xlabel(table.column_label)
     _legend(figure, drawn)
@@ -292,11 +282,10 @@ def axis_figure(results: TableResults, table: Table) -> Figure | None:
 
 
 def band(curves: Sequence[Curve | None]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Points that all seeds have, the mean there, and its interval (NaN for one seed).
+    """Return common points of all seeds, the smoothed mean and its interval (NaN for one seed).
 
-    The curves of the seeds are smoothed first, where they have many points. Where batches hold
-    as many tokens as fit, seeds have seen other numbers of them at the same step: points of equal
-    number belong together then, at the mean of the tokens.
+    Batches that are filled to a token budget hold different token counts per seed: points are then
+    matched by index, at the mean number of tokens.
     """
     known = [curve for curve in curves if curve is not None and len(curve[0])]
     if not known:
@@ -317,7 +306,7 @@ def band(curves: Sequence[Curve | None]) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _minus(own: Curves, partner: Curves | None, key: str) -> Curve | None:
-    """A curve less that of the partner, at the points that both have; None: one is not there."""
+    """Subtract the partner's curve at common points; None if one is missing."""
     if partner is None or key not in own or key not in partner:
         return own.get(key) if partner is None else None
     curve, other = own[key], partner[key]
@@ -328,36 +317,16 @@ def _minus(own: Curves, partner: Curves | None, key: str) -> Curve | None:
 
 
 def draw_band(axes: Axes, curves: Sequence[Curve | None], style: Any) -> np.ndarray:
-    """The mean of the seeds with its interval; returns both (3, points), without the first tenth.
-
-    On a log axis an interval that reaches zero is cut at a tenth of the mean.
-    """
-    x, *values = band(curves)
+    """Draw the mean of the seeds with its interval; return the mean."""
+    x, mean, low, high = band(curves)
     if not len(x):
-        return np.empty((3, 0))
-    mean, low, high = values
+        return mean
     if axes.get_yscale() == "log":
         mean = plots.visible(mean)
-        low = np.maximum(low, mean / 10)
+        low = np.maximum(low, mean / 10)  # an interval may reach zero
     axes.plot(x, mean, markevery=max(1, len(x) // 12), **style)
     axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    return np.array([part[x >= 0.1 * x[-1]] for part in (mean, low, high)])
-
-
-def _limit(axes: Axes, bands: Sequence[np.ndarray], *, zero: bool) -> None:
-    """Show the means and, of wide intervals, as much again to both sides.
-
-    The first tenth of a run may leave the axis: it would press all differences together.
-    """
-    means, *edges = np.concatenate([*bands, np.zeros((3, int(zero)))], axis=1)
-    if not np.isfinite(means).any():
-        return
-    low, high = float(np.nanmin(means)), float(np.nanmax(means))
-    room = high - low
-    known = np.concatenate([means, *(np.clip(edge, low - room, high + room) for edge in edges)])
-    low, high = float(np.nanmin(known)), float(np.nanmax(known))
-    if room := 0.06 * (high - low):
-        axes.set_ylim(low - room, high + room)
+    return mean
 
 
 def _legend(figure: Figure, drawn: Mapping[str, Any]) -> None:

@@ -29,30 +29,22 @@ SVG: Any = {  # matplotlib 3.11 types the keys one by one
 }
 
 POINTS, DPI = 4000, 80
-"""A figure of more points has its curves as pixels inside the SVG, at so many per inch. Each point
-takes about 18 bytes, and ten figures have to stay below 1 MB."""
+"""Figures with more points have rasterized curves: a point takes about 18 bytes of SVG, and ten
+figures have to stay below 1 MB."""
 
 
 def html_page(markdown: str, figures: Mapping[str, Figure]) -> str:
-    """Return the page as one self-contained text, which loads nothing from a network.
+    """Return the page as one self-contained text that loads nothing from a network.
 
     Args:
-        markdown: text of the page, from its title on.
-        figures: file name of an image in ``markdown`` -> figure; figures that the text does not
-            name follow at the end.
+        markdown: text of the page; the title comes first.
+        figures: file name of an image in ``markdown`` -> figure.
     """
     from markdown_it import MarkdownIt
 
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
-    others = ""
     for name, figure in figures.items():
-        link = f'src="{html.escape(name)}"'
-        image = f'src="{_data_url(figure)}"'
-        if link in body:
-            body = body.replace(link, image)
-        else:
-            others += f'<p><img {image} alt="{html.escape(name)}"></p>'
-    body += f"<h2>Further figures</h2>{others}" if others else ""
+        body = body.replace(f'src="{html.escape(name)}"', f'src="{_data_url(figure)}"')
     title = html.escape(markdown.splitlines()[0].removeprefix("# "))
     head = f'<meta charset="utf-8"><title>{title}</title>'
     head += '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -65,20 +57,17 @@ def _data_url(figure: Figure) -> str:
     import matplotlib
 
     artists = [a for axes in figure.axes for a in (*axes.lines, *axes.collections)]
-    heavy = sum(map(_points, artists)) > POINTS
-    pixels = [a for a in artists if heavy and not a.get_rasterized()]
-    for artist in pixels:
-        artist.set_rasterized(True)
+    if sum(map(_points, artists)) > POINTS:
+        for artist in artists:
+            artist.set_rasterized(True)
     file = io.BytesIO()
     with matplotlib.rc_context(SVG):
         figure.savefig(file, format="svg", dpi=DPI, metadata={"Date": None})
-    for artist in pixels:
-        artist.set_rasterized(False)
     return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _points(artist: Any) -> int:
-    """Return how many points an SVG would hold for a curve, a band or a set of markers."""
+    """Count the points that an SVG holds for a curve, a band or markers."""
     if hasattr(artist, "get_xydata"):
         return len(artist.get_xydata())
     return sum(len(path.vertices) for path in artist.get_paths())

@@ -1,8 +1,7 @@
-"""Figures of what probes measured: of one run, and S-STE's Figures 1, 2 and 4 of several."""
+"""Figures of probes: of one run, and Figures 1, 2 and 4 of the S-STE paper for several runs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from sparsepretrain.reports import plots
 from sparsepretrain.reports.figures import draw_band
-from sparsepretrain.reports.plots import COLOURS, DASHES, GREY, drawable
+from sparsepretrain.reports.plots import COLORS, DASHES, GREY, drawable
 from sparsepretrain.reports.runs import Curve, RunData
 
 if TYPE_CHECKING:
@@ -21,13 +20,13 @@ Groups = Mapping[str, Sequence[RunData]]
 """Name -> runs of several seeds."""
 
 MIDDLE = 0.15, 0.6
-"""Part of the run that a table of descent is about: before it the loss falls far, which correlates
-whatever the method does; after it changes are near the rounding of the loss."""
+"""Fraction of the run that the descent table covers. Before it, the loss falls for every method;
+after it, changes are near the rounding of the loss."""
 PRODUCTS = {"wgrad": "dW", "dgrad": "dX"}
 
 
 def pictures(run: RunData) -> dict[str, Figure]:
-    """File name -> figure of every probe that a run has lines of."""
+    """Return file name -> figure of every probe recorded in a run."""
     alone = {plots.title(run): [run]}
     drawn = {
         "probe_figure1": figure_1(alone),
@@ -40,7 +39,7 @@ def pictures(run: RunData) -> dict[str, Figure]:
 
 
 def overlays(groups: Groups) -> dict[str, Figure]:
-    """File name -> figure of several runs, of those that were probed."""
+    """Return file name -> figure of the probed runs among several."""
     drawn = {
         "figure1": figure_1(groups),
         "figure2": figure_2(groups),
@@ -50,30 +49,29 @@ def overlays(groups: Groups) -> dict[str, Figure]:
 
 
 def measured(runs: Sequence[RunData], probe: str, *keys: str) -> np.ndarray:
-    """(lines, 1 + keys): step and values of the lines of a probe that have all ``keys``."""
+    """Return (lines, 1 + keys): step and values of a probe's lines that have all ``keys``."""
     lines = [line for run in runs for line in run.probes if line["probe"] == probe]
     rows = [[line["step"], *map(line.get, keys)] for line in lines if {*keys} <= line.keys()]
     return np.array(rows, dtype=np.float64).reshape(len(rows), 1 + len(keys))
 
 
 def epsilons(groups: Groups) -> list[float]:
-    """The parts of the update that were measured, the largest first."""
+    """Return the measured fractions ε of the update, largest first."""
     keys = {key for runs in groups.values() for run in runs for line in run.probes for key in line}
     return sorted((float(k[7:]) for k in keys if k.startswith("actual_")), reverse=True)
 
 
 def changes(runs: Sequence[RunData], epsilon: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps, predicted and actual change of the loss along a part of each update."""
+    """Return steps, predicted and actual change of the loss along a fraction of each update."""
     found = measured(runs, "descent", "predicted", f"actual_{epsilon:g}")
     return found[:, 0], epsilon * found[:, 1], found[:, 2]
 
 
 def descent_table(groups: Groups) -> list[tuple[str, ...]]:
-    """Per name and ε: lines, correlation, rises, slope and residual, after a row of heads.
+    """Return a header and a row per name and ε, from lines in ``MIDDLE``; empty without enough.
 
-    Of the lines in ``MIDDLE``; empty if none has enough. Slope: least squares of actual on
-    predicted through the origin; residual: standard deviation around it, over the mean size of the
-    prediction.
+    Slope: least squares of actual on predicted through the origin. Residual: standard deviation
+    around it, over the mean absolute prediction.
     """
     heads = ("run", "ε", "steps", "correlation", "loss rises", "actual ÷ predicted", "residual")
     rows: list[tuple[str, ...]] = [heads]
@@ -96,7 +94,7 @@ def descent_table(groups: Groups) -> list[tuple[str, ...]]:
 
 
 def figure_1(groups: Groups) -> Figure | None:
-    """ΔF₁ (weights and masks move) over ΔF₂ (only weights), a panel per name; S-STE, Figure 1."""
+    """Plot ΔF₁ (weights and masks move) over ΔF₂ (weights only); S-STE, Figure 1."""
     found = {n: measured(runs, "descent", "weights_only", "actual_1") for n, runs in groups.items()}
     shown = {name: points for name, points in found.items() if len(points)}
     if not shown:
@@ -107,13 +105,13 @@ def figure_1(groups: Groups) -> Figure | None:
         mesh = _scatter(axes, points[:, 1], points[:, 2], points[:, 0], scale)
         rises = 100 * np.mean(points[:, 2] > 0)
         axes.set_title(f"{label}\nΔF₁ > 0 in {rises:.1f} % of {len(points)}", fontsize=8)
-        axes.set_xlabel("ΔF₂ (masks held)", fontsize=8)
-    np.atleast_1d(grid)[0].set_ylabel("ΔF₁ (masks chosen anew)", fontsize=8)
+        axes.set_xlabel("ΔF₂ (masks fixed)", fontsize=8)
+    np.atleast_1d(grid)[0].set_ylabel("ΔF₁ (masks recomputed)", fontsize=8)
     return _with_steps(figure, mesh, groups)
 
 
 def figure_2(groups: Groups) -> Figure | None:
-    """Predicted and actual reduction, a row per ε, and its distribution; S-STE, Figure 2."""
+    """Plot predicted and actual reduction, a row per ε, and its distribution; S-STE, Figure 2."""
     parts = epsilons(groups)
     shown = {name: runs for name, runs in groups.items() if len(measured(runs, "descent"))}
     if not shown or not parts:
@@ -143,7 +141,7 @@ def figure_2(groups: Groups) -> Figure | None:
 
 
 def figure_4(groups: Groups) -> Figure | None:
-    """Flip rates, and the scales β over layers and seeds; S-STE, Figure 4. None without scales."""
+    """Plot flip rates and scales β over layers and seeds; S-STE, Figure 4. None without scales."""
     runs = [run for some in groups.values() for run in some]
     if not any(line["probe"] == "scale" for run in runs for line in run.probes):
         return None
@@ -172,27 +170,27 @@ def figure_4(groups: Groups) -> Figure | None:
     plots.flip_axis(left, every)
     for axes in (left, right):
         plots.step_axis(axes)
-    right.set_ylabel("scale β (median and range of the layers;\nthin: the least-squares one now)")
+    right.set_ylabel("scale β (median and range of the layers;\nthin: current least-squares scale)")
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8)
     return plots.footed(figure, runs)
 
 
 def lifetime_figure(run: RunData) -> Figure | None:
-    """Deaths and resurrections, ages, and flips by L1 gap; None without the probe."""
+    """Plot deaths and resurrections, ages, and flips by L1 gap; None without the probe."""
     counts = measured([run], "lifetime", "deaths", "births", "resurrections")
     ages = measured([run], "lifetime", "age_10", "age_50", "age_90")
     if not len(counts):
         return None
     figure, (rates, middle, gaps) = plots.new_figure((13, 4), columns=3)
     for index, name in enumerate(("deaths", "births", "resurrections"), start=1):
-        style: dict[str, Any] = {"color": COLOURS[index], "linestyle": DASHES[index - 1]}
+        style: dict[str, Any] = {"color": COLORS[index], "linestyle": DASHES[index - 1]}
         rates.plot(counts[:, 0], plots.visible(counts[:, index]), label=name, **style)
     rates.set_ylabel("per entry and comparison")
-    _log_if_drawable(rates, counts[:, 1:])
-    middle.fill_between(ages[:, 0], ages[:, 1], ages[:, 3], color=COLOURS[0], alpha=0.2)
-    middle.plot(ages[:, 0], ages[:, 2], color=COLOURS[0], label="median, 10 to 90 %")
+    rates.set_yscale("log" if drawable(counts[:, 1:], log=True) else "linear")
+    middle.fill_between(ages[:, 0], ages[:, 1], ages[:, 3], color=COLORS[0], alpha=0.2)
+    middle.plot(ages[:, 0], ages[:, 2], color=COLORS[0], label="median, 10 to 90 %")
     middle.plot(ages[:, 0], ages[:, 0], color=GREY, linestyle=":", label="since the start")
-    middle.set_ylabel("steps since a kept entry was taken up")
+    middle.set_ylabel("steps since an entry was last selected")
     for axes in (rates, middle):
         plots.step_axis(axes)
     keys = {key for line in run.probes for key in line if key.startswith("flips_gap_")}
@@ -200,31 +198,31 @@ def lifetime_figure(run: RunData) -> Figure | None:
     for index, part in enumerate(np.array_split(found, min(3, len(found)))):
         span = f"steps to {part[-1, 0]:.0f}"
         mean = plots.visible(part[:, 1:].mean(0))
-        gaps.plot(mean, color=COLOURS[index], marker=plots.MARKERS[index], label=span)
-    gaps.set_xlabel("class of L1 gap, 0 the smallest")
+        gaps.plot(mean, color=COLORS[index], marker=plots.MARKERS[index], label=span)
+    gaps.set_xlabel("L1 gap class, 0 = smallest")
     gaps.set_ylabel("groups that flip per comparison")
-    _log_if_drawable(gaps, found[:, 1:])
+    gaps.set_yscale("log" if drawable(found[:, 1:], log=True) else "linear")
     for axes in (rates, middle, gaps):
         axes.legend(fontsize=7, frameon=False)
     return plots.footed(figure, [run])
 
 
 def estimator_figure(run: RunData) -> Figure | None:
-    """Running means of squared bias and variance of the estimated gradients; None without."""
+    """Plot running means of squared bias and variance of MVUE; None without the probe."""
     shown = [p for p in PRODUCTS if len(measured([run], "estimator", f"{p}_bias"))]
     if not shown:
         return None
     figure, panels = plots.new_figure((10, 4), columns=2)
-    for product, colour in zip(shown, COLOURS, strict=False):
+    for product, color in zip(shown, COLORS, strict=False):
         for axes, key in zip(panels, ("bias", "variance"), strict=True):
             steps, values = measured([run], "estimator", f"{product}_{key}").T
             count = np.arange(1, len(values) + 1)
             mean = np.cumsum(values) / count
             spread = np.cumsum(values**2) / count - mean**2
             error = np.sqrt(np.maximum(spread, 0) / np.maximum(count - 1, 1))
-            axes.plot(steps, values, ".", color=colour, alpha=0.3, markersize=3)
-            axes.plot(steps, mean, color=colour, label=f"{PRODUCTS[product]}, mean so far")
-            axes.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.25)
+            axes.plot(steps, values, ".", color=color, alpha=0.3, markersize=3)
+            axes.plot(steps, mean, color=color, label=f"{PRODUCTS[product]}, mean so far")
+            axes.fill_between(steps, mean - error, mean + error, color=color, alpha=0.25)
     for axes, name in zip(panels, ("squared bias", "variance"), strict=True):
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_ylabel(f"{name} ÷ squared norm of the exact gradient")
@@ -234,7 +232,7 @@ def estimator_figure(run: RunData) -> Figure | None:
 
 
 def _scale(values: np.ndarray) -> tuple[float, float]:
-    """(size below which axes are linear, largest size) for numbers of many magnitudes."""
+    """Return (linear threshold, largest size) of a symlog axis."""
     sizes = np.abs(values[np.isfinite(values) & (values != 0)])
     if not len(sizes):
         return 1.0, 1.0
@@ -243,18 +241,12 @@ def _scale(values: np.ndarray) -> tuple[float, float]:
 
 
 def _symlog(axes: Axes, scale: tuple[float, float], *, both: bool = True) -> None:
-    from matplotlib.ticker import FixedLocator, NullLocator
-
     linear, largest = scale
-    top = 10.0 ** math.ceil(math.log10(largest))
-    first = 10.0 ** math.ceil(math.log10(linear))
-    powers = [first * 10.0**k for k in range(0, 1 + round(math.log10(top / first)), 2)]
     for name in "xy" if both else "x":
         getattr(axes, f"set_{name}scale")("symlog", linthresh=linear)
         getattr(axes, f"set_{name}lim")(-2 * largest, 2 * largest)
         axis = getattr(axes, f"{name}axis")
-        axis.set_major_locator(FixedLocator([*(-p for p in powers), 0, *powers]))
-        axis.set_minor_locator(NullLocator())
+        axis.get_major_locator().set_params(numticks=7)
         axis.set_tick_params(labelsize=6)
 
 
@@ -272,8 +264,3 @@ def _scatter(
 def _with_steps(figure: Figure, mesh: Any, groups: Groups) -> Figure:
     figure.colorbar(mesh, ax=figure.axes, label="step", fraction=0.03, pad=0.01)
     return plots.footed(figure, [run for runs in groups.values() for run in runs])
-
-
-def _log_if_drawable(axes: Axes, values: np.ndarray) -> None:
-    if drawable(values, log=True):
-        axes.set_yscale("log")

@@ -1,4 +1,4 @@
-"""Plots and a Markdown page of one run, or an overlay of several."""
+"""Write plots and a Markdown page of one run, of several runs, or of a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparsepretrain.config.compose import read
 from sparsepretrain.config.tables import Scale, load_table
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.files import write_atomic
@@ -26,13 +25,11 @@ from sparsepretrain.reports.runs import (
     Paired,
     RunData,
     differences,
-    glue_scores,
+    labels,
     load,
     pair,
-    smooth,
     uneven_validation,
 )
-from sparsepretrain.reports.runs import labels as default_labels
 from sparsepretrain.reports.table import markdown_table, render
 from sparsepretrain.runs.directory import RunDirectory, find_runs
 from sparsepretrain.tracking.console import clock, count
@@ -41,56 +38,48 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURES = {
-    "loss": (plots.loss_figure, "no loss was recorded"),
-    "metric": (plots.metric_figure, ""),
-    "flip_rate": (plots.flip_figure, "no flip rate above zero was recorded"),
-    "flip_rate_layers": (plots.layers_figure, "flip rates of layers have fewer than two steps"),
-    "lr": (plots.lr_figure, "no learning rate was recorded"),
+    "loss": plots.loss_figure,
+    "metric": plots.metric_figure,
+    "flip_rate": plots.flip_figure,
+    "flip_rate_layers": plots.layers_figure,
+    "lr": plots.lr_figure,
 }
-"""File name -> the function that draws it, and what a report says where there is nothing, if so."""
+"""File name -> drawing function, which returns None if the record lacks the numbers."""
 
 LONGEST = 40
-"""Characters of labels that become the name of a directory."""
+"""Characters of labels that may become a directory name."""
 
 
-def report(
-    runs: Sequence[Path],
-    out: Path | None = None,
-    labels: Sequence[str] | None = None,
-    *,
-    page: bool = False,
-) -> list[Path]:
+def report(runs: Sequence[Path], out: Path | None = None, *, page: bool = False) -> list[Path]:
     """Draw and describe runs.
 
     One run: ``plots/*.png`` and ``report.md`` in its directory. Several: ``difference.png`` (to the
     dense run of the same seed and data, flip rates below), ``final.png`` (at the end),
-    ``overlay.png`` (the curves) and ``report.md`` in ``reports/<labels>``. Validation losses that
-    are not comparable are warned of.
+    ``overlay.png`` (the curves) and ``report.md`` in ``reports/<labels>``, with a warning if
+    validation losses are not comparable.
 
     Args:
         runs: run directories, or directories above them.
-        out: write there instead.
-        labels: one name per run; by default what differs between the configurations.
-        page: write ``report.html`` too: text and figures in one file, below 1 MB.
+        out: directory to write to instead.
+        page: also write ``report.html``, text and figures in one file below 1 MB.
 
     Returns:
         The files written, pictures first.
 
     Raises:
-        ConfigError: no run, no records, a wrong number of labels, or an unwritable ``out``.
+        ConfigError: no run, no records, or an unwritable ``out``.
         DataError: a damaged record.
     """
     data = [load(run.path) for run in find_runs(runs)]
     if not data:
         raise ConfigError("no run given: name one or more run directories")
-    if labels is not None and len(labels) != len(data):
-        raise ConfigError(f"{len(labels)} labels for {len(data)} runs: give one label per run")
     try:
         if len(data) == 1:
             return _one(data[0], Path(out) if out else data[0].path, page=page)
-        names = list(labels) if labels is not None else default_labels(data)
-        place = Path(out) if out else Path("reports") / _file_name(names)
-        return _several(data, names, place, page=page)
+        names = labels(data)
+        return _several(
+            data, names, Path(out) if out else Path("reports") / _file_name(names), page
+        )
     except OSError as error:
         raise _unwritable(error) from error
 
@@ -107,22 +96,22 @@ def report_table(
     from_record: bool = False,
     html: bool = False,
 ) -> list[Path]:
-    """Write the page of a table: ``<name>.md`` and its figures ``<name>-*.png``.
+    """Write the page of a table, its figures ``<name>-*.png`` and with ``html`` ``<name>.html``.
 
     Args:
-        name: of the table.
-        out: where; None: ``reports/<name>``.
-        scale, seeds, overrides, config_dirs: which runs, see :func:`results.collect`.
-        record: write ``records/<name>.json.gz`` too, from which the page can be written again.
+        name: name of the table.
+        out: directory to write to; None: ``reports/<name>``.
+        scale, seeds, overrides, config_dirs: selection of runs, see :func:`results.collect`.
+        record: also write ``records/<name>.json.gz``, from which the page can be rewritten.
         from_record: read that file instead of runs.
-        html: write ``<name>.html`` too, see :func:`report`.
+        html: see :func:`report`.
 
     Returns:
         The files written, the Markdown last.
 
     Raises:
-        ConfigError: no such table, none of its runs has begun, or ``out`` is not writable.
-        DataError: ``from_record`` without a whole record.
+        ConfigError: unknown table, no run has begun, or ``out`` is not writable.
+        DataError: ``from_record`` with a missing or damaged record.
     """
     out = Path("reports", name) if out is None else out
     file = out / "records" / f"{name}.json.gz"
@@ -134,12 +123,9 @@ def report_table(
         )
         parts = list(results.all())
         if not any(part.cells for part in parts) and any(part.scale for part in parts):
-            base = dict(read(overrides, config_dirs).values).get("runs_dir", "runs")
-            if not any(Path(base, name).rglob(RunDirectory.record_file.name)):
-                raise ConfigError(f"no run of {name} has begun: sparsepretrain reproduce {name}")
             raise ConfigError(
-                f"no run in {Path(base, name)} is of just these words: give --scale and the "
-                f"KEY=VALUE that `sparsepretrain reproduce {name}` was given"
+                f"no run of {name} matches: run `sparsepretrain reproduce {name}`, or give "
+                "the --scale and KEY=VALUE of that command"
             )
     tables = {part.name: load_table(part.name, config_dirs) for part in [results, *results.all()]}
     page = render(results, tables)
@@ -158,14 +144,10 @@ def _unwritable(error: OSError) -> ConfigError:
 
 def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
     figures = {}
-    lines = [f"# {plots.title(run)}", "", *markdown_table(("quantity", "value"), _numbers(run)), ""]
-    for name, (draw, missing) in PICTURES.items():
-        if figure := draw(run):
-            figures[f"plots/{name}.png"] = figure
-            lines += [f"![{name}](plots/{name}.png)", ""]
-        elif missing:
-            lines += [f"{missing}: the plot `{name}` is left out.", ""]
-    for name, figure in probes.pictures(run).items():
+    numbers = [*_summary(run).items(), *((c, f"at step {s}") for s, c in run.switches())]
+    lines = [f"# {plots.title(run)}", "", *markdown_table(("quantity", "value"), numbers), ""]
+    drawn = {name: figure for name, draw in PICTURES.items() if (figure := draw(run))}
+    for name, figure in (drawn | probes.pictures(run)).items():
         figures[f"plots/{name}.png"] = figure
         lines += [f"![{name}](plots/{name}.png)", ""]
     lines += _descent({plots.title(run): [run]})
@@ -182,8 +164,8 @@ def _one(run: RunData, out: Path, *, page: bool) -> list[Path]:
     return _write(out, figures, lines, page=page)
 
 
-def _several(runs: list[RunData], labels: list[str], out: Path, *, page: bool) -> list[Path]:
-    paired = pair(runs, labels)
+def _several(runs: list[RunData], names: list[str], out: Path, page: bool) -> list[Path]:
+    paired = pair(runs, names)
     drawn = of_runs(paired) | probes.overlays(paired.seeds())
     figures = {f"{name}.png": figure for name, figure in drawn.items()}
     lines = [
@@ -195,38 +177,36 @@ def _several(runs: list[RunData], labels: list[str], out: Path, *, page: bool) -
     for file in figures:
         lines += [f"![{Path(file).stem}]({file})", ""]
     lines += [_about(paired), ""]
-    if (uneven := uneven_validation(runs, labels)) is not None:
+    if (uneven := uneven_validation(runs, names)) is not None:
         warnings.warn(uneven, SparsePretrainWarning, stacklevel=3)
         lines += [f"Warning: {uneven}.", ""]
-    lines += [*_overview(paired, labels), ""]
-    losses, rates = (plots.means_label(runs, key) for key in ("loss", "flip_rate"))
-    lines += [f"Train loss ({losses}) and flip rate ({rates}) are those of the end.", ""]
-    if len(scores := glue_scores(runs)) > 1:
-        average = f"{sum(scores.values()) / len(scores):.2f} %"
-        lines += [f"GLUE average, each task once ({', '.join(scores)}): {average}.", ""]
+    rows = [_summary(run) for run in runs]
+    for row, run, partner in zip(rows, runs, paired.partners, strict=True):
+        row[f"minus {paired.reference}"] = _compared(run, partner)
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [
+        (name, *(row.get(key, "–") for key in keys)) for name, row in zip(names, rows, strict=True)
+    ]
+    lines += [*markdown_table(("run", *keys), cells), ""]
+    lines += ["Train loss and flip rate are running means at the end of the run.", ""]
     lines += _descent(paired.seeds())
     lines += ["## What differs", ""]
     if differing := differences(runs):
-        rows = [
+        cells = [
             (f"`{key}`", *("null" if v is None else str(v) for v in values))
             for key, values in differing.items()
         ]
-        lines += markdown_table(("key", *labels), rows)
+        lines += markdown_table(("key", *names), cells)
     else:
-        lines.append("Nothing in the configurations.")
-    lines += ["", "## Where from", ""]
+        lines.append("The configurations are equal.")
+    lines += ["", "## Runs", ""]
     where = []
-    for label, run in zip(labels, runs, strict=True):
-        told = [run.environment.get(key) for key in ("command", "commit")]
+    for name, run in zip(names, runs, strict=True):
+        origin = [run.environment.get(key) for key in ("command", "commit")]
         path = Path(os.path.relpath(run.path, out)).as_posix()
-        where.append((label, f"`{path}`", *(f"`{value}`" if value else "–" for value in told)))
+        where.append((name, f"`{path}`", *(f"`{value}`" if value else "–" for value in origin)))
     lines += markdown_table(("run", "directory", "command", "commit"), where)
-    for label, run in zip(labels, runs, strict=True):
-        if covered := run.environment.get("coverage"):
-            lines += ["", f"## Coverage of {label}", "", "```", *covered, "```"]
-    heat = {f"flip_rate_layers {i}": plots.layers_figure(run) for i, run in enumerate(runs)}
-    shown = figures | {name: figure for name, figure in heat.items() if figure is not None}
-    return _write(out, figures, lines, page=page, shown=shown)
+    return _write(out, figures, lines, page=page)
 
 
 def _descent(groups: probes.Groups) -> list[str]:
@@ -234,94 +214,58 @@ def _descent(groups: probes.Groups) -> list[str]:
     if not rows:
         return []
     first, last = (f"{share:.0%}" for share in probes.MIDDLE)
-    text = "Change of the loss of a step's batch along ε of its update, actual against predicted, "
+    text = "Change of the batch loss along ε of the update, actual against predicted, "
     text += f"from {first} to {last} of the run:"
     return [text, "", *markdown_table(rows[0], rows[1:]), ""]
 
 
-def _overview(paired: Paired, labels: Sequence[str]) -> list[str]:
-    metrics = list(dict.fromkeys(name for run in paired.runs for name in run.metrics()))
-    units = {run.unit for run in paired.runs}
-    rate = f"{units.pop() if len(units) == 1 else 'items'}/s"
-    header = ["run", "method", "steps", "train loss", "validation loss"]
-    header += [f"minus {paired.reference}", *metrics, "flip rate", rate, "seed"]
-    runs = zip(labels, paired.runs, paired.partners, strict=True)
-    return markdown_table(
-        header, [(label, *_row(run, partner, metrics)) for label, run, partner in runs]
-    )
-
-
 def _about(paired: Paired) -> str:
-    dense = any(run.method == "dense" for run in paired.runs)
-    none = "" if dense else "No dense run is among these. "
     if not paired.groups():
-        return f"{none}No two runs share seed, data and batch: the curves only."
+        return "No two runs share seed, data and batch size: no differences are shown."
     text = (
-        f"{none}Differences are to {paired.reference}, of the same seed, data and batch, step by "
-        "step; bands and bars are 95 % intervals over seeds, where there are several."
+        f"Differences are to {paired.reference} with the same seed, data and batch size, step by "
+        "step; bands and bars are 95 % intervals over seeds."
     )
     both = zip(paired.names, paired.partners, strict=True)
     if alone := dict.fromkeys(name for name, partner in both if partner is None):
-        text += f" No such run for {', '.join(alone)}."
+        text += f" Without such a run: {', '.join(alone)}."
     return text
 
 
-def _numbers(run: RunData) -> list[tuple[str, str]]:
-    """The table at the top of a run's page; what was not recorded is left out."""
-    steps, loss = run.series("loss")
-    evaluated, validation = run.series("loss", "validation")
-    flipped, flips = run.series("flip_rate")
+def _summary(run: RunData) -> dict[str, str]:
+    """Return the numbers of a run as text; train loss and flip rate are running means."""
+    steps, flips = run.series("flip_rate")
     total = run.config.get("steps")
-    rows = [("steps", f"{run.end} of {total}" if total else f"{run.end}")]
-    if len(loss):
-        rows.append((f"train loss at step {steps[0]}", _loss(loss[0])))
-    if len(loss) > 1:
-        mean, width = smooth(loss)
-        rows.append((f"train loss at the end ({plots.mean_label(steps, width)})", _loss(mean[-1])))
-    ends = dict(zip(evaluated[[0, -1]], validation[[0, -1]], strict=True)) if len(evaluated) else {}
-    rows += [(f"validation loss at step {step}", _loss(value)) for step, value in ends.items()]
-    for name in run.metrics():
-        at = run.series(name, "validation")[0][-1]
-        rows.append((f"validation {name} at step {at}", _score(run.last(name, "validation"))))
+    first = {"method": run.method or "–", "steps": f"{run.end}" + f" of {total}" * bool(total)}
+    flip_numbers = []
     if np.any(np.isfinite(flips)):
         peak = int(np.nanargmax(flips))
-        over = plots.over(run)
-        rows.append((f"flip rate{over} at step {flipped[0]}", f"{flips[0]:.2e}"))
-        rows.append((f"flip rate{over} at its peak, step {flipped[peak]}", f"{flips[peak]:.2e}"))
-        mean, width = smooth(flips)
-        end = f"at the end ({plots.mean_label(flipped, width)})"
-        rows.append((f"flip rate{over} {end}", f"{mean[-1]:.2e}"))
-    rows += [(change, f"at step {step}") for step, change in run.switches()]
-    use = "MFU (median; sparse products counted as dense, of the dense peak)"
+        flip_numbers = [
+            ("flip rate", run.end_mean("flip_rate"), f"{{:.2e}}{plots.over(run)}".format),
+            ("peak flip rate", flips[peak], f"{{:.2e}}, step {steps[peak]}".format),
+        ]
     numbers: list[tuple[str, float | None, Callable[[float], str]]] = [
-        ("density of the sparse layers at the end", run.last("density"), "{:.4f}".format),
-        (f"{run.unit}/s (median)", run.median("tokens_per_second"), count),
-        (use, run.median("mfu", "mfu_dense"), lambda share: f"{100 * share:.1f} %"),
+        ("train loss", run.end_mean("loss"), _loss),
+        ("validation loss", run.last("loss", "validation"), _loss),
+        *((name, run.last(name, "validation"), "{:.2f}".format) for name in run.metrics()),
+        *flip_numbers,
+        ("density", run.last("density"), "{:.4f}".format),
+        (f"{run.unit}/s", run.median("tokens_per_second"), count),
+        ("MFU", run.median("mfu", "mfu_dense"), "{:.1%}".format),  # sparse matmuls as dense
         (run.unit, run.last("tokens"), count),
         ("time", run.last("time"), clock),
     ]
-    return rows + [(name, text(value)) for name, value, text in numbers if value is not None]
+    known = {name: text(value) for name, value, text in numbers if value is not None}
+    return first | known | {"seed": str(run.config.get("seed", "–"))}
 
 
-def _row(run: RunData, partner: RunData | None, metrics: Sequence[str]) -> tuple[str, ...]:
-    loss, flips = (run.series(key)[1] for key in ("loss", "flip_rate"))
-    validation, rate = run.last("loss", "validation"), run.median("tokens_per_second")
-    difference = "–"
-    if partner is not None and partner is not run and (found := compared(run, partner, "loss")):
-        step, value = found
-        same = run.end == partner.end == step
-        difference = f"{value:+.4f}" if same else f"{value:+.4f} (step {step})"
-    return (
-        str(run.option("sparsity", "name", "–")),
-        str(run.end),
-        _loss(smooth(loss)[0][-1]) if len(loss) else "–",
-        "–" if validation is None else _loss(validation),
-        difference,
-        *(_score(run.last(name, "validation")) for name in metrics),
-        f"{smooth(flips)[0][-1]:.2e}{plots.over(run)}" if np.any(np.isfinite(flips)) else "–",
-        "–" if rate is None else count(rate),
-        str(run.config.get("seed", "–")),
-    )
+def _compared(run: RunData, partner: RunData | None) -> str:
+    """Return the difference of the last common validation loss, with the step if earlier."""
+    if partner is None or partner is run or not (found := compared(run, partner, "loss")):
+        return "–"
+    step, value = found
+    same = run.end == partner.end == step
+    return f"{value:+.4f}" if same else f"{value:+.4f} (step {step})"
 
 
 def _write(
@@ -331,9 +275,8 @@ def _write(
     name: str | None = None,
     *,
     page: bool,
-    shown: dict[str, Figure] | None = None,
 ) -> list[Path]:
-    """Pictures, Markdown (the last of what is returned) and, of ``shown`` or all, the HTML page."""
+    """Write pictures, Markdown (returned last) and the HTML page."""
     text = "\n".join(lines).rstrip() + "\n"
     file = out / name if name else RunDirectory(out).report_file
     written = [*map(out.joinpath, figures)]
@@ -346,7 +289,7 @@ def _write(
         from sparsepretrain.reports.page import html_page
 
         written.append(file.with_suffix(".html"))
-        write_atomic(written[-1], html_page(text, shown or figures))
+        write_atomic(written[-1], html_page(text, figures))
     return [*written, file]
 
 
@@ -354,12 +297,8 @@ def _loss(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else "not finite"
 
 
-def _score(value: float | None) -> str:
-    return "–" if value is None or math.isnan(value) else f"{value:.2f}"
-
-
 def _file_name(labels: Sequence[str]) -> str:
-    """The labels where they are short; else how many runs, and digits that tell sets apart."""
+    """Return short labels joined, else the number of runs and a hash of the labels."""
     name = re.sub(r"[^\w.=+-]+", "_", "-".join(labels)).strip("-_.")
     if 0 < len(name) <= LONGEST:
         return name

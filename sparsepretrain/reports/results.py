@@ -1,4 +1,4 @@
-"""What the runs of a table came to: small plain data, from which its page can be written again."""
+"""Results of a table's runs as small plain data, from which its page can be rewritten."""
 
 from __future__ import annotations
 
@@ -22,58 +22,52 @@ from sparsepretrain.config.cells import Cell, cells, word
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.tables import Metric, Scale, Size, Stage, Table, load_table, place
 from sparsepretrain.errors import ConfigError, DataError, one_line
-from sparsepretrain.files import parse_json, require_file, write_atomic
+from sparsepretrain.files import parse_json, write_atomic
 from sparsepretrain.reports.runs import Curve, RunData, load
 from sparsepretrain.runs.directory import RunDirectory
 
 CURVES = {"loss": "validation", "flip_rate": None}
-"""Key -> split of the lines."""
+"""Key of a stored curve -> split."""
 
 SHARED = {
     "initial_weights": ("model", "init"),
     "data_order": ("data", "task", "batch"),
     "evaluation": ("data", "task", "batch", "eval"),
 }
-"""Hash of a run -> parts of the configuration that it follows from, beside the seed."""
+"""Hash of a run -> configuration groups that determine the hash, with the seed."""
 
-
-LARGEST = 1 << 28
-"""Bytes of a record of a table, unpacked; those in the repository have less than a megabyte."""
+FAILURE = "exit code {exit_code}: {error}"
 
 
 @dataclass(slots=True, kw_only=True)
 class CellResult:
-    """One run of a table."""
+    """Result of one run."""
 
     row: str
     column: str = ""
     seed: int
     state: Literal["finished", "partial", "failed", "missing"]
     reason: str = ""
-    """Why it is not finished."""
     step: int = 0
     steps: int = 0
-    """Of the whole run."""
     tokens: float = 0.0
-    """Or what else its task counts."""
+    """Tokens, or other units of the task."""
     seconds: float = 0.0
     date: str = ""
-    """Of the last line of its record."""
     metrics: dict[str, float | None] = field(default_factory=dict)
-    """Of finished runs; null: not finite."""
+    """Metrics of finished runs; null: not finite."""
     missing: dict[str, str] = field(default_factory=dict)
-    """Metric -> why a finished run has no number."""
+    """Metric -> reason why a finished run has no number."""
     curves: dict[str, Curve] = field(default_factory=dict)
     flip_interval: int = 1
-    """Steps between the two masks of a flip rate."""
+    """Steps between two compared masks."""
     hashes: dict[str, str | None] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
-    """Name of a hash -> digest of the settings that it follows from."""
+    """Name of a hash -> digest of the settings that determine the hash."""
     command: str = ""
-    """That trains it in ``runs``, wherever it was trained."""
+    """Command that trains it, with ``runs`` as directory."""
     commit: str = ""
     config: str = ""
-    """Hash of the configuration."""
     hardware: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -85,20 +79,20 @@ class CellResult:
 
 @dataclass(slots=True, kw_only=True)
 class TableResults:
-    """All runs of a table at one scale."""
+    """Results of all runs of a table at one scale."""
 
     name: str
     scale: Scale | None = None
-    """null: it has no runs of its own."""
+    """null: the table has no runs of its own."""
     seeds: list[int] = field(default_factory=list)
     unit: str = "tokens"
     overrides: list[str] = field(default_factory=list)
-    """Of all cells, beyond what the table says."""
+    """Overrides of all cells in addition to the table."""
     cells: list[CellResult] = field(default_factory=list)
     parts: list[TableResults] = field(default_factory=list)
 
     def values(self, metric: str) -> dict[str, dict[int, float]]:
-        """Cell -> seed -> finite number of a finished run."""
+        """Return cell -> seed -> finite number of a finished run."""
         found: dict[str, dict[int, float]] = {}
         for cell in self.cells:
             value = cell.metrics.get(metric)
@@ -107,7 +101,7 @@ class TableResults:
         return found
 
     def gaps(self, metric: str) -> dict[str, str]:
-        """Cell -> seeds without a number, and why; "all": of all runs, where it is one."""
+        """Return cell -> seeds without a number and the reason; "all": one reason for all runs."""
         found: dict[str, dict[str, list[int]]] = {}
         for cell in self.cells:
             if cell.metrics.get(metric) is None:
@@ -118,12 +112,15 @@ class TableResults:
         if len(whys) == 1 and all(cell.metrics.get(metric) is None for cell in self.cells):
             return {"all": whys.pop()}
         return {
-            at: ", ".join(f"{_seeds(seeds)} {why}" for why, seeds in reasons.items())
+            at: ", ".join(
+                f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))} {why}"
+                for why, seeds in reasons.items()
+            )
             for at, reasons in found.items()
         }
 
     def all(self) -> Iterator[TableResults]:
-        """Itself, or its parts and theirs."""
+        """Yield itself, or its parts recursively."""
         if not self.parts:
             yield self
         for part in self.parts:
@@ -138,19 +135,12 @@ def collect(
     overrides: Sequence[str] = (),
     config_dirs: Sequence[Path] = (),
 ) -> TableResults:
-    """Read the runs of a table; those that failed or are not there are kept as such.
+    """Read the runs of a table, failed and missing runs included, except seeds without any run.
 
-    Seeds that no cell has begun are left out.
-
-    Args:
-        name: of the table.
-        scale: None: nano where the table has it, else paper.
-        seeds: so many; None: as many as the scale says.
-        overrides: the ones that ``sparsepretrain reproduce`` was given, as ``runs_dir=``.
-        config_dirs: see :func:`tables.load_table`.
+    The arguments are those of :func:`cells.cells`; ``scale`` None: nano if the table has it.
 
     Raises:
-        ConfigError: no such table or scale, or a mistake in a cell.
+        ConfigError: unknown table or scale, or a mistake in a cell.
     """
     table = load_table(name, config_dirs)
     kept = [given for given in overrides if not given.startswith("runs_dir=")]
@@ -173,12 +163,12 @@ def collect(
 
 def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunData | None]:
     run = cell.run
-    if not run.steps:  # epochs decide: they are known with the data
+    if not run.steps:  # epochs decide; counting steps needs the data
         from sparsepretrain.training.schedules import settle
 
         run = settle(run)
     directory, plain = RunDirectory.of(run), run.plain
-    # a reader of the page has no runs where its writer kept them
+    # readers of the page have no runs in the author's directory
     home = word("runs_dir", f"runs/{Path(run.runs_dir).name}")
     words = [home if given.startswith("runs_dir=") else given for given in cell.words]
     result = CellResult(
@@ -204,7 +194,7 @@ def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunDat
         for name, metric in table.metrics.items():
             _measure(result, name, metric, data, table.scales[scale])
     elif failure := directory.failures().get("train"):
-        result.state, result.reason = "failed", _failure(failure)
+        result.state, result.reason = "failed", FAILURE.format(**failure)
     return result, data
 
 
@@ -230,7 +220,7 @@ def _fill(result: CellResult, data: RunData, *, evaluated: bool) -> None:
 
 
 def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size: Size) -> None:
-    """The number of training, or the mean over the stages that the metric is of."""
+    """Store a metric of training, or its mean over stages."""
     directory, values = RunDirectory(data.path), []
     stages: list[Stage | None] = [None]
     if metric.stage is not None:
@@ -254,7 +244,7 @@ def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size:
                     value = measured(metric, run, total)
         if value is None:
             failure = directory.failures().get(stage.name) if stage is not None else None
-            why = f"failed: {_failure(failure)}" if failure else "has no such number"
+            why = f"failed: {FAILURE.format(**failure)}" if failure else "has no such number"
             result.missing[name] = why if stage is None else f"{stage.name} {why}"
             return
         values.append(value)
@@ -267,12 +257,8 @@ def _measure(result: CellResult, name: str, metric: Metric, data: RunData, size:
         result.missing[name] = f"{metric.label} is not finite"
 
 
-def _failure(noted: dict[str, Any]) -> str:
-    return f"exit code {noted.get('exit_code')}: {noted.get('error')}"
-
-
 def measured(metric: Metric, run: RunData, total: int) -> float | None:
-    """The number of a run of ``total`` steps; None: it was not recorded; NaN: not finite."""
+    """Return a metric of a run of ``total`` steps; None if not recorded, NaN if not finite."""
     steps, values = run.series(metric.key, metric.split)
 
     def mean(part: tuple[float, float]) -> float:
@@ -287,43 +273,31 @@ def measured(metric: Metric, run: RunData, total: int) -> float | None:
 
 
 def write_record(results: TableResults, file: Path) -> None:
-    """Write results compressed: the same bytes for the same results.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write results compressed; equal results give equal bytes."""
     text = json.dumps(_sparse(dataclasses.asdict(results)), ensure_ascii=False, sort_keys=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, gzip.compress(text.encode(), compresslevel=9, mtime=0))
 
 
 def read_record(file: Path) -> TableResults:
-    """Read what :func:`write_record` wrote.
+    """Read a file of :func:`write_record`.
 
     Raises:
-        DataError: it is not there or not such a file.
+        DataError: a missing or damaged file.
     """
     try:
-        require_file(file)
-        with gzip.open(file) as stream:
-            text = stream.read(LARGEST + 1)
-        if len(text) > LARGEST:
-            raise ValueError(f"more than {LARGEST >> 20} MiB")
+        text = gzip.decompress(file.read_bytes())
         return strict.build(TableResults, parse_json(text, dict))
     except (OSError, EOFError, ValueError, ConfigError) as error:
-        raise DataError(f"{file} is no record of a table: {one_line(error)}") from error
+        raise DataError(f"{file} is not a record of a table: {one_line(error)}") from error
 
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _seeds(seeds: Sequence[int]) -> str:
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
-
-
 def _sparse(value: Any) -> Any:
-    """Without what is empty, which is what a missing key means."""
+    """Drop empty values; a missing key means empty."""
     if isinstance(value, dict):
         empty: tuple[Any, ...] = ("", [], {})
         return {k: _sparse(v) for k, v in value.items() if v not in empty}

@@ -1,7 +1,7 @@
-"""The page of a table: published beside measured, verdicts, checks and figures.
+"""Page of a table: published and measured numbers, verdicts, checks and figures.
 
-A pure function of the table's file, the published numbers and the results: no clock, no paths of
-this machine, so that a committed record gives the same bytes again.
+A page is a pure function of table file, published numbers and results, without clock and local
+paths: a committed record gives the same bytes again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,27 +24,13 @@ from sparsepretrain.tracking.console import clock, count
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SECOND_HAND = {
-    "secondary": "quoted by a third party",
-    "third_party_log": "from a log of others",
-    "third_party_reproduction": "reproduced by others",
-    "issue_thread": "from an issue thread",
-    "typed_by_user": "typed in by a reader",
-    "authors_log_derived": "computed here from the authors' logs",
-}
-"""Status of a published number -> the warning that is printed beside it."""
-
-SOURCES = {
-    "paper_explicit": "the paper says so",
-    "code_inferred": "from the authors' code",
-    "our_choice": "our choice",
-    "not_specified": "not specified",
-}
+FIRST_HAND = ("published_text", "thesis_text", "authors_repo")
+"""Statuses of published numbers without a warning."""
 
 
 @dataclass(slots=True)
 class Page:
-    """Markdown, and the figures that it shows."""
+    """Markdown page with its figures."""
 
     lines: list[str] = field(default_factory=list)
     figures: dict[str, Figure] = field(default_factory=dict)
@@ -52,19 +38,19 @@ class Page:
 
     @property
     def markdown(self) -> str:
-        """The text of the file."""
+        """Text of the file."""
         return "\n".join(self.lines).rstrip() + "\n"
 
 
 def render(results: TableResults, found: Mapping[str, Table]) -> Page:
-    """The page of a table.
+    """Return the page of a table.
 
     Args:
-        results: of its runs, or of its parts.
-        found: name -> table of it and of its parts.
+        results: results of its runs, or of its parts.
+        found: name -> table, for this table and its parts.
 
     Raises:
-        ConfigError: published numbers or claims of the table cannot be used.
+        ConfigError: published numbers or claims of the table are unusable.
     """
     page = Page()
     table = found[results.name]
@@ -86,7 +72,7 @@ def render(results: TableResults, found: Mapping[str, Table]) -> Page:
 
 
 def judged(results: TableResults, table: Table) -> list[tuple[tables.Claim, Ruling]]:
-    """The claims of a table that has runs of its own, with what they came to."""
+    """Return claims and rulings of a table with runs of its own."""
     found = []
     for claim in table.claims:
         key = claim.metric or next(iter(table.metrics))
@@ -101,13 +87,18 @@ def _section(page: Page, results: TableResults, table: Table, mark: str) -> None
     scale = results.scale
     if scale is None:
         page.lines += [
-            "Scripts of a checkout measure this table, on a GPU:",
+            "Measured by scripts of a checkout, on a GPU:",
             *("", "```sh", *table.bench, "```", ""),
         ]
         if table.published:
             page.lines += [f"{mark} Published", "", *_only_published(table), ""]
-        page.lines += _notes(table, mark)
-        return
+    else:
+        _measured(page, results, table, mark)
+    if notes := [*table.notes, *(p.note for p in table.published if p.note)]:
+        page.lines += [f"{mark} Limits", "", *(f"- {note}" for note in notes), ""]
+
+
+def _measured(page: Page, results: TableResults, table: Table, mark: str) -> None:
     rulings = judged(results, table)
     if rulings:
         page.lines += [f"{mark} Verdicts", "", *_verdicts(rulings), ""]
@@ -118,18 +109,11 @@ def _section(page: Page, results: TableResults, table: Table, mark: str) -> None
         page.lines += [f"{mark} {_capital(metric.label)}", "", *_numbers(results, table, key), ""]
     power = [line for key in table.metrics if (line := _power(results, table, key, rulings))]
     if power:
-        page.lines += [f"{mark} What these seeds could have seen", "", *power, ""]
-    page.lines += [f"{mark} Equal beginnings", "", *_equal_beginnings(results, table), ""]
+        page.lines += [f"{mark} Detectable differences", "", *power, ""]
+    page.lines += [f"{mark} Pairing", "", *_pairing(results), ""]
     if table.settings:
-        page.lines += [f"{mark} Where the settings come from", "", *_settings(table), ""]
+        page.lines += [f"{mark} Settings", "", *_settings(table), ""]
     page.lines += [f"{mark} Runs", "", *_runs(results), ""]
-    page.lines += _notes(table, mark)
-
-
-def _notes(table: Table, mark: str) -> list[str]:
-    notes = [*table.notes, *(p.note for p in table.published if p.note)]
-    lines = [f"{mark} What this cannot say", "", *(f"- {note}" for note in notes), ""]
-    return lines if notes else []
 
 
 def _head(results: TableResults, table: Table) -> list[str]:
@@ -164,7 +148,7 @@ def _verdicts(rulings: Sequence[tuple[tables.Claim, Ruling]]) -> list[str]:
 
 
 def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
-    """One row per cell: published, measured, minus the baseline."""
+    """Return a row per cell: published, measured, minus the baseline."""
     metric, scale = table.metrics[key], results.scale
     assert scale is not None
     values, digits = results.values(key), metric.digits
@@ -182,9 +166,9 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
         own = Difference(at, list(values.get(at, {}).values()))
         line = [row, *([column] if table.columns else [])]
         if sources:
-            said = [_published(s, metric, row, column, own, scale) for s in sources]
-            line.append("; ".join(filter(None, said)) or "–")
-            empty |= not any(said)
+            texts = [_published(s, metric, row, column, own, scale) for s in sources]
+            line.append("; ".join(filter(None, texts)) or "–")
+            empty |= not any(texts)
         total = sum(cell.place == at for cell in results.cells)
         line += [_mean(own, digits) if own.n else f"not run: {why}" if why else "–"]
         line += [f"{own.n} of {total}" if total else "0"]
@@ -224,7 +208,7 @@ def _published(
 
 
 def _only_published(table: Table) -> list[str]:
-    """The printed numbers of a table that has no runs."""
+    """Return the published numbers of a table without runs."""
     rows = [
         (place(row, column), source.metric, _value(found))
         for source in table.published
@@ -237,23 +221,23 @@ def _only_published(table: Table) -> list[str]:
 
 
 def _value(found: Mapping[str, Any]) -> str:
-    """A published number, marked where it is second-hand."""
+    """Return a published number, marked if second-hand."""
     value = found["value"]
     text = f"{value:g}" if isinstance(value, int | float) else str(value)
-    return f"{text} ⚠" if found["status"] in SECOND_HAND else text
+    return text if found["status"] in FIRST_HAND else f"{text} ⚠"
 
 
 def _sources(sources: Sequence[Published], *, empty: bool) -> list[str]:
     lines = []
     for source in sources:
         entry = published()[source.paper, source.table]
-        warning = SECOND_HAND.get(entry["status"])
         text = f"- Published: {source.paper}, {source.table}: {entry.get('source', '')}"
-        text += f"; ⚠ {warning}" if warning else ""
-        text += f"; differences below {source.margin:g} mean nothing" if source.margin else ""
+        if entry["status"] not in FIRST_HAND:
+            text += f"; ⚠ {entry['status'].replace('_', ' ')}"
+        text += f"; differences below {source.margin:g} are insignificant" if source.margin else ""
         lines.append(f"{text}. {entry.get('note') or ''}".rstrip())
     if empty:
-        lines.append("- An empty cell was not found in any source that could be read.")
+        lines.append("- An empty cell was not found in any readable source.")
     return lines
 
 
@@ -265,7 +249,7 @@ def _mean(d: Difference, digits: int, sign: str = "") -> str:
     scale = abs(d.mean) if math.isnan(half) else half
     lost = any(value and not float(f"{value:.{digits}f}") for value in (d.mean, half))
     if lost and scale:
-        digits = 1 - math.floor(math.log10(scale))  # two of them are significant
+        digits = 1 - math.floor(math.log10(scale))  # two significant digits
     text = "" if math.isnan(low) else f" ± {half:.{digits}f}"
     return f"{d.mean:{sign}.{digits}f}{text}"
 
@@ -276,7 +260,7 @@ def _power(
     key: str,
     rulings: Sequence[tuple[tables.Claim, Ruling]],
 ) -> str:
-    """The smallest differences that the seeds would have shown."""
+    """Return the range of smallest detectable differences."""
     values, first = results.values(key), next(iter(table.metrics))
     if not values:
         return ""
@@ -295,68 +279,53 @@ def _power(
     known.sort(key=lambda pair: pair[0])
     label = _capital(table.metrics[key].label)
     if not known:
-        return f"- {label}: no spread is known, so nothing is."
+        return f"- {label}: unknown without a spread over seeds."
     n = max(d.n for d in differences)
-    few = "" if n >= claims.SEEDS else f" {n} seeds decide nothing; with {claims.SEEDS}:"
+    few = "" if n >= claims.SEEDS else f" {n} seeds are too few; with {claims.SEEDS}:"
     (least, a), (most, b) = known[0], known[-1]
     span = f"{least:.2g} ({a.label})" + (f" to {most:.2g} ({b.label})" if b is not a else "")
     return f"- {label}:{few} {span}, at p < {claims.ALPHA:g} with power {claims.POWER:.0%}."
 
 
-def _equal_beginnings(results: TableResults, table: Table) -> list[str]:
-    """Whether runs of a seed have the weights, data and evaluation in common that they should."""
-    lines = []
+def _pairing(results: TableResults) -> list[str]:
+    """Check that runs of a seed share initial weights, data order and evaluation."""
+    lines, equal = [], []
     for name in SHARED:
-        groups: dict[tuple[int, str], dict[str, list[CellResult]]] = {}
+        groups: dict[tuple[int, str], dict[str, list[str]]] = {}
         unknown = 0
         for cell in results.cells:
-            mark = cell.hashes.get(name)
-            if mark:
-                alike = groups.setdefault((cell.seed, cell.settings.get(name, "")), {})
-                alike.setdefault(mark, []).append(cell)
+            if mark := cell.hashes.get(name):
+                places = groups.setdefault((cell.seed, cell.settings.get(name, "")), {})
+                places.setdefault(mark, []).append(cell.place)
             elif cell.state != "missing":
                 unknown += 1
         label = _capital(name.replace("_", " "))
-        unequal = [(seed, marks) for (seed, _), marks in groups.items() if len(marks) > 1]
+        unequal = [
+            f"seed {seed}: {' ≠ '.join(', '.join(places) for places in marks.values())}"
+            for (seed, _), marks in groups.items()
+            if len(marks) > 1
+        ]
         if unequal:
-            told = [
-                f"seed {seed}: " + " ≠ ".join(", ".join(c.place for c in cs) for cs in m.values())
-                for seed, m in unequal
-            ]
-            lines.append(f"- {label}: **not equal**, so not paired: {'; '.join(told)}.")
+            lines.append(f"- {label}: **not equal**, so not paired: {'; '.join(unequal)}.")
         elif groups:
-            sizes = [len(cells) for marks in groups.values() for cells in marks.values()]
-            lines.append(
-                f"- {label}: equal in every group of runs that must share them "
-                f"({sum(sizes)} runs, up to {max(sizes)} of one seed)."
-            )
-        if groups and (others := _with_other_settings(results, table, name)):
-            parts = " or ".join(SHARED[name])
-            lines.append(f"  Another {parts} than {table.baseline}: {', '.join(others)}.")
+            equal.append(name.replace("_", " "))
         if unknown:
             lines.append(f"- {label}: not recorded by {unknown} runs.")
+    if equal:
+        lines.insert(0, f"- Equal within each seed and setting: {', '.join(equal)}.")
     return lines or ["Nothing was run."]
-
-
-def _with_other_settings(results: TableResults, table: Table, name: str) -> list[str]:
-    by_place = {cell.place: cell for cell in results.cells}
-    found = []
-    for cell in by_place.values():
-        base = by_place.get(place(table.baseline or "", cell.column))
-        if base is not None and cell.settings.get(name) != base.settings.get(name):
-            found.append(cell.place)
-    return found
 
 
 def _settings(table: Table) -> list[str]:
     rows = [
-        (f"`{key}`", str(s.value), SOURCES[s.source], s.where) for key, s in table.settings.items()
+        (f"`{key}`", str(s.value), s.source.replace("_", " "), s.where)
+        for key, s in table.settings.items()
     ]
     return markdown_table(("setting", "value", "source", "where"), rows)
 
 
 def _runs(results: TableResults) -> list[str]:
-    """What each cell was: its cost, where it ran, how to run it again."""
+    """Return cost, hardware, commit and command of each cell."""
     by_place: dict[str, list[CellResult]] = {}
     for cell in results.cells:
         by_place.setdefault(cell.place, []).append(cell)
@@ -371,9 +340,9 @@ def _runs(results: TableResults) -> list[str]:
                 ", ".join(f"{n} {state}" for state, n in states.items()),
                 count(max(c.tokens for c in done)) if done else "–",
                 clock(statistics.median(c.seconds for c in done)) if done else "–",
-                _all(f"`{c.config}`" for c in cells),
-                _all(f"`{c.commit[:12]}`" for c in ran if c.commit),
-                _all(c.hardware for c in ran if c.hardware),
+                ", ".join(dict.fromkeys(f"`{c.config}`" for c in cells)),
+                ", ".join(dict.fromkeys(f"`{c.commit[:12]}`" for c in ran if c.commit)) or "–",
+                ", ".join(dict.fromkeys(c.hardware for c in ran if c.hardware)) or "–",
             )
         )
         commands.append(cells[0].command)
@@ -382,19 +351,15 @@ def _runs(results: TableResults) -> list[str]:
     lines = markdown_table(header, rows)
     if results.overrides:
         changed = ", ".join(f"`{word}`" for word in results.overrides)
-        lines += ["", f"Deviating from the table in all runs: {changed}."]
+        lines += ["", f"Overrides of all runs: {changed}."]
     lines += ["", f"Libraries: {', '.join(sorted(packages))}."] if packages else []
-    return [*lines, "", "Commands, of the first seed:", "", "```sh", *commands, "```"]
+    return [*lines, "", "Commands of the first seed:", "", "```sh", *commands, "```"]
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table in Markdown, as lines."""
+    """Return a Markdown table as lines."""
     body = [header, ["---"] * len(header), *rows]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body]
-
-
-def _all(texts: Iterator[str]) -> str:
-    return ", ".join(dict.fromkeys(texts)) or "–"
 
 
 def _capital(text: str) -> str:

@@ -1,1 +1,1 @@
-"""Several runs, one table: the engine, and the search of a decay factor."""
+"""Studies: several runs as one table."""

@@ -1,4 +1,4 @@
-"""The child process of a cell, forked from a server that has imported what all of them need."""
+"""Child process of a cell, forked from a server with the common imports."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sparsepretrain.errors import INTERRUPTED, SparsePretrainError
 from sparsepretrain.tracking.console import Console
 
 LOST = 255
-"""Exit code of a child whose fork server was killed: what became of it is not known."""
+"""Exit code of a child whose fork server was killed; its state is unknown."""
 
-# Importing torch and transformers takes 5 to 8 s, which a fork server pays once. It may be forked:
-# the imports start no thread and do not initialise CUDA (tests/studies/test_engine.py).
+# Importing torch and transformers takes 5 to 8 s; a fork server pays once. Forking is safe: the
+# imports start no thread and do not initialize CUDA (tests/studies/test_engine.py).
 _processes = multiprocessing.get_context("forkserver")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -33,21 +33,20 @@ def start_child(
     jobs: int,
     environment: dict[str, str],
 ) -> ForkServerProcess:
-    """Call ``work`` in a child process, whose exit code is what it returns.
+    """Call picklable ``work`` in a child process; its result is the exit code.
 
     Args:
-        work: can be pickled.
-        family: of the model, whose module of transformers the fork server imports.
-        command: words after ``sparsepretrain`` that do the same; empty: those of this process.
-        log: file to which it prints.
-        jobs: children that divide the threads of the CPU.
-        environment: its variables, all of them.
+        family: model family; the fork server imports its module of transformers.
+        command: equivalent words after ``sparsepretrain``; empty: the words of this process.
+        log: file for the output.
+        jobs: number of children that divide the threads of the CPU.
+        environment: all environment variables of the child.
     """
-    resource_tracker.ensure_running()  # which unblocks signals on its way
-    library = f"transformers.models.{family}.modeling_{family}"  # passed over if there is none
+    resource_tracker.ensure_running()  # first: starting it unblocks signals
+    library = f"transformers.models.{family}.modeling_{family}"  # skipped if missing
     modules = ["sparsepretrain.training.trainer", "numba", "omegaconf", library]
     forkserver.set_forkserver_preload(modules)
-    # the server must outlive a signal to the whole process group, and its children their start
+    # server and starting children must survive a signal to the process group
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         forkserver.ensure_running()
@@ -66,7 +65,7 @@ def _work(
     environment: dict[str, str],
 ) -> None:
     """Body of a child process."""
-    os.setpgid(0, 0)  # signals of the terminal come through the parent, once
+    os.setpgid(0, 0)  # the parent forwards signals of the terminal, once
     os.environ.clear()
     os.environ.update(environment)
     output = open(log, "a", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -93,7 +92,7 @@ def _work(
 
 
 def _end_with_parent() -> None:
-    """Save and end when the parent was killed."""
+    """Save and end if the parent is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

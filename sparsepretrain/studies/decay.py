@@ -1,4 +1,4 @@
-"""The decay factor λ of masked decay, found on the learning-rate warm-up alone.
+"""Search for the decay factor λ of masked decay, on the learning-rate warm-up alone.
 
 The flip rate of a sparse run over that of a dense one, μ = r_λ / r_dense at the end of warm-up,
 falls as λ grows; a λ with μ in [0.60, 0.95] is accepted (arXiv:2404.01847 section 4). A search is
@@ -25,30 +25,30 @@ from sparsepretrain.studies.engine import Cell, CellError, Study
 from sparsepretrain.tracking.console import Console, significant
 
 GRID = (6.0e-6, 1.0e-3)
-"""Between the smallest and the largest published λ (BERT and DeiT-base)."""
+"""Smallest and largest published λ (BERT and DeiT-base)."""
 
 POINTS = 5
-"""Grid points by default: a factor of 3.6 apart."""
+"""Default number of grid points, a factor of 3.6 apart."""
 
 INTERVAL = (0.60, 0.95)
 """Feasible μ (arXiv:2404.01847 section 4)."""
 
 LAST = 3
-"""Comparisons of masks that a flip rate is averaged over, or the last tenth if that is more."""
+"""Mask comparisons that a flip rate is averaged over, or the last tenth if larger."""
 
 DEFAULT = "sparsity=tsrste"
-"""The method where neither an override nor an experiment chooses one."""
+"""Method if neither an override nor an experiment chooses one."""
 
 RESULT = "tune.json"
-"""Everything that a search found, in its directory."""
+"""File of the results in the directory of a search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What to search: a run whose method has a ``decay``, over its first ``steps`` steps.
+    """Search over λ for a run whose method has a ``decay``.
 
     Raises:
-        ConfigError: the method has no λ or no known mask rule, or nothing can be compared.
+        ConfigError: the method has no λ or no known mask rule, or no masks are compared.
     """
 
     run: Run
@@ -57,25 +57,19 @@ class Search:
     interval: tuple[float, float]
     """Feasible μ."""
     steps: int
-    """Length of a segment; the learning rates are those of the whole run."""
+    """Length of a segment; learning rates are those of the whole run."""
 
     def __post_init__(self) -> None:
         run, name = self.run, self.run.sparsity.name
         if not hasattr(run.sparsity, "decay"):
             raise ConfigError(f"sparsity={name} has no decay to tune: choose tsrste or srste")
         if run.resume not in ("auto", "never"):
-            raise ConfigError(
-                f"resume={run.resume} continues one run; a search takes auto or never"
-            )
-        if not self.steps:
-            raise ConfigError("schedule.warmup=0 leaves no segment to compare: give --steps")
-        if self.steps > run.steps:
-            raise ConfigError(f"--steps {self.steps} is more than the run has (steps={run.steps})")
+            raise ConfigError(f"resume={run.resume} is for one run; a search takes auto or never")
+        if not 0 < self.steps <= run.steps:
+            raise ConfigError(f"--steps must be from 1 to steps={run.steps}, got {self.steps}")
         method = self._method()
         if flip_rule(method) is None:
-            raise ConfigError(
-                f"sparsity={name} chooses masks by a rule of its own, which a dense run cannot log"
-            )
+            raise ConfigError(f"sparsity={name} has its own mask rule, unknown to a dense run")
         start, stop = method.window
         if not start < self.steps <= stop:
             raise ConfigError(
@@ -90,12 +84,12 @@ class Search:
 
     @property
     def refresh(self) -> int:
-        """Optimiser steps between two comparisons of masks."""
+        """Optimizer steps between two mask comparisons."""
         return int(getattr(self.run.sparsity, "refresh", 1))
 
     @property
     def comparisons(self) -> int:
-        """Comparisons of masks in a segment."""
+        """Number of mask comparisons in a segment."""
         method, count = self._method(), 0
         for step in range(1, self.steps + 1):
             method.set_step(step)
@@ -103,19 +97,8 @@ class Search:
         return count
 
     @property
-    def doubt(self) -> str:
-        """Why μ will be noisy, or nothing."""
-        if (few := self.comparisons) >= LAST:
-            return ""
-        rests = "a single comparison" if few == 1 else f"{few} comparisons"
-        return (
-            f"μ rests on {rests} of masks in {self.steps} steps: lower sparsity.refresh "
-            f"({self.refresh}) or give more --steps for a firmer one"
-        )
-
-    @property
     def out(self) -> Path:
-        """Where results are written by default: the same for the same search."""
+        """Default directory of the results, equal for equal searches."""
         plain = self._segment(self.run.plain["sparsity"])
         del plain["sparsity"]["decay"]
         directory = freeze.run_directory(plain)
@@ -127,14 +110,14 @@ class Search:
         return [self.reference(), *map(self.sparse, self.grid)]
 
     def reference(self) -> Cell:
-        """The dense run: same data, same initial weights, flips of the same masks."""
+        """Return the dense run: equal data, initial weights and mask rule."""
         sparsity = self.run.plain["sparsity"]
         chosen = {key: sparsity[key] for key in ("n", "m", "targets", "window")}
         chosen |= {"name": "dense", "flip_rule": flip_rule(self._method()), "refresh": self.refresh}
         return self._cell("dense", chosen)
 
     def sparse(self, decay: float) -> Cell:
-        """The run with λ = ``decay``."""
+        """Return the run with λ = ``decay``."""
         return self._cell(f"λ = {decay:.3g}", self.run.plain["sparsity"] | {"decay": decay})
 
     def _method(self) -> Method:
@@ -145,7 +128,7 @@ class Search:
         return Cell(label, validate(self._segment(sparsity)), self.steps)
 
     def _segment(self, sparsity: dict[str, Any]) -> dict[str, Any]:
-        """The run under its own name, with every flip recorded and nothing that costs time."""
+        """Return the configuration of a segment: every flip recorded, no evaluation."""
         plain = self.run.plain | {"sparsity": sparsity}
         plain["name"] = f"tune_{plain['name']}"
         plain["eval"]["batches"] = 0
@@ -155,20 +138,20 @@ class Search:
 
 
 def with_default(overrides: Sequence[str]) -> list[str]:
-    """``overrides``, with T-SR-STE where they choose neither a method nor an experiment."""
+    """Add T-SR-STE to ``overrides`` without a method or an experiment."""
     chosen = any(key_of(word) in ("sparsity", "experiment") for word in overrides)
     return [*overrides] if chosen else [DEFAULT, *overrides]
 
 
 def key_of(override: str) -> str:
-    """The key of ``key=value``."""
+    """Return the key of ``key=value``."""
     return override.partition("=")[0].strip().lstrip("+")
 
 
 def log_grid(low: float, high: float, points: int) -> tuple[float, ...]:
-    """``points`` values from ``low`` to ``high``, evenly spaced in the logarithm."""
+    """Return ``points`` values from ``low`` to ``high``, even in the logarithm, with 3 digits."""
     ratio = (high / low) ** (1 / (points - 1))
-    return tuple(dict.fromkeys(_rounded(low * ratio**i) for i in range(points)))
+    return tuple(dict.fromkeys(float(f"{low * ratio**i:.3g}") for i in range(points)))
 
 
 def tune_decay(
@@ -181,29 +164,30 @@ def tune_decay(
     """Run (or continue) the runs of a search, print the table and write ``tune.json``.
 
     Args:
-        search: what to search.
+        search: runs to compare.
         out: directory of the results.
-        overrides, config_dirs: as typed, for the command that trains with the result.
-        console: shows the runs and the table.
+        overrides, config_dirs: words of the command that trains with the result.
 
     Returns:
-        the contents of ``tune.json``: ``chosen`` is λ or None, ``message`` the command to train
-        with it, or why there is none.
+        Contents of ``tune.json``; ``chosen`` is λ or None, ``message`` the command or the reason.
 
     Raises:
-        Stopped: by a signal; the same call goes on where it stopped.
-        CellError: the dense run failed, or all others did.
+        Stopped: on a signal; the same call continues.
+        CellError: the dense run or all other runs failed.
         ConfigError: ``out`` is not writable, or no mask flips in the dense run.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make {out} ({error.strerror}): set --out DIR") from error
-    if search.doubt:
-        console.warn(search.doubt)
+    if (few := search.comparisons) < LAST:
+        console.warn(
+            f"μ is noisy: {few} mask comparisons in {search.steps} steps; lower sparsity.refresh "
+            f"({search.refresh}) or give more --steps"
+        )
     dense, *cells = search.cells
     with Study("decay search", console) as study:
-        study.run([dense])  # alone: without flips of its masks no other run tells anything
+        study.run([dense])  # alone: no ratio exists if its masks do not flip
         reference = _measure(search, dense)
         if not reference["flip_rate"]:
             raise ConfigError(
@@ -251,9 +235,9 @@ def tune_decay(
 
 
 def choose(ratios: dict[float, float], interval: tuple[float, float]) -> float | None:
-    """The λ whose μ is nearest to the middle of the interval: the largest margin on both sides.
+    """Return the λ whose μ is nearest to the middle of the interval, or None if none is inside.
 
-    Of equals the smaller λ, which disturbs training less; None when no μ is inside.
+    Of equally near λ the smaller one is taken, which disturbs training less.
     """
     middle = sum(interval) / 2
     feasible = [decay for decay, mu in ratios.items() if verdict(mu, interval) == "feasible"]
@@ -261,7 +245,7 @@ def choose(ratios: dict[float, float], interval: tuple[float, float]) -> float |
 
 
 def verdict(mu: float, interval: tuple[float, float]) -> str:
-    """What μ says about its λ."""
+    """Classify the λ of a ratio μ."""
     low, high = interval
     if mu > high:
         return "too small"
@@ -271,14 +255,9 @@ def verdict(mu: float, interval: tuple[float, float]) -> str:
 def why_none(
     ratios: dict[float, float], interval: tuple[float, float], failed: Sequence[float] = ()
 ) -> str:
-    """One line: why no λ was chosen, and what to change.
-
-    A run that failed above all others was too strong: training diverges there.
-    """
+    """Return why no λ was chosen, and the grid to try; a run that diverged was too strong."""
     low, high = interval
     missed = f"no λ from {min(ratios):.3g} to {max(ratios):.3g} has μ in [{low:g}, {high:g}]"
-    if set(ratios.values()) == {1.0}:
-        return f"{missed}: all flip exactly like the dense run; is the method dense in these steps?"
     weak = [decay for decay, mu in ratios.items() if mu > high]
     strong = [decay for decay, mu in ratios.items() if mu < low]
     strong += [decay for decay in failed if decay > max(ratios)]
@@ -290,7 +269,7 @@ def why_none(
 
 
 def _measure(search: Search, cell: Cell) -> dict[str, Any]:
-    """Return means over the last comparisons of masks, and over the last tenth of the steps."""
+    """Return means over the last mask comparisons and over the last tenth of the steps."""
     if cell.state == "failed":
         raise CellError(cell)
     lines = [line for line in cell.directory.record() if line["step"] <= search.steps]
@@ -310,24 +289,18 @@ def _measure(search: Search, cell: Cell) -> dict[str, Any]:
 
 def _show(search: Search, result: dict[str, Any], console: Console) -> None:
     dense = result["dense"]
-    shown = [("dense", f"{dense['flip_rate']:.3e}", "1", "reference", significant(dense["loss"]))]
+    rows = [("dense", f"{dense['flip_rate']:.3e}", "1", "reference", significant(dense["loss"]))]
     for run in result["runs"]:
-        says = "chosen" if run["decay"] == result["chosen"] else run["verdict"]
-        numbers = f"{run['flip_rate']:.3e}", f"{run['mu']:.3f}", says, significant(run["loss"])
-        shown.append((f"{run['decay']:.3g}", *numbers))
-    shown += [(f"{run['decay']:.3g}", "–", "–", "failed", "–") for run in result["failed"]]
-    console.table("decay search", shown, header=("λ", "flip rate", "μ", "λ is", "train loss"))
+        state = "chosen" if run["decay"] == result["chosen"] else run["verdict"]
+        numbers = f"{run['flip_rate']:.3e}", f"{run['mu']:.3f}", state, significant(run["loss"])
+        rows.append((f"{run['decay']:.3g}", *numbers))
+    rows += [(f"{run['decay']:.3g}", "–", "–", "failed", "–") for run in result["failed"]]
+    console.table("decay search", rows, header=("λ", "flip rate", "μ", "λ is", "train loss"))
     low, high = search.interval
     console.info(
         f"{result['method']}, first {search.steps} of {search.run.steps} steps; flip rates are "
-        f"means of the last {dense['compared']} comparisons of masks; feasible μ: {low:g} to "
-        f"{high:g}"
+        f"means of the last {dense['compared']} mask comparisons; feasible μ: {low:g} to {high:g}"
     )
-
-
-def _rounded(decay: float) -> float:
-    """Three digits: a λ that can be typed."""
-    return float(f"{decay:.3g}")
 
 
 def flip_rule(method: Method) -> str | None:

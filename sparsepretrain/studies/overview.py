@@ -1,10 +1,9 @@
-"""What tables there are, and what running them would cost; nothing here runs anything."""
+"""List tables and estimate costs without running anything."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from sparsepretrain.config.published import printed
@@ -12,27 +11,21 @@ from sparsepretrain.config.tables import Table, load_table, names, places
 from sparsepretrain.errors import ConfigError, SparsePretrainError
 from sparsepretrain.studies.engine import Cell
 from sparsepretrain.studies.reproduce import Part, to_run
-from sparsepretrain.tracking.console import Console, clock, count
+from sparsepretrain.tracking.console import Console, count
 
 
 def show_plan(
     found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path], console: Console
 ) -> None:
-    """Print the cells of tables or a sweep, what is left of each, and what they cost."""
+    """Print the cells of tables or a sweep with remaining work and costs."""
     cells = to_run(found, stop_after, config_dirs, console)
-    open_ = show_cells(" + ".join(part.name for part in found), cells, console)
-    facts = []
+    show_cells(" + ".join(part.name for part in found), cells, console)
     if following := [stage.name for part in found for stage in part.stages]:
-        facts.append(("then, of each", ", ".join(dict.fromkeys(following))))
-    if stop_after is None and (minutes := _minutes(found)) is not None:
-        time = clock(60 * minutes * open_ / len(cells))
-        facts.append(("time", f"about {time} on one core, as measured"))
-    if facts:
-        console.table("", facts)
+        console.info(f"stages after each run: {', '.join(dict.fromkeys(following))}")
 
 
-def show_cells(title: str, cells: Sequence[Cell], console: Console) -> int:
-    """Print cells, what is left of each, and what they cost; returns how many are not done."""
+def show_cells(title: str, cells: Sequence[Cell], console: Console) -> None:
+    """Print cells with their remaining work, and the total cost."""
     console.loading(title)
     from sparsepretrain.tasks import build_task
     from sparsepretrain.training.assembly import META, build_model
@@ -46,7 +39,8 @@ def show_cells(title: str, cells: Sequence[Cell], console: Console) -> int:
     ]
     header = ("run", "steps", "state", "run directory")
     console.table(f"{title} (dry run)", rows, header=header)
-    total, flops, items, unit, unknown = 0, 0.0, 0, "", ""
+    total, flops, items, unit = 0, 0.0, 0, ""
+    unknown = "" if all(cell.end for cell in cells) else "unknown: counting epochs needs the data"
     costs: dict[str, tuple[float, int]] = {}
     for cell, state in zip(cells, left, strict=True):
         done = cell.end if state == cell.goal else int(state.partition("from step ")[2] or 0)
@@ -58,61 +52,34 @@ def show_cells(title: str, cells: Sequence[Cell], console: Console) -> int:
                 task = build_task(cell.run)
                 each, _, of_step = step_cost(cell.run, task, build_model(task, META))
                 unit, costs[key] = task.unit, (each, of_step)
-            except SparsePretrainError as error:  # a model or tokenizer that is not there
-                unknown = f"not known: {error}"
+            except SparsePretrainError as error:  # a missing model or tokenizer
+                unknown = f"unknown: {error}"
         total, flops = total + steps, flops + steps * costs[key][0]
         items += steps * costs[key][1]
-        if not cell.end:
-            unknown = unknown or "not known: steps of epochs are counted on prepared data"
     run = cells[0].run
     open_ = sum(state != cell.goal for cell, state in zip(cells, left, strict=True))
     facts = [("runs", f"{open_} of {len(left)} to run or continue"), ("steps", f"{total:,}")]
     if not unknown:
         device = World.single(run.parallel.device).device
-        facts += [(unit, count(items)), ("compute", duration(run, device, flops))]
-    else:
-        facts.append(("compute", unknown))
-    console.table("", facts)
-    return open_
-
-
-def _minutes(found: Iterable[Part]) -> float | None:
-    """CPU minutes of all cells, from those that were measured for the seeds of the scale."""
-    total = 0.0
-    for part in found:
-        if part.scale is None:
-            return None
-        size = part.table.scales[part.scale]
-        if size.minutes is None:
-            return None
-        whole = size.seeds * sum(not why for *_, why in places(part.table, part.scale))
-        total += size.minutes * len(part.cells) / whole
-    return total
+        unknown = duration(run, device, flops)
+        facts.append((unit, count(items)))
+    console.table("", [*facts, ("compute", unknown)])
 
 
 def show_tables(config_dirs: Sequence[Path], console: Console) -> None:
-    """Print all tables: their cells, what is published, minutes at nano scale."""
+    """Print all tables: cells, published numbers, minutes at nano scale."""
     rows: list[tuple[str, ...]] = []
-    source = ""
-    for name in sorted(names(config_dirs), key=_natural):
+    for name in sorted(names(config_dirs)):
         try:
             table = load_table(name, config_dirs)
         except ConfigError as error:
             console.warn("; ".join(error.messages))
             continue
-        if (table.paper or "no paper") != source:
-            source = table.paper or "no paper"
-            about = f"{source}, arXiv:{table.arxiv}" if table.arxiv else source
-            rows += [("",) * 6, ("", about, *[""] * 4)]
-        rows.append((name, *_described(table)))
-    header = ("table", "title", "paper", "nano", "published", "minutes")
+        source = f"{table.paper}, arXiv:{table.arxiv}" if table.arxiv else table.paper or "–"
+        rows.append((name, *_described(table), source))
+    header = ("table", "title", "paper", "nano", "published", "minutes", "source")
     console.table("", rows, header=header, lines=False)
-    console.info("\npaper, nano: cells x seeds; minutes: of a CPU core, for nano")
-
-
-def _natural(name: str) -> list[str]:
-    """A key that puts table 2 before table 10."""
-    return [part.zfill(4) for part in re.split(r"(\d+)", name)]
+    console.info("\npaper, nano: cells x seeds; minutes: CPU core minutes at nano scale")
 
 
 def _described(table: Table) -> tuple[str, ...]:

@@ -1,7 +1,4 @@
-"""A paper's table as one command: which runs, whether they can run, what they cost; then run them.
-
-Sweeps are the same without a published table.
-"""
+"""Check and run the cells of a paper's table or of a sweep."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sparsepretrain.config.cells import Cell, cells, stage_words
 from sparsepretrain.config.compose import shell_line
@@ -25,28 +23,18 @@ from sparsepretrain.tracking.console import Console
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A table, or a sweep, with the cells of it that were asked for."""
+    """Table or sweep with its selected cells."""
 
     name: str
     table: Table
     scale: Scale | None
-    """None: a script of ``benchmarks/`` measures the table, which has no cells."""
+    """None: a sweep, or a table that a script of ``benchmarks/`` measures."""
     cells: list[Cell]
 
     @property
     def stages(self) -> list[Stage]:
-        """What follows the training of each cell."""
+        """Stages that follow the training of each cell."""
         return [] if self.scale is None else self.table.scales[self.scale].stages
-
-
-class CellsFailed(SparsePretrainError):
-    """Some cells failed, the others are finished: exit code 1."""
-
-    def __init__(self, failed: Sequence[engine.Cell], total: int) -> None:
-        shown = "; ".join(cell.label for cell in failed[:5]) + "; …" * (len(failed) > 5)
-        super().__init__(
-            f"{len(failed)} of {total} cells failed ({shown}): the same command tries them again"
-        )
 
 
 def parts(
@@ -58,51 +46,37 @@ def parts(
     overrides: Sequence[str] = (),
     config_dirs: Sequence[Path] = (),
 ) -> list[Part]:
-    """The cells of a table, or of the tables that it collects; see :func:`cells.cells`.
+    """Return the cells of a table, or of the tables that it collects; see :func:`cells.cells`.
 
     Args:
-        scale: None: nano where a table has it, else paper.
+        scale: None: nano if a table has it, else paper.
 
     Raises:
-        ConfigError: all mistakes of all cells, one line each; or ``only`` matches none.
+        ConfigError: all mistakes of all cells, one line each; or ``only`` matches no cell.
     """
     found, errors = [], []
-    collected = _collected(name, config_dirs)
-    for own, table in collected.items():
+    asked: Any = {"seeds": seeds, "only": only, "overrides": overrides, "config_dirs": config_dirs}
+    for own, table in _leaves(name, config_dirs).items():
         if table.bench:
             found.append(Part(own, table, None, []))
             continue
         chosen = scale or ("nano" if "nano" in table.scales else "paper")
         try:
-            wanted = cells(
-                own,
-                table,
-                chosen,
-                seeds=seeds,
-                only=only,
-                overrides=overrides,
-                config_dirs=config_dirs,
-            )
+            found.append(Part(own, table, chosen, cells(own, table, chosen, **asked)))
         except ConfigError as error:
             errors += [m for m in error.messages if m not in errors]
-            continue
-        found.append(Part(own, table, chosen, wanted))
-    # of several tables, a glob may name cells of one
+    # with several tables, a glob may match cells of a single one
     if errors and not (found and only != "*" and all("no cell of " in m for m in errors)):
         raise ConfigError(errors)
     return found
 
 
-def _collected(
-    name: str, config_dirs: Sequence[Path], above: tuple[str, ...] = ()
-) -> dict[str, Table]:
-    """Name -> table of ``name``, or of its parts and theirs."""
-    if name in above:
-        raise ConfigError(f"table {name} is a part of itself: {' > '.join([*above, name])}")
+def _leaves(name: str, config_dirs: Sequence[Path]) -> dict[str, Table]:
+    """Return name -> table of ``name``, or of its parts recursively."""
     table = load_table(name, config_dirs)
     found = {} if table.parts else {name: table}
     for part in table.parts:
-        found |= _collected(part, config_dirs, (*above, name))
+        found |= _leaves(part, config_dirs)
     return found
 
 
@@ -114,15 +88,15 @@ def check(
     *,
     prepared: bool = True,
 ) -> list[Part]:
-    """Refuse every run and stage that only torch can see cannot start; counts steps of epochs.
+    """Check with torch that every run and stage can start, and count the steps of epochs.
 
-    Runs that are done are passed over, and of a cell's seeds one is looked at.
+    Finished runs are skipped; one seed stands for all seeds of a cell.
 
     Args:
-        prepared: whether data that is not there, which alone tells the steps, is a problem.
+        prepared: report missing data, which the steps of epochs depend on.
 
     Raises:
-        ConfigError: all problems, one line each, with the places where they are.
+        ConfigError: all problems, one line each, with their cells.
     """
     errors: dict[str, list[str]] = {}
     settled, result = {}, []
@@ -154,7 +128,7 @@ def check(
 def _check(
     cell: Cell, following: Sequence[Stage], config_dirs: Sequence[Path], *, done: bool
 ) -> int:
-    """Refuse a cell or its stages; returns its steps."""
+    """Check a cell and its stages; return the steps."""
     from sparsepretrain.training.derive import check_finetuning
     from sparsepretrain.training.plan import check
     from sparsepretrain.training.schedules import settle
@@ -178,7 +152,7 @@ def _check(
 
 
 def _end_is_saved(run: Run, stop_after: int | None) -> bool:
-    """Whether a checkpoint of the last step is there, whole or not."""
+    """True if a checkpoint of the last step exists, valid or not."""
     if run.resume == "never" or not run.steps:
         return False
     end = min(stop_after or run.steps, run.steps)
@@ -188,7 +162,7 @@ def _end_is_saved(run: Run, stop_after: int | None) -> bool:
 def commands(
     found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path]
 ) -> Iterator[str]:
-    """A line for a shell per cell, which ends with its stages."""
+    """Yield a shell line per cell: training, then its stages."""
     for part in found:
         for cell in part.cells:
             lines = [("sparsepretrain", *_train_words(cell, stop_after, config_dirs))]
@@ -208,7 +182,7 @@ def _train_words(
 def to_run(
     found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path], console: Console
 ) -> list[engine.Cell]:
-    """The cells as a study runs them, seed by seed, each followed by its stages."""
+    """Return the cells of a study, seed by seed, each followed by its stages."""
     several, chosen = len(found) > 1, []
     for part in found:
         for cell in part.cells:
@@ -224,10 +198,10 @@ def to_run(
 def study_of(
     title: str, runs: Iterable[Run], console: Console, stop_after: int | None, jobs: int | None
 ) -> Study:
-    """A study of such runs with ``jobs`` at a time; None: one per GPU, or one."""
+    """Return a study of these runs with ``jobs`` at a time; None: one per GPU, or one."""
     left = [run for run in runs if not _end_is_saved(run, stop_after)]
     devices: list[str] = []
-    # where nothing is left torch is not needed
+    # without remaining work torch is not imported
     if left and all(run.parallel.device != "cpu" for run in left):
         from sparsepretrain.training.hardware import visible_devices
 
@@ -243,11 +217,11 @@ def run_parts(
     *,
     jobs: int | None = None,
 ) -> None:
-    """Run what is left of checked cells, see :func:`study_of`.
+    """Run the remaining work of checked cells, see :func:`study_of`.
 
     Raises:
         Stopped, KeyboardInterrupt: see :meth:`Study.run`.
-        CellsFailed: at the end.
+        SparsePretrainError: at the end, if cells failed.
     """
     runs = [cell.run for part in found for cell in part.cells]
     title = " + ".join(part.name for part in found)
@@ -258,7 +232,11 @@ def run_parts(
             study.show_all()
         failed = [cell for cell in study.cells if cell.state == "failed"]
     if failed:
-        raise CellsFailed(failed, len(study.cells))
+        shown = "; ".join(cell.label for cell in failed[:5]) + "; …" * (len(failed) > 5)
+        raise SparsePretrainError(
+            f"{len(failed)} of {len(study.cells)} cells failed ({shown}): the same command tries "
+            "them again"
+        )
 
 
 def submit(
@@ -267,11 +245,7 @@ def submit(
     config_dirs: Sequence[Path],
     settings: dict[str, str],
 ) -> Iterator[str]:
-    """Submit what is left as jobs of a cluster; says which job is which cell.
-
-    Raises:
-        ConfigError: see :func:`slurm.submit`.
-    """
+    """Submit the remaining work as jobs of a cluster; yield a line per job."""
     with needs("--slurm", "submitit", "sweep", error=ConfigError):
         from sparsepretrain.studies import slurm
     for part in found:
@@ -282,4 +256,4 @@ def submit(
         folder = Path(cells[0].run.runs_dir) / "slurm"
         for job, cell in zip(slurm.submit(part.name, lines, settings, folder), cells, strict=True):
             yield f"job {job.job_id}: {part.name}: {cell.label}; prints to {job.paths.stdout}"
-    yield "the same command without --slurm runs what is left here; with --dry-run it says what"
+    yield "the same command with --dry-run shows the remaining work, without --slurm runs it here"

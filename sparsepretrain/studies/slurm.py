@@ -1,4 +1,4 @@
-"""Cells as jobs of a cluster, through submitit."""
+"""Cells as jobs of a cluster, by submitit."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from submitit.helpers import Checkpointable
 from sparsepretrain.errors import ConfigError, one_line
 
 REQUEUED = 1000
-"""Times that a job may be requeued when it is out of time; hours of a job that runs here."""
+"""Most requeues of a job that reaches its time limit; time limit in hours of a local job."""
 
 
 class Line(Checkpointable):
-    """A line for a shell; requeued when the job is preempted or out of time, it continues."""
+    """Shell line; continues when the job is requeued after preemption or its time limit."""
 
     def __call__(self, line: str) -> None:
-        """Run it.
-
-        Raises:
-            CalledProcessError: with its exit code, which fails the job.
-        """
+        """Run the line; a non-zero exit code fails the job."""
         subprocess.run(["bash", "-c", line], check=True)
 
 
@@ -33,14 +29,13 @@ def submit(name: str, lines: Sequence[str], settings: dict[str, str], folder: Pa
     """Submit a job per line as one array.
 
     Args:
-        name: of the jobs.
         lines: see :func:`reproduce.commands`.
-        settings: options of sbatch, as ``partition``, ``gpus``, ``time``; ``cluster=local`` runs
-            here instead, ``jobs`` is the number of jobs at a time.
-        folder: for scripts and outputs of the jobs.
+        settings: options of sbatch, as ``partition``, ``gpus``, ``time``; ``cluster=local`` runs on
+            this machine, ``jobs`` is the number of jobs at a time.
+        folder: directory for scripts and outputs of the jobs.
 
     Raises:
-        ConfigError: there is no such cluster here, or it refuses the jobs.
+        ConfigError: no such cluster, or it rejects the jobs.
     """
     options: dict[str, Any] = dict(settings)
     cluster, most = options.pop("cluster", "slurm"), int(options.pop("jobs", len(lines)))
@@ -48,7 +43,7 @@ def submit(name: str, lines: Sequence[str], settings: dict[str, str], folder: Pa
     try:
         if cluster == "slurm":
             executor = SlurmExecutor(folder / "%j", max_num_timeout=REQUEUED)
-            # no time: that of the partition, not submitit's five minutes
+            # None: the limit of the partition instead of submitit's five minutes
             executor.update_parameters(
                 time=None, job_name=name, array_parallelism=most, additional_parameters=options
             )
@@ -57,5 +52,5 @@ def submit(name: str, lines: Sequence[str], settings: dict[str, str], folder: Pa
             executor.update_parameters(timeout_min=REQUEUED * 60)
         jobs: list[Job[None]] = executor.map_array(Line(), lines)
     except (RuntimeError, ValueError, OSError, FailedJobError) as error:
-        raise ConfigError(f"--slurm: {one_line(error)}; --commands suit any cluster") from error
+        raise ConfigError(f"--slurm: {one_line(error)}; --commands works anywhere") from error
     return jobs

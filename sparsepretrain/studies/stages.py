@@ -1,4 +1,4 @@
-"""What follows the training of a cell: it is fine-tuned over tasks, or evaluated."""
+"""Stages after the training of a cell: fine-tuning and evaluation."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ from sparsepretrain.tracking.console import Console
 
 @dataclass(eq=False)
 class Evaluation(engine.Cell):
-    """A line of ``eval.jsonl`` of a run that is trained."""
+    """Evaluation of a trained run: a line of its ``eval.jsonl``."""
 
     stage: Stage = field(kw_only=True)
     config_dirs: Sequence[Path] = ()
 
     @property
     def end(self) -> int:
-        """The step that is evaluated."""
+        """Evaluated step."""
         return max(checkpoint.saved(self.directory.checkpoints), default=self.run.steps)
 
     @property
     def goal(self) -> Literal["finished"]:
-        """An evaluation has no part."""
+        """An evaluation is never partial."""
         return "finished"
 
     @property
     def left(self) -> str:
-        """``finished`` if the newest checkpoint has such a line, else ``to run``."""
+        """``finished`` if the newest checkpoint is evaluated, else ``to run``."""
         self.look()
         return "finished" if self.line.get("done") else "to run"
 
     def look(self) -> None:
-        """Read the line."""
+        """Read the line of the evaluation."""
         line = self.directory.evaluation(self.stage.evaluate, self.stage.overrides) or {}
         done, loss = line.get("step") == self.end, line.get("metrics", {}).get("loss")
-        # nothing is left of its steps, so it does not count in the time that is left
+        # the step is the last one: evaluations do not count in the remaining time
         self.line = {"step": self.end, "loss": loss if done else None, "done": done}
 
     def work(self) -> Callable[[Console], int]:
-        """Evaluate as ``sparsepretrain eval`` does."""
+        """Return the work of ``sparsepretrain eval``."""
         return partial(_evaluate, str(self.directory), self.stage, self.config_dirs)
 
 
 class Harness(Evaluation):
-    """Tasks of lm-evaluation-harness on the export of a run that is trained."""
+    """Tasks of lm-evaluation-harness on the export of a trained run."""
 
     def look(self) -> None:
-        """Look for the harness's result."""
+        """Look for the result of the harness."""
         done = self.directory.harness_result(self.end, self.stage.name) is not None
         self.line = {"step": self.end, "loss": None, "done": done}
 
     def work(self) -> Callable[[Console], int]:
-        """Export the run, then become the harness's own command."""
+        """Return the work: export, then exec the harness."""
         return partial(_measure, self.run, self.stage, self.end)
 
 
@@ -88,26 +88,21 @@ def _measure(run: Run, stage: Stage, step: int, console: Console) -> int:
 
 
 def harness_command(run: Run, stage: Stage, step: int) -> tuple[str, ...]:
-    """The words of lm-evaluation-harness that measure the export of a run in fp32."""
+    """Return the command of lm-evaluation-harness for the fp32 export of a run."""
     directory = RunDirectory.of(run)
-    # positions after the sequence length of training were not trained
+    # later positions were not trained
     model = f"pretrained={directory.exports / 'merged'},max_length={run.task.sequence_length}"
     words = ["lm_eval", "--model", "hf", "--model_args", model, "--tasks", str(stage.lm_eval)]
     words += ["--batch_size", str(run.batch.micro)]
-    if run.parallel.device == "cpu":
-        words += ["--device", "cpu"]
-    return (
-        *words,
-        "--output_path",
-        str(directory.harness_file(step, stage.name)),
-        *stage.overrides,
-    )
+    words += ["--device", "cpu"] if run.parallel.device == "cpu" else []
+    words += ["--output_path", str(directory.harness_file(step, stage.name))]
+    return (*words, *stage.overrides)
 
 
 def commands(
     cell: Cell, stage: Stage, stop_after: int | None, config_dirs: Sequence[Path]
 ) -> list[tuple[str, ...]]:
-    """Lines for a shell, as words, that do a stage once the cell is trained."""
+    """Return the commands of a stage, as words, for a trained cell."""
     directory = str(RunDirectory.of(cell.run))
     if stage.lm_eval is not None:
         measure = harness_command(cell.run, stage, cell.run.steps)
@@ -127,7 +122,7 @@ def following(
     config_dirs: Sequence[Path],
     console: Console,
 ) -> Iterator[engine.Cell]:
-    """The stages of a trained cell; one that cannot be begun has failed already."""
+    """Yield the stages of a trained cell; a stage that cannot start has failed already."""
     directory = RunDirectory.of(cell.run)
     for stage in stages:
         words = commands(cell, stage, stop_after, config_dirs)[0][1:]

@@ -1,4 +1,4 @@
-"""Runs of every combination of values, and searches for the best one; cells as those of tables."""
+"""Runs of every combination of values, and searches for the best one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,15 +26,15 @@ from sparsepretrain.tracking.console import Console
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 
 MOST_RUNS = 10_000
-"""Runs of a sweep; more are a slip of the hand, and take minutes to check."""
+"""Most runs of a sweep; checking more takes minutes."""
 
 SHOWN = 10
-"""The best trials, printed at the end of a search."""
+"""Number of best trials printed at the end of a search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Where a search may choose a number."""
+    """Range of a number in a search."""
 
     low: float
     high: float
@@ -42,7 +43,7 @@ class Range:
 
     @property
     def first(self) -> float | str:
-        """Its low end, as a value of a run."""
+        """Low end, as a value of a run."""
         return int(self.low) if self.whole else self.low
 
     def __str__(self) -> str:
@@ -51,17 +52,17 @@ class Range:
 
 @dataclass(slots=True)
 class Axes:
-    """What the words of a sweep say."""
+    """Parsed words of a sweep."""
 
     fixed: list[str] = field(default_factory=list)
-    """Overrides of every run."""
+    """Overrides of all runs."""
     values: dict[str, list[str]] = field(default_factory=dict)
-    """Key -> values, as they are typed."""
+    """Key -> values as typed."""
     ranges: dict[str, Range] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [0])
 
     def cells(self, name: str, config_dirs: Sequence[Path]) -> list[Cell]:
-        """Every combination of the values with every seed."""
+        """Return every combination of values and seeds."""
         words = [[f"{key}={value}" for value in self.values[key]] for key in self.values]
         combinations = itertools.product(*words)
         named = {(" ".join(chosen) or "run", ""): [*self.fixed, *chosen] for chosen in combinations}
@@ -69,11 +70,11 @@ class Axes:
 
 
 def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: bool) -> Axes:
-    """Sort overrides into those with one value and those with several.
+    """Sort overrides into single values, lists of values and ranges.
 
-    Several are what Hydra's sweeps are, ``a,b``, ``range(…)``, ``choice(…)`` and ``glob(…)``, and
-    ``LOW..HIGH``: all integers between and with these, for a search a range of integers or
-    numbers, which are then chosen by their logarithm. ``interval(LOW,HIGH)`` is a plain range.
+    Lists are Hydra's sweeps ``a,b``, ``range(…)``, ``choice(…)`` and ``glob(…)``, and the integers
+    ``LOW..HIGH``. In a search, ``LOW..HIGH`` is a range, logarithmic for positive numbers that are
+    not integers, and ``interval(LOW,HIGH)`` a linear one.
 
     Raises:
         ConfigError: all problems, one line each.
@@ -89,7 +90,7 @@ def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: 
         try:
             parsed: Any = parser.parse_override(word)
         except (HydraException, RecursionError):
-            axes.fixed.append(word)  # which says what is wrong when it is composed
+            axes.fixed.append(word)  # composing reports the error
             continue
         values: list[str] = []
         if ends := re.fullmatch(rf"({NUMBER})\.\.({NUMBER})", text):
@@ -98,9 +99,7 @@ def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: 
             if low >= high:
                 errors.append(f"{word}: the end of a range must be above its start")
             elif whole and (not search or key == "seed"):
-                values = [
-                    *map(str, itertools.islice(range(int(low), int(high) + 1), MOST_RUNS + 1))
-                ]
+                values = [*map(str, range(int(low), min(int(high), int(low) + MOST_RUNS) + 1))]
             else:
                 axes.ranges[key] = Range(low, high, low > 0 and not whole, whole)
         elif parsed.is_interval_sweep():
@@ -117,7 +116,7 @@ def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: 
         if key == "seed" and all(value.isdigit() for value in values):
             axes.seeds = list(dict.fromkeys(map(int, values)))
         elif key == "name":
-            errors.append("name= is that of a run: a sweep takes --name")
+            errors.append("name= names a run: a sweep takes --name")
         elif len(values) == 1:
             axes.fixed.append(word if text == values[0] else f"{key}={values[0]}")
         elif values:
@@ -129,7 +128,7 @@ def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: 
         errors.append("a search needs a range (optim.lr=1e-4..1e-2) or values (sparsity=ste,sste)")
     runs = math.prod([len(axes.seeds), *map(len, axes.values.values())])
     if runs > MOST_RUNS:
-        errors.append(f"a sweep takes at most {MOST_RUNS:,} runs, and these are more: give less")
+        errors.append(f"a sweep takes at most {MOST_RUNS:,} runs")
     if not overrides and not search:
         errors.append(
             "a sweep needs several values: sparsepretrain sweep sparsity=ste,sste seed=0..2"
@@ -140,7 +139,7 @@ def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: 
 
 
 def part(name: str, axes: Axes, config_dirs: Sequence[Path], *, search: bool = False) -> Part:
-    """The runs of a sweep; of a search, one trial with the first values."""
+    """Return the runs of a sweep, or one trial of a search with the first values."""
     if search:
         first = {key: limits.first for key, limits in axes.ranges.items()}
         first |= {key: typed[0] for key, typed in axes.values.items()}
@@ -150,33 +149,32 @@ def part(name: str, axes: Axes, config_dirs: Sequence[Path], *, search: bool = F
 
 
 def report_words(found: Part) -> str:
-    """What follows ``sparsepretrain report`` for the runs of a sweep."""
-    runs = {str(RunDirectory.of(cell.run)): cell.run.runs_dir for cell in found.cells}
-    words = list(runs) if len(runs) <= SHOWN else list(dict.fromkeys(runs.values()))
-    return shell_line(words)
+    """Return the words after ``sparsepretrain report`` for the runs of a sweep."""
+    runs = dict.fromkeys(str(RunDirectory.of(cell.run)) for cell in found.cells)
+    return shell_line(runs if len(runs) <= SHOWN else [found.cells[0].run.runs_dir])
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Trials that Optuna chooses, each a run per seed."""
+    """Search by Optuna; a trial has a run per seed."""
 
     name: str
     axes: Axes
     trials: int
     metric: str
-    """Of the last line about the validation split."""
+    """Key in the last record line of the validation split."""
     maximize: bool
     stop_after: int | None
     config_dirs: Sequence[Path]
 
     def run(self, console: Console, *, jobs: int | None = None) -> str:
-        """Run (or continue) the search; returns the command that trains with the best.
+        """Run (or continue) the search; return the command that trains with the best values.
 
-        Its trials are kept in ``search.journal`` in the directory of the runs; those of other
-        ranges, values or metrics under the same name are not its own.
+        Trials are kept in ``search.journal`` in the directory of the runs, apart from those of
+        other ranges, values or metrics with the same name.
 
         Raises:
-            Stopped: by a signal; the same call goes on where it stopped.
+            Stopped: on a signal; the same call continues.
             ConfigError: no trial has the metric.
         """
         with needs("--search", "optuna", "sweep", error=ConfigError):
@@ -190,14 +188,8 @@ class Search:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make {folder} ({error.strerror}): set runs_dir") from error
-        same: list[Any] = [
-            self.axes.fixed,
-            self.axes.values,
-            self.axes.seeds,
-            self.metric,
-            self.stop_after,
-        ]
-        same.append({key: str(limits) for key, limits in self.axes.ranges.items()})
+        axes, ranges = self.axes, {key: str(limits) for key, limits in self.axes.ranges.items()}
+        same = [axes.fixed, axes.values, axes.seeds, self.metric, self.stop_after, ranges]
         backend = journal.JournalFileBackend(str(folder / "search.journal"))
         study = optuna.create_study(
             study_name=hashlib.sha256(json.dumps(same).encode()).hexdigest()[:8],
@@ -205,7 +197,7 @@ class Search:
             direction="maximize" if self.maximize else "minimize",
             load_if_exists=True,
         )
-        # what is drawn depends on what was found, so a continued search repeats no draw
+        # seeded by the number of trials: a continued search repeats no draw
         study.sampler = optuna.samplers.TPESampler(seed=len(study.trials), constant_liar=True)
         states = optuna.trial.TrialState
         title = f"{self.name}: search"
@@ -235,8 +227,8 @@ class Search:
         ]
         console.table(f"{self.name}: best", rows, ("trial", f"validation {self.metric}", *keys))
         flags = [word for d in self.config_dirs for word in ("--config-dir", str(d))]
-        words = [*flags, *self.axes.fixed, *self._words(done[0][1])]
-        return shell_line(["sparsepretrain", "train", *words])
+        best = [f"{key}={value}" for key, value in done[0][1].params.items()]
+        return shell_line(["sparsepretrain", "train", *flags, *self.axes.fixed, *best])
 
     def _distributions(self, make: Any) -> dict[str, Any]:
         found = {key: make.CategoricalDistribution(v) for key, v in self.axes.values.items()}
@@ -246,26 +238,27 @@ class Search:
             found[key] = number(*ends, log=r.log)
         return found
 
-    def _words(self, trial: Any) -> list[str]:
-        return [f"{key}={value}" for key, value in trial.params.items()]
-
     def _measured(
         self, study: engine.Study, trials: Sequence[Any], console: Console
     ) -> dict[int, float]:
-        """Number of a trial -> its metric, the mean over the seeds; NaN: it failed."""
+        """Return trial number -> metric, the mean over seeds; NaN if failed."""
         cells: dict[int, list[engine.Cell]] = {}
         for trial in trials:
-            place = {(f"trial {trial.number}", ""): [*self.axes.fixed, *self._words(trial)]}
+            chosen = [f"{key}={value}" for key, value in trial.params.items()]
+            place = {(f"trial {trial.number}", ""): [*self.axes.fixed, *chosen]}
             try:
                 made = grid(self.name, place, self.axes.seeds, self.config_dirs)
-            except ConfigError as error:  # a value that does not go with the others
+            except ConfigError as error:  # incompatible values
                 console.warn("; ".join(error.messages))
                 cells[trial.number] = []
                 continue
             trials_part = Part(self.name, Table(title=self.name), None, made)
             cells[trial.number] = to_run([trials_part], self.stop_after, self.config_dirs, console)
         study.run([cell for own in cells.values() for cell in own])
-        return {number: _mean(list(map(self._value, own))) for number, own in cells.items()}
+        return {
+            number: statistics.fmean(map(self._value, own)) if own else math.nan
+            for number, own in cells.items()
+        }
 
     def _value(self, cell: engine.Cell) -> float:
         if cell.exit_code == DivergedError.exit_code:
@@ -275,7 +268,3 @@ class Search:
         lines = [line for line in cell.directory.record() if line.get("split") == "validation"]
         value = lines[-1].get(self.metric) if lines else None
         return math.nan if value is None else float(value)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else math.nan

@@ -1,1 +1,1 @@
-"""The metric stream of a run: metrics.jsonl always, W&B, TensorBoard and the console."""
+"""Metric stream of a run: metrics.jsonl, W&B, TensorBoard and the console."""

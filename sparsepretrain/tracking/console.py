@@ -1,4 +1,4 @@
-"""Everything a person sees of a run: a live line on a terminal, plain lines elsewhere."""
+"""Console output of a run: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
 
 from rich.console import Console as RichConsole
 from rich.live import Live
@@ -20,23 +20,22 @@ if TYPE_CHECKING:
     from sparsepretrain.data.preparation import Progress as Preparation
 
 PLAIN_SECONDS = 10.0
-"""Between two lines of data preparation where no terminal shows a bar."""
+"""Seconds between two lines of data preparation without a terminal."""
 
 
 class Console:
-    """Prints lines, progress and tables.
+    """Prints lines, progress and tables; safe to call from several threads.
 
-    Safe to call from several threads. An output that was closed (``| head``, a lost terminal)
-    silences it and is never an error.
+    A closed output (``| head``, a lost terminal) silences the console and is never an error.
 
     Args:
-        file: where to print; the standard output by default.
-        live: show a bar that is redrawn; None: when ``file`` is a terminal.
+        file: output; default: standard output.
+        live: redraw a progress bar; None: if ``file`` is a terminal.
     """
 
     def __init__(self, file: TextIO | None = None, *, live: bool | None = None) -> None:
         sink: Any = _Sink(file or sys.stdout)
-        width = None if sink.isatty() else 200  # files have no width to fit into
+        width = None if sink.isatty() else 200  # files have no width
         self._rich = RichConsole(
             file=sink, force_terminal=live, width=width, highlight=False, markup=False, emoji=False
         )
@@ -46,34 +45,34 @@ class Console:
         self._kind = ""
         self._first: tuple[int, float] | None = None
         self._printed = ("", 0.0)
-        self._sparse: tuple[int, float] | None = None  # at the last line of this run
+        self._sparse: tuple[int, float] | None = None  # at the last line
         self.unit = "tokens"
-        """What the task of a run counts, in the plural."""
+        """Unit that the task counts, in the plural."""
 
     @classmethod
     def silent(cls) -> Console:
-        """One that prints nothing."""
+        """Return a console that prints nothing."""
         return cls(open(os.devnull, "w"), live=False)
 
     def info(self, line: str) -> None:
-        """Print one line; a terminal gets it broken between words, but for commands to copy."""
+        """Print a line; terminals wrap it between words unless it is a command."""
         self._rich.print(line, soft_wrap=self._is_soft(line))
 
     def warn(self, line: str) -> None:
-        """Print one line that starts with ``warning:``."""
+        """Print a line that starts with ``warning:``."""
         self._rich.print(f"warning: {line}", soft_wrap=self._is_soft(line), style="yellow")
 
     def _is_soft(self, line: str) -> bool:
-        """True if the terminal may break the line anywhere, so that it is copied whole."""
+        """True if the line is not wrapped, so that a command is copied whole."""
         return not self._rich.is_terminal or line.startswith("sparsepretrain ")
 
     def loading(self, what: str) -> None:
-        """Say what the next seconds are spent on, before PyTorch is imported."""
+        """Announce the import of PyTorch, which takes seconds."""
         if "torch" not in sys.modules:
             self.info(f"{what}: loading PyTorch and the model")
 
     def own_warnings(self) -> contextlib.AbstractContextManager[None]:
-        """Print this package's Python warnings with :meth:`warn`; others appear as ever."""
+        """Print this package's Python warnings with :meth:`warn`."""
         return own_warnings(self.warn)
 
     def table(
@@ -83,31 +82,44 @@ class Console:
         header: Sequence[str] | None = None,
         *,
         lines: bool = True,
+        redraw: bool = False,
     ) -> None:
-        """Print a table of rows of equal length, cells with ``str``; ``title`` may be empty.
+        """Print a table; wide columns are folded, never cut off.
 
-        Where it is wider than the terminal, its widest columns are folded; nothing is cut off.
-        Without ``lines`` more of it fits.
+        Args:
+            title: heading; may be empty.
+            rows: rows of equal length; cells are converted with ``str``.
+            header: names of the columns.
+            lines: draw borders.
+            redraw: replace the previous table on a terminal; printed lines stay above.
         """
-        self._rich.print(_table(title, rows, header, lines=lines))
-
-    def redraw(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
-        """Show a table in place of the one before, on a terminal; lines printed stay above it."""
-        self._draw("table", _table(title, rows, header))
+        texts = [list(map(str, row)) for row in rows]
+        names = header or [""] * max(map(len, texts), default=0)
+        columns = [Column(name, overflow="fold") for name in names]  # the widest shrinks first
+        table = Table(*columns, title=title or None, title_justify="left", title_style="bold")
+        table.show_header = header is not None
+        if not lines:
+            table.box, table.padding = None, (0, 2, 0, 0)
+        for row in texts:
+            table.add_row(*row)
+        if redraw:
+            self._draw("table", table)
+        else:
+            self._rich.print(table)
 
     def progress(self, state: Preparation) -> None:
-        """Show how far data preparation is, with its speed."""
-        text = f"{count(state.done)} {state.unit}" if state.done or state.unit else ""
-        if state.total is not None:
-            text = f"{count(state.done)} of {count(state.total)} {state.unit}"
-        if state.done and state.seconds > 0:
-            text += f"  {count(state.done / state.seconds)} {state.unit}/s"
-            if state.tokens and state.unit != "tokens":
+        """Show the progress and speed of data preparation."""
+        done, total, unit = state.done, state.total, state.unit
+        text = f"{count(done)} {unit}" if done or unit else ""
+        if total is not None:
+            text = f"{count(done)} of {count(total)} {unit}"
+        if done and state.seconds > 0:
+            text += f"  {count(done / state.seconds)} {unit}/s"
+            if state.tokens and unit != "tokens":
                 text += f"  {count(state.tokens / state.seconds)} tokens/s"
-            if state.total is not None and 0 < state.done < state.total:
-                left = state.seconds * (state.total - state.done) / state.done
-                text += f"  ETA {clock(left)}"
-        finished = state.done == state.total
+            if total is not None and done < total:
+                text += f"  ETA {clock(state.seconds * (total - done) / done)}"
+        finished = done == total
         phase, at = self._printed
         if self.live:
             self._draw_bar(state.phase, state.done, state.total, text)
@@ -118,10 +130,11 @@ class Console:
             self.info(f"{state.phase}: {text}" if text else state.phase)
 
     def step(self, line: dict[str, Any], total: int | None) -> None:
-        """Show one line of the record: training on the live line, evaluations above it.
+        """Show a line of the record: training on the live line, evaluations and switches above.
 
-        A switch between dense and sparse training has a line of its own. ``line`` is as
-        :class:`~sparsepretrain.runs.record.Record` writes it; the run has ``total`` steps.
+        Args:
+            line: line of :class:`~sparsepretrain.runs.record.Record`.
+            total: number of steps of the run.
         """
         step = line["step"]
         place = f"step {step}" if total is None else f"step {step:>{len(str(total))}}/{total}"
@@ -144,19 +157,16 @@ class Console:
             self.info(f"{place}  {text}")
 
     def stop(self) -> None:
-        """Leave what is redrawn as it stands; later lines come below it."""
-        self._leave()
-        self._first = None
-
-    def _leave(self) -> None:
+        """Stop redrawing; later lines come below."""
         if self._view is not None:
             self._view.stop()
-        self._view = None
+        self._view = self._first = None
 
     def _draw(self, kind: str, picture: Table) -> None:
-        """Show ``picture`` in place of the one before, if that was of the same kind."""
+        """Show ``picture``, in place of the previous one of the same kind."""
         if self._view is None or self._kind != kind:
-            self._leave()
+            if self._view is not None:
+                self._view.stop()
             self._view, self._kind = Live(console=self._rich, refresh_per_second=4), kind
             self._view.start()
         self._view.update(picture)
@@ -168,7 +178,7 @@ class Console:
         self._draw(place.partition(" ")[0], grid)
 
     def _seconds_left(self, line: dict[str, Any], total: int | None) -> float | None:
-        """From the speed since the first line shown, so that a resume does not distort it."""
+        """Estimate from the speed since the first shown line, which excludes earlier processes."""
         if total is None or "time" not in line:
             return None
         self._first = self._first or (line["step"], line["time"])
@@ -176,29 +186,10 @@ class Console:
         return (total - line["step"]) * seconds / steps if steps else None
 
 
-def _table(
-    title: str,
-    rows: Sequence[Sequence[object]],
-    header: Sequence[str] | None,
-    *,
-    lines: bool = True,
-) -> Table:
-    texts = [list(map(str, row)) for row in rows]
-    names = header or [""] * max(map(len, texts), default=0)
-    columns = [Column(name, overflow="fold") for name in names]  # the widest gives way first
-    table = Table(*columns, title=title or None, title_justify="left", title_style="bold")
-    table.show_header = header is not None
-    if not lines:
-        table.box, table.padding = None, (0, 2, 0, 0)
-    for row in texts:
-        table.add_row(*row)
-    return table
-
-
 def describe(
     line: dict[str, Any], seconds_left: float | None, *, short: bool = False, unit: str = "tokens"
 ) -> str:
-    """The numbers of a training line, in columns of a fixed width; ``short`` fits a terminal."""
+    """Return the numbers of a training line in fixed columns; ``short`` fits a terminal."""
     # the record holds null for a loss that is not finite
     loss, flips, rate = map(line.get, ("loss", "flip_rate", "tokens_per_second"))
     parts = ["loss    nan" if loss is None else f"loss {significant(loss)}"]
@@ -208,8 +199,8 @@ def describe(
     if _number(line.get("grad_norm")) and not short:
         parts.append(f"grad {line['grad_norm']:.3g}".ljust(10))
     if _number(rate):
-        parts.append(f"{count(line['tokens_per_second']):>5} {unit}/s")
-    if _number(line.get("mfu_dense")):  # sparse products counted as dense ones
+        parts.append(f"{count(rate):>5} {unit}/s")
+    if _number(line.get("mfu_dense")):  # sparse matmuls counted as dense
         parts.append(f"dense MFU {100 * line['mfu_dense']:.1f}%")
     if seconds_left is not None:
         parts.append(f"ETA {clock(seconds_left)}")
@@ -217,7 +208,7 @@ def describe(
 
 
 def switch(line: dict[str, Any]) -> str:
-    """What a line says that is the first of a dense or sparse phase."""
+    """Return the text for the first line of a dense or sparse phase."""
     text = "sparse from here on" if line.get("sparse") else "dense from here on"
     change, threshold = line.get("autoswitch_z"), line.get("autoswitch_threshold")
     if _number(change) and _number(threshold):
@@ -226,12 +217,12 @@ def switch(line: dict[str, Any]) -> str:
 
 
 def significant(value: float) -> str:
-    """Five significant digits: ``2.0767``, ``98.120``, ``0.020123``, ``1.2000e-06``."""
+    """Return five significant digits: ``2.0767``, ``98.120``, ``0.020123``, ``1.2000e-06``."""
     return f"{value:#.5g}".removesuffix(".")
 
 
 def count(number: float) -> str:
-    """A count in at most five characters: ``950``, ``12.3k``, ``4.56M``."""
+    """Return a count in at most five characters: ``950``, ``12.3k``, ``4.56M``."""
     for power, suffix in zip(range(21, 0, -3), "ZEPTGMk", strict=True):
         size = 10.0**power
         if number >= 0.9995 * size:
@@ -241,7 +232,7 @@ def count(number: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A duration: ``0:42``, ``2:03:10``, ``3d 04:05:06``."""
+    """Return a duration: ``0:42``, ``2:03:10``, ``3d 04:05:06``."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -250,12 +241,12 @@ def clock(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def _number(value: object) -> bool:
+def _number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class _Sink:
-    """A text file that falls silent when the file behind it is gone."""
+    """Text file that falls silent when the underlying file is closed."""
 
     def __init__(self, file: TextIO | None) -> None:
         self._file = None if file is None or file.closed else file
@@ -280,7 +271,7 @@ class _Sink:
             action(file)
         except (OSError, ValueError):
             self._file = None
-            # what is still buffered would fail once more when the interpreter exits
+            # flushing the buffer at exit would fail again
             with contextlib.suppress(OSError, ValueError):
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, file.fileno())

@@ -1,4 +1,4 @@
-"""Mirrors of the record, and the thread that keeps each of them away from training."""
+"""Mirrors of the record, each in its own thread."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 CAPACITY = 4096
-"""Records that wait for a slow mirror, a few MB at most; one that is further behind is dropped."""
+"""Queued records, a few MB at most; a mirror that is further behind is dropped."""
 
 
 class Mirror(Protocol):
-    """What a tracker implements. All three are called on one thread, which is not the main one."""
+    """Tracker; all methods are called in one thread, not the main one."""
 
     name: str
-    """As a user calls it, for warnings."""
+    """Name in warnings."""
 
     def open(self) -> str | None:
-        """Import the package, connect, send the configuration; may return a warning."""
+        """Import the package, connect and send the configuration; may return a warning."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Send the values of one step."""
@@ -33,7 +33,7 @@ class Mirror(Protocol):
 
 @dataclass
 class TensorBoard:
-    """Event files in ``run_dir/tensorboard``; on resume, points of later steps are hidden."""
+    """Event files in ``run_dir/tensorboard``; a resume hides points of later steps."""
 
     run_dir: Path
     config: dict[str, Any]
@@ -62,10 +62,7 @@ class TensorBoard:
 
 
 class Lane(threading.Thread):
-    """Runs one mirror behind a bounded queue. Whatever the mirror does, callers go on.
-
-    A mirror that raises, or that is ``capacity`` records behind, is dropped with one warning.
-    """
+    """Runs a mirror behind a bounded queue; a failing or slow one is dropped with one warning."""
 
     def __init__(
         self, mirror: Mirror, warn: Callable[[str], None], *, capacity: int = CAPACITY
@@ -80,7 +77,7 @@ class Lane(threading.Thread):
         self.start()
 
     def offer(self, step: int, values: dict[str, float]) -> None:
-        """Queue one record; returns at once."""
+        """Queue a record without waiting."""
         if self._dropped:
             return
         try:
@@ -89,7 +86,7 @@ class Lane(threading.Thread):
             self._drop("does not keep up")
 
     def finish(self, exit_code: int, summary: dict[str, Any], *, deadline: float) -> None:
-        """Let the mirror send what is queued and close, but not beyond ``deadline`` (monotonic)."""
+        """Let the mirror send queued records and close until ``deadline`` (monotonic)."""
         self._ending = (exit_code, summary)
         try:
             if not self._dropped:
@@ -112,7 +109,7 @@ class Lane(threading.Thread):
         except ImportError as error:
             package = (error.name or self._mirror.name).partition(".")[0]
             self._drop(f"needs the package {package}, which is not installed")
-        except Exception as error:  # of a third party: a run must survive all of them
+        except Exception as error:  # a run must survive all errors of third parties
             first = next(iter(str(error).splitlines()), "")
             self._drop(f"failed ({type(error).__name__}{': ' if first else ''}{first})")
 

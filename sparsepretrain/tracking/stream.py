@@ -1,7 +1,7 @@
-"""The stream of metrics: the only thing of this room that training talks to.
+"""Stream of metrics: record, console and mirrors.
 
-The record is written before :meth:`Stream.log` returns. W&B and TensorBoard are mirrors, each on
-its own thread: one that is missing, slow or failing never stops or slows a run.
+The record is written before :meth:`Stream.log` returns. W&B and TensorBoard are mirrors in threads:
+a missing, slow or failing mirror never stops or slows a run.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from sparsepretrain.tracking.mirror import Lane, Mirror, TensorBoard
 from sparsepretrain.tracking.wandb import WeightsAndBiases
 
 CLOSING_SECONDS = 10.0
-"""What :meth:`Stream.close` waits for all mirrors together; W&B keeps unsent data on disk."""
+"""Seconds that :meth:`Stream.close` waits for all mirrors; W&B keeps unsent data on disk."""
 
 
 class Stream:
     """Sends every record to metrics.jsonl, the console and the mirrors of ``tracker``.
 
     Args:
-        config: sent to the mirrors at the start, which call the run ``run_name``.
-        resume_step: last completed step of the checkpoint continued from; None: a fresh run.
-        mirrors: instead of those that ``tracker`` names.
-        total: last step of this stream; by default ``steps`` of the configuration.
+        config: sent to the mirrors at the start.
+        run_name: name of the run in the mirrors.
+        resume_step: last completed step of the resumed checkpoint; None: a fresh run.
+        mirrors: replacement for the mirrors of ``tracker``.
+        total: last step of this stream; default: ``steps`` of the configuration.
 
     Raises:
         ConfigError: the run directory is not writable.
@@ -60,11 +61,11 @@ class Stream:
 
     @property
     def lines(self) -> int:
-        """Lines of the record."""
+        """Number of record lines."""
         return self._record.lines
 
     def log(self, record: dict[str, Any]) -> None:
-        """Record one step (see :meth:`Record.write`); a step that is there already is left out."""
+        """Record a step (see :meth:`Record.write`); a recorded step is skipped."""
         line = self._record.write(record)
         if line is None:
             return
@@ -74,7 +75,7 @@ class Stream:
             lane.offer(line["step"], values)
 
     def close(self, exit_code: int, summary: dict[str, Any] | None = None) -> None:
-        """End the record and the mirrors, in about 10 s at most; calling it again is harmless."""
+        """Close record and mirrors in about 10 s at most; further calls have no effect."""
         self._record.close()
         self._console.stop()
         deadline = time.monotonic() + CLOSING_SECONDS
@@ -84,7 +85,7 @@ class Stream:
 
 
 def values_of(line: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line; those of an evaluation are called ``<split>/<key>``."""
+    """Return the numbers of a line; keys of an evaluation become ``<split>/<key>``."""
     prefix = f"{line['split']}/" if "split" in line else ""
     skipped = ("step", "split") if not prefix else ("step", "split", "time", "tokens")
     return {

@@ -15,18 +15,18 @@ from sparsepretrain.config.groups import Tracker
 from sparsepretrain.errors import ConfigError
 
 INIT_SECONDS = 20
-"""For wandb.init, which waits 90 s by default when a key is there and the network is not."""
+"""Timeout of wandb.init; the default of 90 s delays a run without network."""
 
 FINISH_SECONDS = 8
-"""For the last upload, also in wandb's exit hook; the rest stays on disk for `wandb sync`."""
+"""Timeout of the last upload; unsent data stays on disk for `wandb sync`."""
 
 
 @dataclass
 class WeightsAndBiases:
-    """A mirror (see :class:`~sparsepretrain.tracking.mirror.Mirror`).
+    """W&B as a :class:`~sparsepretrain.tracking.mirror.Mirror`.
 
-    The W&B run id is kept in ``run_dir/wandb/run_id``: a resumed run continues the same W&B run
-    wherever its directory was moved, and a fresh start never writes into an older one.
+    ``run_dir/wandb/run_id`` holds the W&B run id: a resumed run continues the same W&B run, a fresh
+    start gets a new one.
     """
 
     run_dir: Path
@@ -40,7 +40,7 @@ class WeightsAndBiases:
         # online without a reachable server becomes offline
         import wandb
 
-        # init's own silence begins too late: it reports the login before
+        # without this, init prints the login
         wandb.setup(wandb.Settings(silent=True))
         run_id = self._run_id()
         if self.tracker.mode == "online" and logged_in():
@@ -48,7 +48,7 @@ class WeightsAndBiases:
                 self._run = self._init("online", run_id)
                 return None
             except Exception:
-                # the id of a failed attempt stays taken in this process
+                # the id of a failed attempt stays in use in this process
                 run_id += "-offline"
         self._run = self._init("offline", run_id)
         if self.tracker.mode == "offline":
@@ -57,7 +57,7 @@ class WeightsAndBiases:
 
     @property
     def directory(self) -> Path:
-        """Where W&B keeps this run, which is open; ``offline-run-…`` if that is all there is."""
+        """Directory of the open W&B run; ``offline-run-…`` if offline."""
         return Path(self._run.dir).parent
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -86,7 +86,7 @@ class WeightsAndBiases:
         )
 
     def _run_id(self) -> str:
-        """The id of this run; writing it also shows that W&B's directory is writable."""
+        """Read or write the run id; writing fails early if the directory is not writable."""
         path = self.run_dir / "wandb" / "run_id"
         if self.resume_step is not None and path.is_file():
             return path.read_text().strip()
@@ -97,7 +97,7 @@ class WeightsAndBiases:
 
 
 def check_login(tracker: Tracker) -> None:
-    """Refuse ``mode=online`` without an API key, before a run touches anything; no network.
+    """Reject ``mode=online`` without an API key, before a run touches anything; no network.
 
     Raises:
         ConfigError: no key in the environment, the netrc file or wandb's settings.
@@ -111,7 +111,7 @@ def check_login(tracker: Tracker) -> None:
 
 
 def logged_in() -> bool:
-    """Whether wandb would find credentials: environment, netrc, or its own settings files."""
+    """True if wandb finds credentials: environment, netrc, or its settings files."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import wandb

@@ -1,4 +1,4 @@
-"""The command line of benchmarks, their timer, and the results that a killed run keeps."""
+"""Command line, timer and results of benchmarks."""
 
 import json
 import os
@@ -9,7 +9,6 @@ import torch
 
 import harness
 from harness import Case, difference
-from kernel_cases import normal
 from sparsepretrain.kernels.timing import Series
 
 CPU = torch.device("cpu")
@@ -17,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def bench(tmp_path):
-    """``bench(works, *words)``: exit code, and the cases of the results file."""
+    """``bench(works, *words)`` returns the exit code and the cases of the results file."""
 
     def run(works, *words):
         path = tmp_path / "out" / "a.json"
@@ -39,7 +38,7 @@ def one(name, **words):
     return lambda: [Case(name=name, **words)]
 
 
-def test_works_take_turns_and_the_order_rotates():
+def test_works_are_interleaved_in_rotating_order():
     seen = []
     works = {name: lambda name=name: seen.append(name) for name in "abc"}
     series = harness.interleave(works, 3, warmup=1)
@@ -64,7 +63,7 @@ def test_measured_cases_survive_a_killed_run(bench):
     assert isinstance(error, KeyboardInterrupt) and [case["name"] for case in cases] == ["a"]
 
 
-def test_a_failed_work_keeps_no_other_from_running(bench):
+def test_failed_work_does_not_stop_the_others(bench):
     def fails():
         raise RuntimeError("no such\nmatmul")
 
@@ -84,26 +83,13 @@ def test_the_exit_code_judges_limits_unless_quick(bench):
     assert bench({"a": one("a", status="wrong: another result")}, "--quick")[0] == 1
 
 
-def test_no_case_begins_after_the_budget(bench, monkeypatch):
+def test_no_case_starts_after_the_budget(bench, monkeypatch):
+    _, cases = bench({"ab": one("ab"), "b": one("b")}, "--only", "a*")
+    assert [case["name"] for case in cases] == ["ab"]
     seconds = iter(range(0, 1000, 10))
     monkeypatch.setattr(harness, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     code, cases = bench({name: one(name) for name in "abcde"}, "--budget", "25")
     assert code == 0 and [case["name"] for case in cases] == ["a", "b", "the last 3 of 5"]
-
-
-def test_cases_are_chosen(bench):
-    works = {name: one(name) for name in ("ab", "b")}
-    assert [case["name"] for case in bench(works, "--only", "a*")[1]] == ["ab"]
-
-
-def test_options_of_methods():
-    seen = []
-    words = ["--methods", "ste,sste", "--backend", "auto", "--fp8", "--quick"]
-    harness.main("a", lambda options: seen.append(options) or {}, words, methods=True)
-    assert seen == [harness.Options(True, ("ste", "sste"), "auto", True)]
-    assert seen[0].label == ", fp8, backend=auto"
-    assert seen[0].precision(torch.device("cuda")) == {"name": "fp8", "recipe": "e4m3"}
-    assert harness.Options(fp8=True).precision(CPU) == {"name": "fp8_sim", "recipe": "hybrid"}
 
 
 def test_difference():
@@ -120,16 +106,7 @@ def test_difference():
     assert difference(torch.empty(0), torch.empty(0)) == 0
 
 
-def test_fresh_copies_keep_strides():
-    x = normal((8, 12), CPU).t()
-    (copy, (inner,), number) = harness.fresh((x, [x], 3))
-    assert copy.stride() == x.stride()
-    assert number == 3
-    assert torch.equal(inner, x)
-    assert inner.data_ptr() != x.data_ptr()
-
-
-def test_nvidia_smi_is_asked_about_the_gpu_that_torch_uses(tmp_path, monkeypatch):
+def test_nvidia_smi_is_asked_about_the_gpu_of_torch(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     tool.write_text('#!/bin/sh\necho "$@" >> "$0.log"\necho "580.1, 1980"\n')
     tool.chmod(0o755)

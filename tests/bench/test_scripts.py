@@ -1,4 +1,4 @@
-"""Every benchmark script runs without a GPU, in seconds."""
+"""Benchmark scripts run without a GPU, in seconds."""
 
 import json
 import subprocess
@@ -35,22 +35,17 @@ def run(tmp_path):
 
 
 def labels(cases, before):
-    """Return the ends of the names of measured cases that begin so."""
+    """Return the names of measured cases that start with ``before``, without it."""
     names = [case["name"] for case in cases if case["value"] is not None]
     return [name.removeprefix(before) for name in names if name.startswith(before)]
 
 
 @WITHOUT_GPU
-@pytest.mark.parametrize(
-    "script", ["kernels", "linear", "blocks", "products", "train", "trust", "recipes"]
-)
-def test_a_rehearsal_measures_tiny_sizes_and_skips_the_others(run, script):
+@pytest.mark.parametrize("script", ["kernels", "blocks", "products", "recipes"])
+def test_rehearsal_measures_tiny_sizes(run, script):
     code, cases = run(script)
-    assert code == 0
-    skipped = [case for case in cases if case["value"] is None]
-    assert skipped and all(case["status"].startswith("skipped") for case in skipped)
-    measured = [case for case in cases if case["value"] is not None]
-    assert measured or script == "trust"
+    measured = [case for case in cases if not case["status"].startswith("skipped")]
+    assert code == 0 and measured
     for case in measured:
         assert case["value"] > 0 and case["status"] == "ok", case
         assert all(times > 0 for times in case["detail"].get("times_as_fast_as", {}).values())
@@ -61,6 +56,8 @@ def test_every_method_is_compared_with_dense(run):
     dense = ["nn.Linear", *linear.timed_methods()]
     tiny = "linear, tiny, forward and backward, bf16, "
     assert labels(run("linear")[1], tiny) == dense
+    _, cases = run("linear", "--methods", "ste", "--backend", "auto", "--fp8")
+    assert labels(cases, f"{tiny}fp8, backend=auto, ") == ["nn.Linear", "dense", "ste"]
     _, cases = run("train", "--methods", "sste")
     assert labels(cases, "training step, tiny, ") == ["dense", "sste"]
     losses = {case["name"][21:]: case["detail"].get("losses") for case in cases}
@@ -71,17 +68,10 @@ def test_every_method_is_compared_with_dense(run):
 
 @WITHOUT_GPU
 def test_step_ratios_of_the_cpu(run):
-    code, cases = run("cpu", "--only", "[sl]*", methods=False)
+    code, cases = run("cpu", "--only", "step*", methods=False)
     names = {case["name"].removeprefix("step time, ") for case in cases}
     assert code == 0 and {"bimask over dense", "sste over dense"} < names
-    assert {"our dense over plain PyTorch", "sste, reference over loop of mvue"} < names
-
-
-@WITHOUT_GPU
-def test_backend_and_fp8_are_chosen(run):
-    _, cases = run("linear", "--methods", "ste", "--backend", "auto", "--fp8")
-    before = "linear, tiny, forward and backward, bf16, fp8, backend=auto, "
-    assert labels(cases, before) == ["nn.Linear", "dense", "ste"]
+    assert "our dense over plain PyTorch" in names
 
 
 def test_an_unknown_method_is_refused(run):
@@ -93,7 +83,7 @@ def test_an_unknown_method_is_refused(run):
 
 @WITHOUT_GPU
 def test_a_wrong_sparse_matmul_gets_no_time(run, monkeypatch):
-    """``auto`` with a wrong entry in sparse matmuls without a bias, which only MVUE has."""
+    # a wrong entry in sparse matmuls without a bias, which only MVUE has
     wrong = []
 
     def multiply(packed, dense, bias=None, **flags):
@@ -129,14 +119,6 @@ def test_every_method_takes_steps(name):
     assert len(run.losses) == 1
 
 
-@pytest.mark.parametrize("backend", ["emulate", "auto"])
-def test_training_stores_operands_with_every_backend(backend):
-    options = harness.Options(backend=backend)
-    run = train.Training("sste", train.TINY, 2, train.source_bytes(), CPU, options)
-    run.step()
-    assert all(layer.sparsity.cache._kept for layer in run.sparsifier.layers.values())
-
-
 BARE = """
 import sys
 class Refuse:
@@ -155,15 +137,10 @@ for name in registry.names("method"):
 names = [m.name for m in pkgutil.iter_modules(sparsepretrain.kernels.__path__)]
 for name in names:
     importlib.import_module("sparsepretrain.kernels." + name)
-for name in ("kernels", "linear", "blocks", "products", "train", "trust", "summary"):
+for name in ("kernels", "linear", "blocks", "products", "train", "summary"):
     importlib.import_module(name)
 import sparsepretrain as sp
 sp.sparsify
-"""
-COMMAND = """
-import harness, linear
-words = ["--quick", "--methods", "ste", "--out", {out!r}]
-sys.exit(harness.main("linear", linear.works, words, methods=True))
 """
 ABSENT = {"hydra", "omegaconf", "wandb", "datasets", "transformers", "tokenizers", "accelerate"}
 
@@ -175,19 +152,4 @@ def python(code):
 def test_imports_with_torch_and_triton_alone():
     absent = ABSENT | {"yaml", "rich", "matplotlib"}
     done = python(BARE.format(names=absent, scripts=str(SCRIPTS)) + IMPORTS)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_script_runs_on_a_bare_machine(tmp_path):
-    out = str(tmp_path / "linear.json")
-    code = BARE.format(names=ABSENT, scripts=str(SCRIPTS)) + COMMAND.format(out=out)
-    done = python(code)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "linear.json").read_text())["script"] == "linear"
-
-
-@pytest.mark.parametrize("script", ["smoke", "cpu"])
-def test_a_script_is_a_command(script):
-    command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--only", "no such case"]
-    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

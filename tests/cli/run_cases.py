@@ -1,7 +1,6 @@
-"""Runs many command lines in one interpreter that has no torch; reads and writes JSON.
+"""Run many command lines in one interpreter without torch; reads and writes JSON.
 
-What takes time in a case is remembered: Hydra's composing per list of group choices (0.1 s), and
-which plugins are installed.
+Cached: compositions by Hydra (0.1 s each) and the installed plug-ins.
 """
 
 import contextlib

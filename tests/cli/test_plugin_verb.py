@@ -1,4 +1,4 @@
-"""A verb of one's own is one file."""
+"""Verbs of plug-ins."""
 
 import functools
 import signal
@@ -62,12 +62,14 @@ def call(capsys, *argv: str) -> tuple[int, str]:
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    """What one test registers the next one does not find."""
+    """Undo registrations after each test."""
     yield
     forget("my_verb")
 
 
-def test_plugin_verb_runs(plugin, capsys):
+def test_plugin_verb_runs_if_named(plugin, capsys):
+    code, text = call(capsys, "greet", "you")
+    assert code == 2 and "unknown verb 'greet'" in text
     assert call(capsys, "greet", plugin, "you", "times=2") == (7, "hello hello you\n")
     assert call(capsys, plugin, "greet", "me", "greeting=hi") == (7, "hi me\n")
     assert call(capsys, "count-keys", plugin) == (0, "1\n"), "plug-ins are part of a configuration"
@@ -84,12 +86,6 @@ def test_help_and_completion_list_a_named_plugin_verb(plugin, capsys):
         "--help\nyou\nme\ntimes=\ngreeting=\n",
     )
     assert "sparsity=sste" in call(capsys, "__complete", "count-keys", plugin, "sparsity=ss")[1]
-
-
-def test_plugin_verb_is_unknown_unless_named(plugin, capsys):
-    assert "greet" not in call(capsys, "--help")[1]
-    code, text = call(capsys, "greet", "you")
-    assert code == 2 and "unknown verb 'greet'" in text
 
 
 @pytest.mark.parametrize(
@@ -109,13 +105,10 @@ def test_bad_plugin_verbs_are_refused(name, words, tmp_path, capsys):
 def test_help_works_with_a_broken_plugin(tmp_path, capsys):
     code, text = call(capsys, "--help", f"plugins=['{tmp_path}/none.py']")
     assert code == 0 and "warning: plugin" in text and "  train " in text
-
-
-def test_verb_without_run_names_file_and_line(tmp_path, capsys):
     file = tmp_path / "half_a_verb.py"
     file.write_text(VERB.replace("def run", "def runs"))
-    code, said = call(capsys, "greet", f"plugins=['{file}']")
-    assert code == 2 and "Greet lacks run" in said and "half_a_verb.py, line " in said
+    code, text = call(capsys, "greet", f"plugins=['{file}']")
+    assert code == 2 and "Greet lacks run" in text and "half_a_verb.py, line " in text
 
 
 INTERRUPTED = """
@@ -137,11 +130,11 @@ class Wait(Verb):
 
 @pytest.mark.parametrize("last", ["", "interrupt()"], ids=["in a string", "in an import"])
 def test_interrupt_always_exits_with_130(last, tmp_path):
-    """CPython itself would end by the signal after both, whatever is returned."""
+    # CPython itself would die of the signal after both
     file = tmp_path / "waits.py"
     file.write_text(INTERRUPTED + last)
     command = [sys.executable, "-m", "sparsepretrain", "wait", f"plugins=['{file}']"]
-    # as in a terminal: a shell's background jobs ignore it
+    # as in a terminal: background jobs of a shell ignore SIGINT
     usual = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=usual)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "sparsepretrain: interrupted\n")

@@ -1,10 +1,10 @@
-"""Identity, text and differences of a resolved configuration."""
+"""Text, identity and differences of resolved configurations."""
 
 import copy
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsepretrain.config import load, validate
@@ -33,7 +33,7 @@ def changed(key: str, value: object) -> dict:
     return plain
 
 
-def test_text_round_trip_is_the_same_run(tmp_path):
+def test_yaml_round_trip_gives_the_same_run(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(PLAIN))
     plain = from_yaml(file)
@@ -51,8 +51,9 @@ VALUES = st.one_of(
 )
 
 
+@settings(max_examples=40)
 @given(st.lists(VALUES, max_size=5))
-def test_any_values_survive_the_text(tmp_path_factory, values):
+def test_any_value_survives_yaml(tmp_path_factory, values):
     file = tmp_path_factory.mktemp("text") / "config.yaml"
     file.write_text(to_yaml({"values": values}), encoding="utf-8")
     back = from_yaml(file)["values"]
@@ -77,17 +78,11 @@ def test_identity_ignores_keys_that_change_no_result(key, value):
     assert identity(changed(key, value)) == identity(PLAIN)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        k
-        for k in flat(PLAIN)
-        if not {k, k.split(".")[0]} & {*NOT_IDENTITY, "parallel", "compile"}
-        or k == "parallel.device"
-    ],
-)
-def test_identity_depends_on_everything_else(key):
-    assert identity(changed(key, "another")) != identity(PLAIN)
+def test_identity_depends_on_all_other_keys():
+    excluded = {*NOT_IDENTITY, "parallel", "compile"}
+    for key in flat(PLAIN):
+        if not {key, key.split(".")[0]} & excluded or key == "parallel.device":
+            assert identity(changed(key, "another")) != identity(PLAIN), key
 
 
 def test_identity_ignores_order_and_spelling_of_numbers():
@@ -95,14 +90,9 @@ def test_identity_ignores_order_and_spelling_of_numbers():
     assert identity(other) == identity(PLAIN)
     assert identity(load(["optim.eps=0.00000001", "clip=1"]).plain) == identity(PLAIN)
     assert identity(RUN) == identity(PLAIN)
-    assert identity(load(["data.vocab_size=256"]).plain) == identity(PLAIN), "what null means here"
-
-
-def test_run_directory():
+    assert identity(load(["data.vocab_size=256"]).plain) == identity(PLAIN), "null means 256"
     expected = Path("runs") / "gpt2_nano" / f"{identity(PLAIN)}-s0"
     assert run_directory(RUN) == run_directory(PLAIN) == expected
-    assert run_directory(changed("seed", 3)).name == f"{identity(PLAIN)}-s3"
-    assert len(identity(PLAIN)) == 8
 
 
 def test_diff_lists_changed_keys():

@@ -1,4 +1,4 @@
-"""The strict pass: types, ranges, suggestions."""
+"""Strict pass: types, ranges, suggestions."""
 
 import re
 from dataclasses import dataclass
@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from sparsepretrain.config import compose, load, validate
 from sparsepretrain.config.freeze import flat
-from sparsepretrain.config.schema import Batch, Run
 from sparsepretrain.config.strict import build
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import suggestion
-from sparsepretrain.training.schedules import learning_rate
 
 KEYS = sorted({key.rpartition(".")[2] for key in flat(compose())})
 
@@ -25,8 +23,7 @@ def problems(*overrides: str) -> list[str]:
 
 
 @given(st.data())
-def test_two_wrong_letters_get_a_suggestion(data):
-    """The one meant, or another one of these keys that is just as near."""
+def test_two_wrong_letters_still_get_a_suggestion(data):
     word = data.draw(st.sampled_from([key for key in KEYS if len(key) >= 4]))
     typo = list(word)
     for _ in range(data.draw(st.integers(1, 2))):
@@ -39,11 +36,6 @@ def test_two_wrong_letters_get_a_suggestion(data):
         else:
             typo[place] = "q"
     assert "did you mean" in suggestion("".join(typo), KEYS)
-
-
-def test_unrelated_key_of_a_group_gets_choices_not_a_suggestion():
-    (message,) = problems("sparsity.zzzz=1")
-    assert "did you mean" not in message and "choose from" in message
 
 
 @pytest.mark.parametrize(
@@ -71,33 +63,13 @@ def test_all_wrong_keys_are_reported_together():
         "precision.name": "fp4", "tracker.mode": "on",
     }  # fmt: skip
     found = problems("clip=0", *(f"{key}={value}" for key, value in wrong.items()))
-    assert len(found) == len(wrong), "root rules wait for root types: clip is one of them"
+    assert len(found) == len(wrong), "root rules like clip wait for root types"
     for key in wrong:
         assert sum(re.search(rf"(^|'){key}\b", message) is not None for message in found) == 1, key
 
 
-def test_final_learning_rate_is_relative_to_the_peak():
-    """``optim.lr=1e-4`` was refused while the floor was an absolute rate."""
-    run = load(["model=gpt2_nano", "optim.lr=1e-4"])
-    assert learning_rate(run.schedule, run.optim.lr, run.steps, run.steps) == pytest.approx(1e-5)
-
-
-def test_cross_rules_name_both_sides():
-    assert "model.n_positions (256)" in problems("task.sequence_length=257")[0]
-    assert "data.vocab_size (4096)" in problems("data.tokenizer=bpe")[0]
-
-
-@given(st.integers(1, 64), st.integers(1, 64))
-def test_micro_batches_divide_the_global_batch(size, micro):
-    if size % micro:
-        with pytest.raises(ConfigError, match="micro must divide"):
-            build(Batch, {"size": size, "micro": micro})
-    else:
-        assert build(Batch, {"size": size, "micro": micro}).size == size
-
-
 @pytest.mark.parametrize("group", ["model", "data", "sparsity", "task", "optim", "schedule"])
-def test_a_group_that_is_missing_or_no_mapping(group):
+def test_missing_or_scalar_group_is_one_error(group):
     plain = compose()
     with pytest.raises(ConfigError) as caught:
         validate({**plain, group: 5})
@@ -106,12 +78,6 @@ def test_a_group_that_is_missing_or_no_mapping(group):
     with pytest.raises(ConfigError) as caught:
         validate(plain)
     assert caught.value.messages == [f"missing key {group!r}"]
-
-
-def test_values_become_the_types_of_the_schema():
-    run = load(["clip=1", "optim.betas=[0,0.5]"])
-    assert isinstance(run, Run) and run.optim.betas == (0.0, 0.5)
-    assert isinstance(run.clip, float)
 
 
 @dataclass(slots=True, kw_only=True)

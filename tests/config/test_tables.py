@@ -1,9 +1,9 @@
-"""Tables as data: what a file may say, and the runs that follow from it."""
+"""Table files: checks, and the runs that follow."""
 
 import pytest
 import yaml
 
-from sparsepretrain.config import freeze
+from sparsepretrain.config import freeze, load
 from sparsepretrain.config.cells import cells
 from sparsepretrain.config.published import printed
 from sparsepretrain.config.tables import Published, load_table, place, slug
@@ -44,18 +44,9 @@ def test_cells_are_runs_with_a_directory_each(tmp_path):
     places = {str(freeze.run_directory(cell.run).parent) for cell in found}
     assert places == {f"runs/mine/{n}" for n in ("dense--short", "γ_0.2--short", "γ_0.2--long")}
     assert found[0].run.optim.lr == 2e-3 and found[2].run.steps == 8
-    # what is typed by hand is the same run
-    from sparsepretrain.config import load
-
-    assert load(found[2].words) == found[2].run
-
-
-def test_overrides_and_only_select_cells(tmp_path):
-    dirs = written(tmp_path)
-    table = load_table("mine", dirs)
-    found = cells(
-        "mine", table, "nano", seeds=1, only="* @ short", overrides=["steps=5", "runs_dir=r"]
-    )
+    assert load(found[2].words) == found[2].run, "the words give the same run"
+    table, given = load_table("mine", dirs), ["steps=5", "runs_dir=r"]
+    found = cells("mine", table, "nano", seeds=1, only="* @ short", overrides=given)
     assert [(cell.row, cell.run.steps) for cell in found] == [("dense", 5), ("γ = 0.2", 5)]
     assert found[0].run.runs_dir == "r/mine"
 
@@ -75,6 +66,8 @@ def test_all_mistakes_of_all_cells_are_reported(tmp_path):
         cells("mine", table, "nano", only="dens @ short")
     with pytest.raises(ConfigError, match="no scale 'paper'"):
         cells("mine", table, "paper")
+    with pytest.raises(ConfigError, match="did you mean 'mine'"):
+        load_table("mines", dirs)
 
 
 @pytest.mark.parametrize(
@@ -82,22 +75,17 @@ def test_all_mistakes_of_all_cells_are_reported(tmp_path):
     [
         ({"rows": {"dense": "sparsity=dense"}}, "rows.dense must be a list"),
         ({"titel": "x"}, "unknown key 'titel' .did you mean 'title'"),
-        ({"baseline": "ste"}, "baseline 'ste' is no row"),
-        ({"claims": [{"text": "t", "kind": "less", "of": ["dense", "sste"]}]}, "'sste' is no cell"),
+        ({"baseline": "ste"}, "baseline 'ste' is not a row"),
+        ({"claims": [{"text": "t", "kind": "less", "of": ["dense", "sste"]}]}, "'sste' is unknown"),
         ({"claims": [{"text": "t", "kind": "equal", "of": ["dense", "dense"]}]}, "margin"),
         ({"metrics": {"loss": {"label": "l", "key": "loss", "over": [0.5, 0.1]}}}, "ascending"),
     ],
 )
-def test_mistakes_in_the_file_name_file_and_key(tmp_path, changes, message):
+def test_mistakes_in_a_file_name_file_and_key(tmp_path, changes, message):
     dirs = written(tmp_path, **changes)
     with pytest.raises(ConfigError, match=message) as caught:
         load_table("mine", dirs)
     assert "mine.yaml: " in str(caught.value)
-
-
-def test_unknown_table_gets_a_suggestion(tmp_path):
-    with pytest.raises(ConfigError, match="did you mean 'mine'"):
-        load_table("mines", written(tmp_path))
 
 
 def test_published_numbers_come_with_their_status():
@@ -109,6 +97,6 @@ def test_published_numbers_come_with_their_status():
     )
     row = printed(source, "dense", "")
     assert row is not None and row["value"] == 26.42 and row["status"] == "secondary"
-    assert printed(source, "step", "") is None  # not found by anybody
+    assert printed(source, "step", "") is None  # without a published number
     assert printed(source, "srste", "") is None
     assert place("a", "") == "a" and slug("λ = 6e-5, MVUE") == "λ_6e-5_MVUE"

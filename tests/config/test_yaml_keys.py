@@ -1,4 +1,4 @@
-"""The YAML files are the documentation: every key, and nothing else, with a comment."""
+"""YAML files document every key, and nothing else, with a comment."""
 
 import dataclasses
 import re
@@ -7,7 +7,6 @@ import sys
 import typing
 
 import pytest
-import yaml
 from tiny_runs import composed as compose
 
 from sparsepretrain import registry
@@ -28,7 +27,7 @@ def options_class(group: str, part: dict) -> type:
 
 
 def keys(cls: type) -> dict:
-    """Names of the fields, nested."""
+    """Return the names of the fields, nested."""
     hints = typing.get_type_hints(cls)
     return {
         f.name: keys(hints[f.name]) if dataclasses.is_dataclass(hints[f.name]) else None
@@ -56,12 +55,7 @@ def test_yaml_keys_are_the_fields(group, option):
                 name: keys(registry.options_of("probe", name)) for name in part
             }
             return
-        # compare as sets of nested names; the order in a file is for its reader
         assert shape(part) == keys(options_class(group, part))
-
-
-def test_root_keys_are_the_fields():
-    assert set(compose()) == {f.name for f in dataclasses.fields(Run)}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -88,37 +82,23 @@ def test_yaml_defaults_of_probes_are_those_of_their_classes():
         assert validate(compose(f"probe={name}")).probe == {name: options}
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_model_takes_every_method(model, method):
-    sparsity = compose(f"sparsity={method}")["sparsity"]
-    run = validate({**compose(f"model={model}"), "sparsity": sparsity})
-    assert run.model.name == model and run.sparsity.name == method
+def test_every_model_takes_every_method(model):
+    for method in METHODS:
+        sparsity = compose(f"sparsity={method}")["sparsity"]
+        run = validate({**compose(f"model={model}"), "sparsity": sparsity})
+        assert run.model.name == model and run.sparsity.name == method
 
 
-FILES = sorted(f for f in shipped().rglob("*.yaml") if f.parent.name != TABLES)
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
-def test_every_key_has_a_comment(file):
-    lines = file.read_text().splitlines()
-    told = {"name", "source", "family"}  # they repeat the file's name
-    for before, line in zip(["", *lines], lines, strict=False):
-        key = re.match(r"\s*(\w+):\s*[^\s#]", line)
-        if key and key[1] not in told:
-            assert "#" in line or before.lstrip().startswith("#"), f"{file.name}: {line}"
-
-
-def test_parameters_of_the_default_model_fit_its_data():
-    run = validate(compose())
-    assert run.data.vocab_size <= run.model.vocab_size
-    assert yaml.safe_load((shipped() / "train.yaml").read_text())["defaults"][-5:] == [
-        "_self_",
-        {"model": "gpt2_nano"},
-        {"optional model_method": "_${model}_${sparsity}"},
-        {"finetune": None},
-        {"experiment": None},
-    ]
+def test_every_key_has_a_comment():
+    for file in shipped().rglob("*.yaml"):
+        if file.parent.name == TABLES:
+            continue
+        lines = file.read_text().splitlines()
+        for before, line in zip(["", *lines], lines, strict=False):
+            key = re.match(r"\s*(\w+):\s*[^\s#]", line)
+            if key and key[1] not in {"name", "source", "family"}:  # repeat the file's name
+                assert "#" in line or before.lstrip().startswith("#"), f"{file.name}: {line}"
 
 
 def test_every_registered_class_is_free_of_torch():

@@ -1,4 +1,4 @@
-"""What the tests of the documentation read: files, fenced blocks, links, headings."""
+"""Parse the documentation: files, fenced blocks, links, headings."""
 
 import importlib.util
 import re
@@ -14,7 +14,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 
 
 def load_generator():
-    """``scripts/generate_docs.py`` as a module; it is not part of the package."""
+    """Import ``scripts/generate_docs.py``, which is not part of the package."""
     if "generate_docs" not in sys.modules:
         file = ROOT / "scripts" / "generate_docs.py"
         spec = importlib.util.spec_from_file_location("generate_docs", file)
@@ -29,7 +29,7 @@ DOCUMENTS = generator.documents()
 
 
 class Block(NamedTuple):
-    """A fenced block."""
+    """Fenced block."""
 
     file: Path
     line: int
@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
 
 def blocks(file: Path, language: str | None = None) -> list[Block]:
-    """Fenced blocks of a file, in order."""
+    """Return the fenced blocks of a file, in order."""
     text = file.read_text(encoding="utf-8")
     found = [
         Block(file, text.count("\n", 0, m.start()) + 1, m["language"].strip(), m["body"])
@@ -52,12 +52,12 @@ def blocks(file: Path, language: str | None = None) -> list[Block]:
 
 
 def without_code(text: str) -> str:
-    """``text`` without fenced blocks and code spans."""
+    """Remove fenced blocks and code spans."""
     return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
 
 
 def anchors(text: str) -> set[str]:
-    """The fragments that GitHub gives to the headings of a page."""
+    """Return GitHub's fragments of the headings of a page."""
     found: set[str] = set()
     for heading in HEADING.findall(FENCE.sub("", text)):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
@@ -69,7 +69,7 @@ def anchors(text: str) -> set[str]:
 
 
 def dead_links(file: Path, text: str) -> list[str]:
-    """Links of ``text`` to files or headings of this repository that do not exist."""
+    """Return links to missing files or headings of this repository."""
     dead = []
     for link in LINK.finditer(without_code(text)):
         address, _, fragment = link["target"].partition("#")
@@ -94,7 +94,7 @@ FORBIDDEN = (
 
 
 def math_problems(text: str) -> list[str]:
-    """What GitHub would not render, or would render as something else."""
+    """Return formulas that GitHub renders wrong."""
     text = without_code(text)
     problems = []
     for part in MATH.finditer(text):

@@ -1,4 +1,4 @@
-"""Run the documentation: library snippets as they are, commands on a tiny model."""
+"""Run the documentation: library snippets unchanged, commands on a tiny model."""
 
 import glob
 import os
@@ -20,11 +20,11 @@ from sparsepretrain.sparsity import backend
 from sparsepretrain.studies import sweep
 from sparsepretrain.training import derive
 
-# the commands of a reported table are those of whole runs; tests/reports makes its page again
+# tables list commands of full runs; tests/reports renders their pages
 SHELL = [b for f in DOCUMENTS if f.parent.name != "tables" for b in blocks(f, "sh")]
 PYTHON = [b for f in DOCUMENTS for b in blocks(f, "python")]
 RUN = ("train", "eval", "prepare", "methods", "configs", "report", "completion")
-"""Verbs that are run; for other verbs only the arguments are checked."""
+"""Verbs to run; for other verbs only arguments are checked."""
 PROGRAMS = ("sparsepretrain", "make", "pip", "python", "lm_eval", "wandb")
 """Programs that a shell block may call."""
 
@@ -34,7 +34,7 @@ RECORDER = """#!/bin/sh
 
 
 def commands(script: str, scratch) -> list[list[str]]:
-    """The commands of a shell block as bash reads them; none of them is run."""
+    """Return the commands of a shell block as bash parses them, without running them."""
     bin, record = scratch / "bin", scratch / "record"
     bin.mkdir()
     record.touch()
@@ -61,12 +61,10 @@ def test_library_snippets_run(block, capsys):
 @pytest.mark.parametrize("block", SHELL, ids=lambda b: b.name)
 def test_commands_run(block, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    # seconds each; tested elsewhere
+    # takes seconds; tested elsewhere
     monkeypatch.setattr(training_verb, "illustrate", lambda directory: None)
     monkeypatch.setattr(backend, "no_fp8_products", lambda device: "")  # torch emulates them
-    told = commands(block.body, tmp_path)
-    assert told, "a block without a command"
-    for program, *argv in told:
+    for program, *argv in commands(block.body, tmp_path):
         if program == "sparsepretrain":
             run(argv, tiny)
         elif program == "make":
@@ -99,7 +97,7 @@ def run(argv: list[str], tiny) -> None:
     if verb not in RUN:
         return
     if verb == "report" and not any("/" in word for word in words):
-        tables.load_table(words[0])  # its runs take minutes
+        tables.load_table(words[0])  # the runs take minutes
         return
     if verb == "report":
         argv = [found for word in argv for found in glob.glob(word) or [word]]

@@ -1,4 +1,4 @@
-"""Fine-tuning checkpoints that transformers wrote, made in the test."""
+"""Fine-tuning of checkpoints written by transformers."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_gpt2_fine_tunes_on_bytes(tmp_path):
     assert "drawn anew: score.weight" in out
     assert "sste 2:4 on 2 layers" in out
     assert {"accuracy", "f1", "score"} <= set(lines[-1])
-    # the run is a source again
+    # a fine-tuned run is a source again
     _, out, _ = train(directory, *words, "sparsity=dense", "seed=1")
     assert "drawn anew" not in out
 
@@ -92,7 +92,7 @@ def test_bert_inputs_and_scores_equal_transformers(tmp_path):
     assert batch["tokens"][0].tolist() == [1, 8, 4, 2, 9, 5, 2, 0]
     assert batch["mask"][0].sum() == 7
     assert batch["second"][0].tolist() == [False] * 4 + [True] * 3 + [False]
-    # what is computed is transformers' own
+    # scores equal those of transformers
     model = t.model.eval()
     with torch.no_grad():
         expected = model(

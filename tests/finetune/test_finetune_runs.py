@@ -1,10 +1,9 @@
-"""From a pre-training run to metrics on files in GLUE's format, with the network blocked."""
+"""Fine-tuning of pre-training runs on local files in GLUE's format, with the network blocked."""
 
 import functools
 import math
 import socket
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,17 +28,13 @@ def _no_network(monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, small_corpus):
-    """A run of each method, trained when it is first asked for, for tests that only read it."""
+    """``trained(*overrides)``: directory of a run, trained once, for tests that only read it."""
     own = Tiny(tmp_path_factory.mktemp("sources"), small_corpus)
-    return functools.cache(lambda method: own.train(f"sparsity={method}").directory)
+    return functools.cache(lambda *overrides: own.train(*overrides).directory)
 
 
-def pretrain(tiny: Tiny, *overrides: str) -> Path:
-    return tiny.train(*overrides).directory
-
-
-def test_finetune_command_reports_glue_metrics(tiny, tmp_path, capfd):
-    source = pretrain(tiny, "sparsity=sste")
+def test_finetune_command_reports_glue_metrics(trained, tmp_path, capfd):
+    source = trained("sparsity=sste")
     argv = ["finetune", str(source), *QUICK, *glue(tmp_path), f"runs_dir='{tmp_path / 'tuned'}'"]
     assert main(argv) == 0
     out, err = capfd.readouterr()
@@ -54,15 +49,11 @@ def test_finetune_command_reports_glue_metrics(tiny, tmp_path, capfd):
     assert main(argv) == 0 and "is finished" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("model", ["bert_nano", "bert_geglu"])
-@pytest.mark.parametrize("task", ["labels", "spans"])
-def test_bert_fine_tunes_on_labels_and_spans(tiny, tmp_path, model, task):
-    """The encoders carry the same heads, whatever the tokenizer of the run is."""
-    small = (
-        *("precision=fp32", "schedule=constant"),
-        *("data.tokenizer=wordpiece", "data.vocab_size=1200"),
-    )
-    source = pretrain(tiny, f"model={model}", *small, "steps=2", "model.vocab_size=1300")
+@pytest.mark.parametrize(("model", "task"), [("bert_nano", "labels"), ("bert_geglu", "spans")])
+def test_bert_fine_tunes_on_labels_and_spans(trained, tmp_path, model, task):
+    small = ("precision=fp32", "schedule=constant", "data.tokenizer=wordpiece")
+    sizes = ("data.vocab_size=1200", "model.vocab_size=1300", "steps=2")
+    source = trained(f"model={model}", *small, *sizes)
     words = glue(tmp_path) if task == "labels" else squad(tmp_path)
     directory, out, lines = train(source, *words, "steps=3", f"runs_dir='{tmp_path / 'tuned'}'")
     new = "classifier.weight, pooler" if task == "labels" else "qa_outputs.weight"
@@ -72,18 +63,8 @@ def test_bert_fine_tunes_on_labels_and_spans(tiny, tmp_path, model, task):
     assert final["f1"] >= 0 and math.isfinite(final["loss"])
 
 
-def test_fine_tuning_starts_from_the_evaluated_weights(tiny, tmp_path):
-    found = weights.find(pretrain(tiny, "sparsity=dense", "ema=0.5"))
-    stored = weights.model_state(found)
-    evaluated = assembly.evaluated_state(found)
-    assert all(torch.equal(stored[name], value) for name, value in evaluated.items())
-    words = (*glue(tmp_path), f"runs_dir='{tmp_path / 'tuned'}'")
-    own = build(found.path, *words).model.state_dict()
-    assert all(torch.equal(own[name], stored[name]) for name in evaluated if name in own)
-
-
 def test_resume_without_the_source_is_bit_exact(tiny, tmp_path, stop_after):
-    source = pretrain(tiny)
+    source = tiny.train().directory
     words = [*glue(tmp_path), "epochs=1", "checkpoint.every=2"]
     whole, _, _ = train(source, *words, f"runs_dir='{tmp_path / 'a'}'")
     run = load(source, *words, f"runs_dir='{tmp_path / 'b'}'")
@@ -112,25 +93,19 @@ def logits(model: torch.nn.Module, task: object) -> torch.Tensor:
     ("before", "after", "exact"),
     [
         ("sste", None, True),
-        ("sste", "sste", True),
         ("sste", "ste", True),  # S-STE Table 7, both ways
         ("ste", "sste", True),
         ("sste", "dense", True),
-        ("srste", None, True),
-        ("ste", "srste", True),
         ("tsrste", None, True),
-        ("step", None, True),
         ("sdgp", None, True),
-        ("dense", None, True),
         ("bimask", None, True),
         ("slope", None, True),
-        ("asp", None, True),
         ("mdgf", None, True),
         ("dense", "sste", False),  # a dense function is not sparse
     ],
 )
 def test_function_at_step_0_equals_the_source(tiny, trained, tmp_path, before, after, exact):
-    source = trained(before)
+    source = trained(f"sparsity={before}")
     from sparsepretrain.tasks import build_task
     from sparsepretrain.training.assembly import build_model
 
@@ -144,25 +119,25 @@ def test_function_at_step_0_equals_the_source(tiny, trained, tmp_path, before, a
     assert torch.allclose(found, expected, atol=1e-5) is exact
 
 
-def test_the_frozen_scale_comes_with_the_stored_weights(tiny, trained, tmp_path):
-    source = trained("sste")
+def test_frozen_scale_comes_with_the_stored_weights(trained, tmp_path):
+    source = trained("sparsity=sste")
     stored = weights.model_state(weights.find(source))
     name = "transformer.h.0.mlp.c_fc"
     t = build(source, *glue(tmp_path))
     own = t.model.state_dict()
     assert torch.equal(own[f"{name}.weight"], stored[f"{name}.weight"])
     assert torch.equal(own[f"{name}.sparsity.beta"], stored[f"{name}.sparsity.beta"])
-    # negative control: computed anew it would be another number
+    # negative control: recomputed scales differ
     t = build(source, *glue(tmp_path), "init.weights=projected")
     own = t.model.state_dict()
     assert not torch.equal(own[f"{name}.sparsity.beta"], stored[f"{name}.sparsity.beta"])
     assert not torch.equal(own[f"{name}.weight"], stored[f"{name}.weight"])
 
 
-def test_defaults_follow_the_source(tiny, tmp_path):
+def test_defaults_follow_the_source(trained, tmp_path):
     words = ("precision=fp8_sim", "precision.dtype=fp16", "precision.init_scale=2048")
     words = (*words, "sparsity.gamma=0.25", "sparsity.window.start=0.2")
-    source = pretrain(tiny, "sparsity=sste", *words)
+    source = trained("sparsity=sste", *words)
     run = load(source, *glue(tmp_path))
     assert (run.precision.name, run.precision.init_scale) == ("fp16", 2048)
     assert (run.sparsity.gamma, run.sparsity.mvue) == (0.25, "none")
@@ -175,8 +150,8 @@ def test_defaults_follow_the_source(tiny, tmp_path):
     assert (run.sparsity.name, run.sparsity.n, run.sparsity.targets) == ("srste", 2, "ffn")
 
 
-def test_tokenizer_is_copied_to_the_run(tiny, tmp_path, small_corpus):
-    source = pretrain(tiny, "data.tokenizer=bpe", "data.vocab_size=300", "model.vocab_size=304")
+def test_tokenizer_is_copied_to_the_run(tiny, trained, tmp_path, small_corpus):
+    source = trained("data.tokenizer=bpe", "data.vocab_size=300", "model.vocab_size=304")
     assert (source / "tokenizer.json").is_file()
     directory, _, _ = train(source, *glue(tmp_path), "epochs=1", f"runs_dir='{tmp_path}'")
     assert (directory / "tokenizer.json").read_text() == (source / "tokenizer.json").read_text()
@@ -191,8 +166,8 @@ def test_tokenizer_is_copied_to_the_run(tiny, tmp_path, small_corpus):
     assert run.data == replace(tiny.load().data, tokenizer=run.data.tokenizer, vocab_size=300)
 
 
-def test_language_model_fine_tunes_on_other_text(tiny, tmp_path, small_corpus):
-    source = pretrain(tiny)
+def test_language_model_fine_tunes_on_other_text(trained, tmp_path, small_corpus):
+    source = trained()
     words = ["task=causal_lm", "data=text_files", f"data.files=['{small_corpus}/0*.txt']"]
     words += ["steps=2", "eval.every=1", "eval.batches=1"]
     words += [f"runs_dir='{tmp_path}'"]
@@ -209,7 +184,6 @@ def test_language_model_fine_tunes_on_other_text(tiny, tmp_path, small_corpus):
         ([], "task=… is missing: choose from glue/cola"),
         (["task=glue/mprc"], "did you mean 'glue/mrpc'?"),
         (["task=glue/mrpc", "model=gpt2_nano"], "model comes from"),
-        (["task=glue/mrpc", "task.metrics=[pearson]"], "pearson"),
         (["task=glue/mnli", "task.metrics=[f1]"], "f1"),
         (["task=squad"], "task.max_length must be ≤ model.n_positions (256)"),
         (["task=squad", "task.max_length=64"], "task.stride"),
@@ -217,20 +191,18 @@ def test_language_model_fine_tunes_on_other_text(tiny, tmp_path, small_corpus):
         (["task=glue/mrpc", "init.weights=all"], "init.weights"),
     ],
 )
-def test_bad_overrides_are_refused(tiny, words, message):
-    source = pretrain(tiny, "steps=2")
+def test_bad_overrides_are_refused(trained, words, message):
     with pytest.raises(ConfigError) as caught:
-        build(source, *words)
+        build(trained(), *words)
     assert message in str(caught.value)
 
 
-def test_unusable_checkpoints_are_refused(tiny, tmp_path):
-    source = pretrain(tiny, "steps=2")
+def test_unusable_checkpoints_are_refused(tiny, trained, tmp_path):
     with pytest.raises(CheckpointError, match="has no checkpoints"):
         load(tmp_path, "task=glue/mrpc")
     with pytest.raises(CheckpointError, match=r"transformer.wte.weight"):
-        build(source, *glue(tmp_path), "model.n_embd=16")
+        build(trained(), *glue(tmp_path), "model.n_embd=16")
+    broken = next(tiny.train("steps=2").directory.glob("checkpoints/*"))
+    (broken / "state.json").write_bytes(b"")
     with pytest.raises(CheckpointError, match="is damaged"):
-        broken = next(iter(sorted(source.glob("checkpoints/*"))))
-        (broken / "state.json").write_bytes(b"")
         load(broken, "task=glue/mrpc")

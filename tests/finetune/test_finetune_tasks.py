@@ -1,4 +1,4 @@
-"""Encoding, padding, spans and metrics of the tasks on records."""
+"""Encoding, padding, spans and metrics of tasks on records."""
 
 import collections
 import math
@@ -30,10 +30,10 @@ FOUR = "data.labels=[a,b,c,d]"
 
 
 def task_of(recipe: str, *overrides: str):
-    """The task of a recipe, for a small GPT-2 from scratch."""
+    """Return the task of a recipe, for a small GPT-2."""
     from sparsepretrain.config.compose import build, read
 
-    # what the verb does: the model's block alone, without the model's own task
+    # as the verb does: the model's block without the model's own task
     request = read([f"finetune={recipe}", "model=pretrained", *overrides])
     request.blocks["model"] = {
         **config.compose(["model=gpt2_nano"])["model"], "n_embd": 32, "n_layer": 2
@@ -55,11 +55,11 @@ def test_pairs_are_cut_to_max_length():
     assert [sample.target for sample in samples] == [2, 1, 3]
 
 
-@pytest.mark.parametrize("room", range(13))
-def test_the_longer_text_is_cut_first(room):
-    first, second = _cut(list(range(9)), list(range(4)), room)
-    assert len(first) + len(second) == min(room, 13)
-    assert len(second) == 4 if room >= 8 else abs(len(first) - len(second)) <= 1
+def test_longer_text_is_cut_first():
+    for room in range(13):
+        first, second = _cut(list(range(9)), list(range(4)), room)
+        assert len(first) + len(second) == min(room, 13)
+        assert len(second) == 4 if room >= 8 else abs(len(first) - len(second)) <= 1
 
 
 def test_tokenizers_have_their_template(tmp_path):
@@ -76,7 +76,7 @@ def test_tokenizers_have_their_template(tmp_path):
 
 
 def batch_of(task, lengths: list[int], extra: int = 0) -> dict:
-    """A batch of random texts, padded by ``extra`` more tokens than needed."""
+    """Return a batch of random texts with ``extra`` tokens of padding."""
     generator = np.random.default_rng(0)
     span = task.head == "spans"
     samples = [
@@ -85,7 +85,7 @@ def batch_of(task, lengths: list[int], extra: int = 0) -> dict:
     batch = task.collate(samples)
     for key in ("tokens", "mask", "second"):
         batch[key] = torch.nn.functional.pad(batch[key], (0, extra))
-    batch["tokens"][~batch["mask"]] = 77 if extra else 0  # what padding holds is of no importance
+    batch["tokens"][~batch["mask"]] = 77 if extra else 0  # values at padding must not matter
     return batch
 
 
@@ -104,30 +104,22 @@ def test_padding_does_not_change_loss_or_gradients(recipe):
     assert results[0][2] == results[1][2] == 3
     assert torch.allclose(results[0][0], results[1][0], rtol=1e-5)
     assert torch.allclose(results[0][1], results[1][1], atol=1e-5)
-    # one by one: neighbours in the batch are of no importance either
+    # MVUE groups four tokens of a sequence: nothing is drawn for padding
+    batch, seen = batch_of(task, lengths, extra=4), {}
+    hook = model.transformer.h[0].mlp.c_fc.register_forward_hook(
+        lambda module, inputs, output: (
+            output.register_hook(lambda grad: seen.update(grad=grad)) and None
+        )
+    )
+    task.loss(model, batch)[0].backward()
+    hook.remove()
+    assert batch["tokens"].shape[1] % 4 == 0 and (seen["grad"][~batch["mask"]] == 0).all()
+    # one by one: neighbors in the batch must not matter either
     alone = 0.0
     whole = batch_of(task, lengths)
     for i in range(3):
         alone += float(task.loss(model, {k: v[i : i + 1] for k, v in whole.items()})[0].detach())
     assert alone == pytest.approx(float(results[0][0]), rel=1e-5)
-
-
-@pytest.mark.parametrize("recipe", [("labelled_files", FOUR), ("python_qa",)], ids=lambda r: r[0])
-def test_gradients_at_padding_are_zero(recipe):
-    """So MVUE, which groups four tokens of one sequence, draws nothing for them."""
-    _, task = task_of(*recipe)
-    model = build_model(task, torch.device("cpu"))
-    batch = batch_of(task, [9, 14, 30], extra=4)
-    assert batch["tokens"].shape[1] % 4 == 0
-    seen = {}
-
-    def look(module, inputs, output):
-        output.register_hook(lambda grad: seen.setdefault("grad", grad))
-
-    model.transformer.h[0].mlp.c_fc.register_forward_hook(look)
-    task.loss(model, batch)[0].backward()
-    assert (seen["grad"][~batch["mask"]] == 0).all()
-    assert (seen["grad"][batch["mask"]] != 0).any()
 
 
 def test_long_contexts_become_overlapping_windows(tmp_path):
@@ -138,12 +130,12 @@ def test_long_contexts_become_overlapping_windows(tmp_path):
     assert all(len(sample.ids) <= 24 for sample in samples)
     texts = [bytes(s.ids[s.second : s.second + len(s.about.spans)].tolist()) for s in samples]
     assert [text.decode() for text in texts] == [context[i : i + 16] for i in (0, 12)]
-    # every window with the whole answer has it as its target; the end is the token after it
+    # windows with the whole answer have it as target; the end is the token after it
     assert [sample.target for sample in samples] == [(0, 0), (7 + 3, 7 + 5 + 1)]
 
 
 def best_span(task, scores: np.ndarray, sample: Sample) -> tuple[float, int, int]:
-    """Start by start: score, first and last token of the best span; -inf where there is none."""
+    """Search exhaustively: score, first and last token of the best span; -inf if none."""
     after, size = int(task.options.end == "next"), len(sample.about.spans)
     starts = scores[sample.second : sample.second + size, 0]
     ends = scores[sample.second + after : sample.second + after + size, 1]
@@ -168,7 +160,7 @@ def test_best_span_equals_exhaustive_search(end, longest):
     shape = (*batch["tokens"].shape, 2)
     values = [-np.inf, np.inf, np.nan, 0.0, -0.0, 1.0, 2.0]
     nasty = [
-        draw.choice(values, shape, p=[0.3, p, p, *[0.175 - p / 2] * 4]) for p in [0, 0.02] * 20
+        draw.choice(values, shape, p=[0.3, p, p, *[0.175 - p / 2] * 4]) for p in [0, 0.02] * 10
     ]
     equal = [np.full(shape, value) for value in values]
     found = set()
@@ -181,22 +173,7 @@ def test_best_span_equals_exhaustive_search(end, longest):
             if expected[0] > -np.inf:
                 assert (seen["first"][n], seen["last"][n]) == expected[1:]
             found.add(expected)
-    assert len(found) > 50 and (-np.inf, -1, -1) in found
-
-
-@pytest.mark.parametrize("end", ["last", "next"])
-def test_the_best_span_is_the_answer_when_the_model_is_right(end):
-    _, task = task_of("python_qa", f"task.end={end}")
-    rows = [{"question": "q", "context": "xx yy zz", "answers": [["yy", 3]]}]
-    (sample,) = task.encode(rows, ByteCodec())
-    batch = task.collate([sample])
-    scores = torch.zeros(*batch["tokens"].shape, 2)
-    scores[0, sample.target[0], 0] = scores[0, sample.target[1], 1] = 9
-    scores[0, 0] = 99  # the question is no answer
-    (seen,) = read([task.predictions(scores, batch)])
-    assert (seen["score"], seen["first"], seen["last"]) == ([18.0], [3], [4])
-    scores[0, sample.second + 7, 0] = 20  # a later start: no end before it is taken
-    assert task.predictions(scores, batch)["first"].item() == 7
+    assert len(found) > 25 and (-np.inf, -1, -1) in found
 
 
 def test_best_window_of_a_question_is_scored():
@@ -219,7 +196,7 @@ def test_best_window_of_a_question_is_scored():
 
 
 def official_f1(prediction: str, truth: str) -> float:
-    """evaluate-v1.1.py, line by line."""
+    """Compute F1 as evaluate-v1.1.py does."""
     left, right = normalise(prediction).split(), normalise(truth).split()
     common = collections.Counter(left) & collections.Counter(right)
     same = sum(common.values())
@@ -253,7 +230,7 @@ def test_glue_metrics_equal_sklearn():
     _, cola = task_of("glue/cola")
     expected = 100 * sklearn_metrics.matthews_corrcoef(truth, found)
     assert cola.metrics([observation(found, truth)])["mcc"] == pytest.approx(expected)
-    _, stsb = task_of("glue/stsb")
+    _, stsb = task_of("glue/stsb", "model.n_positions=128")
     values = stsb.metrics([observation([0.1, 2.0, 2.5, 9.0], [0.0, 2.0, 3.0, 5.0])])
     assert values["spearman"] == pytest.approx(100) and 90 < values["pearson"] < 100
     assert stsb.metrics([observation([1.0, 1.0], [0.0, 2.0])])["pearson"] == 0.0
@@ -261,20 +238,14 @@ def test_glue_metrics_equal_sklearn():
     values = mnli.metrics([observation([0, 1, 2, 2], [0, 1, 0, 2], [0, 0, 1, 1])])
     assert (values["accuracy_matched"], values["accuracy_mismatched"]) == (100, 50)
     assert values["accuracy"] == values["score"] == 75
-
-
-def test_regression_loss_is_squared_error(tmp_path):
-    _, task = task_of("glue/stsb", "model.n_positions=128")
-    model = build_model(task, torch.device("cpu"))
-    batch = batch_of(task, [9, 12])
+    batch = batch_of(stsb, [9, 12])
     batch["targets"] = torch.tensor([1.0, 3.0])
-    scores = task.scores(model, batch)[:, 0]
-    expected = ((scores - batch["targets"]) ** 2).sum()
-    assert torch.allclose(task.loss(model, batch)[0], expected)
-    assert scores.shape == (2,)
+    model = build_model(stsb, torch.device("cpu"))
+    expected = ((stsb.scores(model, batch)[:, 0] - batch["targets"]) ** 2).sum()
+    assert torch.allclose(stsb.loss(model, batch)[0], expected), "regression: squared error"
 
 
-def test_the_same_records_in_any_process_and_order(tmp_path):
+def test_batches_are_equal_in_every_process(tmp_path):
     rows = [{"sentence1": f"{i}", "sentence2": "x", "label": i % 2} for i in range(10)]
     file = write_rows(tmp_path / "rows.jsonl", rows)
     other = write_rows(tmp_path / "dev.jsonl", rows)

@@ -1,4 +1,4 @@
-"""Pictures that are not drawn."""
+"""Fixtures that skip drawing figures."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 
 @pytest.fixture
 def drawn():
-    """Draw pictures after all."""
+    """Draw figures in this test."""
 
 
 @pytest.fixture
 def quick_files(request, monkeypatch):
-    """Read figures from their axes: drawing one takes half a second."""
+    """Do not draw figures, which takes half a second each."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setattr(Figure, "savefig", lambda figure, file: Path(file).touch())

@@ -1,4 +1,4 @@
-"""Figures and table of synthetic probe lines show the numbers of the lines."""
+"""Figures and table of synthetic probe lines."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Studies of tiny runs: what is skipped, continued, failed, interrupted and killed."""
+"""Studies of tiny runs: skipped, continued, failed, interrupted and killed cells."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import Tiny, assert_same_run, final_state
 
-from sparsepretrain.errors import INTERRUPTED, PREEMPTED
+from sparsepretrain.errors import INTERRUPTED
 from sparsepretrain.studies import engine
 from sparsepretrain.studies.engine import Cell, Stopped, Study
 from sparsepretrain.tracking.console import Console
@@ -28,7 +28,7 @@ ENDLESS = ("steps=100000", *QUIET)
 
 
 def cells(tiny: Tiny, labels: str, *overrides: str, stop_after: int | None = None) -> list[Cell]:
-    """A cell per letter, each with a run of its own."""
+    """Return a cell per letter, each with its own run."""
     return [Cell(x, tiny.load(f"name={x}", *overrides), stop_after) for x in labels]
 
 
@@ -40,7 +40,7 @@ def study(chosen: Sequence[Cell], *, jobs: int = 1) -> str:
 
 
 def trained_here(tiny: Tiny, cell: Cell, end: int) -> Path:
-    """The same run in this process, without an interruption, elsewhere."""
+    """Train the run of a cell in this process, in another directory."""
     plain = cell.run.plain
     run = tiny.load(*ENDLESS, f"runs_dir='{tiny.root / 'here'}'", f"name={plain['name']}")
     assert train(run, Console(io.StringIO()), stop_after=end) == 0
@@ -48,7 +48,7 @@ def trained_here(tiny: Tiny, cell: Cell, end: int) -> Path:
 
 
 def when_training(chosen: Sequence[Cell], act: Callable[[], None]) -> threading.Thread:
-    """Call ``act`` once every one of these cells has recorded a few steps."""
+    """Call ``act`` once every cell has recorded a few steps."""
 
     def watch() -> None:
         deadline = time.monotonic() + 120
@@ -68,7 +68,7 @@ def signal_self(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_cells_are_runs_and_finished_ones_are_skipped(
+def test_child_trains_an_ordinary_run_and_finished_cells_are_skipped(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = tiny.train("name=a", f"runs_dir='{tiny.root / 'here'}'")
@@ -79,77 +79,61 @@ def test_cells_are_runs_and_finished_ones_are_skipped(
     assert "a: to run, 6 steps; prints to" in screen and screen.endswith("a: finished\n")
     printed = a.directory.console_log.read_text()
     assert "step 6/6" in printed and "validation loss" in printed
-    assert a.row()[:3] == ["a", "finished", "6/6"] and a.row()[-1] == ""
-    # the server may be forked: its imports started no thread
+    # forking the server is safe: its imports started no thread
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     assert len(os.listdir(f"/proc/{server}/task")) == 1
 
     monkeypatch.setattr(engine, "start_child", None)
     (again,) = cells(tiny, "a")
     assert study([again]) == f"a: {a.directory} is finished (6 steps): nothing to do\n"
-    assert again.state == "finished" and again.row() == a.row()
+    assert again.state == "finished"
 
 
-def test_a_partial_run_continues_and_stop_after_cuts_it(tiny: Tiny) -> None:
+def test_partial_cell_continues_bit_exactly(tiny: Tiny, in_process: object) -> None:
     (a,) = cells(tiny, "a", *ENDLESS)
     assert train(a.run, Console(io.StringIO()), stop_after=3) == 0
     assert a.left == "from step 3"
     (a,) = cells(tiny, "a", *ENDLESS, stop_after=5)
     assert "a: from step 3, 5 steps" in study([a])
-    assert a.state == "partial" and a.left == "partial", "the words of a report"
-    assert a.row()[2] == f"5/{a.run.steps}"
+    assert a.state == "partial" and a.left == "partial"
     assert_same_run(a.directory.path, trained_here(tiny, a, 5))
-
-
-def test_resume_never_starts_anew(tiny: Tiny) -> None:
-    for _ in range(2):
-        (a,) = cells(tiny, "a", *QUIET, "resume=never")
-        study([a])
-        assert a.state == "finished"
+    (a,) = cells(tiny, "a", *ENDLESS, "resume=never", stop_after=1)
+    study([a])
     assert a.directory.path.with_name(f"{a.directory.path.name}.old-1").is_dir()
-    assert "the earlier run is kept" in a.directory.console_log.read_text()
 
 
-def test_a_failing_cell_is_a_row_and_the_others_go_on(tiny: Tiny) -> None:
-    a, b, c = [
+def test_failing_cells_are_rows_and_the_others_go_on(
+    tiny: Tiny, in_process: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    diverged, missing, broken, busy, unwritable, whole = chosen = [
         *cells(tiny, "a", "optim.lr=1e30"),
         *cells(tiny, "b", "data.files=['/nowhere/*.txt']"),
-        *cells(tiny, "c"),
+        *cells(tiny, "cd"),
+        *cells(tiny, "e", f"runs_dir='{tiny.root / 'file'}'"),
+        *cells(tiny, "f"),
     ]
-    screen = study([a, b, c])
-    assert [(x.state, x.exit_code) for x in (a, b, c)] == [
-        ("failed", 5),
-        ("failed", 3),
-        ("finished", 0),
-    ]
-    assert a.error.startswith("diverged: step ") and "the loss is nan" in a.error
-    assert b.error.startswith("data error: ") and "/nowhere" in b.error
-    assert f"warning: a failed (exit code 5: {a.error}); the others go on" in screen
-    assert a.row()[-1] == f"exit code 5: {a.error}"
-    # it is tried again by the next call, from its last checkpoint
-    (a,) = cells(tiny, "a", "optim.lr=1e30")
-    assert "nothing to do" not in study([a]) and a.exit_code == 5
+    broken.directory.path.mkdir(parents=True)
+    (broken.directory.path / "metrics.jsonl").mkdir()
+    (tiny.root / "file").write_text("")
+    screen = io.StringIO()
+    with busy.directory.claim(), Study("six", Console(screen, live=True)) as running:
+        running.run(chosen)
+    assert [x.exit_code for x in chosen[:-1]] == [5, 3, 2, 2, 2]
+    assert diverged.error.startswith("diverged: step ") and "the loss is nan" in diverged.error
+    assert missing.error.startswith("data error: ") and "/nowhere" in missing.error
+    assert "another process is training" in busy.error and "set runs_dir=DIR" in unwritable.error
+    assert whole.state == "finished"
+    text = screen.getvalue()
+    last = text[text.rindex("six: ") :]
+    assert "5 failed, 1 finished" in last and "6/6" in last and "exit code 5: diverged" in last
+    # the next call tries failed cells again, from the last checkpoint
+    (again,) = cells(tiny, "a", "optim.lr=1e30")
+    assert "warning: a failed" in study([again]) and again.exit_code == 5
 
 
-def test_what_python_says_of_an_unexpected_error_is_in_the_row(tiny: Tiny) -> None:
-    (a,) = cells(tiny, "a")
-    a.directory.path.mkdir(parents=True)
-    (a.directory.path / "metrics.jsonl").mkdir()
-    study([a])
-    assert a.state == "failed" and a.exit_code and a.error
-
-
-def test_what_the_parent_is_refused_is_a_row_too(tiny: Tiny) -> None:
-    (a,) = cells(tiny, "a")
-    with a.directory.claim():
-        screen = study([a])
-    assert a.exit_code == 2 and "config error: another process is training" in screen
-    (tiny.root / "b").write_text("")
-    (b,) = cells(tiny, "b", f"runs_dir='{tiny.root / 'b'}'")
-    assert "is not writable" in study([b]) and b.error.endswith("set runs_dir=DIR")
-
-
-def test_interrupted_with_two_at_a_time_and_continued(tiny: Tiny) -> None:
+def test_interrupted_cells_save_and_continue_bit_exactly(tiny: Tiny) -> None:
     a, b, c = cells(tiny, "abc", *ENDLESS)
     watcher = when_training([a, b], lambda: signal_self(signal.SIGINT))
     with pytest.raises(Stopped) as stopped:
@@ -166,19 +150,7 @@ def test_interrupted_with_two_at_a_time_and_continued(tiny: Tiny) -> None:
 
 
 @pytest.mark.fault
-def test_terminated_by_a_scheduler(tiny: Tiny) -> None:
-    (a,) = cells(tiny, "a", *ENDLESS)
-    watcher = when_training([a], lambda: signal_self(signal.SIGTERM))
-    with pytest.raises(Stopped) as stopped:
-        study([a])
-    watcher.join()
-    assert stopped.value.exit_code == PREEMPTED and a.left.startswith("from step ")
-
-
-@pytest.mark.fault
-def test_a_second_interrupt_ends_a_study_whose_run_hangs(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_interrupt_kills_a_hanging_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "GRACE_SECONDS", 0.2)
     (a,) = cells(tiny, "a", *ENDLESS)
 
@@ -198,7 +170,7 @@ def test_a_second_interrupt_ends_a_study_whose_run_hangs(
 
 
 @pytest.mark.fault
-def test_kill_9_is_a_failed_row_that_the_next_call_continues(tiny: Tiny) -> None:
+def test_killed_child_is_a_failed_row_and_continues(tiny: Tiny) -> None:
     a, b = [*cells(tiny, "a", "checkpoint.every=2", *ENDLESS[:2]), *cells(tiny, "b")]
 
     def kill() -> None:
@@ -216,36 +188,15 @@ def test_kill_9_is_a_failed_row_that_the_next_call_continues(tiny: Tiny) -> None
 
 
 @pytest.mark.slow
-def test_cells_of_one_run_follow_one_another(tiny: Tiny) -> None:
+def test_cells_of_one_run_are_run_in_turn(tiny: Tiny) -> None:
     first, second = [*cells(tiny, "a", *QUIET, stop_after=2), *cells(tiny, "a", *QUIET)]
     study([first, second], jobs=2)
     assert [x.state for x in (first, second)] == ["partial", "finished"]
     assert second.line["step"] == 6
 
 
-def test_the_table_on_a_terminal(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("TERM", "xterm")
-    screen = io.StringIO()
-    with Study("pair", Console(screen, live=True)) as running:
-        running.run(cells(tiny, "a", "optim.lr=1e30"))
-        running.run(cells(tiny, "b"))
-    text = screen.getvalue()
-    last = text[text.rindex("pair: ") :]
-    assert "1 failed, 1 finished" in last and "6/6" in last and "exit code 5: diverged" in last
-    assert "warning: a failed" in text and "prints to" not in text
-
-
-def test_the_time_left_counts_what_no_step_takes(tiny: Tiny) -> None:
-    first, *others = cells(tiny, "abc")
-    first.state, first.pace, first.line = "finished", 0.5, {"step": 6}
-    running = Study("x", Console(io.StringIO()), jobs=2)
-    running.cells, running._beside = [first, *others], [8.0, 12.0]
-    assert running._title() == "x: 1 finished, 2 waiting, ETA 0:13"  # (12 · 0.5 + 2 · 10) / 2
-
-
 @pytest.mark.fault
-def test_kill_9_of_the_fork_server(tiny: Tiny) -> None:
+def test_killed_fork_server_is_replaced(tiny: Tiny) -> None:
     (a,) = cells(tiny, "a", *ENDLESS)
 
     def kill() -> None:
@@ -257,7 +208,7 @@ def test_kill_9_of_the_fork_server(tiny: Tiny) -> None:
     assert (a.state, a.exit_code) == ("failed", engine.LOST)
     (a,) = cells(tiny, "a", *ENDLESS, stop_after=2)
     study([a])
-    assert a.state == "partial", "a new server was started, and the lock is free"
+    assert a.state == "partial", "a new server starts, and the lock is free"
 
 
 COMMAND = ("tune-decay", "--grid", "1e-3,1e-1", "--points", "2", "--steps", "50000", "name=x")
@@ -265,8 +216,8 @@ COMMAND = ("tune-decay", "--grid", "1e-3,1e-1", "--points", "2", "--steps", "500
 
 @pytest.mark.fault
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_signals_to_the_command_and_its_group(tiny: Tiny, number: int) -> None:
-    """SIGINT and SIGTERM reach the group, as from a terminal; children outlive no parent."""
+def test_children_save_and_end_with_the_command(tiny: Tiny, number: int) -> None:
+    """SIGINT and SIGTERM reach the group, as from a terminal; children end with the parent."""
     overrides = [*tiny.overrides(*ENDLESS, "optim.lr=1e-2", "schedule.warmup=0"), "name=x"]
     command = [sys.executable, "-m", "sparsepretrain", *COMMAND, *overrides]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -284,8 +235,8 @@ def test_signals_to_the_command_and_its_group(tiny: Tiny, number: int) -> None:
     assert process.returncode == {2: 130, 15: 143, 9: -9}[number], output
     while not list(record.parent.glob("checkpoints/step_*")) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert list(record.parent.glob("checkpoints/step_*")), "saved, whoever died"
+    assert list(record.parent.glob("checkpoints/step_*")), "a checkpoint is saved"
     time.sleep(1.0)
     size = record.stat().st_size
     time.sleep(0.5)
-    assert record.stat().st_size == size, "nobody trains"
+    assert record.stat().st_size == size, "training has ended"

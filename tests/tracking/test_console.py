@@ -24,7 +24,30 @@ def line(step: int, **values: object) -> dict[str, object]:
     return {"step": step, "time": 2.0 * step, "loss": 1.5, "lr": 1e-3, **values}
 
 
-def test_plain_lines_align_and_tell_the_time_left():
+@pytest.mark.parametrize(
+    ("show", "number", "text"),
+    [
+        (significant, 2.0766688, "2.0767"),
+        (significant, 50257.4, "50257"),
+        (significant, 1.2e-6, "1.2000e-06"),
+        (significant, 0.0, "0.0000"),
+        (count, 0, "0"),
+        (count, 999, "999"),
+        (count, 999.6, "1.00k"),
+        (count, 12345, "12.3k"),
+        (count, 99960, "100k"),
+        (count, 999_960, "1.00M"),
+        (clock, 0, "0:00"),
+        (clock, 59.6, "1:00"),
+        (clock, 3600, "1:00:00"),
+        (clock, 9e4, "1d 01:00:00"),
+    ],
+)
+def test_numbers_are_short(show, number, text):
+    assert show(number) == text
+
+
+def test_plain_lines_align_and_show_the_remaining_time():
     out = io.StringIO()
     console = Console(out)
     console.step(line(9, tokens_per_second=900.0), 100)
@@ -35,15 +58,14 @@ def test_plain_lines_align_and_tell_the_time_left():
         "step  10/100  loss 1.5000  flip 1.2e-02  lr 1.00e-03  12.3k tokens/s  ETA 3:00"
     )
     assert first.index("tokens/s") == second.index("tokens/s")
-
-
-def test_eta_after_a_resume_uses_new_steps():
-    out = io.StringIO()
-    console = Console(out)
-    console.step({"step": 500, "time": 7.0, "loss": 1.0}, 1000)
+    resumed = io.StringIO()
+    console = Console(resumed)
+    console.unit = "images"
+    console.step({"step": 500, "time": 7.0, "loss": 1.0, "tokens_per_second": 100.0}, 1000)
     console.step({"step": 510, "time": 17.0, "loss": 1.0}, 1000)
-    assert "ETA" not in out.getvalue().splitlines()[0]
-    assert out.getvalue().splitlines()[1].endswith("ETA 8:10")  # 1 s per step, 490 steps
+    first, second = resumed.getvalue().splitlines()
+    assert "ETA" not in first and "100 images/s" in first
+    assert second.endswith("ETA 8:10")  # 1 s per step, 490 steps
 
 
 def test_phase_switch_has_its_own_line():
@@ -55,8 +77,8 @@ def test_phase_switch_has_its_own_line():
     ):
         console.step(line(step, **values), 9)
     console.step({"step": 6, "split": "validation", "loss": 2.0}, 9)
-    said = [text for text in out.getvalue().splitlines() if "from here on" in text]
-    assert said == [
+    switches = [text for text in out.getvalue().splitlines() if "from here on" in text]
+    assert switches == [
         "step 4/9  sparse from here on (AutoSwitch: Z̄ 9.90e-09, ε 1.00e-08)",
         "step 6/9  dense from here on",
     ]
@@ -70,28 +92,7 @@ def test_evaluations_and_missing_losses():
     assert describe({"loss": 1.0, "mfu_dense": 0.413}, None).endswith("dense MFU 41.3%")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (2.0766688, "2.0767"),
-        (0.0201234, "0.020123"),
-        (98.12, "98.120"),
-        (50257.4, "50257"),
-        (1.2e-6, "1.2000e-06"),
-        (0.0, "0.0000"),
-    ],
-)
-def test_numbers_have_five_significant_digits(value, text):
-    assert significant(value) == text
-
-
-def test_markup_is_printed_as_typed_and_never_wrapped():
-    out = io.StringIO()
-    Console(out).info("[bold]x[/bold] :smile: " + "y" * 300)
-    assert out.getvalue() == "[bold]x[/bold] :smile: " + "y" * 300 + "\n"
-
-
-def test_preparation_prints_few_lines_off_a_terminal():
+def test_preparation_prints_few_lines_without_a_terminal():
     out = io.StringIO()
     console = Console(out)
     for done in range(0, 1001, 10):
@@ -110,7 +111,20 @@ def test_preparation_prints_few_lines_off_a_terminal():
     assert out.getvalue().splitlines()[4] == "waiting for another process"
 
 
-def test_live_line_fits_80_columns_and_evaluations_stay(monkeypatch):
+def test_closed_or_ascii_output_is_not_an_error():
+    out = io.StringIO()
+    out.close()
+    console = Console(out)
+    console.info("x")
+    console.step(line(1), 10)
+    console.table("t", [("a", "b")])
+    raw = io.BytesIO()
+    ascii = io.TextIOWrapper(raw, encoding="ascii")
+    Console(ascii).info("[bold]β[/bold] " + "y" * 300)
+    assert raw.getvalue() == b"[bold]?[/bold] " + b"y" * 300 + b"\n", "no markup, no wrapping"
+
+
+def test_live_line_fits_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     out = io.StringIO()
@@ -122,27 +136,12 @@ def test_live_line_fits_80_columns_and_evaluations_stay(monkeypatch):
     text = out.getvalue()
     assert "step 200/700" in text and "ETA 16:40" in text and "validation" in text
     assert "…" not in text
-    console.stop()  # again: harmless
+    console.stop()  # again: no effect
 
 
-def test_table_prints_header_and_rows():
+def test_own_warnings_are_printed_as_lines(recwarn):
     out = io.StringIO()
-    Console(out).table("Summary", [("loss", 1.25), ("masks", "2:4")], header=("what", "value"))
-    assert all(word in out.getvalue() for word in ("Summary", "what", "loss", "1.25", "2:4"))
-
-
-def test_closed_output_is_no_error():
-    out = io.StringIO()
-    out.close()
-    console = Console(out)
-    console.info("x")
-    console.step(line(1), 10)
-    console.table("t", [("a", "b")])
-
-
-def test_own_warnings_are_lines_and_others_stay(recwarn):
-    out = io.StringIO()
-    for _ in range(2):  # once per use, not once per process
+    for _ in range(2):  # once per use
         with Console(out).own_warnings():
             warnings.warn("steps become longer", SparsePretrainWarning, stacklevel=1)
             warnings.warn("of another package", UserWarning, stacklevel=1)
@@ -162,40 +161,7 @@ def test_broken_pipe_leaves_exit_code_and_stderr_alone(shell):
     assert (result.returncode, result.stderr) == (0, "done")
 
 
-def test_unencodable_characters_are_replaced():
-    raw = io.BytesIO()
-    out = io.TextIOWrapper(raw, encoding="ascii")
-    console = Console(out)
-    console.info("β = 1")
-    console.info("still here")
-    assert raw.getvalue() == b"? = 1\nstill here\n"
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (999, "999"), (999.6, "1.00k"), (1e3, "1.00k"), (12345, "12.3k"), (99960, "100k"),
-     (999_960, "1.00M"), (124e6, "124M"), (3e9, "3.00G")],
-)  # fmt: skip
-def test_count_is_short(number, text):
-    assert count(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (9e4, "1d 01:00:00")]
-)
-def test_clock_is_short(seconds, text):
-    assert clock(seconds) == text
-
-
-def test_throughput_has_the_unit_of_the_task():
-    out = io.StringIO()
-    console = Console(out)
-    console.unit = "images"
-    console.step({"step": 1, "loss": 1.0, "tokens_per_second": 100.0}, 2)
-    assert "100 images/s" in out.getvalue() and "tokens" not in out.getvalue()
-
-
-def test_a_terminal_gets_lines_broken_between_words(monkeypatch):
+def test_terminal_lines_wrap_between_words(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
@@ -206,10 +172,10 @@ def test_a_terminal_gets_lines_broken_between_words(monkeypatch):
     console.info(command)
     lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
     assert "steps 0" in " ".join(lines) and max(map(len, lines[:4])) <= 40
-    assert lines[-1] == command, "a command is copied whole"
+    assert lines[-1] == command, "commands are not wrapped"
 
 
-def test_no_column_is_cut_off_on_a_narrow_terminal(monkeypatch):
+def test_table_folds_columns_on_a_narrow_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()

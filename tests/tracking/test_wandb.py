@@ -1,11 +1,7 @@
-"""With the real wandb package, without account and network."""
+"""The real wandb package, without account and network."""
 
 import contextlib
 import io
-import socket
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +9,6 @@ import pytest
 
 from sparsepretrain.config.groups import Tracker
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.runs.record import read
 from sparsepretrain.tracking import stream as stream_module
 from sparsepretrain.tracking import wandb as room
 from sparsepretrain.tracking.console import Console
@@ -51,8 +46,8 @@ def one_run(directory: Path, mode: str, resume_step: int | None = None) -> str:
         stream.log({"step": step, "loss": 1.0, "flip_rate/h.0": 0.1})
         stream.log({"step": step, "split": "validation", "loss": 1.0})
     stream.close(0, {"masks": "2:4"})
-    # as at the end of a process: wandb's service may still write for a moment after finish()
-    with contextlib.suppress(ConnectionError):  # that service may have crashed
+    # wandb's service may still write after finish()
+    with contextlib.suppress(ConnectionError):  # the service may have crashed
         wandb.teardown()
     return out.getvalue()
 
@@ -86,64 +81,13 @@ def test_online_without_a_server_records_offline(tmp_path, monkeypatch, capfd):
     assert captured.out == captured.err == ""
 
 
-@contextlib.contextmanager
-def server(answer: bytes | None) -> Iterator[str]:
-    """A server on this machine: sends ``answer`` to whoever connects; None: never a word."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        connections: list[socket.socket] = []
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):  # it was closed
-                while True:
-                    connection, _ = listening.accept()
-                    connections.append(connection)
-                    if answer is not None:
-                        connection.recv(65536)
-                        connection.sendall(answer)
-                        connection.close()
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        for connection in connections:
-            connection.close()
-
-
-LIES = {
-    "silent": None,
-    "page": b"HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n<html></html>",
-    "null": b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-    b'Content-Length: 13\r\n\r\n{"data":null}',
-    "error": b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n",
-    "torn": b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n{",
-}
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("answer", LIES)
-def test_bad_server_delays_no_step(tmp_path, monkeypatch, answer):
-    """One warning at most, the record complete, and no step waits."""
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr(room, "INIT_SECONDS", 2)
-    run = tmp_path / "run"
-    with server(LIES[answer]) as url:
-        monkeypatch.setenv("WANDB_BASE_URL", url)
-        wandb.teardown()
-        start = time.monotonic()
-        out = one_run(run, "online")
-    assert out.count("warning") <= 1 and "Traceback" not in out
-    assert [line["step"] for line in read(run / "metrics.jsonl")] == [1, 1, 2, 2]
-    assert time.monotonic() - start < 90
-
-
 def test_login_is_checked_before_the_run(tmp_path, monkeypatch):
-    wandb.teardown()  # what it read from the environment before
+    wandb.teardown()  # drops the cached environment
     room.check_login(tracker("offline"))
     room.check_login(tracker("disabled"))
     with pytest.raises(ConfigError) as error:
         room.check_login(tracker("online"))
-    (message,) = error.value.messages
-    for words in ("tracker.mode=online", "`wandb login`", "WANDB_API_KEY", "tracker.mode=offline"):
-        assert words in message
+    assert "`wandb login`" in str(error.value) and "tracker.mode=offline" in str(error.value)
     netrc = tmp_path / "netrc"
     netrc.write_text("machine 127.0.0.1:9\n login user\n password " + "0" * 40 + "\n")
     netrc.chmod(0o600)
