@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from sparsepretrain.data import Buckets, Pairs, TokenData, pairs
-from sparsepretrain.data.order import pad
 from sparsepretrain.errors import DataError
 
 
@@ -70,13 +69,6 @@ def test_less_than_12_percent_is_padding():
 def test_pair_longer_than_the_budget_has_its_own_bucket():
     buckets = Buckets(np.array([[90, 3], [5, 6], [7, 8], [2, 80]]), 64, seed=0)
     assert sorted(map(sorted, members(buckets, 0))) == [[0], [1, 2], [3]]
-
-
-def test_padding_to_multiples_of_four():
-    rows = pad([np.array([1, 2, 3, 4, 5], np.uint16), np.array([6], np.uint16)], -100)
-    assert rows.dtype == np.int64
-    assert rows.tolist() == [[1, 2, 3, 4, 5, *[-100] * 3], [6, *[-100] * 7]]
-    assert pad([np.arange(8)], 0).shape == (1, 8)
 
 
 def stream(tmp_path, tokens, end=0):

@@ -11,7 +11,10 @@ from sparsepretrain.data.sources import cldr_ende
 from sparsepretrain.data.sources.cldr_ende import CLAUSES, clause, sentence, slots, value
 from sparsepretrain.errors import DataError
 
-SMALL = {"train_pairs": 600, "validation_pairs": 60, "test_pairs": 50, "vocab_size": 400}
+SMALL = {
+    "train_pairs": 600, "validation_pairs": 60, "test_pairs": 50,
+    "tokenizer": "bytes", "vocab_size": 256,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +44,6 @@ def test_there_are_many_different_sentences(sentences):
     # translated, not copied: names and numbers are what both have
     shared = [len({*a.split()} & {*b.split()}) / len(a.split()) for a, b in sentences]
     assert np.mean(shared) < 0.15
-
-
-def test_draws_repeat_and_differ_by_seed(sentences):
-    assert [sentence(d) for d in [Random(0)] for _ in range(20)] == sentences[:20]
-    assert [sentence(d) for d in [Random(1)] for _ in range(20)] != sentences[:20]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +84,7 @@ def test_both_sides_of_a_clause_have_the_same_slots_and_all_are_used():
 
 
 def test_splits_share_no_sentence_on_either_side(options):
-    data = prepare(options("cldr_ende", **SMALL), workers=1)
+    data = load(options("cldr_ende", **SMALL))
     sides = {split: list(zip(*texts(data, split), strict=True)) for split in data.tokens}
     assert {split: len(side[0]) for split, side in sides.items()} == {
         "train": 600, "validation": 60, "test": 50,
@@ -94,13 +92,8 @@ def test_splits_share_no_sentence_on_either_side(options):
     for side in (0, 1):
         every = [text for split in sides.values() for text in split[side]]
         assert len(set(every)) == len(every) == 710
-
-
-def test_decoding_gives_back_the_sentences(options):
-    data = prepare(options("cldr_ende", **SMALL), workers=1)
-    draws = Random(0)
-    first = [sentence(draws) for _ in range(110)]  # held out first, no sentence came twice
-    assert texts(data, "validation") + texts(data, "test") == first
+    draws = Random(0)  # held-out sentences come first
+    assert texts(data, "validation") + texts(data, "test") == [sentence(draws) for _ in range(110)]
 
 
 def test_held_out_sentences_do_not_depend_on_the_amount_of_training(options):
@@ -109,24 +102,6 @@ def test_held_out_sentences_do_not_depend_on_the_amount_of_training(options):
     assert texts(small, "test") == texts(large, "test")
     assert texts(small, "train") == texts(large, "train")[:600]
     assert small.fingerprint != large.fingerprint
-
-
-def test_preparing_is_repeatable_and_needs_no_command(options, tmp_path, monkeypatch):
-    first = load(options("cldr_ende", **SMALL))
-    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "again"))
-    second = prepare(options("cldr_ende", **SMALL), workers=2)
-    assert first.fingerprint == second.fingerprint and first.directory != second.directory
-
-
-def test_another_version_of_babel_is_other_data(options, monkeypatch):
-    import importlib.metadata
-
-    first = load(options("cldr_ende", **SMALL))
-    real = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: "99" if name == "babel" else real(name)
-    )
-    assert load(options("cldr_ende", **SMALL)).directory != first.directory
 
 
 def test_missing_packages_are_named(options, monkeypatch, cache):

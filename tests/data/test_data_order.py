@@ -80,15 +80,6 @@ def test_order_equals_the_stored_one():
 GOLDEN = [[31, 1, 26, 16], [11, 21, 41, 6], [36, 19, 44, 24], [14, 9, 34, 4], [29, 39, 40, 25]]
 
 
-def test_earlier_steps_repeat_after_many_epochs():
-    train = windows(data(40), "train", 5, 1)
-    first = train.batch(0, range(6), 6)
-    for step in range(40):
-        train.batch(step, range(6), 6)
-    assert (train.batch(0, range(6), 6) == first).all()
-    assert train._epoch.cache_info().currsize <= 2
-
-
 def test_a_text_of_exactly_one_sequence_is_enough():
     train = windows(data(6), "train", 5, 0)
     assert train.count == 1 and train.batch(7, [0, 1], 2).tolist() == [[0, 1, 2, 3, 4, 5]] * 2

@@ -33,8 +33,7 @@ def nothing_prepared(cache):
     return not cache.exists() or not [p for p in cache.iterdir() if p.is_dir()]
 
 
-@pytest.mark.parametrize("shard_pairs", [3, 16384])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("shard_pairs", "workers"), [(3, 2), (16384, 1)])
 def test_two_files_become_pairs(options, files, monkeypatch, shard_pairs, workers):
     from sparsepretrain.data.sources import parallel_files
 
@@ -92,42 +91,6 @@ def test_bad_lines_are_named_and_nothing_is_prepared(options, files, cache, colu
         prepare(options("parallel_files", **PLAIN | {"train": files(*columns)}), workers=1)
     assert caught.value.exit_code == 3 and "\n" not in str(caught.value)
     assert nothing_prepared(cache)
-
-
-def test_bad_line_of_a_held_out_split_is_refused(options, files, cache):
-    changes = {"train": files("a\n", "b\n"), "test": files("a\tb\n\tb\n", name="test")}
-    with pytest.raises(DataError, match=r"test\.0, line 2: .*column 0"):
-        prepare(options("parallel_files", **PLAIN | changes), workers=1)
-    assert nothing_prepared(cache)
-
-
-def test_missing_file_is_named(options, files, tmp_path):
-    changes = PLAIN | {"train": [files("a\n")[0], str(tmp_path / "none.de")]}
-    with pytest.raises(DataError, match=r"data\.train: cannot read .*none\.de: No such file"):
-        prepare(options("parallel_files", **changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train": []}, "data.train must be"),
-        ({"test": ["a", "b", "c"]}, "data.test must be"),
-        ({"columns": [1, 1]}, "data.columns"),
-        ({"columns": [-1, 1]}, "data.columns"),
-        ({"vocab_size": 200, "tokenizer": "bpe"}, "data.vocab_size must be ≥ 257"),
-    ],
-)
-def test_bad_options_are_refused(options, changes, message):
-    with pytest.raises(Exception, match=message):
-        options("parallel_files", **PLAIN | changes)
-
-
-def test_changed_files_are_prepared_again(options, files):
-    changes = PLAIN | {"train": files("a\n", "b\n")}
-    first = prepare(options("parallel_files", **changes), workers=1)
-    files("a\nc\n", "b\nd\n")
-    second = prepare(options("parallel_files", **changes), workers=1)
-    assert first.directory != second.directory and len(pairs(second, "train")) == 2
 
 
 # --- hf_pairs -----------------------------------------------------------------------------------

@@ -4,15 +4,18 @@ import shutil
 
 import pytest
 import torch
-from tiny_runs import assert_equal_bits, final_state
+from tiny_runs import Tiny, assert_equal_bits, final_state
 
 from sparsepretrain.errors import CheckpointError
 from sparsepretrain.runs import weights
 
 
-@pytest.fixture
-def run(tiny):
-    return tiny.train("checkpoint.keep_last=3").directory
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, small_corpus, prepared_cache):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(prepared_cache))
+        tiny = Tiny(tmp_path_factory.mktemp("weights"), small_corpus)
+        return tiny.train("checkpoint.keep_last=3").directory
 
 
 def test_a_run_directory_means_its_newest_checkpoint(run):

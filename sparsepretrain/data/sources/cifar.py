@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import pickle
 import tarfile
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from sparsepretrain.data.source import TRAIN, VALIDATION, Shard, SourceOptions
 from sparsepretrain.data.sources._files import TextFile
 from sparsepretrain.data.sources._images import PixelSource
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import DataError, reason
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Edition:
-    """Files of one data set."""
+    """Files of one dataset."""
 
     directory: str
     labels: bytes
     """Key of the labels in a file."""
     files: dict[str, tuple[str, str, int]]
-    """File -> (split, MD5, images), as published on the authors' page and in torchvision."""
+    """File -> (split, MD5, number of images), from the authors' page and torchvision."""
 
 
 EDITIONS = {
@@ -67,7 +66,7 @@ class Options(SourceOptions):
 
 @register("source", "cifar")
 class Cifar(PixelSource):
-    """32×32 colour images. The official test set is the validation split, as in the papers."""
+    """32×32 color images. The official test set is the validation split, as in the papers."""
 
     Options: ClassVar[type[SourceOptions]] = Options
     offline = True
@@ -112,9 +111,8 @@ class Cifar(PixelSource):
             batch = _Plain(io.BytesIO(content), encoding="bytes").load()
             labels = np.array(batch[self.edition.labels], dtype=np.int64)
             images = np.asarray(batch[b"data"]).reshape(len(labels), 3, 32, 32)
-        except Exception as error:  # pickle raises whatever the bytes make it call
-            what = " ".join(str(error).split())[:80]
-            raise DataError(f"{where} is not a CIFAR file: {what}") from error
+        except Exception as error:  # unpickling damaged bytes raises arbitrary errors
+            raise DataError(f"{where} is not a CIFAR file: {reason(error)}") from error
         wrong = np.flatnonzero((labels < 0) | (labels >= self.options.classes))
         if len(wrong):
             raise DataError(
@@ -136,12 +134,11 @@ class Cifar(PixelSource):
         except KeyError as error:
             raise DataError(f"{path} holds no {self.edition.directory}/{name}") from error
         except (OSError, tarfile.TarError, EOFError) as error:
-            why = getattr(error, "strerror", None) or " ".join(str(error).split())
-            raise DataError(f"cannot read {os.fspath(path)}: {why}") from error
+            raise DataError(f"cannot read {path}: {reason(error)}") from error
 
 
 class _Plain(pickle.Unpickler):
-    """Reads arrays and plain values only: a pickle of somebody's can otherwise run anything."""
+    """Unpickler restricted to arrays and plain values, since a pickle can run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = {"_reconstruct", "ndarray", "dtype", "_frombuffer", "scalar"}
