@@ -57,15 +57,6 @@ def test_epochs_mix_pairs_of_equal_lengths_but_keep_the_shapes(lengths):
     assert order != sorted(order) and order != [len(rows) for rows in members(buckets, 1)]
 
 
-def test_less_than_12_percent_is_padding():
-    target = np.random.default_rng(0).integers(4, 60, 2000)
-    lengths = np.stack([np.maximum(2, target - target % 5), target], axis=1)
-    buckets = Buckets(lengths, 1024, seed=0)
-    sides = [lengths[rows] for rows in members(buckets, 0)]
-    total = sum(side.size * (side.max() + -side.max() % 4) for side in sides)
-    assert sum(side.sum() for side in sides) / total > 0.88
-
-
 def test_pair_longer_than_the_budget_has_its_own_bucket():
     buckets = Buckets(np.array([[90, 3], [5, 6], [7, 8], [2, 80]]), 64, seed=0)
     assert sorted(map(sorted, members(buckets, 0))) == [[0], [1, 2], [3]]

@@ -50,23 +50,11 @@ def test_there_are_many_different_sentences(sentences):
     ("slot", "arguments", "english", "german"),
     [
         ("number", (42,), "forty-two", "zweiundvierzig"),
-        ("ordinal", (3,), "third", "dritte"),
-        ("year", (1984,), "nineteen eighty-four", "neunzehnhundertvierundachtzig"),
-        ("percent", (25,), "12.5%", "12,5 %"),
         ("clock", (15, 45), "3:45 PM", "15:45"),
         ("when", (724340, "full"), "on Monday, March 5, 1984", "am Montag, 5. März 1984"),
-        ("when", (724340, "MMMM y"), "in March 1984", "im März 1984"),
         ("who", ("the teacher",), "the teacher", "der Lehrer"),
         ("place", ("AT",), "Austria", "Österreich"),
-        ("language", ("ja",), "Japanese", "Japanisch"),
-        (
-            "money",
-            (25, 1000, "SEK", "name"),
-            "25,000.00 Swedish kronor",
-            "25.000,00 Schwedische Kronen",
-        ),
         ("price", (3, 0.5, "EUR", "standard"), "€1.50", "1,50 €"),
-        ("mass", (5, "mass-kilogram"), "2.5 kilograms", "2,5 Kilogramm"),
         ("span", (6, "duration-week"), "3 weeks", "3 Wochen"),
     ],
 )

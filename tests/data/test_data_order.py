@@ -1,12 +1,10 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsepretrain.data import TokenData, windows
-from sparsepretrain.errors import DataError
 
 
 def data(count: int, held_out: int = 0) -> TokenData:
@@ -85,15 +83,6 @@ def test_a_text_of_exactly_one_sequence_is_enough():
     assert train.count == 1 and train.batch(7, [0, 1], 2).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
 
 
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_too_short_a_text_names_file_tokens_and_length(count):
-    with pytest.raises(DataError) as caught:
-        windows(data(count), "train", 5, 0)
-    message = str(caught.value)
-    assert f"/prepared/train.bin has {count} tokens" in message and "sequence of 5" in message
-    assert "\n" not in message
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     length=st.integers(1, 9),
@@ -118,8 +107,3 @@ def test_a_complete_pass_predicts_every_token_once(length, extra, seed, size):
     assert (rows[: ordinary.count] == ordinary.batch(0, range(ordinary.count), 1)).all()
     assert held_out.count - ordinary.count <= 3
     assert (held_out.batch(1, [0], held_out.count) == rows[:1]).all(), "every pass is the same"
-
-
-def test_missing_split_is_named():
-    with pytest.raises(DataError, match=r"no test split \(it has train, validation\)"):
-        windows(data(9, 9), "test", 4, 0)

@@ -62,15 +62,6 @@ def test_tsv_columns_become_pairs(options, files, monkeypatch, shard_pairs):
     assert texts(data, "test") == texts(data, "train")
 
 
-def test_vocabulary_is_joint(options, files):
-    words = files("tee kaffee\n" * 50, "wasser wein\n" * 50)
-    changes = PLAIN | {"tokenizer": "bpe", "vocab_size": 300, "train": words}
-    data = prepare(options("parallel_files", **changes), workers=1)
-    found = pairs(data, "train")
-    assert found.lengths.max() <= 3, "merges of both sides"
-    assert texts(data, "train")[0] == ("tee kaffee", "wasser wein")
-
-
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
@@ -146,17 +137,4 @@ def test_columns_named_by_language_become_pairs(options, wmt, tmp_path):
 def test_missing_language_or_split_is_refused(options, wmt, cache, changes, message):
     with pytest.raises(DataError, match=message):
         prepare(options("wmt14_ende", **wmt | changes), workers=1)
-    assert nothing_prepared(cache)
-
-
-def test_unprepared_corpus_names_the_command(options, wmt, cache):
-    from sparsepretrain.data import load
-
-    remote = {key: wmt[key] for key in ("tokenizer", "vocab_size")}
-    with pytest.raises(DataError) as caught:
-        load(options("wmt17_ende", **remote))
-    for words in ("`sparsepretrain prepare data=wmt17_ende`", "5 GB", "data=cldr_ende"):
-        assert words in str(caught.value)
-    with pytest.raises(DataError, match=r"wmt17_ende needs the network: .*data=cldr_ende"):
-        prepare(options("wmt17_ende", **remote))
     assert nothing_prepared(cache)

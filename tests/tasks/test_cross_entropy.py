@@ -61,7 +61,7 @@ def assert_compiled_equals_fp64(logits, targets, **options):
     assert compiled[0].dtype == parts[0].dtype and compiled[1].dtype == logits.dtype
     torch.testing.assert_close(compiled[0].double(), exact[0], rtol=1e-6, atol=0)
     torch.testing.assert_close(compiled[0], parts[0], rtol=1e-6, atol=0)
-    bound = {"rtol": 2**-8, "atol": 2**-8 / 50}  # small entries are differences
+    bound = {"rtol": 2**-7, "atol": 2**-7 / 50}  # one bf16 ulp; small entries are differences
     torch.testing.assert_close(compiled[1].double(), exact[1], **bound)
     torch.testing.assert_close(compiled[1], parts[1], **bound)
 

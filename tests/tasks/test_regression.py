@@ -1,39 +1,29 @@
 """Task ``regression``, source ``teacher``: samples that depend on nothing but their number."""
 
-import io
 import json
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import assert_same_run, interrupted
+from tiny_runs import TRAINING, Tiny, assert_same_run, interrupted
 from torch import nn
 
 from sparsepretrain import config
 from sparsepretrain.cli import main
-from sparsepretrain.config import freeze
 from sparsepretrain.data.sources.teacher import BLOCK, normals
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.tasks import build_task
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.assembly import build_model
-from sparsepretrain.training.plan import dry_run
-from sparsepretrain.training.trainer import train
 
 TINY = (
     "experiment=claims_regression",
+    *TRAINING,
     "model.n_embd=16",
     "model.n_inner=32",
     "data.held_out=256",
-    "steps=6",
     "batch.size=64",
     "batch.micro=32",
-    "log.every=1",
-    "log.layers_every=2",
     "eval.every=3",
-    "checkpoint.every=2",
-    "tracker.mode=disabled",
-    "parallel.device=cpu",
 )
 CPU = torch.device("cpu")
 
@@ -44,19 +34,14 @@ def opened(*overrides):
     return task
 
 
-class Small:
-    """What ``interrupted`` wants of the fixture ``tiny``."""
+class Small(Tiny):
+    """Small runs of the regression task."""
 
     def __init__(self, root):
-        self.root = root
+        super().__init__(root, root)
 
-    def train(self, *overrides):
-        from tiny_runs import Outcome
-
-        run = config.load([*TINY, f"runs_dir='{self.root / 'runs'}'", *overrides])
-        out = io.StringIO()
-        code = train(run, Console(out))
-        return Outcome(code, freeze.run_directory(run), out.getvalue())
+    def overrides(self, *more):
+        return [*TINY, f"runs_dir='{self.root / 'runs'}'", *more]
 
 
 def test_a_sample_depends_on_seed_and_number_alone():
@@ -149,19 +134,6 @@ def test_eval_report_and_prepare(tmp_path, capsys):
     assert main(["report", str(run), "--out", str(tmp_path / "report")]) == 0
     text = (tmp_path / "report" / "report.md").read_text()
     assert "samples" in text and "perplexity" not in text and "nats" not in text
-
-
-def test_dry_run_prints_sizes():
-    def show(*overrides):
-        out = io.StringIO()
-        dry_run(
-            config.load(["tracker.mode=disabled", "parallel.device=cpu", *overrides]), Console(out)
-        )
-        return out.getvalue()
-
-    text = show("experiment=claims_regression")
-    assert "16,384 of 18,528 parameters" in text and "256k samples in all" in text
-    assert "10,336 (" in show("model=mlp_nano", "experiment=half")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from tiny_translation import TinyTranslation
 
 import sparsepretrain as sp
+from sparsepretrain import config
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainWarning
 from sparsepretrain.tasks import build_task, translation
 
@@ -289,10 +290,10 @@ def test_an_empty_split_is_an_error(tiny):
         ("data.vocab_size=500", r"model\.vocab_size must be ≥ data\.vocab_size"),
         ("model.attention_heads=3", r"model\.attention_heads must divide model\.d_model"),
         ("model.ffn_factor=0.001", r"model\.ffn_factor"),
-        ("data=python_source", "task=translation"),
-        ("model=gpt2_nano", "task=causal_lm"),
     ],
 )
 def test_bad_options_are_refused(tiny, override, message):
     with pytest.raises(ConfigError, match=message):
         tiny.load(*override.split())
+    with pytest.raises(ConfigError, match="task=translation"):  # data of another kind
+        config.load(["model=transformer_nano", "data=python_source"])
