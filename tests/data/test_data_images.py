@@ -13,7 +13,6 @@ from PIL import Image
 from sparsepretrain.data import prepare
 from sparsepretrain.data.images import open_images
 from sparsepretrain.data.order import Shuffle
-from sparsepretrain.data.sources import cifar
 from sparsepretrain.errors import DataError
 
 BOTH = ("train", "validation")
@@ -64,13 +63,17 @@ def test_every_digit_is_in_one_split(options):
 # CIFAR
 
 
+DIRECTORIES = {10: "cifar-10-batches-py", 100: "cifar-100-python"}
+LABELS = {10: b"labels", 100: b"fine_labels"}
+FILES = {10: [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"], 100: ["train", "test"]}
+
+
 def cifar_files(classes, images=4):
     """Files of the format with ``images`` images each: channel c of an image is 10·i + c."""
-    edition = cifar.EDITIONS[classes]
     data = np.arange(images)[:, None, None] * 10 + np.arange(3)[None, :, None]
     data = np.broadcast_to(data, (images, 3, 1024)).reshape(images, -1).astype(np.uint8)
-    content = {edition.labels: [i % classes for i in range(images)], b"data": data}
-    return {name: pickle.dumps(content) for name in edition.files}
+    content = {LABELS[classes]: [i % classes for i in range(images)], b"data": data}
+    return {name: pickle.dumps(content) for name in FILES[classes]}
 
 
 def write_archive(path, directory, files):
@@ -85,7 +88,7 @@ def write_archive(path, directory, files):
 def test_cifar_files_are_read(options, tmp_path, classes, packed):
     files, path = cifar_files(classes), tmp_path / "set"
     if packed:
-        write_archive(path, cifar.EDITIONS[classes].directory, files)
+        write_archive(path, DIRECTORIES[classes], files)
     else:
         path.mkdir()
         for name, content in files.items():
@@ -109,7 +112,7 @@ def test_cifar_files_may_not_run_code(options, tmp_path):
         def __reduce__(self):
             return (print, ("run",))
 
-    for name in cifar.EDITIONS[100].files:
+    for name in FILES[100]:
         (tmp_path / name).write_bytes(pickle.dumps(Evil()))
     with pytest.raises(DataError, match=r"builtins\.print"):
         prepare(options("cifar100", path=str(tmp_path), verify=False))
@@ -124,7 +127,7 @@ def test_cifar_files_may_not_run_code(options, tmp_path):
     ],
 )
 def test_broken_cifar_files_are_refused(options, tmp_path, cache, content, words):
-    for name in cifar.EDITIONS[10].files:
+    for name in FILES[10]:
         (tmp_path / name).write_bytes(pickle.dumps(content))
     with pytest.raises(DataError, match=words):
         prepare(options("cifar10", path=str(tmp_path), verify=False))
