@@ -12,16 +12,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.errors import CheckpointError
 from sparsepretrain.export.tokenizer import make_tokenizer, save_tokenizer
 from sparsepretrain.models.pretrained import quiet
-from sparsepretrain.runs import weights
 from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import Method, densify
 from sparsepretrain.sparsity.coverage import Proof, nm_holds
 from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.tasks import Task
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive
 from sparsepretrain.training.assembly import evaluated_model
 
@@ -66,19 +64,11 @@ class Converted:
         return not hasattr(self.model, "save_pretrained")
 
 
-def find(path: str | Path, console: Console) -> Source:
-    """Return the checkpoint of the run at ``path``; raise ConfigError for Hugging Face's."""
-    source = weights.find(path, console.warn)
-    if source.config is None:
-        raise ConfigError(f"{path} is a Hugging Face checkpoint already: give a run")
-    return source
-
-
 def convert(source: Source, *, merge: bool = False) -> Converted:
     """Rebuild the model of a run's checkpoint in a class of another library.
 
     Args:
-        source: result of :func:`find`.
+        source: checkpoint of a run.
         merge: add low-rank adapters to the weights instead of keeping them separate.
 
     Raises:

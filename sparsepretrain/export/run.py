@@ -11,6 +11,7 @@ from typing import Any, Literal
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import ConfigError, cannot_write
 from sparsepretrain.export import card, convert, semi_structured
+from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.weights import Source
 from sparsepretrain.tracking.console import Console
@@ -49,7 +50,9 @@ def export_run(
         CheckpointError, ConfigError, DataError: with a one-line message.
     """
     console = console or Console()
-    source = convert.find(path, console)
+    source = weights.find(path, console.warn)
+    if source.config is None:
+        raise ConfigError(f"{path} is a Hugging Face checkpoint already: give a run")
     directory = _place(source, "merged" if merge else form, out)
     converted = convert.convert(source, merge=merge)
     if form == "semi_structured":
@@ -94,15 +97,15 @@ def _place(source: Source, name: str, out: Path | None) -> Path:
 def _about(converted: convert.Converted, difference: float) -> dict[str, Any]:
     """Return the content of ``sparsity.json``."""
     source, proof, pattern = converted.source, converted.proof, converted.pattern
-    weights = str(proof)
+    described = str(proof)
     if converted.merged:
-        weights = "dense: adapters were added to the weights"
+        described = "dense: adapters were added to the weights"
     elif converted.adapters:
-        weights += f", and adapters of rank {next(iter(converted.adapters.values()))[1].shape[0]}"
+        described += f", and adapters of rank {next(iter(converted.adapters.values()))[1].shape[0]}"
     return {
         "method": converted.method.options.name,
         "pattern": pattern and f"{pattern[0]}:{pattern[1]}",
-        "weights": weights,
+        "weights": described,
         "layers": converted.layers,
         "adapters": bool(converted.adapters),
         "largest_logit_difference": difference,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,10 @@ def model_state(source: Source) -> dict[str, Tensor]:
                 tensors |= load_file(file)
             else:  # a pickle, restricted to tensors and plain values: no code is run
                 tensors |= torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{file} is refused: damaged, or not only tensors and plain values"
+            ) from error
         except Exception as error:  # safetensors and pickle have their own error classes
             raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
     return tensors

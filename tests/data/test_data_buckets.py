@@ -31,7 +31,7 @@ def test_every_pair_comes_once_per_epoch_within_the_budget(lengths, max_tokens):
             assert size <= max_tokens and size <= buckets.capacity
 
 
-def test_buckets_are_full(lengths):
+def test_buckets_have_no_room_for_another_pair(lengths):
     """One more pair of the next bucket would not have fitted."""
     buckets = Buckets(lengths, 512, seed=0)
     longest = np.sort(padded(lengths).max(axis=1))
@@ -47,7 +47,7 @@ def test_the_order_is_a_pure_function(lengths):
     assert members(Buckets(lengths, 512, seed=6), 0) != members(one, 0)
 
 
-def test_epochs_mix_pairs_of_equal_lengths_but_keep_the_shapes(lengths):
+def test_epochs_shuffle_equal_lengths_and_keep_bucket_shapes(lengths):
     buckets = Buckets(lengths % 9 + 2, 256, seed=0)
     shapes = [sorted(len(rows) for rows in members(buckets, epoch)) for epoch in range(3)]
     assert shapes[0] == shapes[1] == shapes[2]
@@ -86,6 +86,6 @@ def test_pairs_of_a_token_stream(tmp_path):
         ([5, 0, 6, 0], "train", None, "no token"),
     ],
 )
-def test_streams_that_are_not_pairs_are_refused(tmp_path, tokens, split, end, message):
+def test_unpaired_documents_are_refused(tmp_path, tokens, split, end, message):
     with pytest.raises(DataError, match=message):
         pairs(stream(tmp_path, tokens, end), split)

@@ -36,7 +36,7 @@ def test_sentences_are_of_moderate_length_and_plain(sentences):
         assert text == " ".join(text.split()) and "\N{NO-BREAK SPACE}" not in text
 
 
-def test_there_are_many_different_sentences(sentences):
+def test_sentences_are_diverse_in_both_languages(sentences):
     english, german = ({pair[side] for pair in sentences} for side in (0, 1))
     assert len(english) > 2990 and len(german) > 2990
     words = [{word for pair in sentences for word in pair[side].split()} for side in (0, 1)]

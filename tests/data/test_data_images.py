@@ -107,7 +107,7 @@ def test_cifar_of_another_content_is_refused(options, tmp_path):
         prepare(options("cifar10", path=str(tmp_path)))
 
 
-def test_cifar_files_may_not_run_code(options, tmp_path):
+def test_cifar_pickles_cannot_run_code(options, tmp_path):
     class Evil:
         def __reduce__(self):
             return (print, ("run",))

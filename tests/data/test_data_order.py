@@ -67,7 +67,7 @@ def test_windows_with_replacement_start_anywhere():
     assert (again.batch(40, [2, 7], 8) == rows[[322, 327]]).all()
 
 
-def test_order_equals_the_stored_one():
+def test_order_equals_the_golden_order():
     """Fixed for ever: a change here changes every run and breaks resuming."""
     train = windows(data(50), "train", 5, 42)
     assert train.count == 9
@@ -78,7 +78,7 @@ def test_order_equals_the_stored_one():
 GOLDEN = [[31, 1, 26, 16], [11, 21, 41, 6], [36, 19, 44, 24], [14, 9, 34, 4], [29, 39, 40, 25]]
 
 
-def test_a_text_of_exactly_one_sequence_is_enough():
+def test_text_of_one_sequence_suffices():
     train = windows(data(6), "train", 5, 0)
     assert train.count == 1 and train.batch(7, [0, 1], 2).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
 
@@ -90,7 +90,7 @@ def test_a_text_of_exactly_one_sequence_is_enough():
     seed=st.integers(0, 99),
     size=st.integers(1, 13),
 )
-def test_a_complete_pass_predicts_every_token_once(length, extra, seed, size):
+def test_complete_evaluation_predicts_every_token_once(length, extra, seed, size):
     """But the first; and it begins with the windows of an ordinary epoch."""
     tokens = data(1, length + extra)
     held_out = windows(tokens, "validation", length, seed, complete=True)

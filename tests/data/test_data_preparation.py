@@ -155,7 +155,7 @@ def test_damage_is_named_and_repaired(options, corpus, cache, monkeypatch, name)
         assert file.read_bytes() == whole and left_over(cache) == [data.directory.name]
 
 
-def test_prepare_compares_checksums_and_load_does_not(options, corpus, monkeypatch):
+def test_prepare_verifies_checksums_and_load_trusts_stamps(options, corpus, monkeypatch):
     chosen = options("python_source", roots=[str(corpus)])
     file = prepare(chosen).directory / "train.bin"
     stat, whole = file.stat(), file.read_bytes()

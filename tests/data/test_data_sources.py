@@ -49,7 +49,7 @@ def test_split_follows_the_relative_path_not_the_place(options, corpus, tmp_path
     fraction=st.floats(0.001, 0.6),
     seed=st.integers(0, 9),
 )
-def test_any_two_files_give_two_disjoint_splits(sizes, fraction, seed):
+def test_two_or_more_files_give_disjoint_splits(sizes, fraction, seed):
     class Fake(_files.FileSource):
         def find(self):
             return [_files.TextFile(f"{i}", f"/{i}", n, 0, (0, i)) for i, n in enumerate(sizes)]
@@ -66,7 +66,7 @@ def test_any_two_files_give_two_disjoint_splits(sizes, fraction, seed):
     assert held_out <= max(fraction * sum(sizes), min(sizes))
 
 
-def test_a_single_file_is_cut_at_a_line_end(options, tmp_path):
+def test_single_file_is_split_at_a_line_end(options, tmp_path):
     file = tmp_path / "input.txt"
     file.write_text("".join(f"line {i}\n" for i in range(1000)))
     src = source(options("text_files", files=[str(file)], validation=0.1))
@@ -92,7 +92,7 @@ def test_large_files_are_cut_in_pieces_that_add_up(options, tmp_path, monkeypatc
     assert sum(s.size for s in src.shards()) == len(whole) + 450
 
 
-def test_hidden_and_installed_directories_and_broken_links_are_left_out(options, tmp_path):
+def test_hidden_installed_and_broken_files_are_skipped(options, tmp_path):
     for name in ("a.py", ".venv/b.py", "site-packages/c.py", "d/e.py", "notes.txt", "empty.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("" if name == "empty.py" else "x = 1\n")
@@ -112,7 +112,7 @@ def bad_inputs(tmp_path):
     yield "text_files", {"files": [str(tmp_path / "empty")]}, "a directory: use"
 
 
-def test_nothing_to_read_is_one_line_and_leaves_nothing(options, tmp_path, cache):
+def test_missing_text_is_a_one_line_error(options, tmp_path, cache):
     from sparsepretrain.data import load
 
     for config, changes, expected in bad_inputs(tmp_path):

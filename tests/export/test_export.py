@@ -89,7 +89,9 @@ def test_the_default_run_generates_with_transformers_alone(tmp_path: Path) -> No
         ("resnet", (), "2:4"),
     ],
 )
-def test_families(kind: str, overrides: tuple[str, ...], pattern: str | None, tmp_path) -> None:
+def test_exported_families_reload_with_equal_logits(
+    kind: str, overrides: tuple[str, ...], pattern: str | None, tmp_path
+) -> None:
     run = write_run(tmp_path, kind, *overrides)
     directory, told = export(run, out=tmp_path / "out")
     assert about(directory)["pattern"] == pattern
@@ -203,7 +205,9 @@ def test_translation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["geglu", "resnet"])
-def test_what_no_library_has_is_refused(kind: str, tmp_path: Path, capsys) -> None:
+def test_architectures_without_a_library_class_are_refused(
+    kind: str, tmp_path: Path, capsys
+) -> None:
     run = write_run(tmp_path, kind, *["model.stem=cifar"] * (kind == "resnet"))
     assert cli.main(["export", str(run)]) == 2
     told = capsys.readouterr().err.splitlines()
@@ -211,7 +215,7 @@ def test_what_no_library_has_is_refused(kind: str, tmp_path: Path, capsys) -> No
     assert not (run / "export").exists() or not list((run / "export").iterdir())
 
 
-def test_where_it_writes(tmp_path: Path) -> None:
+def test_only_earlier_exports_are_overwritten(tmp_path: Path) -> None:
     run = write_run(tmp_path, "gpt2")
     out = tmp_path / "out"
     out.mkdir()
@@ -228,7 +232,9 @@ def test_where_it_writes(tmp_path: Path) -> None:
         export(out)
 
 
-def test_nothing_wrong_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_weights_or_logits_leave_no_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = write_run(tmp_path, "gpt2")
     original = converting.load
 

@@ -161,7 +161,7 @@ def plain_gated_bert(state, x, heads, layers):
     return norm(h, "encoder.norm") @ state["encoder.embedding.tokens.weight"].t()
 
 
-def test_gated_bert_is_what_it_is_described_as():
+def test_gated_bert_equals_a_reference_implementation():
     model, x = build("bert_geglu"), tokens()
     ours, plain = model(x), plain_gated_bert(model.state_dict(), x, heads=2, layers=2)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)

@@ -108,7 +108,7 @@ def test_roles_select_layers(model, role, count):
     assert not any("embed" in name or "lm_head" in name for name in sparsifier.layers)
 
 
-def test_masks_are_those_of_transformers(model, batch):
+def test_masked_logits_equal_transformers(model, batch):
     """Our attention without built masks against the class as it comes, in its eager form."""
     from transformers import MarianConfig, MarianMTModel
 
@@ -138,7 +138,7 @@ def test_no_look_ahead_but_the_whole_source(model, batch):
     torch.testing.assert_close(Marian.logits(model, other, mask, previous), before)
 
 
-def test_masks_are_never_read_back(batch):
+def test_masks_need_no_device_synchronization(batch):
     """On the meta device a look would fail; on a GPU it would wait."""
     with torch.device("meta"):
         model = Marian.build(TINY)
@@ -189,7 +189,7 @@ def test_greedy_search_takes_the_best_token_each_time(batch, method):
 
 @torch.no_grad()
 @pytest.mark.parametrize("penalty", [0.0, 3.0])
-def test_a_beam_of_everything_finds_the_best_hypothesis(batch, penalty):
+def test_exhaustive_beam_finds_the_best_hypothesis(batch, penalty):
     """Vocabulary 6, at most 3 tokens: all hypotheses can be listed."""
     import dataclasses
 

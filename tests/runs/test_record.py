@@ -107,6 +107,6 @@ def test_full_disk_is_one_line(tmp_path):
     assert caught.value.exit_code == 4
 
 
-def test_values_that_json_cannot_hold_are_a_bug(tmp_path):
+def test_values_without_json_form_raise_type_error(tmp_path):
     with pytest.raises(TypeError, match="'loss' holds a list"):
         Record(tmp_path / FILE, resume_step=None).write({"step": 1, "loss": [1]})

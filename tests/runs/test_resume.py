@@ -107,7 +107,7 @@ def test_forgotten_previous_mask_changes_the_record(tiny, stop_after, monkeypatc
     assert metrics(plain.directory) != metrics(again.directory)
 
 
-def test_lost_record_lines_warn_once(tiny, stop_after):
+def test_missing_record_lines_warn_once(tiny, stop_after):
     stop_after(4)
     file = tiny.train().directory / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
@@ -118,7 +118,7 @@ def test_lost_record_lines_warn_once(tiny, stop_after):
     assert "lines that it had" not in tiny.train().output, "told once"
 
 
-def test_a_named_checkpoint_brings_its_record(tiny, stop_after):
+def test_resume_from_a_named_checkpoint_restores_its_record(tiny, stop_after):
     plain = tiny.train("runs_dir=" + str(tiny.root / "plain"))
     stop_after(5)
     first = tiny.train().directory

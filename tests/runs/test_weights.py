@@ -1,6 +1,7 @@
 """Finding checkpoints of runs and of Hugging Face, and reading them."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def test_latest_returns_the_checkpoints_before_one(run):
         weights.latest(weights.find(run), 4)
 
 
-def test_a_damaged_one_is_passed_over_with_a_warning(run, tmp_path):
+def test_damaged_checkpoint_is_skipped_with_a_warning(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     (copy / "checkpoints/step_00000006/state.json").write_bytes(b"torn")
@@ -113,6 +114,9 @@ def test_hugging_face_weights_in_one_file_or_several(tmp_path, shard):
 def test_hugging_face_weights_that_are_gone_or_torn(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="has no weights"):
+        weights.model_state(weights.find(tmp_path))
+    torch.save({"a": Path(tmp_path)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pytorch_model.bin is refused"):
         weights.model_state(weights.find(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):

@@ -44,7 +44,7 @@ class Small(Tiny):
         return [*TINY, f"runs_dir='{self.root / 'runs'}'", *more]
 
 
-def test_a_sample_depends_on_seed_and_number_alone():
+def test_samples_are_a_function_of_seed_and_number():
     task = opened("seed=3")
     whole = task.batch("train", 5, range(300), 300)
     parts = [task.batch("train", 5, range(i, i + 25), 300) for i in range(0, 300, 25)]
@@ -87,7 +87,7 @@ def test_inputs_are_normal_and_targets_have_unit_variance():
     assert np.array_equal(normals(1, 2, 7, (3, 5)), normals(1, 2, 0, (10, 5))[7:])
 
 
-def test_the_teacher_is_the_student_with_twice_the_weights():
+def test_teacher_equals_residual_mlp_with_doubled_weights():
     """The same function as ``residual_mlp``, up to rounding and the scale of the targets."""
     run = config.load(["experiment=claims_regression", "data.held_out=256"])
     task = build_task(run)

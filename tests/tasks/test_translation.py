@@ -94,7 +94,7 @@ def test_batches_are_a_pure_function(tiny, task):
     assert apart[0] != apart[1]
 
 
-def test_epoch_has_every_pair_once(task):
+def test_epoch_visits_every_pair_once(task):
     seen = []
     for sample in range(task.samples("train")):
         batch = task.batch("train", sample, range(1), 1)
@@ -167,7 +167,7 @@ def test_output_gradients_at_padding_are_exactly_zero(task, model):
         assert gradient[side].any(), name
 
 
-def test_mvue_does_not_see_what_padding_contains(task, model):
+def test_mvue_gradients_are_independent_of_padding(task, model):
     """With samples drawn: the same draws, the same gradients, whatever the padding holds."""
     roles = task.roles["all"]
     sparsifier = sp.sparsify(model, "sste", targets=roles, seed=1)
