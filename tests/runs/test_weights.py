@@ -116,7 +116,7 @@ def test_hugging_face_weights_that_are_gone_or_torn(tmp_path):
     with pytest.raises(CheckpointError, match="has no weights"):
         weights.model_state(weights.find(tmp_path))
     torch.save({"a": Path(tmp_path)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pytorch_model.bin is refused"):
+    with pytest.raises(CheckpointError, match="is refused"):
         weights.model_state(weights.find(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
