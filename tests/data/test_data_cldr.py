@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from sparsepretrain.data import load, pairs, prepare
+from sparsepretrain.data import load, prepare
 from sparsepretrain.data.sources import cldr_ende
 from sparsepretrain.data.sources.cldr_ende import CLAUSES, clause, sentence, slots, value
 from sparsepretrain.errors import DataError
@@ -21,12 +21,6 @@ SMALL = {
 def sentences():
     draws = Random(0)
     return [sentence(draws) for _ in range(3000)]
-
-
-def texts(data, split):
-    found = pairs(data, split)
-    sides = ((found.source(i), found.target(i)) for i in range(len(found)))
-    return [tuple(data.decode(side[:-1]) for side in pair) for pair in sides]
 
 
 def test_sentences_are_of_moderate_length_and_plain(sentences):
@@ -71,9 +65,9 @@ def test_both_sides_of_a_clause_have_the_same_slots_and_all_are_used():
     assert len({clause(draws) for _ in range(200)}) > 195
 
 
-def test_splits_share_no_sentence_on_either_side(options):
+def test_splits_share_no_sentence_on_either_side(options, pair_texts):
     data = load(options("cldr_ende", **SMALL))
-    sides = {split: list(zip(*texts(data, split), strict=True)) for split in data.tokens}
+    sides = {split: list(zip(*pair_texts(data, split), strict=True)) for split in data.tokens}
     assert {split: len(side[0]) for split, side in sides.items()} == {
         "train": 600, "validation": 60, "test": 50,
     }  # fmt: skip
@@ -81,14 +75,16 @@ def test_splits_share_no_sentence_on_either_side(options):
         every = [text for split in sides.values() for text in split[side]]
         assert len(set(every)) == len(every) == 710
     draws = Random(0)  # held-out sentences come first
-    assert texts(data, "validation") + texts(data, "test") == [sentence(draws) for _ in range(110)]
+    assert pair_texts(data, "validation") + pair_texts(data, "test") == [
+        sentence(draws) for _ in range(110)
+    ]
 
 
-def test_held_out_sentences_do_not_depend_on_the_amount_of_training(options):
+def test_held_out_sentences_do_not_depend_on_the_amount_of_training(options, pair_texts):
     small = prepare(options("cldr_ende", **SMALL), workers=1)
     large = prepare(options("cldr_ende", **SMALL | {"train_pairs": 700}), workers=1)
-    assert texts(small, "test") == texts(large, "test")
-    assert texts(small, "train") == texts(large, "train")[:600]
+    assert pair_texts(small, "test") == pair_texts(large, "test")
+    assert pair_texts(small, "train") == pair_texts(large, "train")[:600]
     assert small.fingerprint != large.fingerprint
 
 

@@ -4,16 +4,10 @@ import json
 
 import pytest
 
-from sparsepretrain.data import hub, pairs, prepare
+from sparsepretrain.data import hub, prepare
 from sparsepretrain.errors import DataError
 
 PLAIN = {"tokenizer": "bytes", "vocab_size": None, "validation": None}
-
-
-def texts(data, split):
-    found = pairs(data, split)
-    sides = ((found.source(i), found.target(i)) for i in range(len(found)))
-    return [tuple(data.decode(side[:-1]) for side in pair) for pair in sides]
 
 
 @pytest.fixture
@@ -34,7 +28,7 @@ def nothing_prepared(cache):
 
 
 @pytest.mark.parametrize(("shard_pairs", "workers"), [(3, 2), (16384, 1)])
-def test_two_files_become_pairs(options, files, monkeypatch, shard_pairs, workers):
+def test_two_files_become_pairs(options, files, monkeypatch, shard_pairs, workers, pair_texts):
     from sparsepretrain.data.sources import parallel_files
 
     monkeypatch.setattr(parallel_files, "SHARD_PAIRS", shard_pairs)
@@ -43,13 +37,13 @@ def test_two_files_become_pairs(options, files, monkeypatch, shard_pairs, worker
     held_out = files("a\r\nb\r\n", "c\nd\n", name="validation")
     changes = PLAIN | {"train": files(*lines), "validation": held_out}
     data = prepare(options("parallel_files", **changes), workers=workers)
-    assert texts(data, "train") == expected
-    assert texts(data, "validation") == [("a", "c"), ("b", "d")]
+    assert pair_texts(data, "train") == expected
+    assert pair_texts(data, "validation") == [("a", "c"), ("b", "d")]
     assert set(data.tokens) == {"train", "validation"}
 
 
 @pytest.mark.parametrize("shard_pairs", [2, 16384])
-def test_tsv_columns_become_pairs(options, files, monkeypatch, shard_pairs):
+def test_tsv_columns_become_pairs(options, files, monkeypatch, shard_pairs, pair_texts):
     from sparsepretrain.data.sources import parallel_files
 
     monkeypatch.setattr(parallel_files, "SHARD_PAIRS", shard_pairs)
@@ -58,8 +52,8 @@ def test_tsv_columns_become_pairs(options, files, monkeypatch, shard_pairs):
     with pytest.raises(DataError, match=r"data\.test: .*train\.0 .*data\.train"):
         prepare(options("parallel_files", **changes | {"test": files(rows)}), workers=1)
     data = prepare(options("parallel_files", **changes), workers=1)
-    assert texts(data, "train") == [(f"quelle {i}", f"ziel {i}") for i in range(5)]
-    assert texts(data, "test") == texts(data, "train")
+    assert pair_texts(data, "train") == [(f"quelle {i}", f"ziel {i}") for i in range(5)]
+    assert pair_texts(data, "test") == pair_texts(data, "train")
 
 
 @pytest.mark.parametrize(
@@ -105,26 +99,26 @@ def wmt(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def test_hub_corpus_becomes_pairs(options, wmt, monkeypatch):
+def test_hub_corpus_becomes_pairs(options, wmt, monkeypatch, pair_texts):
     from sparsepretrain.data.sources import hf_pairs
 
     monkeypatch.setattr(hf_pairs.HfPairs, "shard_rows", 7)
     data = prepare(options("wmt14_ende", **wmt), workers=1)
     kept = [i for i in range(30) if i != 1]
-    assert texts(data, "train") == [(f"train {i}", f"train {i} ä") for i in kept]
-    assert texts(data, "test") == [(f"test {i}", f"test {i} ä") for i in (0, 2)]
+    assert pair_texts(data, "train") == [(f"train {i}", f"train {i} ä") for i in kept]
+    assert pair_texts(data, "test") == [(f"test {i}", f"test {i} ä") for i in (0, 2)]
     back = prepare(options("wmt14_ende", **wmt, languages=["de", "en"], test=None), workers=1)
-    assert texts(back, "validation")[0] == ("validation 0 ä", "validation 0")
+    assert pair_texts(back, "validation")[0] == ("validation 0 ä", "validation 0")
     assert "test" not in back.tokens
 
 
-def test_columns_named_by_language_become_pairs(options, wmt, tmp_path):
+def test_columns_named_by_language_become_pairs(options, wmt, tmp_path, pair_texts):
     root = tmp_path / "columns"
     root.mkdir()
     (root / "train.jsonl").write_text(json.dumps({"en": "one", "de": "eins"}) + "\n")
     changes = wmt | {"path": str(root), "validation": None, "test": None}
     data = prepare(options("wmt14_ende", **changes), workers=1)
-    assert texts(data, "train") == [("one", "eins")]
+    assert pair_texts(data, "train") == [("one", "eins")]
 
 
 @pytest.mark.parametrize(
