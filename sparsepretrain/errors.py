@@ -1,6 +1,6 @@
-"""Errors that a user can cause, each with the exit code the shell sees.
+"""User-facing errors and their exit codes.
 
-Every message is one line that names the key, file or layer and says what to do.
+Every message is one line with the key, file or layer and a remedy.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ PREEMPTED = 143
 
 
 class SparsePretrainWarning(UserWarning):
-    """What a run survives but its user should know; the commands print it as one line."""
+    """Warning of this package; commands print it as one line."""
 
 
 @contextlib.contextmanager
 def own_warnings(show: Callable[[str], None]) -> Iterator[None]:
-    """Give this package's Python warnings to ``show``, one line each; others appear as ever."""
+    """Pass this package's warnings to ``show``, one line each; others are unaffected."""
     with warnings.catch_warnings():
         before = warnings.showwarning
 
@@ -41,12 +41,12 @@ def own_warnings(show: Callable[[str], None]) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """The text of ``error`` without line breaks."""
+    """Return the text of ``error`` without line breaks."""
     return " ".join(str(error).split())
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """``error`` and what was being handled when it was raised, and so on."""
+    """Yield ``error`` and its chain of contexts."""
     while error is not None:
         yield error
         error = error.__context__
@@ -60,16 +60,16 @@ class SparsePretrainError(Exception):
 
     @property
     def messages(self) -> list[str]:
-        """What the user is told, one problem each."""
+        """Messages for the user, one per problem."""
         return [str(self)]
 
 
 class RankError(SparsePretrainError):
-    """One of several processes stopped because another one failed.
+    """A rank stopped because another one failed.
 
     Args:
-        exit_code: of this process.
-        text: for the user; empty: the process that failed shows its error.
+        exit_code: exit code of this rank.
+        text: message for the user; empty if the failed rank shows its error.
     """
 
     def __init__(self, exit_code: int, text: str = "") -> None:
@@ -78,7 +78,7 @@ class RankError(SparsePretrainError):
 
     @property
     def messages(self) -> list[str]:
-        """None where the process that failed shows them."""
+        """Messages, none if the failed rank shows them."""
         return str(self).splitlines()
 
 
@@ -89,18 +89,18 @@ class ConfigError(SparsePretrainError, ValueError):
     label = "config error"
 
     def __init__(self, messages: str | Sequence[str | tuple[str, str]]) -> None:
-        """A message may be a pair of the option that it begins with, and the rest."""
-        given = [messages] if isinstance(messages, str) else messages
-        self._parts = [("", m) if isinstance(m, str) else m for m in given]
+        """Take messages, each a text or a pair (option, text)."""
+        several = [messages] if isinstance(messages, str) else messages
+        self._parts = [("", m) if isinstance(m, str) else m for m in several]
         super().__init__("\n".join(self.messages))
 
     @property
     def messages(self) -> list[str]:
-        """With the option that each begins with."""
+        """Messages, each starting with its option."""
         return [key + text for key, text in self._parts]
 
     def under(self, group: str) -> ConfigError:
-        """The same problems, as those of a group of the configuration."""
+        """Return the same problems with options prefixed by a configuration group."""
         parts = [(f"{group}.{key}" if key else f"{group}: ", text) for key, text in self._parts]
         return type(self)(parts)
 
@@ -113,14 +113,14 @@ class DataError(SparsePretrainError):
 
 
 class CheckpointError(SparsePretrainError):
-    """A checkpoint that cannot be written, read or continued from: exit code 4."""
+    """A checkpoint that cannot be written, read or resumed from: exit code 4."""
 
     exit_code = 4
     label = "checkpoint error"
 
 
 class DivergedError(SparsePretrainError):
-    """A non-finite loss or gradient stopped the run before the optimiser step: exit code 5."""
+    """A non-finite loss or gradient stopped the run before the optimizer step: exit code 5."""
 
     exit_code = 5
     label = "diverged"
@@ -130,7 +130,7 @@ class DivergedError(SparsePretrainError):
 def needs(
     what: str, packages: str, extra: str, *, error: type[SparsePretrainError] = DataError
 ) -> Iterator[None]:
-    """Inside, ``packages`` of an optional extra are imported; without them, an ``error``."""
+    """Convert an ImportError of an optional extra's ``packages`` to ``error``."""
     words = "the packages" if " and " in packages else "the package"
     try:
         yield
@@ -141,12 +141,12 @@ def needs(
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed, in one line; a full disk by its name, whatever was made of it."""
+    """One-line reason of a failure; detects a full disk even when wrapped."""
     return _full_disk(error) or one_line(error)[:200] or type(error).__name__
 
 
 def cannot_write(path: object, error: OSError) -> SparsePretrainError:
-    """The error to raise where ``path`` could not be written; of exit code 4 on a full disk."""
+    """Return the error for a failed write to ``path``; exit code 4 on a full disk."""
     cls = CheckpointError if _full_disk(error) else SparsePretrainError
     return cls(f"cannot write {path}: {_full_disk(error) or error.strerror or error}")
 
@@ -154,8 +154,8 @@ def cannot_write(path: object, error: OSError) -> SparsePretrainError:
 def _full_disk(error: BaseException) -> str | None:
     for cause in causes(error):
         number = cause.errno if isinstance(cause, OSError) else None
-        if (told := re.search(r"\(os error (\d+)\)", str(cause))) is not None:  # by safetensors
-            number = int(told[1])
+        if (match := re.search(r"\(os error (\d+)\)", str(cause))) is not None:  # safetensors
+            number = int(match[1])
         if number in (errno.ENOSPC, errno.EDQUOT):
             return f"disk full ({os.strerror(number)}); free some space and start again"
     return None

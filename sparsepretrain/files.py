@@ -1,4 +1,4 @@
-"""Atomic writes, and the directory in which this user's files are cached."""
+"""Atomic writes, JSON files, and the user's cache directory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TypeVar
 
 T = TypeVar("T")
 NAMES: dict[type, str] = {dict: "object", list: "array"}
-"""Kinds of JSON values, in errors."""
+"""Names of JSON types in errors."""
 
 LONGEST_NAME = 200
-"""Bytes of a directory's name; file systems allow 255, and temporary names are longer."""
+"""Maximum bytes of a directory name: file systems allow 255, and temporary names are longer."""
 
 
 def is_plain_name(text: str) -> bool:
-    """True if ``text`` can be the name of a directory that is neither hidden nor two lines long."""
+    """True if ``text`` is usable as the name of a visible directory."""
     plain = bool(text) and "/" not in text and not text.startswith(".") and text.isprintable()
     return plain and len(text.encode()) <= LONGEST_NAME
 
@@ -36,11 +36,7 @@ def cache_directory() -> Path:
 
 
 def parse_json(text: str | bytes, kind: type[T]) -> T:
-    """Return the value that ``text`` writes in JSON.
-
-    Raises:
-        ValueError: ``text`` is not JSON, nested too deeply, or no ``kind``.
-    """
+    """Parse JSON; raise ValueError unless the value is a ``kind``."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -51,39 +47,27 @@ def parse_json(text: str | bytes, kind: type[T]) -> T:
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """Return the value in a JSON file.
-
-    Raises:
-        OSError: the file cannot be read, or is a pipe or a device, which may have no end.
-        ValueError: see :func:`parse_json`; or the file is not UTF-8.
-    """
+    """Parse a JSON file; raise OSError if unreadable, ValueError if not a UTF-8 ``kind``."""
     require_file(path)
     return parse_json(path.read_text(encoding="utf-8"), kind)
 
 
 def require_file(path: Path) -> None:
-    """Refuse what is no regular file: reading a pipe may never end.
-
-    Raises:
-        OSError: ``path`` is missing, or something else.
-    """
+    """Raise OSError unless ``path`` is a regular file: reading a pipe may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def write_atomic(path: Path, content: str | bytes | memoryview, *, tag: str = "") -> None:
-    """Write ``path`` so that it has all of ``content`` or is left as it was.
-
-    Written to ``<name><tag>.tmp`` beside it, flushed to disk, then renamed. What a killed process
-    leaves is overwritten by the next one.
+    """Replace ``path`` atomically: write and flush ``<name><tag>.tmp``, then rename it.
 
     Args:
-        path: in a directory that exists.
-        content: text is written as UTF-8.
-        tag: tells apart the temporary files of processes that may write the same path at once.
+        path: file in an existing directory.
+        content: content; text is written as UTF-8.
+        tag: distinguishes temporary files of processes that may write ``path`` concurrently.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: the write failed; the temporary file is removed.
     """
     temporary = path.with_name(f"{path.name}{tag}.tmp")
     try:
@@ -99,7 +83,7 @@ def write_atomic(path: Path, content: str | bytes | memoryview, *, tag: str = ""
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a directory, to disk: so they survive a power failure."""
+    """Flush a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 Problems = Iterator[tuple[str, str]]
-"""What is wrong with options, as (key, message)."""
+"""Invalid options as (key, message)."""
 
 
 def outside(value: Any, limit: str, *, nullable: bool = False) -> str:
-    """What is wrong with a number, or with one of several; nothing is wrong with None.
+    """Return a message if ``value`` (a number, a list of numbers, or None) is out of range.
 
     Args:
-        value: a number, a list of them, or None.
-        limit: the range.
-        nullable: whether the message says that null is possible.
+        value: checked value; None is valid.
+        limit: range.
+        nullable: mention null in the message.
     """
     several = isinstance(value, list | tuple)
     if all(v is None or _within(v, limit) for v in (value if several else [value])):

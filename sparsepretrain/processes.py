@@ -1,7 +1,7 @@
-"""Which of several processes this is, as torchrun tells it; without torch.
+"""Rank of this process as set by torchrun, and its error report; without torch.
 
-A process that fails leaves a report for the one that started it, in the form of torch's elastic
-agent (``torch.distributed.elastic.multiprocessing.errors``).
+A failed rank writes a report for its launcher in the format of torch's elastic agent
+(``torch.distributed.elastic.multiprocessing.errors``).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sparsepretrain.errors import RankError, SparsePretrainError
 
 
 def started() -> bool:
-    """Whether a launcher (torchrun, or this package's own) has started this process."""
+    """True if a launcher (torchrun, or this package's own) started this process."""
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
 def rank() -> int:
-    """Of this process among those of the run; 0 is the one that prints."""
+    """Return the rank of this process; rank 0 prints."""
     return int(os.environ["RANK"]) if started() else 0
 
 
@@ -29,18 +29,18 @@ _interrupted = False
 
 
 def note_interrupt(happened: bool = True) -> None:
-    """Remember a SIGINT, or with False forget it."""
+    """Set the SIGINT flag."""
     global _interrupted
     _interrupted = happened
 
 
 def was_interrupted() -> bool:
-    """True if SIGINT has come since the command began, and somebody may have swallowed it."""
+    """True if SIGINT arrived since the command began, even if a library swallowed it."""
     return _interrupted
 
 
 def report(error: BaseException) -> bool:
-    """Leave ``error`` for the launcher; returns whether there is one that takes it."""
+    """Write ``error`` for the launcher; return False without a launcher."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or not started():
         return False

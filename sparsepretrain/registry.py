@@ -1,10 +1,9 @@
-"""Names to implementations, without importing torch.
+"""Registry of implementations by name, without importing torch.
 
-A built-in is a module of the package that holds its kind: the method ``sste`` is
-``sparsepretrain/sparsity/methods/sste.py``. The module is imported when the name is looked up and
-registers its class with :func:`register`. Plugins (a file, a module, or an installed package with
-the entry-point group ``sparsepretrain.plugins``) register in the same way, so a new method is one
-file and one YAML and nothing else is edited.
+A built-in is a module in the package of its kind: the method ``sste`` is
+``sparsepretrain/sparsity/methods/sste.py``. It is imported on lookup and registers its class with
+:func:`register`. Plugins (a file, a module, or an installed package with the entry-point group
+``sparsepretrain.plugins``) register in the same way: a new method is one file and one YAML.
 """
 
 from __future__ import annotations
@@ -38,25 +37,25 @@ PACKAGES = {
     "probe": "sparsepretrain.training.probes",
     "verb": "sparsepretrain.cli",
 }
-"""Kind of thing -> package whose modules are the built-ins of that kind."""
+"""Kind -> package with the built-ins of that kind."""
 
 MOST_LISTED = 16
-"""Names in a message; more make it unreadable."""
+"""Maximum number of names listed in a message."""
 
 _registered: dict[str, dict[str, type]] = {kind: {} for kind in PACKAGES}
 named_plugins: set[str] = set()
-"""Plugins that a command line or a configuration of the user named, once they are imported."""
+"""Imported plugins that the user named on the command line or in a configuration."""
 
 
 def register(kind: str, name: str) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that makes the class available as ``name`` of ``kind``.
+    """Return a class decorator that registers a class as ``name`` of ``kind``.
 
     Raises:
-        ConfigError: another class already has that name (a plugin cannot replace a built-in),
-            ``kind`` is none, or the class lacks a method of its contract.
+        ConfigError: name in use (a plugin cannot replace a built-in), unknown kind, or a missing
+            abstract method.
     """
     if kind not in PACKAGES:
-        raise ConfigError(f"there is no kind {kind!r}{suggestion(kind, PACKAGES)}")
+        raise ConfigError(f"unknown kind {kind!r}{suggestion(kind, PACKAGES)}")
 
     def decorate(cls: type[T]) -> type[T]:
         known = _registered[kind].get(name, cls)
@@ -72,16 +71,12 @@ def register(kind: str, name: str) -> Callable[[type[T]], type[T]]:
 
 
 def names(kind: str) -> list[str]:
-    """All names of ``kind``, built-in and plugin, sorted."""
+    """Return all names of ``kind``, built-in and plugin, sorted."""
     return sorted({*built_in(kind), *_registered[kind]})
 
 
 def get(kind: str, name: str) -> type:
-    """The class registered as ``name`` of ``kind``; imports its module on first use.
-
-    Raises:
-        ConfigError: unknown name, with the nearest known one.
-    """
+    """Return the class registered as ``name`` of ``kind``, importing its module if necessary."""
     if name not in _registered[kind] and (module := built_in(kind).get(name)):
         importlib.import_module(module)
     if name not in _registered[kind]:
@@ -90,11 +85,7 @@ def get(kind: str, name: str) -> type:
 
 
 def options_of(kind: str, name: str) -> type:
-    """The dataclass ``Options`` of the class registered as ``name`` of ``kind``.
-
-    Raises:
-        ConfigError: unknown name, or a plugin's class without it; names the file and the line.
-    """
+    """Return the dataclass ``Options`` of the class registered as ``name`` of ``kind``."""
     cls = get(kind, name)
     options = getattr(cls, "Options", None)
     if not isinstance(options, type) or not dataclasses.is_dataclass(options):
@@ -103,19 +94,19 @@ def options_of(kind: str, name: str) -> type:
 
 
 def place(cls: type) -> str:
-    """``file.py, line 3``: where a class stands."""
+    """Return the location of a class as ``file.py, line 3``."""
     return f"{inspect.getsourcefile(cls)}, line {inspect.getsourcelines(cls)[1]}"
 
 
 def suggestion(word: str, known: Iterable[str], prefix: str = "", *, listing: str = "") -> str:
-    """`` (did you mean 'x'?)``, or the list of choices when nothing is near; case is ignored.
+    """Return `` (did you mean 'x'?)``, or a list of choices if no name is close.
 
-    ``prefix`` is put before the names in the answer only, so that a long common path does not make
-    everything look near. ``listing``: see :func:`choices`.
+    Case is ignored. ``prefix`` is prepended in the answer only, since a long common path would make
+    all names look close. ``listing``: see :func:`choices`.
     """
     known = list(known)
     lower = {name.lower(): name for name in known}
-    # 0.5 finds every word of four letters or more with two wrong ones
+    # 0.5 finds every word of at least four letters with two wrong ones
     near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.5)
     if near:
         return f" (did you mean {prefix + lower[near[0]]!r}?)"
@@ -123,7 +114,7 @@ def suggestion(word: str, known: Iterable[str], prefix: str = "", *, listing: st
 
 
 def choices(known: Sequence[str], listing: str = "") -> str:
-    """``known`` in a line; of very many the first, and the command ``listing`` that has all."""
+    """Join ``known`` names; shorten long lists and refer to the command ``listing``."""
     if len(known) <= MOST_LISTED:
         return ", ".join(known)
     rest = f" (`sparsepretrain {listing}` lists all {len(known)})" if listing else ""
@@ -133,10 +124,10 @@ def choices(known: Sequence[str], listing: str = "") -> str:
 def load_plugin(plugin: str) -> None:
     """Import a plugin: a path to a ``.py`` file or the dotted name of an installed module.
 
-    What it prints goes to stderr: the standard output may be a configuration.
+    Its output goes to stderr, since stdout may be a configuration.
 
     Raises:
-        ConfigError: it does not exist or its import fails; names the file and the line.
+        ConfigError: missing plugin or failed import, with file and line.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -145,7 +136,7 @@ def load_plugin(plugin: str) -> None:
             else:
                 importlib.import_module(plugin)
     except (Exception, SystemExit) as error:
-        text = getattr(error, "msg", None) or str(error)  # of a SyntaxError without its place
+        text = getattr(error, "msg", None) or str(error)  # a SyntaxError without its location
         reason = text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
         where = f" ({place})" if (place := origin(error)) else ""
         problem = f"plugin {plugin!r} does not import: {reason.splitlines()[0]}{where}"
@@ -170,7 +161,7 @@ def _import_file(plugin: str) -> None:
 
 
 def _module_name(plugin: str) -> str:
-    """Key of an imported plugin in ``sys.modules``."""
+    """Return the key of a plugin in ``sys.modules``."""
     if not plugin.endswith(".py"):
         return plugin
     path = Path(plugin).expanduser().resolve()
@@ -179,16 +170,13 @@ def _module_name(plugin: str) -> str:
 
 
 def require_imported(plugins: object, source: object) -> None:
-    """Refuse plugins that only a checkpoint names: to import one is to run its code.
+    """Raise ConfigError for plugins that only a checkpoint names: importing one runs its code.
 
     Args:
         plugins: ``plugins`` of the checkpoint's configuration.
-        source: names the checkpoint in the error.
-
-    Raises:
-        ConfigError: a plugin was not imported before, from the command line for example.
+        source: name of the checkpoint in the error.
     """
-    load_plugins([])  # installed ones; their problems are reported by the check of a configuration
+    load_plugins([])  # installed plugins; configuration checks report their problems
     names = [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else []
     if new := [name for name in names if _module_name(name) not in sys.modules]:
         raise ConfigError(
@@ -198,7 +186,7 @@ def require_imported(plugins: object, source: object) -> None:
 
 
 def origin(error: BaseException) -> str:
-    """``file.py, line 3``: where code that is not this package's raised ``error``; else empty."""
+    """Return ``file.py, line 3`` of the foreign code that raised ``error``, or an empty string."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     known = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<frozen")
@@ -210,13 +198,9 @@ def origin(error: BaseException) -> str:
 
 
 def load_plugins(named: object) -> list[str]:
-    """Import installed plugins (entry-point group ``sparsepretrain.plugins``) and the named ones.
+    """Import installed plugins and those of the list ``named``; return error messages.
 
-    Args:
-        named: a list for :func:`load_plugin`; what is no list or no text is left to who checks it.
-
-    Returns:
-        The problems.
+    Values of wrong type are ignored here; the configuration check reports them.
     """
     installed = [entry.module for entry in entry_points(group="sparsepretrain.plugins")]
     errors = []
@@ -231,8 +215,8 @@ def load_plugins(named: object) -> list[str]:
 
 
 def built_in(kind: str) -> dict[str, str]:
-    """Name -> module of the built-ins; ``tune-decay`` is the verb of ``tune_decay.py``."""
-    # find_spec of a.b.c imports a.b: the packages' __init__ files are torch-free by rule
+    """Return name -> module of the built-ins; ``tune_decay.py`` is the verb ``tune-decay``."""
+    # find_spec of a.b.c imports a.b: __init__ files of packages are torch-free
     spec = importlib.util.find_spec(PACKAGES[kind])
     if spec is None or spec.submodule_search_locations is None:
         return {}

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TINY = (
-    "model.n_embd=32",
-    "model.n_layer=1",
-    "model.n_head=2",
-    "task.sequence_length=16",
-    "batch.size=4",
-    "batch.micro=4",
+TRAINING = (
     "eval.every=4",
     "eval.batches=1",
     "log.every=1",
@@ -23,6 +17,15 @@ TINY = (
     "steps=6",
     "tracker.mode=disabled",
     "parallel.device=cpu",
+)
+TINY = (
+    *TRAINING,
+    "model.n_embd=32",
+    "model.n_layer=1",
+    "model.n_head=2",
+    "task.sequence_length=16",
+    "batch.size=4",
+    "batch.micro=4",
 )
 METHODS = ("dense", "ste", "srste", "sste")
 UNREPEATABLE = ("time", "tokens_per_second", "data_wait", "mfu_dense")

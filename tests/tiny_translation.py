@@ -1,9 +1,10 @@
 """Translation runs of a fraction of a second, on a few hundred pairs of cldr_ende."""
 
-from tiny_runs import Tiny
+from tiny_runs import TRAINING, Tiny
 
 TINY_TRANSLATION = (
     "model=transformer_nano",
+    *TRAINING,
     "data.train_pairs=300",
     "data.validation_pairs=24",
     "data.test_pairs=8",
@@ -19,15 +20,6 @@ TINY_TRANSLATION = (
     "task.max_decode=[0.0,4]",
     "batch.size=4",
     "batch.micro=2",
-    "eval.every=4",
-    "eval.batches=1",
-    "log.every=1",
-    "log.layers_every=2",
-    "checkpoint.every=2",
-    "schedule.warmup=2",
-    "steps=6",
-    "tracker.mode=disabled",
-    "parallel.device=cpu",
 )
 
 

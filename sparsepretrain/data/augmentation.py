@@ -1,4 +1,4 @@
-"""What happens to an image on its way into a batch; every draw is a function of a key."""
+"""Image augmentation; every random draw is a function of a key."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from sparsepretrain.errors import needs
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# what the words of a key are for, so that no two uses share them (nor those of dropout)
+# last word of a key: keeps the draws of different uses apart
 AUGMENT, MIX, LIGHT = 1, 2, 3
 
 EIGENVALUES = (0.2175, 0.0188, 0.0045)
 EIGENVECTORS = ((-0.5675, 0.7192, 0.4009), (-0.5808, -0.0045, -0.8140), (-0.5836, -0.6948, 0.4203))
-"""Of the covariance of ImageNet's colours in [0, 1] (fb.resnet.torch): a row belongs to red, green
-or blue, a column to an eigenvalue."""
+"""Covariance of ImageNet's colors in [0, 1] (fb.resnet.torch): rows are red, green and blue,
+columns belong to the eigenvalues."""
 
 
 def keyed_words(*key: int, count: int = 4) -> np.ndarray:
-    """``count`` 32-bit words that ``key`` determines, the same ones in every version of NumPy."""
+    """Return ``count`` 32-bit words determined by ``key``, stable across NumPy versions."""
     return np.random.SeedSequence(key).generate_state(count)
 
 
 @contextmanager
 def keyed_generators(words: np.ndarray) -> Iterator[None]:
-    """Inside, the global generators start from ``words``; afterwards they are as before.
+    """Seed the global generators of Python, NumPy and torch, and restore them on exit.
 
-    timm and torchvision draw from Python's, NumPy's and torch's.
+    timm and torchvision draw from all three.
     """
     # not torch.manual_seed, which also seeds GPUs
     generator = torch.default_generator
@@ -52,18 +52,18 @@ def keyed_generators(words: np.ndarray) -> Iterator[None]:
 
 
 class Augmentation:
-    """Images to tensors, for training and for evaluation.
+    """Conversion of images to tensors for training and evaluation.
 
-    ``crop: resized`` is timm's pipeline (random resized crop, flip, RandAugment or colour jitter,
-    normalisation, random erasing), which DeiT uses. ``crop: shift`` is that of small images: scaled
-    to the input size, then shifted, flipped and cut out, where what has no pixel becomes the mean.
+    ``crop: resized`` is timm's pipeline as used by DeiT (random resized crop, flip, RandAugment or
+    color jitter, normalization, random erasing). ``crop: shift`` is for small images: scale to the
+    input size, shift, flip and cut out; missing pixels become the mean.
     """
 
     def __init__(self, options: Any, seed: int) -> None:
         self._options, self._seed = options, seed
 
     def train(self, image: Image, epoch: int, position: int) -> Tensor:
-        """The image (RGB) at ``position`` of ``epoch``, augmented: (3, size, size) fp32."""
+        """Return the augmented RGB image of (epoch, position): (3, size, size) fp32."""
         words = keyed_words(self._seed, epoch, position, AUGMENT)
         if self._options.crop == "shift":
             tensor = self._shift(image, words)
@@ -73,7 +73,7 @@ class Augmentation:
         return tensor + self._light(epoch, position) if self._options.lighting else tensor
 
     def _light(self, epoch: int, position: int) -> Tensor:
-        """AlexNet's noise along the principal components of colour: (3, 1, 1), normalised."""
+        """Return AlexNet's noise along the principal color components: (3, 1, 1), normalized."""
         # the legacy generator, whose stream is frozen
         draws = np.random.RandomState(keyed_words(self._seed, epoch, position, LIGHT))
         shares = draws.standard_normal(3) * self._options.lighting * EIGENVALUES
@@ -81,7 +81,7 @@ class Augmentation:
         return torch.from_numpy(noise.astype(np.float32)).view(3, 1, 1)
 
     def evaluate(self, image: Image) -> Tensor:
-        """The image (RGB) as evaluation sees it: (3, size, size) fp32."""
+        """Return the RGB image for evaluation: (3, size, size) fp32."""
         if self._options.crop == "shift":
             return torch.from_numpy(self._pixels(image, self._options.eval_interpolation))
         tensor: Tensor = self._timm[1](image)
@@ -106,7 +106,6 @@ class Augmentation:
         return torch.from_numpy(pixels)
 
     def _pixels(self, image: Image, interpolation: str) -> np.ndarray:
-        """(3, size, size) fp32, normalised."""
         from PIL.Image import Resampling
 
         size = self._options.image_size
@@ -146,17 +145,16 @@ def mix(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mixup (arXiv:1710.09412) or cutmix (arXiv:1905.04899) within a batch, as timm mixes.
 
-    Each image is mixed with the one at the mirrored place, all in the same way.
+    Each image is mixed with its mirror position in the batch, all in the same way.
 
     Args:
-        images: (batch, 3, size, size); changed in place.
+        images: (batch, 3, size, size); modified in place.
         labels: (batch,) int64.
-        options: of the task.
-        key: of the draws.
+        options: task options.
+        key: key of the random draws.
 
     Returns:
-        the images, the labels of the partners (batch,), and the share of the image's own label
-        (batch,) fp32.
+        images, labels of the partners (batch,), weight of the own label (batch,) fp32.
     """
     # the legacy generator: its stream is frozen, that of Generator.beta is not
     draws = np.random.RandomState(keyed_words(*key, MIX))
@@ -178,11 +176,11 @@ def mix(
 def _box(
     height: int, width: int, share: float, draws: np.random.RandomState
 ) -> tuple[tuple[slice, slice], float]:
-    """A box of (1 - share) of the area around a random centre, clipped; and what it leaves."""
+    """Draw a box of (1 - share) of the area, clipped; return it and the share outside."""
     side = np.sqrt(1 - share)
     sides = []
     for length in (height, width):
-        centre, half = draws.randint(length), int(length * side) // 2
-        sides.append(slice(max(centre - half, 0), min(centre + half, length)))
+        center, half = draws.randint(length), int(length * side) // 2
+        sides.append(slice(max(center - half, 0), min(center + half, length)))
     area = (sides[0].stop - sides[0].start) * (sides[1].stop - sides[1].start)
     return (sides[0], sides[1]), 1 - area / (height * width)

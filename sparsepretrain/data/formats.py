@@ -1,4 +1,4 @@
-"""What prepared data holds, by the kind of its source: how it is counted, kept and opened.
+"""Contents of prepared data by the kind of its source: counting, sentence pairs and records.
 
 Images open in :mod:`sparsepretrain.data.images`, windows of text in
 :mod:`sparsepretrain.data.order`.
@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,46 +23,25 @@ from sparsepretrain.errors import DataError
 LABEL_BYTES = 2
 """A label is a little-endian integer in front of the pixels of a small image."""
 CHUNK = 1 << 24
-"""Tokens looked at in one go."""
-
-
-class Format(NamedTuple):
-    """What is counted, and of how many documents one consists."""
-
-    unit: str
-    """In the plural."""
-    documents: int
-    """0: tokens are counted."""
-
-
-FORMATS = {
-    "text": Format("tokens", 0),
-    "pairs": Format("pairs", 2),  # pair i is documents 2i (source) and 2i + 1 (target)
-    "records": Format("examples", 1),
-    "images": Format("images", 1),
-}
-"""By ``Source.kind``."""
-
-
-def format_of(source: Source) -> Format:
-    """What the documents of ``source`` are; of a kind that a plug-in made up: tokens."""
-    return FORMATS.get(source.kind, FORMATS["text"])
+"""Tokens compared at a time."""
+# pair i is documents 2i (source) and 2i + 1 (target)
+FORMATS = {"pairs": ("pairs", 2), "records": ("examples", 1), "images": ("images", 1)}
+"""``Source.kind`` -> counted unit in the plural and documents per unit; other kinds: tokens."""
 
 
 def count(source: Source, tokens: np.ndarray, end: int | None) -> int:
-    """How many there are in the stream of a split whose documents end with ``end``."""
-    documents = format_of(source).documents
+    """Return the number of units in the stream of a split whose documents end with ``end``."""
     if source.kind == "images" and source.shape is not None:  # rows of equal length have no end
         return len(tokens) // (LABEL_BYTES + math.prod(source.shape))
-    if not documents:
+    if source.kind not in FORMATS:
         return len(tokens)
-    # a part at a time, since a split may not fit into memory
+    # in chunks, since a split may not fit into memory
     chunks = (tokens[i : i + CHUNK] == end for i in range(0, len(tokens), CHUNK))
-    return sum(int(np.count_nonzero(chunk)) for chunk in chunks) // documents
+    return sum(int(np.count_nonzero(chunk)) for chunk in chunks) // FORMATS[source.kind][1]
 
 
 def raw_targets(source: Source, shards: Sequence[Shard]) -> dict[str, bytes]:
-    """Split -> the targets of held-out pairs as they are, each ended by byte 0, for scores."""
+    """Return each held-out split's raw target sentences, each followed by byte 0, for BLEU."""
     texts: dict[str, bytearray] = {}
     for shard in shards if source.kind == "pairs" else ():
         if shard.split != TRAIN:
@@ -73,14 +52,14 @@ def raw_targets(source: Source, shards: Sequence[Shard]) -> dict[str, bytes]:
 
 
 def amounts(options: Any, data: TokenData) -> tuple[str, dict[str, int]]:
-    """(unit in the plural, split -> how many) of what was prepared from a source's ``options``."""
+    """Return the counted unit in the plural, and the number of units of each split."""
     source: Any = registry.get("source", options.source)(options)
     counts = {split: count(source, t, data.end_of_text) for split, t in data.tokens.items()}
-    return format_of(source).unit, counts
+    return FORMATS.get(source.kind, ("tokens", 1))[0], counts
 
 
 def records(data: TokenData, split: str) -> list[dict[str, Any]]:
-    """The records of a split; none where the data has no such split."""
+    """Return the records of a split, or an empty list if the split is missing."""
     if split not in data.tokens:
         return []
     return [json.loads(document) for document in data.tokens[split].tobytes().split(b"\0")[:-1]]
@@ -88,37 +67,37 @@ def records(data: TokenData, split: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Pairs of one split."""
+    """Sentence pairs of one split."""
 
     tokens: np.ndarray
     """The stream, as stored."""
     bounds: np.ndarray
-    """(pairs, 3) int64: where the source begins, the target begins, and the target ends."""
+    """(pairs, 3) int64: source start, target start, target end."""
 
     def __len__(self) -> int:
         return len(self.bounds)
 
     @property
     def lengths(self) -> np.ndarray:
-        """(pairs, 2) int64: tokens of source and target, each with its end token."""
+        """(pairs, 2) int64: tokens of source and target, end tokens included."""
         return np.diff(self.bounds, axis=1)
 
     def source(self, pair: int) -> np.ndarray:
-        """Tokens of the source, its end token last."""
+        """Return the tokens of the source, end token included."""
         begin, middle, _ = self.bounds[pair]
         return self.tokens[begin:middle]
 
     def target(self, pair: int) -> np.ndarray:
-        """Tokens of the target, its end token last."""
+        """Return the tokens of the target, end token included."""
         _, middle, end = self.bounds[pair]
         return self.tokens[middle:end]
 
 
 def pairs(data: TokenData, split: str) -> Pairs:
-    """The pairs of ``split``.
+    """Return the pairs of ``split``.
 
     Raises:
-        DataError: it has none, its documents do not pair up, or nothing ends a document.
+        DataError: no pairs, an odd number of documents, or no end-of-document token.
     """
     file = data.directory / f"{split}.bin"
     tokens = data.tokens.get(split)
@@ -137,15 +116,9 @@ def pairs(data: TokenData, split: str) -> Pairs:
     return Pairs(tokens, bounds)
 
 
-def references(data: TokenData, split: str) -> list[str] | None:
-    """The raw targets of a held-out split, pair by pair; None: the data was prepared without.
-
-    Raises:
-        DataError: there are not as many as pairs.
-    """
-    file = data.references.get(split)
-    if file is None:
-        return None
+def references(data: TokenData, split: str) -> list[str]:
+    """Return the raw targets of a held-out split, one per pair."""
+    file = data.references[split]
     lines = file.read_bytes().decode(errors="replace").split("\0")[:-1]
     if len(lines) != len(pairs(data, split)):
         raise DataError(f"{file} does not belong to {split}.bin: delete {data.directory}")

@@ -1,4 +1,4 @@
-"""The Hugging Face hub without its waiting: one probe decides between network and cache."""
+"""Access to the Hugging Face hub; one probe decides between network and cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ PROBE_SECONDS = 5.0
 
 @contextmanager
 def hub_access(*, offline: bool = False) -> Iterator[None]:
-    """Inside, hub libraries are quiet, and use only their caches if the hub cannot be reached.
+    """Silence hub libraries and restrict them to their caches if the hub is unreachable.
 
-    Without this an unreachable hub costs 23 s of retries and six warnings per file.
+    Otherwise an unreachable hub costs 23 s of retries and six warnings per file.
 
     Args:
-        offline: nothing remote is wanted, so do not ask whether the hub is there.
+        offline: use only caches and do not probe the hub.
     """
     import huggingface_hub
 
@@ -42,15 +42,9 @@ def _reachable() -> bool:
     return True
 
 
-def reason(error: Exception) -> str:
-    """First line of a library's message, without a final full stop."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(". ") if lines else type(error).__name__
-
-
 @contextmanager
 def quiet_datasets(*, local: bool) -> Iterator[None]:
-    """Inside, ``datasets`` has no bars and logs, and is offline when the hub is out of reach."""
+    """Silence ``datasets`` and restrict it to its cache if the hub is unreachable."""
     import datasets
     import huggingface_hub
 

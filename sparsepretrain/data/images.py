@@ -1,4 +1,4 @@
-"""Prepared images, opened."""
+"""Access to prepared images."""
 
 from __future__ import annotations
 
@@ -19,36 +19,24 @@ if TYPE_CHECKING:
 
 
 class Images(ABC):
-    """The labelled images of one split."""
+    """Labeled images of one split."""
 
     def __init__(self, source: Any, data: TokenData, split: str, classes: int) -> None:
-        """Open a split of ``data``, which was prepared from ``source``.
-
-        Raises:
-            DataError: the split is empty, or a label is not below ``classes``.
-        """
+        """Open a split of ``data``, prepared from ``source``; raise DataError if unusable."""
         self._source, self._bytes, self._classes = source, data.tokens[split], classes
         self._where = f"{data.name}, {split} split"
         self.count = count(source, self._bytes, data.end_of_text)
-        """Images."""
+        """Number of images."""
         if not self.count:
             raise DataError(f"{self._where}: no images")
 
     @abstractmethod
     def label(self, index: int) -> int:
-        """Class of an image.
-
-        Raises:
-            DataError: the model has no such class.
-        """
+        """Return the class of an image; raise DataError if the model lacks it."""
 
     @abstractmethod
     def image(self, index: int) -> Image:
-        """An image in RGB, of whatever size it has.
-
-        Raises:
-            DataError: it does not decode.
-        """
+        """Return an image in RGB and its own size; raise DataError if undecodable."""
 
     def _check(self, label: int, index: int) -> int:
         if not 0 <= label < self._classes:
@@ -60,7 +48,7 @@ class Images(ABC):
 
 
 class _Rows(Images):
-    """Label and pixels of an image are a row, see :class:`PixelSource`."""
+    """Rows of label and pixels, see :class:`PixelSource`."""
 
     def __init__(self, source: Any, data: TokenData, split: str, classes: int) -> None:
         super().__init__(source, data, split, classes)
@@ -81,7 +69,7 @@ class _Rows(Images):
 
 
 class _Index(Images):
-    """Images are where an index says, see :class:`IndexSource`."""
+    """Index of images stored elsewhere, see :class:`IndexSource`."""
 
     def __init__(self, source: Any, data: TokenData, split: str, classes: int) -> None:
         super().__init__(source, data, split, classes)
@@ -103,10 +91,10 @@ class _Index(Images):
 def open_images(
     options: Any, splits: tuple[str, ...], classes: int, on_progress: OnProgress | None = None
 ) -> tuple[dict[str, Images], str]:
-    """Splits of the source of ``options`` and the fingerprint of the prepared data.
+    """Open splits of a source; return them and the fingerprint of the prepared data.
 
     Raises:
-        DataError: the data is missing or damaged, a split is empty, a label not below ``classes``.
+        DataError: data missing or damaged, empty split, or a label not below ``classes``.
     """
     source: Any = registry.get("source", options.source)(options)
     data = load(options, on_progress=on_progress)

@@ -1,7 +1,7 @@
-"""The order of training: which window, bucket, record or image a sample of a step is.
+"""Training order: maps (seed, step, position) to a window, bucket, record or image.
 
-The answer is a pure function of (seed, step, position), so there is no loader state to save, and
-neither resuming nor the number of processes can change it.
+The order is a pure function, so there is no loader state to save, and neither resuming nor the
+world size changes it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sparsepretrain.data.tokens import TokenData
 from sparsepretrain.errors import DataError
 
 MULTIPLE = 4
-"""Lengths are padded to it, so that groups of four tokens (MVUE) lie within a sentence."""
+"""Padded lengths are multiples of this: groups of four tokens (MVUE) stay within a sentence."""
 
 
 def epoch_words(seed: int, epoch: int, count: int) -> np.ndarray:
-    """``count`` random uint64 that belong to an epoch: whatever is random in its order.
+    """Return ``count`` random uint64, the only randomness in an epoch's order.
 
-    Raw Philox words, whose stream NumPy keeps across versions, which it does not promise for
+    NumPy guarantees the stream of raw Philox words across versions, unlike that of
     ``Generator.permutation``. Their stable argsort is a permutation.
     """
     key = np.array([seed, epoch], dtype=np.uint64)
@@ -30,59 +30,58 @@ def epoch_words(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
-    """0 … count - 1 in an order that (seed, epoch) decides."""
+    """Return 0 … count - 1 in an order determined by (seed, epoch)."""
     return np.argsort(epoch_words(seed, epoch, count), kind="stable")
 
 
 class Windows:
     """Non-overlapping windows of ``length + 1`` tokens (inputs, and targets shifted by one).
 
-    Neighbours share one token: the last target of one is the first input of the next. Every place
-    is visited once per epoch, in a new permutation and from a new offset in [0, length), so that
-    windows of different epochs start at different tokens.
+    The last target of a window is the first input of the next. Each epoch visits every window once,
+    in a new permutation and from a new offset in [0, length).
     """
 
     def __init__(
         self, tokens: np.ndarray, length: int, seed: int, *, replacement: bool, complete: bool
     ) -> None:
-        """Take windows of ``tokens``, at least ``length + 1``; the rest as in :func:`windows`."""
+        """Take windows of at least ``length + 1`` ``tokens``; see :func:`windows`."""
         self._tokens, self._length, self._seed = tokens, length, seed
         self._replacement = replacement
-        # one place fewer leaves room for any offset; a text of one window has to do without
+        # one window fewer leaves room for any offset, unless there is only one
         self._full = max(1, (len(tokens) - length) // length)
         self._offsets = min(length, len(tokens) - self._full * length)
-        self._epoch = lru_cache(2)(self._draw)  # a batch touches no more at most times
-        self._rest = self._left_out() if complete else None
-        self.count = self._full + len(self._rest or ())
+        self._epoch = lru_cache(2)(self._draw)  # a batch rarely spans more epochs
+        self._shorter = self._left_out() if complete else None
+        self.count = self._full + len(self._shorter or ())
         """Windows per epoch."""
 
     def batch(self, step: int, positions: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
-        """Samples ``positions``, each in [0, size), of the global batch of ``step``.
+        """Return the samples ``positions``, each in [0, size), of the global batch of ``step``.
 
         Returns:
             int64 of shape (len(positions), length + 1); -1 after the end of a shorter window.
         """
         samples = np.asarray(positions, dtype=np.int64) + step * size
-        if self._rest is None:
+        if self._shorter is None:
             return self._windows(samples)
         samples %= self.count
         rows = np.full((len(samples), self._length + 1), -1, dtype=np.int64)
         whole = samples < self._full
         rows[whole] = self._windows(samples[whole])
         for row in np.flatnonzero(~whole):
-            start, stop = self._rest[samples[row] - self._full]
+            start, stop = self._shorter[samples[row] - self._full]
             rows[row, : stop - start] = self._tokens[start:stop]
         return rows
 
     def _windows(self, samples: np.ndarray) -> np.ndarray:
         epochs, starts = np.divmod(samples, self._full)
         for epoch in np.unique(epochs):
-            mine = epochs == epoch
-            starts[mine] = self._epoch(int(epoch))[starts[mine]]
+            rows = epochs == epoch
+            starts[rows] = self._epoch(int(epoch))[starts[rows]]
         return self._tokens[starts[:, None] + np.arange(self._length + 1)].astype(np.int64)
 
     def _left_out(self) -> list[tuple[int, int]]:
-        """(start, stop) of the windows before and after those of the first epoch."""
+        """Return (start, stop) of the windows before and after those of the first epoch."""
         begin, last = int(self._epoch(0).min()), len(self._tokens) - 1
         end = begin + self._full * self._length
         starts = [*([0] if begin else []), *range(end, last, self._length)]
@@ -106,16 +105,16 @@ def windows(
     replacement: bool = False,
     complete: bool = False,
 ) -> Windows:
-    """Windows of one split.
+    """Return the windows of one split.
 
     Args:
         data: prepared data.
-        split: of ``data``.
-        length: of the inputs, in tokens.
-        seed: of the order, in [0, 2^64).
-        replacement: draw every window for itself, from anywhere, as nanoGPT does.
-        complete: every pass is the first epoch, followed by shorter windows of what that
-            leaves out, so that each token but the first is the target of one window.
+        split: name of the split.
+        length: input length in tokens.
+        seed: seed of the order, in [0, 2^64).
+        replacement: draw each window independently and from any start, as nanoGPT does.
+        complete: repeat the first epoch, followed by shorter windows of the remaining tokens: each
+            token except the first is the target of one window.
 
     Raises:
         DataError: the split has no window of ``length + 1`` tokens.
@@ -133,21 +132,21 @@ def windows(
 
 
 class Buckets:
-    """Pairs of about the same length, packed so that a bucket has at most ``max_tokens`` tokens.
+    """Batches of sentence pairs with similar lengths, at most ``max_tokens`` tokens each.
 
     A bucket of r pairs counts as r · max(source length, target length), padding included, as in
     fairseq. Pairs are sorted by (longer side, target, source), each rounded up to a multiple of
-    four, and cut into buckets. Every epoch shuffles pairs of equal lengths and then the buckets: so
-    shapes and number of the buckets are the same in every epoch, and every pair comes once.
+    four, and cut into buckets. Each epoch shuffles pairs of equal lengths, then the buckets: every
+    pair comes once, and all epochs have the same bucket shapes.
     """
 
     def __init__(self, lengths: np.ndarray, max_tokens: int, seed: int) -> None:
         """Cut pairs into buckets.
 
         Args:
-            lengths: (pairs, 2) of the pairs that take part, at least one, in tokens.
-            max_tokens: most tokens of a bucket; a single longer pair is a bucket too.
-            seed: of the order, in [0, 2^64).
+            lengths: (pairs, 2) source and target lengths in tokens, at least one pair.
+            max_tokens: maximum tokens of a bucket; a single longer pair is its own bucket.
+            seed: seed of the order, in [0, 2^64).
         """
         padded = -(-lengths // MULTIPLE) * MULTIPLE
         longest = padded.max(axis=1)
@@ -155,7 +154,7 @@ class Buckets:
         self._keys = (padded[:, 0], padded[:, 1], longest)
         self._longest = int(longest.max())
         self.starts = _cut(np.sort(longest), max_tokens)
-        """(buckets + 1,) places in the sorted order where buckets begin, and its end."""
+        """(buckets + 1,) boundaries of the buckets in the sorted order."""
         self._epoch = lru_cache(2)(self._draw)
 
     @property
@@ -165,11 +164,11 @@ class Buckets:
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a bucket, whatever other bucket it is padded to."""
+        """Maximum tokens of a bucket, even if padded to the longest one."""
         return int(np.diff(self.starts).max()) * self._longest
 
     def pairs(self, sample: int) -> np.ndarray:
-        """Indices of the pairs of the bucket that is ``sample`` of the whole order, from 0."""
+        """Return the pair indices of bucket number ``sample`` in the whole order."""
         epoch, place = divmod(sample, self.count)
         order, permutation = self._epoch(epoch)
         bucket = permutation[place]
@@ -183,7 +182,7 @@ class Buckets:
 
 
 def pad(rows: Sequence[np.ndarray], value: int) -> np.ndarray:
-    """(rows, length) int64, the length rounded up to a multiple of four, filled with ``value``."""
+    """Stack rows into (rows, length) int64; pad with ``value`` to a multiple of four."""
     longest = max(map(len, rows))
     padded = np.full((len(rows), -(-longest // MULTIPLE) * MULTIPLE), value, dtype=np.int64)
     for row, tokens in zip(padded, rows, strict=True):
@@ -192,7 +191,7 @@ def pad(rows: Sequence[np.ndarray], value: int) -> np.ndarray:
 
 
 def _cut(longest: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Greedy cuts of ascending lengths: rows · last length ≤ ``max_tokens``."""
+    """Cut ascending lengths greedily so that rows · last length ≤ ``max_tokens``."""
     starts, begin, total = [0], 0, len(longest)
     while begin < total:
         # rows · length grows with every row, so those that fit come first
@@ -204,21 +203,21 @@ def _cut(longest: np.ndarray, max_tokens: int) -> np.ndarray:
 
 
 class Place(NamedTuple):
-    """Where a sample stands in the order of training: with the seed, the key of what is random."""
+    """Position of a sample in the training order; with the seed, the key of its random draws."""
 
     epoch: int
     position: int
-    """In the epoch."""
+    """Position in the epoch."""
     item: int
-    """Of the record or image."""
+    """Index of the record or image."""
 
 
 class Shuffle:
-    """Every epoch is ``count`` samples in an order of its own, a function of (seed, epoch).
+    """Epochs of ``count`` samples, each in an order determined by (seed, epoch).
 
-    With ``copies`` > 1 a sample is followed by itself, differently augmented, and an epoch visits
-    only ``count / copies`` of them (repeated augmentation of Hoffer et al., arXiv:1901.09335, in
-    the form of DeiT's sampler).
+    With ``copies`` > 1 consecutive samples are augmented copies of one item, and an epoch visits
+    only ``count / copies`` items (repeated augmentation, Hoffer et al., arXiv:1901.09335, as in
+    DeiT's sampler).
     """
 
     def __init__(self, count: int, seed: int, copies: int = 1) -> None:
@@ -226,7 +225,7 @@ class Shuffle:
         self._epoch = lru_cache(2)(lambda epoch: permutation(seed, epoch, count))
 
     def places(self, step: int, positions: Sequence[int], size: int) -> list[Place]:
-        """What is at ``positions`` of the global batch of ``step``, which has ``size`` samples."""
+        """Return the places of ``positions`` in the global batch of ``size`` samples."""
         found = []
         for position in positions:
             epoch, place = divmod(step * size + position, self._count)

@@ -1,9 +1,8 @@
-"""Text becomes token files: in parallel, once, and so that it may be killed at any moment.
+"""Parallel, crash-safe conversion of text to token files.
 
-Shards are tokenised into ``<directory>.partial``, each appearing by a rename; a later attempt
-keeps those that are there. Finished files are put together next to them, the manifest last, and
-one rename makes them the prepared directory. A lock lets one process at a time prepare a
-directory; the others wait and use the result.
+Shards are tokenized into ``<directory>.partial``, each appearing by a rename; a later attempt
+reuses finished shards. The merged files, manifest last, become the prepared directory by one
+rename. A lock admits one process per directory; others wait and use its result.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import numpy as np
 
 from sparsepretrain import registry
 from sparsepretrain.data.encoding import open_codec
-from sparsepretrain.data.formats import format_of, raw_targets
+from sparsepretrain.data.formats import FORMATS, raw_targets
 from sparsepretrain.data.shards import Job, run
 from sparsepretrain.data.source import SPLITS, TRAIN, VALIDATION, GeneratedSource, Shard, Source
 from sparsepretrain.data.tokens import (
@@ -43,23 +42,23 @@ from sparsepretrain.errors import ConfigError, DataError, SparsePretrainWarning
 from sparsepretrain.files import cache_directory, sync, write_atomic
 
 TRAINING_TEXT = 256 << 20
-"""Bytes of the train split that a tokenizer is trained on at most; more hardly changes it."""
+"""Maximum bytes of training text for a tokenizer; more hardly changes the result."""
 LONG_CHECK = 1 << 30
-"""Bytes whose checksums take about a second."""
+"""Bytes whose checksums take about a second; progress is reported above this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a preparation is."""
+    """Progress of one phase of a preparation."""
 
     phase: str
     done: int
     total: int | None
     unit: str
     seconds: float
-    """Since the phase began."""
+    """Seconds since the phase began."""
     tokens: int = 0
-    """Tokens made in this phase, without those kept from an earlier attempt."""
+    """Tokens made in this phase, reused shards excluded."""
 
 
 OnProgress = Callable[[Progress], None]
@@ -77,23 +76,23 @@ class _Phase:
 def prepare(
     options: Any, *, workers: int | None = None, on_progress: OnProgress | None = None
 ) -> TokenData:
-    """Prepare the data of ``options``, unless that has been done; repair it if it was damaged.
+    """Prepare the data of ``options`` if missing or damaged, and open it.
 
     Args:
         options: ``Options`` of a registered source.
-        workers: processes that tokenise; None: one per core, or only this one for bytes, which are
-            read faster than processes start. With more than one, a script that calls this needs
-            the usual ``if __name__ == "__main__"`` guard.
-        on_progress: called in this process whenever a shard is finished.
+        workers: tokenizing processes; None: one per core, or only this process for bytes, which
+            are read faster than processes start. With more than one, a calling script needs the
+            usual ``if __name__ == "__main__"`` guard.
+        on_progress: called in this process after each shard.
 
     Raises:
         ConfigError: ``workers`` is below 1, or the source generates its samples.
-        DataError: the text cannot be found, fetched, read or tokenised, or the cache written.
+        DataError: the text cannot be found, fetched, read or tokenized, or the cache written.
     """
     if workers is not None and workers < 1:
         raise ConfigError(f"workers must be ≥ 1, got {workers}")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # a worker process runs the script that started it again, which would wait for itself
+        # a spawned worker re-imports the calling script and would wait for its own parent
         raise DataError(
             f"preparing {options.name} starts processes that import your script: put what it does "
             "under `if __name__ == '__main__':`, or run `sparsepretrain prepare` first"
@@ -114,7 +113,7 @@ def prepare(
             try:
                 _build(source, directory, workers, report)
             except DataError:
-                if format_of(source).documents:  # hours of tokenising text go on after a repair
+                if source.kind in FORMATS:  # hours of tokenized text survive a repair
                     shutil.rmtree(f"{directory}.partial", ignore_errors=True)
                 raise
             return _open(directory, report, known=False)
@@ -127,10 +126,10 @@ def prepare(
 
 
 def load(options: Any, *, on_progress: OnProgress | None = None) -> TokenData:
-    """Open the prepared data of ``options``; offline sources are prepared when they are not whole.
+    """Open the prepared data of ``options``; prepare offline sources if missing or damaged.
 
     Raises:
-        DataError: it is damaged or not prepared, and preparing needs the network.
+        DataError: the data is missing or damaged, and preparing needs the network.
     """
     source, directory = _locate(options)
     if (directory / MANIFEST).is_file():
@@ -163,7 +162,7 @@ def _locate(options: Any) -> tuple[Source, Path]:
 
 
 def _open(directory: Path, report: OnProgress, *, known: bool) -> TokenData:
-    """Prepared data whose files are what was written; raises :class:`Damaged`."""
+    """Open prepared data after comparing checksums, or raise :class:`Damaged`."""
     data, begin = open_tokens(directory), time.monotonic()
 
     def checking(done: int, total: int) -> None:
@@ -175,7 +174,7 @@ def _open(directory: Path, report: OnProgress, *, known: bool) -> TokenData:
 
 
 def _exclusive(directory: Path, report: OnProgress) -> Any:
-    """A held lock, as a context manager; the system frees it when its process dies."""
+    """Acquire a file lock, which the system releases if the process dies."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(f"{directory}.lock")
@@ -213,7 +212,7 @@ def _build(source: Source, directory: Path, workers: int | None, report: OnProgr
 
 @dataclass(frozen=True)
 class _TrainingText:
-    """The text that a tokenizer is trained on; may be read more than once."""
+    """Training text of a tokenizer; can be iterated more than once."""
 
     source: Source
     shards: list[Shard]
@@ -236,7 +235,7 @@ class _TrainingText:
 def _tokenize(job: Job, shards: list[Shard], workers: int | None, report: OnProgress) -> None:
     pending = [shard for shard in shards if not job.file(shard).exists()]
     if workers is None:
-        # the cores that the scheduler allows, where it says so
+        # the cores available to this process, where the system tells
         allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
         workers = 1 if job.tokenizer is None else len(allowed)
     total = sum(shard.size for shard in shards)
@@ -249,7 +248,7 @@ def _tokenize(job: Job, shards: list[Shard], workers: int | None, report: OnProg
 
 
 def _merge(job: Job, shards: list[Shard], report: OnProgress) -> Path:
-    """Put the shards together in ``final``, each split in order; return that directory."""
+    """Concatenate the shards of each split in the directory ``final`` and return its path."""
     final = job.directory / "final"
     shutil.rmtree(final, ignore_errors=True)
     final.mkdir()

@@ -1,4 +1,4 @@
-"""Shards of text become shards of tokens, in this process or in several."""
+"""Tokenization of shards, in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sparsepretrain.files import write_atomic
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every worker needs to know."""
+    """Settings shared by all workers."""
 
     source: Source
     tokenizer: Path | None
@@ -30,15 +30,15 @@ class Job:
     dtype: str
     """NumPy dtype of the token files."""
     directory: Path
-    """Where the shards go."""
+    """Output directory."""
 
     def file(self, shard: Shard) -> Path:
-        """The token file of ``shard``; it exists only when it is complete."""
+        """Return the token file of ``shard``; an existing file is complete."""
         return self.directory / f"{shard.split}-{shard.index:06d}.bin"
 
 
 def run(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[Shard, int]]:
-    """Tokenise ``shards`` and yield each with its number of tokens as it is finished.
+    """Tokenize ``shards`` and yield each with its number of tokens when finished.
 
     Raises:
         DataError: a document cannot be read, or a worker process died.
@@ -48,7 +48,7 @@ def run(job: Job, shards: list[Shard], workers: int) -> Iterator[tuple[Shard, in
         for shard in shards:
             yield shard, _tokenize(job, codec, shard)
         return
-    # not fork: tokenizers and pyarrow keep threads, and a forked lock stays locked
+    # not fork: tokenizers and pyarrow have threads, and a forked lock stays locked
     executor = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (job,))
     try:
         futures = {executor.submit(_in_worker, shard): shard for shard in shards}
@@ -71,7 +71,7 @@ def _tokenize(job: Job, codec: Codec, shard: Shard) -> int:
     for ids, (_, last) in zip(encoded, documents, strict=True):
         parts += [ids.astype(job.dtype, copy=False), end if last else end[:0]]
     tokens = np.concatenate(parts)
-    # a worker whose parent was killed may still write the shard that another process has taken up
+    # an orphaned worker may still write a shard that another process works on: own temporary file
     write_atomic(job.file(shard), tokens.data, tag=f".{os.getpid()}")
     return len(tokens)
 
@@ -81,14 +81,14 @@ _worker: tuple[Job, Codec]
 
 def _start_worker(job: Job) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_die_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or each would start a thread per core
     _worker = job, open_codec(job.tokenizer)
 
 
 def _die_with_parent() -> None:
-    # a killed parent closes no queue, and its workers would wait for ever
+    # a killed parent closes no queue: its workers would wait forever
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""What a source of data is: options, a cheap description of its state, shards of documents."""
+"""Base classes of data sources: options, a cheap description of their state, document shards."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SPLITS = (TRAIN, VALIDATION, TEST)
 
 Document = tuple[bytes | str, bool]
-"""Text, and whether the document ends with it (large documents come in several pieces)."""
+"""Text, and True if the document ends with it (large documents come in several pieces)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SourceOptions:
-    """Keys that every source has. ``seed`` is checked here where a source has one."""
+    """Keys of every source. A key ``seed`` is checked here too."""
 
     name: str
     """Name of the prepared data: the first part of its directory in the cache."""
     source: str
 
     about: ClassVar[frozenset[str]] = frozenset({"name"})
-    """Keys that do not change the prepared data, so that they are no part of its identity."""
+    """Keys that do not change the prepared data and are excluded from its identity."""
 
     def problems(self) -> Problems:
-        """Rules beyond types, as (key, message)."""
+        """Yield violations of rules beyond types, as (key, message)."""
         if not is_plain_name(self.name):
             yield "name", f"must be a plain directory name, got {self.name!r}"
         if not 0 <= (seed := getattr(self, "seed", 0)) < 2**32:
@@ -41,13 +41,13 @@ class SourceOptions:
 
 @dataclass(slots=True, kw_only=True)
 class TokenOptions(SourceOptions):
-    """Keys of every source whose documents become tokens of a vocabulary."""
+    """Keys of every source with tokenized documents."""
 
     tokenizer: str
     vocab_size: int | None
 
     hub_tokenizers: ClassVar[bool] = False
-    """Whether a tokenizer may also be named as on the Hugging Face hub."""
+    """True if a tokenizer may be a repository of the Hugging Face hub."""
 
     def __post_init__(self) -> None:
         if self.vocab_size is None:
@@ -55,11 +55,10 @@ class TokenOptions(SourceOptions):
 
     @property
     def has_mask(self) -> bool | None:
-        """Whether the tokenizer has a mask token; None: only its file knows."""
+        """True if the tokenizer has a mask token; None: unknown before its file is read."""
         return tokenizer(self.tokenizer).has_mask
 
     def problems(self) -> Problems:
-        """Rules beyond types, as (key, message)."""
         yield from SourceOptions.problems(self)
         yield from tokenizer(self.tokenizer).problems(self.vocab_size, hub=self.hub_tokenizers)
 
@@ -72,8 +71,7 @@ class TextOptions(TokenOptions):
     seed: int
 
     def problems(self) -> Problems:
-        """Rules beyond types, as (key, message)."""
-        fraction = self.validation  # sources may also take the name of what is held out
+        fraction = self.validation  # in subclasses also the name of a split, or files
         if isinstance(fraction, float) and not 0 <= fraction < 1:
             yield "validation", f"must lie in [0, 1), got {self.validation}"
         yield from TokenOptions.problems(self)
@@ -81,31 +79,31 @@ class TextOptions(TokenOptions):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of one split that one worker turns into tokens at a time."""
+    """Part of one split that a worker tokenizes at a time."""
 
     split: str
     index: int
-    """Place in the split."""
+    """Position in the split."""
     size: int
     """Amount of text in the source's unit, for progress."""
     items: tuple[Any, ...]
-    """What the source needs to read the documents again, in any process."""
+    """Arguments from which the source reads the documents in any process."""
 
 
 def ranges(split: str, total: int, size: int) -> list[Shard]:
-    """Shards of ``size`` rows, the last one of what is left; their items are (begin, end)."""
+    """Divide ``total`` rows into shards of ``size`` whose items are (begin, end)."""
     bounds = ((begin, min(begin + size, total)) for begin in range(0, total, size))
     return [Shard(split, i, end - begin, (begin, end)) for i, (begin, end) in enumerate(bounds)]
 
 
 class GeneratedSource(ABC):
-    """Base of the sources whose samples are computed when asked for: nothing is ever prepared."""
+    """Base of sources that compute samples on demand; nothing is prepared."""
 
     Options: ClassVar[type[SourceOptions]]
     kind: ClassVar[str]
-    """What a task finds in the samples."""
+    """Kind of the samples, matched with ``Task.kind``."""
     unit: ClassVar[str]
-    """What a sample is, in the plural."""
+    """Name of a sample in the plural."""
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -113,29 +111,29 @@ class GeneratedSource(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """16 hexadecimal digits: equal ones, equal samples."""
+        """16 hexadecimal digits that identify the samples."""
 
     @abstractmethod
     def count(self, split: str) -> int | None:
-        """Samples of a split; None: without end."""
+        """Return the number of samples in a split; None: unlimited."""
 
     @abstractmethod
     def samples(self, split: str, seed: int, numbers: Any) -> tuple[Any, ...]:
-        """Arrays of the samples ``numbers`` (int64, from 0), a function of these and ``seed``."""
+        """Return arrays of the samples ``numbers`` (int64, from 0) under ``seed``."""
 
 
 class Source(ABC):
-    """Base of the sources. Instances are sent to worker processes, so they must pickle."""
+    """Base of prepared sources. Instances must pickle: they are sent to worker processes."""
 
     Options: ClassVar[type[SourceOptions]]
     kind: ClassVar[str] = "text"
-    """What a task finds in the documents, see :data:`sparsepretrain.data.formats.FORMATS`."""
+    """Kind of the documents, see :data:`sparsepretrain.data.formats.FORMATS`."""
     offline: ClassVar[bool]
-    """Whether preparing needs no network, so that training may do it on its own."""
+    """True if preparing needs no network: training then prepares on its own."""
     unit: ClassVar[str]
     """Unit of ``Shard.size``."""
     shape: ClassVar[tuple[int, int, int] | None] = None
-    """Of small images, (height, width, channels): documents are a label (2 bytes, little-endian)
+    """(height, width, channels) of small images: documents are a label (2 bytes, little-endian)
     and the pixels, without a terminator."""
 
     def __init__(self, options: Any) -> None:
@@ -143,17 +141,17 @@ class Source(ABC):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What documents become; bytes for records (one JSON object each) and images."""
+        """Tokenizer of the documents; bytes for records (one JSON object each) and images."""
         return tokenizer(getattr(self.options, "tokenizer", BYTES))
 
     @property
     def vocab_size(self) -> int:
-        """Every token is below this."""
+        """Exclusive upper bound of the tokens."""
         return int(getattr(self.options, "vocab_size", 256))
 
     @abstractmethod
     def state(self) -> list[Any]:
-        """What is there to be read, as JSON values; cheap, since every start asks for it.
+        """Describe the input in JSON values; called at every start, so it must be cheap.
 
         Raises:
             DataError: a local file or directory of the options is missing.
@@ -161,7 +159,7 @@ class Source(ABC):
 
     @abstractmethod
     def shards(self) -> list[Shard]:
-        """All shards in order; the same list for the same options and state.
+        """Return all shards in an order that options and state determine.
 
         Raises:
             DataError: the text cannot be found, fetched or split.
@@ -169,20 +167,16 @@ class Source(ABC):
 
     @abstractmethod
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """The text of one shard.
-
-        Raises:
-            DataError: it cannot be read.
-        """
+        """Yield the text of one shard; raise DataError if unreadable."""
 
     @staticmethod
     def numbered(shards: Iterable[Shard]) -> list[Shard]:
-        """The shards with their places in their splits."""
+        """Set each shard's position in its split."""
         counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         return [replace(shard, index=next(counts[shard.split])) for shard in shards]
 
     def missing(self) -> str:
-        """The message when nothing is prepared and training may not prepare on its own."""
+        """Return the message for data that training may not prepare on its own."""
         words = f"sparsepretrain prepare data={self.options.name}"
         if self.tokenizer.origin == "file":
             words += f" data.tokenizer={self.tokenizer.name} data.vocab_size={self.vocab_size}"

@@ -1,4 +1,4 @@
-"""The tokenizers that data may name: how many tokens they have, and where they come from."""
+"""Tokenizers that ``data.tokenizer`` may name: their size and origin."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sparsepretrain.data.hub import hub_access, reason
-from sparsepretrain.errors import DataError
+from sparsepretrain.data.hub import hub_access
+from sparsepretrain.errors import DataError, reason
 from sparsepretrain.files import cache_directory, write_atomic
 from sparsepretrain.registry import suggestion
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """What ``data.tokenizer`` names: a known tokenizer, a tokenizer.json file, a hub repository."""
+    """Known tokenizer, tokenizer.json file, or hub repository."""
 
     name: str
     vocab_size: int | None = None
-    """Tokens it has, or is trained to when the configuration says null; None: its file knows."""
+    """Number of tokens; for trained tokenizers the default size. None: see its file."""
     has_mask: bool | None = None
-    """Whether it has a mask token; None: its file knows."""
+    """True if there is a mask token; None: see its file."""
     training: str = ""
-    """Algorithm that makes it of the train split when the data is prepared; empty: it exists."""
+    """Algorithm that trains it on the train split during preparation; empty: not trained."""
     smallest: tuple[int, str] | None = None
-    """Of a size that can be chosen: the fewest tokens, and what these are."""
+    """Minimum size of a trained tokenizer, and the tokens that it comprises."""
 
     @property
     def origin(self) -> Literal["bytes", "file", "trained", "hub"]:
-        """None (byte 0 ends a document), a tokenizer.json, the train split, or the hub."""
+        """Origin of the vocabulary; with ``bytes``, byte 0 ends a document."""
         if self.name == BYTES:
             return "bytes"
         if self.name.endswith(".json"):
@@ -38,11 +38,11 @@ class Tokenizer:
         return "trained" if self.training else "hub"
 
     def problems(self, vocab_size: int | None, *, hub: bool) -> Iterator[tuple[str, str]]:
-        """What is wrong with it in a configuration, as (key, message).
+        """Yield (key, message) of each conflict with a configuration.
 
         Args:
-            vocab_size: as configured.
-            hub: whether the source takes tokenizers of the hub.
+            vocab_size: configured size.
+            hub: True if the source takes tokenizers of the hub.
         """
         if self.origin == "hub" and not hub:
             known = [name for name, each in TOKENIZERS.items() if each.origin != "hub"]
@@ -61,10 +61,10 @@ class Tokenizer:
             yield "vocab_size", f"must be > 0, got {vocab_size}"
 
     def read(self) -> str:
-        """The tokenizer.json of a file or of a hub repository.
+        """Return the tokenizer.json of a file or a hub repository.
 
         Raises:
-            DataError: the file cannot be read, or the hub does not give it.
+            DataError: the file cannot be read or fetched.
         """
         try:
             if self.origin == "file":
@@ -86,7 +86,7 @@ class Tokenizer:
             raise DataError(f"data.tokenizer: cannot use {self.name!r}: {reason(error)}") from error
 
     def train(self, texts: Iterable[bytes | str], vocab_size: int) -> str:
-        """The tokenizer.json that its algorithm makes of ``texts``, which are read twice."""
+        """Train on ``texts``, which are iterated twice, and return the tokenizer.json."""
         from sparsepretrain.data.encoding import train_bpe, train_wordpiece
 
         if self.training == "bpe":
@@ -94,10 +94,10 @@ class Tokenizer:
         return train_wordpiece(texts, vocab_size, lowercase=self.training == "uncased wordpiece")
 
     def file(self) -> Path | None:
-        """Its tokenizer.json, that of the hub as a file that stays; None: bytes.
+        """Return the path of the tokenizer.json, cached if from the hub; None: bytes.
 
         Raises:
-            DataError: see :meth:`read`; or it is trained, so that only prepared data has it.
+            DataError: see :meth:`read`; or a trained tokenizer, which only prepared data has.
         """
         if self.origin == "bytes":
             return None
@@ -131,9 +131,9 @@ TOKENIZERS = {
         Tokenizer("google-bert/bert-base-uncased", 30522, True),
     )
 }
-"""Those that are known without a file."""
+"""Tokenizers known without a file."""
 
 
 def tokenizer(name: str) -> Tokenizer:
-    """What ``name`` says in a configuration."""
+    """Return the tokenizer that a configuration calls ``name``."""
     return TOKENIZERS.get(name) or Tokenizer(name)

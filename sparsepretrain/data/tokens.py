@@ -1,10 +1,10 @@
-"""Prepared token files: where they are, and opening them as memory maps.
+"""Prepared token files, opened as memory maps.
 
 A prepared directory holds ``train.bin`` and ``validation.bin`` (raw little-endian integers),
-``tokenizer.json`` unless tokens are bytes, and ``manifest.json``; with pairs also the raw targets
-of the held-out splits. It appears by one rename, so a directory with a manifest is complete. Sizes
-are checked whenever it is opened; checksums too, unless the files are as they were when these were
-last right (size, time, inode), which ``verified.json`` remembers.
+``tokenizer.json`` unless tokens are bytes, ``manifest.json``, and the raw targets of held-out
+pairs. It appears by one rename, so a directory with a manifest is complete. Opening checks sizes,
+and checksums unless size, time and inode equal those in ``verified.json``, noted after the last
+successful check.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from sparsepretrain.errors import DataError
 from sparsepretrain.files import read_json, write_atomic
 
 FORMAT = 1
-"""Version of the layout; part of every directory's name, so that others are never opened."""
+"""Version of the layout, hashed into directory names: other versions are never opened."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 VERIFIED = "verified.json"
-"""File -> [bytes, time of the last change in ns, inode] when its checksum was last right."""
+"""File -> [bytes, modification time in ns, inode] at the last successful check."""
 CHUNK = 1 << 24
 """Bytes read at a time."""
 
 
 class Damaged(DataError):
-    """Prepared data that is no longer what was written; preparing it again mends that."""
+    """Prepared data was changed or lost; preparing again repairs it."""
 
     def __init__(self, directory: Path, problem: str, name: str) -> None:
         self.problem = problem
@@ -47,30 +47,30 @@ class Damaged(DataError):
 
 @dataclass(frozen=True, slots=True)
 class TokenData:
-    """Prepared data, opened. ``decode`` turns tokens into text again."""
+    """Opened prepared data."""
 
     name: str
     directory: Path
     fingerprint: str
-    """16 hexadecimal digits of the contents: equal tokens and tokenizer, equal fingerprint."""
+    """16 hexadecimal digits: hash of tokens and tokenizer."""
     vocab_size: int
-    """Every token is below this (``data.vocab_size``; a small text may use fewer)."""
+    """Exclusive upper bound of the tokens: ``data.vocab_size``."""
     tokens: dict[str, np.ndarray]
-    """Split -> read-only memory map of its tokens (uint8, uint16 or uint32)."""
+    """Split -> read-only memory map (uint8, uint16 or uint32)."""
     tokenizer_file: Path | None
     """tokenizer.json of the ``tokenizers`` library; None: tokens are bytes."""
     end_of_text: int | None
     """Token after each document."""
     references: dict[str, Path] = field(default_factory=dict)
-    """Held-out split of pairs -> its raw targets, each ended by byte 0; empty in older data."""
+    """Held-out split of pairs -> its raw targets, each followed by byte 0."""
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of the tokens ``ids``."""
+        """Return the text of the tokens ``ids``."""
         return open_codec(self.tokenizer_file).decode([int(i) for i in ids])
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Smallest unsigned little-endian dtype that holds every token."""
+    """Return the smallest unsigned little-endian dtype that holds every token."""
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
@@ -99,7 +99,7 @@ def open_tokens(directory: Path) -> TokenData:
         tokens,
         tokenizer,
         manifest["end_of_text"],
-        {file.partition(".")[0]: directory / file for file in manifest.get("references", {})},
+        {file.partition(".")[0]: directory / file for file in manifest["references"]},
     )
 
 
@@ -109,14 +109,14 @@ def verify(
     """Compare the files of a prepared directory with their checksums.
 
     Args:
-        known: do not read files again that are as they were when this was last done.
+        known: skip files that have not changed since the last successful check.
         on_bytes: called with bytes read and bytes to read.
 
     Raises:
-        Damaged: a file is not what was written.
+        Damaged: a file has other contents.
     """
     manifest = _read_manifest(directory)
-    sums: dict[str, str] = manifest["sha256"] | manifest.get("references", {})
+    sums: dict[str, str] = manifest["sha256"] | manifest["references"]
     remembered = None
     with contextlib.suppress(OSError, ValueError):
         remembered = read_json(directory / VERIFIED, dict)
@@ -139,24 +139,24 @@ def verify(
     except OSError as error:
         problem = f"{error.filename} cannot be read ({error.strerror})"
         raise Damaged(directory, problem, manifest["name"]) from error
-    with contextlib.suppress(OSError):  # a cache of somebody else's is read every time
+    with contextlib.suppress(OSError):  # a read-only cache is checked every time
         write_atomic(directory / VERIFIED, json.dumps(stamps), tag=f".{os.getpid()}")
 
 
 def fingerprint(dtype: str, sums: dict[str, str]) -> str:
-    """16 hexadecimal digits of the tokens and the tokenizer: file name -> its sha256."""
+    """Return 16 hexadecimal digits that identify dtype and files (name -> SHA-256)."""
     return hashlib.sha256(json.dumps([dtype, sorted(sums.items())]).encode()).hexdigest()[:16]
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest, whose fingerprint stands for the dtype and the checksums in it."""
     file = directory / MANIFEST
     try:
         manifest = read_json(file, dict)
         whole = (
             manifest["format"] == FORMAT
             and manifest["fingerprint"] == fingerprint(manifest["dtype"], manifest["sha256"])
-            and {"name", "vocab_size", "end_of_text", "tokenizer_bytes"} <= set(manifest)
+            and {"name", "vocab_size", "end_of_text", "tokenizer_bytes", "references"}
+            <= set(manifest)
             and all(isinstance(count, int) for count in manifest["tokens"].values())
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -1,4 +1,4 @@
-"""A trained run as files that other libraries load, and in the hands of their tools."""
+"""Export of trained runs to other libraries."""
 
 from sparsepretrain.export.run import export_run
 from sparsepretrain.export.semi_structured import load_semi_structured

@@ -1,4 +1,4 @@
-"""The model card: what the weights are, how they were trained, and how to load them."""
+"""Model card: weights, training, and loading."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ AUTO = {
     "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
     "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
 }
-"""End of the name of a class of transformers -> the class that loads it, and the Hub's task."""
+"""Suffix of a transformers class -> class that loads it, and the Hub's task."""
 
 
 def write(converted: Converted, about: dict[str, Any], directory: Path, *, semi: bool) -> None:
-    """Write ``README.md`` and, where the run has one, the figure of its flip rates."""
+    """Write ``README.md`` and, if available, the figure of flip rates."""
     source, task, method = converted.source, converted.task, converted.method
     config: dict[str, Any] = source.config or {}
     name = type(converted.model).__name__
@@ -68,7 +68,6 @@ def write(converted: Converted, about: dict[str, Any], directory: Path, *, semi:
 
 
 def _weights(converted: Converted, about: dict[str, Any]) -> list[str]:
-    """What the weights are, and what was checked."""
     count = len(converted.layers)
     if about["pattern"]:
         text = (
@@ -82,16 +81,16 @@ def _weights(converted: Converted, about: dict[str, Any]) -> list[str]:
     difference = about["largest_logit_difference"]
     equal = "equal to the bit" if not difference else f"equal to within {difference:.1e}"
     checked = (
-        f"They are those that evaluation uses, scales folded in, in fp32. Loaded again, they are "
-        f"the same to the bit, and logits of a random batch are {equal} (tolerance: {TOLERANCE:g} "
-        "of the largest logit)."
+        f"They are the weights of evaluation, scales folded in, in fp32. After reloading they are "
+        f"bit-identical, and logits of a random batch are {equal} (tolerance: {TOLERANCE:g} of the "
+        "largest logit)."
     )
     lines = [text, "", checked]
     if converted.adapters:
         lines += [
             "",
-            f"The weights alone are not the model that was evaluated: the adapters in `{ADAPTERS}/`"
-            " (format of peft, a LoRA whose factor is 1) belong to it.",
+            f"The evaluated model includes the adapters in `{ADAPTERS}/` (peft format, a LoRA with "
+            "factor 1).",
         ]
     return lines
 
@@ -115,12 +114,11 @@ def _use(converted: Converted, auto: str) -> list[str]:
 
 
 def _training(converted: Converted, about: dict[str, Any]) -> dict[str, str]:
-    """What the record and the environment know."""
     source, run = converted.source, converted.source.run
     config: dict[str, Any] = source.config or {}
     environment, lines = {}, []
     if run is not None:
-        with contextlib.suppress(ConfigError, DataError):  # moved without its record
+        with contextlib.suppress(ConfigError, DataError):  # a checkpoint moved without its record
             environment, lines = run.environment(), run.record()
     step = source.step or 0
     seen = [line for line in lines if line["step"] <= step]

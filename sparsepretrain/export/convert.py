@@ -1,4 +1,4 @@
-"""The model of a checkpoint in a class of transformers or timm, and the files of such a model."""
+"""Conversion of a checkpoint to a class of transformers or timm, and its files."""
 
 from __future__ import annotations
 
@@ -12,84 +12,69 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sparsepretrain.errors import CheckpointError, ConfigError
+from sparsepretrain.errors import CheckpointError
 from sparsepretrain.export.tokenizer import make_tokenizer, save_tokenizer
 from sparsepretrain.models.pretrained import quiet
-from sparsepretrain.runs import weights
 from sparsepretrain.runs.weights import Source
 from sparsepretrain.sparsity import Method, densify
 from sparsepretrain.sparsity.coverage import Proof, nm_holds
 from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.sparsity.surgery import residual_weight
 from sparsepretrain.tasks import Task
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive
 from sparsepretrain.training.assembly import evaluated_model
 
 WEIGHTS = "model.safetensors"
 ADAPTERS = "adapters"
-"""Directory of low-rank adapters, in the format of the library peft."""
+"""Directory of low-rank adapters in peft's format."""
 TOLERANCE = 1e-4
-"""Largest difference of two logits, relative to the largest logit: transformers multiplies a
-transposed weight in another order."""
+"""Maximum difference relative to the largest logit: transformers' transposed weights change the
+order of summation."""
 
 
 @dataclass(slots=True)
 class Converted:
-    """A model for other libraries, with what it was made from."""
+    """Model for other libraries, with its origin."""
 
     source: Source
     task: Task
     method: Method
     proof: Proof
-    """Of the weights that evaluation uses, adapters left out."""
+    """Sparsity check of the evaluated weights without adapters."""
     model: nn.Module
     """Dense layers with exact zeros, on the CPU, in eval mode."""
     layers: list[str]
-    """Names of the layers that the method made sparse."""
+    """Names of the sparse layers."""
     inputs: dict[str, Tensor]
-    """A small batch."""
+    """Small batch."""
     logits: Tensor
-    """What evaluation computes of it, in fp32."""
+    """fp32 logits of evaluation on ``inputs``."""
     merged: bool = False
-    """Adapters were added to the weights, which have no exact zeros any more."""
+    """True if adapters were added to the weights, which are dense then."""
     adapters: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Layer -> L (out_features, rank) and R (rank, in_features), where they are kept apart."""
+    """Layer -> L (out_features, rank) and R (rank, in_features) if not merged."""
 
     @property
     def pattern(self) -> tuple[int, int] | None:
-        """(N, M) of the weights in the sparse layers; None: they are dense."""
+        """(N, M) of the sparse layers' weights; None: dense."""
         return self.method.pattern if self.proof.holds and not self.merged else None
 
     @property
     def is_timm(self) -> bool:
-        """Whether the model is timm's and not one of transformers."""
+        """True for models of timm, False for transformers."""
         return not hasattr(self.model, "save_pretrained")
 
 
-def find(path: str | Path, console: Console) -> Source:
-    """The checkpoint of a run that ``path`` names.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-        ConfigError: it is a Hugging Face checkpoint.
-    """
-    source = weights.find(path, console.warn)
-    if source.config is None:
-        raise ConfigError(f"{path} is a Hugging Face checkpoint already: give a run")
-    return source
-
-
 def convert(source: Source, *, merge: bool = False) -> Converted:
-    """Rebuild the model of a run's checkpoint and give it a class of another library.
+    """Rebuild the model of a run's checkpoint in a class of another library.
 
     Args:
-        source: of :func:`find`.
-        merge: add low-rank adapters to the weights instead of keeping them apart.
+        source: checkpoint of a run.
+        merge: add low-rank adapters to the weights instead of keeping them separate.
 
     Raises:
-        CheckpointError: it cannot be rebuilt, or its weights are not N:M although they should be.
-        ConfigError: no class of another library has its architecture.
+        CheckpointError: the model cannot be rebuilt, or its weights violate the N:M pattern.
+        ConfigError: no other library has its architecture.
     """
     task, model, sparsifier = evaluated_model(source)
     method, proof = sparsifier.method, prove(sparsifier)
@@ -99,7 +84,7 @@ def convert(source: Source, *, merge: bool = False) -> Converted:
     factors = {name: method.low_rank(state) for name, state in states.items()}
     adapters = {k: (f[0].detach(), f[1].detach()) for k, f in factors.items() if f is not None}
     added = {k for k, layer in sparsifier.layers.items() if residual_weight(layer) is not None}
-    merge = merge or adapters.keys() != added  # what is no low-rank product cannot be kept apart
+    merge = merge or adapters.keys() != added  # only low-rank summands can stay separate
     dense = densify(copy.deepcopy(model), fold=merge)
     stock = task.recipe.stock(dense, task.model_options, getattr(task, "head", None))
     inputs = _small_batch(task)
@@ -112,7 +97,7 @@ def convert(source: Source, *, merge: bool = False) -> Converted:
 
 @torch.no_grad()
 def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """fp32 logits of a batch, (…, classes); of a head for spans (…, 2)."""
+    """Return fp32 logits of a batch, (…, classes), or (…, 2) for spans."""
     if hasattr(model, "_recipe"):  # a head of this package
         tokens = inputs["input_ids"]
         return model(tokens, torch.ones_like(tokens, dtype=torch.bool)).float()
@@ -123,7 +108,7 @@ def run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def _small_batch(task: Task) -> dict[str, Tensor]:
-    """Two random samples, by the names that the models of other libraries have for them."""
+    """Return two random samples under other libraries' input names."""
     options, generator = task.model_options, torch.Generator().manual_seed(0)
     if task.kind == "images":
         shape = (2, 3, options.image_size, options.image_size)
@@ -135,13 +120,13 @@ def _small_batch(task: Task) -> dict[str, Tensor]:
 
 
 def write(converted: Converted, directory: Path) -> float:
-    """Write weights, configuration, adapters and tokenizer, load them again and compare.
+    """Write weights, configuration, adapters and tokenizer, reload and compare them.
 
     Returns:
-        the largest difference of a logit to evaluation's.
+        Largest difference of a logit from evaluation's.
 
     Raises:
-        CheckpointError: what was loaded is not what evaluation uses.
+        CheckpointError: the reloaded model differs.
     """
     task, model = converted.task, converted.model
     if converted.is_timm:
@@ -164,15 +149,15 @@ def write(converted: Converted, directory: Path) -> float:
         _write_adapters(converted, directory / ADAPTERS)
     loaded = load(converted, directory)
     for name in converted.layers:
-        mine, theirs = (m.get_submodule(name) for m in (model, loaded))
-        axis = 0 if type(theirs).__name__ == "Conv1D" else 1
-        pattern, weight = converted.pattern, theirs.weight
+        written, read = (m.get_submodule(name) for m in (model, loaded))
+        axis = 0 if type(read).__name__ == "Conv1D" else 1
+        pattern, weight = converted.pattern, read.weight
         proven = pattern is None or bool(nm_holds(weight, *pattern, axis))  # type: ignore[arg-type]
-        if not proven or not torch.equal(mine.weight, weight):  # type: ignore[arg-type]
+        if not proven or not torch.equal(written.weight, weight):  # type: ignore[arg-type]
             raise CheckpointError(f"the weight of {name} changed when it was written and loaded")
     for name, (left, right) in converted.adapters.items():
         loaded.get_submodule(name).register_forward_hook(
-            lambda _, given, y, a=left, b=right: y + given[0] @ b.t() @ a.t()
+            lambda _, inputs, y, a=left, b=right: y + inputs[0] @ b.t() @ a.t()
         )
     logits = run(loaded, converted.inputs)
     difference = float((logits - converted.logits).abs().max())
@@ -182,7 +167,7 @@ def write(converted: Converted, directory: Path) -> float:
 
 
 def load(converted: Converted, directory: Path) -> nn.Module:
-    """The written model, as its library loads it."""
+    """Load the written model with its library."""
     model, options = converted.model, converted.task.model_options
     if converted.is_timm:
         import timm
@@ -198,7 +183,7 @@ def load(converted: Converted, directory: Path) -> nn.Module:
 
 
 def _write_adapters(converted: Converted, directory: Path) -> None:
-    """L and R as a LoRA of the library peft, which adds them to what the layer computes."""
+    """Write L and R as a LoRA of peft, which adds L·R to the weight."""
     directory.mkdir()
     tensors: dict[str, Tensor] = {}
     for name, (left, right) in converted.adapters.items():
@@ -210,7 +195,7 @@ def _write_adapters(converted: Converted, directory: Path) -> None:
     settings = {
         "peft_type": "LORA",
         "r": rank,
-        "lora_alpha": rank,  # their quotient is the factor of the product
+        "lora_alpha": rank,  # lora_alpha / r is the factor of the product
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": list(converted.adapters),

@@ -1,4 +1,4 @@
-"""A run's checkpoint as a directory for other libraries: convert, check, write, describe."""
+"""Export of a run's checkpoint to a directory for other libraries."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Literal
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import ConfigError, cannot_write
 from sparsepretrain.export import card, convert, semi_structured
+from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.weights import Source
 from sparsepretrain.tracking.console import Console
@@ -26,29 +27,32 @@ def export_run(
     out: Path | None = None,
     console: Console | None = None,
 ) -> Path:
-    """Write what a run evaluates with as files that transformers or timm load.
+    """Write a run's evaluated model as files for transformers or timm.
 
-    Weights (fp32 safetensors, exact zeros, scales folded in), configuration, tokenizer, model card
-    with the flip rates, ``sparsity.json`` and the frozen configuration. The files are loaded again
-    before they get their name: every sparse layer is N:M with +0.0, and logits are evaluation's.
+    Writes weights (fp32 safetensors, exact zeros, scales folded in), configuration, tokenizer,
+    model card with flip rates, ``sparsity.json`` and the frozen configuration. The files are
+    reloaded and checked before they are moved to their path: sparse layers are N:M with +0.0, and
+    logits equal evaluation's.
 
     Args:
         path: a run directory or one of its checkpoints.
-        form: ``hf``; or ``semi_structured``, the same files, refused unless
+        form: ``hf``; or ``semi_structured``, the same files if
             :func:`~sparsepretrain.export.load_semi_structured` can load them on a GPU.
-        merge: add low-rank adapters to the weights, which are no longer N:M then.
-        out: directory to write; None: ``export/<form>`` of the run, ``export/merged`` with
-            ``merge``. An earlier export is replaced.
-        console: prints what was written; one on the standard output by default.
+        merge: add low-rank adapters to the weights, which are dense then.
+        out: output directory; None: ``export/<form>`` of the run, or ``export/merged``. An earlier
+            export is replaced.
+        console: prints a summary; by default to stdout.
 
     Returns:
-        the directory.
+        Output directory.
 
     Raises:
-        CheckpointError, ConfigError, DataError: with one line for the user.
+        CheckpointError, ConfigError, DataError: with a one-line message.
     """
     console = console or Console()
-    source = convert.find(path, console)
+    source = weights.find(path, console.warn)
+    if source.config is None:
+        raise ConfigError(f"{path} is a Hugging Face checkpoint already: give a run")
     directory = _place(source, "merged" if merge else form, out)
     converted = convert.convert(source, merge=merge)
     if form == "semi_structured":
@@ -62,7 +66,7 @@ def export_run(
         (stage / semi_structured.ABOUT).write_text(json.dumps(about, indent=1) + "\n")
         (stage / RunDirectory.config_file.name).write_text(freeze.to_yaml(source.config or {}))
         card.write(converted, about, stage, semi=form == "semi_structured")
-        for file in stage.rglob("*.safetensors"):  # which its library makes private
+        for file in stage.rglob("*.safetensors"):  # safetensors creates private files
             shutil.copymode(stage / semi_structured.ABOUT, file)
         if directory.exists():
             shutil.rmtree(directory)
@@ -79,7 +83,7 @@ def export_run(
 
 
 def _place(source: Source, name: str, out: Path | None) -> Path:
-    """Where to write; what is there may only be an earlier export."""
+    """Return the output directory, which must be missing, empty, or an earlier export."""
     if out is None:
         if source.run is None:
             raise ConfigError(f"{source.path} does not lie in a run directory: give --out DIR")
@@ -91,17 +95,17 @@ def _place(source: Source, name: str, out: Path | None) -> Path:
 
 
 def _about(converted: convert.Converted, difference: float) -> dict[str, Any]:
-    """What ``sparsity.json`` holds."""
+    """Return the content of ``sparsity.json``."""
     source, proof, pattern = converted.source, converted.proof, converted.pattern
-    told = str(proof)
+    described = str(proof)
     if converted.merged:
-        told = "dense: adapters were added to the weights"
+        described = "dense: adapters were added to the weights"
     elif converted.adapters:
-        told += f", and adapters of rank {next(iter(converted.adapters.values()))[1].shape[0]}"
+        described += f", and adapters of rank {next(iter(converted.adapters.values()))[1].shape[0]}"
     return {
         "method": converted.method.options.name,
         "pattern": pattern and f"{pattern[0]}:{pattern[1]}",
-        "weights": told,
+        "weights": described,
         "layers": converted.layers,
         "adapters": bool(converted.adapters),
         "largest_logit_difference": difference,

@@ -1,4 +1,4 @@
-"""Exported weights as torch's semi-structured sparse tensors, which GPUs multiply faster."""
+"""Exported weights as torch's semi-structured sparse tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sparsepretrain.errors import CheckpointError, ConfigError, one_line
+from sparsepretrain.errors import CheckpointError, ConfigError, reason
 from sparsepretrain.files import read_json
 from sparsepretrain.kernels.packed24 import TYPES
 
@@ -16,23 +16,19 @@ if TYPE_CHECKING:
     from sparsepretrain.export.convert import Converted
 
 ABOUT = "sparsity.json"
-"""What an export says about its weights."""
+"""Description of an export's weights."""
 ROWS, COLUMNS = 64, 64
-"""Multiples that out_features and in_features must be of, in fp16 and bf16: the larger ones of the
-two libraries that torch calls, cuSPARSELt's rows and CUTLASS's columns."""
+"""out_features and in_features must be multiples of these in fp16 and bf16: cuSPARSELt limits rows,
+CUTLASS columns."""
 
 
 def require(converted: Converted) -> None:
-    """Refuse a model that :func:`load_semi_structured` could load on no device.
-
-    Raises:
-        ConfigError: it is timm's, its weights are not 2:4, or a layer has another shape.
-    """
+    """Raise ConfigError for a model that :func:`load_semi_structured` cannot load anywhere."""
     if converted.pattern != (2, 4):
-        told = "dense" if converted.pattern is None else "{}:{}".format(*converted.pattern)
+        found = "dense" if converted.pattern is None else "{}:{}".format(*converted.pattern)
         why = converted.proof.why_dense
         raise ConfigError(
-            f"semi-structured tensors are 2:4, these weights are {told} {why}".strip()
+            f"semi-structured tensors are 2:4, these weights are {found} {why}".strip()
         )
     if converted.is_timm or converted.adapters:
         kind = "models of timm" if converted.is_timm else "adapters"
@@ -49,18 +45,18 @@ def require(converted: Converted) -> None:
 def load_semi_structured(
     directory: str | Path, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
 ) -> nn.Module:
-    """An exported model of transformers whose sparse layers hold semi-structured tensors.
+    """Load an exported transformers model with semi-structured sparse layers, for inference.
 
-    Inference only. GPT-2's sparse Conv1D layers become nn.Linear.
+    GPT-2's sparse Conv1D layers become nn.Linear.
 
     Args:
-        directory: what ``sparsepretrain export --format semi_structured`` wrote.
+        directory: output of ``sparsepretrain export --format semi_structured``.
         device: a CUDA device of compute capability 8.0 or later.
         dtype: fp16 or bf16.
 
     Raises:
-        ConfigError: the device, the pattern or torch does not allow it; says why.
-        CheckpointError: ``directory`` is no export.
+        ConfigError: unsupported device, pattern or dtype.
+        CheckpointError: ``directory`` is not an export.
     """
     import transformers
 
@@ -69,10 +65,12 @@ def load_semi_structured(
         about = read_json(directory / ABOUT, dict)
         (name,) = read_json(directory / "config.json", dict)["architectures"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory} is no export of a model of transformers") from error
+        raise CheckpointError(f"{directory} is not an export of a transformers model") from error
     if about["pattern"] != "2:4" or about["adapters"]:
-        told = "2:4 and adapters" if about["adapters"] else about["pattern"] or "dense"
-        raise ConfigError(f"semi-structured tensors are 2:4, the weights in {directory} are {told}")
+        found = "2:4 and adapters" if about["adapters"] else about["pattern"] or "dense"
+        raise ConfigError(
+            f"semi-structured tensors are 2:4, the weights in {directory} are {found}"
+        )
     if dtype not in TYPES:
         raise ConfigError(f"semi-structured products exist for fp16 and bf16, not for {dtype}")
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
@@ -88,11 +86,7 @@ def load_semi_structured(
 
 
 def compress(model: nn.Module, layers: list[str]) -> None:
-    """Replace the weights of ``layers`` by semi-structured tensors, in place.
-
-    Raises:
-        ConfigError: torch refuses one; says why.
-    """
+    """Replace the weights of ``layers`` by semi-structured tensors, in place."""
     from torch.sparse import to_sparse_semi_structured
 
     for name in layers:
@@ -101,13 +95,13 @@ def compress(model: nn.Module, layers: list[str]) -> None:
         try:
             packed = to_sparse_semi_structured(linear.weight.detach())
         except (RuntimeError, NotImplementedError) as error:
-            raise ConfigError(f"layer {name}: torch refuses: {one_line(error)[:200]}") from error
+            raise ConfigError(f"layer {name}: torch refuses: {reason(error)}") from error
         linear.weight = nn.Parameter(packed, requires_grad=False)
         setattr(model.get_submodule(parent), child, linear)
 
 
 def _as_linear(layer: Any) -> nn.Linear:
-    """``layer``, or a linear layer with the weight of a Conv1D, which stores (in, out)."""
+    """Return ``layer``, or convert a Conv1D, which stores (in, out), to nn.Linear."""
     if isinstance(layer, nn.Linear):
         return layer
     if type(layer).__name__ != "Conv1D":

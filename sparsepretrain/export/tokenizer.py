@@ -1,4 +1,4 @@
-"""The tokenizer of a run as AutoTokenizer loads it, and what a model has to know of it."""
+"""Tokenizer of a run for AutoTokenizer, and the token ids in the model's config."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BERT = {f"{key}_token": f"[{key.upper()}]" for key in ("unk", "cls", "sep", "pad
 
 
 def make_tokenizer(file: Path | None, task: Task, model: Any) -> Any:
-    """The tokenizer as a PreTrainedTokenizerFast; tells ``model`` where text ends.
+    """Build a PreTrainedTokenizerFast and set the special token ids of ``model``.
 
     Args:
-        file: tokenizer.json of what the model reads; None: bytes.
-        task: models that read more than running text get its special tokens around it.
-        model: of transformers; its config and generation config are changed.
+        file: tokenizer.json of the model's input; None: bytes.
+        task: determines the special tokens around a text.
+        model: transformers model; its config and generation config are modified.
     """
     from tokenizers import Tokenizer, processors
     from transformers import PreTrainedTokenizerFast
@@ -41,19 +41,19 @@ def make_tokenizer(file: Path | None, task: Task, model: Any) -> Any:
     if codec.end_of_text is not None:
         end = tokenizer.id_to_token(codec.end_of_text)
         settings = {"eos_token": end, "pad_token": end, **settings}
-    # positions after it may be there, but were not trained
+    # the model may have more positions, but they were not trained
     for key in ("max_length", "sequence_length"):
         if hasattr(task.options, key):
             settings["model_max_length"] = getattr(task.options, key)
     if codec.end_of_text is not None and getattr(task.recipe, "causal", True):
-        _tell(model, task, codec.end_of_text)
-    # transformers 4 would add token types, which a GPT-2 embeds as if they were tokens
+        _set_token_ids(model, task, codec.end_of_text)
+    # transformers 4 would add token types, which GPT-2 embeds like tokens
     settings["model_input_names"] = ["input_ids", "attention_mask"]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
 
 
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Write it so that transformers 4, which does not know the class of 5, loads it too."""
+    """Write the tokenizer under a class name that transformers 4 knows too."""
     tokenizer.save_pretrained(directory)
     file = directory / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8")) | {
@@ -64,22 +64,22 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
 
 
 def _template(task: Task, codec: Codec) -> Template | None:
-    """Special tokens around a text as in training; None: running text has none."""
+    """Return the special tokens around a text as in training; None for running text."""
     if task.kind == "pairs":
         return Template((), (), (), () if codec.end_of_text is None else (codec.end_of_text,))
     return codec.template() if hasattr(task, "head") else None
 
 
-def _tell(model: Any, task: Task, end: int) -> None:
-    """Text ends with ``end``, which also pads; translations start with it."""
-    found = {"eos_token_id": end, "pad_token_id": end}
+def _set_token_ids(model: Any, task: Task, end: int) -> None:
+    """Use ``end`` as end and padding token, and as start token of translations."""
+    settings = {"eos_token_id": end, "pad_token_id": end}
     if task.kind == "pairs":
-        found["decoder_start_token_id"] = end
-    model.config.update(found)
+        settings["decoder_start_token_id"] = end
+    model.config.update(settings)
     if (generation := getattr(model, "generation_config", None)) is not None:
         if task.kind == "pairs":
-            found["num_beams"] = task.options.beam
-            found["max_length"] = model.config.max_position_embeddings
+            settings["num_beams"] = task.options.beam
+            settings["max_length"] = model.config.max_position_embeddings
             if task.options.beam > 1:
-                found["length_penalty"] = task.options.length_penalty
-        generation.update(**found)
+                settings["length_penalty"] = task.options.length_penalty
+        generation.update(**settings)

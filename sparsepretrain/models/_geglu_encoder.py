@@ -1,8 +1,8 @@
-"""The modules of ``bert_geglu``: architecture c5 of Cramming, written anew.
+"""Modules of ``bert_geglu``, a reimplementation of Cramming's architecture c5.
 
-What the architecture file of Cramming says: LayerNorm (with bias) before each sublayer, after the
-embedding and at the end; sinusoidal positions times one learned scale that starts at 1/√width;
-no biases in linear layers, no transform before the output layer, which is the embedding.
+LayerNorm (with bias) before each sublayer, after the embedding and at the end; sinusoidal positions
+times one learned scale, initially 1/√width; no biases in linear layers; the output layer is the
+embedding without a transform.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """(B, T, width) -> the same; ``mask`` broadcasts to (B, heads, T, T), True: visible."""
+        """Map (B, T, width) to (B, T, width); ``mask`` broadcasts to (B, heads, T, T)."""
         query, key, value = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(x).chunk(3, dim=-1)
@@ -55,7 +55,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and FFN, each after a norm and around a residual."""
+    """Pre-norm attention and FFN with residuals."""
 
     def __init__(self, options: EncoderOptions) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens, plus sinusoids times a learned scale, normalised."""
+    """Token embedding plus scaled sinusoids, normalized."""
 
     sinusoids: Tensor
 
@@ -80,7 +80,7 @@ class Embedding(nn.Module):
         width = options.n_embd
         self.tokens = nn.Embedding(options.vocab_size, width)
         self.scale = nn.Parameter(torch.full((1,), width**-0.5))
-        # sines at even, cosines at odd places (arXiv:1706.03762)
+        # sines at even, cosines at odd positions (arXiv:1706.03762)
         place = torch.arange(options.n_positions, dtype=torch.float64)[:, None]
         rate = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(1e4) / width))
         waves = torch.stack([(place * rate).sin(), (place * rate).cos()], -1).flatten(1).float()
@@ -102,12 +102,7 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(options.n_embd, options.layer_norm_eps)
 
     def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """(B, T) int64 -> hidden states (B, T, width).
-
-        Args:
-            tokens: T is at most the number of positions.
-            attention_mask: (B, T), 0 at padding, which no position then attends to.
-        """
+        """Map (B, T) int64 to hidden states (B, T, width); the mask (B, T) is 0 at padding."""
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
         x = self.dropout(self.embedding(tokens))
         for layer in self.layers:
@@ -133,7 +128,7 @@ class GEGLUForMaskedLM(nn.Module):
         attention_mask: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, vocab_size), or (n, vocab_size) at n places of the flattened (B, T)."""
+        """Return logits (B, T, vocab_size), or (n, vocab_size) at n flattened positions."""
         hidden: Tensor = self.encoder(tokens, attention_mask)
         if positions is not None:
             hidden = hidden.flatten(0, 1)[positions]

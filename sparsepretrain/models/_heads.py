@@ -1,4 +1,4 @@
-"""Modules on top of a backbone: an output layer for masked tokens, and heads for fine-tuning."""
+"""Modules on top of a backbone: masked-token output and fine-tuning heads."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sparsepretrain.models import Head, Headable
 
 
 class BertForMaskedLM(modeling_bert.BertForMaskedLM):
-    """The class of the same name, which is what ``save_pretrained`` writes into the config.
+    """BertForMaskedLM of transformers with optional output positions.
 
-    Names and shapes of parameters are those of transformers.
+    The class name stays, since ``save_pretrained`` writes it into the config.
     """
 
     def forward(self, *args: Any, positions: Tensor | None = None, **kwargs: Any) -> Any:
-        """As transformers', or logits (n, vocab_size) at n places of the flattened (B, T).
+        """Return transformers' output, or logits (n, vocab_size) at n flattened positions.
 
-        With 15 % of the tokens masked, the output layer of BERT-base is 21 % of the products
-        otherwise, most of them for logits that no loss reads.
+        Over all positions the output layer of BERT-base takes 21 % of the FLOPs, although with 15 %
+        masked tokens the loss ignores most logits.
         """
         if positions is None:
             return super().forward(*args, **kwargs)
@@ -30,11 +30,10 @@ class BertForMaskedLM(modeling_bert.BertForMaskedLM):
 
 
 class Headed(nn.Module):
-    """A backbone under the name that it has in the language model, and a new head.
+    """Backbone under its name in the language model, with a new head.
 
-    Heads have the names of transformers' classes: ``score`` on the last token of a causal model,
-    ``classifier`` on the pooled first token of others, ``qa_outputs`` on every token. The output
-    layer of the language model is left out.
+    Heads have transformers' names: ``score`` on the last token of a causal model, ``classifier`` on
+    the pooled first token of others, ``qa_outputs`` on every token.
     """
 
     def __init__(self, recipe: type[Headable], options: Any, head: Head, outputs: int) -> None:
@@ -52,8 +51,8 @@ class Headed(nn.Module):
             self.classifier = _linear(options.n_embd, outputs)
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """(batch, outputs) for labels, (batch, length, outputs) for spans; see Headable."""
-        # the padding at the end is seen by no token of a causal model
+        """Return (batch, outputs) for labels, (batch, length, outputs) for spans."""
+        # causal attention never sees the padding at the end
         hidden = self._recipe.encode(self, tokens, None if self._recipe.causal else mask)
         if hasattr(self, "qa_outputs"):
             return self.qa_outputs(hidden)
@@ -63,13 +62,13 @@ class Headed(nn.Module):
 
 
 def last_token(hidden: Tensor, mask: Tensor) -> Tensor:
-    """(batch, width): the states of the last token that is not padding."""
+    """Return the states (batch, width) of the last token before the padding."""
     rows = torch.arange(len(hidden), device=hidden.device)
     return hidden[rows, mask.sum(dim=1) - 1]
 
 
 def _linear(width: int, outputs: int, *, bias: bool = True) -> nn.Linear:
-    """N(0, 0.02), as in BERT and GPT-2."""
+    """Build a layer with weights N(0, 0.02), as in BERT and GPT-2."""
     layer = nn.Linear(width, outputs, bias=bias)
     nn.init.normal_(layer.weight, std=0.02)
     if bias:

@@ -1,4 +1,4 @@
-"""The modules of ``residual_mlp``."""
+"""Modules of ``residual_mlp``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Block(nn.Module):
-    """An FFN after a norm and around a residual."""
+    """Pre-norm FFN with a residual."""
 
     def __init__(self, options: ResidualMLPOptions) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """The whole model."""
+    """Complete model."""
 
     def __init__(self, options: ResidualMLPOptions) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ class Network(nn.Module):
         self.output = _linear(options.n_embd, options.outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, inputs) -> (batch, outputs)."""
+        """Map (batch, inputs) to (batch, outputs)."""
         return self.output(self.norm(self.blocks(self.input(x))))
 
 
 def _linear(inputs: int, outputs: int, sums: int = 1) -> nn.Linear:
-    """Without a bias; ``sums``: so many of its kind are added up in the residual stream."""
+    """Build a layer without bias, one of ``sums`` summands of the residual stream."""
     layer = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(layer.weight, std=(sums * inputs) ** -0.5)
     return layer

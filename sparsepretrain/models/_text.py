@@ -1,4 +1,4 @@
-"""What the recipes of text models share: option fields and settings of transformers' classes."""
+"""Shared code of text recipes: option fields and settings of transformers' classes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
-"""Keys of :class:`TransformerOptions` that transformers' GPT2Config has too."""
+"""Keys that :class:`TransformerOptions` shares with transformers' GPT2Config."""
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
-"""What stands between the two layers of an FFN; ``gelu`` is the exact one, ``relu2`` relu(x)²."""
+"""Activation of an FFN; ``gelu`` is the exact one, ``relu2`` is relu(x)²."""
 
 
 def transformers_name(activation: Activation) -> str:
-    """What transformers calls it."""
+    """Return transformers' name of an activation."""
     return "gelu_pytorch_tanh" if activation == "gelu_tanh" else activation
 
 
 def attention_without_masks() -> str:
-    """Name of SDPA under which transformers builds no masks, for its ``_attn_implementation``.
+    """Register SDPA under a name for which transformers builds no masks, and return the name.
 
-    The causal flag is enough for full sequences, and a mask of four dimensions for padding. What
-    transformers builds asks whether there is any padding (or, for packed sequences, where they
-    begin), which synchronises with the GPU in every forward.
+    The causal flag suffices for full sequences, a 4-D mask for padding. To build masks transformers
+    looks for padding and packed sequences, which synchronizes with the GPU in every forward.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -39,19 +38,19 @@ def attention_without_masks() -> str:
 
 
 def recompute_activations(model: Any) -> None:
-    """Let each block of a model of transformers be recomputed in the backward."""
-    # the second name is the older one, which newer versions warn about
+    """Enable activation checkpointing in each block of a transformers model."""
+    # newer versions warn about the old name
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def as_stock(model: Any, class_name: str, renamed: dict[str, str] | None = None) -> Any:
-    """A class of transformers with the settings and the weights of ``model``.
+    """Build a class of transformers with the settings and weights of ``model``.
 
     Args:
-        model: its first child has the config of transformers.
-        class_name: in ``transformers``.
-        renamed: prefix of a name there -> that of ``model``.
+        model: model whose first child has transformers' config.
+        class_name: class in ``transformers``.
+        renamed: prefix of a parameter name in that class -> prefix in ``model``.
     """
     import torch
     import transformers
@@ -71,13 +70,13 @@ def as_stock(model: Any, class_name: str, renamed: dict[str, str] | None = None)
             if kind == "bias" and name not in theirs:
                 tensor.zero_()
             else:
-                given = theirs[name]
-                tensor.copy_(given.t() if kind == "weight" and layer in transposed else given)
+                source = theirs[name]
+                tensor.copy_(source.t() if kind == "weight" and layer in transposed else source)
     return stock
 
 
 def ffn_problems(full: int, factor: float) -> Problems:
-    """Whether an FFN of width ``full`` times ``factor`` has a whole number of neurons."""
+    """Check that an FFN of width ``full`` · ``factor`` has a whole number of neurons."""
     width = full * factor
     if full > 0 and (width < 1 or width % 1):
         yield "ffn_factor", f"must make the FFN a whole width, got {width:g}"
@@ -100,7 +99,7 @@ class TransformerOptions:
 
     @property
     def ffn_width(self) -> float:
-        """What the FFN's width comes to."""
+        """Width of the FFN."""
         return self._full_ffn * self.ffn_factor
 
     @property
@@ -115,14 +114,14 @@ class TransformerOptions:
 
 @dataclass(slots=True, kw_only=True)
 class EncoderOptions(TransformerOptions):
-    """Architecture; the same names as for GPT-2."""
+    """Architecture of an encoder; names as for GPT-2."""
 
     n_inner: Annotated[int, "> 0"]
     layer_norm_eps: Annotated[float, "> 0"]
 
 
 class Encoder(Headable):
-    """A recipe whose models predict masked tokens, and can carry another head."""
+    """Recipe of models that predict masked tokens and take other heads."""
 
     tasks: ClassVar[frozenset[str]] = frozenset(
         {"masked_lm", "sequence_classification", "question_answering"}
@@ -130,5 +129,5 @@ class Encoder(Headable):
 
     @staticmethod
     def logits(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
-        """(batch, length) int64, (n) int64 places in it flattened -> (n, vocab_size)."""
+        """Map tokens (batch, length) and n flattened positions to (n, vocab_size)."""
         return model(tokens, positions=positions)

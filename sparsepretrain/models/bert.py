@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class BertOptions(EncoderOptions):
-    """As transformers' BertConfig: post-LayerNorm, learned positions, biases."""
+    """Architecture of BERT: post-LayerNorm, learned positions, biases."""
 
     family: Literal["bert"]
     activation: Activation
@@ -41,7 +41,7 @@ class Bert(Encoder):
 
     @staticmethod
     def build(options: BertOptions) -> nn.Module:
-        """A BertForMaskedLM with weights drawn from torch's global generator: N(0, 0.02)."""
+        """Build a BertForMaskedLM with weights N(0, 0.02)."""
         from transformers import BertConfig
 
         from sparsepretrain.models._heads import BertForMaskedLM
@@ -57,7 +57,7 @@ class Bert(Encoder):
             layer_norm_eps=options.layer_norm_eps,
             hidden_dropout_prob=options.dropout,
             attention_probs_dropout_prob=options.dropout,
-            # packed text has no padding; with an index, that token's embedding would not learn
+            # packed text has no padding; a padding token's embedding would not be trained
             pad_token_id=None,
         )
         config._attn_implementation = "sdpa"

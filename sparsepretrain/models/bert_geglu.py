@@ -33,7 +33,7 @@ class BertGEGLUOptions(EncoderOptions):
 
 @register("model", "bert_geglu")
 class BertGEGLU(Encoder):
-    """The encoder of this package, see ``models._geglu_encoder``."""
+    """Encoder of this package, see ``models._geglu_encoder``."""
 
     Options = BertGEGLUOptions
     layers: ClassVar = {
@@ -44,7 +44,7 @@ class BertGEGLU(Encoder):
 
     @staticmethod
     def build(options: BertGEGLUOptions) -> nn.Module:
-        """The model with weights drawn from torch's global generator: N(0, 0.02)."""
+        """Build the model with weights N(0, 0.02)."""
         from sparsepretrain.models._geglu_encoder import GEGLUForMaskedLM
 
         return GEGLUForMaskedLM(options)

@@ -46,9 +46,9 @@ class GPT2(Headable):
 
     @staticmethod
     def build(options: GPT2Options) -> nn.Module:
-        """A GPT2LMHeadModel with weights drawn from torch's global generator.
+        """Build a GPT2LMHeadModel with nanoGPT's initialization.
 
-        N(0, 0.02), residual projections N(0, 0.02/√(2·layers)), as in nanoGPT.
+        Weights N(0, 0.02), residual projections N(0, 0.02/√(2·layers)).
         """
         from torch import nn
         from transformers import GPT2Config
@@ -80,18 +80,18 @@ class GPT2(Headable):
 
     @classmethod
     def stock(cls, model: nn.Module, options: GPT2Options, head: Head | None) -> nn.Module:
-        """With Conv1D, which stores (in, out), and zeros for biases that ``model`` lacks."""
+        """Transpose weights for Conv1D, which stores (in, out); missing biases become zeros."""
         kinds = {"labels": "GPT2ForSequenceClassification", "spans": "GPT2ForQuestionAnswering"}
         return as_stock(model, kinds.get(str(head), "GPT2LMHeadModel"))
 
     @staticmethod
     def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-        """(batch, length) int64 -> (batch, length, vocab_size)."""
+        """Map (batch, length) int64 to (batch, length, vocab_size)."""
         return model(input_ids=tokens, use_cache=False).logits
 
 
 def _linear_from(conv: nn.Module, bias: bool) -> nn.Module:
-    """nn.Linear with the weight of a Conv1D, which stores (in_features, out_features)."""
+    """Return nn.Linear with the weight of a Conv1D, which stores (in_features, out_features)."""
     import torch
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""Transformer-base (Vaswani et al., 2017) on transformers' Marian, initialised as in fairseq."""
+"""Transformer-base (Vaswani et al., 2017) on transformers' Marian, initialized as in fairseq."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MarianOptions:
 
     @property
     def ffn_width(self) -> float:
-        """What the FFN's width comes to."""
+        """Width of the FFN."""
         return self.ffn_dim * self.ffn_factor
 
     def problems(self) -> Problems:
@@ -74,12 +74,11 @@ class Marian(Recipe):
 
     @staticmethod
     def build(options: MarianOptions) -> nn.Module:
-        """A MarianMTModel with weights drawn from torch's global generator.
+        """Build a MarianMTModel with fairseq's initialization.
 
-        Post-norm, sinusoidal positions, one embedding for source, target and output, scaled
-        by √d_model at the input. Weights as in fairseq: embeddings N(0, 1/d_model), linear layers
-        Xavier-uniform (query, key and value with gain 1/√2), biases 0. No token is the padding:
-        what is padded is masked.
+        Post-norm, sinusoidal positions, one embedding for source, target and output, scaled by
+        √d_model at the input. Embeddings N(0, 1/d_model), linear layers Xavier-uniform (query, key
+        and value with gain 1/√2), biases 0. Padding is masked; there is no padding token.
         """
         from transformers import MarianConfig, MarianMTModel
 
@@ -94,17 +93,17 @@ class Marian(Recipe):
             scale_embedding=True,
             share_encoder_decoder_embeddings=True,
             tie_word_embeddings=True,
-            # a padding token's embedding would be held at zero, and no token is spared for it
+            # a padding token's embedding would stay zero
             pad_token_id=None,
             eos_token_id=None,
             forced_eos_token_id=None,
-            decoder_start_token_id=0,  # tokens are chosen by the task
+            decoder_start_token_id=0,  # the task chooses tokens
         )
         config._attn_implementation = attention_without_masks()
         model = MarianMTModel(config)
-        _initialise(model, options.d_model)
+        _initialize(model, options.d_model)
         for stack in (model.model.encoder, model.model.decoder):
-            # the sinusoids are constants, and no parameters to count or to save
+            # the sinusoids are constants, not parameters
             weight = stack.embed_positions.weight.detach()
             del stack.embed_positions.weight
             stack.embed_positions.register_buffer("weight", weight)
@@ -118,13 +117,13 @@ class Marian(Recipe):
 
     @staticmethod
     def logits(model: nn.Module, source: Tensor, mask: Tensor, previous: Tensor) -> Tensor:
-        """Logits of the next target token, (rows, target length, vocab_size).
+        """Return logits of the next target token, (rows, target length, vocab_size).
 
         Args:
             source: (rows, source length) int64.
-            mask: of the same shape, bool: false for padding.
-            previous: (rows, target length) int64: the start token, then the target without its last
-                token; padding only at the end.
+            mask: (rows, source length) bool, False at padding.
+            previous: (rows, target length) int64: start token, then the target without its last
+                token; padding at the end.
         """
         return model(
             input_ids=source,
@@ -144,15 +143,16 @@ class Marian(Recipe):
         beams: int,
         length_penalty: float,
     ) -> list[list[int]]:
-        """The best hypothesis of each row, without its end, by transformers' own search.
+        """Return the best hypothesis of each row without its end token.
 
         Args:
-            model: in eval mode.
-            source: as for :meth:`logits`, and so the mask.
+            model: model in eval mode.
+            source: see :meth:`logits`.
+            mask: see :meth:`logits`.
             end: token that starts and ends a sentence.
-            length: most tokens of a hypothesis.
-            beams: 1 is greedy.
-            length_penalty: hypotheses compete by log-probability / length^length_penalty.
+            length: maximum tokens of a hypothesis.
+            beams: number of beams; 1 is greedy search.
+            length_penalty: hypotheses are ranked by log-probability / length^length_penalty.
         """
         from transformers import GenerationConfig
 
@@ -169,7 +169,7 @@ class Marian(Recipe):
         )
         config: Any = model.config
         before = config._attn_implementation
-        config._attn_implementation = "sdpa"  # generate takes two-dimensional masks only
+        config._attn_implementation = "sdpa"  # generate takes 2-D masks only
         try:
             ids: Tensor = model.generate(  # type: ignore[operator]
                 source, attention_mask=mask.long(), generation_config=settings
@@ -180,13 +180,13 @@ class Marian(Recipe):
         return [row[: row.index(end)] if end in row else row for row in rows]
 
 
-def _initialise(model: nn.Module, width: int) -> None:
-    """Draw the weights as fairseq's transformer does, in the order of the modules."""
+def _initialize(model: nn.Module, width: int) -> None:
+    """Draw fairseq's initial weights in module order."""
     from torch import nn
 
     nn.init.normal_(model.model.shared.weight, std=width**-0.5)  # type: ignore
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":  # that one is the embedding
+        if isinstance(module, nn.Linear) and name != "lm_head":  # tied to the embedding
             halved = name.endswith(("q_proj", "k_proj", "v_proj"))
             nn.init.xavier_uniform_(module.weight, gain=2**-0.5 if halved else 1.0)
             nn.init.zeros_(module.bias)

@@ -1,4 +1,4 @@
-"""Any checkpoint of transformers: its own classes, its own names."""
+"""Checkpoints of transformers in their own classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from sparsepretrain.errors import CheckpointError, ConfigError, one_line
+from sparsepretrain.errors import CheckpointError, ConfigError, reason
 from sparsepretrain.models import Head, Headable
 from sparsepretrain.registry import register
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LAYERS = (
     ("*.mlp.c_fc", "*.mlp.c_proj", "*.attn.c_attn *.attn.c_proj"),  # GPT-2
-    # BERT and its relatives; the digit leaves attention.output out
+    # BERT and its relatives; the digit excludes attention.output
     ("*.intermediate.dense", "*[0-9].output.dense", "*.attention.self.* *.attention.output.dense"),
     ("*.ffn.lin1", "*.ffn.lin2", "*.attention.[qkv]_lin *.attention.out_lin"),  # DistilBERT
     ("*.fc1", "*.fc2", "*_attn.[qkv]_proj *_attn.out_proj"),  # Marian, BART, OPT
@@ -30,7 +30,7 @@ LAYERS = (
     ("*.mlp.dense_h_to_4h", "*.mlp.dense_4h_to_h", "*.attention.query_key_value *.attention.dense"),
     ("*.DenseReluDense.wi*", "*.DenseReluDense.wo", "*Attention.[qkvo]"),  # T5
 )
-"""Names in the families of transformers: first and last layers of the FFN, and attention."""
+"""Layer names in the families of transformers: first and last FFN layers, attention."""
 
 CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
@@ -41,47 +41,46 @@ CLASSES = {
 
 @dataclass(slots=True, kw_only=True)
 class PretrainedOptions:
-    """Which checkpoint."""
+    """Keys that select a checkpoint."""
 
     name: str
     family: Literal["pretrained"]
     path: str | None
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Rules beyond types, as (key, message)."""
         if not self.path:
             yield "path", "must name a Hugging Face checkpoint: a directory, or a name on the hub"
 
 
 @register("model", "pretrained")
 class Pretrained(Headable):
-    """The class of transformers that fits the task, built from the checkpoint's config.json."""
+    """Class of transformers for the task, built from the checkpoint's config.json."""
 
     Options = PretrainedOptions
     tasks = frozenset({"causal_lm", "sequence_classification", "question_answering"})
 
     @classmethod
     def roles(cls, options: PretrainedOptions) -> dict[str, list[str]]:
-        """Aliases of ``sparsity.targets``: of the known names those that the model has."""
+        """Return those known names that occur in the model."""
         return _roles(str(options.path))
 
     @staticmethod
     def build(options: PretrainedOptions) -> nn.Module:
-        """The causal language model with weights drawn from torch's global generator."""
+        """Build the causal language model with random weights."""
         return _build(str(options.path), "causal_lm", 0)
 
     @classmethod
     def build_headed(cls, options: PretrainedOptions, head: Head, outputs: int) -> nn.Module:
-        """The model with the head of its own kind."""
+        """Build the model with transformers' own head."""
         return _build(str(options.path), head, outputs)
 
     @staticmethod
     def initial_state(
         options: PretrainedOptions, head: Head | None, outputs: int
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """(state dict with the checkpoint's weights, names of those that it does not have).
+        """Return a state dict with the checkpoint's weights, and the names of random ones.
 
-        What it does not have, or has in another shape (a head for other classes), is drawn anew.
+        Weights that are missing or have another shape (a head for other classes) are random.
         """
         kind, path = head or "causal_lm", str(options.path)
         with quiet(path):
@@ -93,8 +92,7 @@ class Pretrained(Headable):
                     output_loading_info=True,
                 )
             except (OSError, ValueError, RuntimeError) as error:
-                why = one_line(error)[:200]
-                raise CheckpointError(f"{path} cannot be loaded: {why}") from error
+                raise CheckpointError(f"{path} cannot be loaded: {reason(error)}") from error
         state = {k: v.detach().float() for k, v in model.state_dict().items()}
         mismatched = [k[0] if isinstance(k, tuple) else k for k in info["mismatched_keys"]]
         return state, sorted({*info["missing_keys"], *mismatched})
@@ -105,23 +103,22 @@ class Pretrained(Headable):
 
     @staticmethod
     def vocabulary(options: PretrainedOptions) -> int:
-        """Rows of the embedding."""
+        """Return the number of rows of the embedding."""
         return int(_config(str(options.path), "causal_lm", 0).vocab_size)
 
     @staticmethod
     def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-        """(batch, length) int64 -> (batch, length, vocab_size)."""
+        """Map (batch, length) int64 to (batch, length, vocab_size)."""
         return model(input_ids=tokens, use_cache=False).logits
 
     @staticmethod
     def scores(model: Any, tokens: Tensor, mask: Tensor, second: Tensor) -> Tensor:
-        """As of every recipe, by the head that transformers has."""
         import torch
 
         inputs = {"input_ids": tokens, "attention_mask": mask.long()}
         if getattr(model.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = second.long()
-        if hasattr(model, "score"):  # causal: transformers looks for the last token by its id
+        if hasattr(model, "score"):  # causal: transformers finds the last token by its id
             from sparsepretrain.models._heads import last_token
 
             return model.score(last_token(model.base_model(**inputs).last_hidden_state, mask))
@@ -135,7 +132,7 @@ def _build(path: str, kind: str, outputs: int) -> nn.Module:
     config = _config(path, kind, outputs)
     try:
         model: nn.Module = _class(kind).from_config(config)
-    except ValueError as error:  # transformers names the classes that it would have
+    except ValueError as error:
         raise ConfigError(
             f"model.path={path} ({config.model_type}) has no {CLASSES[kind]} in transformers"
         ) from error
@@ -150,7 +147,7 @@ def _class(kind: str) -> Any:
 
 def _config(path: str, kind: str, outputs: int) -> Any:
     config = copy.deepcopy(_read(path))
-    config.dtype = "float32"  # masters are fp32, whatever the file holds
+    config.dtype = "float32"  # master weights are always fp32
     if kind != "causal_lm" and config.num_labels != outputs:
         config.num_labels = outputs
     if kind == "labels":
@@ -166,8 +163,7 @@ def _read(path: str) -> Any:
         try:
             return AutoConfig.from_pretrained(path)
         except (OSError, ValueError) as error:
-            why = one_line(error)[:200]
-            raise CheckpointError(f"model.path={path} cannot be read: {why}") from error
+            raise CheckpointError(f"model.path={path} cannot be read: {reason(error)}") from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -188,7 +184,7 @@ def _roles(path: str) -> dict[str, list[str]]:
 
 @contextlib.contextmanager
 def quiet(path: str = "") -> Iterator[None]:
-    """Transformers without its reports; a directory is read without a look at the hub."""
+    """Silence transformers, and do not contact the hub for a local directory."""
     from huggingface_hub import constants
     from transformers.utils import logging
 

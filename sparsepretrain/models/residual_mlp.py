@@ -1,4 +1,4 @@
-"""A residual MLP from vectors to vectors: the FFN blocks of a transformer and nothing else."""
+"""Residual MLP from vectors to vectors: a transformer's FFN blocks without attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class ResidualMLPOptions:
-    """Architecture; names as in the transformers' options."""
+    """Architecture; names as for GPT-2."""
 
     name: str
     family: Literal["residual_mlp"]
@@ -33,7 +33,7 @@ class ResidualMLPOptions:
 
 @register("model", "residual_mlp")
 class ResidualMLP(Recipe):
-    """Linear in; blocks of norm, linear, ReLU and linear around a residual; norm, linear out."""
+    """Linear input layer, pre-norm ReLU FFN blocks with residuals, norm, linear output layer."""
 
     Options = ResidualMLPOptions
     tasks = frozenset({"regression"})
@@ -45,12 +45,12 @@ class ResidualMLP(Recipe):
 
     @staticmethod
     def build(options: ResidualMLPOptions) -> nn.Module:
-        """N(0, 1/in_features), last layers of blocks N(0, 1/(2·layers·in_features)); no biases."""
+        """Draw N(0, 1/in_features), for last layers of blocks N(0, 1/(2·layers·in_features))."""
         from sparsepretrain.models._residual_mlp import Network
 
         return Network(options)
 
     @staticmethod
     def predict(model: nn.Module, inputs: Tensor) -> Tensor:
-        """(batch, inputs) fp32 -> (batch, outputs)."""
+        """Map (batch, inputs) fp32 to (batch, outputs)."""
         return model(inputs)

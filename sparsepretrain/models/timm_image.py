@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sparsepretrain.errors import ConfigError, needs, one_line
+from sparsepretrain.errors import ConfigError, needs, reason
 from sparsepretrain.limits import Problems
 from sparsepretrain.models import Head, Recipe
 from sparsepretrain.models._text import Activation, transformers_name
@@ -23,21 +23,21 @@ _REGNET = ["s?.b*.conv?.conv", "s?.b*.downsample.conv"]
 _ROLES: dict[str, dict[str, list[str]]] = {
     "deit": _TRANSFORMER,
     "vit": _TRANSFORMER,
-    # ffn_out: what follows an activation inside of a block
+    # ffn_out: layers behind an activation inside a block
     "resnet": {"convs": _RESNET, "ffn": _RESNET, "ffn_out": ["layer*.conv[23]"]},
     "regnet": {"convs": _REGNET, "ffn": _REGNET, "ffn_out": ["s?.b*.conv[23].conv"]},
 }
-"""First letters of a timm name -> alias of ``sparsity.targets`` -> globs.
+"""Prefix of a timm name -> alias of ``sparsity.targets`` -> globs.
 
-The stem of a convolutional network stays dense under every alias: its 3 input channels are no
-multiple of 4. SR-STE's released code prunes it all the same, in groups that run over input channels
-and kernel positions together (arXiv:2102.04010); it is 0.04 % of ResNet-50's weights.
+The stem of a convolutional network stays dense under every alias: its 3 input channels are not a
+multiple of 4. SR-STE's released code prunes the stem in groups over input channels and kernel
+positions (arXiv:2102.04010); the stem has 0.04 % of ResNet-50's weights.
 """
 
 
 @dataclass(slots=True, kw_only=True)
 class TimmOptions:
-    """Architecture; null: as timm's model of that name has it."""
+    """Architecture; null: timm's default for that name."""
 
     name: str
     family: Literal["timm_image"]
@@ -56,7 +56,7 @@ class TimmOptions:
 
     @property
     def kind(self) -> str | None:
-        """Which of the known kinds of architecture it is; None: unknown."""
+        """Known kind of architecture; None: unknown."""
         return next((kind for kind in _ROLES if self.architecture.startswith(kind)), None)
 
     def problems(self) -> Problems:
@@ -89,30 +89,23 @@ class TimmOptions:
 
 @register("model", "timm_image")
 class TimmImage(Recipe):
-    """Whatever timm calls the architecture."""
+    """Models of timm."""
 
     Options = TimmOptions
     tasks = frozenset({"image_classification"})
 
     @classmethod
     def roles(cls, options: TimmOptions) -> dict[str, list[str]]:
-        """Aliases of ``sparsity.targets``.
+        """Return aliases of ``sparsity.targets``; none has patch embedding, stem or classifier.
 
-        The patch embedding, the stem and the classifier belong to none. ``ffn`` means all
-        convolutions where there is no FFN, so that the default of ``sparsity.targets`` works.
+        Without an FFN, ``ffn`` is all convolutions, so that the default target works.
         """
         roles = _ROLES[str(options.kind)]
         return {**roles, "all": [*roles["ffn"], *roles.get("attention", ())]}
 
     @staticmethod
     def build(options: TimmOptions) -> nn.Module:
-        """A timm model with weights drawn from torch's global generator by timm's rules.
-
-        Convolutions start as N(0, 2/(k²·out)).
-
-        Raises:
-            ConfigError: timm is not installed, or has no such model or shape.
-        """
+        """Build a timm model with timm's initialization; convolutions N(0, 2/(k²·out))."""
         with needs("model.family=timm_image", "timm", "vision", error=ConfigError):
             import timm
         if options.architecture not in timm.list_models():
@@ -122,7 +115,7 @@ class TimmImage(Recipe):
         try:
             model = timm.create_model(options.architecture, **_arguments(options))
         except (TypeError, ValueError, AssertionError) as error:
-            why = one_line(error)[:160]
+            why = reason(error)
             raise ConfigError(f"timm cannot build {options.architecture}: {why}") from error
         if options.stem == "cifar":
             _shrink_stem(model)
@@ -142,18 +135,18 @@ class TimmImage(Recipe):
 
     @staticmethod
     def arguments(options: TimmOptions) -> dict[str, Any]:
-        """What ``timm.create_model`` takes beside the name, as JSON can hold it."""
+        """Return the JSON-compatible keyword arguments of ``timm.create_model``."""
         named = {} if options.activation is None else {"act_layer": options.activation}
         return {**_arguments(options), **named}
 
     @staticmethod
     def logits(model: nn.Module, images: Tensor) -> Tensor:
-        """(batch, 3, image_size, image_size) fp32 -> (batch, classes)."""
+        """Map (batch, 3, image_size, image_size) fp32 to (batch, classes)."""
         return model(images)
 
 
 def _arguments(options: TimmOptions) -> dict[str, Any]:
-    """What timm calls the options; those that are null are left to it."""
+    """Return the options that are not null under timm's names."""
     arguments: dict[str, Any] = {"num_classes": options.classes, "drop_rate": options.dropout}
     if options.drop_path:
         arguments["drop_path_rate"] = options.drop_path
@@ -177,7 +170,7 @@ def _arguments(options: TimmOptions) -> dict[str, Any]:
 
 
 def _shrink_stem(model: Any) -> None:
-    """A 3×3 stem without pooling (He et al., 2016, section 4.2), drawn as timm draws convs."""
+    """Use a 3×3 stem without pooling (He et al., 2016, section 4.2), initialized as by timm."""
     from torch import nn
 
     old = model.conv1

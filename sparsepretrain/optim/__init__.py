@@ -1,7 +1,7 @@
-"""Optimisers from their options.
+"""Optimizers, one module each.
 
-A file per optimiser: ``Options`` with ``name``, ``lr`` and ``weight_decay`` among its fields, and
-``build(groups, options)``.
+A registered class has ``Options`` with ``name``, ``lr`` (peak learning rate) and ``weight_decay``,
+and ``build(groups, options)``; parameter groups carry their own weight decay.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def build_optimizer(
     options: Any,
     special: Callable[[list[dict[str, Any]], Any], Optimizer | None] | None = None,
 ) -> Optimizer:
-    """The optimiser over all parameters; weight decay on tensors of ≥ 2 dimensions only.
+    """Build the optimizer over all parameters; weight decay on tensors of ≥ 2 dimensions only.
 
-    The rule is nanoGPT's, which the GPT-2 runs of arXiv:2404.01847 and arXiv:2409.09099 use. What a
-    model names in ``no_weight_decay()``, timm's convention, is exempt too (DeiT: position
-    embeddings and class token).
+    This is nanoGPT's rule, used by the GPT-2 runs of arXiv:2404.01847 and arXiv:2409.09099.
+    Parameters in the model's ``no_weight_decay()``, timm's convention, are exempt too (DeiT:
+    position embeddings and class token).
 
     Args:
-        model: its parameters, in order; shared ones once.
-        options: of the group ``optim``; ``lr`` is the peak, the schedule sets the current value.
-        special: maker of an optimiser that replaces the configured one, if it returns one.
+        model: model whose parameters are optimized, shared ones once.
+        options: options of the group ``optim``.
+        special: may return an optimizer that replaces the configured one.
     """
     exempt = set(getattr(model, "no_weight_decay", set)())
     decayed: list[nn.Parameter] = []
@@ -55,7 +55,7 @@ def build_optimizer(
 
 
 def __getattr__(name: str) -> Any:
-    if name == "StepAdamW":  # on first use: importing this package does not import torch
+    if name == "StepAdamW":  # imported on first use, since the package is torch-free
         from sparsepretrain.optim._step_adamw import StepAdamW
 
         return StepAdamW

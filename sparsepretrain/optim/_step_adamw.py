@@ -1,4 +1,4 @@
-"""AdamW of STEP: the second moment is watched, then frozen (Lu et al., ICML 2023, 2302.01172)."""
+"""AdamW of STEP, which freezes the second moments (Lu et al., ICML 2023, arXiv:2302.01172)."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ DENOMINATORS = ("sqrt_v_plus_eps34", "sqrt_of_v_plus_eps")
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 AT_ONCE = 2**16
-"""Elements that one launch takes at least, if there are so many; on a CPU caches hold them."""
+"""Maximum elements of a foreach call over small parameters; fits CPU caches."""
 
 PARTIAL = 4096
-"""Numbers that are added in their own dtype before fp64 takes over."""
+"""Elements summed in their own dtype before partial sums are added in fp64."""
 
 
 class StepAdamW(Optimizer):
-    """AdamW that switches itself from a dense to a sparse phase (AutoSwitch).
+    """AdamW with an automatic switch from a dense to a sparse phase (AutoSwitch).
 
-    Dense phase: ordinary AdamW. At the end of each step the change of the second moment over all
-    sparse coordinates, Z, enters a window; when its mean falls below eps (or clipping says so) the
-    second moments of the sparse parameters are frozen as v* and the sparse phase begins. From
-    then on their update divides by √v* + eps^¾ and v is not updated; others stay with AdamW.
+    The dense phase is ordinary AdamW. After each step, the change Z of the second moments of all
+    sparse coordinates enters a window. When the window's mean falls below eps, or at the bounds of
+    ``clipping``, the second moments of sparse parameters are frozen as v*. In the sparse phase
+    their update divides by √v* + eps^¾; other parameters continue with AdamW.
 
-    The sparse parameters are given by :meth:`mark_sparse` (``Sparsifier.attach`` calls it).
+    :meth:`mark_sparse`, called by ``Sparsifier.attach``, sets the sparse parameters.
 
     Args:
         params: parameters or groups.
         lr: learning rate.
         betas: decay rates of the moments.
         eps: added to the denominator; also the threshold of AutoSwitch.
-        weight_decay: decoupled.
+        weight_decay: decoupled weight decay.
         option: 1: Z is the arithmetic mean of |Δv|, 2: the geometric mean over Δv ≠ 0.
-        clipping: (T_min, T_max) in optimiser steps: never before, always after; None: no bound.
-        window: length in steps; None: round(1 / (1 - beta2)).
+        clipping: (T_min, T_max), bounds of the switch in optimizer steps; None: no bound.
+        window: window length in steps; None: round(1 / (1 - beta2)).
         amsgrad: freeze (and divide by) the largest second moment so far.
         frozen_bias_correction: divide v* by 1 - beta2^t0; the authors' toolkit does not.
         denominator: ``sqrt_v_plus_eps34`` (the toolkit) or ``sqrt_of_v_plus_eps`` (the paper).
-        require_full_window: do not switch before the window is full (without clipping).
+        require_full_window: do not switch before the window is full, except at T_max.
 
     Raises:
         ConfigError: a value out of range.
@@ -90,7 +90,7 @@ class StepAdamW(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         beta2 = self.param_groups[0]["betas"][1]
         self.window = window or max(1, round(1 / (1 - beta2)))
-        # In a group, because torch's distributed checkpoints keep groups and state, nothing else.
+        # Stored in a group: torch's distributed checkpoints save groups and state only.
         self.param_groups[0] |= {"steps": 0, "switched_at": None, "changes": []}
 
     @property
@@ -100,19 +100,19 @@ class StepAdamW(Optimizer):
 
     @property
     def switched_at(self) -> int | None:
-        """Number of the step after which the sparse phase began; None in the dense phase."""
+        """Last step of the dense phase; None before the switch."""
         step: int | None = self.param_groups[0]["switched_at"]
         return step
 
     @property
     def changes(self) -> list[float]:
-        """Z of the last steps of the dense phase, at most :attr:`window` of them."""
+        """Z of at most :attr:`window` last steps of the dense phase."""
         changes: list[float] = self.param_groups[0]["changes"]
         return changes
 
     @property
     def sparse_phase(self) -> bool:
-        """Whether the switch has happened; the step that switches is still a dense one."""
+        """True after the switch; the switching step itself is dense."""
         return self.switched_at is not None
 
     @property
@@ -122,29 +122,28 @@ class StepAdamW(Optimizer):
 
     @property
     def threshold(self) -> float:
-        """ε of the sparse parameters: the phase ends when :attr:`window_mean` falls below it."""
+        """Threshold of :attr:`window_mean`: eps of the sparse parameters."""
         groups = self.param_groups
         sparse = (g for g in groups if any(id(p) in self._sparse for p in g["params"]))
         return float(next(sparse)["eps"])
 
     def mark_sparse(self, params: Iterable[Tensor]) -> None:
-        """Name the parameters whose second moments are watched and frozen.
+        """Set the parameters whose second moments are monitored and frozen.
 
         Raises:
-            ConfigError: one of them is not in this optimiser, or they differ in eps or beta2,
-                for which AutoSwitch has one value.
+            ConfigError: a parameter of another optimizer, or different values of eps or beta2.
         """
         marked = {id(p) for p in params}
         groups = [g for g in self.param_groups if any(id(p) in marked for p in g["params"])]
         if not marked <= {id(p) for g in groups for p in g["params"]}:
-            raise ConfigError("StepAdamW: a sparse parameter is not in the optimiser")
+            raise ConfigError("StepAdamW: a sparse parameter is not in the optimizer")
         if len({(g["eps"], g["betas"][1]) for g in groups}) > 1:
             raise ConfigError("StepAdamW: sparse parameters must share eps and beta2")
         self._sparse = marked
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient, then decide about the switch."""
+        """Update all parameters with a gradient, then decide about the switch."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         if creates_state(self):
@@ -155,7 +154,7 @@ class StepAdamW(Optimizer):
             return loss
         self.param_groups[0]["steps"] += 1
         every = [_local(p) for group in self.param_groups for p in group["params"]]
-        # all temporaries of a launch are no larger than those of the largest parameter alone
+        # temporaries of a call are no larger than those of the largest parameter
         most = max([AT_ONCE, *(p.numel() for p in every if not p.is_cpu)])
         measured: list[Tensor] = []
         watched: list[Tensor] = []
@@ -165,7 +164,7 @@ class StepAdamW(Optimizer):
             for p in new:
                 self._begin(p)
             if self.sparse_phase and (late := [p for p in new if id(p) in self._sparse]):
-                self._second_moments(late, group)  # without a gradient before: v* is the first v
+                self._second_moments(late, group)  # first gradient after the switch: v* = first v
             for params in _parts([p for p in used if id(p) not in self._sparse], most):
                 self._update(params, group, self._second_moments(params, group)[1])
             sparse = [p for p in used if id(p) in self._sparse]
@@ -175,7 +174,7 @@ class StepAdamW(Optimizer):
                     continue
                 delta, v = self._second_moments(params, group)
                 measured.append(self._measure(delta))
-                del delta  # before there are denominators
+                del delta  # free memory before denominators are allocated
                 self._update(params, group, v)
             watched += sparse
         if measured:
@@ -186,11 +185,7 @@ class StepAdamW(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state is that of another optimizer.
-        """
+        """Load a state dict; raise ValueError for another optimizer's."""
         if "switched_at" not in state_dict["param_groups"][0]:
             raise ValueError("StepAdamW: its phase is missing in the first parameter group")
         super().load_state_dict(state_dict)
@@ -208,7 +203,7 @@ class StepAdamW(Optimizer):
     def _second_moments(
         self, params: list[Tensor], group: dict[str, Any]
     ) -> tuple[Tensors, Tensors]:
-        """Moves v; returns v_t - v_{t-1}, and the second moments that denominators are made of."""
+        """Update v; return v_t - v_{t-1} and the second moments for the denominators."""
         beta2 = group["betas"][1]
         grads, v = _gradients(params), self._of(params, "exp_avg_sq")
         delta = torch._foreach_mul(grads, grads)
@@ -221,14 +216,14 @@ class StepAdamW(Optimizer):
         return delta, v
 
     def _update(self, params: list[Tensor], group: dict[str, Any], v: Tensors) -> None:
-        """The step of AdamW."""
+        """Apply AdamW's step."""
         denominators = torch._foreach_sqrt(v)
         torch._foreach_div_(denominators, math.sqrt(1 - group["betas"][1] ** self.steps))
         torch._foreach_add_(denominators, group["eps"])
         self._divide(params, group, denominators)
 
     def _update_frozen(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        """The step of the sparse phase: v* is v, which no step moves any more."""
+        """Apply the step of the sparse phase with constant v* = v."""
         v: Tensors = self._of(params, "max_exp_avg_sq" if self.amsgrad else "exp_avg_sq")
         if self.frozen_bias_correction:
             assert self.switched_at is not None
@@ -242,7 +237,7 @@ class StepAdamW(Optimizer):
         self._divide(params, group, denominators)
 
     def _divide(self, params: list[Tensor], group: dict[str, Any], denominators: Tensors) -> None:
-        """Decay, and the step along the first moments, which this moves, too."""
+        """Apply weight decay, update the first moments and step along them."""
         beta1 = group["betas"][0]
         weights, m = [_local(p) for p in params], self._of(params, "exp_avg")
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
@@ -251,7 +246,7 @@ class StepAdamW(Optimizer):
         torch._foreach_addcdiv_(weights, m, denominators, value=rate)
 
     def _measure(self, delta: Tensors) -> Tensor:
-        """[Σ|Δ|, 0], or the sum of logarithms over the coordinates that moved, and their number."""
+        """Return [Σ|Δ|, 0], or Σ log|Δ| and the count of coordinates with Δ ≠ 0."""
         size = torch.cat([part.flatten() for part in delta]).abs_()
         if self.option == 1:
             total = _sum(size)
@@ -261,7 +256,7 @@ class StepAdamW(Optimizer):
 
     def _decide(self, change: float) -> None:
         group = self.param_groups[0]
-        group["changes"] = [*self.changes, change][-self.window :]  # state dicts hold the old list
+        group["changes"] = [*self.changes, change][-self.window :]  # state dicts share the old list
         mean = self.window_mean
         assert mean is not None
         low, high = self.clipping
@@ -282,7 +277,7 @@ class StepAdamW(Optimizer):
 
 
 def _parts(params: list[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """``params`` in order, in lists of at most ``most`` elements together, or of one tensor."""
+    """Split ``params`` into lists of at most ``most`` elements, or of one tensor."""
     part: list[Tensor] = []
     size = 0
     for p in params:
@@ -297,7 +292,7 @@ def _parts(params: list[Tensor], most: int) -> Iterator[list[Tensor]]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this process holds of it: all steps but the sum over Δv are elementwise."""
+    """Return the local shard; all operations except the sum over Δv are elementwise."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -306,13 +301,13 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Σx of a vector in fp64: of partial sums in its own dtype, which need no copy of it."""
+    """Sum a vector in fp64 over partial sums in its own dtype, which need no copy."""
     whole = len(x) // PARTIAL * PARTIAL
     return x[:whole].view(-1, PARTIAL).sum(1).double().sum() + x[whole:].sum()
 
 
 def _over_shards(sums: Tensor, like: Any) -> Tensor:
-    """Of sums over what this process holds of tensors sharded as ``like``, those over all."""
+    """All-reduce sums over local shards of tensors sharded like ``like``."""
     if not hasattr(like, "placements"):
         return sums
     from torch.distributed.tensor import DTensor, Partial, Replicate

@@ -13,11 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class AdamWOptions:
-    """torch.optim.AdamW; decay applies to tensors of two or more dimensions only."""
+    """Options of torch.optim.AdamW."""
 
     name: Literal["adamw"]
     lr: Annotated[float, "> 0"]
-    """Peak learning rate, reached after the schedule's warm-up."""
     betas: Annotated[tuple[float, float], "[0, 1)"]
     eps: Annotated[float, "> 0"]
     weight_decay: Annotated[float, "≥ 0"]
@@ -31,7 +30,7 @@ class AdamW:
 
     @staticmethod
     def build(groups: list[dict[str, Any]], options: AdamWOptions) -> Optimizer:
-        """The optimiser over parameter groups, which bring their weight decay."""
+        """Build the optimizer over parameter groups."""
         import torch
 
         return torch.optim.AdamW(

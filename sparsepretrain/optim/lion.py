@@ -14,13 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class LionOptions:
-    """timm.optim.Lion (arXiv:2302.06675); decay applies to tensors of ≥ 2 dimensions only."""
+    """Options of timm.optim.Lion; ``betas`` are for update direction and momentum."""
 
     name: Literal["lion"]
     lr: Annotated[float, "> 0"]
-    """Peak learning rate, reached after the schedule's warm-up."""
     betas: Annotated[tuple[float, float], "[0, 1)"]
-    """Of the step's direction, and of the momentum that is kept."""
     weight_decay: Annotated[float, "≥ 0"]
 
 
@@ -32,11 +30,7 @@ class Lion:
 
     @staticmethod
     def build(groups: list[dict[str, Any]], options: LionOptions) -> Optimizer:
-        """The optimiser over parameter groups, which bring their weight decay.
-
-        Raises:
-            ConfigError: timm is not installed.
-        """
+        """Build the optimizer over parameter groups."""
         with needs("optim=lion", "timm", "vision", error=ConfigError):
             from timm.optim import Lion as TimmLion
         return TimmLion(groups, lr=options.lr, betas=options.betas)

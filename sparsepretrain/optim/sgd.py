@@ -14,17 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class SGDOptions:
-    """torch.optim.SGD; decay applies to tensors of two or more dimensions only."""
+    """Options of torch.optim.SGD."""
 
     name: Literal["sgd"]
     lr: Annotated[float, "> 0"]
-    """Peak learning rate, reached after the schedule's warm-up."""
     momentum: Annotated[float, "≥ 0"]
     nesterov: bool
     weight_decay: Annotated[float, "≥ 0"]
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """What does not go together, as (key, message)."""
+        """Yield violations as (key, message)."""
         if self.nesterov and self.momentum == 0:
             yield "nesterov", "needs optim.momentum > 0"
 
@@ -37,7 +36,7 @@ class SGD:
 
     @staticmethod
     def build(groups: list[dict[str, Any]], options: SGDOptions) -> Optimizer:
-        """The optimiser over parameter groups, which bring their weight decay."""
+        """Build the optimizer over parameter groups."""
         import torch
 
         return torch.optim.SGD(

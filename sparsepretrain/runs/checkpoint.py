@@ -1,11 +1,9 @@
-"""Checkpoints that are either whole or not there: named parts as safetensors and JSON.
+"""Atomic checkpoints: named parts as safetensors and JSON.
 
-``step_<N>/`` holds ``state.json``, the parts without their tensors; a file of safetensors for each
-part that has some, in which a tensor is called by its place (``model.<name>``); ``config.yaml``;
-and ``manifest.json``, the SHA-256 of the others. It is written under another name, every file
-flushed to disk, the manifest last, then renamed. Nothing in it is unpickled.
-
-Format 1 has all parts in ``state.pt``, which is read without running code.
+``step_<N>/`` holds ``state.json``, the parts without tensors; a safetensors file for each part with
+tensors, named by their path (``model.<name>``); ``config.yaml``; and ``manifest.json`` with the
+SHA-256 of the other files. It is written under a hidden name, every file flushed to disk, the
+manifest last, then renamed. No pickle is read.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,35 +28,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = 2
-"""Version of the layout of a checkpoint, in its manifest."""
+"""Version of the layout, stored in the manifest."""
 STATE = "state.json"
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
 
 _whole: dict[Path, frozenset[tuple[str, int, int]]] = {}
-"""Checkpoints that this process wrote, or found whole, with :func:`_stamp` at that time."""
+"""Checkpoints written or verified by this process, with their :func:`_stamp`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which checkpoints stay; a damaged one never counts as kept."""
+    """Rule for keeping checkpoints; damaged ones do not count."""
 
     last: int
-    """So many of the newest, at least 1."""
+    """Number of newest checkpoints, at least 1."""
     every: int = 0
-    """All at multiples of so many steps; 0: none of them."""
+    """Keep all multiples of this step; 0: none."""
     best: int = 0
-    """So many of those with the lowest loss."""
+    """Number of checkpoints with the lowest loss."""
     losses: Mapping[int, float] = field(default_factory=dict)
-    """Step -> loss, where there is one to compare."""
+    """Step -> loss."""
 
 
 class Checkpoint:
-    """A checkpoint on disk. Each of its files is checked once, before it is first read.
-
-    Args:
-        path: its directory; nothing is looked at yet.
-    """
+    """Checkpoint directory on disk; each file is verified once, before its first use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,16 +64,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Completed optimiser steps."""
+        """Completed optimizer steps."""
         self.require(())
         return int(self._manifest["step"])
 
     def config(self) -> dict[str, Any]:
-        """The frozen configuration as plain values.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
+        """Return the frozen configuration as plain values."""
         self.require(())
         try:
             return freeze.from_yaml(self.path / CONFIG)
@@ -88,20 +77,20 @@ class Checkpoint:
             raise CheckpointError(str(error)) from error
 
     def part(self, name: str) -> Any:
-        """One part as it was saved, its tensors on the CPU; None where there is none.
+        """Return one part with tensors on the CPU, or None if missing.
 
         Raises:
-            CheckpointError: a file that is needed for it is missing or damaged.
+            CheckpointError: a required file is missing or damaged.
         """
         self.require((name,))
         return self._with_tensors(name, self._state().get(name))
 
     def parts(self, mapped: Container[str] = ()) -> dict[str, Any]:
-        """All parts, in the order in which they were saved.
+        """Return all parts in saved order.
 
         Args:
-            mapped: parts whose tensors may be pages of the file, which take memory when they are
-                read: copy what is to be kept, since the file may be removed.
+            mapped: parts whose tensors may be memory maps of the file; copy them before the file is
+                removed.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -113,7 +102,7 @@ class Checkpoint:
         }
 
     def _state(self) -> dict[str, Any]:
-        """The parts without their tensors."""
+        """Return the parts without tensors."""
         file = self.path / STATE
         try:
             return read_json(file, dict)
@@ -134,26 +123,19 @@ class Checkpoint:
             raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
 
     def require(self, parts: Iterable[str] | None = None) -> None:
-        """Do nothing where :meth:`problem` finds nothing.
-
-        Raises:
-            CheckpointError: there is a problem, or no checkpoint.
-        """
+        """Raise CheckpointError if missing or if :meth:`problem` finds damage."""
         if not self.path.is_dir():
             raise CheckpointError(f"checkpoint {self.path} does not exist")
         if (problem := self.problem(parts)) is not None:
             raise CheckpointError(f"checkpoint {self.path} is damaged ({problem}): choose another")
 
     def problem(self, parts: Iterable[str] | None = None) -> str | None:
-        """What is wrong with the files of ``parts`` or with those of all; None: nothing.
-
-        Files that were found right before are not read again.
-        """
+        """Describe damage to the files of ``parts``, by default all; None: intact."""
         try:
             manifest = read_json(self.path / MANIFEST, dict)
             if manifest["format"] != FORMAT:
                 return f"format {manifest['format']}, this version reads {FORMAT}"
-            number = self.path.name.removeprefix("step_")  # other names are the user's copies
+            number = self.path.name.removeprefix("step_")  # other names are copies by the user
             if number.isdigit() and int(number) != manifest["step"]:
                 return f"{MANIFEST} is of step {manifest['step']}"
             sums, needed = manifest["sha256"], {STATE, CONFIG}
@@ -180,19 +162,19 @@ class Checkpoint:
 def save(
     directory: Path, step: int, parts: dict[str, Any], *, config: str, keep: Retention
 ) -> Path:
-    """Write ``directory/step_<step>`` and remove older ones that ``keep`` does not name.
+    """Write ``directory/step_<step>`` and remove checkpoints not retained by ``keep``.
 
-    A whole checkpoint of this step stays as it is: replacing a directory is not atomic.
+    An intact checkpoint of this step stays: replacing a directory is not atomic.
 
     Args:
-        directory: ``checkpoints`` of a run directory; created when missing.
-        step: completed optimiser steps.
+        directory: ``checkpoints`` of a run directory; created if missing.
+        step: completed optimizer steps.
         parts: name -> tensors, numbers, strings, None, and lists, tuples and dicts of these.
-        config: as YAML text.
-        keep: the one just written counts.
+        config: configuration as YAML text.
+        keep: retention rule, the new checkpoint included.
 
     Raises:
-        CheckpointError: it could not be written; earlier checkpoints are untouched.
+        CheckpointError: the write failed; earlier checkpoints are untouched.
     """
     final = directory / step_name(step)
     if Checkpoint(final).problem() is None:
@@ -213,7 +195,7 @@ def save(
         (stage / CONFIG).write_text(config, encoding="utf-8")
         sums = {}
         for file in sorted(stage.iterdir()):
-            shutil.copymode(stage / CONFIG, file)  # safetensors makes its files private
+            shutil.copymode(stage / CONFIG, file)  # safetensors creates private files
             sync(file)
             sums[file.name] = _sum(file)
         _write_json(stage / MANIFEST, {"format": FORMAT, "step": step, "sha256": sums})
@@ -229,12 +211,12 @@ def save(
 
 
 def step_name(step: int) -> str:
-    """Name of what belongs to ``step``; in the order of names it is in the order of steps."""
+    """Return a name for ``step``; names sort by step."""
     return f"step_{step:08d}"
 
 
 def saved(directory: Path) -> dict[int, Path]:
-    """Step -> directory of each checkpoint in ``directory``, whole or not, in order."""
+    """Return step -> path of each checkpoint in ``directory``, damaged ones included."""
     paths = {p.name.removeprefix("step_"): p for p in sorted(directory.glob("step_*"))}
     return {int(number): path for number, path in paths.items() if number.isdigit()}
 
@@ -242,7 +224,7 @@ def saved(directory: Path) -> dict[int, Path]:
 def newest_valid(
     directory: Path, warn: Callable[[str], None], parts: Iterable[str] | None = None
 ) -> Checkpoint | None:
-    """The newest checkpoint without a :meth:`~Checkpoint.problem`; says which it passed over."""
+    """Return the newest intact checkpoint; ``warn`` of damaged ones passed over."""
     for path in sorted(directory.glob("step_*"), reverse=True):
         checkpoint = Checkpoint(path)
         problem = checkpoint.problem(parts)
@@ -252,29 +234,9 @@ def newest_valid(
     return None
 
 
-def read_tensors(file: Path) -> dict[str, Any]:
-    """What ``torch.save`` wrote, on the CPU; code in it is never run.
-
-    Raises:
-        CheckpointError: it is damaged, or holds more than tensors and plain values.
-    """
-    import torch
-
-    try:
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{file} is refused: it is damaged, or has objects other than tensors and plain "
-            "values, which may run code when they are loaded"
-        ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
-    return state
-
-
 @contextlib.contextmanager
 def writing(final: Path) -> Iterator[Path]:
-    """Gives where ``final`` is made; after an error, one line says so and nothing is left there."""
+    """Provide a temporary path for ``final``; on error remove it and raise CheckpointError."""
     from safetensors import SafetensorError
 
     stage = final.with_name(f".{final.name}.{os.getpid()}")
@@ -290,10 +252,10 @@ def _shard(part: str) -> str:
 
 
 def _split(part: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
-    """``part`` as JSON can hold it, and its tensors by the names of their places.
+    """Separate ``part`` into JSON values and tensors by path.
 
-    What JSON lacks is a mapping with one key that begins with a dollar sign. A tensor that is there
-    twice, as tied weights are, is stored once.
+    Values that JSON lacks become a mapping with one key starting with a dollar sign. A tensor that
+    occurs twice, such as a tied weight, is stored once.
     """
     from torch import Tensor
 
@@ -335,12 +297,12 @@ def _split(part: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
 
 
 def memory(tensor: Tensor) -> tuple[Any, ...]:
-    """What two tensors have in common that are the same numbers in the same memory."""
+    """Return a key that is equal for two views of the same numbers in memory."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _join(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of :func:`_split`."""
+    """Invert :func:`_split`."""
     if isinstance(value, list):
         return [_join(item, tensors) for item in value]
     match value:
@@ -361,7 +323,7 @@ def _prune(directory: Path, newest: int, keep: Retention) -> None:
     paths = {step: path for step, path in saved(directory).items() if step <= newest}
     by_loss = sorted(keep.losses.keys() & paths.keys(), key=lambda step: (keep.losses[step], step))
     kept = {step for step in paths if keep.every and step % keep.every == 0}
-    # only checkpoints that would load count
+    # only intact checkpoints count
     kept |= _first_whole(paths, sorted(paths, reverse=True), keep.last)
     kept |= _first_whole(paths, by_loss, keep.best)
     for step in paths.keys() - kept:
@@ -370,7 +332,6 @@ def _prune(directory: Path, newest: int, keep: Retention) -> None:
 
 
 def _first_whole(paths: dict[int, Path], order: Sequence[int], count: int) -> set[int]:
-    """The first ``count`` steps in ``order`` whose checkpoints are whole."""
     whole = (step for step in order if _is_whole(paths[step]))
     return set(itertools.islice(whole, count))
 
@@ -381,7 +342,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _stamp(path: Path) -> frozenset[tuple[str, int, int]]:
-    """Name, size and time of change of every file: other ones where something was done to them."""
+    """Return name, size and modification time of every file."""
     files = [(entry.name, entry.stat()) for entry in os.scandir(path)]
     return frozenset((name, stat.st_size, stat.st_mtime_ns) for name, stat in files)
 

@@ -1,4 +1,4 @@
-"""The directory of a run: where each of its files lies, who may write there, what it says."""
+"""Directory of a run: paths, locking, and content of its files."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from sparsepretrain.files import read_json, write_atomic
 from sparsepretrain.runs import checkpoint, record
 
 SET_ASIDE = re.compile(r"\.old-\d+$")
-"""End of the name of a run that ``resume=never`` has replaced."""
+"""Suffix of a run replaced by ``resume=never``."""
 
 
 class _Entry:
-    """A file or directory of a run, by its name."""
+    """File or directory of a run, given by its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -45,56 +45,56 @@ class _Entry:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A run on disk; nothing else spells the names of its files.
+    """Run on disk. All file names of a run are defined here.
 
     Args:
-        path: ``<runs_dir>/<name>/<hash8>-s<seed>`` (:meth:`of`), or wherever it was moved to.
+        path: ``<runs_dir>/<name>/<hash8>-s<seed>`` (:meth:`of`), or another path after a move.
     """
 
     path: Path
 
     config_file = _Entry("config.yaml")
-    """The resolved configuration."""
+    """Resolved configuration."""
     environment_file = _Entry("environment.json")
-    """Versions, commit, command and hardware of the last process that trained, and ``hashes`` of
-    what the run began with: ``initial_weights``, ``data_order`` and ``evaluation``."""
+    """Versions, commit, command and hardware of the last training process, and ``hashes`` of
+    ``initial_weights``, ``data_order`` and ``evaluation``."""
     record_file = _Entry("metrics.jsonl")
     """See :mod:`~sparsepretrain.runs.record`."""
     probes_file = _Entry("probes.jsonl")
-    """What probes measured, in the form of the record; a line names its ``probe``."""
+    """Measurements of probes in the form of the record; a line names its ``probe``."""
     evaluations_file = _Entry("eval.jsonl")
     """One line per evaluation of a checkpoint on a whole split."""
     tokenizer_file = _Entry("tokenizer.json")
-    """What the model reads; not there when tokens are bytes, and of images."""
+    """Tokenizer of the model; missing for bytes and images."""
     checkpoints = _Entry("checkpoints")
     """See :mod:`~sparsepretrain.runs.checkpoint`."""
     masks = _Entry("masks")
     """Packed masks, a file per recorded step."""
     plots = _Entry("plots")
-    """Pictures of the report."""
+    """Figures of the report."""
     report_file = _Entry("report.md")
-    """The page about the run."""
+    """Report on the run."""
     exports = _Entry("export")
     """Models for other libraries, a directory per format."""
     harness = _Entry("lm_eval")
     """Results of lm-evaluation-harness, a directory per step."""
     console_log = _Entry("console.log")
-    """What the run printed where another process started it."""
+    """Console output of a run started by another process."""
     status_file = _Entry("status.json")
-    """``exit_code`` of the run, where several processes train it: torchrun makes 1 of any other."""
+    """``exit_code`` of a distributed run, since torchrun maps all errors to 1."""
     failures_file = _Entry("failed.json")
     """See :meth:`failures`."""
     lock_file = _Entry(".lock")
-    """Held by the process that trains."""
+    """Lock file of the training process."""
 
     @classmethod
     def of(cls, config: Run | dict[str, Any]) -> RunDirectory:
-        """The directory of a configuration: the same every time."""
+        """Return the directory determined by a configuration."""
         return cls(freeze.run_directory(config))
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> RunDirectory | None:
-        """The run that a checkpoint lies in; None: it is a copy that lies elsewhere."""
+        """Return the run that contains a checkpoint; None for a copy elsewhere."""
         name = cls.checkpoints.name
         place = path if path.parent.name == name else path.resolve()
         return cls(place.parent.parent) if place.parent.name == name else None
@@ -106,17 +106,15 @@ class RunDirectory:
         return str(self.path)
 
     def masks_file(self, step: int) -> Path:
-        """The masks of a step: ``pack_24`` codes by layer, with their shapes."""
+        """Return the path of a step's masks: ``pack_24`` codes and shapes by layer."""
         return self.masks / f"{checkpoint.step_name(step)}.npz"
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[None]:
-        """Create the directory and keep other processes out of it.
-
-        A run that is refused before it wrote anything leaves no directory behind.
+        """Create and lock the directory; remove it again if the run fails before writing.
 
         Raises:
-            ConfigError: it is not writable, or another process has claimed it.
+            ConfigError: not writable, or locked by another process.
         """
         created = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
@@ -143,11 +141,7 @@ class RunDirectory:
                 raise
 
     def write(self, file: Path, content: str | bytes) -> None:
-        """Write one of the run's files as a whole; its directory is made.
-
-        Raises:
-            SparsePretrainError: it cannot be written; a CheckpointError where the disk is full.
-        """
+        """Write one of the run's files atomically; CheckpointError on a full disk."""
         try:
             file.parent.mkdir(exist_ok=True)
             write_atomic(file, content)
@@ -155,7 +149,7 @@ class RunDirectory:
             raise cannot_write(file, error) from error
 
     def set_aside(self) -> Path:
-        """Move everything into ``<name>.old-<k>`` beside it; returns that path."""
+        """Move all files to the sibling ``<name>.old-<k>`` and return its path."""
         number = 1
         while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
             number += 1
@@ -166,19 +160,11 @@ class RunDirectory:
         return target
 
     def config(self) -> dict[str, Any]:
-        """The frozen configuration as plain values.
-
-        Raises:
-            ConfigError: the file is missing or not a configuration.
-        """
+        """Return the frozen configuration as plain values."""
         return freeze.from_yaml(self.config_file)
 
     def environment(self) -> dict[str, Any]:
-        """What ``environment.json`` holds; empty where there is none.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
+        """Return the content of ``environment.json``; empty if missing."""
         if not self.environment_file.is_file():
             return {}
         try:
@@ -187,10 +173,9 @@ class RunDirectory:
             raise ConfigError(f"{self.environment_file} cannot be read: {error}") from error
 
     def failures(self) -> dict[str, dict[str, Any]]:
-        """What failed when it was last tried -> its ``exit_code`` and ``error``, one line.
+        """Return failed stage -> ``exit_code`` (minus the signal if killed) and one-line ``error``.
 
-        ``train`` is the run itself, other names are stages of a table after it. The exit code of
-        what a signal killed is minus the number of the signal.
+        Stage ``train`` is the run itself; others are stages of a table.
         """
         try:
             return read_json(self.failures_file, dict)
@@ -198,10 +183,7 @@ class RunDirectory:
             return {}
 
     def note_failure(self, what: str, exit_code: int = 0, error: str = "") -> None:
-        """Keep for :meth:`failures` how ``what`` failed; exit code 0: it did not.
-
-        Silent where it cannot be written: a note does no harm to what it is about.
-        """
+        """Record the failure of stage ``what``, or its success if the exit code is 0."""
         found = {key: entry for key, entry in self.failures().items() if key != what}
         if exit_code:
             found[what] = {"exit_code": exit_code, "error": error}
@@ -212,13 +194,13 @@ class RunDirectory:
                 self.failures_file.unlink(missing_ok=True)
 
     def status(self) -> int | None:
-        """The exit code that the first of several processes left; None: there is none yet."""
+        """Return the exit code left by rank 0, or None."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             return int(read_json(self.status_file, dict)["exit_code"])
         return None
 
     def leave_status(self, exit_code: int | None) -> None:
-        """Set :meth:`status`, if there is a run; silent where it cannot be written."""
+        """Set :meth:`status` of an existing run; ignore write errors."""
         with contextlib.suppress(OSError):
             if exit_code is None:
                 self.status_file.unlink(missing_ok=True)
@@ -226,16 +208,11 @@ class RunDirectory:
                 write_atomic(self.status_file, json.dumps({"exit_code": exit_code}) + "\n")
 
     def record(self) -> list[dict[str, Any]]:
-        """The lines of the record in order; a torn last line is left out.
-
-        Raises:
-            ConfigError: there is no record.
-            DataError: a line before the last is not a JSON record.
-        """
+        """Return the lines of the record; see :func:`record.read`."""
         return record.read(self.record_file)
 
     def retention(self, run: Run) -> checkpoint.Retention:
-        """Which checkpoints stay according to ``run`` and the validation losses so far."""
+        """Return the retention rule of ``run`` with the validation losses so far."""
         keep, losses = run.checkpoint, {}
         if keep.keep_best:
             losses = {
@@ -246,9 +223,9 @@ class RunDirectory:
         return checkpoint.Retention(keep.keep_last, keep.keep_every, keep.keep_best, losses)
 
     def finetuned(self, stage: str) -> RunDirectory | None:
-        """The run that a stage of a table made of this one, of its latest checkpoint.
+        """Return the run of a table's stage on this run's latest checkpoint.
 
-        It lies beside this one as ``config.tables.Stage`` says, and may have been moved with it.
+        It is the sibling directory described at ``config.tables.Stage``, even after a move.
         """
         seed = self.path.name.rpartition("-s")[2]
         beside = self.path.parent.with_name(f"{self.path.parent.name}--{stage}")
@@ -261,16 +238,10 @@ class RunDirectory:
         return found[max(found)] if found else None
 
     def evaluation(self, split: str | None, overrides: Sequence[str] = ()) -> dict[str, Any] | None:
-        """The newest line of ``eval.jsonl`` about the latest step that was evaluated so.
+        """Return the newest line of ``eval.jsonl`` on the latest evaluated step.
 
-        Lines of densified or averaged weights are others.
-
-        Args:
-            split: of the run's data.
-            overrides: of that evaluation.
-
-        Raises:
-            DataError: a line before the last is not a JSON record.
+        Evaluations of densified or averaged weights, of another split, or with other ``overrides``
+        are ignored.
         """
         try:
             lines = record.read(self.evaluations_file)
@@ -282,16 +253,13 @@ class RunDirectory:
         return max(reversed(same), key=lambda line: line["step"] or 0, default=None)
 
     def harness_file(self, step: int, stage: str) -> Path:
-        """``--output_path`` of lm-evaluation-harness, which adds the date to the file's name."""
+        """Return ``--output_path`` of lm-evaluation-harness, which adds the date to the name."""
         return self.harness / checkpoint.step_name(step) / f"{stage}.json"
 
     def harness_result(self, step: int, stage: str) -> dict[str, float] | None:
-        """``<task>/<metric>`` -> value of the newest result of a stage; None: there is none.
+        """Return ``<task>/<metric>`` -> value of a stage's newest result, or None.
 
         A filter of the harness other than ``none`` follows the metric after a comma.
-
-        Raises:
-            DataError: the file is not a result of the harness.
         """
         file = self.harness_file(step, stage)
         found = sorted(file.parent.glob(f"{file.stem}_2*.json"))  # a date follows the stage
@@ -306,11 +274,7 @@ class RunDirectory:
         }
 
     def probes(self) -> list[dict[str, Any]]:
-        """The lines of the probes in order; none where no probe was on.
-
-        Raises:
-            DataError: a line before the last is not a JSON record.
-        """
+        """Return the lines of the probes in order."""
         return record.read(self.probes_file) if self.probes_file.is_file() else []
 
     def is_finished(self, run: Run, end: int) -> bool:
@@ -337,12 +301,10 @@ def state_at(end: int, steps: int) -> Literal["finished", "partial"]:
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunDirectory]:
-    """The run directories that are, or lie below, ``paths``; each once, in order.
-
-    A glob of the shell names other things beside runs: these are left out, with a warning.
+    """Return the distinct run directories at or below ``paths``; warn of other paths.
 
     Raises:
-        ConfigError: none of the paths holds a run, all problems at once.
+        ConfigError: no path contains a run.
     """
     found: dict[RunDirectory, None] = {}
     problems = []

@@ -1,13 +1,12 @@
-"""metrics.jsonl, the record of a run: one strict JSON object per line, never a step twice.
+"""metrics.jsonl, the record of a run: one strict JSON object per line, each step once.
 
 A line is ``{"step", "time", "tokens", "loss", "lr", "grad_norm", "flip_rate", "density", …}``.
-Evaluation lines also carry ``"split"``; values of a layer have flat keys (``flip_rate/<layer>``).
+Evaluation lines also have ``"split"``; values of a layer have flat keys (``flip_rate/<layer>``).
 
-``flip_rate`` is the mean over the comparisons of masks since the line before (of a layer: since the
-last line with layers), ``flip_rate_last`` that of the last comparison alone, and ``flip_interval``
-the steps between two compared masks where that is more than one: such comparisons have a line each.
-``mfu_dense`` counts every product as dense, also those that a method makes sparse; so did ``mfu``,
-its name in older records, whose ``flip_rate`` was that of the last comparison.
+``flip_rate`` is the mean over the mask comparisons since the previous line (for a layer: since the
+last line with layers), ``flip_rate_last`` the last comparison's. ``flip_interval`` is the number of
+steps between compared masks if above one; each such comparison has its own line. ``mfu_dense``
+counts sparse matmuls as dense.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from sparsepretrain.files import parse_json, write_atomic
 
 
 class Record:
-    """Appends to a record; every line is with the operating system on return.
+    """Append-only record; each line is handed to the operating system on return.
 
     Args:
-        file: of the run; its directory is created when missing.
-        resume_step: the last completed step of the checkpoint that the run continues from. Lines
-            of later steps are cut off, a torn last line is dropped. None: an empty record.
+        file: path of the record; its directory is created if missing.
+        resume_step: step of the checkpoint to resume from; later lines and a torn last line are
+            dropped. None: start an empty record.
 
     Raises:
         ConfigError: the directory is not writable.
-        DataError: a line of the record that is continued is not JSON.
+        DataError: a line of the resumed record is not JSON.
     """
 
     def __init__(self, file: Path, *, resume_step: int | None) -> None:
         self.path = file
         self._last: dict[tuple[Any, ...], int] = {}
         self._before = 0.0
-        kept = io.StringIO()  # not the lines as objects, which are ten times as large
+        kept = io.StringIO()  # parsed lines would take ten times the memory
         self.lines = 0
-        """Lines in the file."""
+        """Number of lines in the file."""
         for line in _lines(file) if resume_step is not None and file.exists() else ():
             if line["step"] <= resume_step:
                 kept.write(_dump(line))
@@ -56,7 +55,7 @@ class Record:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.path, kept.getvalue())
-            # unbuffered: one write call per line, so that kill -9 tears at most the last one
+            # unbuffered: kill -9 tears at most the last line
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(
@@ -67,23 +66,21 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, those before a resume included."""
+        """Seconds of training, including those before a resume."""
         return self._before + time.monotonic() - self._start
 
     def write(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """Append one record.
+        """Append one line, unless its split or probe has a line of this or a later step.
 
         Args:
-            record: has an int ``step``; values are numbers (0-d tensors and NumPy scalars too),
-                strings, booleans or None. NaN and ±inf are written as null, since JSON has neither.
-                ``time`` is filled in with :attr:`seconds` unless given.
+            record: int ``step``, and numbers (0-d tensors and NumPy scalars too), strings,
+                booleans or None. NaN and ±inf become null. ``time`` defaults to :attr:`seconds`.
 
         Returns:
-            The line as written, or None when one of this split or probe reached this step before:
-            nothing is written then.
+            The written line, or None if nothing was written.
 
         Raises:
-            SparsePretrainError: the line could not be written; a CheckpointError on a full disk.
+            SparsePretrainError: write failed; CheckpointError on a full disk.
         """
         values = {key: _plain(key, value) for key, value in record.items()}
         step, stream = values["step"], _stream(values)
@@ -101,25 +98,24 @@ class Record:
         return line
 
     def close(self) -> None:
-        """Close the file; calling it again is harmless."""
+        """Close the file; repeated calls are allowed."""
         self._file.close()
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The lines of a record in order; a torn last line is left out.
+    """Return the lines of a record in order, without a torn last line.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: missing file.
         DataError: a line before the last is not a JSON record.
     """
     return list(_lines(file))
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """What :func:`read` returns, line by line."""
     if not file.is_file():
         raise ConfigError(f"{file.parent} has no {file.name}: give the directory of a run")
-    wrong = 0  # number of the first line that is no record; harmless where nothing follows
+    wrong = 0  # number of the first bad line; allowed at the end
     try:
         with file.open("rb") as stream:  # bytes: a torn write may end inside a character
             for number, text in enumerate(stream, start=1):
@@ -138,7 +134,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def tail(file: Path, size: int = 1 << 18) -> list[dict[str, Any]]:
-    """The newest lines of a record that another process may be writing: those in ``size`` bytes."""
+    """Return the lines in the last ``size`` bytes of a record that may be growing."""
     try:
         with file.open("rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - size))
@@ -147,7 +143,7 @@ def tail(file: Path, size: int = 1 << 18) -> list[dict[str, Any]]:
         return []
     records = []
     for text in texts:
-        with contextlib.suppress(ValueError):  # the first and the last may be a part of a line
+        with contextlib.suppress(ValueError):  # the first and the last line may be incomplete
             records.append(parse_json(text, dict))
     return [line for line in records if "step" in line]
 
@@ -157,12 +153,12 @@ def _dump(line: dict[str, Any]) -> str:
 
 
 def _stream(line: dict[str, Any]) -> tuple[Any, ...]:
-    """What has one line per step: training, a split, a probe."""
+    """Return the key of a sequence with one line per step: training, a split, or a probe."""
     return line.get("split"), line.get("probe")
 
 
 def _plain(key: str, value: Any) -> Any:
-    """``value`` as strict JSON can hold it."""
+    """Convert ``value`` to strict JSON."""
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Where a run continues from."""
+"""Choice of the checkpoint that a run resumes from."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ if TYPE_CHECKING:
     from sparsepretrain.tracking.console import Console
 
 FIXED = ("model.", "task.", "data.", "sparsity.", "optim.name", "seed", "batch.size")
-"""Keys that a checkpoint cannot be continued across; other differences are logged."""
+"""Keys that must equal the checkpoint's; other differences are logged."""
 
 
 def choose_checkpoint(
     directory: RunDirectory, run: Run, named: Checkpoint | None, console: Console
 ) -> Checkpoint | None:
-    """The checkpoint to continue from according to ``resume``; None: from the start.
+    """Return the checkpoint to resume from, or None to start from scratch.
 
-    ``named`` is what :func:`named_checkpoint` returned.
+    Args:
+        directory: directory of the run.
+        run: configuration with ``resume``.
+        named: result of :func:`named_checkpoint`.
+        console: prints the choice.
 
     Raises:
-        CheckpointError: none of the run's checkpoints is whole.
+        CheckpointError: all checkpoints of the run are damaged.
     """
     if run.resume == "never":
         if any(directory.checkpoints.glob("step_*")) or directory.record_file.exists():
@@ -38,20 +42,20 @@ def choose_checkpoint(
     newest = newest_valid(own, console.warn)
     if newest is None and any(own.glob("step_*")):
         raise CheckpointError(
-            f"no checkpoint in {own} is whole: restore one, or start anew with resume=never"
+            f"no checkpoint in {own} is whole: restore one, or start again with resume=never"
         )
     if newest is None and named is None:
         for note in _other_micro_batches(directory, run):
             console.info(note)
     if newest is None or named is None:
         return newest or named
-    # a requeued resume=PATH goes on where it was stopped
+    # a requeued resume=PATH continues its own run
     console.info(f"this run has checkpoints of its own: {newest} is used instead of {named}")
     return newest
 
 
 def _other_micro_batches(directory: RunDirectory, run: Run) -> Iterator[str]:
-    """Name runs with checkpoints that differ from a new run in ``batch.micro`` only."""
+    """Yield notes on resumable runs that differ from a new run in ``batch.micro`` only."""
     for path in sorted(directory.path.parent.glob(f"*-s{run.seed}")):
         other = RunDirectory(path)
         steps = saved(other.checkpoints)
@@ -61,7 +65,7 @@ def _other_micro_batches(directory: RunDirectory, run: Run) -> Iterator[str]:
             config = other.config()
             micro, config["batch"]["micro"] = config["batch"]["micro"], run.batch.micro
             alike = freeze.identity(config) == freeze.identity(run)
-        except (ConfigError, KeyError, TypeError):  # not a run of this version
+        except (ConfigError, KeyError, TypeError):  # a run of another version
             continue
         if alike:
             yield (
@@ -71,11 +75,10 @@ def _other_micro_batches(directory: RunDirectory, run: Run) -> Iterator[str]:
 
 
 def named_checkpoint(run: Run, console: Console) -> Checkpoint | None:
-    """The checkpoint that ``resume=PATH`` names; None for ``auto`` and ``never``.
+    """Return the checkpoint of ``resume=PATH``; None for ``auto`` and ``never``.
 
     Raises:
-        CheckpointError: it does not exist, is damaged, or comes from a configuration that this
-            one cannot continue.
+        CheckpointError: missing, damaged, or from an incompatible configuration.
     """
     if run.resume in ("auto", "never"):
         return None

@@ -1,12 +1,14 @@
-"""Finding trained weights: a run, one of its checkpoints, or a Hugging Face checkpoint."""
+"""Lookup of trained weights in a run, a checkpoint, or a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,45 +20,45 @@ from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.directory import RunDirectory
 
 EVALUATED = ("model", "ema")
-"""The parts of a run's checkpoint that an evaluation may read."""
+"""Checkpoint parts that an evaluation may read."""
 
 HF_CONFIG = "config.json"
 HF_FILES = ("model.safetensors", "pytorch_model.bin")
-"""Weights in one file; in several, ``<file>.index.json`` names them."""
+"""Files with all weights; for sharded weights, ``<file>.index.json`` lists the files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Weights that were found."""
+    """Location of trained weights."""
 
     path: Path | str
     """Directory of the checkpoint, or its name on the Hugging Face hub."""
     checkpoint: Checkpoint | None = None
-    """Of a run; None: the weights are Hugging Face's."""
+    """Checkpoint of a run; None: a Hugging Face checkpoint."""
     config: dict[str, Any] | None = None
-    """Frozen configuration of the run, as plain values."""
+    """Frozen configuration of the run as plain values."""
 
     @property
     def step(self) -> int | None:
-        """Completed optimiser steps of the run."""
+        """Completed optimizer steps of the run."""
         return None if self.checkpoint is None else self.checkpoint.step
 
     @property
     def run(self) -> RunDirectory | None:
-        """The run that the checkpoint lies in; None for Hugging Face's and for copies elsewhere."""
+        """Run that contains the checkpoint; None for copies elsewhere and Hugging Face's."""
         return None if self.checkpoint is None else RunDirectory.of_checkpoint(self.checkpoint.path)
 
 
 def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> Source:
-    """The checkpoint that ``path`` names; of a run's, what an evaluation needs is whole.
+    """Find the checkpoint at ``path`` and verify the parts that an evaluation reads.
 
     Args:
-        path: a run directory (its newest whole checkpoint), a directory inside ``checkpoints/`` or
-            a copy of one, a directory that ``save_pretrained`` wrote, or a name on the hub.
-        warn: told which damaged checkpoints are passed over.
+        path: a run directory (its newest intact checkpoint), a checkpoint directory or a copy of
+            one, a directory written by ``save_pretrained``, or a name on the hub.
+        warn: called for each damaged checkpoint passed over.
 
     Raises:
-        CheckpointError: nothing is there, or what is there is damaged.
+        CheckpointError: missing or damaged.
     """
     directory = Path(path).expanduser()
     if (directory / HF_CONFIG).is_file():
@@ -87,11 +89,7 @@ def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> S
 
 
 def latest(source: Source, count: int) -> list[Checkpoint]:
-    """The checkpoint and the ``count - 1`` whole ones of its run before it, oldest first.
-
-    Raises:
-        CheckpointError: there are fewer.
-    """
+    """Return the checkpoint and the ``count - 1`` intact ones before it, oldest first."""
     if source.checkpoint is None or source.run is None:
         raise CheckpointError(f"{source.path} is not in a run directory: no others to average with")
     found = [source.checkpoint]
@@ -102,28 +100,28 @@ def latest(source: Source, count: int) -> list[Checkpoint]:
         raise CheckpointError(
             f"{source.run} has {len(found)} whole checkpoint(s) up to step {source.step}, not "
             f"{count}: lower average, or train with checkpoint.keep_last={count} and a "
-            "checkpoint.every that saves so many"
+            "checkpoint.every that saves enough"
         )
     return found[::-1]
 
 
 def model_state(source: Source) -> dict[str, Tensor]:
-    """The model's state dict, buffers included, on the CPU; names as stored.
-
-    Raises:
-        CheckpointError: it is damaged or cannot be fetched.
-    """
+    """Return the model's state dict, buffers included, on the CPU under stored names."""
     tensors: dict[str, Tensor] = {}
     if source.checkpoint is not None:
         tensors = source.checkpoint.part("model")
         return tensors
-    read = {".safetensors": load_file}
     for file in _weight_files(source):
         try:
-            tensors |= read.get(file.suffix, checkpoint.read_tensors)(file)
-        except CheckpointError:
-            raise
-        except Exception as error:  # safetensors and pickle raise errors of their own
+            if file.suffix == ".safetensors":
+                tensors |= load_file(file)
+            else:  # a pickle, restricted to tensors and plain values: no code is run
+                tensors |= torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{file} is refused: damaged, or not only tensors and plain values"
+            ) from error
+        except Exception as error:  # safetensors and pickle have their own error classes
             raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
     return tensors
 
@@ -146,7 +144,7 @@ def _weight_files(source: Source) -> list[Path]:
 
 
 def locate(source: Source, name: str) -> Path | None:
-    """A file of a Hugging Face checkpoint, fetched if need be; None: it has none."""
+    """Return the path of a Hugging Face checkpoint's file, fetched if remote; None: missing."""
     if isinstance(source.path, Path):
         file = source.path / name
         return file if file.is_file() else None
@@ -160,7 +158,6 @@ def _fetch(repository: str, name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     from sparsepretrain.data.hub import hub_access
-    from sparsepretrain.data.hub import reason as first_line
 
     try:
         with hub_access():
@@ -168,12 +165,12 @@ def _fetch(repository: str, name: str) -> Path:
     except (OSError, ValueError) as error:  # not there, no network, no legal name
         raise CheckpointError(
             f"{repository}: no such directory{_near(repository)}, and the hub gives no {name}: "
-            f"{first_line(error)}"
+            f"{reason(error)}"
         ) from error
 
 
 def _near(name: str) -> str:
-    """The run or checkpoint that a path which does not exist may have meant, if any."""
+    """Suggest an existing run or checkpoint for a missing path."""
     path = Path(name).expanduser()
     above = next(parent for parent in path.parents if parent.is_dir())
     if above == Path(above.anchor):  # too much lies below the root

@@ -1,4 +1,4 @@
-"""Who saves the checkpoints of a run: at once, or in a thread while training goes on."""
+"""Checkpoint writer, synchronous or in a background thread."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Writer:
-    """Saves the checkpoints of a run, one at a time.
+    """Writer of a run's checkpoints, one at a time.
 
     Args:
         directory: ``checkpoints`` of a run directory.
-        background: :meth:`save` waits for a copy of the state only; a thread writes that. What it
-            raises, the next call of :meth:`save` or :meth:`join` raises.
+        background: copy the state in :meth:`save` and write it in a thread; the next :meth:`save`
+            or :meth:`join` raises its errors.
     """
 
     def __init__(self, directory: Path, *, background: bool) -> None:
@@ -33,17 +33,17 @@ class Writer:
 
     @property
     def failed(self) -> bool:
-        """Whether the thread could not write, and nobody has been told yet."""
+        """True if a background write failed and its error was not raised yet."""
         pending = self._pending
         return pending is not None and pending.done() and pending.exception() is not None
 
     def save(
         self, step: int, parts: dict[str, Any], *, config: str, keep: Callable[[], Retention]
     ) -> None:
-        """:func:`checkpoint.save` once the one before is finished; ``keep`` is called then.
+        """Call :func:`checkpoint.save` after the previous save; ``keep`` is evaluated then.
 
         Raises:
-            CheckpointError: this one, or the one before, could not be written.
+            CheckpointError: this or the previous write failed.
         """
         self.join()
 
@@ -58,18 +58,14 @@ class Writer:
             self._pending = self._thread.submit(write, state)
 
     def join(self) -> None:
-        """Wait until nothing is being written.
-
-        Raises:
-            CheckpointError: the last one could not be written.
-        """
+        """Wait for the pending write and raise its error."""
         if self._pending is not None:
             wait([self._pending])
             done, self._pending = self._pending, None
             done.result()
 
     def close(self, warn: Callable[[str], None]) -> None:
-        """Finish what is being written; where something else stops the run, errors are warnings."""
+        """Finish the pending write; its error is only a warning, since the run is ending."""
         if self._thread is not None:
             self._thread.shutdown()
         try:
@@ -78,10 +74,10 @@ class Writer:
             warn(one_line(error))
 
     def _snapshot(self, parts: dict[str, Any]) -> dict[str, Any]:
-        """Copy ``parts`` into the host memory of the last snapshot, which is pinned for a GPU.
+        """Copy ``parts`` into the host memory of the last snapshot, pinned for a GPU.
 
-        Fresh memory costs several times as much as the copy: the system clears every page of it.
-        Pinned memory lets all copies queue behind each other, with one wait for the device.
+        Fresh memory costs several times the copy, since the system clears its pages. Copies to
+        pinned memory are asynchronous and need one synchronization in all.
         """
         import torch
         from torch import Tensor

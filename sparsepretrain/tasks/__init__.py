@@ -1,7 +1,4 @@
-"""Model + data + loss + metrics. One module per registered task; see :class:`Task`.
-
-``tasks._bases`` has what tasks on running text and on labelled texts share.
-"""
+"""Tasks: model, data, loss and metrics, one module each; see :class:`Task`."""
 
 from __future__ import annotations
 
@@ -24,44 +21,41 @@ Batch = dict[str, Any]
 """Name -> tensor of one micro-batch."""
 
 Progress = Callable[[Any], None] | None
-"""Takes what the preparation of data says about its progress."""
+"""Callback for the progress of data preparation."""
 
 LOGITS_AT_ONCE = 2**24
-"""Logits whose cross-entropy is computed in one piece without a compiler: 64 MiB in fp32."""
+"""Maximum logits of one uncompiled cross-entropy call: 64 MiB in fp32."""
 
 Observation = dict[str, Any]
-"""What an evaluated micro-batch contributes to the metrics; ``(sum, count)`` pairs are averaged.
+"""Contribution of an evaluated micro-batch to the metrics; ``(sum, count)`` pairs are averaged.
 
-A sum may be a 0-d tensor on the device, and another entry a tensor, which becomes a list: the loop
-reads those of all micro-batches in one wait.
+A sum may be a 0-d tensor on the device; other tensors become lists. The loop copies the tensors of
+all micro-batches to the host at once.
 """
 
 
 class Task(ABC):
-    """What the training loop needs to know.
+    """Base of the tasks.
 
     A *sample* is the unit of ``batch.size``: a sequence, an image, or a bucket of sentence pairs.
-    An *item* is what the loss is summed over: a target token, an image, an example.
+    An *item* is the unit of the loss: a target token, an image, an example.
 
     Everything random about a batch is a function of (seed, split, step, positions), never of a
-    global generator, so that resuming and making batches ahead change nothing.
+    global generator, so that resuming and prefetching change nothing.
     """
 
     Options: ClassVar[type]
-    """Dataclass of the group ``task``: ``name`` and its own; may define ``problems()``.
-
-    The comments of its YAML say what the keys mean, here as for data and models.
-    """
+    """Dataclass of the group ``task``: ``name`` and own keys; may define ``problems()``."""
     kind: ClassVar[str]
     """Kind of data, see ``data.sources``: text, pairs, images, records or vectors."""
     unit: ClassVar[str] = "tokens"
-    """What an item is, in the plural."""
+    """Name of an item in the plural."""
     sample: ClassVar[str] = "samples"
-    """What a sample is, in the plural."""
+    """Name of a sample in the plural."""
     loss_name: ClassVar[str] = "cross-entropy, nats"
-    """What the loss of an item is."""
+    """Name of the loss of an item."""
     metric: ClassVar[str] = "loss"
-    """The metric that says how good a model is, among those of :meth:`metrics`."""
+    """Main metric among those of :meth:`metrics`."""
     compiles_loss: bool = False
     """True if the cross-entropy of training is compiled; set by the trainer."""
 
@@ -69,7 +63,7 @@ class Task(ABC):
         """Take the checked options of the groups task, model and data; touch no data.
 
         Raises:
-            ConfigError: they do not go together, and only Python can tell.
+            ConfigError: incompatible options that :meth:`misfits` does not cover.
         """
         self.options = options
         self.model_options = model
@@ -77,9 +71,9 @@ class Task(ABC):
         self.seed = seed
         self.recipe: Any = registry.get("model", model.family)
         self.fingerprint: str | None = None
-        """Of the prepared data; None before :meth:`open_data`."""
+        """Fingerprint of the prepared data; None before :meth:`open_data`."""
         self.tokenizer_file: Path | None = None
-        """tokenizer.json of what the model reads, set by :meth:`open_data`; None: bytes."""
+        """tokenizer.json of the model's input, set by :meth:`open_data`; None: bytes."""
 
     @property
     def roles(self) -> dict[str, list[str]]:
@@ -88,7 +82,7 @@ class Task(ABC):
 
     @staticmethod
     def misfits(options: Any, model: Any, data: Any) -> Problems:
-        """Reasons why these options do not go together, as (dotted key, message); torch-free."""
+        """Yield (dotted key, message) of incompatible options without importing torch."""
         tokens, rows = getattr(data, "vocab_size", None), getattr(model, "vocab_size", None)
         if tokens is not None and rows is not None and tokens > rows:
             yield "model.vocab_size", f"must be ≥ data.vocab_size ({tokens}), got {rows}"
@@ -101,65 +95,65 @@ class Task(ABC):
 
     @property
     def capacity(self) -> int:
-        """Most tokens of one sample as its layers see them; 0: all samples have equally many."""
+        """Maximum tokens of one sample in the layers; 0: all samples have equally many."""
         return 0
 
     def order_seed(self, split: str) -> int:
-        """Seed of the order of a split: held out, the same samples for every seed of a run."""
+        """Return the seed of a split's order; held-out order is the same for every run seed."""
         return self.seed if split == "train" else 0
 
     def build_model(self) -> nn.Module:
-        """The model with initial weights from torch's global generator."""
+        """Build the model with initial weights from torch's global generator."""
         return self.recipe.build(self.model_options)
 
     @abstractmethod
     def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
-        """Open prepared data; raises DataError when it is missing or unsuitable for ``splits``."""
+        """Open prepared data; raise DataError if missing or unsuitable for ``splits``."""
 
     @abstractmethod
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
-        """Samples at ``positions`` of the global batch of ``size`` of optimiser step ``step``.
+        """Return the samples ``positions`` of the global batch of ``size`` of ``step``.
 
         Tensors are on the CPU. May be called in a worker process.
         """
 
     @abstractmethod
     def samples(self, split: str) -> int:
-        """Samples in one pass over ``split``."""
+        """Return the number of samples in one pass over ``split``."""
 
     @abstractmethod
     def example(self, size: int, device: torch.device) -> Batch:
-        """A batch of the right shapes without data, for dry runs."""
+        """Return a batch of the right shapes without data, for dry runs."""
 
     @abstractmethod
     def count(self, batch: Batch) -> int:
-        """Number of items the loss is summed over."""
+        """Return the number of items that the loss is summed over."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """(sum, count) of what is trained on, in fp32: exact under accumulation and parallelism."""
+        """Return (sum, count) in fp32: exact under accumulation and data parallelism."""
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
         """Evaluate one micro-batch.
 
         Args:
-            model: in eval mode; gradients are off.
-            batch: of an evaluation split, on the model's device.
-            final: the last evaluation of a run, or one asked for: costly metrics are worth it.
+            model: model in eval mode, without gradients.
+            batch: micro-batch of an evaluation split, on the model's device.
+            final: True in the last or an explicit evaluation: compute costly metrics too.
         """
         loss, count = self.loss(model, batch)
         return {"loss": (loss, count)}
 
     def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
-        """All observations of an evaluation as numbers; ``loss`` is always among them.
+        """Reduce all observations of an evaluation to numbers, ``loss`` among them.
 
-        Rates and scores are percentages. A task whose metrics are not means extends this.
+        Rates and scores are percentages. Override for metrics that are not means.
         """
         return averages(observations)
 
 
 def widen(x: Tensor) -> Tensor:
-    """``x`` in fp32; fp64 as it is."""
+    """Convert to fp32; keep fp64."""
     return x if x.dtype.itemsize > 4 else x.float()
 
 
@@ -170,15 +164,14 @@ def cross_entropy(
 
     For the 50,304 tokens of GPT-2 the loss moves more memory than any layer. Compiled, no fp32
     copy of the logits exists: 8 bytes per bf16 logit, forward and backward (10 with label
-    smoothing). Otherwise many logits are taken in parts, whose log-probabilities the backward
-    computes again: 54 bytes per logit, and memory for one part at a time. Without gradients there
-    is nothing to fuse the forward with, and the parts are used.
+    smoothing). Otherwise logits are processed in chunks that the backward recomputes: 54 bytes per
+    logit, and memory for one chunk at a time. Without gradients chunks are always used.
 
     Args:
         logits: (…, classes); fp64 stays fp64.
-        targets: (…) int64; -100, or ``ignore_index``, counts nothing.
+        targets: (…) int64; -100, or ``ignore_index``, is ignored.
         compiled: compile the loss together with its backward.
-        options: of torch.nn.functional.cross_entropy.
+        options: keyword arguments of torch.nn.functional.cross_entropy.
     """
     import torch
     from torch.utils.checkpoint import checkpoint
@@ -208,16 +201,16 @@ def _total(rows: Tensor, targets: Tensor, **options: Any) -> Tensor:
 def _compiled_total() -> Any:
     import torch
 
-    return torch.compile(_total)  # a second graph, with any number of rows, where they vary
+    return torch.compile(_total)  # recompiles once for a varying number of rows
 
 
 def build_task(run: Run) -> Task:
-    """The task of a run with its options; touches no data and imports no torch."""
+    """Build the task of a run without touching data or importing torch."""
     return registry.get("task", run.task.name)(run.task, run.model, run.data, run.seed)
 
 
 def read(observations: Sequence[Observation]) -> list[Observation]:
-    """With numbers in place of tensors on a device, in one wait for it."""
+    """Replace device tensors by numbers in one device-to-host copy."""
     import torch
 
     def tensors(value: Any) -> list[Tensor]:
@@ -239,7 +232,7 @@ def read(observations: Sequence[Observation]) -> list[Observation]:
 
 
 def averages(observations: Iterable[Observation]) -> dict[str, float]:
-    """Mean of every (sum, count) pair; other entries are left out."""
+    """Return the mean of every (sum, count) pair; omit other entries."""
     totals: dict[str, tuple[float, float]] = {}
     for observation in observations:
         for key, value in observation.items():

@@ -1,4 +1,4 @@
-"""What tasks on running text, and tasks on labelled texts, share."""
+"""Base classes of tasks on running text and of tasks on labeled texts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class WindowTask(Task):
-    """A sample is a window of ``options.sequence_length`` tokens; documents are packed.
+    """Task on windows of ``options.sequence_length`` tokens of packed documents.
 
-    Options may have ``replacement``: each training window is drawn for itself, from anywhere.
+    With ``options.replacement`` each training window is drawn independently, from any start.
     """
 
     kind = "text"
     complete: ClassVar[bool]
-    """Whether a full evaluation also takes the shorter windows at the ends of a split."""
+    """True if a full evaluation includes the shorter windows at the ends of a split."""
 
     def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
         tokens = datasets.load(self.data_options, on_progress=on_progress)
@@ -54,13 +54,13 @@ class WindowTask(Task):
         self.opened(tokens)
 
     def opened(self, tokens: TokenData) -> None:
-        """Hook: look at the data."""
+        """Inspect the opened data; a hook for subclasses."""
 
     def samples(self, split: str) -> int:
         return int(self._windows[split].count)
 
     def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
-        """The averages, and ``perplexity``: exp of the loss in nats; infinite where too large."""
+        """Return averages and ``perplexity``, exp(loss) or infinity."""
         values = averages(observations)
         loss = values["loss"]
         return values | {"perplexity": math.exp(loss) if loss < 700 else math.inf}
@@ -82,32 +82,32 @@ class RecordOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One sequence of tokens."""
+    """Encoded sequence."""
 
     ids: np.ndarray
     """(length,) int64."""
     second: int
-    """Where the second text begins, for models that mark it; the length if there is none."""
+    """Start of the second text, or the length."""
     target: Any
-    """What is to be predicted."""
+    """Label, or (start, end)."""
     about: Any = None
-    """What the metrics need to know."""
+    """Information for the metrics."""
 
 
 class RecordTask(Task):
-    """Records in memory, encoded when the data is opened, under a head on the model's backbone.
+    """Task on records in memory with a head on the model's backbone.
 
-    A sample is one sequence, an item of the loss is a sample.
+    Samples and items are sequences, encoded when the data is opened.
     """
 
     kind = "records"
     unit = "examples"
     holds: ClassVar[str]
-    """What the records have to be: ``holds`` of their source."""
+    """Required ``holds`` of the source."""
     head: ClassVar[Head]
-    """What is predicted."""
+    """Kind of prediction."""
     target: ClassVar[Any] = 0
-    """A target of the right shape, for batches without data."""
+    """Placeholder target for batches without data."""
 
     def __init__(self, options: Any, model: Any, data: Any, seed: int) -> None:
         super().__init__(options, model, data, seed)
@@ -122,20 +122,20 @@ class RecordTask(Task):
     @property
     @abstractmethod
     def outputs(self) -> int:
-        """Numbers that the head predicts."""
+        """Outputs of the head."""
 
     @property
     def regression(self) -> bool:
-        """Whether targets are real numbers, rather than classes or places."""
+        """True if targets are real numbers rather than classes or positions."""
         return False
 
     @abstractmethod
     def encode(self, records: list[dict[str, Any]], codec: Codec) -> list[Sample]:
-        """The samples of ``records``, in order."""
+        """Encode ``records`` in order."""
 
     @abstractmethod
     def total(self, scores: Tensor, batch: Batch) -> Tensor:
-        """Σ of the losses of a batch, from the fp32 scores of its head."""
+        """Return the summed loss of a batch from the fp32 scores of its head."""
 
     @abstractmethod
     def predictions(self, scores: Tensor, batch: Batch) -> Observation:
@@ -177,15 +177,11 @@ class RecordTask(Task):
         return len(self._samples[split])
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
-        """What :meth:`collate` makes of the samples."""
         places = self._orders[split].places(step, positions, size)
         return self.collate([self._samples[split][place.item] for place in places])
 
     def collate(self, samples: list[Sample]) -> Batch:
-        """Padded ``tokens``, ``mask`` (bool) and ``second`` (the second text), with ``targets``.
-
-        ``about`` is the list of what the metrics need to know of each sample.
-        """
+        """Return padded ``tokens``, bool ``mask`` and ``second``, ``targets``, list ``about``."""
         import numpy as np
         import torch
 
@@ -205,7 +201,7 @@ class RecordTask(Task):
         }
 
     def example(self, size: int, device: torch.device) -> Batch:
-        """Sequences of the greatest length."""
+        """Return sequences of maximum length."""
         import numpy as np
 
         length = self.capacity
@@ -216,7 +212,7 @@ class RecordTask(Task):
         return len(batch["tokens"])
 
     def scores(self, model: nn.Module, batch: Batch) -> Tensor:
-        """What the head says, in fp32."""
+        """Return the fp32 scores of the head."""
         inputs = (batch[key] for key in ("tokens", "mask", "second"))
         return widen(self.recipe.scores(model, *inputs))
 
@@ -230,7 +226,7 @@ class RecordTask(Task):
 
 
 def _encoded(task: RecordTask, data: TokenData, split: str, codec: Codec) -> tuple[Sample, ...]:
-    # settling the number of epochs and training open the same data: encode it once
+    # computing the steps of some epochs and training open the same data: encode once
     key = (type(task), repr(task.options), repr(task.data_options), data.fingerprint, split)
     if key not in _cache:
         from sparsepretrain.data.formats import records
@@ -245,7 +241,7 @@ _cache: dict[Any, tuple[Sample, ...]] = {}
 
 
 def join(*parts: Any) -> np.ndarray:
-    """One int64 array of the tokens of ``parts``: texts, and special tokens around them."""
+    """Concatenate tokens of texts and special tokens into one int64 array."""
     import numpy as np
 
     return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])

@@ -26,27 +26,26 @@ class CausalLMOptions:
 
 @register("task", "causal_lm")
 class CausalLM(WindowTask):
-    """Windows of ``sequence_length`` tokens; the loss of every position counts.
+    """Next-token prediction at every position of windows of ``sequence_length`` tokens.
 
-    An evaluation of a whole split predicts each of its tokens once, but for the first.
+    A full evaluation predicts each token of a split once, except the first.
     """
 
     Options = CausalLMOptions
     complete = True
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
-        """``tokens`` and ``targets``, both (len(positions), sequence_length) int64.
+        """Return ``tokens`` and ``targets``, both (len(positions), sequence_length) int64.
 
-        Shorter windows of a held-out split are padded: their missing targets are -1, and
-        ``padding`` says how many there are.
+        Targets behind shorter windows of a held-out split are -1; ``padding`` counts them.
         """
         import torch
 
         rows = torch.from_numpy(self._windows[split].batch(step, positions, size))
-        # without gaps: a copy of a view with gaps goes through pageable memory
+        # contiguous: copies of strided views go through pageable memory
         batch: Batch = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
         if split != "train" and (padding := int((batch["targets"] < 0).sum())):
-            # causal attention: what stands behind the last token changes nothing before it
+            # any token will do: causal attention never looks at padding behind
             batch |= {"tokens": batch["tokens"].clamp(min=0), "padding": padding}
         return batch
 
@@ -60,7 +59,7 @@ class CausalLM(WindowTask):
         return int(batch["targets"].numel() - batch.get("padding", 0))
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """(Σ negative log likelihood in nats, number of target tokens)."""
+        """Return (Σ negative log-likelihood in nats, number of target tokens)."""
         logits = self.recipe.logits(model, batch["tokens"])
         targets, compiled = batch["targets"], self.compiles_loss
         loss = cross_entropy(logits, targets, compiled=compiled, ignore_index=-1)

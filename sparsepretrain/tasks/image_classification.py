@@ -1,4 +1,4 @@
-"""Labelled images: cross-entropy, top-1 and top-5."""
+"""Image classification: cross-entropy, top-1 and top-5 accuracy."""
 
 from __future__ import annotations
 
@@ -73,12 +73,11 @@ class ImageClassificationOptions:
 
 @register("task", "image_classification")
 class ImageClassification(Task):
-    """One label per image.
+    """Classification with one label per image.
 
-    The augmentation of a sample is a function of (seed, epoch, place in the epoch), whoever makes
-    the batch and however it is cut into micro-batches. Mixup and cutmix mix within a micro-batch
-    (as within the batch of one device in timm), so their key is (seed, step, first position), and
-    ``batch.micro`` does change what is mixed.
+    Augmentation of a sample is a function of (seed, epoch, position in the epoch). Mixup and cutmix
+    mix within a micro-batch, as within a device's batch in timm: their key is (seed, step, first
+    position), so ``batch.micro`` affects them.
     """
 
     Options = ImageClassificationOptions
@@ -88,7 +87,6 @@ class ImageClassification(Task):
 
     @staticmethod
     def misfits(options: Any, model: Any, data: Any) -> Problems:
-        """A model for images of another size."""
         if options.image_size != model.image_size:
             expected = f"task.image_size ({options.image_size})"
             yield "model.image_size", f"must equal {expected}, got {model.image_size}"
@@ -110,10 +108,10 @@ class ImageClassification(Task):
         self._augmentation = Augmentation(self.options, self.seed)
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
-        """Normalised ``images`` (n, 3, image_size, image_size) fp32 and ``labels`` (n,) int64.
+        """Return normalized ``images`` (n, 3, size, size) fp32 and ``labels`` (n,) int64.
 
-        In training with mixup or cutmix also ``partners`` (n,) int64, the labels of what was mixed
-        in, and ``shares`` (n,) fp32 of an image's own label.
+        In training with mixup or cutmix also ``partners`` (n,) int64, the labels of the mixed-in
+        images, and ``shares`` (n,) fp32, the weight of the own label.
         """
         import torch
 
@@ -156,9 +154,9 @@ class ImageClassification(Task):
         return int(batch["labels"].numel())
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """(Σ cross-entropy in nats against smoothed and mixed targets, number of images).
+        """Return (Σ cross-entropy in nats against smoothed and mixed targets, images).
 
-        The cross-entropy against a mixture of two targets is the mixture of two cross-entropies.
+        Cross-entropy against a mixture of targets is the mixture of the cross-entropies.
         """
         import torch.nn.functional as F
 
@@ -175,7 +173,7 @@ class ImageClassification(Task):
         return total.sum(), self.count(batch)
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
-        """Plain cross-entropy, without smoothing, and per cent of labels among the top 1 and 5."""
+        """Return cross-entropy without smoothing, and top-1 and top-5 accuracy in percent."""
         logits, labels = widen(self.recipe.logits(model, batch["images"])), batch["labels"]
         count = self.count(batch)
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices

@@ -1,4 +1,4 @@
-"""Prediction of masked tokens (BERT, arXiv:1810.04805) on prepared token files."""
+"""Masked-token prediction (BERT, arXiv:1810.04805) on prepared token files."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ class MaskedLMOptions:
 
 @register("task", "masked_lm")
 class MaskedLM(WindowTask):
-    """Windows of ``sequence_length`` tokens; the loss of the selected ones counts.
+    """Prediction of selected tokens in windows of ``sequence_length`` tokens, without padding.
 
-    Documents are packed without padding. What is selected, and what replaces it, follows from
-    (seed, split, step, position in the global batch); held-out masks are the same in every
-    evaluation and for every seed of a run.
+    Selection and replacement are functions of (seed, split, step, position in the global batch);
+    held-out masks are the same in every evaluation and for every run seed.
     """
 
     Options = MaskedLMOptions
@@ -52,7 +51,6 @@ class MaskedLM(WindowTask):
 
     @staticmethod
     def misfits(options: Any, model: Any, data: Any) -> Problems:
-        """A model without a row for the mask token, where the tokenizer is known to have none."""
         yield from Task.misfits(options, model, data)
         if getattr(data, "has_mask", None) is False and model.vocab_size <= data.vocab_size:
             yield (
@@ -62,11 +60,7 @@ class MaskedLM(WindowTask):
             )
 
     def opened(self, tokens: TokenData) -> None:
-        """Find the mask token, and the tokens that are never selected.
-
-        Raises:
-            ConfigError: the model has no row for the mask token.
-        """
+        """Find the mask token and the special tokens, which are never selected."""
         from sparsepretrain.data.encoding import open_codec
 
         codec, rows = open_codec(tokens.tokenizer_file), self.model_options.vocab_size
@@ -79,12 +73,7 @@ class MaskedLM(WindowTask):
         self._masking = Masking(self.options, mask, codec.special, codec.vocab_size)
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
-        """Tokens with masks in them, and what was there.
-
-        Returns:
-            ``tokens`` (len(positions), sequence_length); ``positions`` (n), the selected places
-            of the flattened tokens; ``targets`` (n), the tokens that were there; all int64.
-        """
+        """Return masked ``tokens``, flattened ``positions`` of the selection, and ``targets``."""
         import torch
 
         rows = self._windows[split].batch(step, positions, size)[:, :-1]
@@ -104,39 +93,34 @@ class MaskedLM(WindowTask):
         return int(batch["targets"].numel())
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """(Σ negative log likelihood of the selected tokens in nats, their number)."""
+        """Return (Σ negative log-likelihood of the selected tokens in nats, their number)."""
         logits, compiled = self._logits(model, batch), self.compiles_loss
         return cross_entropy(logits, batch["targets"], compiled=compiled), self.count(batch)
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
-        """Loss and accuracy of one micro-batch."""
         logits, targets = self._logits(model, batch), batch["targets"]
         count, right = self.count(batch), (logits.argmax(-1) == targets).sum()
         return {"loss": (cross_entropy(logits, targets), count), "accuracy": (100 * right, count)}
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Logits of the selected tokens: (n, vocab_size)."""
         logits: Tensor = self.recipe.logits(model, batch["tokens"], batch["positions"])
         return logits
 
 
 def selected(probability: float, eligible: int) -> int:
-    """How many of ``eligible`` tokens are selected: rounded, at least one if there is one.
+    """Return the number of selected tokens: rounded, at least one if any is eligible.
 
-    A number per sample, not a draw per token, as in BERT's and Cramming's code: so every sample
-    has about the same weight and no micro-batch is empty.
+    Fixed per sample as in BERT's and Cramming's code, so samples have about the same weight and no
+    micro-batch is empty.
     """
     return min(eligible, max(1, int(probability * eligible + 0.5)))
 
 
 class Masking:
-    """Selection of tokens and what they are replaced by."""
+    """Selection and replacement of tokens."""
 
     def __init__(self, options: Any, mask: int, special: Collection[int], vocab_size: int) -> None:
-        """Take the task's options and the ids of the mask token and of the vocabulary.
-
-        Special tokens are neither selected nor drawn as random ones.
-        """
+        """Take the task's options; ``special`` tokens are neither selected nor drawn."""
         import numpy as np
 
         self._probability = options.probability
@@ -152,15 +136,15 @@ class Masking:
         """Mask the samples ``positions`` of the global batch of ``step``.
 
         Args:
-            rows: (len(positions), length) int64 tokens; not changed.
-            seed: in [0, 2^63).
+            rows: (len(positions), length) int64 tokens; not modified.
+            seed: seed in [0, 2^63).
             split: one of ``SPLITS``.
-            step: optimiser step, from 0.
-            positions: of the rows in the global batch.
+            step: optimizer step, from 0.
+            positions: positions of the rows in the global batch.
 
         Returns:
-            Tokens of the shape of ``rows``; selected places in their flattened form, ascending;
-            the tokens that were there. All int64.
+            Masked tokens like ``rows``; selected flattened positions, ascending; original tokens
+            there. All int64.
         """
         import numpy as np
 
@@ -170,20 +154,20 @@ class Masking:
         eligible = ~np.isin(rows, self._special)
         places = [np.zeros(0, dtype=np.int64)]
         for index, position in enumerate(positions):
-            # raw words, whose stream NumPy keeps across versions; the 1 keeps them apart from
-            # those of the order of the windows, whose key is (seed, epoch)
+            # raw words have a stable stream across NumPy versions; the 1 separates them from the
+            # order of the windows, whose key is (seed, epoch)
             counter = np.array([0, 0, 1, position], dtype=np.uint64)
             words = np.random.Philox(key=key, counter=counter).random_raw(3 * length)
             candidates = np.flatnonzero(eligible[index])
             count = selected(self._probability, len(candidates))
             order = np.argsort(words[:length][candidates], kind="stable")
             chosen = np.sort(candidates[order[:count]])
-            # draws belong to places: none depends on which of the others are selected
+            # draws belong to positions, independent of which others are selected
             uniform = (words[length + chosen] >> np.uint64(11)) * 2.0**-53
             drawn = ordinary[words[2 * length + chosen] % np.uint64(len(ordinary))]
             changed = np.where(uniform < self._masked, self._mask, drawn)
-            there = tokens[index, chosen]
-            tokens[index, chosen] = np.where(uniform < self._changed, changed, there)
+            original = tokens[index, chosen]
+            tokens[index, chosen] = np.where(uniform < self._changed, changed, original)
             places.append(chosen + index * length)
         flat = np.concatenate(places)
         return tokens, flat, rows.reshape(-1)[flat]

@@ -1,4 +1,4 @@
-"""The span of a context that answers a question: SQuAD v1.1."""
+"""Extractive question answering: SQuAD v1.1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sparsepretrain.data.encoding import Codec
 
 BEST = 20
-"""Most likely starts that are tried, each with its best end; SQuAD's evaluations try as many."""
+"""Number of most likely starts tried with their best ends, as in SQuAD's evaluations."""
 NEVER = float("-inf")
 
 
@@ -48,23 +48,23 @@ class QuestionAnsweringOptions(RecordOptions):
 
 
 class About(NamedTuple):
-    """What the metrics need to know of a window."""
+    """Information about a window for the metrics."""
 
     example: int
     context: str
     answers: list[str]
     spans: np.ndarray
-    """(tokens, 2) characters of the window's context tokens."""
+    """(tokens, 2) character ranges of the window's context tokens."""
     behind: int
-    """Tokens behind those, in every sample as many."""
+    """Number of tokens after the context, equal in all samples."""
 
 
 @register("task", "question_answering")
 class QuestionAnswering(RecordTask):
-    """Start and end of the answer, each a choice among the positions of the sequence.
+    """Classification of the answer's start and end among the positions of the sequence.
 
-    Contexts that are too long come in windows; each is a sample. Windows without the whole answer
-    have the first position as their target, and evaluation takes the best span over all windows.
+    A long context is split into windows, each a sample. The target of windows without the whole
+    answer is the first position; evaluation takes the best span of all windows.
     """
 
     Options = QuestionAnsweringOptions
@@ -75,7 +75,6 @@ class QuestionAnswering(RecordTask):
     target = (0, 0)
 
     def encode(self, records: list[dict[str, Any]], codec: Codec) -> list[Sample]:
-        """The windows of every record, in order."""
         questions = codec.encode([record["question"].strip() for record in records])
         contexts = codec.encode_spans([record["context"] for record in records])
         return [
@@ -101,7 +100,7 @@ class QuestionAnswering(RecordTask):
         head = [template.prefix, question[: self.options.max_question], template.middle]
         first = sum(map(len, head))
         after = int(self.options.end == "next")
-        # one place stays free behind the window, where a causal model says that the answer is over
+        # one position after the window lets a causal model mark the end of the answer
         tail = template.suffix or template.middle or (0,)
         room = self.options.max_length - first - len(tail)
         answers = [text for text, _ in record["answers"]]
@@ -119,26 +118,26 @@ class QuestionAnswering(RecordTask):
             yield Sample(join(*head, part, tail), first, tuple(map(int, target)), about)
 
     def scores(self, model: nn.Module, batch: Batch) -> Tensor:
-        """(batch, length, 2); padding can be neither start nor end."""
+        """Return (batch, length, 2) with padding excluded."""
         scores = super().scores(model, batch)
         return scores.masked_fill(~batch["mask"][..., None], NEVER)
 
     def total(self, scores: Tensor, batch: Batch) -> Tensor:
-        """Σ over windows of the mean negative log likelihood of start and end."""
+        """Sum the mean negative log-likelihood of start and end over windows."""
         import torch.nn.functional as F
 
-        # classes in the middle, as cross_entropy wants them
+        # cross_entropy expects classes in dimension 1
         return F.cross_entropy(scores, batch["targets"], reduction="sum") / 2
 
     def predictions(self, scores: Tensor, batch: Batch) -> Observation:
-        """The best valid span of every window: inside the context, not too long.
+        """Find the best span of each window inside the context and not longer than allowed.
 
-        ``score`` is -inf where there is none; ``first`` and ``last`` count the context's tokens.
+        ``score`` is -inf if there is none; ``first`` and ``last`` index the context's tokens.
         """
         import torch.nn.functional as F
 
         after, most = int(self.options.end == "next"), self.options.max_answer
-        place = batch["second"].cumsum(1)  # from 1, in the context and behind it
+        place = batch["second"].cumsum(1)  # 1-based position in the context and after it
         outside = (place == 0) | (place > place[:, -1:] - batch["about"][0].behind)
         starts = scores[..., 0].masked_fill(outside, NEVER)
         ends = F.pad(scores[:, after:, 1], (0, after)).masked_fill(outside, NEVER)
@@ -152,7 +151,7 @@ class QuestionAnswering(RecordTask):
         return {"score": score, "first": first, "last": last, "about": batch["about"]}
 
     def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
-        """``exact_match`` and ``f1`` in percent: of each question, the best over its answers."""
+        """Return ``exact_match`` and ``f1`` in percent, maximal over the answers of a question."""
         observations = list(observations)
         best: dict[int, tuple[float, int, int, About]] = {}
         for seen in observations:
@@ -172,23 +171,20 @@ class QuestionAnswering(RecordTask):
         }
 
 
-def normalise(answer: str) -> str:
-    """An answer as SQuAD's official evaluation compares it.
-
-    Lower case, without punctuation and articles, single spaces (evaluate-v1.1.py).
-    """
+def normalize(answer: str) -> str:
+    """Remove case, punctuation, articles and extra spaces, as SQuAD's evaluate-v1.1.py does."""
     answer = "".join(c for c in answer.lower() if c not in set(string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", answer).split())
 
 
 def exact_match(answer: str, truth: str) -> bool:
-    """Whether two answers are equal after normalisation."""
-    return normalise(answer) == normalise(truth)
+    """True if two answers are equal after normalization."""
+    return normalize(answer) == normalize(truth)
 
 
 def f1(answer: str, truth: str) -> float:
-    """Harmonic mean of precision and recall of the words of ``answer``, as SQuAD counts them."""
-    left, right = normalise(answer).split(), normalise(truth).split()
+    """Return the harmonic mean of word precision and recall, as SQuAD's evaluation does."""
+    left, right = normalize(answer).split(), normalize(truth).split()
     common = sum((Counter(left) & Counter(right)).values())
     if not common:
         return 0.0

@@ -1,4 +1,4 @@
-"""Regression on vectors that a function makes: nothing is learned by heart, every sample is new."""
+"""Regression on generated vectors; no training sample occurs twice."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class RegressionOptions:
 
 @register("task", "regression")
 class Regression(Task):
-    """Mean squared error over the numbers of a target; a sample is an item.
+    """Mean squared error over the components of a target; a sample is an item.
 
-    Sample ``step * batch.size + position`` of a run is a function of its seed and of that number;
+    Sample ``step * batch.size + position`` is a function of that number and the run's seed;
     held-out samples are the same for every seed.
     """
 
@@ -39,7 +39,6 @@ class Regression(Task):
 
     @staticmethod
     def misfits(options: Any, model: Any, data: Any) -> Problems:
-        """A model for vectors of another length."""
         for key in ("inputs", "outputs"):
             expected, found = getattr(data, key), getattr(model, key)
             if found != expected:
@@ -57,7 +56,7 @@ class Regression(Task):
         return count
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
-        """``inputs`` (n, inputs) and ``targets`` (n, outputs), both fp32."""
+        """Return ``inputs`` (n, inputs) and ``targets`` (n, outputs), both fp32."""
         import numpy as np
         import torch
 
@@ -76,7 +75,7 @@ class Regression(Task):
         return len(batch["targets"])
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """(Σ over samples of the mean squared error of a target, number of samples)."""
+        """Return (Σ over samples of the target's mean squared error, number of samples)."""
         import torch.nn.functional as F
 
         predicted = widen(self.recipe.predict(model, batch["inputs"]))

@@ -1,4 +1,4 @@
-"""Classes, or a number, of a text or a pair of texts: the tasks of GLUE."""
+"""Classification or regression of one text or a pair of texts: the tasks of GLUE."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SequenceClassificationOptions(RecordOptions):
 
 @register("task", "sequence_classification")
 class SequenceClassification(RecordTask):
-    """Cross entropy of the class; squared error where the label is a real number."""
+    """Cross-entropy of classes, or squared error of real labels."""
 
     Options = SequenceClassificationOptions
     holds = LABELLED
@@ -59,16 +59,16 @@ class SequenceClassification(RecordTask):
 
     @property
     def regression(self) -> bool:
-        """Whether the label is a real number."""
+        """True if labels are real numbers."""
         return not self.data_options.labels
 
     @property
     def outputs(self) -> int:
-        """Classes; 1 for a real number."""
+        """Number of classes; 1 for real labels."""
         return len(self.data_options.labels) or 1
 
     def encode(self, records: list[dict[str, Any]], codec: Codec) -> list[Sample]:
-        """The texts in the tokenizer's template; of two that are too long, the longer is cut."""
+        """Encode texts in the tokenizer's template; truncate the longer of a pair first."""
         template = codec.template()
         columns = zip(*(record["texts"] for record in records), strict=True)
         encoded = list(zip(*(codec.encode(column) for column in columns), strict=True))
@@ -86,7 +86,7 @@ class SequenceClassification(RecordTask):
         return samples
 
     def total(self, scores: Tensor, batch: Batch) -> Tensor:
-        """Σ negative log likelihood in nats, or Σ squared errors."""
+        """Sum negative log-likelihoods in nats, or squared errors."""
         import torch.nn.functional as F
 
         if self.regression:
@@ -102,9 +102,9 @@ class SequenceClassification(RecordTask):
         }
 
     def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
-        """The task's metrics in percent, of each part too where there are several.
+        """Return the task's metrics in percent, also per part if there are several.
 
-        ``score`` is the number that a GLUE average counts: the mean of the metrics.
+        ``score``, the task's contribution to a GLUE average, is the mean of its metrics.
         """
         observations = list(observations)
         result, names = averages(observations), self.options.parts
@@ -124,7 +124,7 @@ class SequenceClassification(RecordTask):
 
 
 def _cut(first: Any, second: Any, room: int) -> tuple[Any, Any]:
-    """Cut the longer of two texts until both fit, then both equally."""
+    """Truncate the longer text to the other's length, then both equally, until they fit."""
     excess = max(0, len(first) + len(second) - room)
     longer = min(excess, abs(len(first) - len(second)))
     half = excess - longer
@@ -134,7 +134,7 @@ def _cut(first: Any, second: Any, room: int) -> tuple[Any, Any]:
 
 
 def _measure(metric: str, predicted: Sequence[float], labels: Sequence[float]) -> float:
-    """One metric; a correlation with a constant is 0."""
+    """Compute one metric; a correlation with a constant is 0."""
     with needs(f"task.metrics: {metric}", "scikit-learn", "eval", error=ConfigError):
         from scipy import stats
         from sklearn import metrics

@@ -1,4 +1,4 @@
-"""Translation of sentence pairs: buckets of at most ``max_tokens`` tokens, BLEU at the end."""
+"""Translation of sentence pairs in buckets of at most ``max_tokens`` tokens; BLEU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from sparsepretrain.data import Pairs, TokenData
+    from sparsepretrain.data import Pairs
 
 IGNORED = -100
-"""Target of padding, which counts nothing."""
+"""Target at padding, ignored by the loss."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,10 +50,10 @@ class TranslationOptions:
 
 @register("task", "translation")
 class Translation(Task):
-    """Buckets of sentence pairs; the loss counts target tokens, the end among them.
+    """Translation of bucketed sentence pairs; items are target tokens, end included.
 
-    A micro-batch of several buckets is padded to the longest of them, which wastes tokens:
-    ``batch.micro`` is best 1 and ``max_tokens`` what fits the device.
+    A micro-batch of several buckets is padded to the longest, which wastes tokens: prefer
+    ``batch.micro=1`` and the largest ``max_tokens`` that fits the device.
     """
 
     Options = TranslationOptions
@@ -65,21 +65,16 @@ class Translation(Task):
         super().__init__(options, model, data, seed)
         self._pairs: dict[str, Any] = {}
         self._buckets: dict[str, Any] = {}
-        self._references: dict[str, list[str] | None] = {}
+        self._references: dict[str, list[str]] = {}
         self._codec: Any = None
         self._end = 0
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a training bucket."""
+        """Maximum tokens of a training bucket."""
         return self._buckets["train"].capacity if "train" in self._buckets else 0
 
     def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
-        """Open the prepared pairs; offline sources are prepared when missing.
-
-        Raises:
-            DataError: a split has no pairs, or a held-out sentence is too long for the model.
-        """
         from sparsepretrain.data.encoding import open_codec
         from sparsepretrain.data.formats import references
 
@@ -94,29 +89,19 @@ class Translation(Task):
         self._end = int(data.end_of_text or 0)
         self.fingerprint = data.fingerprint
         for split in (split for split in splits if split != "train" and self.options.bleu):
-            self._references[split] = references(data, split)
-            self._compare(split, data)
-
-    def _compare(self, split: str, data: TokenData) -> None:
-        """Say so where references are not the lines of the data, or cannot be translated to."""
-        lines, every = self._references[split], self._pairs[split]
-        decoded = (self._codec.decode(every.target(row)[:-1]) for row in range(len(every)))
-        if lines is None:
-            text = (
-                f"{data.directory} was prepared without the raw lines of {split}: BLEU's references"
-                " are decoded from tokens; delete it and prepare again to score the lines"
-            )
-        elif other := sum(map(str.__ne__, lines, decoded)):
-            text = (
-                f"{other} of {len(lines)} references of {split} are not what their tokens decode "
-                "to: BLEU compares translations with the lines as they are"
-            )
-        else:
-            return
-        warnings.warn(text, SparsePretrainWarning, stacklevel=2)
+            self._references[split] = lines = references(data, split)
+            pairs = self._pairs[split]
+            decoded = (self._codec.decode(pairs.target(row)[:-1]) for row in range(len(pairs)))
+            if other := sum(map(str.__ne__, lines, decoded)):
+                warnings.warn(
+                    f"{other} of {len(lines)} references of {split} differ from their decoded "
+                    "tokens: BLEU compares translations with the original lines",
+                    SparsePretrainWarning,
+                    stacklevel=2,
+                )
 
     def _choose(self, split: str, every: Pairs, name: str) -> Pairs:
-        """The pairs that take part: held out all, for training those short enough."""
+        """Return all held-out pairs, but only training pairs within ``max_length``."""
         longest, options = every.lengths.max(axis=1), self.options
         if split == "train":
             chosen = replace(every, bounds=every.bounds[longest <= options.max_length])
@@ -135,11 +120,11 @@ class Translation(Task):
         return every
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
-        """The pairs of the buckets at ``positions``, padded to a multiple of four tokens.
+        """Return the pairs of the buckets at ``positions``, padded to a multiple of four tokens.
 
-        ``source`` and its ``mask`` (rows, source length); ``previous`` and ``targets`` (rows,
-        target length): int64, the mask bool; ``count``: target tokens; ``references``: the raw
-        targets of held-out pairs, where the data has them.
+        ``source`` and bool ``mask`` are (rows, source length); ``previous`` and ``targets`` (rows,
+        target length). ``count`` is the number of target tokens, ``references`` are the raw
+        targets of held-out pairs.
         """
         import numpy as np
         import torch
@@ -151,12 +136,12 @@ class Translation(Task):
         rows = np.concatenate(samples)
         sources = [every.source(row) for row in rows]
         targets = pad([every.target(row) for row in rows], IGNORED)
-        previous = np.roll(targets, 1, axis=1)  # a padded row wraps padding, a full one its end
+        previous = np.roll(targets, 1, axis=1)  # wraps padding, or the end token of a full row
         previous[:, 0] = self._end
         previous[previous == IGNORED] = self._end
         mask = pad([np.ones(len(source)) for source in sources], 0).astype(bool)
         lines = self._references.get(split)
-        raw = {} if lines is None else {"references": [lines[row] for row in rows]}
+        raw = {"references": [lines[row] for row in rows]} if lines else {}
         return raw | {
             "source": torch.from_numpy(pad(sources, self._end)),
             "mask": torch.from_numpy(mask),
@@ -169,7 +154,7 @@ class Translation(Task):
         return int(self._buckets[split].count)
 
     def example(self, size: int, device: torch.device) -> Batch:
-        """Full buckets of sentences of 32 tokens (or ``max_length``), without padding."""
+        """Return full buckets of sentences of 32 tokens (or ``max_length``), without padding."""
         import torch
 
         length = -(-min(self.options.max_length, 32) // 4) * 4
@@ -182,7 +167,7 @@ class Translation(Task):
         return int(batch["count"])
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """(Σ label-smoothed cross-entropy in nats, number of target tokens)."""
+        """Return (Σ label-smoothed cross-entropy in nats, number of target tokens)."""
         logits, smoothing = self._logits(model, batch), self.options.label_smoothing
         loss = cross_entropy(
             logits, batch["targets"], compiled=self.compiles_loss, label_smoothing=smoothing
@@ -194,7 +179,7 @@ class Translation(Task):
         return self.recipe.logits(model, *inputs)
 
     def observe(self, model: nn.Module, batch: Batch, *, final: bool) -> Observation:
-        """Sums of both losses; with ``final`` and ``bleu`` also hypotheses and references."""
+        """Return sums of both losses; with ``final`` and ``bleu`` also hypotheses."""
         logits, count = self._logits(model, batch).detach(), self.count(batch)
         smoothings = {"loss": self.options.label_smoothing, "nll": 0.0}
         seen: Observation = {
@@ -203,19 +188,13 @@ class Translation(Task):
         }
         if final and self.options.bleu:
             seen["hypotheses"] = self.translate(model, batch["source"], batch["mask"])
-            seen["references"] = batch.get("references") or [
-                self._codec.decode(row[row != IGNORED][:-1].tolist())
-                for row in batch["targets"].cpu()
-            ]
+            seen["references"] = batch["references"]
         return seen
 
     def translate(self, model: nn.Module, source: Tensor, mask: Tensor) -> list[str]:
-        """The translation of every row, as text, by a model in eval mode.
-
-        ``source``: (rows, source length) int64; ``mask``: of that shape, bool, false for padding.
-        """
+        """Translate every row to text with a model in eval mode; inputs as in :meth:`batch`."""
         a, b = self.options.max_decode
-        # of the real tokens, so that more padding translates nothing differently
+        # count real tokens only, so that padding does not change translations
         length = int(a * int(mask.sum(1).max()) + b)
         hypotheses = self.recipe.generate(
             model,
@@ -229,14 +208,13 @@ class Translation(Task):
         return [self._codec.decode(row) for row in hypotheses]
 
     def metrics(self, observations: Iterable[Observation]) -> dict[str, Any]:
-        """``loss`` (label-smoothed) and ``nll`` per target token, in nats; ``perplexity``.
+        """Return ``loss`` (label-smoothed) and ``nll`` per token in nats, and ``perplexity``.
 
-        Final evaluations add ``bleu`` (corpus BLEU of sacrebleu, cased, in percent) and
-        ``bleu_signature``, the string that says how it was computed.
+        Final evaluations add sacrebleu's cased corpus ``bleu`` in percent and its signature.
         """
         observations = list(observations)
         result: dict[str, Any] = averages(observations)
-        # above this a float overflows, and a model is no model
+        # larger exponents overflow a float
         result["perplexity"] = math.exp(min(result["nll"], 700.0))
         hypotheses = [line for seen in observations for line in seen.get("hypotheses", ())]
         if hypotheses:
@@ -246,11 +224,7 @@ class Translation(Task):
 
 
 def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
-    """``bleu`` in percent and its ``bleu_signature``; empty hypotheses count as such.
-
-    Raises:
-        DataError: there is nothing to score, or sacrebleu is not installed.
-    """
+    """Return ``bleu`` in percent and its ``bleu_signature``."""
     if not references:
         raise DataError("BLEU needs at least one sentence")
     with needs("BLEU (without: task.bleu=false)", "sacrebleu", "mt"):

@@ -5,6 +5,7 @@ import yaml
 
 from sparsepretrain import registry
 from sparsepretrain.config import strict
+from sparsepretrain.data import pairs
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"
 
@@ -26,6 +27,18 @@ def options():
         return strict.build(registry.get("source", plain["source"]).Options, plain, "data")
 
     return build
+
+
+@pytest.fixture
+def pair_texts():
+    """``pair_texts(data, "train")``: the decoded sentence pairs of a split."""
+
+    def decode(data, split):
+        found = pairs(data, split)
+        sides = ((found.source(i), found.target(i)) for i in range(len(found)))
+        return [tuple(data.decode(side[:-1]) for side in pair) for pair in sides]
+
+    return decode
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from sparsepretrain import config
-from sparsepretrain.data.augmentation import Augmentation, keyed_generators, keyed_words, mix
+from sparsepretrain.data.augmentation import Augmentation, mix
 
 
 def options(*overrides, model="deit_tiny"):
@@ -46,13 +46,13 @@ def test_augmentation_is_a_function_of_its_key(name):
     assert not all(torch.equal(other, r) for r in results.values())
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_global_generators_are_unchanged(name):
+def test_global_generators_are_unchanged():
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    augmentation = Augmentation(CHOICES[name], 0)
+    augmentation = Augmentation(CHOICES["deit"], 0)
     augmentation.train(picture(), 0, 0)
-    augmentation.evaluate(picture())
+    with pytest.raises(TypeError):
+        augmentation.train(None, 0, 0)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert (np.random.get_state()[1] == before[2]).all()
@@ -71,15 +71,6 @@ def test_lighting_is_noise_along_the_principal_components_of_colour():
     assert float(vectors[:, -1] @ brightness) ** 2 > 0.99, "mostly brighter and darker"
 
 
-def test_generators_are_restored_after_an_error():
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError), keyed_generators(keyed_words(1)):
-        torch.rand(3)
-        raise ZeroDivisionError
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def normalised(choice, image):
     mean, std = np.array(choice.mean), np.array(choice.std)
     pixels = (np.asarray(image) / 255 - mean) / std
@@ -93,7 +84,7 @@ def test_small_images_are_shifted_flipped_and_cut_out():
     framed = torch.zeros(3, 36, 36)
     framed[:, 2:34, 2:34] = whole
     seen = set()
-    for position in range(120):
+    for position in range(80):
         result = augmentation.train(image, 0, position)
         cut = (result == 0).all(0)
         rest = ~cut
@@ -112,20 +103,20 @@ def test_small_images_are_shifted_flipped_and_cut_out():
     assert {m[2] for m in seen} == set(range(5))
 
 
-def test_without_augmentation_training_sees_what_evaluation_sees():
-    choice = options("task.shift=0", "task.flip=0.0", model="resnet18_cifar")
-    augmentation, image = Augmentation(choice, 0), picture(32)
-    torch.testing.assert_close(augmentation.train(image, 0, 0), normalised(choice, image))
-    assert torch.equal(augmentation.train(image, 5, 7), augmentation.evaluate(image))
-
-
-def test_evaluation_of_big_images_crops_the_middle():
-    choice = options("task.image_size=28", "task.eval_crop=0.875", model="resnet50")
-    image = picture(32)
-    middle = image.crop((2, 2, 30, 30))
-    torch.testing.assert_close(
-        Augmentation(choice, 0).evaluate(image), normalised(choice, middle), atol=1e-5, rtol=0
-    )
+@pytest.mark.parametrize(
+    ("overrides", "model", "border"),
+    [
+        (("task.shift=0", "task.flip=0.0"), "resnet18_cifar", 0),
+        (("task.image_size=28", "task.eval_crop=0.875"), "resnet50", 2),
+    ],
+)
+def test_evaluation_crops_the_middle_and_normalizes(overrides, model, border):
+    choice, image = options(*overrides, model=model), picture(32)
+    augmentation = Augmentation(choice, 0)
+    middle = normalised(choice, image.crop((border, border, 32 - border, 32 - border)))
+    torch.testing.assert_close(augmentation.evaluate(image), middle, atol=1e-5, rtol=0)
+    if model == "resnet18_cifar":  # every augmentation is off
+        assert torch.equal(augmentation.train(image, 5, 7), augmentation.evaluate(image))
 
 
 def batch(size=6, side=16):
@@ -133,9 +124,12 @@ def batch(size=6, side=16):
     return torch.randn(size, 3, side, side), torch.arange(size)
 
 
-@pytest.mark.parametrize("position", range(6))
+MIXUP, CUTMIX = options("task.cutmix=0.0"), options("task.mixup=0.0")
+
+
+@pytest.mark.parametrize("position", range(3))
 def test_mixup_is_one_share_of_the_mirrored_image(position):
-    choice = options("task.cutmix=0.0")
+    choice = MIXUP
     images, labels = batch()
     mixed, partners, shares = mix(images.clone(), labels, choice, (0, 0, position))
     assert partners.tolist() == [5, 4, 3, 2, 1, 0]
@@ -145,9 +139,9 @@ def test_mixup_is_one_share_of_the_mirrored_image(position):
     torch.testing.assert_close(mixed.sum(0), images.sum(0), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("position", range(6))
+@pytest.mark.parametrize("position", range(3))
 def test_cutmix_shares_are_areas(position):
-    choice = options("task.mixup=0.0")
+    choice = CUTMIX
     images, labels = batch()
     mixed, _, shares = mix(images.clone(), labels, choice, (0, 0, position))
     own = (mixed == images).all(1)
@@ -169,12 +163,3 @@ def test_mixing_follows_its_key_and_probability():
     rare = [s == 1.0 for s in shares(options("task.mix_probability=0.25"))]
     assert 0.6 < sum(rare) / len(rare) < 0.9
     assert set(shares(options("task.mix_probability=0.0"), 20)) == {1.0}
-
-
-def test_shares_have_the_distribution_of_mixup():
-    images, labels = batch(2, 4)
-    choice = options("task.cutmix=0.0", "task.mixup=2.0")
-    shares = [float(mix(images.clone(), labels, choice, (1, s, 0))[2][0]) for s in range(1500)]
-    # Beta(2, 2): mean 1/2, variance 1/20
-    assert np.mean(shares) == pytest.approx(0.5, abs=0.02)
-    assert np.var(shares) == pytest.approx(0.05, abs=0.006)

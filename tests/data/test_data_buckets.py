@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from sparsepretrain.data import Buckets, Pairs, TokenData, pairs
-from sparsepretrain.data.order import pad
 from sparsepretrain.errors import DataError
 
 
@@ -32,7 +31,7 @@ def test_every_pair_comes_once_per_epoch_within_the_budget(lengths, max_tokens):
             assert size <= max_tokens and size <= buckets.capacity
 
 
-def test_buckets_are_full(lengths):
+def test_buckets_have_no_room_for_another_pair(lengths):
     """One more pair of the next bucket would not have fitted."""
     buckets = Buckets(lengths, 512, seed=0)
     longest = np.sort(padded(lengths).max(axis=1))
@@ -48,7 +47,7 @@ def test_the_order_is_a_pure_function(lengths):
     assert members(Buckets(lengths, 512, seed=6), 0) != members(one, 0)
 
 
-def test_epochs_mix_pairs_of_equal_lengths_but_keep_the_shapes(lengths):
+def test_epochs_shuffle_equal_lengths_and_keep_bucket_shapes(lengths):
     buckets = Buckets(lengths % 9 + 2, 256, seed=0)
     shapes = [sorted(len(rows) for rows in members(buckets, epoch)) for epoch in range(3)]
     assert shapes[0] == shapes[1] == shapes[2]
@@ -58,25 +57,9 @@ def test_epochs_mix_pairs_of_equal_lengths_but_keep_the_shapes(lengths):
     assert order != sorted(order) and order != [len(rows) for rows in members(buckets, 1)]
 
 
-def test_less_than_12_percent_is_padding():
-    target = np.random.default_rng(0).integers(4, 60, 2000)
-    lengths = np.stack([np.maximum(2, target - target % 5), target], axis=1)
-    buckets = Buckets(lengths, 1024, seed=0)
-    sides = [lengths[rows] for rows in members(buckets, 0)]
-    total = sum(side.size * (side.max() + -side.max() % 4) for side in sides)
-    assert sum(side.sum() for side in sides) / total > 0.88
-
-
 def test_pair_longer_than_the_budget_has_its_own_bucket():
     buckets = Buckets(np.array([[90, 3], [5, 6], [7, 8], [2, 80]]), 64, seed=0)
     assert sorted(map(sorted, members(buckets, 0))) == [[0], [1, 2], [3]]
-
-
-def test_padding_to_multiples_of_four():
-    rows = pad([np.array([1, 2, 3, 4, 5], np.uint16), np.array([6], np.uint16)], -100)
-    assert rows.dtype == np.int64
-    assert rows.tolist() == [[1, 2, 3, 4, 5, *[-100] * 3], [6, *[-100] * 7]]
-    assert pad([np.arange(8)], 0).shape == (1, 8)
 
 
 def stream(tmp_path, tokens, end=0):
@@ -103,6 +86,6 @@ def test_pairs_of_a_token_stream(tmp_path):
         ([5, 0, 6, 0], "train", None, "no token"),
     ],
 )
-def test_streams_that_are_not_pairs_are_refused(tmp_path, tokens, split, end, message):
+def test_unpaired_documents_are_refused(tmp_path, tokens, split, end, message):
     with pytest.raises(DataError, match=message):
         pairs(stream(tmp_path, tokens, end), split)

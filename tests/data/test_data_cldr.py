@@ -6,24 +6,21 @@ from random import Random
 import numpy as np
 import pytest
 
-from sparsepretrain.data import load, pairs, prepare
+from sparsepretrain.data import load, prepare
 from sparsepretrain.data.sources import cldr_ende
 from sparsepretrain.data.sources.cldr_ende import CLAUSES, clause, sentence, slots, value
 from sparsepretrain.errors import DataError
 
-SMALL = {"train_pairs": 600, "validation_pairs": 60, "test_pairs": 50, "vocab_size": 400}
+SMALL = {
+    "train_pairs": 600, "validation_pairs": 60, "test_pairs": 50,
+    "tokenizer": "bytes", "vocab_size": 256,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def sentences():
     draws = Random(0)
     return [sentence(draws) for _ in range(3000)]
-
-
-def texts(data, split):
-    found = pairs(data, split)
-    sides = ((found.source(i), found.target(i)) for i in range(len(found)))
-    return [tuple(data.decode(side[:-1]) for side in pair) for pair in sides]
 
 
 def test_sentences_are_of_moderate_length_and_plain(sentences):
@@ -33,7 +30,7 @@ def test_sentences_are_of_moderate_length_and_plain(sentences):
         assert text == " ".join(text.split()) and "\N{NO-BREAK SPACE}" not in text
 
 
-def test_there_are_many_different_sentences(sentences):
+def test_sentences_are_diverse_in_both_languages(sentences):
     english, german = ({pair[side] for pair in sentences} for side in (0, 1))
     assert len(english) > 2990 and len(german) > 2990
     words = [{word for pair in sentences for word in pair[side].split()} for side in (0, 1)]
@@ -43,32 +40,15 @@ def test_there_are_many_different_sentences(sentences):
     assert np.mean(shared) < 0.15
 
 
-def test_draws_repeat_and_differ_by_seed(sentences):
-    assert [sentence(d) for d in [Random(0)] for _ in range(20)] == sentences[:20]
-    assert [sentence(d) for d in [Random(1)] for _ in range(20)] != sentences[:20]
-
-
 @pytest.mark.parametrize(
     ("slot", "arguments", "english", "german"),
     [
         ("number", (42,), "forty-two", "zweiundvierzig"),
-        ("ordinal", (3,), "third", "dritte"),
-        ("year", (1984,), "nineteen eighty-four", "neunzehnhundertvierundachtzig"),
-        ("percent", (25,), "12.5%", "12,5 %"),
         ("clock", (15, 45), "3:45 PM", "15:45"),
         ("when", (724340, "full"), "on Monday, March 5, 1984", "am Montag, 5. März 1984"),
-        ("when", (724340, "MMMM y"), "in March 1984", "im März 1984"),
         ("who", ("the teacher",), "the teacher", "der Lehrer"),
         ("place", ("AT",), "Austria", "Österreich"),
-        ("language", ("ja",), "Japanese", "Japanisch"),
-        (
-            "money",
-            (25, 1000, "SEK", "name"),
-            "25,000.00 Swedish kronor",
-            "25.000,00 Schwedische Kronen",
-        ),
         ("price", (3, 0.5, "EUR", "standard"), "€1.50", "1,50 €"),
-        ("mass", (5, "mass-kilogram"), "2.5 kilograms", "2,5 Kilogramm"),
         ("span", (6, "duration-week"), "3 weeks", "3 Wochen"),
     ],
 )
@@ -85,48 +65,27 @@ def test_both_sides_of_a_clause_have_the_same_slots_and_all_are_used():
     assert len({clause(draws) for _ in range(200)}) > 195
 
 
-def test_splits_share_no_sentence_on_either_side(options):
-    data = prepare(options("cldr_ende", **SMALL), workers=1)
-    sides = {split: list(zip(*texts(data, split), strict=True)) for split in data.tokens}
+def test_splits_share_no_sentence_on_either_side(options, pair_texts):
+    data = load(options("cldr_ende", **SMALL))
+    sides = {split: list(zip(*pair_texts(data, split), strict=True)) for split in data.tokens}
     assert {split: len(side[0]) for split, side in sides.items()} == {
         "train": 600, "validation": 60, "test": 50,
     }  # fmt: skip
     for side in (0, 1):
         every = [text for split in sides.values() for text in split[side]]
         assert len(set(every)) == len(every) == 710
+    draws = Random(0)  # held-out sentences come first
+    assert pair_texts(data, "validation") + pair_texts(data, "test") == [
+        sentence(draws) for _ in range(110)
+    ]
 
 
-def test_decoding_gives_back_the_sentences(options):
-    data = prepare(options("cldr_ende", **SMALL), workers=1)
-    draws = Random(0)
-    first = [sentence(draws) for _ in range(110)]  # held out first, no sentence came twice
-    assert texts(data, "validation") + texts(data, "test") == first
-
-
-def test_held_out_sentences_do_not_depend_on_the_amount_of_training(options):
+def test_held_out_sentences_do_not_depend_on_the_amount_of_training(options, pair_texts):
     small = prepare(options("cldr_ende", **SMALL), workers=1)
     large = prepare(options("cldr_ende", **SMALL | {"train_pairs": 700}), workers=1)
-    assert texts(small, "test") == texts(large, "test")
-    assert texts(small, "train") == texts(large, "train")[:600]
+    assert pair_texts(small, "test") == pair_texts(large, "test")
+    assert pair_texts(small, "train") == pair_texts(large, "train")[:600]
     assert small.fingerprint != large.fingerprint
-
-
-def test_preparing_is_repeatable_and_needs_no_command(options, tmp_path, monkeypatch):
-    first = load(options("cldr_ende", **SMALL))
-    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "again"))
-    second = prepare(options("cldr_ende", **SMALL), workers=2)
-    assert first.fingerprint == second.fingerprint and first.directory != second.directory
-
-
-def test_another_version_of_babel_is_other_data(options, monkeypatch):
-    import importlib.metadata
-
-    first = load(options("cldr_ende", **SMALL))
-    real = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: "99" if name == "babel" else real(name)
-    )
-    assert load(options("cldr_ende", **SMALL)).directory != first.directory
 
 
 def test_missing_packages_are_named(options, monkeypatch, cache):

@@ -1,3 +1,5 @@
+"""Text of the ``datasets`` library, and splits named by the options."""
+
 import json
 import sys
 import time
@@ -5,16 +7,19 @@ import time
 import numpy as np
 import pytest
 
-from sparsepretrain.data import hub, load, prepare
+from sparsepretrain.data import hub, load, prepare, windows
+from sparsepretrain.data.sources import hf_text
 from sparsepretrain.errors import DataError
 
 datasets = pytest.importorskip("datasets")
 
 LOCAL = {"path": "json", "subset": None, "tokenizer": "bytes", "size_gb": None}
+TEXT = ["", " = Sheep = \n", "", " Sheep 0 eat 1 grass . \n", "no line end", ""]
+SPLITS = ("train", "validation", "test")
 
 
 @pytest.fixture(autouse=True)
-def own_caches(tmp_path, monkeypatch):
+def offline(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.setattr(hub, "_reachable", lambda: False)
 
@@ -27,28 +32,87 @@ def rows(tmp_path):
     return file
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_local_rows_are_split_by_document_as_nanogpt_does(options, rows, monkeypatch, workers):
-    from sparsepretrain.data.sources import hf_text
+@pytest.fixture
+def mirror(tmp_path):
+    """A local clone of a dataset with three splits, as the hub has WikiText."""
+    root = tmp_path / "wikitext"
+    files = {}
+    for split in SPLITS:
+        files[split] = root / "wikitext-2-raw-v1" / f"{split}-00000-of-00001.parquet"
+        files[split].parent.mkdir(parents=True, exist_ok=True)
+        texts = [text.replace("Sheep", f"Sheep of {split}") for text in TEXT] * 3
+        datasets.Dataset.from_dict({"text": texts}).to_parquet(files[split])
+    listed = "".join(
+        f"  - split: {split}\n    path: wikitext-2-raw-v1/{split}-*\n" for split in files
+    )
+    (root / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: wikitext-2-raw-v1\n  data_files:\n{listed}---\n"
+    )
+    return root, files
 
+
+def texts_of(data):
+    return {split: data.decode(tokens) for split, tokens in data.tokens.items()}
+
+
+def lines_of(split):
+    lines = "\n = Sheep = \n\n Sheep 0 eat 1 grass . \nno line end\n\n" * 3
+    return lines.replace("Sheep", f"Sheep of {split}")
+
+
+def assert_nothing_prepared(cache):
+    assert not list(cache.glob("*/manifest.json"))
+
+
+def test_local_rows_are_split_by_document_as_nanogpt_does(options, rows, monkeypatch):
     monkeypatch.setattr(hf_text.HfText, "shard_rows", 30)
-    changes = LOCAL | {"data_files": [str(rows)], "validation": 0.1}
-    if workers == 2:
-        changes |= {"tokenizer": "bpe", "vocab_size": 300}
-    chosen = options("openwebtext", **changes)
-    seen = []
-    data = prepare(chosen, workers=workers, on_progress=seen.append)
-    assert seen[-1].phase == "writing"
+    changes = {"data_files": [str(rows)], "validation": 0.1, "tokenizer": "bpe", "vocab_size": 300}
+    chosen = options("openwebtext", **LOCAL | changes)
+    data = prepare(chosen, workers=2)
     end = data.end_of_text
-    got = {}
+    prepared = {}
     for split, tokens in data.tokens.items():
         pieces = np.split(tokens, np.flatnonzero(tokens == end) + 1)[:-1]
-        got[split] = [data.decode(piece[:-1]) for piece in pieces]
+        prepared[split] = [data.decode(piece[:-1]) for piece in pieces]
     reference = datasets.load_dataset("json", data_files=[str(rows)], split="train")
     reference = reference.train_test_split(test_size=0.1, seed=2357, shuffle=True)
-    assert got["validation"] == [t for t in reference["test"]["text"] if t]
-    assert got["train"] == [t for t in reference["train"]["text"] if t]
+    assert prepared["validation"] == [t for t in reference["test"]["text"] if t]
+    assert prepared["train"] == [t for t in reference["train"]["text"] if t]
     assert load(chosen).fingerprint == data.fingerprint
+
+
+def test_local_clone_has_the_splits_of_the_hub(options, mirror, monkeypatch):
+    monkeypatch.setattr(hf_text.HfText, "shard_rows", 4)
+    chosen = options("wikitext2", path=str(mirror[0]), tokenizer="bytes")
+    data = prepare(chosen)
+    assert texts_of(data) == {split: lines_of(split) for split in SPLITS}
+    count = len(data.tokens["test"])
+    assert windows(data, "test", count - 1, 0).count == 1
+    with pytest.raises(DataError, match=rf"test.bin has {count} tokens"):
+        windows(data, "test", count, 0)
+
+
+def test_files_of_each_split_are_lines_or_documents(options, mirror):
+    files = {split: [str(file)] for split, file in mirror[1].items()}
+    changes = {"path": "parquet", "subset": None, "tokenizer": "bytes", "data_files": files}
+    data = prepare(options("wikitext2", **changes))
+    assert texts_of(data) == {split: lines_of(split) for split in SPLITS}
+    data = prepare(options("wikitext2", **changes, rows="documents", test=None))
+    ended = "\0".join([t for t in TEXT if t] * 3).replace("Sheep", "Sheep of train") + "\0"
+    assert set(data.tokens) == {"train", "validation"} and texts_of(data)["train"] == ended
+
+
+def test_validation_fraction_leaves_the_test_split(options, tmp_path):
+    files = {}
+    for split, count in (("train", 30), ("test", 5)):
+        files[split] = [str(tmp_path / f"{split}.jsonl")]
+        rows = (json.dumps({"text": f"{split} {i}"}) + "\n" for i in range(count))
+        (tmp_path / f"{split}.jsonl").write_text("".join(rows))
+    changes = LOCAL | {"data_files": files, "test": "test", "validation": 0.1}
+    data = prepare(options("openwebtext", **changes))
+    ends = {split: int((tokens == 0).sum()) for split, tokens in data.tokens.items()}
+    assert ends == {"train": 27, "validation": 3, "test": 5}
+    assert texts_of(data)["test"] == "".join(f"test {i}\0" for i in range(5))
 
 
 def test_unprepared_data_names_command_and_alternative(options):
@@ -62,7 +126,7 @@ def test_unprepared_data_names_command_and_alternative(options):
 
 
 @pytest.mark.parametrize("config", ["openwebtext", "c4"])
-def test_without_a_network_preparing_fails_at_once(options, cache, config):
+def test_preparing_without_network_fails_at_once(options, cache, config):
     begin = time.perf_counter()
     with pytest.raises(DataError) as caught:
         prepare(options(config))
@@ -70,14 +134,7 @@ def test_without_a_network_preparing_fails_at_once(options, cache, config):
     message = str(caught.value)
     assert message.startswith(f"{config} needs the network: ") and "\n" not in message
     assert "data=python_source" in message
-    assert not [p for p in cache.iterdir() if p.suffix != ".lock"]
-
-
-def test_hub_tokenizer_without_a_network_is_an_error(options, rows, cache):
-    changes = LOCAL | {"data_files": [str(rows)], "tokenizer": "gpt2"}
-    with pytest.raises(DataError, match=r"data.tokenizer: .*'gpt2'"):
-        prepare(options("openwebtext", **changes))
-    assert not [p for p in cache.iterdir() if p.suffix != ".lock"]
+    assert_nothing_prepared(cache)
 
 
 def test_missing_package_is_named(options, rows, monkeypatch):
@@ -92,20 +149,17 @@ def test_missing_package_is_named(options, rows, monkeypatch):
         ({"text_column": "body"}, "no column 'body' (it has text, n)"),
         ({"text_column": "n"}, "'n' holds int, not text"),
         ({"split": "dev"}, "datasets cannot load data.path=json: "),
+        ({"validation": "dev"}, "datasets cannot load data.path="),
         ({"data_files": ["absent/*.json"]}, "data.data_files: no file matches absent/*.json"),
+        ({"tokenizer": "gpt2"}, "data.tokenizer: cannot fetch 'gpt2'"),
+        ({"split": "train[:1]"}, "has 1 documents: too few"),
     ],
 )
-def test_bad_data_sets_are_refused(options, rows, changes, expected):
+def test_unsuitable_data_is_refused(options, rows, cache, changes, expected):
     with pytest.raises(DataError) as caught:
         prepare(options("openwebtext", **(LOCAL | {"data_files": [str(rows)]} | changes)))
     assert expected in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_too_few_documents_are_refused(options, tmp_path):
-    file = tmp_path / "one.jsonl"
-    file.write_text('{"text": "alone"}\n')
-    with pytest.raises(DataError, match="has 1 documents: too few"):
-        prepare(options("openwebtext", **LOCAL, data_files=[str(file)]))
+    assert_nothing_prepared(cache)
 
 
 def test_library_settings_are_restored(options, rows, monkeypatch):
@@ -128,18 +182,55 @@ def test_library_settings_are_restored(options, rows, monkeypatch):
     assert state() == before
 
 
-def test_any_answer_of_the_hub_means_reachable(monkeypatch):
+@pytest.mark.parametrize(("error", "reachable"), [(None, True), (RuntimeError("no route"), False)])
+def test_any_answer_of_the_hub_means_reachable(monkeypatch, error, reachable):
     import huggingface_hub
 
     class Session:
-        def __init__(self, error):
-            self.error = error
-
         def head(self, url, timeout):
-            if self.error:
-                raise self.error
+            if error:
+                raise error
 
     monkeypatch.undo()
-    for error, expected in ((None, True), (RuntimeError("no route"), False)):
-        monkeypatch.setattr(huggingface_hub, "get_session", lambda e=error: Session(e))
-        assert hub._reachable() is expected
+    monkeypatch.setattr(huggingface_hub, "get_session", Session)
+    assert hub._reachable() is reachable
+
+
+def test_text_files_of_each_split(options, tmp_path):
+    for split in SPLITS:
+        for i in range(2):
+            (tmp_path / f"{split}{i}.txt").write_text(f"{split} {i}\n")
+    chosen = options(
+        "text_files",
+        files=[f"{tmp_path}/train0.txt"],
+        validation=[f"{tmp_path}/validation*.txt"],
+        test=[f"{tmp_path}/test0.txt", f"{tmp_path}/test*.txt"],
+    )
+    data = prepare(chosen)
+    assert texts_of(data)["train"] == "train 0\n\0"  # a single training file is not cut
+    for split in SPLITS[1:]:
+        texts = texts_of(data)[split].split("\0")
+        assert sorted(texts) == ["", f"{split} 0\n", f"{split} 1\n"]
+    (tmp_path / "test1.txt").write_text("changed\n")
+    assert prepare(chosen).fingerprint != data.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"test": ["train0.txt"]}, "data.test: {0}/train0.txt is also one of data.files"),
+        ({"validation": ["gone*"]}, "data.validation: no file matches {0}/gone*"),
+        (
+            {"validation": ["v.txt"], "test": ["v.txt"]},
+            "data.test: {0}/v.txt is also one of data.validation",
+        ),
+    ],
+)
+def test_overlapping_splits_are_refused(options, tmp_path, cache, changes, message):
+    for name in ("train0.txt", "v.txt"):
+        (tmp_path / name).write_text(f"{name} text")
+    changes = {k: [f"{tmp_path}/{name}" for name in v] for k, v in changes.items()}
+    with pytest.raises(DataError) as caught:
+        prepare(options("text_files", files=[f"{tmp_path}/train*.txt"], **changes))
+    assert str(caught.value) == message.format(tmp_path)
+    assert_nothing_prepared(cache)

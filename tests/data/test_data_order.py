@@ -1,12 +1,10 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsepretrain.data import TokenData, windows
-from sparsepretrain.errors import DataError
 
 
 def data(count: int, held_out: int = 0) -> TokenData:
@@ -69,7 +67,7 @@ def test_windows_with_replacement_start_anywhere():
     assert (again.batch(40, [2, 7], 8) == rows[[322, 327]]).all()
 
 
-def test_order_equals_the_stored_one():
+def test_order_equals_the_golden_order():
     """Fixed for ever: a change here changes every run and breaks resuming."""
     train = windows(data(50), "train", 5, 42)
     assert train.count == 9
@@ -80,27 +78,9 @@ def test_order_equals_the_stored_one():
 GOLDEN = [[31, 1, 26, 16], [11, 21, 41, 6], [36, 19, 44, 24], [14, 9, 34, 4], [29, 39, 40, 25]]
 
 
-def test_earlier_steps_repeat_after_many_epochs():
-    train = windows(data(40), "train", 5, 1)
-    first = train.batch(0, range(6), 6)
-    for step in range(40):
-        train.batch(step, range(6), 6)
-    assert (train.batch(0, range(6), 6) == first).all()
-    assert train._epoch.cache_info().currsize <= 2
-
-
-def test_a_text_of_exactly_one_sequence_is_enough():
+def test_text_of_one_sequence_suffices():
     train = windows(data(6), "train", 5, 0)
     assert train.count == 1 and train.batch(7, [0, 1], 2).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
-
-
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_too_short_a_text_names_file_tokens_and_length(count):
-    with pytest.raises(DataError) as caught:
-        windows(data(count), "train", 5, 0)
-    message = str(caught.value)
-    assert f"/prepared/train.bin has {count} tokens" in message and "sequence of 5" in message
-    assert "\n" not in message
 
 
 @settings(max_examples=150, deadline=None)
@@ -110,7 +90,7 @@ def test_too_short_a_text_names_file_tokens_and_length(count):
     seed=st.integers(0, 99),
     size=st.integers(1, 13),
 )
-def test_a_complete_pass_predicts_every_token_once(length, extra, seed, size):
+def test_complete_evaluation_predicts_every_token_once(length, extra, seed, size):
     """But the first; and it begins with the windows of an ordinary epoch."""
     tokens = data(1, length + extra)
     held_out = windows(tokens, "validation", length, seed, complete=True)
@@ -127,8 +107,3 @@ def test_a_complete_pass_predicts_every_token_once(length, extra, seed, size):
     assert (rows[: ordinary.count] == ordinary.batch(0, range(ordinary.count), 1)).all()
     assert held_out.count - ordinary.count <= 3
     assert (held_out.batch(1, [0], held_out.count) == rows[:1]).all(), "every pass is the same"
-
-
-def test_missing_split_is_named():
-    with pytest.raises(DataError, match=r"no test split \(it has train, validation\)"):
-        windows(data(9, 9), "test", 4, 0)

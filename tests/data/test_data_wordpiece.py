@@ -7,7 +7,6 @@ import pytest
 from sparsepretrain.data import load, prepare
 from sparsepretrain.data.encoding import WORDPIECE_SPECIAL, FileCodec, train_wordpiece
 from sparsepretrain.data.tokenizer import TOKENIZERS
-from sparsepretrain.errors import DataError
 
 WORDS = [f"The sheep {i} eats grass, the Goat {i * i} does not." for i in range(60)]
 
@@ -47,12 +46,6 @@ def test_lowercase_and_cased_tokenizers(codec):
     assert list(left) != list(right) and cased.decode(left) == "The Goat"
 
 
-def test_names_of_special_tokens_in_text_stay_text(codec):
-    one = codec()
-    (ids,) = one.encode(["a [MASK] of [SEP] sheep"])
-    assert not {3, 4} & set(ids.tolist())
-
-
 def test_training_is_repeatable_and_small_text_gives_fewer_tokens(tmp_path):
     assert train_wordpiece(WORDS, 90, lowercase=True) == train_wordpiece(WORDS, 90, lowercase=True)
     vocabulary = json.loads(train_wordpiece(["aa ab"], 500, lowercase=True))["model"]["vocab"]
@@ -74,12 +67,11 @@ def test_rare_characters_are_unknown(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["wordpiece", "wordpiece_cased"])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_documents_end_with_sep(options, tmp_path, name, workers):
+def test_documents_end_with_sep(options, tmp_path, name):
     for i, text in enumerate(WORDS):
         (tmp_path / f"{i}.txt").write_text(text)
     chosen = options("text_files", files=[f"{tmp_path}/*.txt"], tokenizer=name, vocab_size=150)
-    data = prepare(chosen, workers=workers)
+    data = prepare(chosen, workers=1)
     assert data.end_of_text == 3 and data.vocab_size == 150
     assert sum(int((tokens == 3).sum()) for tokens in data.tokens.values()) == len(WORDS)
     assert data.tokens["train"][-1] == 3
@@ -87,14 +79,3 @@ def test_documents_end_with_sep(options, tmp_path, name, workers):
     text = data.decode(data.tokens["train"])
     assert ("The" in text) == (name == "wordpiece_cased") and "[UNK]" not in text
     assert load(chosen).fingerprint == data.fingerprint
-
-
-def test_tokenizer_larger_than_the_vocabulary_is_refused(options, tmp_path, cache):
-    (tmp_path / "t.json").write_text(train_wordpiece(WORDS, 90, lowercase=True))
-    (tmp_path / "a.txt").write_text("sheep")
-    chosen = options(
-        "text_files", files=[f"{tmp_path}/a.txt"], tokenizer=f"{tmp_path}/t.json", vocab_size=80
-    )
-    with pytest.raises(DataError, match=r"has 90 tokens, more than data.vocab_size=80"):
-        prepare(chosen)
-    assert not [p for p in cache.iterdir() if p.suffix != ".lock"]

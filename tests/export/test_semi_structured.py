@@ -22,13 +22,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "overrides", "message"),
     [
-        ("gpt2", ("sparsity=dense",), "are 2:4, these weights are dense"),
+        ("gpt2", ("sparsity=tsrste", "sparsity.dense_tail=0.5"), "dense since step 2"),
         ("gpt2", ("sparsity=ste", "sparsity.n=1"), "are 2:4, these weights are 1:4"),
         ("gpt2", ("model.n_embd=40",), "mlp.c_fc is 160 × 40, but .* multiples of 64 × 64"),
         ("vit", (), "no semi-structured loader for models of timm"),
     ],
 )
-def test_what_no_device_could_load_is_refused(
+def test_unsupported_models_are_refused(
     kind: str, overrides: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     run = write_run(tmp_path, kind, *overrides)
@@ -37,14 +37,14 @@ def test_what_no_device_could_load_is_refused(
     assert not (run / "export").exists()
 
 
-def test_the_loader_says_why_it_cannot(exported: Path, tmp_path: Path) -> None:
+def test_loader_errors_name_the_reason(exported: Path, tmp_path: Path) -> None:
     assert exported.name == "semi_structured"
     assert "load_semi_structured" in (exported / "README.md").read_text()
     with pytest.raises(ConfigError, match="need a CUDA device, got device='cpu'"):
         load_semi_structured(exported, device="cpu")
     with pytest.raises(ConfigError, match=r"for fp16 and bf16, not for torch\.float32"):
         load_semi_structured(exported, dtype=torch.float32)
-    with pytest.raises(CheckpointError, match="no export of a model of transformers"):
+    with pytest.raises(CheckpointError, match="not an export of a transformers model"):
         load_semi_structured(tmp_path)
     for file in ("config.json", "sparsity.json"):
         (tmp_path / file).write_bytes((exported / file).read_bytes())
@@ -55,7 +55,7 @@ def test_the_loader_says_why_it_cannot(exported: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch takes the weight there")
-def test_what_torch_refuses_names_the_layer(exported: Path) -> None:
+def test_error_of_torch_names_the_layer(exported: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(exported)
@@ -63,7 +63,7 @@ def test_what_torch_refuses_names_the_layer(exported: Path) -> None:
         semi_structured.compress(model, ["transformer.h.0.mlp.c_fc"])
 
 
-def test_compressing_loses_nothing(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compression_is_lossless(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's own conversion on the CPU, in place of the tensors that a GPU multiplies."""
     from torch.sparse import _semi_structured_conversions as conversions
     from transformers import AutoModelForCausalLM

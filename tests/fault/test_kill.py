@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_runs import METHODS, assert_same_run, final_state, metrics
+from tiny_runs import METHODS, Tiny, assert_same_run, final_state, metrics
 
 KILLED = -signal.SIGKILL
 
@@ -49,6 +49,13 @@ def forks(tmp_path_factory):
 LONG = ("steps=30", "checkpoint.every=4", "eval.every=7", "batch.micro=2")
 
 
+@pytest.fixture(scope="module")
+def uninterrupted_run(forks, tmp_path_factory, small_corpus):
+    """The directory of a run of :data:`LONG`, shared by tests of the default method."""
+    tiny = Tiny(tmp_path_factory.mktemp("uninterrupted"), small_corpus)
+    return finish(forks, tiny, *LONG)
+
+
 def uninterrupted(forks, tiny, *overrides):
     plain = "runs_dir=" + str(tiny.root / "plain")
     done = forks.run(tiny, *overrides, plain)
@@ -66,10 +73,11 @@ def finish(forks, tiny, *overrides):
 @pytest.mark.parametrize(
     "method", [m if m == "sste" else pytest.param(m, marks=pytest.mark.fault) for m in METHODS]
 )
-def test_kill_9_in_the_middle(forks, tiny, method, record_property):
+def test_kill_9_in_the_middle(forks, tiny, method, record_property, uninterrupted_run):
     """Three kills within one run, each after more lines of the record than the one before."""
     overrides = (f"sparsity={method}", *LONG)
-    expected = uninterrupted(forks, tiny, *overrides)
+    default = method == "sste"
+    expected = uninterrupted_run if default else uninterrupted(forks, tiny, *overrides)
     assert len(metrics(expected)) == 30 + 6
     for line in (7, 19, 30):
         result = forks.run(tiny, *overrides, at={"line": line})
@@ -80,8 +88,7 @@ def test_kill_9_in_the_middle(forks, tiny, method, record_property):
     assert_same_run(expected, tiny.directory(*overrides))
 
 
-def test_signals_save_and_continue(forks, tiny):
-    expected = uninterrupted(forks, tiny, *LONG)
+def test_signals_save_and_continue(forks, tiny, uninterrupted_run):
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         words = (*LONG, "runs_dir=" + str(tiny.root / f"stopped{code}"))
         result = forks.run(tiny, *words, at={"line": 9}, signals=[number])
@@ -89,7 +96,7 @@ def test_signals_save_and_continue(forks, tiny):
         directory = tiny.directory(*words)
         recorded, saved = metrics(directory)[-1]["step"], final_state(directory)["step"]
         assert 7 <= saved == recorded < 30
-        assert_same_run(expected, finish(forks, tiny, *words))
+        assert_same_run(uninterrupted_run, finish(forks, tiny, *words))
 
 
 @pytest.mark.fault
@@ -112,30 +119,35 @@ def test_kill_9_at_random_moments(forks, tiny, method, record_property):
     record_property("injected", kills)
 
 
+def kill_at_every_operation(forks, tiny, overrides, *more, **at):
+    """Kill a run before each file operation in turn; return the number of kills."""
+    expected = uninterrupted(forks, tiny, *overrides)
+    last, before = {4: (4, 3), 9: (9, 6)}[int(overrides[0].removeprefix("steps="))]
+    for call in range(1, 500):
+        words = (*overrides, *more, "runs_dir=" + str(tiny.root / f"run{call}"))
+        result = forks.run(tiny, *words, at={"call": call, **at})
+        directory = tiny.directory(*words)
+        if result["code"] == KILLED:
+            assert forks.run(tiny, *words)["code"] == 0, call
+        assert_same_run(expected, directory)
+        left = sorted(int(p.name[5:]) for p in (directory / "checkpoints").iterdir())
+        # killed between the last save and the removal of the one before, that one stays
+        assert left in ([last], [before, last]), call
+        assert not list(directory.rglob("*.tmp")), call
+        if result["code"] != KILLED:
+            break
+    assert result["code"] == 0
+    return call - 1
+
+
 @pytest.mark.fault
 @pytest.mark.timeout(1500)  # one run per file operation: minutes
 def test_kill_9_before_every_file_operation(forks, tiny, record_property):
     """R2: at each point of each save, and of the start and the end."""
     overrides = ("steps=4", "checkpoint.every=1", "checkpoint.keep_last=1", "log.masks_every=2")
-    expected = uninterrupted(forks, tiny, *overrides)
-    for call in range(1, 500):
-        runs_dir = "runs_dir=" + str(tiny.root / f"run{call}")
-        result = forks.run(tiny, *overrides, runs_dir, at={"call": call})
-        directory = tiny.directory(*overrides, runs_dir)
-        if result["code"] == KILLED:
-            assert forks.run(tiny, *overrides, runs_dir)["code"] == 0, call
-        assert_same_run(expected, directory)
-        left = sorted(p.name for p in (directory / "checkpoints").iterdir())
-        # killed between the last save and the removal of the one before, that one stays
-        assert left in (["step_00000004"], ["step_00000003", "step_00000004"]), call
-        assert not list(directory.rglob("*.tmp")), call
-        if result["code"] != KILLED:
-            break
-    assert result["code"] == 0 and call > 60
-    record_property("injected", call - 1)
-
-
-BACKGROUND = "checkpoint.background=true"
+    kills = kill_at_every_operation(forks, tiny, overrides)
+    assert kills >= 60
+    record_property("injected", kills)
 
 
 @pytest.mark.fault
@@ -143,20 +155,10 @@ BACKGROUND = "checkpoint.background=true"
 def test_kill_9_before_every_file_operation_of_a_background_save(forks, tiny, record_property):
     """R2: at each point of each save, wherever training is meanwhile."""
     overrides = ("steps=9", "checkpoint.every=3", "checkpoint.keep_last=1")
-    expected = uninterrupted(forks, tiny, *overrides)
-    for call in range(1, 200):
-        words = (*overrides, BACKGROUND, "runs_dir=" + str(tiny.root / f"run{call}"))
-        result = forks.run(tiny, *words, at={"call": call, "thread": "checkpoint"})
-        directory = tiny.directory(*words)
-        if result["code"] == KILLED:
-            assert forks.run(tiny, *words)["code"] == 0, call
-        assert_same_run(expected, directory)
-        left = sorted(p.name for p in (directory / "checkpoints").iterdir())
-        assert left in (["step_00000009"], ["step_00000006", "step_00000009"]), call
-        if result["code"] != KILLED:
-            break
-    assert result["code"] == 0 and call > 30
-    record_property("injected", call - 1)
+    background = "checkpoint.background=true"
+    kills = kill_at_every_operation(forks, tiny, overrides, background, thread="checkpoint")
+    assert kills >= 30
+    record_property("injected", kills)
 
 
 @pytest.mark.fault
@@ -185,9 +187,8 @@ def test_signals_at_any_time(forks, tiny, number, code, record_property):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("background", ["false", "true"])
-def test_interrupted_twice(forks, tiny, background):
+def test_interrupted_twice(forks, tiny, background, uninterrupted_run):
     """R15: the second SIGINT ends the process at once, and nothing is lost."""
-    expected = uninterrupted(forks, tiny, *LONG)
     words = (*LONG, f"checkpoint.background={background}")
     for line in (3, 8, 15, 20, 25):
         result = forks.run(
@@ -195,7 +196,7 @@ def test_interrupted_twice(forks, tiny, background):
         )
         assert result["code"] == 130, result
         assert "Traceback" not in result["out"]
-    assert_same_run(expected, finish(forks, tiny, *words))
+    assert_same_run(uninterrupted_run, finish(forks, tiny, *words))
 
 
 @pytest.mark.fault

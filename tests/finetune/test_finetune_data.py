@@ -96,7 +96,7 @@ def test_unreadable_files_are_named(tmp_path, capfd):
         ("[1]\n", f"{file}:1: must be a JSON object, got list"),
         (b"\xff\xfe", f"{file} is not UTF-8 text"),
         ("[" * 9999, f"{file}:1: not a JSON object per line"),
-        (json.dumps(ROW | {"sentence1": "\ud83d"}), f"{file}:1: '\\ud83d' is half a character"),
+        (json.dumps(ROW | {"sentence1": "\ud83d"}), f"{file}:1: unpaired surrogate '\\ud83d'"),
     ]:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(DataError) as caught:

@@ -14,7 +14,7 @@ from sparsepretrain import config
 from sparsepretrain.data.encoding import ByteCodec, FileCodec
 from sparsepretrain.tasks import build_task, read
 from sparsepretrain.tasks._bases import Sample
-from sparsepretrain.tasks.question_answering import About, exact_match, f1, normalise
+from sparsepretrain.tasks.question_answering import About, exact_match, f1, normalize
 from sparsepretrain.tasks.sequence_classification import _cut
 from sparsepretrain.training.assembly import build_model
 
@@ -197,7 +197,7 @@ def test_best_window_of_a_question_is_scored():
 
 def official_f1(prediction: str, truth: str) -> float:
     """Compute F1 as evaluate-v1.1.py does."""
-    left, right = normalise(prediction).split(), normalise(truth).split()
+    left, right = normalize(prediction).split(), normalize(truth).split()
     common = collections.Counter(left) & collections.Counter(right)
     same = sum(common.values())
     if same == 0:
@@ -208,8 +208,8 @@ def official_f1(prediction: str, truth: str) -> float:
 
 
 def test_squad_metrics_equal_the_official_ones():
-    assert normalise(" The  cat, an animal: a 'pet'. ") == "cat animal pet"
-    assert normalise("theatre another") == "theatre another"
+    assert normalize(" The  cat, an animal: a 'pet'. ") == "cat animal pet"
+    assert normalize("theatre another") == "theatre another"
     assert exact_match("The Cat!", "cat") and not exact_match("cats", "cat")
     for pair in [("the cat sat", "a cat"), ("", "x"), ("a a b", "a b b"), ("x y", "y x")]:
         assert f1(*pair) == official_f1(*pair)

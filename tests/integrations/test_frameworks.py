@@ -67,10 +67,6 @@ def assert_same(left, right):
     assert not different
 
 
-def of(average):
-    return {k.removeprefix("module."): v for k, v in average.state_dict().items()}
-
-
 # resumes
 
 
@@ -81,7 +77,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "options"), METHODS[:2])
+@pytest.mark.parametrize(("method", "options"), METHODS[1:2])
 def test_hugging_face_trainer_resumes_bit_exactly(tmp_path, method, options):
     """No handle is saved: the counters are in the model's checkpoint."""
     transformers = pytest.importorskip("transformers")
@@ -248,11 +244,10 @@ def test_the_average_of_timm_follows_the_phases(method, options, project):
         torch.testing.assert_close(sp.densify(average)(x), reference(x))
 
 
-@pytest.mark.parametrize("method", ["ste", "sste"])
-def test_timm_ema_v2_is_refused(method):
+def test_timm_ema_v2_is_refused():
     """It blends integers."""
     timm = pytest.importorskip("timm.utils")
-    average, _ = trained_with(timm.ModelEmaV2, method, {})
+    average, _ = trained_with(timm.ModelEmaV2, "sste", {})
     with pytest.raises(ConfigError, match=r"were averaged: .* timm's ModelEmaV3"):
         average(batches()[0]["x"])
 
@@ -308,22 +303,6 @@ def test_peft_merges_into_sparse_layers(kind):
     with wrapped.disable_adapter(), pytest.warns(SparsePretrainWarning, match="frozen weight"):
         torch.testing.assert_close(wrapped(x), plain)
     sp.densify(wrapped)
-
-
-def test_peft_trains_adapters_on_a_frozen_sparse_model():
-    peft = pytest.importorskip("peft")
-    model, handle = sparse_net("sste", window={})
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["fc1", "fc2"]))
-    before = handle.layers["fc1"].weight.detach().clone()
-    trained = [p for p in wrapped.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    handle.attach(optimizer)
-    for batch in batches()[:2]:
-        wrapped(**batch)["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert handle.completed_steps == 2 and torch.equal(handle.layers["fc1"].weight, before)
-    assert any(p.count_nonzero() for k, p in wrapped.named_parameters() if "lora_B" in k)
 
 
 def test_unchanged_frozen_weights_do_not_warn():

@@ -1,6 +1,5 @@
 """BERT and the gated BERT: sizes, agreement with other implementations, roles, options."""
 
-import copy
 import math
 from fnmatch import fnmatchcase
 
@@ -10,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.models.bert import modeling_bert
 
-from sparsepretrain import config, registry
-from sparsepretrain.config.strict import out_of_range
+from sparsepretrain import registry
 
 SIZES = {
     "vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24,
@@ -37,36 +35,6 @@ def build(family, **changes):
 
 def tokens():
     return torch.randint(50, (3, 12), generator=torch.Generator().manual_seed(0))
-
-
-def on_meta(*overrides):
-    run = config.load(overrides)
-    with torch.device("meta"):
-        return registry.get("model", run.model.family).build(run.model)
-
-
-def count(model):
-    return sum(p.numel() for p in model.parameters())
-
-
-def test_parameters_of_bert_base():
-    width, inner = 768, 3072
-    embeddings = (30522 + 512 + 2) * width + 2 * width
-    block = 4 * (width**2 + width) + 2 * width * inner + inner + width + 4 * width
-    head = width**2 + width + 2 * width + 30522  # the decoder's matrix is the embedding
-    model = on_meta("model=bert_base")
-    assert count(model) == embeddings + 12 * block + head == 109_514_298
-    assert all(p.is_meta for p in model.parameters())
-
-
-def test_parameters_of_the_gated_bert():
-    width, inner = 768, 3072
-    block = 4 * width**2 + width * inner + inner // 2 * width + 2 * 2 * width
-    total = 32768 * width + 1 + 2 * width + 16 * block + 2 * width  # 1: scale of the sinusoids
-    assert count(on_meta("model=bert_geglu")) == total == 119_589_889
-    half = on_meta("model=bert_geglu", "experiment=half")
-    assert half.encoder.layers[0].ffn.dense_in.weight.shape == (1536, 768)
-    assert total - count(half) == 16 * (1536 + 768) * width
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -163,7 +131,7 @@ def plain_gated_bert(state, x, heads, layers):
     return norm(h, "encoder.norm") @ state["encoder.embedding.tokens.weight"].t()
 
 
-def test_gated_bert_is_what_it_is_described_as():
+def test_gated_bert_equals_a_reference_implementation():
     model, x = build("bert_geglu"), tokens()
     ours, plain = model(x), plain_gated_bert(model.state_dict(), x, heads=2, layers=2)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
@@ -188,30 +156,24 @@ def test_initial_weights_have_the_stated_deviation(family):
             assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_dropout_is_off_in_evaluation(family):
-    model, x = build(family, dropout=0.3), tokens()
-    recipe = registry.get("model", family)
+def test_gated_bert_drops_out_in_training_only():
+    model, x = build("bert_geglu", dropout=0.3), tokens()
+    recipe = registry.get("model", "bert_geglu")
     assert torch.equal(recipe.encode(model, x), recipe.encode(model, x))
     model.train()
     assert not torch.equal(recipe.encode(model, x), recipe.encode(model, x))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_options_are_checked(family):
-    good = options(family)
-    assert [*out_of_range(good), *good.problems()] == []
-    for key, value in (
-        ("n_embd", 0), ("n_layer", -1), ("n_head", 3), ("n_inner", 0), ("dropout", 1.0),
-        ("ffn_factor", 0.33), ("ffn_factor", 0.0), ("layer_norm_eps", 0.0),
-    ):  # fmt: skip
-        bad = copy.copy(good)
-        setattr(bad, key, value)
-        assert [k for k, _ in (*out_of_range(bad), *bad.problems())] == [key], key
-
-
-def test_options_of_the_gated_bert():
-    odd = options("bert_geglu", n_inner=25)
-    assert [k for k, _ in odd.problems()] == ["n_inner"]
-    odd = options("bert_geglu", n_embd=15, n_head=3)
-    assert [k for k, _ in odd.problems()] == ["n_embd"]
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("bert", {"n_head": 3}),
+        ("bert", {"ffn_factor": 0.33}),
+        ("bert", {"ffn_factor": 0.0}),
+        ("bert_geglu", {"n_inner": 25}),
+        ("bert_geglu", {"n_embd": 15, "n_head": 3}),
+    ],
+)
+def test_bad_options_are_refused(family, changes):
+    assert not list(options(family).problems())
+    assert [k for k, _ in options(family, **changes).problems()] == [next(iter(changes))]

@@ -63,17 +63,6 @@ def test_transformer_base_has_61_million_parameters():
     assert total == parameters(options) == 18_914_304 + 25_224_192 + 16_777_216 == 60_915_712
 
 
-@pytest.mark.parametrize(
-    ("overrides", "total"),
-    [([], 1_056_768), (["experiment=half"], 1_056_768 - 4 * (2 * 128 * 256 + 256))],
-)
-def test_transformer_nano_has_a_million(overrides, total):
-    options = config.load(["model=transformer_nano", *overrides]).model
-    with torch.device("meta"):
-        built = Marian.build(options)
-    assert sum(p.numel() for p in built.parameters()) == parameters(options) == total
-
-
 def test_one_embedding_and_constant_positions(model):
     shared = model.model.shared.weight
     assert model.lm_head.weight is shared
@@ -119,7 +108,7 @@ def test_roles_select_layers(model, role, count):
     assert not any("embed" in name or "lm_head" in name for name in sparsifier.layers)
 
 
-def test_masks_are_those_of_transformers(model, batch):
+def test_masked_logits_equal_transformers(model, batch):
     """Our attention without built masks against the class as it comes, in its eager form."""
     from transformers import MarianConfig, MarianMTModel
 
@@ -149,7 +138,7 @@ def test_no_look_ahead_but_the_whole_source(model, batch):
     torch.testing.assert_close(Marian.logits(model, other, mask, previous), before)
 
 
-def test_masks_are_never_read_back(batch):
+def test_masks_need_no_device_synchronization(batch):
     """On the meta device a look would fail; on a GPU it would wait."""
     with torch.device("meta"):
         model = Marian.build(TINY)
@@ -177,7 +166,7 @@ def sharpened(options=TINY):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", ["dense", "ste", "sste", "tsrste"])
+@pytest.mark.parametrize("method", ["dense", "sste"])
 def test_greedy_search_takes_the_best_token_each_time(batch, method):
     """On sparse layers too, with the cache of keys and values against whole forwards."""
     model = sharpened()
@@ -199,8 +188,8 @@ def test_greedy_search_takes_the_best_token_each_time(batch, method):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 3.0])
-def test_a_beam_of_everything_finds_the_best_hypothesis(batch, penalty):
+@pytest.mark.parametrize("penalty", [0.0, 3.0])
+def test_exhaustive_beam_finds_the_best_hypothesis(batch, penalty):
     """Vocabulary 6, at most 3 tokens: all hypotheses can be listed."""
     import dataclasses
 
@@ -211,47 +200,22 @@ def test_a_beam_of_everything_finds_the_best_hypothesis(batch, penalty):
     words = range(1, 6)
     finished = [(*w, 0) for n in range(3) for w in itertools.product(words, repeat=n)]
     every = finished + list(itertools.product(words, repeat=3))
-    for row in range(3):
+    for row in range(2):
         one, other = source[row : row + 1], mask[row : row + 1]
         score = {h: scored(model, one, other, h) / len(h) ** penalty for h in every}
         best = max(score, key=score.__getitem__)
         assert tuple(found[row]) == tuple(t for t in best if t), (found[row], best)
 
 
-@torch.no_grad()
-def test_beams_respect_length_and_end(batch):
-    model = sharpened()
-    source, mask, _ = batch
-    totals = []
-    for beams in (1, 4):
-        found = Marian.generate(
-            model, source, mask, end=39, length=5, beams=beams, length_penalty=0.0
-        )
-        rows = zip(found, source, mask, strict=True)
-        totals.append(sum(scored(model, s[None], m[None], h) for h, s, m in rows if h))
-        assert all(len(h) <= 5 and 39 not in h for h in found)
-    assert totals[0] != 0 and totals[1] != 0
-
-
-def test_generating_leaves_the_model_as_it_was(model, batch):
+def test_generate_respects_length_and_end_and_leaves_the_model_unchanged(model, batch):
     source, mask, previous = batch
     model.eval()
     before = Marian.logits(model, source, mask, previous)
     name = model.config._attn_implementation
-    Marian.generate(model, source, mask, end=0, length=4, beams=2, length_penalty=1.0)
+    for beams in (1, 4):
+        found = Marian.generate(
+            model, source, mask, end=39, length=5, beams=beams, length_penalty=0.0
+        )
+        assert any(found) and all(len(h) <= 5 and 39 not in h for h in found)
     assert model.config._attn_implementation == name
     torch.testing.assert_close(Marian.logits(model, source, mask, previous), before)
-
-
-def test_activation_checkpointing_changes_no_gradient(batch):
-    import dataclasses
-
-    results = []
-    for switch in (False, True):
-        torch.manual_seed(0)
-        built = Marian.build(dataclasses.replace(TINY, activation_checkpointing=switch))
-        torch.manual_seed(5)
-        Marian.logits(built.train(), *batch).logsumexp(-1).sum().backward()
-        results.append([p.grad for p in built.parameters()])
-    for one, two in zip(*results, strict=True):
-        torch.testing.assert_close(one, two)

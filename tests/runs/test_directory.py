@@ -14,13 +14,13 @@ def make_run(path: Path) -> Path:
     return path
 
 
-def test_find_takes_each_run_once(tmp_path):
+def test_find_runs_returns_each_run_once(tmp_path):
     runs = [make_run(tmp_path / "x" / name) for name in "ab"]
     assert [r.path for r in find_runs([tmp_path, runs[1]])] == runs
     assert [r.path for r in find_runs([runs[1], tmp_path])] == [runs[1], runs[0]]
 
 
-def test_what_is_no_run_is_left_out_beside_runs(tmp_path):
+def test_find_runs_warns_of_other_paths(tmp_path):
     run = make_run(tmp_path / "run")
     for name in ("none", "fresh"):
         (tmp_path / name).mkdir()
@@ -36,7 +36,7 @@ def test_what_is_no_run_is_left_out_beside_runs(tmp_path):
     assert all(w in str(t.message) for w, t in zip(words, told, strict=True))
 
 
-def test_a_run_that_was_set_aside_is_left_out_of_several(tmp_path):
+def test_runs_set_aside_are_found_only_alone(tmp_path):
     run, old = tmp_path / "a-s0", tmp_path / "a-s0.old-1"
     for path in (run, old):
         path.mkdir()

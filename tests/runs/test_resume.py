@@ -3,12 +3,11 @@
 import signal
 
 import pytest
-from tiny_runs import METHODS, assert_equal_bits, assert_same_run, final_state, interrupted, metrics
-
-from sparsepretrain.errors import CheckpointError
+from tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted, metrics
 
 
-@pytest.mark.parametrize("method", METHODS)
+# sparsity/test_conformance.py resumes every method; whole runs of two suffice here
+@pytest.mark.parametrize("method", ["dense", "sste"])
 @pytest.mark.parametrize("stops", [(3,), pytest.param((1, 3, 5), marks=pytest.mark.slow)], ids=str)
 def test_resume_is_bit_exact(tiny, stop_after, method, stops):
     overrides = (f"sparsity={method}", "batch.micro=2")
@@ -43,7 +42,9 @@ def test_resume_is_bit_exact(tiny, stop_after, method, stops):
             ("task.sequence_length=10", "batch.micro=1", "model.bias=true"), marks=pytest.mark.slow
         ),
         ("checkpoint.every=0", "eval.every=0"),
-        ("checkpoint.keep_last=1", "checkpoint.every=1", "eval.every=1"),
+        pytest.param(
+            ("checkpoint.keep_last=1", "checkpoint.every=1", "eval.every=1"), marks=pytest.mark.slow
+        ),
         pytest.param(("log.every=4", "log.layers_every=0"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
@@ -51,7 +52,7 @@ def test_resume_is_bit_exact(tiny, stop_after, method, stops):
 def test_resume_of_variants_is_bit_exact(tiny, stop_after, overrides):
     plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
     assert plain.code == 0
-    again = interrupted(tiny, stop_after, (2, 5), *overrides)
+    again = interrupted(tiny, stop_after, (3,), *overrides)
     assert_same_run(plain.directory, again)
 
 
@@ -60,7 +61,7 @@ def test_resume_is_bit_exact_across_epochs(tiny, stop_after, tmp_path):
     text.write_text("".join(f"{i:03} " for i in range(60)))  # 10 windows: 2.5 steps per epoch
     overrides = (f"data.files=['{text}']", "steps=8")
     plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
-    again = interrupted(tiny, stop_after, (2, 3, 6), *overrides)
+    again = interrupted(tiny, stop_after, (2, 6), *overrides)
     assert_same_run(plain.directory, again)
 
 
@@ -106,7 +107,7 @@ def test_forgotten_previous_mask_changes_the_record(tiny, stop_after, monkeypatc
     assert metrics(plain.directory) != metrics(again.directory)
 
 
-def test_lost_record_lines_warn_once(tiny, stop_after):
+def test_missing_record_lines_warn_once(tiny, stop_after):
     stop_after(4)
     file = tiny.train().directory / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
@@ -117,7 +118,7 @@ def test_lost_record_lines_warn_once(tiny, stop_after):
     assert "lines that it had" not in tiny.train().output, "told once"
 
 
-def test_a_named_checkpoint_brings_its_record(tiny, stop_after):
+def test_resume_from_a_named_checkpoint_restores_its_record(tiny, stop_after):
     plain = tiny.train("runs_dir=" + str(tiny.root / "plain"))
     stop_after(5)
     first = tiny.train().directory
@@ -126,16 +127,6 @@ def test_a_named_checkpoint_brings_its_record(tiny, stop_after):
     again = tiny.train("name=other", f"resume='{source}'")
     assert again.code == 0 and "lines that it had" not in again.output
     assert_same_run(plain.directory, again.directory)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_save_and_return_their_exit_code(tiny, stop_after, number, code):
-    before = signal.getsignal(number)
-    stop_after(2, number)
-    outcome = tiny.train()
-    assert outcome.code == code and "after step 2" in outcome.output
-    assert signal.getsignal(number) is before
-    assert final_state(outcome.directory)["step"] == 2
 
 
 def test_signal_in_an_evaluation_is_bit_exact(tiny, monkeypatch):
@@ -149,17 +140,18 @@ def test_signal_in_an_evaluation_is_bit_exact(tiny, monkeypatch):
 
     def evaluate(t, *args, **options):
         calls.append(t.step)
-        if len(calls) in (1, 3, 5):  # at steps 0, 4 and 6
+        if len(calls) in (1, 3):  # at steps 0 and 4
             os.kill(os.getpid(), signal.SIGTERM)
         return original(t, *args, **options)
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
-    codes = []
+    codes, handler = [], signal.getsignal(signal.SIGTERM)
     while not codes or codes[-1]:
         outcome = tiny.train("eval.batches=5")
         codes.append(outcome.code)
         assert len(codes) < 9
-    assert codes == [143, 143, 143, 0], calls
+    assert codes == [143, 143, 0], calls
+    assert signal.getsignal(signal.SIGTERM) is handler
     assert_same_run(plain.directory, outcome.directory)
     assert "train loss" in outcome.output
 
@@ -199,27 +191,20 @@ def test_second_interrupt_is_immediate(tiny, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return values
 
-    plain = tiny.train("runs_dir=" + str(tiny.root / "plain"))
     monkeypatch.setattr(loop, "train_step", train_step)
     with pytest.raises(KeyboardInterrupt):
         tiny.train()
-    directory = tiny.directory()
-    assert final_state(directory)["step"] == 2
+    assert final_state(tiny.directory())["step"] == 2
     monkeypatch.setattr(loop, "train_step", original)
-    tiny.train()
-    assert_same_run(plain.directory, directory)
+    assert "(step 2)" in tiny.train().output
 
 
-def test_finished_run_is_left_unchanged(tiny):
+def test_finished_run_is_unchanged_and_resume_never_keeps_it(tiny):
     first = tiny.train()
     files = {p: p.stat().st_mtime_ns for p in first.directory.rglob("*")}
     again = tiny.train()
     assert again.code == 0 and "finished (6 steps)" in again.output
     assert {p: p.stat().st_mtime_ns for p in first.directory.rglob("*")} == files
-
-
-def test_resume_never_keeps_the_old_run(tiny):
-    first = tiny.train()
     old = (first.directory / "metrics.jsonl").read_text()
     second = tiny.train("resume=never")
     third = tiny.train("resume=never")
@@ -236,14 +221,8 @@ def test_other_micro_batch_size_names_the_older_run(tiny, stop_after):
     stop_after(3)
     older = tiny.train("batch.micro=2").directory
     new = tiny.train("batch.micro=4")
-    again = tiny.train("batch.micro=4")
-    others = [tiny.train("batch.micro=1", w) for w in ("optim.lr=0.02", "seed=5")]
+    other = tiny.train("batch.micro=1", "optim.lr=0.02")
     text = " ".join(new.output.split())
     assert f"note: {older} " in text and "batch.micro=2, at step 3" in text
     assert f"add resume={older}" in text
-    assert all("is this run with" not in run.output for run in (again, *others))
-
-
-def test_misspelled_resume_gets_a_suggestion(tiny):
-    with pytest.raises(CheckpointError, match=r"resume=atuo: .*did you mean auto\?"):
-        tiny.train("resume=atuo")
+    assert "is this run with" not in other.output

@@ -1,18 +1,22 @@
 """Finding checkpoints of runs and of Hugging Face, and reading them."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import assert_equal_bits, final_state
+from tiny_runs import Tiny, assert_equal_bits, final_state
 
 from sparsepretrain.errors import CheckpointError
 from sparsepretrain.runs import weights
 
 
-@pytest.fixture
-def run(tiny):
-    return tiny.train("checkpoint.keep_last=3").directory
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, small_corpus, prepared_cache):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(prepared_cache))
+        tiny = Tiny(tmp_path_factory.mktemp("weights"), small_corpus)
+        return tiny.train("checkpoint.keep_last=3").directory
 
 
 def test_a_run_directory_means_its_newest_checkpoint(run):
@@ -42,7 +46,7 @@ def test_latest_returns_the_checkpoints_before_one(run):
         weights.latest(weights.find(run), 4)
 
 
-def test_a_damaged_one_is_passed_over_with_a_warning(run, tmp_path):
+def test_damaged_checkpoint_is_skipped_with_a_warning(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     (copy / "checkpoints/step_00000006/state.json").write_bytes(b"torn")
@@ -110,6 +114,9 @@ def test_hugging_face_weights_in_one_file_or_several(tmp_path, shard):
 def test_hugging_face_weights_that_are_gone_or_torn(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="has no weights"):
+        weights.model_state(weights.find(tmp_path))
+    torch.save({"a": Path(tmp_path)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="is refused"):
         weights.model_state(weights.find(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from tiny_runs import assert_same_run, metrics
 
-from sparsepretrain import registry
 from sparsepretrain.cli import main
 from sparsepretrain.data.encoding import train_bpe, train_wordpiece
 from sparsepretrain.errors import ConfigError, DataError
@@ -17,7 +16,7 @@ from sparsepretrain.tasks.masked_lm import Masking, selected
 BERT = ("model=bert_nano", "model.n_inner=64")
 GATED = ("model=bert_geglu", "model.n_inner=64", "model.vocab_size=260", "task.sequence_length=16",
          "data.tokenizer=bytes", "precision=fp32", "schedule=constant", "schedule.warmup=2",
-         "clip=0.5")  # fmt: skip
+         "clip=0.5", "model.n_embd=32", "model.n_layer=1", "model.n_head=2")  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -88,8 +87,10 @@ def test_masks_do_not_depend_on_micro_batches(task):
     assert torch.equal(whole["targets"], torch.cat([p["targets"] for p in parts]))
     places = [p["positions"] + 16 * i for i, p in enumerate(parts)]
     assert torch.equal(whole["positions"], torch.cat(places))
-    again = task.batch("train", 5, range(4), 4)
+    again, example = task.batch("train", 5, range(4), 4), task.example(4, CPU)
     assert all(torch.equal(whole[k], again[k]) for k in whole)
+    shapes = {k: (v.shape, v.dtype) for k, v in example.items()}
+    assert shapes == {k: (v.shape, v.dtype) for k, v in whole.items()}
 
 
 def test_masks_differ_between_steps_splits_and_seeds():
@@ -138,23 +139,6 @@ def test_only_selected_tokens_count(task):
     assert (total.item(), count) == (0.0, 0)
 
 
-def test_example_has_the_shapes_of_a_batch(task):
-    batch, example = task.batch("train", 0, range(3), 4), task.example(3, CPU)
-    shapes = {k: (v.shape, v.dtype) for k, v in example.items()}
-    assert shapes == {k: (v.shape, v.dtype) for k, v in batch.items()}
-
-
-def test_accumulation_changes_only_rounding(tiny):
-    whole, parts = (
-        metrics(tiny.train(*BERT, "sparsity=srste", f"batch.micro={micro}").directory)
-        for micro in (4, 1)
-    )
-    training = [[line for line in lines if "split" not in line] for lines in (whole, parts)]
-    assert len(training[0]) == 6
-    for left, right in zip(*training, strict=True):
-        assert left["loss"] == pytest.approx(right["loss"], rel=1e-4)
-
-
 def test_resume_is_exact_with_dropout(tiny, stop_after):
     overrides = (*GATED, "model.dropout=0.2", "workers=1")
     straight = tiny.train(*overrides, "name=straight")
@@ -166,20 +150,6 @@ def test_resume_is_exact_with_dropout(tiny, stop_after):
     assert_same_run(straight.directory, resumed.directory)
     lines = [line for line in metrics(straight.directory) if "split" in line]
     assert {"loss", "perplexity", "accuracy"} <= set(lines[0])
-
-
-@pytest.mark.parametrize("method", registry.names("method"))
-@pytest.mark.parametrize(
-    "model", [BERT, pytest.param(GATED, marks=pytest.mark.slow)], ids=["bert", "bert_geglu"]
-)
-@pytest.mark.filterwarnings("ignore:StepAdamW switched")
-def test_every_method_trains(tiny, method, model):
-    if method.startswith("mine"):  # a plug-in of another test
-        return
-    outcome = tiny.train(*model, f"sparsity={method}", "sparsity.targets=all", "steps=3")
-    assert outcome.code == 0
-    losses = [line["loss"] for line in metrics(outcome.directory)]
-    assert np.isfinite(losses).all() and len(losses) >= 4
 
 
 def test_a_mask_token_of_the_tokenizer_is_used(tiny, tmp_path):
@@ -198,10 +168,7 @@ def test_a_mask_token_of_the_tokenizer_is_used(tiny, tmp_path):
     [
         (("model.vocab_size=256",), "model.vocab_size must be > data.vocab_size"),
         (("model.vocab_size=100",), "model.vocab_size must be ≥ data.vocab_size"),
-        (("task.probability=0",), "task.probability"),
-        (("task.mask_fraction=1.5",), "task.mask_fraction"),
         (("task.random_fraction=0.3",), "sum to at most 1"),
-        (("task.sequence_length=0",), "task.sequence_length"),
         (("task.sequence_length=512",), "model.n_positions (256)"),
         (("task=causal_lm",), "causal_lm"),
     ],

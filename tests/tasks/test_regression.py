@@ -1,39 +1,29 @@
 """Task ``regression``, source ``teacher``: samples that depend on nothing but their number."""
 
-import io
 import json
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import assert_same_run, interrupted
+from tiny_runs import TRAINING, Tiny, assert_same_run, interrupted
 from torch import nn
 
 from sparsepretrain import config
 from sparsepretrain.cli import main
-from sparsepretrain.config import freeze
 from sparsepretrain.data.sources.teacher import BLOCK, normals
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.tasks import build_task
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.assembly import build_model
-from sparsepretrain.training.plan import dry_run
-from sparsepretrain.training.trainer import train
 
 TINY = (
     "experiment=claims_regression",
+    *TRAINING,
     "model.n_embd=16",
     "model.n_inner=32",
     "data.held_out=256",
-    "steps=6",
     "batch.size=64",
     "batch.micro=32",
-    "log.every=1",
-    "log.layers_every=2",
     "eval.every=3",
-    "checkpoint.every=2",
-    "tracker.mode=disabled",
-    "parallel.device=cpu",
 )
 CPU = torch.device("cpu")
 
@@ -44,22 +34,17 @@ def opened(*overrides):
     return task
 
 
-class Small:
-    """What ``interrupted`` wants of the fixture ``tiny``."""
+class Small(Tiny):
+    """Small runs of the regression task."""
 
     def __init__(self, root):
-        self.root = root
+        super().__init__(root, root)
 
-    def train(self, *overrides):
-        from tiny_runs import Outcome
-
-        run = config.load([*TINY, f"runs_dir='{self.root / 'runs'}'", *overrides])
-        out = io.StringIO()
-        code = train(run, Console(out))
-        return Outcome(code, freeze.run_directory(run), out.getvalue())
+    def overrides(self, *more):
+        return [*TINY, f"runs_dir='{self.root / 'runs'}'", *more]
 
 
-def test_a_sample_depends_on_seed_and_number_alone():
+def test_samples_are_a_function_of_seed_and_number():
     task = opened("seed=3")
     whole = task.batch("train", 5, range(300), 300)
     parts = [task.batch("train", 5, range(i, i + 25), 300) for i in range(0, 300, 25)]
@@ -102,7 +87,7 @@ def test_inputs_are_normal_and_targets_have_unit_variance():
     assert np.array_equal(normals(1, 2, 7, (3, 5)), normals(1, 2, 0, (10, 5))[7:])
 
 
-def test_the_teacher_is_the_student_with_twice_the_weights():
+def test_teacher_equals_residual_mlp_with_doubled_weights():
     """The same function as ``residual_mlp``, up to rounding and the scale of the targets."""
     run = config.load(["experiment=claims_regression", "data.held_out=256"])
     task = build_task(run)
@@ -136,33 +121,19 @@ def test_resume_is_bit_exact(tmp_path, stop_after):
     words = ("sparsity=sste", "seed=7")
     whole = Small(tmp_path / "whole").train(*words)
     assert whole.code == 0 and "samples" in whole.output and "perplexity" not in whole.output
-    assert_same_run(whole.directory, interrupted(Small(tmp_path), stop_after, (2, 5), *words))
+    assert_same_run(whole.directory, interrupted(Small(tmp_path), stop_after, (3,), *words))
 
 
 def test_eval_report_and_prepare(tmp_path, capsys):
-    runs = [Small(tmp_path).train(f"sparsity={m}").directory for m in ("dense", "ste")]
+    run = Small(tmp_path).train("sparsity=ste").directory
     assert main(["prepare", "data=teacher"]) == 0
     assert "nothing to prepare" in capsys.readouterr().out
-    assert main(["eval", str(runs[1]), "split=test"]) == 0
-    result = json.loads((runs[1] / "eval.jsonl").read_text())
+    assert main(["eval", str(run), "split=test"]) == 0
+    result = json.loads((run / "eval.jsonl").read_text())
     assert result["samples"] == 256 and set(result["metrics"]) == {"loss"}
-    capsys.readouterr()
-    assert main(["report", *map(str, runs), "--out", str(tmp_path / "report")]) == 0
+    assert main(["report", str(run), "--out", str(tmp_path / "report")]) == 0
     text = (tmp_path / "report" / "report.md").read_text()
     assert "samples" in text and "perplexity" not in text and "nats" not in text
-
-
-def test_dry_run_prints_sizes():
-    def show(*overrides):
-        out = io.StringIO()
-        dry_run(
-            config.load(["tracker.mode=disabled", "parallel.device=cpu", *overrides]), Console(out)
-        )
-        return out.getvalue()
-
-    text = show("experiment=claims_regression")
-    assert "16,384 of 18,528 parameters" in text and "256k samples in all" in text
-    assert "10,336 (" in show("model=mlp_nano", "experiment=half")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +142,6 @@ def test_dry_run_prints_sizes():
         (("data.inputs=16", "model.inputs=32"), "model.inputs must equal data.inputs"),
         (("data=python_source",), "data=python_source"),
         (("model.ffn_factor=0.001",), "model.ffn_factor"),
-        (("data.teacher_seed=-1",), "data.teacher_seed"),
     ],
 )
 def test_bad_options_are_refused(overrides, message):

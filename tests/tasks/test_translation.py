@@ -1,6 +1,5 @@
 """Buckets in, exact sums out; padding leaves no trace; BLEU as sacrebleu says."""
 
-import json
 import math
 
 import pytest
@@ -95,27 +94,13 @@ def test_batches_are_a_pure_function(tiny, task):
     assert apart[0] != apart[1]
 
 
-def test_epoch_has_every_pair_once(task):
+def test_epoch_visits_every_pair_once(task):
     seen = []
     for sample in range(task.samples("train")):
         batch = task.batch("train", sample, range(1), 1)
         rows = zip(batch["source"], batch["mask"], strict=True)
         seen += [tuple(row[mask].tolist()) for row, mask in rows]
     assert len(seen) == len(set(seen)) == len(task._pairs["train"]) > 250
-
-
-@pytest.mark.parametrize("micro", [1, 2, 4])
-def test_sums_do_not_depend_on_the_micro_batches(task, model, micro):
-    whole = gradients(task, model.eval(), task.batch("train", 3, range(4), 4))
-    total, count = 0.0, 0
-    model.zero_grad()
-    for begin in range(0, 4, micro):
-        loss, items = task.loss(model, task.batch("train", 3, range(begin, begin + micro), 4))
-        loss.backward()
-        total, count = total + loss.item(), count + items
-    assert count == whole[1] and total == pytest.approx(whole[0].item(), rel=1e-6)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, whole[2][name], rtol=1e-4, atol=1e-4, msg=name)
 
 
 def test_loss_is_the_smoothed_sum_in_fp32(task, model):
@@ -137,8 +122,7 @@ def test_loss_is_the_smoothed_sum_in_fp32(task, model):
         assert task.loss(model, batch)[0].dtype == torch.float32
 
 
-@pytest.mark.parametrize("filler", [0, 7, 399])
-@pytest.mark.parametrize("columns", [0, 4, 12])
+@pytest.mark.parametrize(("columns", "filler"), [(0, 7), (4, 399), (12, 0)])
 def test_padding_changes_neither_loss_nor_gradients(task, model, columns, filler):
     model.eval()
     batch = task.batch("train", 1, range(3), 4)  # three buckets: much padding
@@ -169,7 +153,7 @@ def test_output_gradients_at_padding_are_exactly_zero(task, model):
         assert gradient[side].any(), name
 
 
-def test_mvue_does_not_see_what_padding_contains(task, model):
+def test_mvue_gradients_are_independent_of_padding(task, model):
     """With samples drawn: the same draws, the same gradients, whatever the padding holds."""
     roles = task.roles["all"]
     sparsifier = sp.sparsify(model, "sste", targets=roles, seed=1)
@@ -187,18 +171,13 @@ def test_mvue_does_not_see_what_padding_contains(task, model):
     assert any(name.endswith("fc1.weight") for name in differ), "gradients are sampled"
 
 
-def test_capacity_holds_every_micro_batch(task):
+def test_capacity_bounds_batches_and_example_has_their_form(task):
     for step in range(task.samples("train")):
         batch = task.batch("train", step, range(2), 2)
         tokens = max(batch["source"].numel(), batch["targets"].numel())
         assert tokens <= 2 * task.capacity
-
-
-def test_example_has_the_form_of_a_batch(task):
-    batch, example = task.batch("train", 0, range(2), 4), task.example(2, CPU)
-    assert {k: v.dtype for k, v in batch.items() if k in TENSORS} == {
-        k: v.dtype for k, v in example.items() if k in TENSORS
-    }
+    example = task.example(2, CPU)
+    assert {k: batch[k].dtype for k in TENSORS} == {k: example[k].dtype for k in TENSORS}
     assert set(batch) == set(example)
     assert example["source"].numel() == 2 * 256 == task.count(example)
 
@@ -237,21 +216,6 @@ def test_references_are_the_lines_of_the_data(tiny, task):
         assert lowercase._references["validation"].index(reference) == lines.index(line)
 
 
-def test_data_without_references_still_works(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARSEPRETRAIN_CACHE_DIR", str(tmp_path / "cache"))
-    task = build_task(tiny.load("data.tokenizer=bytes", "data.vocab_size=256"))
-    task.open_data(("validation",))
-    lines = task._references["validation"]
-    manifest = next((tmp_path / "cache").glob("*/manifest.json"))
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"references": {}}))
-    with pytest.warns(SparsePretrainWarning, match="BLEU's references"):
-        task.open_data(("validation",))
-    seen = task.observe(
-        task.build_model().eval(), task.batch("validation", 0, range(1), 1), final=True
-    )
-    assert set(seen["references"]) <= set(lines)
-
-
 @pytest.mark.parametrize("beam", [1, 3])
 def test_translations_do_not_depend_on_padding(task, model, beam):
     model.eval()
@@ -263,20 +227,12 @@ def test_translations_do_not_depend_on_padding(task, model, beam):
     assert len(plain) == len(batch["source"])
 
 
-def test_bleu_of_perfect_and_empty_hypotheses():
-    lines = ["Der Lehrer nimmt den Bericht an.", "Die Frau kauft ein Haus in Frankreich."]
-    assert translation.corpus_bleu(lines, lines)["bleu"] == pytest.approx(100.0)
-    assert translation.corpus_bleu(["", ""], lines)["bleu"] == 0.0
-    half = translation.corpus_bleu(["", lines[1]], lines)["bleu"]
-    assert 0 < half < 100
-    with pytest.raises(DataError, match="at least one sentence"):
-        translation.corpus_bleu([], [])
-
-
 def test_bleu_is_sacrebleus():
     sacrebleu = pytest.importorskip("sacrebleu")
-    hypotheses = ["the cat sat on the mat today", "a dog barked at night again"]
-    references = ["the cat sat on a mat today", "a dog barked in the night again"]
+    with pytest.raises(DataError, match="at least one sentence"):
+        translation.corpus_bleu([], [])
+    hypotheses = ["the cat sat on the mat today", "", "a dog barked at night again"]
+    references = ["the cat sat on a mat today", "and left", "a dog barked in the night again"]
     found = translation.corpus_bleu(hypotheses, references)
     assert found["bleu"] == sacrebleu.corpus_bleu(hypotheses, [references]).score
     assert f"version:{sacrebleu.__version__}" in found["bleu_signature"]
@@ -315,30 +271,15 @@ def test_an_empty_split_is_an_error(tiny):
     ("override", "message"),
     [
         ("task.max_tokens=50", r"task\.max_tokens must be ≥ task\.max_length"),
-        ("task.label_smoothing=1.0", r"task\.label_smoothing"),
-        ("task.beam=0", r"task\.beam must be > 0"),
         ("task.max_decode=[0,0]", r"task\.max_decode"),
         ("task.max_length=300 task.max_tokens=512", r"task\.max_length must be ≤ model\."),
         ("data.vocab_size=500", r"model\.vocab_size must be ≥ data\.vocab_size"),
-        ("data.train_pairs=0", r"data\.train_pairs must be > 0"),
-        ("data.test_pairs=-1", r"data\.test_pairs must be ≥ 0"),
         ("model.attention_heads=3", r"model\.attention_heads must divide model\.d_model"),
         ("model.ffn_factor=0.001", r"model\.ffn_factor"),
-        ("model.activation_dropout=1.0", r"model\.activation_dropout"),
     ],
 )
 def test_bad_options_are_refused(tiny, override, message):
     with pytest.raises(ConfigError, match=message):
         tiny.load(*override.split())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model=transformer_nano", "data=python_source"], "task=translation"),
-        (["model=gpt2_nano", "data=cldr_ende"], "task=causal_lm"),
-    ],
-)
-def test_data_of_another_kind_is_refused(overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        config.load(overrides)
+    with pytest.raises(ConfigError, match="task=translation"):  # data of another kind
+        config.load(["model=transformer_nano", "data=python_source"])

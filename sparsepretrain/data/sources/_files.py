@@ -1,4 +1,4 @@
-"""Text that lies in files: finding it, splitting by file, reading in pieces."""
+"""Text files: search, split by file, and reading in pieces."""
 
 from __future__ import annotations
 
@@ -15,36 +15,32 @@ from sparsepretrain.data.source import TRAIN, VALIDATION, Document, Shard, Sourc
 from sparsepretrain.errors import DataError
 
 SHARD_BYTES = 4 << 20
-"""Text per shard: 1 to 2 s of byte-level BPE on one core, which is what an interruption costs."""
+"""Bytes per shard: 1 to 2 s of byte-level BPE on one core, lost by an interruption."""
 LONGEST_LINE = 1 << 20
-"""Large files are cut at the end of a line, unless the line is longer than this (bytes)."""
+"""Large files are cut at a line end, unless a line is longer than this (bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file of the corpus; one file is one document."""
+    """File of the corpus; one file is one document."""
 
     name: str
-    """Path relative to its root with forward slashes: decides the split on every machine."""
+    """Path relative to its root with forward slashes; determines the split on every machine."""
     path: str
     size: int
     """Bytes."""
     mtime_ns: int
     identity: tuple[int, int]
-    """Device and inode: a file reached in two ways is read once."""
+    """Device and inode: a file found twice is read once."""
 
     @property
     def stamp(self) -> list[Any]:
-        """By which a change is noticed, in :meth:`Source.state`."""
+        """Contribution to :meth:`Source.state`; changes with the file."""
         return [self.name, self.size, self.mtime_ns]
 
     @classmethod
     def at(cls, path: str, name: str, key: str = "") -> TextFile:
-        """The file at ``path``.
-
-        Raises:
-            DataError: it cannot be read; ``key`` is that of the configuration.
-        """
+        """Describe the file at ``path``, given by the configuration key ``key``."""
         try:
             stat = os.stat(path)
         except OSError as error:
@@ -60,7 +56,7 @@ class Piece:
     begin: int
     end: int
     last: bool
-    """Whether the document ends here."""
+    """True if the document ends here."""
 
     @property
     def size(self) -> int:
@@ -68,12 +64,12 @@ class Piece:
 
 
 class FileSource(Source):
-    """A source whose documents are files, read as bytes.
+    """Base of sources whose documents are files, read as bytes.
 
-    The split is by file: files are ordered by a hash of (seed, relative path) and go to the
-    validation split while they fit into its share of the bytes (at least one does). Both splits
-    keep that order, so that the first windows of the validation split are a fair sample. A corpus
-    of a single file is cut at a line end instead: its last part is the validation split.
+    Files are ordered by a hash of (seed, relative path). Those that fit into the validation share
+    of the bytes, at least one, are the validation split. Both splits keep the order, so the first
+    validation windows are a fair sample. A single file is cut at a line end instead, and its last
+    part is the validation split.
     """
 
     offline = True
@@ -81,10 +77,10 @@ class FileSource(Source):
 
     @abstractmethod
     def find(self) -> list[TextFile]:
-        """All files, in any order, duplicates and empty ones included.
+        """Return all files in any order, duplicates and empty files included.
 
         Raises:
-            DataError: nothing is there or a directory cannot be read.
+            DataError: no file, or an unreadable directory.
         """
 
     @cached_property
@@ -97,7 +93,7 @@ class FileSource(Source):
 
     @cached_property
     def held_out(self) -> dict[str, list[TextFile]]:
-        """Files of the splits that the options name; they are no part of :meth:`find`'s."""
+        """Files of the splits named in the options, disjoint from those of :meth:`find`."""
         return {}
 
     def state(self) -> list[Any]:
@@ -105,7 +101,7 @@ class FileSource(Source):
         return [file.stamp for file in self.files] + named
 
     def shards(self) -> list[Shard]:
-        """Shards of about ``SHARD_BYTES``; the pieces of a file stay in order."""
+        """Return shards of about ``SHARD_BYTES``; the pieces of a file stay in order."""
         return [
             shard
             for split, pieces in self._split().items()
@@ -159,10 +155,10 @@ def _whole(files: Iterable[TextFile]) -> list[Piece]:
 
 
 def match(key: str, pattern: str) -> list[TextFile]:
-    """The files that ``pattern`` names; their names are relative to its part without wildcards.
+    """Return the files matching ``pattern``, named relative to its part without wildcards.
 
     Raises:
-        DataError: there is none, or one cannot be read.
+        DataError: no match, or an unreadable file.
     """
     expanded = os.path.abspath(os.path.expanduser(pattern))
     plain = os.path.isfile(expanded)  # a real file name may contain [ or *
@@ -179,11 +175,7 @@ def match(key: str, pattern: str) -> list[TextFile]:
 
 
 def refuse_shared(files: Iterable[tuple[str, TextFile]]) -> None:
-    """Refuse a file that two keys of the configuration name.
-
-    Raises:
-        DataError: names both.
-    """
+    """Raise DataError if two configuration keys name the same file."""
     seen: dict[tuple[int, int], str] = {}
     for key, file in files:
         if (other := seen.setdefault(file.identity, key)) != key:
@@ -191,7 +183,7 @@ def refuse_shared(files: Iterable[tuple[str, TextFile]]) -> None:
 
 
 def unreadable(path: str, error: OSError, key: str = "") -> DataError:
-    """The error of a file that the system does not give; ``key`` is that of the configuration."""
+    """Return the error for an unreadable file, given by the configuration key ``key``."""
     where = f"{key}: " if key else ""
     return DataError(f"{where}cannot read {path}: {error.strerror or error}")
 
@@ -208,7 +200,7 @@ def _cut(piece: Piece) -> Iterator[Piece]:
 
 
 def _line_end(path: str, at: int, end: int) -> int:
-    """Offset after the first line end from ``at`` on, at most ``end``."""
+    """Return the offset after the first line end from ``at`` on, at most ``end``."""
     try:
         with open(path, "rb") as file:
             file.seek(at)

@@ -1,4 +1,4 @@
-"""Sources that the package ``datasets`` loads, from the Hugging Face hub or local directories."""
+"""Sources loaded by the package ``datasets``, from the Hugging Face hub or local directories."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sparsepretrain.data.hub import quiet_datasets, reason
+from sparsepretrain.data.hub import quiet_datasets
 from sparsepretrain.data.source import SPLITS, TRAIN, Shard, Source, ranges
 from sparsepretrain.data.sources._files import match
-from sparsepretrain.errors import DataError, needs
+from sparsepretrain.errors import DataError, needs, reason
 
 
-@dataclass(kw_only=True)  # no slots: it stands beside another base that has some
+@dataclass(kw_only=True)  # no slots: combined with a base class that has slots
 class HubOptions:
-    """Keys of a data set of the hub."""
+    """Keys of a dataset on the hub."""
 
     path: str
     subset: str | None
@@ -27,15 +27,15 @@ class HubOptions:
 
 
 class HubSource(Source):
-    """Shards are ranges of the rows of each split."""
+    """Base of sources whose shards are row ranges of a ``datasets`` split."""
 
     offline = False
     shard_rows: ClassVar[int]
     """Rows per shard."""
     columns: ClassVar[tuple[str, ...]] = ()
-    """Keys of the options that name columns, which every split must have."""
+    """Option keys that name columns required in every split."""
     instead: ClassVar[str]
-    """Data that needs no network, for messages."""
+    """Offline alternative, for messages."""
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
@@ -43,24 +43,24 @@ class HubSource(Source):
 
     @property
     def local(self) -> bool:
-        """Whether nothing is fetched."""
+        """True if no network is needed."""
         return bool(self.files) or os.path.isdir(os.path.expanduser(self.options.path))
 
     @property
     def files(self) -> dict[str, list[str]]:
-        """Local files of each split, where ``path`` is a file format."""
+        """Local files of each split if ``path`` is a file format."""
         files = getattr(self.options, "data_files", None) or {}
         return files if isinstance(files, dict) else {TRAIN: files}
 
     def state(self) -> list[Any]:
-        """Size and time of local files; nothing for the hub, where only the options speak."""
+        """Describe local files; data on the hub is identified by the options alone."""
         key, patterns = "data.data_files", [p for each in self.files.values() for p in each]
         if self.local and not self.files:
             key, patterns = "data.path", [os.path.join(self.options.path, "**")]
         return [file.stamp for pattern in patterns for file in match(key, pattern)]
 
     def shards(self) -> list[Shard]:
-        """Ranges of rows; downloads the data set if that has not happened."""
+        """Return ranges of rows; download the dataset if necessary."""
         return [
             shard
             for split in SPLITS
@@ -69,7 +69,7 @@ class HubSource(Source):
         ]
 
     def rows(self, split: str) -> Any:
-        """A split as ``datasets`` gives it, checked and remembered."""
+        """Return a split of the dataset, checked and cached."""
         if split not in self._opened:
             options, name = self.options, getattr(self.options, split)
             instead = f"train offline with data={self.instead}"
@@ -83,7 +83,7 @@ class HubSource(Source):
         return self._opened[split]
 
     def check(self, split: str, name: str, rows: Any) -> None:
-        """Refuse a split, ``name`` in the data set, that has not what is read."""
+        """Raise DataError if a split, ``name`` in the dataset, is unsuitable."""
 
     def missing(self) -> str:
         size = self.options.size_gb
@@ -99,16 +99,16 @@ def load_rows(
     instead: str,
     data_files: Mapping[str, Sequence[str]] | None = None,
 ) -> Any:
-    """A split of the data set of ``options``, loaded by the package ``datasets``.
+    """Load a split of the dataset of ``options`` with the package ``datasets``.
 
     Args:
-        options: of a source: name, path, subset and revision.
-        split: as ``datasets`` names it; slices such as train[:10%] work.
-        instead: what can be done without the network, for the messages.
-        data_files: local files where ``path`` is a file format.
+        options: source options with name, path, subset and revision.
+        split: name of the split, or a slice such as train[:10%].
+        instead: remedy without network, for messages.
+        data_files: local files if ``path`` is a file format.
 
     Raises:
-        DataError: the package is missing, the network is, or the data set cannot be loaded.
+        DataError: package or network missing, or the dataset cannot be loaded.
     """
     name, path = options.name, os.path.expanduser(options.path)
     files = {key: list(map(os.path.expanduser, value)) for key, value in (data_files or {}).items()}
@@ -131,7 +131,7 @@ def load_rows(
     except Exception as error:  # datasets raises whatever its builders and pyarrow raise
         hint = ""
         if "scripts are no longer supported" in str(error):
-            hint = "; set data.revision to a revision with data files (see the data set's hub page)"
+            hint = "; set data.revision to a revision with data files (see the dataset's hub page)"
         raise DataError(
             f"{name}: datasets cannot load data.path={path}: {reason(error)}{hint}"
         ) from error

@@ -1,4 +1,4 @@
-"""Images: small sets become rows of bytes, big ones an index of where each image lies."""
+"""Image sources: small images are stored as rows of bytes, others as an index of locations."""
 
 from __future__ import annotations
 
@@ -8,48 +8,38 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepretrain.data.source import Document, Shard, Source
-from sparsepretrain.errors import DataError
+from sparsepretrain.errors import DataError, reason
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
 
 
-class ImageSource(Source):
-    """Base of the sources of labelled images."""
+class IndexSource(Source):
+    """Images left in place. Prepared data: an index with one JSON object per image."""
 
     kind = "images"
     unit = "images"
 
-
-class IndexSource(ImageSource):
-    """Images that stay where they are. Prepared: an index, one JSON object per image."""
-
     @abstractmethod
     def read(self, entry: dict[str, Any]) -> Image:
-        """The image of an entry of the index, as it is stored.
-
-        Raises:
-            DataError: it is not there or does not decode.
-        """
+        """Return the stored image of an index entry; raise DataError if missing or damaged."""
 
 
-class PixelSource(ImageSource):
-    """Images of one size. Prepared: label and pixels (uint8, channels last), row after row."""
+class PixelSource(Source):
+    """Images of one size. Prepared data: rows of label and pixels (uint8, channels last)."""
 
+    kind = "images"
+    unit = "images"
     shape: ClassVar[tuple[int, int, int]]
     """(height, width, channels)."""
 
     @abstractmethod
     def rows(self, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
-        """Labels (rows,) and images (rows, height, width, channels), both of integers."""
+        """Return integer labels (rows,) and images (rows, height, width, channels)."""
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """All rows of a shard as one run of bytes.
-
-        Raises:
-            DataError: they cannot be read, or a label does not fit two bytes.
-        """
+        """Yield all rows of a shard as one byte string."""
         import numpy as np
 
         labels, images = self.rows(shard)
@@ -61,12 +51,11 @@ class PixelSource(ImageSource):
 
 
 def index_documents(entries: Iterable[dict[str, Any]]) -> Iterator[Document]:
-    """Entries of an index, one JSON object per document."""
+    """Yield one JSON object per index entry."""
     for entry in entries:
         yield json.dumps(entry, ensure_ascii=True, separators=(",", ":")), True
 
 
 def undecodable(what: str, error: Exception) -> DataError:
-    """The error of an image at ``what`` that a decoder gave up on."""
-    why = " ".join(str(error).split()).replace(what, "it")[:120]
-    return DataError(f"{what} does not decode: {why}")
+    """Return the error for an image at ``what`` that does not decode."""
+    return DataError(f"{what} does not decode: {reason(error).replace(what, 'it')}")

@@ -1,4 +1,4 @@
-"""Records of the Hugging Face hub or of local files: JSONL and Parquet with the same columns."""
+"""Records from the Hugging Face hub or from local JSONL and Parquet files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 from sparsepretrain.data.source import SPLITS, Document, Shard, Source, SourceOptions, ranges
 from sparsepretrain.data.sources._files import TextFile, match, refuse_shared, unreadable
 from sparsepretrain.data.sources._hub import load_rows
-from sparsepretrain.errors import DataError, needs
+from sparsepretrain.errors import DataError, needs, reason
 from sparsepretrain.limits import Problems
 
 SHARD_ROWS = 16384
-"""Rows of a hub data set per shard."""
+"""Rows of a hub dataset per shard."""
 FILES = (".jsonl", ".json", ".parquet")
-"""Endings that tell a local file from a split of a hub repository."""
+"""Suffixes of local files; other names are splits of a hub repository."""
 
 Row = dict[str, Any]
 
@@ -35,12 +35,12 @@ class RecordOptions(SourceOptions):
 
     @property
     def entries(self) -> dict[str, list[str]]:
-        """Split -> what it is read from."""
+        """Split -> its files or hub splits."""
         return {split: getattr(self, split) for split in SPLITS}
 
     @property
     def local(self) -> bool:
-        """Whether the entries are files."""
+        """True if the entries are files."""
         return any(entry.endswith(FILES) for entries in self.entries.values() for entry in entries)
 
     def problems(self) -> Problems:
@@ -50,22 +50,19 @@ class RecordOptions(SourceOptions):
         for key, entries in self.entries.items():
             for entry in entries if self.local else []:
                 if not entry.endswith(FILES):
-                    # the other splits of a shipped file are the hub's
+                    # shipped configurations name hub splits
                     hint = f"; give files for data.{key} too, or data.{key}=[]"
-                    yield key, f"{entry!r} is no {', '.join(FILES)} file{hint}"
+                    yield key, f"{entry!r} is not a {', '.join(FILES)} file{hint}"
         if not self.local and not self.path:
             yield "path", "must be a hub repository, or let data.train name files"
 
 
 class RecordSource(Source):
-    """Documents are records: one JSON object each, in the form that the tasks read.
-
-    A row that is not as it must be is refused with its file and line.
-    """
+    """Base of sources whose documents are records, one JSON object each."""
 
     kind = "records"
     holds: ClassVar[str]
-    """What a record is, in words: a task wants one kind of them."""
+    """Kind of record in words, matched with ``RecordTask.holds``."""
     unit = "records"
 
     @property
@@ -74,10 +71,11 @@ class RecordSource(Source):
 
     @abstractmethod
     def record(self, row: Row, part: int) -> Row:
-        """The record of a row, column -> value, from entry ``part`` of its split.
+        """Convert a row (column -> value) of entry ``part`` of its split to a record.
 
         Raises:
-            ValueError: what is wrong with the row; a KeyError names a missing column.
+            ValueError: unsuitable row.
+            KeyError: missing column.
         """
 
     def state(self) -> list[Any]:
@@ -101,7 +99,7 @@ class RecordSource(Source):
         )
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """The records of one shard; the error of an unsuitable row names the file and the line."""
+        """Yield the records of one shard; errors name the file and the line."""
         part, entry, *rest = shard.items
         if rest:
             where = f"{self.options.path} {entry}, row "
@@ -120,7 +118,7 @@ class RecordSource(Source):
                 raise DataError(f"{place}: no column {error} (it has {known})") from error
             except UnicodeEncodeError as error:
                 half = ascii(error.object[error.start])
-                raise DataError(f"{place}: {half} is half a character: repair the text") from error
+                raise DataError(f"{place}: unpaired surrogate {half}: repair the text") from error
             except (ValueError, OverflowError, RecursionError) as error:
                 raise DataError(f"{place}: {str(error)[:200]}") from error
             yield document, True
@@ -141,17 +139,12 @@ class RecordSource(Source):
 
 
 def encode(record: Row) -> bytes:
-    """A record as a document; JSON never contains byte 0, which ends it."""
+    """Encode a record as a document; JSON never contains byte 0, the terminator."""
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def text(row: Row, column: str) -> str:
-    """The text in ``column``.
-
-    Raises:
-        KeyError: there is no such column.
-        ValueError: it holds something else.
-    """
+    """Return the text in ``column``; raise KeyError or ValueError if there is none."""
     value = row[column]
     if not isinstance(value, str):
         raise ValueError(f"column {column!r} holds {type(value).__name__}, not text")
@@ -186,5 +179,4 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, Row]]:
         batches = parquet.ParquetFile(file).iter_batches()
         yield from enumerate(row for batch in batches for row in batch.to_pylist())
     except (OSError, ArrowException) as error:
-        why = " ".join(str(error).split())[:200]
-        raise DataError(f"{file} cannot be read: {why}") from error
+        raise DataError(f"{file} cannot be read: {reason(error)}") from error

@@ -1,9 +1,8 @@
-"""English and German sentences around values of CLDR: a small translation task that is offline.
+"""English-German sentences around CLDR values: a small offline translation task.
 
-Babel and num2words write the same date, sum, quantity, place or number in both languages. The
-clauses around them differ in word order: German puts the verb last in a subordinate clause;
-participles, infinitives and prefixes last in a main clause; and the subject behind the verb when
-something else comes first.
+Babel and num2words write dates, amounts, quantities, places and numbers in both languages. The
+clauses around them differ in word order, as German puts verbs, participles, infinitives and
+prefixes last, and the subject behind the verb if another phrase comes first.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from sparsepretrain.errors import DataError, needs
 from sparsepretrain.registry import register
 
 VERSION = 2
-"""Raised whenever the sentences change."""
+"""Version of the sentences."""
 SHARD_PAIRS = 8192
 """Pairs per shard: less than a second of byte-level BPE on one core."""
 TRIES = 50
-"""Sentences made per sentence kept before there are too few different ones."""
+"""Maximum generated sentences per distinct sentence."""
 
 CLAUSES = """
 {when}, {who} bought {number} machines for {price}
@@ -62,9 +61,9 @@ obwohl das {ordinal} Auto {money} kostet, muss {who} es {when} kaufen
 {who} lost {percent} of the votes in {place} in the year {year}
 {who} hat im Jahr {year} in {place} {percent} der Stimmen verloren
 """
-"""English and German in turn."""
+"""Alternating English and German clauses."""
 JOINTS = ((", and ", ", und "), (", but ", ", aber "))
-"""Between the two clauses that half of the sentences have."""
+"""Conjunctions of two clauses; half of the sentences have two."""
 PEOPLE = {
     "the teacher": "der Lehrer",
     "the old doctor": "die alte Ärztin",
@@ -87,7 +86,7 @@ DAYS = range(date(1900, 1, 1).toordinal(), date(2040, 1, 1).toordinal())
 
 @cache
 def slots() -> dict[str, tuple[Any, ...]]:
-    """Slot -> what writes its value in a language, and the choices for each further argument."""
+    """Slot -> function that writes a value in a language, and choices for its other arguments."""
     from babel import Locale
     from babel.dates import format_date, format_time
     from babel.numbers import format_currency, format_percent
@@ -136,19 +135,19 @@ def slots() -> dict[str, tuple[Any, ...]]:
 
 @cache
 def value(slot: str, *arguments: Any) -> tuple[str, str]:
-    """A value in English and German, with plain spaces where CLDR has others."""
+    """Return a value in English and German with ordinary spaces."""
     write = slots()[slot][0]
     english, german = (" ".join(write(to, *arguments).split()) for to in ("en", "de"))
     return english, german
 
 
 def choose(draws: Random, choices: Any) -> Any:
-    """One of ``choices``, by the method of Python's generator whose stream never changes."""
+    """Draw from ``choices`` by ``Random.random``, whose stream is stable across versions."""
     return choices[int(draws.random() * len(choices))]
 
 
 def clause(draws: Random) -> tuple[str, str]:
-    """One of :data:`CLAUSES` with values in its slots."""
+    """Draw a clause and the values of its slots."""
     lines = CLAUSES.strip().splitlines()
     english, german = choose(draws, list(zip(lines[::2], lines[1::2], strict=True)))
     for slot in re.findall(r"{(\w+)}", english):
@@ -158,7 +157,7 @@ def clause(draws: Random) -> tuple[str, str]:
 
 
 def sentence(draws: Random) -> tuple[str, str]:
-    """English and German: one clause or two."""
+    """Draw a sentence of one or two clauses in English and German."""
     parts = [clause(draws)]
     if choose(draws, (True, False)):
         parts += [choose(draws, JOINTS), clause(draws)]
@@ -178,10 +177,10 @@ class Options(TokenOptions):
 
 @register("source", "cldr_ende")
 class CldrEnDe(Source):
-    """Dates, times, amounts, places and languages in clauses of our own.
+    """Sentence pairs about dates, times, amounts, places and languages.
 
-    No sentence comes twice, neither English nor German, so the splits share none. The held-out
-    sentences come first: how many there are to train on does not change them.
+    All English and all German sentences are distinct, so splits share none. Held-out sentences are
+    drawn first and do not depend on the number of training pairs.
     """
 
     Options: ClassVar[type[TokenOptions]] = Options
@@ -190,12 +189,12 @@ class CldrEnDe(Source):
     unit = "pairs"
 
     def state(self) -> list[Any]:
-        """Versions of the sentences, of Babel (and so of its CLDR data) and of num2words."""
+        """Return the versions of the sentences, Babel (with its CLDR data) and num2words."""
         with needs(self.options.name, "babel and num2words", "mt"):
             return [VERSION, metadata.version("babel"), metadata.version("num2words")]
 
     def shards(self) -> list[Shard]:
-        """All sentences, made here: about a second for 5,000."""
+        """Generate all sentences: about a second for 5,000."""
         draws, seen = Random(self.options.seed), set[str]()
         shards = []
         for split in (*SPLITS[1:], SPLITS[0]):

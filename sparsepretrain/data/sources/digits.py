@@ -1,4 +1,4 @@
-"""scikit-learn's digits: 1,797 handwritten digits of 8×8 pixels, shipped with the package."""
+"""Handwritten digits shipped with scikit-learn: 1,797 images of 8×8 pixels."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Options(SourceOptions):
 
 @register("source", "digits")
 class Digits(PixelSource):
-    """The images, in grey; the held-out ones are the same number of every digit."""
+    """Gray images; held-out splits have equally many of each digit."""
 
     Options: ClassVar[type[SourceOptions]] = Options
     offline = True
     shape = (8, 8, 1)
 
     def state(self) -> list[Any]:
-        """Nothing: the images are part of a package, and have not changed since 1998."""
+        """Return nothing: the images of the package have not changed since 1998."""
         return []
 
     def shards(self) -> list[Shard]:
@@ -60,7 +60,7 @@ class Digits(PixelSource):
         return [Shard(split, 0, len(ids), tuple(sorted(ids))) for split, ids in parts.items()]
 
     def rows(self, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
-        """Labels and images; the 17 shades from 0 to 16 become 0 to 255."""
+        """Return labels and images; the 17 shades 0 to 16 are scaled to 0 to 255."""
         import numpy as np
 
         labels, images = _load()

@@ -1,4 +1,4 @@
-"""Labelled images that the ``datasets`` library can load; the prepared data is an index of rows."""
+"""Labeled images loaded by ``datasets``; the prepared data is an index of rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Options(HubOptions, SourceOptions):
 
 @register("source", "hf_images")
 class HfImages(HubSource, IndexSource):
-    """Rows of two splits. Preparing downloads them; training reads them from the cache."""
+    """Rows of two splits, downloaded when prepared and read from the cache in training."""
 
     Options: ClassVar[type[SourceOptions]] = Options
     shard_rows = 1 << 16  # only their labels are read
@@ -36,11 +36,11 @@ class HfImages(HubSource, IndexSource):
     instead = "digits"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the open data set, which every process opens for itself."""
+        """Omit the open dataset: every process opens its own."""
         return {**self.__dict__, "_opened": {}}
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """Entries: ``split``, ``row`` and ``label``, which is an integer from 0."""
+        """Yield entries with ``split``, ``row`` and ``label``, an integer from 0."""
         begin, end = shard.items
         column = self.options.label_column
         labels = self.rows(shard.split).select_columns([column])[begin:end][column]
@@ -61,6 +61,6 @@ class HfImages(HubSource, IndexSource):
             image: Image = rows[row][self.options.image_column]
             image.load()
             return image
-        except Exception as error:  # Pillow's decoders raise whatever they raise
+        except Exception as error:  # Pillow's decoders raise many kinds of errors
             where = f"{self.options.name}: row {row} of {getattr(self.options, split)}"
             raise undecodable(where, error) from error

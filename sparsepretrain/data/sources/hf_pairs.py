@@ -1,4 +1,4 @@
-"""Parallel text that the ``datasets`` library can load, such as the corpora of WMT."""
+"""Parallel text loaded by ``datasets``, such as the corpora of WMT."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
 COLUMN = "translation"
-"""Column of a ``datasets`` translation corpus: a mapping of language code to sentence."""
+"""Column of a ``datasets`` translation corpus: language code -> sentence."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,19 +33,16 @@ class Options(HubOptions, TokenOptions):
 
 @register("source", "hf_pairs")
 class HfPairs(HubSource):
-    """A pair is a row's ``translation``, or its two columns named by the language codes."""
+    """Pairs from the column ``translation``, or from two columns named by language codes."""
 
     Options: ClassVar[type[SourceOptions]] = Options
     kind = "pairs"
     unit = "pairs"
-    shard_rows = 16384  # 1 to 2 s of byte-level BPE on one core, which an interruption costs
+    shard_rows = 16384  # 1 to 2 s of byte-level BPE on one core, lost by an interruption
     instead = "cldr_ende"
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """Source and target of a range of rows, in turn; rows with an empty side are left out.
-
-        WMT's training text has some thousand of these.
-        """
+        """Yield source and target in turn; skip rows with an empty side, as WMT has thousands."""
         begin, end = shard.items
         part = self.rows(shard.split)[begin:end]
         languages = self.options.languages

@@ -1,4 +1,4 @@
-"""Any text data set that the ``datasets`` library can load, from the hub or from local files."""
+"""Text loaded by ``datasets``, from the hub or from local files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
 LOADERS = ("json", "text", "csv", "parquet", "arrow")
-"""Paths that are file formats of ``datasets`` and not repositories."""
+"""Paths that are file formats of ``datasets``, not repositories."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Options(HubOptions, TextOptions):
 
     @property
     def train(self) -> str:
-        """The split that is read, by the name that it has in other sources."""
+        """The split to read, under the key of other sources."""
         return self.split
 
     def problems(self) -> Problems:
@@ -44,10 +44,10 @@ class Options(HubOptions, TextOptions):
 
 @register("source", "hf_text")
 class HfText(HubSource):
-    """Documents are rows, or a split is one document of which the rows are lines.
+    """Rows are documents, or the lines of one document per split.
 
-    The validation split is one that the data set has, or ``datasets``' own seeded random split.
-    With seed 2357 and 0.05 % this is nanoGPT's split of OpenWebText, which the papers use.
+    The validation split is part of the dataset, or a seeded random split by ``datasets``. Seed 2357
+    and 0.05 % give nanoGPT's split of OpenWebText, as in the papers.
     """
 
     Options: ClassVar[type[TextOptions]] = Options
@@ -57,7 +57,7 @@ class HfText(HubSource):
     instead = "python_source"
 
     def rows(self, split: str) -> Any:
-        """A split of the data set, or its part of the one that is divided."""
+        """Return a split of the dataset, or a part of the divided one."""
         fraction = self.options.validation
         divided = not isinstance(fraction, str) and fraction > 0 and split != TEST
         if divided and split not in self._opened:
@@ -75,7 +75,7 @@ class HfText(HubSource):
             raise DataError(f"{self.options.name} has no documents in split {name!r}")
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """The texts of a range of rows; empty and null documents are left out."""
+        """Yield the texts of a range of rows; skip empty and null documents."""
         begin, end = shard.items
         column = self.options.text_column
         for text in self.rows(shard.split)[begin:end][column]:
@@ -83,7 +83,7 @@ class HfText(HubSource):
                 kind = type(text).__name__
                 raise DataError(f"data.text_column: {column!r} holds {kind}, not text")
             if self.options.rows == "lines":
-                # the data set's own line ends, which some keep and some strip
+                # some datasets keep line ends, others strip them
                 yield (text or "").removesuffix("\n") + "\n", False
             elif text:
                 yield text, True

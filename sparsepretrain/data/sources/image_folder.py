@@ -1,4 +1,4 @@
-"""Directories of image files, one per class; the prepared data is an index of the files."""
+"""Image files in one directory per class; the prepared data is an index of the files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""File names that are images, in any case; torchvision's list."""
+"""Suffixes of image files, case-insensitive; torchvision's list."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,13 +35,12 @@ class Options(SourceOptions):
 
 @register("source", "image_folder")
 class ImageFolder(IndexSource):
-    """Classes are the names of the directories in sorted order, as in torchvision."""
+    """Directory names in sorted order are the classes, as in torchvision."""
 
     Options: ClassVar[type[SourceOptions]] = Options
     offline = True
 
     def _classes(self) -> dict[str, list[Path]]:
-        """Split -> directories of its classes, sorted by name."""
         root = Path(self.options.root).expanduser()
         if not root.is_dir():
             size = f", about {self.options.size_gb:g} GB" if self.options.size_gb else ""
@@ -60,10 +59,10 @@ class ImageFolder(IndexSource):
         return found
 
     def state(self) -> list[Any]:
-        """The class directories and when their lists of files changed.
+        """Return the class directories and their modification times.
 
-        Listing the files of ImageNet takes too long for every start of a run. So a file that is
-        rewritten under its old name is not noticed.
+        Listing all files of ImageNet takes too long for every start, so a file rewritten under its
+        old name is not noticed.
         """
         found = [(split, path) for split, paths in self._classes().items() for path in paths]
         return [[split, path.name, path.stat().st_mtime_ns] for split, path in found]
@@ -88,7 +87,7 @@ class ImageFolder(IndexSource):
         return shards
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """Entries of one class: ``path`` relative to the root, and ``label``."""
+        """Yield entries of one class: ``path`` relative to the root, and ``label``."""
         label, folder, files = shard.items
         entries = [{"path": f"{folder}/{file}", "label": label} for file in files]
         if self.options.check:
@@ -106,5 +105,5 @@ class ImageFolder(IndexSource):
                 return image
         except FileNotFoundError as error:
             raise DataError(f"{path} is gone since the index was made: prepare it again") from error
-        except Exception as error:  # Pillow's decoders raise whatever they raise
+        except Exception as error:  # Pillow's decoders raise many kinds of errors
             raise undecodable(str(path), error) from error

@@ -1,4 +1,4 @@
-"""Labelled sentences and pairs of sentences: GLUE from the hub, or files in the same format."""
+"""Labeled sentences and sentence pairs: GLUE from the hub, or files in the same format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parallel text of the user: two plain-text files whose lines correspond, or a TSV."""
+"""Parallel text in two files with corresponding lines, or in a TSV file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
 SHARD_PAIRS = 16384
-"""Pairs per shard: 1 to 2 s of byte-level BPE on one core, which is what an interruption costs."""
+"""Pairs per shard: 1 to 2 s of byte-level BPE on one core, lost by an interruption."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Options(TokenOptions):
 
 @register("source", "parallel_files")
 class ParallelFiles(Source):
-    """A pair is a line of both files, or a line of the TSV."""
+    """One pair per line of both files or of the TSV."""
 
     Options: ClassVar[type[TokenOptions]] = Options
     kind = "pairs"
@@ -56,7 +56,7 @@ class ParallelFiles(Source):
         return [[split, *file.stamp] for split, file in files]
 
     def shards(self) -> list[Shard]:
-        """Ranges of lines; reads everything once, so that a bad line stops it at the start."""
+        """Return ranges of lines; read all files once, so that bad lines fail early."""
         shards = []
         for split, paths in self._files():
             number, starts = 0, []
@@ -71,7 +71,7 @@ class ParallelFiles(Source):
         return shards
 
     def documents(self, shard: Shard) -> Iterator[Document]:
-        """Source and target of a range of lines, in turn; they may have changed since."""
+        """Yield source and target in turn; check the lines again, since files may change."""
         rows = self._pairs(shard.split, dict(self._files())[shard.split], *shard.items)
         for _, _, pair in itertools.islice(rows, shard.size):
             yield from ((side, True) for side in pair)
@@ -86,7 +86,7 @@ class ParallelFiles(Source):
     def _pairs(
         self, split: str, paths: list[str], first: int, offsets: tuple[int, ...]
     ) -> Iterator[tuple[int, tuple[int, ...], list[str]]]:
-        """Number, offsets and checked sides of the lines from ``first`` on."""
+        """Yield number, offsets and checked sides of the lines from ``first`` on."""
         files = [_read(path, first, at) for path, at in zip(paths, offsets, strict=True)]
         try:
             for number, lines in enumerate(itertools.zip_longest(*files), first):
@@ -114,7 +114,7 @@ class ParallelFiles(Source):
 
 
 def _read(path: str, number: int, offset: int) -> Iterator[tuple[int, str]]:
-    """(offset, text) of the lines from ``offset`` on; only line feeds end a line."""
+    """Yield (offset, text) of the lines from ``offset`` on; only line feeds end a line."""
     with open(path, "rb") as file:
         file.seek(offset)
         for line, raw in enumerate(file, number):

@@ -1,4 +1,4 @@
-"""Question answering made of Python functions: where is one defined, what does it return?"""
+"""Question answering on Python functions: location of the definition, returned expression."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sparsepretrain.data.sources.questions import QUESTIONS
 from sparsepretrain.registry import register
 
 CONTEXT = 200
-"""Most characters of a context; with the question and bytes as tokens it fits into 256."""
+"""Maximum characters of a context; with the question it fits into 256 bytes."""
 NAME = 24
-"""Most characters of the name that is asked about."""
+"""Maximum characters of a function's name."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,20 +33,20 @@ class Options(RootOptions):
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of a file, its text dedented."""
+    """Function of a file, dedented."""
 
     name: str
     source: str
-    """All of it, decorators left out."""
+    """Source text without decorators."""
     returned: tuple[str, int] | None
-    """Expression of the only return statement and its place in ``source``."""
+    """Expression of the only return statement and its offset in ``source``."""
 
 
 @register("source", "python_qa")
 class PythonQA(PythonSource):
-    """The context is two short functions, and one of them is asked about.
+    """Questions about one of the two short functions in a context.
 
-    So half of the answers that have the right form are wrong: the name has to be found.
+    Half of the well-formed answers are wrong, so the model must match the name.
     """
 
     Options: ClassVar[type[SourceOptions]] = Options
@@ -60,9 +60,9 @@ class PythonQA(PythonSource):
                 yield encode(record), True
 
     def _records(self, functions: Iterator[Function]) -> Iterator[Row]:
-        """One question about every two neighbours that are short enough, of both kinds in turn.
+        """Yield one question per pair of short neighbors, alternating between both kinds.
 
-        Functions are looked at when they are asked for, which costs more than parsing.
+        ``functions`` is lazy: examining a function costs more than parsing.
         """
         short = (
             f
@@ -91,7 +91,7 @@ class PythonQA(PythonSource):
 
 
 def functions(source: str) -> Iterator[Function]:
-    """The functions of a file, outer ones first; none if it is no Python of this version."""
+    """Yield the functions of a file, outer ones first; nothing if it does not parse."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes in other people's strings
@@ -117,7 +117,7 @@ def _function(node: ast.FunctionDef, lines: list[str]) -> Function | None:
 
 
 def _returned(value: ast.expr, lines: list[str], source: str) -> tuple[str, int] | None:
-    """The returned expression and its place in ``source``; None if it takes several lines."""
+    """Return the expression and its offset in ``source``; None if it spans several lines."""
     if value.lineno != value.end_lineno:
         return None
     line = lines[value.lineno - 1].encode()  # columns count bytes

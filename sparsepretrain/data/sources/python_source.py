@@ -15,12 +15,12 @@ from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
 SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
-"""Directories below a root that hold other people's code or none."""
+"""Skipped directories: installed packages and caches."""
 
 
-@dataclass(kw_only=True)  # no slots: it stands beside another base that has some
+@dataclass(kw_only=True)  # no slots: combined with a base class that has slots
 class RootOptions(SourceOptions):
-    """Keys of the sources that are made of Python files."""
+    """Keys of sources of Python files."""
 
     roots: list[str] | None
 
@@ -37,12 +37,12 @@ class Options(RootOptions, TextOptions):
 
 @register("source", "python_source")
 class PythonSource(FileSource):
-    """Every .py file below the roots, without hidden and installed-package directories."""
+    """All .py files below the roots, except in hidden and installed-package directories."""
 
     Options: ClassVar[type[SourceOptions]] = Options
 
     def find(self) -> list[TextFile]:
-        """The .py files below each root, which has at least one."""
+        """Find the .py files below each root; an empty root is an error."""
         roots = self.options.roots
         if roots is None:
             roots = [sysconfig.get_path("stdlib")]

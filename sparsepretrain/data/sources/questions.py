@@ -15,7 +15,7 @@ QUESTIONS = "questions"
 class Questions(RecordSource):
     """Records ``{"question": …, "context": …, "answers": [[text, start], …]}``.
 
-    Columns as on the hub: question, context, answers with the lists text and answer_start
+    Columns as on the hub: question, context, and answers with the lists text and answer_start
     (characters). Every question has an answer (v1.1).
     """
 

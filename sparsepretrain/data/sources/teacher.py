@@ -1,4 +1,4 @@
-"""A random network to be imitated: fresh samples in every step, the same ones for every run."""
+"""Samples of a random teacher network, generated on demand and the same for every run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 BLOCK = 512
-"""Samples are made in blocks that begin at multiples of this: sums of a matrix product depend on
-its shape, and so samples do not depend on how a batch is cut."""
+"""Samples per block. The rounding of a matmul depends on its shape; fixed blocks make samples
+independent of the batch size."""
 VERSION = 1
-"""Of how samples follow from the options."""
+"""Version of the sample generator."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,10 +37,10 @@ class TeacherOptions(SourceOptions):
 
 @register("source", "teacher")
 class Teacher(GeneratedSource):
-    """y = T(x) for x ~ N(0, I); T is a dense model ``residual_mlp`` with weights of its own.
+    """y = T(x) for x ~ N(0, I), where T is a dense ``residual_mlp``.
 
-    Targets are divided by their standard deviation over the validation split, so that a mean
-    squared error is a fraction of their variance.
+    Targets are divided by their standard deviation over the validation split: the mean squared
+    error is a fraction of their variance.
     """
 
     Options: ClassVar[type[SourceOptions]] = TeacherOptions
@@ -65,7 +65,7 @@ class Teacher(GeneratedSource):
         return None if split == TRAIN else int(self.options.held_out)
 
     def samples(self, split: str, seed: int, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs (n, inputs) and targets (n, outputs), both fp32."""
+        """Return inputs (n, inputs) and targets (n, outputs), both fp32."""
         import numpy as np
 
         blocks, which = np.unique(numbers // BLOCK, return_inverse=True)
@@ -82,12 +82,12 @@ class Teacher(GeneratedSource):
         first, *inner, last = self._weights
         h = x @ first
         for up, down in zip(inner[::2], inner[1::2], strict=True):
-            h = h + np.maximum(_normalised(h) @ up, 0) @ down
-        y = _normalised(h) @ last / np.float32(self._std)
+            h = h + np.maximum(_normalized(h) @ up, 0) @ down
+        y = _normalized(h) @ last / np.float32(self._std)
         return x, y
 
     def _teacher(self) -> list[np.ndarray]:
-        """Matrices (in, out) in fp32, in the order of the layers."""
+        """Return the fp32 matrices (in, out) in layer order."""
         import numpy as np
 
         o = self.options
@@ -101,10 +101,10 @@ class Teacher(GeneratedSource):
 
 
 def normals(seed: int, stream: int, first: int, shape: tuple[int, int]) -> np.ndarray:
-    """Rows ``first`` … of an endless matrix of N(0, 1) that (seed, stream, columns) decides, fp64.
+    """Return rows from ``first`` of the infinite N(0, 1) matrix of (seed, stream, columns), fp64.
 
-    Box and Muller's two from the halves of each raw Philox word: NumPy promises these words across
-    versions, and not what its ``Generator`` makes of them.
+    Box-Muller on the halves of raw Philox words, whose stream, unlike that of ``Generator``, NumPy
+    guarantees across versions.
     """
     import numpy as np
 
@@ -119,7 +119,7 @@ def normals(seed: int, stream: int, first: int, shape: tuple[int, int]) -> np.nd
     return both[:, :columns]
 
 
-def _normalised(h: np.ndarray) -> np.ndarray:
+def _normalized(h: np.ndarray) -> np.ndarray:
     """LayerNorm without weights."""
     import numpy as np
 

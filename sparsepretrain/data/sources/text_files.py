@@ -1,4 +1,4 @@
-"""Text files of the user, named by globs."""
+"""Text files given by globs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Options(TextOptions):
 
 @register("source", "text_files")
 class TextFiles(FileSource):
-    """Every file that a glob matches."""
+    """All files that match a glob."""
 
     Options: ClassVar[type[SourceOptions]] = Options
 
@@ -40,7 +40,7 @@ class TextFiles(FileSource):
 
     @cached_property
     def held_out(self) -> dict[str, list[TextFile]]:
-        """The files of the splits that are given as files, none of which another split has."""
+        """Files of the splits given as files; no two splits share a file."""
         named = {
             split: self._match(split)
             for split in (VALIDATION, TEST)
