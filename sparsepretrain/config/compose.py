@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config.freeze import flat
-from sparsepretrain.config.places import catalogue, search_path
+from sparsepretrain.config.places import catalogue, check_yaml, search_path, yaml_files
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning, one_line
 from sparsepretrain.registry import choices, suggestion
@@ -189,6 +189,8 @@ def _composing(request: Request) -> Iterator[str]:
     from omegaconf.errors import OmegaConfBaseException
 
     ours, *users = request.path
+    for file in (file for directory in users for file in yaml_files(directory)):
+        check_yaml(file)
     try:
         with hydra.initialize_config_dir(str(ours), job_name=PRIMARY, version_base="1.3"):
             yield f"hydra.searchpath=[{','.join(quote(f'file://{user}') for user in users)}]"

@@ -34,6 +34,8 @@ USER_FILES = {
     "model/norecipe.yaml": "name: x\nfamily: gpt3\n",
     "experiment/circle.yaml": GLOBAL + "defaults:\n  - /experiment/circle\n",
     "sparsity/bare.yaml": "name: bare\n",
+    "not/these/bomb/experiment/bomb.yaml": "a: &a [x, x]\nb: &b [*a, *a]\n",
+    "not/these/large/experiment/large.yaml": "a: " + "x" * 1_000_000 + "\n",
     "bare.py": (
         "from sparsepretrain.registry import register\n"
         "@register('method', 'bare')\nclass Bare: pass\n"
@@ -214,6 +216,8 @@ def user_files() -> list[tuple[list[str], list[str]]]:
         (["plugins=[DIR/syntax.py]"], ["SyntaxError", "syntax.py, line 1"]),
         (["plugins=[DIR/kind.py]"], ["'methd' (did you mean 'method'?)", "kind.py, line 2"]),
         ([*here, "plugins=[DIR/bare.py]", "sparsity=bare"], ["bare.py, line 2", "'Options'"]),
+        (["--config-dir", "DIR/not/these/bomb"], ["bomb.yaml", "aliases"]),
+        (["--config-dir", "DIR/not/these/large"], ["large.yaml", "1,000,000 bytes"]),
         (["plugins=[no_such_module_at_all]"], ["no_such_module_at_all"]),
     ]
 
