@@ -1,4 +1,4 @@
-"""Swapping layers in and out: ``sparsify`` and ``densify``."""
+"""Replace layers by sparse ones and back: ``sparsify`` and ``densify``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.backend import (
     Backend,
     FP8Precision,
+    LayerProducts,
     LayerSize,
     backend_of,
     precision_of,
-    unpacked_products,
 )
 from sparsepretrain.sparsity.layer_state import LayerState
 from sparsepretrain.sparsity.layers import (
@@ -53,7 +53,7 @@ def sparsify(
     precision: str | dict[str, str] | None = None,
     **options: Any,
 ) -> Sparsifier:
-    """Make layers of ``model`` sparse, in place, and freeze what comes from initial weights.
+    """Make layers of ``model`` sparse, in place, and derive frozen state from initial weights.
 
     Every Parameter keeps its object, name and shape, so optimizers built before or after, state
     dicts and ``save_pretrained`` keep working. All state is in the model's state dict.
@@ -138,22 +138,17 @@ def sparsify_with(
     layers = _select(model, [p for p in targets if not p.startswith("!")], dropped)
     _check_shapes(layers, method)
     device = next(iter(layers.values())).weight.device
-    later = device.type == "cpu" and torch.cuda.is_available()  # it may go there
-    place = torch.device("cuda", torch.cuda.current_device()) if later else device
-    classes: list[Any] = [sparse_class(type(layer)) for layer in layers.values()]
-    sizes = [
-        LayerSize(tuple(layer.weight.shape), kind.in_dim, place)
-        for layer, kind in zip(layers.values(), classes, strict=True)
-    ]
-    bases = [unpacked_products(formats, size) for size in sizes]
+    later = device.type == "cpu" and torch.cuda.is_available()  # the model may move there
+    trains_on = torch.device("cuda", torch.cuda.current_device()) if later else device
+    products = []
+    for layer in layers.values():
+        cls = sparse_class(type(layer))
+        size = LayerSize(tuple(layer.weight.shape), cls.in_dim, trains_on)
+        products.append(LayerProducts(method, formats, chooser, size))
     if formats is not None:
-        formats.require(why for _, why in bases)
+        formats.require(chosen.simulated for chosen in products)
     if chooser is not None:
-        row = method.sparse_row
-        chooser.require(
-            options.name,
-            [chooser.reasons(row, size, b) for size, (b, _) in zip(sizes, bases, strict=True)],
-        )
+        chooser.require(options.name, (chosen.reasons for chosen in products))
     state = ModelState(model, method, formats, chooser, seed, device)
     first = sum(isinstance(module, SparseLayer) for module in model.modules())
     for index, (name, layer) in enumerate(layers.items(), first):
@@ -170,7 +165,7 @@ def sparsify_with(
 
 
 def sparsifier_of(model: nn.Module) -> Sparsifier:
-    """A handle for what was given to :func:`sparsify`, a copy of it, or what contains it.
+    """Return a handle to a model that was given to :func:`sparsify`, a copy, or a container of it.
 
     Raises:
         ConfigError: it is not sparse, or :func:`sparsify` was called for several parts of it.
