@@ -1,7 +1,7 @@
 """Sparse layers and their one autograd function.
 
-They are subclasses of the layers they replace; the method says what each product sees, the
-execution multiplies.
+Sparse layers are subclasses of the layers that they replace. The method defines the operands of each
+matmul, and products multiply them.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def by_groups_of_tokens(tokens: Tensor, function: Callable[[Tensor], Tensor]) ->
 
 
 class SparseLayer(nn.Module):
-    """Mixin before a linear layer class: the same parameters, products as the method says."""
+    """Mixin before a linear layer class: equal parameters, operands of the method."""
 
     replaces: ClassVar[type[nn.Module]]
     in_dim: ClassVar[int] = 1
@@ -162,7 +162,7 @@ class SparseLayer(nn.Module):
     bias: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        """Y = X·A(W)ᵀ + b for X of shape (…, in_features)."""
+        """Return Y = X·A(W)ᵀ + b for X of shape (…, in_features)."""
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else self.weight.dtype
@@ -199,10 +199,10 @@ class SparseLayer(nn.Module):
         return y if residual is None else y + residual
 
     def _nested(self, x: Tensor, operands: Operands | None) -> Tensor:
-        """Evaluate samples of several lengths, as nn.TransformerEncoder passes them on.
+        """Evaluate samples of several lengths, which nn.TransformerEncoder passes on.
 
         Raises:
-            ConfigError: in training, or where the method adds to the product.
+            ConfigError: in training, or if the method has a residual.
         """
         if self.training or self.sparsity.method.residual(x[0], self.sparsity) is not None:
             raise ConfigError(
@@ -221,11 +221,11 @@ class SparseLayer(nn.Module):
 
         Args:
             x, grad: of one dtype, with the shapes of input and output.
-            clock: (completed steps, micro-batch), which the draws belong to.
-            exact: with X and G in place of Xf(X), Xw(X), P(G) and U(G).
+            clock: (completed steps, micro-batch) of the draws.
+            exact: use X and G instead of Xf(X), Xw(X), P(G) and U(G).
 
         Returns:
-            None where training sees X and G as they are.
+            None if the method uses X and G unchanged.
         """
         state = self.sparsity
         operands = state.cache.operands(self.weight, x.dtype, True)
@@ -245,10 +245,10 @@ class SparseLayer(nn.Module):
         return x, Linear(self.in_dim)
 
     def register_parameter(self, name: str, param: Any) -> None:
-        """Refuse a weight that tensor parallelism shards; ``fully_shard`` does not come here.
+        """Refuse a weight that tensor parallelism shards; ``fully_shard`` does not call this.
 
         Raises:
-            ConfigError: the weight was whole, and ``param`` is a DTensor.
+            ConfigError: ``param`` is a DTensor, and the weight was not.
         """
         if _is_dtensor(param) and not _is_dtensor(self._parameters.get(name)):
             raise ConfigError(
@@ -260,7 +260,7 @@ class SparseLayer(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.sparsity.rows.is_sharded and not keep_vars:
-            # The wrapper that FSDP gathers has no memory, which writers of files look for.
+            # writers of files need memory, which the wrapper that FSDP gathers does not have
             from sparsepretrain.sparsity.sharding import unwrapped
 
             destination[f"{prefix}weight"] = unwrapped(destination[f"{prefix}weight"])
@@ -278,16 +278,16 @@ class SparseLayer(nn.Module):
         elif brings_weight and own.model.is_new and not self.weight.is_meta:
             # initial weights of a dense model
             if own.rows.is_prepared:
-                own.reset_due = True  # `attach` knows which rows they are
+                own.reset_due = True  # `attach` finds the own rows
             else:
                 own.reset(self.weight)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # most sparse classes are made on the fly: what is pickled is the class they replace
+        # sparse classes are created at run time, so the replaced class is pickled
         return _blank, (self.replaces,), self.__dict__
 
     def extra_repr(self) -> str:
-        """The original representation and the method."""
+        """Return the original representation and the method."""
         model = self.sparsity.model
         words = (super().extra_repr(), title(model.method), model.label)
         return ", ".join(filter(None, words))
@@ -297,7 +297,7 @@ class SparseConvolution(SparseLayer):
     """Mixin before nn.Conv2d: groups of M run along the input channels of each kernel position."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Y = X ∗ A(W) + b for X of shape (N, in_channels, H, W), or without N."""
+        """Return Y = X ∗ A(W) + b for X of shape (N, in_channels, H, W), or without N."""
         return super().forward(x) if x.dim() != 3 else super().forward(x[None])[0]
 
     def _geometry(self: Any, x: Tensor) -> tuple[Tensor, Geometry]:
@@ -306,7 +306,7 @@ class SparseConvolution(SparseLayer):
             x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = (0, 0)
         elif isinstance(padding, str):
-            # "same" of an even kernel needs one more zero on the right, which only F.pad can give
+            # "same" padding of an even kernel has one more zero on the right: F.pad adds it
             left, right, top, bottom = self._reversed_padding_repeated_twice
             if (left, top) != (right, bottom):
                 x = F.pad(x, (0, right - left, 0, bottom - top))
@@ -318,9 +318,9 @@ _made: dict[type, type[SparseLayer]] = {}
 
 
 def sparse_class(cls: type[nn.Module]) -> type[SparseLayer] | None:
-    """The sparse version of a layer class, or None when there is none.
+    """Return the sparse version of a layer class, or None.
 
-    nn.Linear, nn.Conv2d, transformers' Conv1D, and subclasses of them that keep the forward.
+    Supported: nn.Linear, nn.Conv2d, transformers' Conv1D, and subclasses that keep the forward.
     """
     if cls not in _made:
         base = layer_family(cls)
@@ -337,7 +337,7 @@ def sparse_class(cls: type[nn.Module]) -> type[SparseLayer] | None:
 
 
 def layer_family(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """nn.Linear, nn.Conv2d or transformers' Conv1D if ``cls`` is one of them or below."""
+    """Return nn.Linear, nn.Conv2d or transformers' Conv1D if ``cls`` is a subclass, or None."""
     for c in cls.__mro__:
         # by name: importing transformers to compare classes would cost seconds
         conv1d = c.__name__ == "Conv1D" and c.__module__.startswith("transformers.")
@@ -347,9 +347,9 @@ def layer_family(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def _brings(state_dict: Mapping[str, Tensor], key: str, present: Tensor) -> bool:
-    """True if ``state_dict`` has another tensor than ``present`` under ``key``.
+    """Return True if ``state_dict`` has another tensor than ``present`` under ``key``.
 
-    Where torch loads whole tensors into shards, it adds what the module has already.
+    When torch loads whole tensors into shards, it adds tensors that the module already has.
     """
     value = state_dict.get(key)
     if value is None:
@@ -360,22 +360,22 @@ def _brings(state_dict: Mapping[str, Tensor], key: str, present: Tensor) -> bool
 
 
 def _memory(tensor: Any) -> Tensor:
-    """The plain tensor in a DTensor, in a shard of a master weight, or ``tensor`` itself."""
+    """Return the plain tensor of a DTensor or of a shard of a master weight."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     plain: Tensor = getattr(tensor, "_tensor", tensor)
     return plain
 
 
 def _is_dtensor(value: Any) -> bool:
-    """True if ``value`` is sharded; importing DTensor to look takes half a second."""
+    """Return True if ``value`` is a DTensor, without importing it, which takes half a second."""
     distributed = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(value, distributed.DTensor)
 
 
 def dense_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters of ``module`` itself that hold a matrix and that no sparse layer stands for.
+    """Return matrices among the own Parameters of ``module``, which no sparse layer can replace.
 
-    Embeddings are looked up, not multiplied, and normalization scales.
+    Embeddings and normalization are excluded.
     """
     if isinstance(module, SparseLayer | LayerState | nn.Embedding | nn.EmbeddingBag | nn.LayerNorm):
         return {}
@@ -390,7 +390,7 @@ def dense_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_sharded(layers: Mapping[str, nn.Module]) -> None:
-    """Masks need whole weights: a ConfigError names a DTensor (FSDP2, tensor parallelism)."""
+    """Refuse weights that are DTensors (ConfigError): masks need whole weights."""
     if names := [name for name, layer in layers.items() if _is_dtensor(layer.weight)]:
         more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
         raise ConfigError(
@@ -401,7 +401,7 @@ def refuse_sharded(layers: Mapping[str, nn.Module]) -> None:
 
 
 def _blank(replaced: type[nn.Module]) -> SparseLayer:
-    """An empty layer to unpickle and to copy into."""
+    """Return an empty layer to unpickle or copy into."""
     cls: Any = sparse_class(replaced)
     layer: SparseLayer = cls.__new__(cls)
     attachments.watch(layer)
