@@ -1,7 +1,7 @@
 """Sparse layers and their one autograd function.
 
-Sparse layers are subclasses of the layers that they replace. The method defines the operands of each
-matmul, and products multiply them.
+Sparse layers are subclasses of the layers that they replace. The method defines the operands of
+each matmul, and products multiply them.
 """
 
 from __future__ import annotations
