@@ -1,4 +1,4 @@
-"""A model, a source of data and an optimiser of one's own, each with its YAML in my_configs/.
+"""A model, a source of data and an optimizer of one's own, each with its YAML in my_configs/.
 
 sparsepretrain train --config-dir docs/examples/my_configs \\
     plugins=[docs/examples/my_model_and_data.py] model=my_averages
@@ -101,7 +101,7 @@ class Counting(Source):
 
 @dataclass(slots=True, kw_only=True)
 class SignOptions:
-    """The keys of configs/optim/my_sign.yaml; every optimiser has name, lr and weight_decay."""
+    """The keys of configs/optim/my_sign.yaml; every optimizer has name, lr and weight_decay."""
 
     name: str
     lr: Annotated[float, "> 0"]
@@ -117,7 +117,7 @@ class Sign:
 
     @staticmethod
     def build(groups: list[dict[str, Any]], options: SignOptions) -> Optimizer:
-        """The optimiser over parameter groups, each with its weight decay."""
+        """The optimizer over parameter groups, each with its weight decay."""
         import torch
 
         class SignSGD(torch.optim.SGD):

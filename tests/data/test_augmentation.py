@@ -58,7 +58,7 @@ def test_global_generators_are_unchanged():
     assert (np.random.get_state()[1] == before[2]).all()
 
 
-def test_lighting_is_noise_along_the_principal_components_of_colour():
+def test_lighting_is_noise_along_the_principal_components_of_color():
     choice = options("task.lighting=0.1", "task.shift=0", "task.image_size=4", model="vit_nano")
     image, augmentation = Image.new("RGB", (4, 4), (120, 90, 60)), Augmentation(choice, 0)
     plain, std = augmentation.evaluate(image), torch.tensor(choice.std).view(3, 1, 1)
@@ -71,7 +71,7 @@ def test_lighting_is_noise_along_the_principal_components_of_colour():
     assert float(vectors[:, -1] @ brightness) ** 2 > 0.99, "mostly brighter and darker"
 
 
-def normalised(choice, image):
+def normalized(choice, image):
     mean, std = np.array(choice.mean), np.array(choice.std)
     pixels = (np.asarray(image) / 255 - mean) / std
     return torch.from_numpy(pixels.transpose(2, 0, 1)).float()
@@ -80,7 +80,7 @@ def normalised(choice, image):
 def test_small_images_are_shifted_flipped_and_cut_out():
     choice = options("task.shift=2", "task.cutout=4", model="resnet18_cifar")
     augmentation, image = Augmentation(choice, 0), picture(32)
-    whole = normalised(choice, image)
+    whole = normalized(choice, image)
     framed = torch.zeros(3, 36, 36)
     framed[:, 2:34, 2:34] = whole
     seen = set()
@@ -113,7 +113,7 @@ def test_small_images_are_shifted_flipped_and_cut_out():
 def test_evaluation_crops_the_middle_and_normalizes(overrides, model, border):
     choice, image = options(*overrides, model=model), picture(32)
     augmentation = Augmentation(choice, 0)
-    middle = normalised(choice, image.crop((border, border, 32 - border, 32 - border)))
+    middle = normalized(choice, image.crop((border, border, 32 - border, 32 - border)))
     torch.testing.assert_close(augmentation.evaluate(image), middle, atol=1e-5, rtol=0)
     if model == "resnet18_cifar":  # every augmentation is off
         assert torch.equal(augmentation.train(image, 5, 7), augmentation.evaluate(image))

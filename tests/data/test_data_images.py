@@ -150,7 +150,7 @@ def test_missing_cifar_says_where_to_get_it(options, tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes; image i of class c has the colour (c, i, 7)."""
+    """Two classes; image i of class c has the color (c, i, 7)."""
     root = tmp_path / "images"
     for split, count in (("train", 3), ("val", 2)):
         for c, name in enumerate(("cat", "dög")):

@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 
 def build(method, *, seed=0, lr=0.5, **options):
-    """(model, optimiser, attached sparsifier); plain SGD unless the method brings its own."""
+    """(model, optimizer, attached sparsifier); plain SGD unless the method brings its own."""
     model = Net(seed)
     sparsifier = sp.sparsify(model, method, targets="fc*", total_steps=STEPS, **options)
     if method == "step":
@@ -43,7 +43,7 @@ def draw(*shape, seed=0):
 
 
 def step(model, optimizer, seed=0):
-    """One optimiser step on data of its own."""
+    """One optimizer step on data of its own."""
     (model(draw(8, 16, seed=seed)) * draw(8, 16, seed=seed + 1000)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()

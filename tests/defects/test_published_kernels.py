@@ -181,7 +181,7 @@ def test_fp8_of_a_zero_tensor_is_zero(format, x):
 
 
 def test_e4m3_is_twice_as_fine_as_e5m2():
-    """v2 sparse_ops.py:55-59 quantises weights and activations of backward products to e5m2."""
+    """v2 sparse_ops.py:55-59 quantizes weights and activations of backward products to e5m2."""
     x = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
     error = {
         format: float((kernels.dequantize_fp8(*kernels.quantize_fp8(x, format)) - x).norm())

@@ -12,7 +12,7 @@ every_method = pytest.mark.parametrize("method", METHODS)
 
 
 def decay_in_use(method, *, micro_batches=1, batch=2, loss_scale=None, decay=0.25):
-    """λ that one optimiser step applies when the loss has no gradient, over the configured one."""
+    """λ that one optimizer step applies when the loss has no gradient, over the configured one."""
     model, optimizer, sparsifier = build(method, lr=1.0, decay=decay)
     scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale or 1.0, enabled=bool(loss_scale))
     before, pruned = model.fc1.weight.detach().clone(), ~sparsifier.masks()["fc1"]

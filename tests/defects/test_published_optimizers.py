@@ -9,7 +9,7 @@ from sparsepretrain.optim import StepAdamW
 
 
 def run(steps, gradient=1.0, **options):
-    """(optimiser, changes of the weight): a constant gradient on four sparse coordinates."""
+    """(optimizer, changes of the weight): a constant gradient on four sparse coordinates."""
     w = torch.zeros(4, requires_grad=True)
     optimizer = StepAdamW([w], weight_decay=0.0, **{"lr": 1e-3, **options})
     optimizer.mark_sparse([w])
@@ -26,7 +26,7 @@ def run(steps, gradient=1.0, **options):
 
 def test_the_frozen_variance_can_be_corrected():
     """adamw_step.py:145,211 freezes v without 1 - beta2^t: at t = 11 steps become 9.6 times longer.
-    The authors' behaviour stays the default, with a warning that names the factor."""
+    The authors' behavior stays the default, with a warning that names the factor."""
     switch = {"clipping": (None, 10), "eps": 1e-12}
     factor = (1 - 0.999**11) ** -0.5
     assert factor == pytest.approx(9.6, abs=0.05)
@@ -56,7 +56,7 @@ def test_coordinate_without_gradient_is_left_out_of_the_mean():
 def test_full_window_can_be_required():
     """The published test is on the mean of whatever the window holds: a gradient of 1e-4 switches
     at step 1. ``require_full_window`` waits; the method ``step`` waits for its clipping."""
-    assert run(1, 1e-4)[0].switched_at == 1, "the authors' behaviour, without clipping"
+    assert run(1, 1e-4)[0].switched_at == 1, "the authors' behavior, without clipping"
     options = {"betas": (0.9, 0.95), "require_full_window": True}
     assert run(30, 1e-4, **options)[0].switched_at == 20
     assert run(30, 1e-4, clipping=(12, None))[0].switched_at == 13

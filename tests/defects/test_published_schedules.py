@@ -28,7 +28,7 @@ def test_dense_tail_holds_after_any_resume(resumed_at):
 
 
 class ThroughData(torch.optim.SGD):
-    """Updates that autograd's version counter does not see, as those of fused optimisers."""
+    """Updates that autograd's version counter does not see, as those of fused optimizers."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -41,10 +41,10 @@ class ThroughData(torch.optim.SGD):
 @pytest.mark.parametrize("unseen", [False, True])
 def test_projections_follow_the_weights(method, unseen):
     """The 1558M script comments the decay and the counter out: its compressed weights are never
-    made again. Ours follow every optimiser step, with or without decay or refresh."""
+    made again. Ours follow every optimizer step, with or without decay or refresh."""
     options = {"decay": 0.0} if method in ("srste", "tsrste", "bimask") else {}
     model, optimizer, sparsifier = build(method, **options)
-    if unseen and method != "step":  # which brings its own optimiser
+    if unseen and method != "step":  # which brings its own optimizer
         sparsifier.detach()
         optimizer = ThroughData(model.parameters(), lr=0.5)
         sparsifier.attach(optimizer)

@@ -144,7 +144,7 @@ def lightning_module(method="sste", accumulate=1, **options):
     lightning = pytest.importorskip("pytorch_lightning")
 
     class Module(lightning.LightningModule):
-        """Its own forward is never called, and the optimiser is made by a hook."""
+        """Its own forward is never called, and the optimizer is made by a hook."""
 
         def __init__(self):
             super().__init__()

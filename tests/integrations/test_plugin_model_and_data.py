@@ -1,4 +1,4 @@
-"""The example of a model, a source and an optimiser of one's own, from the shell."""
+"""The example of a model, a source and an optimizer of one's own, from the shell."""
 
 import json
 from pathlib import Path

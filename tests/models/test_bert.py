@@ -100,8 +100,8 @@ def plain_gated_bert(state, x, heads, layers):
     """The architecture again, from its description, without modules."""
 
     def norm(h, name):
-        centred = h - h.mean(-1, keepdim=True)
-        h = centred / (centred.square().mean(-1, keepdim=True) + 1e-12).sqrt()
+        centered = h - h.mean(-1, keepdim=True)
+        h = centered / (centered.square().mean(-1, keepdim=True) + 1e-12).sqrt()
         return h * state[f"{name}.weight"] + state[f"{name}.bias"]
 
     length = x.shape[1]

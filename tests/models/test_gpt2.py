@@ -1,4 +1,4 @@
-"""GPT-2: parameter count, agreement with transformers, initialisation, roles."""
+"""GPT-2: parameter count, agreement with transformers, initialization, roles."""
 
 import math
 from dataclasses import replace

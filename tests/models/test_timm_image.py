@@ -1,4 +1,4 @@
-"""Image models: sizes as published, layers by role, what the optimisers see."""
+"""Image models: sizes as published, layers by role, what the optimizers see."""
 
 import dataclasses
 import io

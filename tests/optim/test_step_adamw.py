@@ -114,7 +114,7 @@ def test_mark_sparse_refuses_foreign_parameters_and_mixed_eps():
 
 
 def noisy(count, shape=(48, 64), **options):
-    """An optimiser of sparse weights, and one step's gradients of very different sizes."""
+    """An optimizer of sparse weights, and one step's gradients of very different sizes."""
     draw = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=draw).requires_grad_() for _ in range(count)]
     for w in weights:

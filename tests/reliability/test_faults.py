@@ -24,7 +24,7 @@ def moments():
         "data start-up": (CausalLM, "open_data", 1),
         "building the model": (assembly, "build_model", 1),
         "a micro-batch": (CausalLM, "loss", 5),
-        "the optimiser's step": (importlib.import_module("torch.optim.adam"), "adam", 3),
+        "the optimizer's step": (importlib.import_module("torch.optim.adam"), "adam", 3),
         "an evaluation": (CausalLM, "observe", 2),
         "a save": (checkpoint, "_sum", 6),
         "the end of a save": (checkpoint, "_prune", 2),
@@ -35,7 +35,7 @@ def moments():
 @pytest.mark.fault
 @pytest.mark.parametrize(
     "moment",
-    ["data start-up", "building the model", "a micro-batch", "the optimiser's step",
+    ["data start-up", "building the model", "a micro-batch", "the optimizer's step",
      "an evaluation", "a save", "the end of a save", "a line of the record"],
 )  # fmt: skip
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_a_signal_during_a_save(tiny, monkeypatch, moment, number, code):
     expected = tiny.train(*words, "runs_dir=" + str(tiny.root / "plain")).directory
     original, calls = getattr(checkpoint, moment), []
 
-    def signalled(*args, **kwargs):
+    def signaled(*args, **kwargs):
         calls.append(threading.current_thread())
         if len(calls) == 2:
             assert calls[1] is not threading.main_thread()
@@ -227,7 +227,7 @@ def test_a_signal_during_a_save(tiny, monkeypatch, moment, number, code):
         return original(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, moment, signalled)
+        patch.setattr(checkpoint, moment, signaled)
         stopped = tiny.train(*words, BACKGROUND)
     assert stopped.code == code and "checkpoint saved" in stopped.output
     last = metrics(stopped.directory)[-1]["step"]

@@ -526,7 +526,7 @@ def test_resume_from_a_path_with_another_learning_rate(tiny):
     lines = [line for line in metrics(outcome.directory) if "split" not in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6], "with the record of the source"
     assert [line["lr"] for line in lines[4:]] == [5e-3, 5e-3]
-    # the checkpoint holds the groups of the optimiser; the configuration decides
+    # the checkpoint holds the groups of the optimizer; the configuration decides
     group = final_state(outcome.directory)["optimizer_options"]["groups"][0]
     assert (group["lr"], group["weight_decay"]) == (5e-3, 0.2)
 

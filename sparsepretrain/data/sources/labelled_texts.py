@@ -11,7 +11,7 @@ from sparsepretrain.data.sources._records import RecordOptions, RecordSource, Ro
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
-LABELLED = "labelled texts"
+LABELLED = "labeled texts"
 
 
 @dataclass(slots=True, kw_only=True)
