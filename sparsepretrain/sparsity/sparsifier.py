@@ -143,9 +143,12 @@ class Sparsifier:
         if self._state.precision is not None:
             name = self._state.label.partition(" ")[0]
             raise ConfigError(f"{name} does not go with sharding: leave precision out")
-        if self.method.differentiable:
+        method = (
+            self._state.method
+        )  # not synced: counters of a model from the meta device are empty
+        if method.differentiable:
             raise ConfigError(
-                f"{self.method.options.name} does not go with sharding: FSDP gathers A(W) without "
+                f"{method.options.name} does not go with sharding: FSDP gathers A(W) without "
                 "the graph of its projection; use DistributedDataParallel"
             )
         backend = self._state.backend
