@@ -29,6 +29,9 @@ _KEPT = {
 }
 """Operations of ``fully_shard`` and of copies whose results are master shards again."""
 
+all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""The collective, whose first name warns since torch 2.14."""
+
 ORDER = "sparsify, prepare_sharding, fully_shard, the optimizer, attach"
 
 
@@ -168,7 +171,7 @@ class ShardedRows(Rows):
         padded = bits.new_zeros(self.chunk, *bits.shape[1:])
         padded[: len(bits)] = bits
         whole = bits.new_empty(self.chunk * self.world, *bits.shape[1:])
-        dist.all_gather_into_tensor(whole, padded, group=self.group)
+        all_gather(whole, padded, group=self.group)
         return whole[: self.rows].view(rows.dtype)
 
     def mine(self, whole: Tensor) -> Tensor:

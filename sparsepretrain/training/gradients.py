@@ -147,5 +147,7 @@ def _tree_sum(flat: Tensor, size: int) -> Tensor:
     parts = list(received.view(size, chunk))
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    dist.all_gather_into_tensor(padded, parts[0].contiguous())
+    # the first name of the collective warns since torch 2.14
+    all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    all_gather(padded, parts[0].contiguous())
     return padded[: flat.numel()]
