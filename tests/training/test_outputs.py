@@ -138,8 +138,3 @@ def test_one_evaluation_is_one_number(tiny):
 def test_training_without_a_sparse_step_is_noted(tiny):
     step = ("sparsity=step", "sparsity.clipping=[null, null]")
     assert "no step trained sparse" in tiny.train(*step).output
-
-
-def test_run_of_one_step_is_recorded(tiny):
-    outcome = tiny.train("steps=1", "schedule.warmup=0")
-    assert outcome.code == 0 and [line["step"] for line in metrics(outcome.directory)] == [0, 1, 1]
