@@ -93,7 +93,8 @@ def matmul_fp8(
         backend: None or ``"reference"``.
 
     Raises:
-        ValueError: what no device multiplies; tensors that do not fit together.
+        ValueError: an unknown backend.
+        RuntimeError, ValueError: of torch, for operands that the device does not multiply.
     """
     if backend == "reference":
         if a.is_cuda:

@@ -71,14 +71,15 @@ def device(monkeypatch):
     fp8.no_fp8_products.cache_clear()
 
 
-def test_device_with_correct_fp8_matmuls_is_supported(device):
+def test_device_needs_cuda_and_fp8_tensor_cores(device, monkeypatch):
     assert fp8.no_fp8_products(device) == ""
     assert "on cpu" in fp8.no_fp8_products(torch.device("cpu"))
-
-
-def test_device_without_fp8_tensor_cores_is_refused(device, monkeypatch):
+    fp8.no_fp8_products.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert "compute capability 8.6" in fp8.no_fp8_products(device)
+    fp8.no_fp8_products.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no CUDA device" in fp8.no_fp8_products(device)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +96,6 @@ def test_device_with_wrong_or_failing_fp8_matmuls_is_refused(device, fault, told
 
     monkeypatch.setattr(torch, "_scaled_mm", faulty)
     assert told in fp8.no_fp8_products(device)
-
-
-def test_machine_without_a_gpu_has_no_fp8_matmuls(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    fp8.no_fp8_products.cache_clear()
-    assert "no CUDA device" in fp8.no_fp8_products(CUDA)
-    fp8.no_fp8_products.cache_clear()
 
 
 def test_packed_fp8_products_are_tested_in_their_own_layouts(device, monkeypatch):

@@ -76,17 +76,6 @@ def test_offsets_are_parts_of_one_sample():
         assert_same(part, whole[start : start + 80])
 
 
-def test_a_key_in_device_memory():
-    x = nasty((64, 96), 5, special=False)
-    key = NoiseKey(*(torch.tensor(v, device=DEVICE) for v in (1, 2, 0)))
-    seen = []
-    for k0 in (1, 0xFFFFFFFE):
-        key.k0.fill_(k0)
-        seen.append(mvue(x, dim=0, key=key, backend="triton"))
-        assert_same(seen[-1].cpu(), mvue(x.cpu(), dim=0, key=NoiseKey(k0, 2)))
-    assert not torch.equal(*seen)
-
-
 def test_offsets_beyond_32_bits():
     """Rows, or the ends of a group, 2³¹ elements apart; untouched memory costs nothing."""
     storage = torch.empty(2**31 + 4096, dtype=torch.bfloat16, device=DEVICE)

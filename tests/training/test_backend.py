@@ -119,7 +119,7 @@ def test_choices_of_auto_are_recorded(tiny, supported, monkeypatch):
         assert row["emulated"] == 2e-3
 
 
-def test_default_backend_says_and_writes_nothing(tiny):
+def test_emulate_is_a_silent_default(tiny):
     outcome = tiny.train("steps=2")
     assert "backend" not in outcome.output and "backend" not in environment(outcome)
     session = tiny.build("steps=2")

@@ -5,7 +5,6 @@ import multiprocessing
 
 import pytest
 import torch
-from tiny_runs import assert_equal_bits
 
 from sparsepretrain.errors import DataError
 from sparsepretrain.tasks import build_task
@@ -35,45 +34,14 @@ def test_workers_make_the_same_batches_in_the_same_order(task, monkeypatch):
     there.close()
 
 
-def test_error_in_a_worker_is_raised_unchanged(task, monkeypatch):
+def test_error_of_a_worker_is_raised_unchanged_and_ends_the_workers(task, monkeypatch):
     def batch(split, step, positions, size):
         raise DataError("photo.jpg does not decode")
 
     monkeypatch.setattr(task, "batch", batch)
-    with pytest.raises(DataError, match=r"^photo.jpg does not decode$"):
-        next(stream(task, split_requests("train", 4, 2, None), CPU, 1))
-
-
-def test_prepared_batches_equal_those_made_later(task, monkeypatch):
-    """They are those that would be made later, and so are their errors."""
-    here, there = (TrainingBatches(task, 4, 2, torch.device(d), 0) for d in ("cpu", "cuda"))
-    made, make = [], task.batch
-    monkeypatch.setattr(task, "batch", lambda *request: made.append(request) or make(*request))
-    for step in (0, 1, 5, 6):  # step 5 is another than was prepared
-        mine = here.step(step)
-        made.clear()
-        assert_equal_bits(mine, there.step(step))
-        assert [request[1] for request in made] == ([] if step in (1, 6) else [step] * 2)
-        here.prepare(step + 1), there.prepare(step + 1)
-        assert [request[1] for request in made[-2:]] == [step + 1] * 2
-
-    def fail(*request):
-        raise DataError("photo.jpg does not decode")
-
-    monkeypatch.setattr(task, "batch", fail)
-    there.step(7)
-    there.prepare(8)
-    with pytest.raises(DataError, match=r"^photo.jpg does not decode$"):
-        there.step(8)
-
-
-def test_workers_end_after_an_error(task, monkeypatch):
-    def batch(split, step, positions, size):
-        raise DataError("photo.jpg does not decode")
-
-    monkeypatch.setattr(task, "batch", batch)
-    with pytest.raises(DataError) as kept:  # as a traceback that is printed at exit would
+    with pytest.raises(DataError, match=r"^photo.jpg does not decode$") as kept:
         next(stream(task, split_requests("train", 4, 2, None), CPU, 2))
+    # a kept error holds its frames, as a traceback that is printed at exit does
     assert kept.value and not multiprocessing.active_children()
 
 

@@ -98,15 +98,6 @@ def test_resume_is_bit_exact_with_averages(tiny, stop_after):
     assert_same_run(plain.directory, interrupted(tiny, stop_after, (3,), *overrides))
 
 
-def test_lost_averages_change_the_run(tiny, stop_after, monkeypatch):
-    """Negative control of the test above."""
-    plain = tiny.train("ema=0.9", "runs_dir=" + str(tiny.root / "plain"))
-    monkeypatch.setattr(EMA, "load", lambda self, averages, updates: None)
-    again = interrupted(tiny, stop_after, (3,), "ema=0.9")
-    with pytest.raises(AssertionError):
-        assert_same_run(plain.directory, again)
-
-
 def test_a_signal_during_an_evaluation_saves_the_trained_weights(tiny, monkeypatch):
     plain = tiny.train("ema=0.9", "runs_dir=" + str(tiny.root / "plain"))
     original, calls = loop.split_requests, []

@@ -171,14 +171,6 @@ def test_guard_stop_names_the_parameter_and_updates_nothing(tiny, value, clip):
     assert_equal_bits(before, trained(t))
 
 
-def test_guard_names_a_nan_loss(tiny):
-    t = tiny.build("batch.micro=2")
-    with torch.no_grad():
-        t.model.transformer.ln_f.weight[0] = float("nan")
-    with pytest.raises(DivergedError, match="step 1: the loss is nan"):
-        train_step(t)
-
-
 @pytest.mark.parametrize("method", ["tsrste", "slope"])
 @pytest.mark.parametrize("line", ["log", "checkpoint"])
 def test_nan_in_a_pruned_weight_stops_the_run(tiny, monkeypatch, method, line):
@@ -310,6 +302,14 @@ def test_evaluation_leaves_the_session_unchanged(tiny):
     assert_equal_bits(before, everything())
     assert t.sparsifier.metrics(per_layer=True) == flips
     assert all(p.grad is None for p in t.model.parameters())
+
+
+def test_evaluations_do_not_change_training(tiny):
+    def training(*overrides):
+        directory = tiny.train(*overrides, "model.dropout=0.2").directory
+        return [line for line in metrics(directory) if "split" not in line]
+
+    assert training("eval.every=1", "eval.batches=3") == training("eval.batches=0")
 
 
 @pytest.mark.slow

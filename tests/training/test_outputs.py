@@ -105,11 +105,6 @@ def test_summary_of_dense_training_names_no_pattern(tiny):
     assert "parameters, sdgp 2:4 on 2 layers" in line
 
 
-def test_log_every_and_layers_every(tiny):
-    lines = metrics(tiny.train("log.every=4", "log.layers_every=3", "steps=8").directory)
-    assert [line["step"] for line in lines if "split" not in line] == [1, 3, 4, 6, 8]
-
-
 def test_weights_outside_the_pattern_are_an_error(tiny, monkeypatch):
     from sparsepretrain import kernels
     from sparsepretrain.errors import SparsePretrainError
