@@ -113,10 +113,10 @@ class Block(nn.Module):
         return x + self.layer(x).sum(-1, keepdim=True)
 
 
-def test_many_kinds_of_blocks_are_all_compiled(monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_many_kinds_of_blocks_are_all_compiled():
     """Dynamo compiles eight graphs of one function by default; ResNet-50 has that many kinds."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     counter = CompileCounterWithBackend("eager")
     model = nn.Sequential(nn.ModuleList(Block(width) for width in range(1, 13)))
     compilation.compiled(model, "blocks", counter)
