@@ -71,17 +71,22 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _materialize(model: nn.Module) -> None:
-    """Replace meta tensors by empty CPU tensors; tied parameters stay tied.
+    """Replace meta tensors by empty CPU tensors, tied ones once.
 
     They take no memory: the system allocates a page when it is written, and only copies of the own
     rows are written.
     """
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # else each module gets a new one
-    try:
-        model.to_empty(device="cpu")
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    new: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for kept in (module._parameters, module._buffers):
+            for name, old in kept.items():
+                if old is None:
+                    continue
+                if old not in new:
+                    room = torch.empty_like(old, device="cpu")
+                    trained = isinstance(old, nn.Parameter)
+                    new[old] = nn.Parameter(room, old.requires_grad) if trained else room
+                kept[name] = new[old]  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
