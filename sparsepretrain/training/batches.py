@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import signal
 from collections.abc import Iterable, Iterator
@@ -117,29 +115,14 @@ class TrainingBatches:
         """Numbers of the micro-batches within the global batch."""
         self._next = -1
         self._stream: Iterator[Batch] = iter(())
-        self._made: tuple[int, list[Batch] | SparsePretrainError] | None = None
 
     def step(self, step: int) -> list[Batch]:
         """The micro-batches of ``step``, in order, on the CPU."""
-        made, self._made = self._made, None
-        if made is not None and made[0] == step:
-            if isinstance(made[1], SparsePretrainError):
-                raise made[1]
-            return made[1]
         if step != self._next:
             requests = training_requests(step, self._size, self._micro, self.share)
             self._stream = stream(self._task, requests, self._device, self._workers)
         self._next = step + 1
         return list(itertools.islice(self._stream, len(self.share)))
-
-    def prepare(self, step: int) -> None:
-        """Make those of ``step`` now, while a GPU is busy; an error is raised by :meth:`step`."""
-        if self._device.type != "cuda" or self._workers:  # workers are ahead anyway
-            return
-        try:
-            self._made = step, self.step(step)
-        except SparsePretrainError as error:
-            self._made = step, error
 
     def again(self, step: int) -> list[Batch]:
         """The micro-batches of a step once more, made by this process."""
@@ -149,7 +132,7 @@ class TrainingBatches:
 
     def close(self) -> None:
         """Stop the workers; the next :meth:`step` starts others."""
-        self._next, self._stream, self._made = -1, iter(()), None
+        self._next, self._stream = -1, iter(())
 
 
 class _Batches(Dataset[Any]):
@@ -169,33 +152,6 @@ def _start_worker(index: int) -> None:
     # the parent decides what signals mean; it stops its workers itself
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def ahead(
-    batches: Iterable[Batch], device: torch.device, dtype: torch.dtype | None = None
-) -> Iterator[Batch]:
-    """Each batch on ``device``, see :func:`to_device`, with the copy of the next one under way."""
-    side = _copies(device) if device.type == "cuda" and torch.cuda.is_initialized() else None
-    coming: Batch | None = None
-    for batch in itertools.chain(batches, [None]):
-        here, coming = coming, None
-        if here is not None and side is not None:
-            now = torch.cuda.current_stream(device)
-            now.wait_stream(side)
-            for value in here.values():
-                if isinstance(value, torch.Tensor):
-                    value.record_stream(now)
-        if batch is not None:
-            with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
-                coming = to_device(batch, device, dtype)
-        if here is not None:
-            yield here
-
-
-@functools.cache
-def _copies(device: torch.device) -> torch.cuda.Stream:
-    """One for all copies: each stream has memory of its own."""
-    return torch.cuda.Stream(device)
 
 
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype | None = None) -> Batch:

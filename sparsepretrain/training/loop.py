@@ -20,7 +20,7 @@ from torch import Tensor
 from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import DataError, DivergedError
 from sparsepretrain.tasks import Batch, Observation, read
-from sparsepretrain.training.batches import Request, ahead, split_requests, stream
+from sparsepretrain.training.batches import Request, split_requests, stream, to_device
 from sparsepretrain.training.compilation import eager
 from sparsepretrain.training.observers import AVERAGED
 from sparsepretrain.training.precision import autocast, compute_dtype
@@ -120,9 +120,6 @@ def train_step(t: Session) -> Step:
         judge=lambda loss, norm: _judge(t, step, loss, norm),
     )
     before, t.last = t.last, step if t.reads_late else None
-    if t.step + 1 < t.end:
-        del batches
-        t.batches.prepare(t.step + 1)
     if t.reads_late or step.read():
         if run.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, run.clip, norm)
@@ -270,9 +267,10 @@ def _losses(t: Session, step: int, batches: list[Batch]) -> Iterator[tuple[int, 
 
 
 def _moved(t: Session, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield batches on the device, with the next one being copied."""
+    """Yield batches on the device."""
     wide = compute_dtype(t.run.precision) == torch.float64
-    return ahead(batches, t.device, torch.float64 if wide else None)
+    for batch in batches:
+        yield to_device(batch, t.device, torch.float64 if wide else None)
 
 
 def _no_losses(t: Session) -> Tensor:

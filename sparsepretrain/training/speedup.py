@@ -13,8 +13,7 @@ from sparsepretrain.sparsity import Sparsifier
 from sparsepretrain.sparsity.backend import Backend, LayerSize, objection
 from sparsepretrain.sparsity.products import MATMUL_OF
 from sparsepretrain.tracking.console import count
-
-META = torch.device("meta")
+from sparsepretrain.training.assembly import META
 
 
 class MatmulFlops(NamedTuple):

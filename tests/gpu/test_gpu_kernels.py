@@ -29,37 +29,6 @@ def test_registry_parity(case, device):
     assert difference(first, again) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["rows", "columns", "slice", "every other"])
-def test_odd_shapes_and_strides(dtype, layout, device):
-    x = torch.randn(72, 92, device=device).to(dtype)
-    view = {
-        "rows": x,
-        "columns": x.t().contiguous().t(),
-        "slice": torch.nn.functional.pad(x, (1, 2))[:, 1:-2],
-        "every other": torch.stack([x, -x], 2).flatten(1)[:, ::2],
-    }[layout]
-    beta = torch.full((), 1.25, device=device)
-    for dim in (0, 1):
-        works = {
-            "mask": lambda b, d=dim: kernels.nm_mask(view, dim=d, backend=b),
-            "mask 1:4": lambda b, d=dim: kernels.nm_mask(view, 1, 4, dim=d, backend=b),
-            "soft": lambda b, d=dim: kernels.soft_threshold(view, dim=d, scale=beta, backend=b),
-            "mvue": lambda b, d=dim: kernels.mvue(view, dim=d, key=3, backend=b),
-            "exact": lambda b, d=dim: kernels.mvue(
-                view, dim=d, key=3, estimator="exact", backend=b
-            ),
-            "turned": lambda b, d=dim: kernels.mvue(
-                view, dim=d, key=3, order="tokens_last", backend=b
-            ),
-            "sdgp": lambda b, d=dim: kernels.prune_gradient(view, dim=d, backend=b),
-            "transposable": lambda b: kernels.transposable_mask(view, backend=b),
-            "fp8": lambda b: kernels.quantize_fp8(view, "e5m2", backend=b),
-        }
-        for name, work in works.items():
-            assert difference(work("triton"), work("reference")) == 0, (name, dim)
-
-
 @pytest.mark.cuda
 def test_more_elements_than_an_int32_counts(device):
     rows, columns = 2**19 + 4, 4096  # 2³¹ + 16,384
@@ -94,25 +63,6 @@ def test_more_elements_than_an_int32_counts(device):
         assert torch.equal(grad[end], expected)
 
 
-def test_noise_has_the_bits_of_the_cpu(device):
-    for key in (kernels.NoiseKey(0, 0), kernels.NoiseKey(2**32 - 1, 0xDEADBEEF, 2**32 - 3)):
-        there = kernels.uniform_noise(key, 37, 53, 2, device)
-        here = kernels.uniform_noise(key, 37, 53, 2)
-        for a, b in zip(there, here, strict=True):
-            assert torch.equal(a.cpu(), b)
-
-
-def test_keys_from_a_step_in_device_memory(device):
-    for step in (0, 1, 40, 2**32 - 1, 2**33 + 7):
-        expected = kernels.noise_key(123, step, 4, 2)
-        clock = torch.full((2,), step, device=device)
-        for got in (
-            kernels.noise_key(123, clock[0], 4, 2),
-            kernels.key_words(kernels.ClockKey(clock, 123, 4, 2, 1)),
-        ):
-            assert (int(got.k0), int(got.k1)) == (expected.k0, expected.k1)
-
-
 @pytest.mark.cuda
 def test_a_replayed_graph_draws_fresh_noise(device):
     x = torch.randn(256, 512, device=device)
@@ -138,17 +88,3 @@ def test_a_replayed_graph_draws_fresh_noise(device):
     assert not torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])
     assert torch.equal(seen[1], seen[3])
-
-
-@pytest.mark.parametrize("name", ["geglu", "swiglu"])
-def test_gradients_of_gated_activations(name, device):
-    x = torch.randn(33, 2 * 45, device=device)
-    grad = torch.randn(33, 45, device=device)
-    results = []
-    for backend in ("triton", "reference"):
-        leaf = x.clone().requires_grad_()
-        y = getattr(kernels, name)(leaf, backend=backend)
-        y.backward(grad)
-        results.append((y.detach(), leaf.grad))
-    # fp32 with two different exponentials
-    assert difference(results[0], results[1]) <= 1e-6

@@ -59,10 +59,6 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
-def test_number_of_combinations_is_unchanged():
-    assert sum(len([*combinations(base)]) for base in BASES.values()) == 1824
-
-
 @pytest.mark.parametrize("name", BASES)
 def test_all_products_keep_the_rules_of_cuda(name, hopper):
     prepared = functools.cache(prepare)

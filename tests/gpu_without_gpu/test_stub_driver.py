@@ -36,10 +36,3 @@ def launched(case, shape, driver):
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_every_case_is_launched_on_odd_sizes(case, driver):
     launched(case, RAGGED, driver)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_every_case_is_launched_on_whole_tiles(case, driver):
-    launches = launched(case, case.offline, driver)
-    assert max(math.prod(launch.grid) for launch in launches) > 1

@@ -10,7 +10,6 @@ from sparsepretrain.kernels import (
     masked_decay_,
     nm_mask,
     pack_24,
-    packed_flip_count,
     soft_threshold,
     unpack_24,
 )
@@ -33,18 +32,6 @@ def test_decay_golden(k, layout, mask_dtype):
     torch.testing.assert_close(out, g[f"out{k}"], rtol=1e-6, atol=1e-10)
     if layout == "sliced":
         assert (big[:, -4:] == 7).all() and (big[0] == 7).all() and (big[-1] == 7).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("decay", [0.25, torch.tensor(0.25), torch.tensor(0.25).double()])
-def test_decay_rounds_once(dtype, decay):
-    g = torch.Generator().manual_seed(0)
-    grad, weight = torch.randn(2, 40, 16, generator=g, dtype=torch.float64)
-    grad, mask = grad.to(dtype), nm_mask(weight)
-    weight = weight.to(torch.promote_types(dtype, torch.float32))
-    wide = torch.promote_types(dtype, torch.float32)
-    expected = (grad.to(wide) + (0.25 * weight).masked_fill(mask, 0)).to(dtype)
-    assert torch.equal(masked_decay_(grad, weight, mask, decay), expected)
 
 
 def test_decay_on_the_weight_itself():
@@ -76,26 +63,8 @@ def test_flip_rate_golden(kind):
         flips = flip_count(a, b)
         assert flips.dtype == torch.int64 and flips.dim() == 0
         assert int(flips) / a.numel() == pytest.approx(float(rate), abs=1e-7)
-
-
-def test_flip_count_by_hand():
-    a = torch.tensor([True, True, False, False])
-    assert flip_count(a, ~a) == 4 and flip_count(a, a) == 0
-    assert flip_count(a, torch.tensor([True, False, True, False])) == 2, "one swap, two flips"
-    assert flip_count(a.float(), (~a).to(torch.uint8)) == 4
-    assert flip_count(a.view(2, 2).t(), a.view(2, 2)) == 2
     with pytest.raises(ValueError, match="shapes differ"):
         flip_count(a, a[:2])
-
-
-@pytest.mark.parametrize("count", [0, 1, 8, 63, 64, 65, 1000, 4099])
-def test_packed_flip_count(count):
-    g = torch.Generator().manual_seed(count)
-    a, b = torch.rand(2, count, generator=g) < 0.5
-    flips = packed_flip_count(pack_24(a), pack_24(b))
-    assert flips.dtype == torch.int64 and flips.dim() == 0
-    assert flips == flip_count(a, b)
-    assert packed_flip_count(pack_24(a), pack_24(~a)) == count, "every bit of every word"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

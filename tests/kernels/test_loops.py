@@ -1,6 +1,7 @@
 """The loops on the CPU: the reference's bits, from any thread and process, wherever Numba runs."""
 
 import functools
+import itertools
 import multiprocessing
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ import torch
 
 from sparsepretrain import kernels
 from sparsepretrain.errors import SparsePretrainWarning
-from sparsepretrain.kernels import dispatch, nm
+from sparsepretrain.kernels import dispatch
 
 nan, inf = float("nan"), float("inf")
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -62,40 +63,14 @@ def inputs(dtype, m=4):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_every_pattern(dtype, n):
+def test_loops_give_the_bits_of_the_reference(dtype):
+    """Operations and options that tests/kernels/test_block_properties.py does not draw."""
     for name, x in inputs(dtype).items():
-        for dim in (0, -1):
-            for ties in ("high", "low"):
-                assert agree("nm_prune", x, n, dim=dim, ties=ties), (name, dim, ties)
-                bits = {"dim": dim, "ties": ties, "packed": True}
-                assert agree("nm_mask", x, n, **bits), (name, dim, ties)
-            assert agree("prune_gradient", x, n, dim=dim, variant="rescaled"), (name, dim)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (3, 4), (5, 7), (2, 8)])
-def test_comparisons_rank_as_sorting_does(dtype, n, m, monkeypatch):
-    found = {}
-    for most in (8, 1):
-        monkeypatch.setattr(nm, "MOST_COMPARED", most)
-        found[most] = [
-            kernels.nm_mask(x, n, m, dim=dim, ties=ties, backend="reference")
-            for x in inputs(dtype, m).values()
-            for dim in (0, -1)
-            for ties in ("high", "low")
-        ]
-    assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_operation(dtype):
-    for name, x in inputs(dtype).items():
+        for n, dim, ties in itertools.product((1, 2, 3), (0, -1), ("high", "low")):
+            options = {"dim": dim, "ties": ties}
+            assert agree("nm_prune", x, n, **options), (name, n, options)
+            assert agree("nm_mask", x, n, **options, packed=True), (name, n, options)
         mask, matrix = x > 0.5, x.flatten(1)
-        for dim in (0, -1):
-            for estimator in ("approximate", "exact"):
-                assert agree("mvue", x, dim=dim, estimator=estimator, key=KEY), (name, estimator)
-            assert agree("prune_gradient", x, dim=dim, variant="random", key=KEY), name
         assert agree("mvue", matrix.t()[:-1], dim=0, key=KEY), "fills no group"
         for kept in (mask, kernels.pack_rows(mask)):
             assert agree("apply_mask", x, kept), name
@@ -105,12 +80,6 @@ def test_every_operation(dtype):
                     assert kernels.apply_mask(x, kept, out=out, backend=backend) is out
                 assert same(*outs), (name, kind)
         assert agree("bimask_prune", matrix, torch.arange(len(matrix)).flip(0)), name
-
-
-@pytest.mark.parametrize("words", [1, 2])
-@pytest.mark.parametrize("key", [KEY, kernels.NoiseKey(2**32 - 1, 2**31), 7])
-def test_noise(key, words):
-    assert agree("uniform_noise", key, 70, 300, words)
 
 
 def everything(scale=1.0):

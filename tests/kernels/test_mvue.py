@@ -9,15 +9,6 @@ from golden_vectors import load
 from sparsepretrain.kernels import NoiseKey, mvue, noise_key, uniform_noise
 
 ESTIMATORS = ["approximate", "exact"]
-nan, inf = float("nan"), float("inf")
-
-
-def inclusion(x):
-    a = x.abs()
-    s = a.sum(1, keepdim=True)
-    rest = [[j for j in range(4) if j != i] for i in range(4)]
-    odds = a / torch.stack([a[:, r].sum(1) for r in rest], 1)
-    return a / s * (1 + torch.stack([odds[:, r].sum(1) for r in rest], 1))
 
 
 def exact_law(x):
@@ -82,18 +73,6 @@ def test_hard_published_groups_stay_finite():
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("values", [(0.1, 0.2, 0.3, 2.0), (0.1, 1.0, 1.1, -1.6), (1, 1, 1, 1)])
-def test_mean_of_100_000_draws_is_unbiased(estimator, values):
-    x = torch.tensor(values).double()[:, None].expand(4, 100_000)
-    y = mvue(x, dim=0, estimator=estimator, key=3)
-    assert ((y != 0).sum(0) == 2).all()
-    p = exact_law(x[:, :1].t())[2] if estimator == "exact" else inclusion(x[:, :1].t())
-    std = (x[:, 0] ** 2 * (1 / p[0] - 1)).clamp(min=0).sqrt()
-    error = (y.mean(1) - x[:, 0]).abs()
-    assert (error <= 5 * std / 100_000**0.5 + 1e-7).all()
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_finite_for_every_finite_group(estimator, dtype):
     info = torch.finfo(dtype)
@@ -110,19 +89,6 @@ def test_finite_for_every_finite_group(estimator, dtype):
         assert ((y != 0).sum(1) <= 2).all()
         assert ((y == 0) | (y.signbit() == x.signbit())).all()
         assert (y.double().abs() >= x.double().abs() * (1 - 1e-2)).logical_or(y == 0).all()
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_non_finite_values_propagate(estimator):
-    x = torch.tensor(list(itertools.product([0.0, 1.0, -2.0, inf, nan], repeat=4)))
-    for key in range(4):
-        y = mvue(x, estimator=estimator, key=key)
-        bad = ~x.isfinite().all(1)
-        assert torch.equal(y.isfinite().all(1), ~bad)
-    clean = torch.ones(8, 3)
-    clean[1, 1] = nan
-    y = mvue(clean, dim=0, estimator=estimator, key=0)
-    assert y[:4, 1].isnan().all() and y.isnan().sum() == 4
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -35,24 +35,15 @@ def check(gated, x, grad):
 
 @pytest.mark.parametrize("gated", GATED)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(128, 514), (7, 10), (3, 5, 26), (8,), (1, 2), (0, 4), (4, 0)])
-def test_values_and_gradients_equal_fp64(gated, dtype, shape):
-    x = random(shape, 1, dtype)
-    check(gated, x, random((*shape[:-1], shape[-1] // 2), 2, dtype))
-
-
-@pytest.mark.parametrize("gated", GATED)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_layout_equals_fp64(gated, dtype):
-    base = random((36, 20), 3, dtype)
-    grad = random((36, 10), 4, dtype)
-    for x in (base, base.t().contiguous().t(), torch.stack([base] * 2, -1)[..., 1]):
-        for g in (grad, grad.t().contiguous().t(), grad[:1, :1].expand_as(grad)):
-            check(gated, x, g)
-    check(gated, base[:1].expand_as(base), grad)
+def test_values_and_gradients_equal_fp64(gated, dtype):
+    """Any number of axes; matrices are in tests/kernels/test_block_properties.py."""
+    for shape in ((3, 5, 26), (8,)):
+        grad = random((*shape[:-1], shape[-1] // 2), 2, dtype)
+        check(gated, random(shape, 1, dtype), grad)
     deep = random((3, 4, 5, 6), 5, dtype).permute(2, 0, 1, 3)
     check(gated, deep, random((5, 3, 4, 3), 6, dtype))
-    assert gated(base.t().contiguous().t(), backend="triton").stride() == (1, 36), "layout follows"
+    column_major = random((20, 36), 3, dtype).t()
+    assert gated(column_major, backend="triton").stride() == (1, 36), "layout follows"
 
 
 @pytest.mark.parametrize("gated", GATED)
@@ -102,9 +93,3 @@ def test_no_second_derivative():
     grad = torch.autograd.grad(geglu(x, backend="triton").sum(), x, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="gated_backward"):
         grad.sum().backward()
-
-
-def test_odd_last_axis_is_refused():
-    for gated in GATED:
-        with pytest.raises(ValueError, match="last axis must be even"):
-            gated(torch.ones(3, device=DEVICE), backend="triton")

@@ -6,7 +6,7 @@ import types
 import numpy
 import pytest
 import torch
-from parity import DTYPES, layouts, nasty
+from parity import nasty
 from same_bits import DEVICE, assert_same
 
 from sparsepretrain.kernels import NoiseKey, mvue, noise_key
@@ -33,45 +33,11 @@ def every_combination(dtype):
     return torch.tensor(list(itertools.product(values, repeat=4)), dtype=dtype, device=DEVICE)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_every_combination_of_special_values(estimator, dtype):
-    x = every_combination(dtype)
-    y = check(x, estimator=estimator, key=3)
-    check(x.t().contiguous(), dim=0, estimator=estimator, key=4)
-    finite = x.isfinite().all(1)
-    assert y[finite].isfinite().all() and not y[~finite].isfinite().all(1).any()
-    few = finite & ((x != 0).sum(1) <= 2)
-    assert torch.equal(y[few], x[few])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_extreme_uniforms_equal_the_reference(estimator, dtype):
-    x = every_combination(dtype)[::3]
+def test_extreme_uniforms_equal_the_reference(estimator):
+    x = every_combination(torch.float32)[::3]
     for corner in itertools.product((0.0, 2.0**-24, 0.5, LAST), repeat=ESTIMATORS[estimator]):
         check(x, estimator=estimator, uniforms=torch.tensor(corner).expand(len(x), 1, -1))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("dim", [0, 1])
-def test_many_groups(estimator, dtype, dim):
-    g = torch.Generator().manual_seed(1)
-    x = torch.randn(412, 333, generator=g)  # 34,000 groups over nine orders of magnitude
-    x = (x * 10.0 ** torch.randint(-6, 3, x.shape, generator=g)).to(DEVICE, dtype)
-    check(x, dim=dim, estimator=estimator, key=noise_key(5, 6, 7, 2, 11))
-    groups = (333, 103) if dim == 0 else (412, 84)
-    u = torch.rand(*groups, ESTIMATORS[estimator], generator=g)
-    check(x, dim=dim, estimator=estimator, uniforms=u)
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("shape", [(37, 52), (52, 37), (1, 9), (4, 1), (257, 8)])
-def test_every_layout_equals_the_reference(estimator, shape):
-    for view in layouts(nasty(shape, 2)):
-        for dim in (0, 1):
-            check(view, dim=dim, estimator=estimator, key=9)
 
 
 @pytest.mark.parametrize("dim", range(-4, 4))
@@ -100,12 +66,6 @@ def test_odd_lengths_equal_the_reference(estimator, length):
         assert turned.movedim(dim, -1).is_contiguous()
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0,), (2, 0, 3)])
-def test_empty_tensors_keep_their_shape(shape):
-    for dim in range(len(shape)):
-        assert check(nasty(shape, 0), dim=dim, key=0).shape == shape
-
-
 def test_offsets_are_parts_of_one_sample():
     x = nasty((240, 65), 4, special=False)
     key = noise_key(1, 2, 3, 2)
@@ -114,17 +74,6 @@ def test_offsets_are_parts_of_one_sample():
         offset = torch.tensor(start // 4, device=DEVICE)
         part = mvue(x[start : start + 80], dim=0, key=key._replace(offset=offset), backend="triton")
         assert_same(part, whole[start : start + 80])
-
-
-def test_a_key_in_device_memory():
-    x = nasty((64, 96), 5, special=False)
-    key = NoiseKey(*(torch.tensor(v, device=DEVICE) for v in (1, 2, 0)))
-    seen = []
-    for k0 in (1, 0xFFFFFFFE):
-        key.k0.fill_(k0)
-        seen.append(mvue(x, dim=0, key=key, backend="triton"))
-        assert_same(seen[-1].cpu(), mvue(x.cpu(), dim=0, key=NoiseKey(k0, 2)))
-    assert not torch.equal(*seen)
 
 
 def test_offsets_beyond_32_bits():
@@ -164,14 +113,3 @@ def test_division_by_multiplication_and_addition():
         # the one significand for which the reciprocal itself has to be right
         ones = bits[1] == 2**23 - 1
         assert ((got == a / b) | (ones & (wrong != 0))).all()
-
-
-def test_bad_uniforms_and_dtypes_are_refused():
-    x = torch.zeros(2, 8, device=DEVICE)
-    with pytest.raises(ValueError, match=r"uniforms must have shape \(2, 2, 2\), got \(2, 2, 1\)"):
-        mvue(x, uniforms=torch.zeros(2, 2, 1, device=DEVICE), backend="triton")
-    with pytest.raises(ValueError, match="either uniforms or key"):
-        mvue(x, backend="triton")
-    with pytest.raises(ValueError, match=r"no torch.float64 kernel"):
-        mvue(x.double(), key=0, backend="triton")
-    assert not mvue(x.requires_grad_(), key=0, backend="triton").requires_grad

@@ -1,13 +1,11 @@
-"""Gradient pruning in Triton: the same positions and values as the reference."""
+"""Random gradient pruning in Triton: the positions that the reference draws."""
 
 import pytest
 import torch
-from parity import DTYPES, layouts, nasty
-from same_bits import COMPILED, DEVICE, assert_same
+from parity import DTYPES, nasty
+from same_bits import DEVICE, assert_same
 
 from sparsepretrain.kernels import NoiseKey, prune_gradient, uniform_noise
-
-PATTERNS = [(2, 4), (1, 4), (4, 4), (2, 8), (3, 6), (16, 32)]
 
 
 def both(g, n, m, **options):
@@ -16,38 +14,15 @@ def both(g, n, m, **options):
     return prune_gradient(g, n, m, backend="triton", **on_device).cpu(), expected
 
 
-def cases(m):
-    """(gradient, channel axis): rows, columns, convolution; sizes that fill no tile.
-
-    Rows and a convolution alone where kernels are compiled.
-    """
-    for shape, dim in (((37, 3 * m), 1), ((3 * m, 37), 0))[: 1 if COMPILED else 2]:
-        for view in layouts(nasty(shape, m)):
-            yield view, dim
-    conv = nasty((3, 2 * m, 5, 3), m)
-    yield conv, 1
-    if COMPILED:
-        return
-    yield conv.contiguous(memory_format=torch.channels_last), 1
-    yield nasty((0, m), 0), 1
-
-
-@pytest.mark.parametrize("n, m", PATTERNS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_magnitude_pruning_equals_the_reference(n, m, dtype):
-    for g, dim in cases(m):
-        assert_same(*both(g.to(dtype), n, m, dim=dim))
-
-
-@pytest.mark.parametrize("n, m", PATTERNS)
+@pytest.mark.parametrize("n, m", [(2, 4), (4, 4), (3, 6), (16, 32)])
 def test_random_pruning_equals_the_reference(n, m):
     key = NoiseKey(0xDEADBEEF, 5, 2**32 - 3)
-    for i, (g, dim) in enumerate(cases(m)):
-        g = g.to(DTYPES[i % 3])
+    conv = nasty((3, 2 * m, 5, 3), m).contiguous(memory_format=torch.channels_last)
+    for i, (g, dim) in enumerate(
+        [(nasty((37, 3 * m), m), 1), (nasty((3 * m, 37), m), 0), (conv, 1)]
+    ):
         options = {"variant": "random", "rescale": i % 2 == 1, "dim": dim}
-        assert_same(*both(g, n, m, key=key, **options))
-        u = torch.randint(0, 5, g.shape, generator=torch.Generator().manual_seed(1)) / 8  # ties
-        assert_same(*both(g, n, m, uniforms=u, **options))
+        assert_same(*both(g.to(DTYPES[i]), n, m, key=key, **options))
 
 
 def test_equal_draws_are_ranked_like_the_reference():
@@ -57,29 +32,6 @@ def test_equal_draws_are_ranked_like_the_reference():
     assert largest[7] == largest[8]
     ones = torch.ones(1, 16, device=DEVICE)
     assert_same(*both(ones, 8, 16, variant="random", key=key))
-
-
-def test_a_key_in_device_memory():
-    g = nasty((16, 24), 1)
-    key = NoiseKey(*(torch.tensor(v, device=DEVICE) for v in (1, 2, 0)))
-    for offset in (0, 7, 2**32 - 1):
-        key.offset.fill_(offset)
-        for m in (4, 8):
-            options = {"variant": "random", "dim": 1}
-            got = prune_gradient(g, 2, m, key=key, backend="triton", **options)
-            expected = prune_gradient(g.cpu(), 2, m, key=NoiseKey(1, 2, offset), **options)
-            assert_same(got.cpu(), expected)
-
-
-@pytest.mark.parametrize("scope", ["channel", "group", "tensor"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rescaled_pruning_equals_the_reference(scope, dtype):
-    tolerance = 4 * torch.finfo(dtype).eps  # sums in fp32 in another order, then one rounding
-    for g, dim in cases(4):
-        g = g.nan_to_num(1, 1, 1).clamp(-50, 50).to(dtype)
-        got, expected = both(g, 2, 4, dim=dim, variant="rescaled", scope=scope)
-        assert torch.equal(got != 0, expected != 0)
-        torch.testing.assert_close(got, expected, rtol=tolerance, atol=0)
 
 
 def test_offsets_beyond_32_bits():

@@ -1,17 +1,14 @@
 """Batches made ahead are the batches; errors of a worker are those of the task."""
 
-import dataclasses
+import json
 import multiprocessing
 
 import pytest
 import torch
-from tiny_runs import assert_equal_bits
 
-from sparsepretrain.errors import ConfigError, DataError
+from sparsepretrain.errors import DataError
 from sparsepretrain.tasks import build_task
 from sparsepretrain.training.batches import TrainingBatches, split_requests, stream
-from sparsepretrain.training.schedules import learning_rate, settle, warmup_steps
-from sparsepretrain.training.trainer import train
 
 CPU = torch.device("cpu")
 
@@ -37,45 +34,14 @@ def test_workers_make_the_same_batches_in_the_same_order(task, monkeypatch):
     there.close()
 
 
-def test_error_in_a_worker_is_raised_unchanged(task, monkeypatch):
+def test_error_of_a_worker_is_raised_unchanged_and_ends_the_workers(task, monkeypatch):
     def batch(split, step, positions, size):
         raise DataError("photo.jpg does not decode")
 
     monkeypatch.setattr(task, "batch", batch)
-    with pytest.raises(DataError, match=r"^photo.jpg does not decode$"):
-        next(stream(task, split_requests("train", 4, 2, None), CPU, 1))
-
-
-def test_prepared_batches_equal_those_made_later(task, monkeypatch):
-    """They are those that would be made later, and so are their errors."""
-    here, there = (TrainingBatches(task, 4, 2, torch.device(d), 0) for d in ("cpu", "cuda"))
-    made, make = [], task.batch
-    monkeypatch.setattr(task, "batch", lambda *request: made.append(request) or make(*request))
-    for step in (0, 1, 5, 6):  # step 5 is another than was prepared
-        mine = here.step(step)
-        made.clear()
-        assert_equal_bits(mine, there.step(step))
-        assert [request[1] for request in made] == ([] if step in (1, 6) else [step] * 2)
-        here.prepare(step + 1), there.prepare(step + 1)
-        assert [request[1] for request in made[-2:]] == [step + 1] * 2
-
-    def fail(*request):
-        raise DataError("photo.jpg does not decode")
-
-    monkeypatch.setattr(task, "batch", fail)
-    there.step(7)
-    there.prepare(8)
-    with pytest.raises(DataError, match=r"^photo.jpg does not decode$"):
-        there.step(8)
-
-
-def test_workers_end_after_an_error(task, monkeypatch):
-    def batch(split, step, positions, size):
-        raise DataError("photo.jpg does not decode")
-
-    monkeypatch.setattr(task, "batch", batch)
-    with pytest.raises(DataError) as kept:  # as a traceback that is printed at exit would
+    with pytest.raises(DataError, match=r"^photo.jpg does not decode$") as kept:
         next(stream(task, split_requests("train", 4, 2, None), CPU, 2))
+    # a kept error holds its frames, as a traceback that is printed at exit does
     assert kept.value and not multiprocessing.active_children()
 
 
@@ -85,6 +51,12 @@ def test_killed_worker_is_a_data_error(task, monkeypatch):
     monkeypatch.setattr(task, "batch", lambda *request: os._exit(9))
     with pytest.raises(DataError, match="lower workers"):
         next(stream(task, split_requests("train", 4, 2, None), CPU, 1))
+
+
+def test_waiting_for_data_is_recorded(tiny):
+    lines = (tiny.train("steps=2").directory / "metrics.jsonl").read_text().splitlines()
+    waits = [wait for line in lines if (wait := json.loads(line).get("data_wait")) is not None]
+    assert waits and all(0 <= wait < 1 for wait in waits) and any(waits)
 
 
 @pytest.mark.parametrize(
@@ -101,41 +73,6 @@ def test_requests_of_a_split(samples, micro, batches, sizes):
     requests = split_requests("validation", samples, micro, batches)
     assert [len(r.positions) for r in requests] == sizes
     assert [i for r in requests for i in r.positions] == list(range(sum(sizes)))
-
-
-def test_epochs_become_steps_and_the_waiting_is_recorded(tiny):
-    import json
-
-    run = tiny.load("epochs=1.5", "log.every=1")
-    with pytest.raises(ConfigError, match="steps"):
-        tiny.load("steps=0")
-    assert run.steps == 6, "steps given explicitly win"
-    overrides = [o for o in tiny.overrides("epochs=1.5") if not o.startswith("steps=")]
-    from sparsepretrain import config
-
-    run = config.load(overrides)
-    assert run.steps == 0
-    settled = settle(run)
-    task = build_task(run)
-    task.open_data(("train",))
-    assert settled.steps == settled.plain["steps"] == round(1.5 * task.samples("train") / 4) > 1
-    settled = dataclasses.replace(settled, steps=2)
-    assert train(settled) == 0
-    from sparsepretrain.config import freeze
-
-    lines = (freeze.run_directory(settled) / "metrics.jsonl").read_text()
-    waits = [json.loads(line).get("data_wait") for line in lines.splitlines()]
-    assert all(0 <= wait < 1 for wait in waits if wait is not None) and any(waits)
-
-
-def test_warmup_as_a_fraction(tiny):
-    schedule = tiny.load("schedule.warmup=0.1").schedule
-    assert warmup_steps(schedule, 55) == 6 and warmup_steps(schedule, 4) == 0
-    whole = tiny.load("schedule.warmup=6").schedule
-    rates = [[learning_rate(s, 1.0, step, 55) for step in range(56)] for s in (schedule, whole)]
-    assert rates[0] == rates[1]
-    with pytest.raises(ConfigError, match=r"schedule.warmup"):
-        tiny.load("schedule.warmup=1.5")
 
 
 def test_micro_batches_of_different_sizes_have_disjoint_noise(tiny):

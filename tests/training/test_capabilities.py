@@ -1,13 +1,11 @@
 """The verb ``doctor``: versions, devices, and the products that could be sparse."""
 
-import io
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sparsepretrain import cli, registry
-from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import capabilities
 
 
@@ -18,14 +16,6 @@ def no_gpu(monkeypatch):
     capabilities.unsupported.cache_clear()
     yield
     capabilities.unsupported.cache_clear()
-
-
-def test_doctor_on_a_machine_without_a_gpu(no_gpu):
-    out = io.StringIO()
-    capabilities.examine(Console(out))
-    text = out.getvalue()
-    assert f"torch           {torch.__version__}" in text and "GPU             none" in text
-    assert "this machine has no CUDA device" in text
 
 
 def test_sparse_matmuls_follow_the_rows():
@@ -54,8 +44,10 @@ def test_devices_have_a_data_sheet(monkeypatch):
     assert rows["cuda:0"].startswith("NVIDIA H200, compute capability 9.0, 141 GiB; data sheet of")
 
 
-def test_doctor_command(no_gpu, tmp_path, capsys):
+def test_doctor_on_a_machine_without_a_gpu(no_gpu, tmp_path, capsys):
     plugin = tmp_path / "mine.py"
     plugin.write_text("")
     assert cli.main(["doctor", f"plugins=[{plugin}]"]) == 0
-    assert "No product runs sparse here" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"torch           {torch.__version__}" in text and "GPU             none" in text
+    assert "No product runs sparse here: this machine has no CUDA device" in text

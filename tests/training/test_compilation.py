@@ -30,37 +30,24 @@ def counter(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "device", "mode"),
+    ("words", "device", "mode", "loss"),
     [
-        ((), CPU, "none"),
-        ((), CUDA, "blocks"),
-        (("parallel=ddp",), CUDA, "blocks"),
-        (("parallel=fsdp",), CUDA, "none"),
-        (("probe=estimator",), CUDA, "none"),
-        (("compile=false",), CUDA, "none"),
-        (("compile=off",), CUDA, "none"),
-        (("compile=none",), CUDA, "none"),
-        (("compile=blocks",), CPU, "blocks"),
-        (("compile=true",), CPU, "model"),
+        ((), CPU, "none", False),
+        ((), CUDA, "blocks", True),
+        (("parallel=ddp",), CUDA, "blocks", True),
+        (("parallel=fsdp",), CUDA, "none", True),
+        (("probe=estimator",), CUDA, "none", False),
+        (("compile=false",), CUDA, "none", False),
+        (("compile=off",), CUDA, "none", False),
+        (("compile=none",), CUDA, "none", False),
+        (("compile=blocks",), CPU, "blocks", False),
+        (("compile=true",), CPU, "model", False),
     ],
 )
-def test_compile_mode_of_every_value(words, device, mode):
-    assert compilation.mode_of(config.load(words), device) == mode
-
-
-@pytest.mark.parametrize(
-    ("words", "device", "compiles"),
-    [
-        ((), CPU, False),
-        ((), CUDA, True),
-        (("parallel=fsdp",), CUDA, True),
-        (("probe=estimator",), CUDA, False),
-        (("compile=none",), CUDA, False),
-        (("compile=false",), CUDA, False),
-    ],
-)
-def test_loss_is_compiled_on_gpus_only(words, device, compiles):
-    assert compilation.compiles_loss(config.load(words), device) is compiles
+def test_every_value_decides_on_blocks_and_loss(words, device, mode, loss):
+    run = config.load(words)
+    assert compilation.mode_of(run, device) == mode
+    assert compilation.compiles_loss(run, device) is loss
 
 
 @pytest.mark.parametrize("model", ["gpt2_nano", "bert_nano"])
@@ -126,10 +113,10 @@ class Block(nn.Module):
         return x + self.layer(x).sum(-1, keepdim=True)
 
 
-def test_many_kinds_of_blocks_are_all_compiled(monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_many_kinds_of_blocks_are_all_compiled():
     """Dynamo compiles eight graphs of one function by default; ResNet-50 has that many kinds."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     counter = CompileCounterWithBackend("eager")
     model = nn.Sequential(nn.ModuleList(Block(width) for width in range(1, 13)))
     compilation.compiled(model, "blocks", counter)

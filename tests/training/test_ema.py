@@ -4,7 +4,7 @@ import signal
 
 import pytest
 import torch
-from tiny_runs import METHODS, assert_equal_bits, assert_same_run, final_state, interrupted, metrics
+from tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted, metrics
 
 from sparsepretrain.training import loop
 from sparsepretrain.training.observers import EMA
@@ -31,19 +31,7 @@ def test_the_average_is_the_weighted_mean_without_the_initial_weights(decay):
     assert torch.allclose(ema.averages["weight"].double(), expected, atol=1e-6)
 
 
-def test_average_converges_to_constant_decay():
-    model = torch.nn.Linear(1, 1, bias=False)
-    ema = EMA(model, 0.9)
-    constant = model.weight.item()
-    for step in range(200):
-        with torch.no_grad():
-            model.weight.fill_(step % 7)
-        ema.update()
-        constant = 0.9 * constant + 0.1 * (step % 7)
-    assert ema.averages["weight"].item() == pytest.approx(constant, rel=1e-5)
-
-
-@pytest.mark.parametrize("method", [*METHODS, "asp", "bimask", "tsrste"])
+@pytest.mark.parametrize("method", ["sste", "asp", "bimask"])
 def test_evaluation_leaves_weights_and_averages_unchanged(tiny, method):
     t = tiny.build("ema=0.9", f"sparsity={method}")
     for _ in range(4):
@@ -107,16 +95,7 @@ def test_training_is_bit_exact_with_and_without_ema(tiny, method):
 def test_resume_is_bit_exact_with_averages(tiny, stop_after):
     overrides = ("ema=0.9", "batch.micro=2", "eval.every=1")
     plain = tiny.train(*overrides, "runs_dir=" + str(tiny.root / "plain"))
-    assert_same_run(plain.directory, interrupted(tiny, stop_after, (1, 3, 5), *overrides))
-
-
-def test_lost_averages_change_the_run(tiny, stop_after, monkeypatch):
-    """Negative control of the test above."""
-    plain = tiny.train("ema=0.9", "runs_dir=" + str(tiny.root / "plain"))
-    monkeypatch.setattr(EMA, "load", lambda self, averages, updates: None)
-    again = interrupted(tiny, stop_after, (3,), "ema=0.9")
-    with pytest.raises(AssertionError):
-        assert_same_run(plain.directory, again)
+    assert_same_run(plain.directory, interrupted(tiny, stop_after, (3,), *overrides))
 
 
 def test_a_signal_during_an_evaluation_saves_the_trained_weights(tiny, monkeypatch):

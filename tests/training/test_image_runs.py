@@ -38,10 +38,11 @@ def train(tiny, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("model", SMALL)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("model", "method"), [*(("resnet", method) for method in METHODS), ("vit", "sste")]
+)
 @pytest.mark.filterwarnings("ignore:StepAdamW switched")
-def test_every_method_trains(train, method, model):
+def test_every_method_trains(train, model, method):
     if "convolution" not in registry.get("method", method).layer_kinds and model == "resnet":
         with pytest.raises(ConfigError, match=method):
             train(model, f"sparsity={method}", "sparsity.targets=all")
@@ -69,9 +70,8 @@ def test_every_method_trains(train, method, model):
 def test_resume_is_bit_exact(train, stop_after, model, overrides):
     """With batch norm's running statistics, drop path, mixing, and batches made ahead."""
     whole = train(model, *overrides, runs="plain")
-    for step in (1, 4):
-        stop_after(step)
-        assert train(model, *overrides).code == 143
+    stop_after(3)
+    assert train(model, *overrides).code == 143
     stop_after(-1)
     again = train(model, *overrides)
     assert again.code == 0

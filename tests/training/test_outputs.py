@@ -105,11 +105,6 @@ def test_summary_of_dense_training_names_no_pattern(tiny):
     assert "parameters, sdgp 2:4 on 2 layers" in line
 
 
-def test_log_every_and_layers_every(tiny):
-    lines = metrics(tiny.train("log.every=4", "log.layers_every=3", "steps=8").directory)
-    assert [line["step"] for line in lines if "split" not in line] == [1, 3, 4, 6, 8]
-
-
 def test_weights_outside_the_pattern_are_an_error(tiny, monkeypatch):
     from sparsepretrain import kernels
     from sparsepretrain.errors import SparsePretrainError
@@ -138,8 +133,3 @@ def test_one_evaluation_is_one_number(tiny):
 def test_training_without_a_sparse_step_is_noted(tiny):
     step = ("sparsity=step", "sparsity.clipping=[null, null]")
     assert "no step trained sparse" in tiny.train(*step).output
-
-
-def test_run_of_one_step_is_recorded(tiny):
-    outcome = tiny.train("steps=1", "schedule.warmup=0")
-    assert outcome.code == 0 and [line["step"] for line in metrics(outcome.directory)] == [0, 1, 1]

@@ -8,18 +8,16 @@ of a size, never while a CUDA graph is captured.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsepretrain.errors import one_line
 from sparsepretrain.kernels.common import FP8_SLACK, broken, no_cuda, packed_columns
 from sparsepretrain.kernels.timing import medians
 
@@ -154,8 +152,7 @@ def fastest(problem: Problem) -> Algorithm:
 
     def seconds(algorithm: Algorithm) -> float:  # one by one: each graph keeps its result
         run = functools.partial(_multiply, problem, algorithm, *sample.operands)
-        with _named(problem, f"algorithm {algorithm.id}"):
-            return medians({"": run}, problem.device)[""]
+        return medians({"": run}, problem.device)[""]
 
     return min(right, key=seconds)
 
@@ -197,12 +194,11 @@ def trusted(problem: Problem, algorithm: Algorithm, sample: _Sample) -> bool:
     """True if the product is close enough to the expected one, with the same bits every time."""
     run = functools.partial(_multiply, problem, algorithm, *sample.operands)
     try:
-        with _named(problem, f"algorithm {algorithm.id}"):
-            first = run()
-            columns = (first.t() if problem.transpose_result else first)[:, :: sample.step]
-            if not bool(((columns - sample.expected).abs() <= sample.slack).all()):
-                return False
-            return all(torch.equal(run(), first) for _ in range(REPEATS - 1))
+        first = run()
+        columns = (first.t() if problem.transpose_result else first)[:, :: sample.step]
+        if not bool(((columns - sample.expected).abs() <= sample.slack).all()):
+            return False
+        return all(torch.equal(run(), first) for _ in range(REPEATS - 1))
     except RuntimeError as error:  # refused for this size
         if broken(error, problem.device):
             raise
@@ -216,32 +212,14 @@ def _candidates(
     columns = dense.t() if problem.transpose_dense else dense
     out = None if problem.out_dtype == problem.dtype else problem.out_dtype
     try:
-        with _named(problem, "the search for an algorithm"):
-            *found, count = torch._C._cusparselt.mm_search(  # type: ignore[attr-defined]
-                packed, columns, bias, None, out, problem.transpose_result
-            )
+        *found, count = torch._C._cusparselt.mm_search(  # type: ignore[attr-defined]
+            packed, columns, bias, None, out, problem.transpose_result
+        )
     except RuntimeError as error:  # numbered algorithms may compute layouts that it refuses
         if broken(error, problem.device):
             raise
         return map(Algorithm, range(NUMBERS))
     return dict.fromkeys([Algorithm(*found), *map(Algorithm, range(count))])
-
-
-@contextlib.contextmanager
-def _named(problem: Problem, culprit: str) -> Iterator[None]:
-    """Name the culprit of an error after which the device computes nothing more.
-
-    It surfaces at some later call: what waits for the device has to be inside.
-    """
-    try:
-        yield
-    except torch.AcceleratorError as error:
-        if not broken(error, problem.device):
-            raise
-        raise torch.AcceleratorError(
-            f"{_name(problem)}: {culprit} of cuSPARSELt {version()} broke the device: "
-            f"{one_line(error)}"
-        ) from error
 
 
 def _multiply(

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.common import FP8_FORMATS
-from sparsepretrain.kernels.triton.launch import INTERPRETED, memory_order, over_elements
+from sparsepretrain.kernels.triton.launch import INTERPRETED, memory_order, operator, over_elements
 from sparsepretrain.kernels.triton.tiles import block_offsets, maximum, minimum, widen
 
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
@@ -19,7 +19,13 @@ _FIELDS = {"e4m3": (3, -6), "e5m2": (2, -14)}
 """Mantissa bits and exponent of the smallest normal number."""
 
 
-@torch.library.custom_op("sparsepretrain::quantize_fp8", mutates_args=())
+@operator(
+    "quantize_fp8",
+    fake=lambda x, format: (
+        torch.empty_like(_dense(x), dtype=FP8_FORMATS[format]),
+        torch.empty((), dtype=torch.float32, device=x.device),
+    ),
+)
 def quantize_fp8(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """See :func:`sparsepretrain.kernels.quantize_fp8`."""
     dtype = FP8_FORMATS[format]
@@ -35,12 +41,6 @@ def quantize_fp8(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     options: Any = {"MOST": torch.finfo(dtype).max, "MANTISSA": mantissa, "EXPONENT": exponent}
     over_elements(_quantize, (flat, amax, out, scale), flat.numel(), **options)
     return q, scale
-
-
-@quantize_fp8.register_fake
-def _(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    q = torch.empty_like(_dense(x), dtype=FP8_FORMATS[format])
-    return q, torch.empty((), dtype=torch.float32, device=x.device)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def _round(value, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr):
     return tl.where(value == value, rounded, value)
 
 
-@torch.library.custom_op("sparsepretrain::dequantize_fp8", mutates_args=())
+@operator("dequantize_fp8", fake=lambda q, scale: torch.empty_like(_dense(q), dtype=torch.float32))
 def dequantize_fp8(q: Tensor, scale: Tensor) -> Tensor:
     """See :func:`sparsepretrain.kernels.dequantize_fp8`."""
     dense = _dense(q)
@@ -98,9 +98,6 @@ def dequantize_fp8(q: Tensor, scale: Tensor) -> Tensor:
     flat, result = (t.as_strided((t.numel(),), (1,)) for t in (dense, out))
     over_elements(_dequantize, (flat, scale, result), flat.numel())
     return out
-
-
-dequantize_fp8.register_fake(lambda q, scale: torch.empty_like(_dense(q), dtype=torch.float32))
 
 
 @triton.jit

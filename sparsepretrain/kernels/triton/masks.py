@@ -185,5 +185,4 @@ def unpack_24(code: Tensor, shape: list[int]) -> Tensor:
 def _unpack(code, keep, count, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     offsets = block_offsets(BLOCK, WIDE)
     mask = offsets < count
-    byte = tl.load(code + offsets // 8, mask, 0).to(tl.int32)
-    tl.store(keep + offsets, ((byte >> (offsets % 8).to(tl.int32)) & 1).to(tl.uint8), mask)
+    tl.store(keep + offsets, kept_at(code, offsets, mask, True).to(tl.uint8), mask)

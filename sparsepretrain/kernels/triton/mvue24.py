@@ -72,45 +72,33 @@ def mvue_op(
     numbers: Sequence[int],
 ) -> Tensor:
     """:func:`mvue`; the key as :func:`key_parts` splits it."""
-    out = _room(x, dim, last)
-    given = None
+    length, out = x.shape[dim], _room(x, dim, last)
+    if length % 4:  # rare, so one more copy does not matter
+        turned = torch.nn.functional.pad(x.movedim(dim, -1), (0, -length % 4))
+        pruned = mvue_op(turned, -1, False, exact, uniforms, tensors, numbers)
+        return out.copy_(pruned[..., :length].movedim(-1, dim))
+    given = x  # any pointer, where none is read
     if uniforms is not None:  # (rows, groups, draws)
         given = uniforms.reshape(uniforms.shape[:-2].numel(), *uniforms.shape[-2:])
         given = given.float().contiguous()
     key, most = key_arguments(tensors, numbers), torch.finfo(x.dtype).max
-    options: Any = {"EXACT": exact, "GIVEN": given is not None}
-
-    def launch(x: Tensor, out: Tensor, dim: int, first: int) -> None:
-        """Sample the whole groups of ``x``, of which the first has the number ``first``."""
-        noise = x if given is None else given  # any pointer, where none is read
-        numbers = first, -(-x.shape[dim] // 4) + first, most
-        over_groups(_sample, 4, dim, x, out, noise, *key, *numbers, numbered=True, **options)
-
-    launch(x, out, dim, 0)
-    length = x.shape[dim]
-    tail = length % 4
-    if tail:  # at most three positions per row: padded in a copy of their own
-        ends = x.narrow(dim, length - tail, tail).movedim(dim, -1)
-        padded = torch.nn.functional.pad(ends, (0, 4 - tail))
-        pruned = empty_rows(padded, -1, x.dtype)
-        launch(padded, pruned, -1, length // 4)
-        out.narrow(dim, length - tail, tail).copy_(pruned[..., :tail].movedim(-1, dim))
+    options: Any = {"EXACT": exact, "GIVEN": uniforms is not None}
+    over_groups(_sample, 4, dim, x, out, given, *key, most, numbered=True, **options)
     return out
 
 
-@triton.jit(do_not_specialize=(*KEY_ARGUMENTS, "first_group"))
+@triton.jit(do_not_specialize=KEY_ARGUMENTS)
 def _sample(
-    x, out, count, groups, uniforms, clock, k0, k1, layer, product, offset,
-    first_group, all_groups, saturation,
+    x, out, count, groups, uniforms, clock, k0, k1, layer, product, offset, saturation,
     TILE: tl.constexpr, EXACT: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     row, start = tile_of(count, groups, TILE)
-    number = first_group + start + tl.arange(0, TILE.GROUPS)
+    number = start + tl.arange(0, TILE.GROUPS)
     x0, x1, x2, x3 = load_fours(x, starts_of(x, row), start, row < count, groups, TILE)
     if GIVEN:
         DRAWS: tl.constexpr = 1 if EXACT else 2
-        pointers = uniforms + (row[:, None] * all_groups + number[None, :]) * DRAWS
-        mask = (row < count)[:, None] & (number < all_groups)[None, :]
+        pointers = uniforms + (row[:, None] * groups + number[None, :]) * DRAWS
+        mask = (row < count)[:, None] & (number < groups)[None, :]
         r0 = tl.load(pointers, mask, 0)
         r1 = tl.load(pointers + (DRAWS - 1), mask, 0)
     else:

@@ -36,17 +36,12 @@ def transposable_mask(w: Tensor) -> Tensor:
     reach = max(
         sum(n * abs(s) for n, s in zip(t.shape, t.stride(), strict=True)) for t in (source, mask)
     )
-    if w.dtype.itemsize == 2:  # and four of 16 bits are read as one
-        if source.stride(1) != 1 or source.stride(0) % 4 or source.data_ptr() % 8:
-            source = source.clone(memory_format=torch.contiguous_format)
-        source = source.view(torch.int64)
     rows, out = (Rows(t, 1, t.stride(0), 0, t.stride(1)) for t in (source, target))
     tile = Tile(*_BLOCKS, rows.stride == 1, reach >= 2**31)
     with torch.cuda.device_of(w):
         _search[grid](
-            rows, out, lines, length, TILE=tile, BY_COLUMNS=by_columns,
-            BF16=w.dtype == torch.bfloat16, enable_fp_fusion=False,
-        )  # fmt: skip
+            rows, out, lines, length, TILE=tile, BY_COLUMNS=by_columns, enable_fp_fusion=False
+        )
     return mask
 
 
@@ -148,46 +143,17 @@ def _kept(pair):
 
 
 @triton.jit
-def _half(bits, BF16: tl.constexpr):
-    """fp32 of the lower 16 of 32 bits."""
-    if BF16:
-        return (bits << 16).to(tl.float32, bitcast=True)
-    return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _four(w, starts, block, mask, length, TILE: tl.constexpr, BF16: tl.constexpr):
-    """Four neighbors of a line; of 16 bits each, they are one word."""
-    if w.data.dtype.element_ty == tl.int64:
-        place = block + tl.arange(0, TILE.GROUPS)
-        inside = mask[:, None] & (place < length)[None, :]
-        word = tl.load(w.data + starts[:, None] + place[None, :], inside, 0)
-        low, high = word.to(tl.uint32), (word >> 32).to(tl.uint32)
-        if BF16:
-            x1 = (low & 0xFFFF0000).to(tl.float32, bitcast=True)
-            x3 = (high & 0xFFFF0000).to(tl.float32, bitcast=True)
-        else:
-            x1, x3 = _half(low >> 16, False), _half(high >> 16, False)
-        return _half(low, BF16), x1, _half(high, BF16), x3
-    else:
-        return load_fours(w, starts, block, mask, length, TILE)
-
-
-@triton.jit
-def _search(
-    w, out, lines, length,
-    TILE: tl.constexpr, BY_COLUMNS: tl.constexpr, BF16: tl.constexpr,
-):  # fmt: skip
+def _search(w, out, lines, length, TILE: tl.constexpr, BY_COLUMNS: tl.constexpr):
     line, block = tile_of(lines, length, TILE)
     mask = line < lines
     starts = line * 4 * w.outer_stride
-    a0, a1, a2, a3 = _four(w, starts, block, mask, length, TILE, BF16)
+    a0, a1, a2, a3 = load_fours(w, starts, block, mask, length, TILE)
     starts += w.outer_stride
-    b0, b1, b2, b3 = _four(w, starts, block, mask, length, TILE, BF16)
+    b0, b1, b2, b3 = load_fours(w, starts, block, mask, length, TILE)
     starts += w.outer_stride
-    c0, c1, c2, c3 = _four(w, starts, block, mask, length, TILE, BF16)
+    c0, c1, c2, c3 = load_fours(w, starts, block, mask, length, TILE)
     starts += w.outer_stride
-    d0, d1, d2, d3 = _four(w, starts, block, mask, length, TILE, BF16)
+    d0, d1, d2, d3 = load_fours(w, starts, block, mask, length, TILE)
     a0, a1, a2, a3 = _bounded(a0), _bounded(a1), _bounded(a2), _bounded(a3)
     b0, b1, b2, b3 = _bounded(b0), _bounded(b1), _bounded(b2), _bounded(b3)
     c0, c1, c2, c3 = _bounded(c0), _bounded(c1), _bounded(c2), _bounded(c3)

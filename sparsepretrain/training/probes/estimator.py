@@ -49,13 +49,10 @@ class Estimator(Probe):
         """Watch input and output gradient of the layer whose turn it is."""
         self._line, self._seen = {}, None
         if self.due(session):
-            self._name = self._turn(session)
-            layer = session.sparsifier.layers[self._name]
+            layers = session.sparsifier.layers
+            self._name = list(layers)[session.step // self.options.every % len(layers)]
+            layer = layers[self._name]
             self._hook = layer.register_forward_hook(self._forward)
-
-    def _turn(self, session: Session) -> str:
-        names = list(session.sparsifier.layers)
-        return names[session.step // self.options.every % len(names)]
 
     def _forward(self, layer: Any, args: Any, output: Tensor) -> None:
         def backward(grad: Tensor) -> None:
