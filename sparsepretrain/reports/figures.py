@@ -72,10 +72,11 @@ def of_runs(paired: Paired) -> dict[str, Figure]:
 
 def compared(run: RunData, partner: RunData, key: str) -> tuple[int, float] | None:
     """Return the last step after 0 at which both evaluated ``key``, and the difference."""
-    first, second = (one.curve(key, "validation", None) for one in (run, partner))
-    steps, values = (first and second and _minus({key: first}, {key: second}, key)) or ([], [])
-    pairs = [(int(step), value) for step, value in zip(steps, values, strict=True) if step > 0]
-    return pairs[-1] if pairs and pairs[-1][1] is not None else None  # type: ignore[return-value]
+    own, other = (dict(zip(*one.series(key, "validation"), strict=True)) for one in (run, partner))
+    common = [step for step in own if step > 0 and step in other]
+    if not common or not math.isfinite(own[common[-1]] - other[common[-1]]):
+        return None
+    return int(common[-1]), float(own[common[-1]] - other[common[-1]])
 
 
 def final_difference(

@@ -50,7 +50,8 @@ def make_run(
                 line |= {f"flip_rate/{name}": 0.0 if step == 100 else 0.02 for name in LAYERS}
         lines.append(line)
         if step % 50 == 0:
-            lines.append({"step": step, "split": "validation", "loss": 4.5 - 0.02 * step})
+            lines.append({"step": step, "tokens": 64 * step, "split": "validation"})
+            lines[-1]["loss"] = 4.5 - 0.02 * step
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
