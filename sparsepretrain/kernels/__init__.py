@@ -21,7 +21,13 @@ if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be li
         packed_shape,
         widen,
     )
-    from sparsepretrain.kernels.fp8 import dequantize_fp8, quantize_fp8
+    from sparsepretrain.kernels.fp8 import (
+        dequantize_fp8,
+        matmul_fp8,
+        no_fp8_products,
+        quantize_fp8,
+        unscaled,
+    )
     from sparsepretrain.kernels.glu import geglu, swiglu
     from sparsepretrain.kernels.masks import (
         apply_mask,

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from sparsepretrain.models.residual_mlp import ResidualMLPOptions
 
 
 class Block(nn.Module):
     """Pre-norm FFN with a residual."""
 
-    def __init__(self, options: ResidualMLPOptions) -> None:
+    def __init__(self, width: int, inner: int, layers: int) -> None:
         super().__init__()
-        width, inner = options.n_embd, int(options.n_inner * options.ffn_factor)
         self.norm = nn.LayerNorm(width, bias=False)
         self.fc1 = _linear(width, inner)
-        self.fc2 = _linear(inner, width, 2 * options.n_layer)
+        self.fc2 = _linear(inner, width, 2 * layers)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.fc2(F.relu(self.fc1(self.norm(x))))
@@ -28,12 +22,12 @@ class Block(nn.Module):
 class Network(nn.Module):
     """Complete model."""
 
-    def __init__(self, options: ResidualMLPOptions) -> None:
+    def __init__(self, inputs: int, outputs: int, width: int, inner: int, layers: int) -> None:
         super().__init__()
-        self.input = _linear(options.inputs, options.n_embd)
-        self.blocks = nn.Sequential(*(Block(options) for _ in range(options.n_layer)))
-        self.norm = nn.LayerNorm(options.n_embd, bias=False)
-        self.output = _linear(options.n_embd, options.outputs)
+        self.input = _linear(inputs, width)
+        self.blocks = nn.Sequential(*(Block(width, inner, layers) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.output = _linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, inputs) to (batch, outputs)."""

@@ -48,7 +48,8 @@ class ResidualMLP(Recipe):
         """Draw N(0, 1/in_features), for last layers of blocks N(0, 1/(2·layers·in_features))."""
         from sparsepretrain.models._residual_mlp import Network
 
-        return Network(options)
+        inner = int(options.n_inner * options.ffn_factor)
+        return Network(options.inputs, options.outputs, options.n_embd, inner, options.n_layer)
 
     @staticmethod
     def predict(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from sparsepretrain.sparsity.products import (
     DENSE,
     MATMUL_OF,
     PACKED,
+    Dense,
     Estimate,
     Linear,
     Matmul,
@@ -34,7 +35,7 @@ from sparsepretrain.sparsity.products import (
 )
 
 if TYPE_CHECKING:
-    from sparsepretrain.sparsity.method import Row
+    from sparsepretrain.sparsity.method import Method, Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class FP8Precision:
             )
 
 
-def precision_of(precision: Any) -> FP8Precision | None:
+def precision_of(precision: str | dict[str, str] | FP8Precision | None) -> FP8Precision | None:
     """Return the formats of ``sparsify(precision=…)``; None: products follow autocast.
 
     Raises:
@@ -244,7 +245,7 @@ class Backend:
             "sparse": getattr(base.packing(case.operand), matmul.name),
         }
 
-        def run(product: Any, prepared: Prepared | None = None) -> Tensor:
+        def run(product: Dense, prepared: Prepared | None = None) -> Tensor:
             a = product.prepare(left, names[0])
             return product(matmul, a, prepared or product.prepare(right, names[1]), bias)
 
@@ -296,7 +297,7 @@ class LayerProducts:
 
     def __init__(
         self,
-        method: Any,
+        method: Method,
         precision: FP8Precision | None,
         backend: Backend | None,
         size: LayerSize,
@@ -427,7 +428,7 @@ def random_matmul(
     return estimate, x, Matmul("wgrad", geometry, shape, torch.float32), bias
 
 
-def backend_of(backend: Any) -> Backend | None:
+def backend_of(backend: str | Backend) -> Backend | None:
     """Return the policy of ``sparsify(backend=…)``; None: no operand is packed.
 
     Raises:

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Moment = tuple[int, int] | Tensor
+"""(completed steps, micro-batch): integers, or int64 (2,), which a graph reads when it runs."""
+
 
 class Clock:
     """Completed steps and micro-batch, which key the draws of a backward."""
@@ -35,7 +38,7 @@ class Clock:
             self.micro, self._reading = micro, None
             fill(self.tensor, [micro], 1)
 
-    def now(self) -> Any:
+    def now(self) -> Moment:
         """Return (step, micro-batch), as a tensor if a graph has to read it when it runs."""
         if torch.compiler.is_compiling():
             return self.tensor.clone()
@@ -82,7 +85,7 @@ class MicroBatches:
         self.capacity, self.counts_forwards = capacity, False
         self.clock.set_micro(index)
 
-    def root_runs(self, module: nn.Module, args: Any) -> None:
+    def root_runs(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Count a training forward of the root."""
         if self.counts_forwards and module.training:
             self.begins = False

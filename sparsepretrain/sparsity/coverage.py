@@ -244,5 +244,5 @@ class Proof:
 def nm_holds(weight: Tensor, n: int, m: int, dim: int) -> Tensor:
     """Return True if every group of m has at most n non-zeros and all zeros are +0.0; 0-d bool."""
     zero = weight == 0
-    fits = ((~zero).unflatten(dim, (-1, m)).sum(dim + 1) <= n).all()
+    fits: Tensor = ((~zero).unflatten(dim, (-1, m)).sum(dim + 1) <= n).all()
     return fits & ~(zero & weight.signbit()).any()

@@ -6,7 +6,7 @@ it along. A copy follows its source if its buffers are copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ from sparsepretrain.kernels import (
 )
 from sparsepretrain.kernels.common import AnyKey, widen
 from sparsepretrain.sparsity.backend import LayerProducts, LayerSize
-from sparsepretrain.sparsity.method import Projection
+from sparsepretrain.sparsity.clock import Moment
+from sparsepretrain.sparsity.method import Layer, Projection
 from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.operands import OperandCache
 from sparsepretrain.sparsity.rows import ALL_ROWS, Rows
@@ -71,7 +72,7 @@ class LayerState(nn.Module):
         # PyTorch's fused encoder layers read stored weights, unless a module below has a hook
         self.register_forward_pre_hook(_never_called)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> LayerState:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
         # .to(bfloat16) and the like convert the weight; scales stay fp32
         before, was_meta = dict(self._buffers), self.previous_mask.is_meta
         super()._apply(fn, recurse)
@@ -116,7 +117,7 @@ class LayerState(nn.Module):
         self.choose_products(self.previous_mask.device)
 
     @property
-    def index(self) -> Any:
+    def index(self) -> int | Tensor:
         """Position among the sparse layers: an integer, or a 0-d int64 tensor in compiled graphs.
 
         An integer would be a constant of the graph, and every block would be compiled separately.
@@ -124,7 +125,7 @@ class LayerState(nn.Module):
         return self._index_tensor if torch.compiler.is_compiling() else self._index
 
     @property
-    def step(self) -> Any:
+    def step(self) -> int | Tensor:
         """Completed optimizer steps: an integer, or a 0-d int64 tensor in compiled graphs."""
         return self.model.clock.tensor[0] if torch.compiler.is_compiling() else self.model.step
 
@@ -132,7 +133,7 @@ class LayerState(nn.Module):
         """Return the noise stream of a product at this step."""
         return noise_key(self.model.seed, self.step, self.index, product)
 
-    def key_at(self, clock: Any, product: int, counters: int, per: int = 1) -> AnyKey:
+    def key_at(self, clock: Moment, product: int, counters: int, per: int = 1) -> AnyKey:
         """Return the noise stream of a product for one micro-batch.
 
         Each micro-batch has room for the counters of the largest one, so that no draws are shared.
@@ -211,7 +212,7 @@ class LayerState(nn.Module):
     def chosen_mask(self, weight: Tensor) -> Tensor:
         """Return the mask that the method's rule chooses; bool."""
 
-        def choose(master: Tensor, layer: Any) -> Tensor:
+        def choose(master: Tensor, layer: Layer) -> Tensor:
             return self.method.mask(master, self.dim).bool()
 
         return self.rows.apply(choose, widen(self.rows.local(weight).detach()), self, self._group)
@@ -226,5 +227,5 @@ class LayerState(nn.Module):
         return unpack_rows(self.previous_mask, weight.shape)
 
 
-def _never_called(module: nn.Module, args: Any) -> None:
+def _never_called(module: nn.Module, args: tuple[object, ...]) -> None:
     """Layer states have no forward."""

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import attachments
+from sparsepretrain.sparsity.clock import Moment
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
 from sparsepretrain.sparsity.method import DGRAD, WGRAD, title
 from sparsepretrain.sparsity.products import (
@@ -46,7 +47,7 @@ class SparseProducts(torch.autograd.Function):
         state: LayerState | None,
         geometry: Geometry,
         products: Products,
-        clock: Any,
+        clock: Moment,
     ) -> Tensor:
         """Return Y in the dtype of X.
 
@@ -110,7 +111,7 @@ def _inputs(state: LayerState | None, x: Tensor) -> tuple[Tensor, Tensor]:
     return seen, by_groups_of_tokens(x, method.wgrad_input) if wgrad else x
 
 
-def _pruned(state: LayerState | None, geometry: Geometry, clock: Any, grad: Tensor) -> Tensor:
+def _pruned(state: LayerState | None, geometry: Geometry, clock: Moment, grad: Tensor) -> Tensor:
     """Return P(G)."""
     if state is None or not state.method.changes[2]:
         return grad
@@ -121,7 +122,7 @@ def _pruned(state: LayerState | None, geometry: Geometry, clock: Any, grad: Tens
 
 
 def _sampled(
-    state: LayerState | None, geometry: Geometry, clock: Any, grad: Tensor, order: str | None
+    state: LayerState | None, geometry: Geometry, clock: Moment, grad: Tensor, order: str | None
 ) -> Tensor:
     """Return U(G), in a memory order of :func:`kernels.mvue` if the method offers a choice.
 
@@ -158,8 +159,8 @@ class SparseLayer(nn.Module):
     replaces: ClassVar[type[nn.Module]]
     in_dim: ClassVar[int] = 1
     sparsity: LayerState
-    weight: Any
-    bias: Any
+    weight: Tensor
+    bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y = X·A(W)ᵀ + b for X of shape (…, in_features)."""
@@ -184,6 +185,7 @@ class SparseLayer(nn.Module):
             attachments.warn_if_frozen_changed(self)
         if x.is_nested:
             return self._nested(x, operands)
+        y: Tensor
         if operands is None:
             y = self.replaces.forward(self, x)
         else:
@@ -195,7 +197,7 @@ class SparseLayer(nn.Module):
                 y = SparseProducts.apply(
                     given, target, self.bias, operands, own, geometry, products, model.clock.now()
                 )
-        residual = model.method.residual(x, state)
+        residual: Tensor | None = model.method.residual(x, state)
         return y if residual is None else y + residual
 
     def _nested(self, x: Tensor, operands: Operands | None) -> Tensor:
@@ -215,7 +217,7 @@ class SparseLayer(nn.Module):
         return F.linear(x, weight, self.bias)
 
     def gradients(
-        self, x: Tensor, grad: Tensor, clock: Any, *, exact: bool = False
+        self, x: Tensor, grad: Tensor, clock: Moment, *, exact: bool = False
     ) -> tuple[Tensor, Tensor] | None:
         """Return dX and dW of training for the output gradient ``grad`` of an input ``x``.
 
@@ -366,7 +368,7 @@ def _memory(tensor: Any) -> Tensor:
     return plain
 
 
-def _is_dtensor(value: Any) -> bool:
+def _is_dtensor(value: object) -> bool:
     """Return True if ``value`` is a DTensor, without importing it, which takes half a second."""
     distributed = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(value, distributed.DTensor)

@@ -158,7 +158,7 @@ class Layer(Protocol):
         """
 
     @property
-    def step(self) -> Any:
+    def step(self) -> int | Tensor:
         """Completed optimizer steps: an integer, or a 0-d int64 tensor in compiled graphs."""
 
     def key(self, product: int) -> NoiseKey:

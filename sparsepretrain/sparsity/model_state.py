@@ -6,7 +6,7 @@ import zlib
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.backend import Backend, FP8Precision
@@ -48,7 +48,7 @@ class ModelState:
         self.clock = Clock(device)
         self.micro_batches = MicroBatches(self.clock, self._has_gradient, self.sync)
         self.compared_at = 0  # completed steps at the last comparison of masks
-        self.flips: Any = None  # (layers,) int64, counted at the last comparison
+        self.flips: Tensor | None = None  # (layers,) int64, counted at the last comparison
         self.interval = 0  # steps between the last two comparisons; 0: none since the last load
         self.left_meta = False  # the buffer left the meta device without values
         self.baseline_due = False  # weights were replaced: compare masks before the next step
@@ -58,7 +58,7 @@ class ModelState:
             root.register_forward_pre_hook(self.before_forward),
             root.register_load_state_dict_pre_hook(self.before_load),
         ]
-        self._seen: Any = None  # buffer and its version when it equaled the integers
+        self._seen: tuple[Tensor, int] | None = None  # buffer, its version: equal to the integers
         method.set_step(0)
         self.write()
 
@@ -170,7 +170,7 @@ class ModelState:
         for hook in self._hooks:
             hook.remove()
 
-    def before_forward(self, module: nn.Module, args: Any) -> None:
+    def before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Prepare a forward of the root: gather stale operands again, count micro-batches."""
         if self.example.sparsity.rows.is_sharded:
             self.sync()

@@ -133,10 +133,12 @@ class Convolution(NamedTuple):
         return F.conv2d(x, weight, bias, *self)
 
     def dgrad(self, grad: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return conv2d_input(torch.Size(shape), weight, grad, *self)
+        dx: Tensor = conv2d_input(torch.Size(shape), weight, grad, *self)
+        return dx
 
     def wgrad(self, grad: Tensor, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return conv2d_weight(x, torch.Size(shape), grad, *self)
+        dw: Tensor = conv2d_weight(x, torch.Size(shape), grad, *self)
+        return dw
 
     def bgrad(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         return grad.sum((0, 2, 3), dtype=dtype)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from sparsepretrain.sparsity.method import Layer
 
 T = TypeVar("T")
 
@@ -50,9 +53,9 @@ class Rows:
 
     def apply(
         self,
-        function: Callable[[Tensor, Any], T],
+        function: Callable[[Tensor, Layer], T],
         rows: Tensor,
-        layer: nn.Module,
+        layer: Layer,
         group: int | None,
     ) -> T:
         """Call ``function(rows, layer)`` and return the own rows of the result.

@@ -8,7 +8,7 @@ master weights never leave their rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch.utils._pytree import tree_map_only
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels.common import packed_shape
 from sparsepretrain.sparsity.rows import Rows
+
+if TYPE_CHECKING:
+    from sparsepretrain.sparsity.method import Layer
 
 T = TypeVar("T")
 _aten = torch.ops.aten
@@ -197,18 +200,19 @@ class ShardedRows(Rows):
 
     def apply(
         self,
-        function: Callable[[Tensor, Any], T],
+        function: Callable[[Tensor, Layer], T],
         rows: Tensor,
-        layer: nn.Module,
+        layer: Layer,
         group: int | None,
     ) -> T:
         """Call ``function`` with the own rows, or with all rows if it must see them together."""
         if group is not None and self.has_whole_groups(group):
             return function(rows, layer)
-        whole = WholeLayer(layer, self)
+        whole: Any = WholeLayer(layer, self)
         result = function(self.gather(rows), whole)
         whole.write_back()
-        return self._own(result)
+        own: T = self._own(result)
+        return own
 
     def _own(self, result: Any) -> Any:
         """Return the own rows of a tensor or of a tuple of tensors; scalars have no rows."""
@@ -255,7 +259,7 @@ class ShardedRows(Rows):
 class WholeLayer:
     """A layer as a method sees it that needs all rows: sharded tensors are gathered when read."""
 
-    def __init__(self, layer: nn.Module, rows: ShardedRows) -> None:
+    def __init__(self, layer: Layer, rows: ShardedRows) -> None:
         self._layer, self._rows = layer, rows
         self._gathered: dict[str, Tensor] = {}
 

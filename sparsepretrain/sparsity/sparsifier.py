@@ -59,9 +59,9 @@ class Sparsifier:
 
         Collective where the model is sharded.
         """
-        if self._state.compared_at != self.completed_steps or not self._state.interval:
-            return None
-        return self._rows.total(self._state.flips.clone())
+        compared = self._state.compared_at == self.completed_steps and self._state.interval
+        flips = self._state.flips if compared else None
+        return None if flips is None else self._rows.total(flips.clone())
 
     @property
     def completed_steps(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,8 +49,7 @@ def compiled(model: nn.Module, mode: str, backend: Any = "inductor") -> nn.Modul
         for block in found:
             block.compile(backend=backend)
     elif mode != "none":
-        wrapped: Any = torch.compile(model, backend=backend)
-        return wrapped
+        return cast("nn.Module", torch.compile(model, backend=backend))
     return model
 
 

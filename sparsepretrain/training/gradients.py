@@ -134,7 +134,8 @@ def gradients(parallel: Any, task: Task, model: nn.Module, world: World) -> Grad
 # DistributedDataParallel reads these annotations: they cannot be strings
 def _sum(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+    total: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return total
 
 
 def _tree_sum(flat: Tensor, size: int) -> Tensor:

@@ -81,7 +81,8 @@ class Flips(Observer):
             self._compared = [count + 1 for count in self._compared]
 
     def at_log(self, session: Any, *, per_layer: bool) -> dict[str, Any]:
-        values, sums = session.sparsifier.metrics_with(self._sums, per_layer=per_layer)
+        sparsifier: Sparsifier = session.sparsifier
+        values, sums = sparsifier.metrics_with(self._sums, per_layer=per_layer)
         last = {key: values.pop(key) for key in list(values) if key.startswith("flip_")}
         values |= self._rates(*sums, per_layer=per_layer)
         # without an update no masks were compared: the last flips are those of an older step

@@ -19,7 +19,6 @@ from sparsepretrain.kernels import pack_24
 from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import Record
-from sparsepretrain.runs.resume import choose_checkpoint, named_checkpoint
 from sparsepretrain.runs.writer import Writer
 from sparsepretrain.sparsity.coverage import Proof
 from sparsepretrain.sparsity.sparsifier import prove
@@ -33,6 +32,7 @@ from sparsepretrain.training.identity import run_hashes
 from sparsepretrain.training.loop import run_steps
 from sparsepretrain.training.observers import Throughput
 from sparsepretrain.training.precision import describe
+from sparsepretrain.training.resume import choose_checkpoint, named_checkpoint
 from sparsepretrain.training.session import COPIED, Session
 from sparsepretrain.training.signals import StopSignals
 from sparsepretrain.training.world import World, join

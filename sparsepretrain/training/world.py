@@ -116,8 +116,8 @@ class World:
             raise
         finally:
             dist.broadcast_object_list(shared, src=0, group=self.host)
-        result, exit_code = shared
-        if exit_code:
+        result: T = shared[0]
+        if exit_code := shared[1]:
             # wait for rank 0: a launcher that sees another rank end first would kill rank 0 before
             # it has reported its error
             with contextlib.suppress(RuntimeError):

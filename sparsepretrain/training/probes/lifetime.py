@@ -12,6 +12,7 @@ from sparsepretrain.training.observer import Probe, ProbeOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sparsepretrain.sparsity.layers import SparseLayer
     from sparsepretrain.training.session import Session
     from sparsepretrain.training.step import Step
 
@@ -79,7 +80,7 @@ class Lifetime(Probe):
                 kept["bins"] = self._bins(session, layers[name])
             self._counts, self._compared = dict.fromkeys(COUNTS, 0), 0
 
-    def _follow(self, session: Session, layer: Any, kept: dict[str, Tensor]) -> None:
+    def _follow(self, session: Session, layer: SparseLayer, kept: dict[str, Tensor]) -> None:
         new, old = layer.sparsity.compared_mask(layer.weight), kept["mask"]
         changed = new ^ old
         dead, born = old & changed, new & changed
@@ -116,20 +117,22 @@ class Lifetime(Probe):
             line[f"flips_gap_{index}"] = total / max(count * self._compared, 1)
         return line
 
-    def _bins(self, session: Session, layer: Any) -> Tensor:
+    def _bins(self, session: Session, layer: SparseLayer) -> Tensor:
         """The class of each group by its L1 gap, uint8."""
         import torch
 
         n, m = session.sparsifier.method.options.n, session.sparsifier.method.options.m
         low, high = kernels.boundary_magnitudes(layer.weight.detach(), n, m, dim=layer.sparsity.dim)
         gap = (high - low).movedim(layer.sparsity.dim, -1)
-        ranks = gap.flatten().argsort(stable=True).argsort() * self.options.bins // gap.numel()
+        ranks: Tensor = gap.flatten().argsort(stable=True).argsort()
+        ranks = ranks * self.options.bins // gap.numel()
         return ranks.view(gap.shape).to(torch.uint8)
 
-    def _grouped(self, session: Session, layer: Any, values: Tensor) -> Tensor:
+    def _grouped(self, session: Session, layer: SparseLayer, values: Tensor) -> Tensor:
         """By groups: (…, groups, M)."""
         m = session.sparsifier.method.options.m
-        return values.movedim(layer.sparsity.dim, -1).unflatten(-1, (-1, m))
+        groups: Tensor = values.movedim(layer.sparsity.dim, -1).unflatten(-1, (-1, m))
+        return groups
 
     def state_dict(self) -> dict[str, Any]:
         return {"layers": self._layers, "counts": self._counts, "compared": self._compared}

@@ -5,16 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.runs.checkpoint import Checkpoint, newest_valid, saved
 from sparsepretrain.runs.directory import RunDirectory
-
-if TYPE_CHECKING:
-    from sparsepretrain.tracking.console import Console
+from sparsepretrain.tracking.console import Console
 
 FIXED = ("model.", "task.", "data.", "sparsity.", "optim.name", "seed", "batch.size")
 """Keys that must equal the checkpoint's; other differences are logged."""
