@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.common import FP8_FORMATS
-from sparsepretrain.kernels.triton.launch import INTERPRETED, memory_order, operator, over_elements
+from sparsepretrain.kernels.triton.launch import INTERPRETED, axis_order, launch_elements, operator
 from sparsepretrain.kernels.triton.tiles import block_offsets, maximum, minimum, widen
 
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
@@ -36,21 +36,21 @@ def quantize_fp8(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     amax = torch.zeros((), dtype=torch.int32, device=x.device)
     flat = dense.as_strided((dense.numel(),), (1,))
     out = q.as_strided((q.numel(),), (1,))
-    over_elements(_largest, (flat, amax), flat.numel())
+    launch_elements(_largest, (flat, amax), flat.numel())
     mantissa, exponent = _FIELDS[format]
     options: Any = {"MOST": torch.finfo(dtype).max, "MANTISSA": mantissa, "EXPONENT": exponent}
-    over_elements(_quantize, (flat, amax, out, scale), flat.numel(), **options)
+    launch_elements(_quantize, (flat, amax, out, scale), flat.numel(), **options)
     return q, scale
 
 
 def _dense(x: Tensor) -> Tensor:
     """``x`` if its elements fill their memory without gaps, in any order of axes; or a copy."""
-    return x if x.permute(memory_order(x)).is_contiguous() else x.contiguous()
+    return x if x.permute(axis_order(x)).is_contiguous() else x.contiguous()
 
 
 @triton.jit
-def _largest(x, amax, count, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    offsets = block_offsets(BLOCK, WIDE)
+def _largest(x, amax, count, BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr):
+    offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     value = widen(tl.load(x + offsets, offsets < count, 0))
     # magnitudes compare like their bits, NaN above infinity
     tl.atomic_max(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
@@ -59,13 +59,13 @@ def _largest(x, amax, count, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def _quantize(
     x, amax, q, scale, count,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr,
     MOST: tl.constexpr, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr,
 ):  # fmt: skip
     largest = tl.load(amax).to(tl.float32, bitcast=True)
     factor = minimum(tl.div_rn(MOST * 1.0, largest), _MOST)
     factor = tl.where(largest == 0, 1.0, factor)
-    offsets = block_offsets(BLOCK, WIDE)
+    offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     value = widen(tl.load(x + offsets, offsets < count, 0)) * factor
     value = minimum(maximum(value, -MOST), MOST)
     if _INTERPRETED:  # which does not round to nearest even by itself
@@ -96,12 +96,12 @@ def dequantize_fp8(q: Tensor, scale: Tensor) -> Tensor:
     dense = _dense(q)
     out = torch.empty_like(dense, dtype=torch.float32)
     flat, result = (t.as_strided((t.numel(),), (1,)) for t in (dense, out))
-    over_elements(_dequantize, (flat, scale, result), flat.numel())
+    launch_elements(_dequantize, (flat, scale, result), flat.numel())
     return out
 
 
 @triton.jit
-def _dequantize(q, scale, out, count, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    offsets = block_offsets(BLOCK, WIDE)
+def _dequantize(q, scale, out, count, BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr):
+    offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     value = tl.load(q + offsets, offsets < count).to(tl.float32)
     tl.store(out + offsets, tl.div_rn(value, tl.load(scale)), offsets < count)

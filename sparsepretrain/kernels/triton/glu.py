@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.triton.launch import over_groups, rows_of
+from sparsepretrain.kernels.triton.launch import as_rows, launch_groups
 from sparsepretrain.kernels.triton.tiles import (
     element_offsets,
     maximum,
     minimum,
     narrow,
-    tile_of,
+    program_tile,
     widen,
 )
 
@@ -44,7 +44,7 @@ def gated(x: Tensor, gelu: bool) -> Tensor:
     """:func:`sparsepretrain.kernels.geglu` of (…, 2h), or swiglu."""
     value, gate = _rows(x).chunk(2, dim=1)
     out = torch.empty_like(value)
-    over_groups(_forward, 1, 1, value, out, gate, GELU=gelu)
+    launch_groups(_forward, 1, 1, value, out, gate, GELU=gelu)
     return out.view(*x.shape[:-1], out.shape[1])
 
 
@@ -60,8 +60,8 @@ def gated_backward(grad: Tensor, x: Tensor, gelu: bool) -> Tensor:
     rows = _rows(x)
     out = torch.empty_like(rows)
     (value, gate), (to_value, to_gate) = rows.chunk(2, dim=1), out.chunk(2, dim=1)
-    incoming = rows_of(_rows(grad), 1)
-    over_groups(_backward, 1, 1, value, to_value, gate, to_gate, incoming, GELU=gelu)
+    incoming = as_rows(_rows(grad), 1)
+    launch_groups(_backward, 1, 1, value, to_value, gate, to_gate, incoming, GELU=gelu)
     return out.view(x.shape)
 
 
@@ -100,11 +100,11 @@ def _activation(gate, GELU: tl.constexpr):
 @triton.jit
 def _gates(x, gate, count, columns, TILE: tl.constexpr, GELU: tl.constexpr):
     """(row, column, mask, value, activation, derivative) of this program's elements."""
-    row, start = tile_of(count, columns, TILE)
+    row, start = program_tile(count, columns, TILE)
     column = start + tl.arange(0, TILE.GROUPS)
     mask = (row < count)[:, None] & (column < columns)[None, :]
     offsets = element_offsets(x, row, column)
-    value = widen(tl.load(x.data + offsets, mask, 0))
+    value = widen(tl.load(x.ptr + offsets, mask, 0))
     activation, derivative = _activation(widen(tl.load(gate + offsets, mask, 0)), GELU)
     return row, column, mask, value, activation, derivative
 
@@ -112,8 +112,8 @@ def _gates(x, gate, count, columns, TILE: tl.constexpr, GELU: tl.constexpr):
 @triton.jit
 def _forward(x, out, count, columns, gate, TILE: tl.constexpr, GELU: tl.constexpr):
     row, column, mask, value, activation, _ = _gates(x, gate, count, columns, TILE, GELU)
-    result = narrow(value * activation, out.data)
-    tl.store(out.data + element_offsets(out, row, column), result, mask)
+    result = narrow(value * activation, out.ptr)
+    tl.store(out.ptr + element_offsets(out, row, column), result, mask)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def _backward(
     x, out, count, columns, gate, to_gate, grad, TILE: tl.constexpr, GELU: tl.constexpr
 ):  # fmt: skip
     row, column, mask, value, activation, derivative = _gates(x, gate, count, columns, TILE, GELU)
-    incoming = widen(tl.load(grad.data + element_offsets(grad, row, column), mask, 0))
+    incoming = widen(tl.load(grad.ptr + element_offsets(grad, row, column), mask, 0))
     offsets = element_offsets(out, row, column)
-    tl.store(out.data + offsets, narrow(incoming * activation, out.data), mask)
-    tl.store(to_gate + offsets, narrow(incoming * value * derivative, out.data), mask)
+    tl.store(out.ptr + offsets, narrow(incoming * activation, out.ptr), mask)
+    tl.store(to_gate + offsets, narrow(incoming * value * derivative, out.ptr), mask)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.triton.launch import BLOCK, memory_order, operator, over_elements
+from sparsepretrain.kernels.triton.launch import BLOCK_SIZE, axis_order, launch_elements, operator
 from sparsepretrain.kernels.triton.tiles import block_offsets, narrow, widen
 
 
@@ -32,17 +32,17 @@ def apply_mask_op(x: Tensor, mask: Tensor) -> Tensor:
 
 def _select_into(x: Tensor, mask: Tensor, out: Tensor) -> None:
     """In the memory order of ``out``."""
-    order, packed = memory_order(out), mask.shape != x.shape
+    order, packed = axis_order(out), mask.shape != x.shape
     keep = (mask if packed else mask.permute(order)).contiguous().view(-1).view(torch.uint8)
     values, result = x.permute(order).contiguous().view(-1), out.permute(order).view(-1)
-    over_elements(_select, (values, keep, result), x.numel(), PACKED=packed)
+    launch_elements(_select, (values, keep, result), x.numel(), PACKED=packed)
 
 
 @triton.jit
 def _select(
-    x, mask, out, count, BLOCK: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr
+    x, mask, out, count, BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    offsets = block_offsets(BLOCK, WIDE)
+    offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     exists = offsets < count
     kept = kept_at(mask, offsets, exists, PACKED)
     values = widen(tl.load(x + offsets, exists, 0))
@@ -70,7 +70,7 @@ def masked_decay_op(
 ) -> None:
     """:func:`masked_decay_`; ``factor``, if given, stands for ``decay``."""
     # in the memory order of the gradient, which is written in place
-    order = memory_order(grad)
+    order = axis_order(grad)
     target = grad.permute(order)
     packed = mask.shape != grad.shape
     dense = target.contiguous().view(-1)
@@ -78,7 +78,7 @@ def masked_decay_op(
     keep = (mask if packed else mask.permute(order)).contiguous().view(-1).view(torch.uint8)
     pointers = (dense, pull, keep, dense if factor is None else factor)
     constants = {"GIVEN": factor is not None, "PACKED": packed}
-    over_elements(_masked_decay, pointers, dense.numel(), decay, **constants)
+    launch_elements(_masked_decay, pointers, dense.numel(), decay, **constants)
     if not target.is_contiguous():
         target.copy_(dense.view(target.shape))
     else:
@@ -87,12 +87,12 @@ def masked_decay_op(
 
 @triton.jit
 def _masked_decay(
-    grad, weight, keep, factor, count, decay,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr, GIVEN: tl.constexpr, PACKED: tl.constexpr,
+    grad, weight, keep, factor, count, decay, BLOCK_SIZE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, GIVEN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     if GIVEN:
         decay = tl.load(factor).to(tl.float32)
-    offsets = block_offsets(BLOCK, WIDE)
+    offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     mask = offsets < count
     g = widen(tl.load(grad + offsets, mask, 0))
     w = widen(tl.load(weight + offsets, mask, 0))
@@ -112,11 +112,11 @@ def differing_bits(previous: Tensor, current: Tensor, replace: bool) -> Tensor:
     ``replace``: the first, a contiguous one, becomes the second.
     """
     total = torch.zeros((), dtype=torch.int64, device=current.device)
-    order = memory_order(current)
+    order = axis_order(current)
     pair = [t.permute(order).contiguous().view(-1).view(torch.uint8) for t in (previous, current)]
     if all(t.numel() % 4 == 0 and t.storage_offset() % 4 == 0 for t in pair):
         pair = [t.view(torch.int32) for t in pair]
-    over_elements(_differing_bits, (*pair, total), pair[0].numel(), REPLACE=replace)
+    launch_elements(_differing_bits, (*pair, total), pair[0].numel(), REPLACE=replace)
     if replace:
         torch.autograd.graph.increment_version(previous)
     return total
@@ -135,9 +135,9 @@ def packed_flip_count(previous: Tensor, current: Tensor, replace: bool = False) 
 @triton.jit
 def _differing_bits(
     previous, current, total, count,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr, REPLACE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr, REPLACE: tl.constexpr,
 ):  # fmt: skip
-    offsets = block_offsets(BLOCK, WIDE)
+    offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     mask = offsets < count
     new = tl.load(current + offsets, mask, 0)
     bits = tl.load(previous + offsets, mask, 0) ^ new
@@ -159,13 +159,15 @@ def pack_24(mask: Tensor) -> Tensor:
     if flags.numel() % 8 or flags.data_ptr() % 8:
         flags = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).clone()
     code = torch.empty(flags.numel() // 8, dtype=torch.uint8, device=mask.device)
-    over_elements(_pack, (flags.view(torch.int64), code), code.numel(), block=BLOCK // 4)
+    launch_elements(
+        _pack, (flags.view(torch.int64), code), code.numel(), block_size=BLOCK_SIZE // 4
+    )
     return code
 
 
 @triton.jit
-def _pack(words, code, count, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    offsets = block_offsets(BLOCK, WIDE)
+def _pack(words, code, count, BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr):
+    offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     mask = offsets < count
     word = tl.load(words + offsets, mask, 0)
     # a product with 2²⁴ + 2¹⁷ + 2¹⁰ + 2³ has byte i of four, 0 or 1, as bit 24 + i
@@ -177,12 +179,12 @@ def _pack(words, code, count, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 def unpack_24(code: Tensor, shape: list[int]) -> Tensor:
     """See :func:`sparsepretrain.kernels.unpack_24`."""
     mask = torch.empty(shape, dtype=torch.bool, device=code.device)
-    over_elements(_unpack, (code.contiguous(), mask.view(torch.uint8)), mask.numel())
+    launch_elements(_unpack, (code.contiguous(), mask.view(torch.uint8)), mask.numel())
     return mask
 
 
 @triton.jit
-def _unpack(code, keep, count, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    offsets = block_offsets(BLOCK, WIDE)
+def _unpack(code, keep, count, BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr):
+    offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     mask = offsets < count
     tl.store(keep + offsets, kept_at(code, offsets, mask, True).to(tl.uint8), mask)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.common import AnyKey
-from sparsepretrain.kernels.triton.launch import INTERPRETED, empty_rows, operator, over_groups
+from sparsepretrain.kernels.triton.launch import INTERPRETED, empty_out, launch_groups, operator
 from sparsepretrain.kernels.triton.noise import (
     KEY_ARGUMENTS,
     draw_bits,
@@ -25,12 +25,12 @@ from sparsepretrain.kernels.triton.noise import (
     to_unit,
 )
 from sparsepretrain.kernels.triton.tiles import (
-    load_fours,
+    load_groups4,
     maximum,
     minimum,
-    starts_of,
-    store_fours,
-    tile_of,
+    program_tile,
+    row_offsets,
+    store_groups4,
 )
 
 _TINY: tl.constexpr = tl.constexpr(2.0**-126)
@@ -56,7 +56,7 @@ def mvue(
 def _room(x: Tensor, dim: int, last: bool) -> Tensor:
     """For the result, with ``dim`` along memory if it is to be ``last``."""
     if not last:
-        return empty_rows(x, dim, x.dtype)
+        return empty_out(x, dim, x.dtype)
     turned = x.movedim(dim, -1)
     return torch.empty(turned.shape, dtype=x.dtype, device=x.device).movedim(-1, dim)
 
@@ -83,7 +83,7 @@ def mvue_op(
         given = given.float().contiguous()
     key, most = key_arguments(tensors, numbers), torch.finfo(x.dtype).max
     options: Any = {"EXACT": exact, "GIVEN": uniforms is not None}
-    over_groups(_sample, 4, dim, x, out, given, *key, most, numbered=True, **options)
+    launch_groups(_sample, 4, dim, x, out, given, *key, most, uses_indices=True, **options)
     return out
 
 
@@ -92,9 +92,9 @@ def _sample(
     x, out, count, groups, uniforms, clock, k0, k1, layer, product, offset, saturation,
     TILE: tl.constexpr, EXACT: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    row, start = tile_of(count, groups, TILE)
+    row, start = program_tile(count, groups, TILE)
     number = start + tl.arange(0, TILE.GROUPS)
-    x0, x1, x2, x3 = load_fours(x, starts_of(x, row), start, row < count, groups, TILE)
+    x0, x1, x2, x3 = load_groups4(x, row_offsets(x, row), start, row < count, groups, TILE)
     if GIVEN:
         DRAWS: tl.constexpr = 1 if EXACT else 2
         pointers = uniforms + (row[:, None] * groups + number[None, :]) * DRAWS
@@ -106,7 +106,7 @@ def _sample(
         first, second = draw_bits(number[None, :], row[:, None], words)
         r0, r1 = to_unit(first), to_unit(second)
     y0, y1, y2, y3 = _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT)
-    store_fours(out, starts_of(out, row), start, row < count, groups, y0, y1, y2, y3, TILE)
+    store_groups4(out, row_offsets(out, row), start, row < count, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit

@@ -8,22 +8,22 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.triton.launch import (
-    empty_rows,
+    can_pack_mask,
+    empty_out,
+    empty_packed_mask,
+    launch_groups,
     operator,
-    over_groups,
-    packed_rows,
-    packs,
 )
 from sparsepretrain.kernels.triton.tiles import (
-    any_groups,
     element_offsets,
-    load_fours,
+    group_indices,
     load_groups,
-    starts_of,
-    store_code,
-    store_fours,
+    load_groups4,
+    program_tile,
+    row_offsets,
     store_groups,
-    tile_of,
+    store_groups4,
+    store_packed_mask,
     widen,
 )
 
@@ -33,12 +33,12 @@ def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool, packed: bool = False
 
     ``packed``: in bits where one pass can write them.
     """
-    if packed and (n, m) == (2, 4) and packs(x, x):
+    if packed and (n, m) == (2, 4) and can_pack_mask(x, x):
         return nm_code_op(x, dim, low)
     return nm_mask_op(x, n, m, dim, low)
 
 
-@operator("nm_code", fake=lambda x, dim, low: packed_rows(x))
+@operator("nm_code", fake=lambda x, dim, low: empty_packed_mask(x))
 def nm_code_op(x: Tensor, dim: int, low: bool) -> Tensor:
     """The 2:4 mask of a contiguous matrix in bits."""
     return _launch_packed(x, dim, low, None)
@@ -46,17 +46,19 @@ def nm_code_op(x: Tensor, dim: int, low: bool) -> Tensor:
 
 def _launch_packed(x: Tensor, dim: int, low: bool, pruned: Tensor | None) -> Tensor:
     """Return the 2:4 mask in bits; values are written to ``pruned`` if there is one."""
-    code, whole = packed_rows(x), x.shape[1] % 8 == 0
+    code, whole = empty_packed_mask(x), x.shape[1] % 8 == 0
     out = x if pruned is None else pruned
     constants = {"LOW": low, "PRUNED": pruned is not None, "PACKED": True}
-    over_groups(_mask_24, 4, dim, x, out, code, beside=out, numbered=not whole, **constants)
+    launch_groups(
+        _mask_24, 4, dim, x, out, code, second_out=out, uses_indices=not whole, **constants
+    )
     return code
 
 
-@operator("nm_mask", fake=lambda x, n, m, dim, low: empty_rows(x, dim, torch.bool))
+@operator("nm_mask", fake=lambda x, n, m, dim, low: empty_out(x, dim, torch.bool))
 def nm_mask_op(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
     """A new mask, a bool for each element."""
-    mask = empty_rows(x, dim, torch.bool)
+    mask = empty_out(x, dim, torch.bool)
     _launch(x, n, m, dim, low, mask, None)
     return mask
 
@@ -65,7 +67,7 @@ def nm_prune(
     x: Tensor, n: int, m: int, dim: int, low: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """:func:`sparsepretrain.kernels.nm_prune`; into ``out`` the mask is packed where it can be."""
-    if out is None or (n, m) != (2, 4) or not packs(x, out):
+    if out is None or (n, m) != (2, 4) or not can_pack_mask(x, out):
         pruned, mask = nm_prune_op(x, n, m, dim, low)
         return pruned if out is None else out.copy_(pruned), mask
     code = _launch_packed(x, dim, low, out)
@@ -75,11 +77,11 @@ def nm_prune(
 
 @operator(
     "nm_prune",
-    fake=lambda x, n, m, dim, low: (empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool)),
+    fake=lambda x, n, m, dim, low: (empty_out(x, dim, x.dtype), empty_out(x, dim, torch.bool)),
 )
 def nm_prune_op(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Tensor]:
     """:func:`nm_prune` into new tensors."""
-    pruned, mask = empty_rows(x, dim, x.dtype), empty_rows(x, dim, torch.bool)
+    pruned, mask = empty_out(x, dim, x.dtype), empty_out(x, dim, torch.bool)
     _launch(x, n, m, dim, low, mask, pruned)
     return pruned, mask
 
@@ -92,9 +94,9 @@ def _launch(
     out, constants = mask.view(torch.int8), {"LOW": low, "PRUNED": pruned is not None}
     if (n, m) == (2, 4):
         # any pointer for the code, where none is written
-        over_groups(_mask_24, m, dim, x, out, mask, beside=values, PACKED=False, **constants)
+        launch_groups(_mask_24, m, dim, x, out, mask, second_out=values, PACKED=False, **constants)
     else:
-        over_groups(_mask_nm, m, dim, x, out, beside=values, N=n, M=m, **constants)
+        launch_groups(_mask_nm, m, dim, x, out, second_out=values, N=n, M=m, **constants)
 
 
 @triton.jit
@@ -132,20 +134,20 @@ def _mask_24(
     LOW: tl.constexpr, PRUNED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Write the mask to ``out``, or in bits to ``code``; PRUNED: the kept values to ``pruned``."""
-    row, first = tile_of(count, groups, TILE)
-    x0, x1, x2, x3 = load_fours(x, starts_of(x, row), first, row < count, groups, TILE)
+    row, first = program_tile(count, groups, TILE)
+    x0, x1, x2, x3 = load_groups4(x, row_offsets(x, row), first, row < count, groups, TILE)
     keep0, keep1, keep2, keep3 = top_two(
         magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), LOW
     )
-    starts, mask = starts_of(out, row), row < count
+    starts, mask = row_offsets(out, row), row < count
     if PACKED:
-        store_code(code, row, first, count, groups, keep0, keep1, keep2, keep3, TILE)
+        store_packed_mask(code, row, first, count, groups, keep0, keep1, keep2, keep3, TILE)
     else:
-        store_fours(out, starts, first, mask, groups, keep0, keep1, keep2, keep3, TILE)
+        store_groups4(out, starts, first, mask, groups, keep0, keep1, keep2, keep3, TILE)
     if PRUNED:
         y0, y1 = tl.where(keep0, x0, 0.0), tl.where(keep1, x1, 0.0)
         y2, y3 = tl.where(keep2, x2, 0.0), tl.where(keep3, x3, 0.0)
-        store_fours(pruned, starts, first, mask, groups, y0, y1, y2, y3, TILE)
+        store_groups4(pruned, starts, first, mask, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit
@@ -161,7 +163,7 @@ def kept_by_rank(
     losses = tl.zeros(keys.shape, tl.int32)
     for j in tl.range(0, M):
         offsets = element_offsets(x, row, group * M + j)
-        other = magnitude_bits(widen(tl.load(x.data + offsets, mask, 0)))[:, :, None]
+        other = magnitude_bits(widen(tl.load(x.ptr + offsets, mask, 0)))[:, :, None]
         wins_ties = (position > j) if LOW else (position < j)
         losses += ((other > keys) | ((other == keys) & wins_ties)).to(tl.int32)
     return (losses < N) & (position < M)
@@ -173,8 +175,8 @@ def _mask_nm(
     TILE: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, PRUNED: tl.constexpr,
 ):  # fmt: skip
-    row, first = tile_of(count, groups, TILE)
-    group, mask, _, element, filled = any_groups(row, first, count, groups, TILE, M)
+    row, first = program_tile(count, groups, TILE)
+    group, mask, _, element, filled = group_indices(row, first, count, groups, TILE, M)
     values = load_groups(x, row, element, filled)
     keep = kept_by_rank(magnitude_bits(values), x, row, group, mask, N, M, LOW)
     store_groups(out, row, element, filled, keep)

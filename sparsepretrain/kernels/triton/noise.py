@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.common import LOW_32, AnyKey, ClockKey, NoiseKey
-from sparsepretrain.kernels.triton.launch import operator, over_groups
-from sparsepretrain.kernels.triton.tiles import element_offsets, tile_of
+from sparsepretrain.kernels.triton.launch import launch_groups, operator
+from sparsepretrain.kernels.triton.tiles import element_offsets, program_tile
 
 KEY_ARGUMENTS = ("clock", "k0", "k1", "layer", "product", "offset")
 """Kernel arguments, of :func:`key_words`, whose values must not compile a variant each."""
@@ -75,7 +75,7 @@ def uniform_noise_op(
     out = torch.empty(words, groups, features, device=device)
     key = key_arguments(tensors, numbers)
     if out.numel():
-        over_groups(_uniforms, 1, 0, out[0], out[-1], *key, numbered=True, WORDS=words)
+        launch_groups(_uniforms, 1, 0, out[0], out[-1], *key, uses_indices=True, WORDS=words)
     return out
 
 
@@ -137,12 +137,12 @@ def _uniforms(
     out, last, features, groups, clock, k0, k1, layer, product, offset,
     TILE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    feature, start = tile_of(features, groups, TILE)
+    feature, start = program_tile(features, groups, TILE)
     group = start + tl.arange(0, TILE.GROUPS)
     mask = (feature < features)[:, None] & (group < groups)[None, :]
     words = key_words(clock, k0, k1, layer, product, offset)
     first, second = draw_bits(group[None, :], feature[:, None], words)
     offsets = element_offsets(out, feature, group)
-    tl.store(out.data + offsets, to_unit(first), mask)
+    tl.store(out.ptr + offsets, to_unit(first), mask)
     if WORDS == 2:
-        tl.store(last.data + offsets, to_unit(second), mask)
+        tl.store(last.ptr + offsets, to_unit(second), mask)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.common import AnyKey
-from sparsepretrain.kernels.triton.launch import empty_rows, operator, over_groups
+from sparsepretrain.kernels.triton.launch import empty_out, launch_groups, operator
 from sparsepretrain.kernels.triton.nm import kept_by_rank, magnitude_bits, top_two
 from sparsepretrain.kernels.triton.noise import (
     KEY_ARGUMENTS,
@@ -20,13 +20,13 @@ from sparsepretrain.kernels.triton.noise import (
     key_words,
 )
 from sparsepretrain.kernels.triton.tiles import (
-    any_groups,
-    load_fours,
+    group_indices,
     load_groups,
-    starts_of,
-    store_fours,
+    load_groups4,
+    program_tile,
+    row_offsets,
     store_groups,
-    tile_of,
+    store_groups4,
 )
 
 
@@ -37,7 +37,7 @@ def prune_gradient(
     return prune_gradient_op(g, n, m, dim, key is not None, *key_parts(key, g.device), scale)
 
 
-@operator("prune_gradient", fake=lambda g, n, m, dim, *_: empty_rows(g, dim, g.dtype))
+@operator("prune_gradient", fake=lambda g, n, m, dim, *_: empty_out(g, dim, g.dtype))
 def prune_gradient_op(
     g: Tensor,
     n: int,
@@ -49,11 +49,11 @@ def prune_gradient_op(
     scale: float,
 ) -> Tensor:
     """:func:`prune_gradient` with the key as :func:`key_parts` splits it."""
-    out = empty_rows(g, dim, g.dtype)
+    out = empty_out(g, dim, g.dtype)
     kernel = _prune_24 if (n, m) == (2, 4) else _prune_nm
     pattern: Any = {} if (n, m) == (2, 4) else {"N": n, "M": m}
     args = (*key_arguments(tensors, numbers), scale)
-    over_groups(kernel, m, dim, g, out, *args, numbered=random, RANDOM=random, **pattern)
+    launch_groups(kernel, m, dim, g, out, *args, uses_indices=random, RANDOM=random, **pattern)
     return out
 
 
@@ -69,8 +69,8 @@ def _prune_24(
     x, out, count, groups, clock, k0, k1, layer, product, offset, scale,
     TILE: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
-    row, start = tile_of(count, groups, TILE)
-    x0, x1, x2, x3 = load_fours(x, starts_of(x, row), start, row < count, groups, TILE)
+    row, start = program_tile(count, groups, TILE)
+    x0, x1, x2, x3 = load_groups4(x, row_offsets(x, row), start, row < count, groups, TILE)
     if RANDOM:
         token, element = row[:, None], ((start + tl.arange(0, TILE.GROUPS)) * 4)[None, :]
         words = key_words(clock, k0, k1, layer, product, offset)
@@ -86,7 +86,7 @@ def _prune_24(
         )
     y0, y1 = tl.where(keep0, x0, 0.0), tl.where(keep1, x1, 0.0)
     y2, y3 = tl.where(keep2, x2, 0.0), tl.where(keep3, x3, 0.0)
-    store_fours(out, starts_of(out, row), start, row < count, groups, y0, y1, y2, y3, TILE)
+    store_groups4(out, row_offsets(out, row), start, row < count, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit
@@ -107,8 +107,8 @@ def _prune_nm(
     x, out, count, groups, clock, k0, k1, layer, product, offset, scale,
     TILE: tl.constexpr, N: tl.constexpr, M: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
-    row, start = tile_of(count, groups, TILE)
-    group, mask, _, element, filled = any_groups(row, start, count, groups, TILE, M)
+    row, start = program_tile(count, groups, TILE)
+    group, mask, _, element, filled = group_indices(row, start, count, groups, TILE, M)
     values = load_groups(x, row, element, filled)
     if RANDOM:
         words = key_words(clock, k0, k1, layer, product, offset)

@@ -10,44 +10,42 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.triton.launch import (
-    empty_rows,
+    can_pack_mask,
+    empty_out,
+    empty_packed_mask,
+    launch_groups,
     operator,
-    over_groups,
-    packed_rows,
-    packs,
 )
 from sparsepretrain.kernels.triton.nm import kept_by_rank, magnitude_bits
 from sparsepretrain.kernels.triton.tiles import (
-    any_groups,
-    load_fours,
+    group_indices,
     load_groups,
+    load_groups4,
     maximum,
     minimum,
-    starts_of,
-    store_code,
-    store_fours,
+    program_tile,
+    row_offsets,
     store_groups,
-    tile_of,
+    store_groups4,
+    store_packed_mask,
 )
 
 _MOST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 
 
-@operator(
-    "soft_threshold", fake=lambda x, n, m, gamma, dim, scale, dtype: empty_rows(x, dim, dtype)
-)
+@operator("soft_threshold", fake=lambda x, n, m, gamma, dim, scale, dtype: empty_out(x, dim, dtype))
 def soft_threshold(
     x: Tensor, n: int, m: int, gamma: float, dim: int, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """``dtype(scale · S(x))``; see :func:`sparsepretrain.kernels.soft_threshold`."""
-    out = empty_rows(x, dim, dtype)
+    out = empty_out(x, dim, dtype)
     weights = (1.0 - gamma, gamma)
     constants: Any = {"SCALED": scale is not None, "BETWEEN": gamma != 0.0}
     beta = x if scale is None else scale  # any pointer, where none is read
     if (n, m) == (2, 4):
-        over_groups(_soft_24, m, dim, x, out, beta, beta, *weights, PACKED=False, **constants)
+        launch_groups(_soft_24, m, dim, x, out, beta, beta, *weights, PACKED=False, **constants)
     else:
-        over_groups(_soft_nm, m, dim, x, out, beta, *weights, N=n, M=m, **constants)
+        launch_groups(_soft_nm, m, dim, x, out, beta, *weights, N=n, M=m, **constants)
     return out
 
 
@@ -55,14 +53,16 @@ def soft_prune(
     x: Tensor, n: int, m: int, gamma: float, dim: int, scale: Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """:func:`sparsepretrain.kernels.soft_prune`; the mask is packed where it can be."""
-    if (n, m) != (2, 4) or not packs(x, out):
+    if (n, m) != (2, 4) or not can_pack_mask(x, out):
         soft = soft_threshold(x, n, m, gamma, dim, scale, torch.float32)
         return out.copy_(soft), soft != 0
-    code, whole = packed_rows(x), x.shape[1] % 8 == 0
+    code, whole = empty_packed_mask(x), x.shape[1] % 8 == 0
     constants: Any = {"SCALED": scale is not None, "BETWEEN": gamma != 0.0, "PACKED": True}
     pointers = x if scale is None else scale, code
     weights = (1.0 - gamma, gamma)
-    over_groups(_soft_24, m, dim, x, out, *pointers, *weights, numbered=not whole, **constants)
+    launch_groups(
+        _soft_24, m, dim, x, out, *pointers, *weights, uses_indices=not whole, **constants
+    )
     torch.autograd.graph.increment_version(out)
     return out, code
 
@@ -92,8 +92,8 @@ def _soft_24(
     x, out, count, groups, scale, code, near_dropped, near_kept, TILE: tl.constexpr,
     SCALED: tl.constexpr, BETWEEN: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    row, first = tile_of(count, groups, TILE)
-    x0, x1, x2, x3 = load_fours(x, starts_of(x, row), first, row < count, groups, TILE)
+    row, first = program_tile(count, groups, TILE)
+    x0, x1, x2, x3 = load_groups4(x, row_offsets(x, row), first, row < count, groups, TILE)
     # a 4-element sorting network without its outer comparators
     a0, a1, a2, a3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
     low, high = minimum(a0, a1), maximum(a0, a1)
@@ -107,8 +107,8 @@ def _soft_24(
     y2, y3 = _shrink(x2, t, beta, SCALED), _shrink(x3, t, beta, SCALED)
     if PACKED:
         keep = y0 != 0, y1 != 0, y2 != 0, y3 != 0
-        store_code(code, row, first, count, groups, keep[0], keep[1], keep[2], keep[3], TILE)
-    store_fours(out, starts_of(out, row), first, row < count, groups, y0, y1, y2, y3, TILE)
+        store_packed_mask(code, row, first, count, groups, keep[0], keep[1], keep[2], keep[3], TILE)
+    store_groups4(out, row_offsets(out, row), first, row < count, groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit
@@ -116,8 +116,8 @@ def _soft_nm(
     x, out, count, groups, scale, near_dropped, near_kept, TILE: tl.constexpr,
     SCALED: tl.constexpr, BETWEEN: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    row, first = tile_of(count, groups, TILE)
-    group, mask, position, element, filled = any_groups(row, first, count, groups, TILE, M)
+    row, first = program_tile(count, groups, TILE)
+    group, mask, position, element, filled = group_indices(row, first, count, groups, TILE, M)
     values = load_groups(x, row, element, filled)
     bits = magnitude_bits(values)
     keep = kept_by_rank(bits, x, row, group, mask, N, M, False)

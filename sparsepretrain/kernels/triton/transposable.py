@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsepretrain.kernels.common import PAIRS
 from sparsepretrain.kernels.triton.launch import INTERPRETED, Rows, Tile, operator
-from sparsepretrain.kernels.triton.tiles import load_fours, tile_of
+from sparsepretrain.kernels.triton.tiles import load_groups4, program_tile
 
 _NIBBLES: tl.constexpr = tl.constexpr(
     sum(1 << 4 * i + column for i, pair in enumerate(PAIRS) for column in pair)
@@ -144,16 +144,16 @@ def _kept(pair):
 
 @triton.jit
 def _search(w, out, lines, length, TILE: tl.constexpr, BY_COLUMNS: tl.constexpr):
-    line, block = tile_of(lines, length, TILE)
+    line, block = program_tile(lines, length, TILE)
     mask = line < lines
     starts = line * 4 * w.outer_stride
-    a0, a1, a2, a3 = load_fours(w, starts, block, mask, length, TILE)
+    a0, a1, a2, a3 = load_groups4(w, starts, block, mask, length, TILE)
     starts += w.outer_stride
-    b0, b1, b2, b3 = load_fours(w, starts, block, mask, length, TILE)
+    b0, b1, b2, b3 = load_groups4(w, starts, block, mask, length, TILE)
     starts += w.outer_stride
-    c0, c1, c2, c3 = load_fours(w, starts, block, mask, length, TILE)
+    c0, c1, c2, c3 = load_groups4(w, starts, block, mask, length, TILE)
     starts += w.outer_stride
-    d0, d1, d2, d3 = load_fours(w, starts, block, mask, length, TILE)
+    d0, d1, d2, d3 = load_groups4(w, starts, block, mask, length, TILE)
     a0, a1, a2, a3 = _bounded(a0), _bounded(a1), _bounded(a2), _bounded(a3)
     b0, b1, b2, b3 = _bounded(b0), _bounded(b1), _bounded(b2), _bounded(b3)
     c0, c1, c2, c3 = _bounded(c0), _bounded(c1), _bounded(c2), _bounded(c3)
@@ -161,7 +161,7 @@ def _search(w, out, lines, length, TILE: tl.constexpr, BY_COLUMNS: tl.constexpr)
     # eight of the largest numbers overflow: such blocks are compared at a sixteenth, and all of 16
     # bits, of which it is exact
     s = 0.0625
-    if w.data.dtype.element_ty == tl.float32:
+    if w.ptr.dtype.element_ty == tl.float32:
         ab = tl.maximum(_largest_of(a0, a1, a2, a3), _largest_of(b0, b1, b2, b3))
         cd = tl.maximum(_largest_of(c0, c1, c2, c3), _largest_of(d0, d1, d2, d3))
         s = tl.where(tl.maximum(ab, cd) > _MOST / 16, 0.0625, 1.0)
@@ -209,7 +209,7 @@ def _search(w, out, lines, length, TILE: tl.constexpr, BY_COLUMNS: tl.constexpr)
         k0, k1, k2, k3 = f & 15, (f >> 8) & 15, (f >> 16) & 15, f >> 24
     offsets = (line * 4 * out.outer_stride)[:, None] + (block + tl.arange(0, TILE.GROUPS))[None, :]
     inside = mask[:, None] & ((block + tl.arange(0, TILE.GROUPS)) < length)[None, :]
-    tl.store(out.data + offsets, _flags(k0), inside)
-    tl.store(out.data + offsets + out.outer_stride, _flags(k1), inside)
-    tl.store(out.data + offsets + 2 * out.outer_stride, _flags(k2), inside)
-    tl.store(out.data + offsets + 3 * out.outer_stride, _flags(k3), inside)
+    tl.store(out.ptr + offsets, _flags(k0), inside)
+    tl.store(out.ptr + offsets + out.outer_stride, _flags(k1), inside)
+    tl.store(out.ptr + offsets + 2 * out.outer_stride, _flags(k2), inside)
+    tl.store(out.ptr + offsets + 3 * out.outer_stride, _flags(k3), inside)
