@@ -42,46 +42,46 @@ def swiglu(x: Tensor) -> Tensor:
 @torch.library.custom_op("sparsepretrain::gated", mutates_args=())
 def gated(x: Tensor, gelu: bool) -> Tensor:
     """:func:`sparsepretrain.kernels.geglu` of (…, 2h), or swiglu."""
-    value, gate = _rows(x).chunk(2, dim=1)
+    value, gate = _as_2d(x).chunk(2, dim=1)
     out = torch.empty_like(value)
-    launch_groups(_forward, 1, 1, value, out, gate, GELU=gelu)
+    launch_groups(_glu_forward_kernel, 1, 1, value, out, gate, GELU=gelu)
     return out.view(*x.shape[:-1], out.shape[1])
 
 
 @gated.register_fake
 def _(x: Tensor, gelu: bool) -> Tensor:
-    out = torch.empty_like(_rows(x).chunk(2, dim=1)[0])
+    out = torch.empty_like(_as_2d(x).chunk(2, dim=1)[0])
     return out.view(*x.shape[:-1], out.shape[1])
 
 
 @torch.library.custom_op("sparsepretrain::gated_backward", mutates_args=())
 def gated_backward(grad: Tensor, x: Tensor, gelu: bool) -> Tensor:
     """Gradient of :func:`gated` with respect to x; ``grad`` is (…, h)."""
-    rows = _rows(x)
-    out = torch.empty_like(rows)
-    (value, gate), (to_value, to_gate) = rows.chunk(2, dim=1), out.chunk(2, dim=1)
-    incoming = as_rows(_rows(grad), 1)
-    launch_groups(_backward, 1, 1, value, to_value, gate, to_gate, incoming, GELU=gelu)
-    return out.view(x.shape)
+    rows = _as_2d(x)
+    dx = torch.empty_like(rows)
+    (value, gate), (dvalue, dgate) = rows.chunk(2, dim=1), dx.chunk(2, dim=1)
+    dout = as_rows(_as_2d(grad), 1)
+    launch_groups(_glu_backward_kernel, 1, 1, value, dvalue, gate, dgate, dout, GELU=gelu)
+    return dx.view(x.shape)
 
 
-gated_backward.register_fake(lambda grad, x, gelu: torch.empty_like(_rows(x)).view(x.shape))
+gated_backward.register_fake(lambda grad, x, gelu: torch.empty_like(_as_2d(x)).view(x.shape))
 
 
-def _rows(x: Tensor) -> Tensor:
+def _as_2d(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
     x, ctx.gelu = inputs
     ctx.save_for_backward(x)
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return gated_backward(grad, *ctx.saved_tensors, ctx.gelu), None
 
 
-gated.register_autograd(_differentiate, setup_context=_save)
+gated.register_autograd(_backward, setup_context=_setup_context)
 
 
 @triton.jit
@@ -98,30 +98,30 @@ def _activation(gate, GELU: tl.constexpr):
 
 
 @triton.jit
-def _gates(x, gate, count, columns, TILE: tl.constexpr, GELU: tl.constexpr):
+def _load_glu(x, gate_ptr, n_rows, n_cols, TILE: tl.constexpr, GELU: tl.constexpr):
     """(row, column, mask, value, activation, derivative) of this program's elements."""
-    row, start = program_tile(count, columns, TILE)
-    column = start + tl.arange(0, TILE.GROUPS)
-    mask = (row < count)[:, None] & (column < columns)[None, :]
-    offsets = element_offsets(x, row, column)
+    row, start = program_tile(n_rows, n_cols, TILE)
+    col = start + tl.arange(0, TILE.GROUPS)
+    mask = (row < n_rows)[:, None] & (col < n_cols)[None, :]
+    offsets = element_offsets(x, row, col)
     value = widen(tl.load(x.ptr + offsets, mask, 0))
-    activation, derivative = _activation(widen(tl.load(gate + offsets, mask, 0)), GELU)
-    return row, column, mask, value, activation, derivative
+    act, derivative = _activation(widen(tl.load(gate_ptr + offsets, mask, 0)), GELU)
+    return row, col, mask, value, act, derivative
 
 
 @triton.jit
-def _forward(x, out, count, columns, gate, TILE: tl.constexpr, GELU: tl.constexpr):
-    row, column, mask, value, activation, _ = _gates(x, gate, count, columns, TILE, GELU)
-    result = narrow(value * activation, out.ptr)
-    tl.store(out.ptr + element_offsets(out, row, column), result, mask)
+def _glu_forward_kernel(x, out, n_rows, n_cols, gate_ptr, TILE: tl.constexpr, GELU: tl.constexpr):
+    row, col, mask, value, act, _ = _load_glu(x, gate_ptr, n_rows, n_cols, TILE, GELU)
+    result = narrow(value * act, out.ptr)
+    tl.store(out.ptr + element_offsets(out, row, col), result, mask)
 
 
 @triton.jit
-def _backward(
-    x, out, count, columns, gate, to_gate, grad, TILE: tl.constexpr, GELU: tl.constexpr
+def _glu_backward_kernel(
+    x, dx, n_rows, n_cols, gate_ptr, dgate_ptr, dout, TILE: tl.constexpr, GELU: tl.constexpr
 ):  # fmt: skip
-    row, column, mask, value, activation, derivative = _gates(x, gate, count, columns, TILE, GELU)
-    incoming = widen(tl.load(grad.ptr + element_offsets(grad, row, column), mask, 0))
-    offsets = element_offsets(out, row, column)
-    tl.store(out.ptr + offsets, narrow(incoming * activation, out.ptr), mask)
-    tl.store(to_gate + offsets, narrow(incoming * value * derivative, out.ptr), mask)
+    row, col, mask, value, act, derivative = _load_glu(x, gate_ptr, n_rows, n_cols, TILE, GELU)
+    grad = widen(tl.load(dout.ptr + element_offsets(dout, row, col), mask, 0))
+    offsets = element_offsets(dx, row, col)
+    tl.store(dx.ptr + offsets, narrow(grad * act, dx.ptr), mask)
+    tl.store(dgate_ptr + offsets, narrow(grad * value * derivative, dx.ptr), mask)

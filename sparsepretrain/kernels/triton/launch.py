@@ -109,7 +109,7 @@ def _tiling(
     shape: torch.Size,
     dim: int,
     m: int,
-    uses_indices: bool,
+    indexed: bool,
     source: Strides,
     target: Strides,
     other_strides: tuple[Strides, ...],
@@ -119,7 +119,7 @@ def _tiling(
     contiguous = source[3] == target[3] == 1
     out_contiguous = target[3] == 1 and not contiguous
     flat_strides = None
-    if not uses_indices and all(_gapless(strides, n_rows, length) for strides in (source, target)):
+    if not indexed and all(_gapless(strides, n_rows, length) for strides in (source, target)):
         # groups never straddle rows: with a single row no tile hangs over a row's end
         n_rows, length = 1, shape.numel()
         flat_strides = 1, length, 0, 1
@@ -229,27 +229,27 @@ def launch_groups(
     x: Tensor,
     out: Tensor,
     *args: Any,
-    second_out: Tensor | None = None,
-    uses_indices: bool = False,
+    out2: Tensor | None = None,
+    indexed: bool = False,
     **options: Any,
 ) -> None:
     """Launch ``kernel`` on tiles of whole groups of ``m`` along ``dim``.
 
     The kernel takes ``x`` and ``out`` as :class:`Rows`, ``n_rows``, ``n_groups`` (per row),
-    ``second_out`` (strides of ``out``) as Rows unless it is None, ``args``, and the constants
-    ``TILE`` (a :class:`Tile`) and ``options``. ``uses_indices``: the kernel depends on row and
+    ``out2`` (strides of ``out``) as Rows unless it is None, ``args``, and the constants
+    ``TILE`` (a :class:`Tile`) and ``options``. ``indexed``: the kernel depends on row and
     group indices, so rows are not merged. Elements after the last whole group are not touched.
     """
     if not x.numel() or x.shape[dim] < m:
         return
     source, target = as_rows(x, dim), as_rows(out, dim)
     other_strides = tuple(arg[1:] for arg in args if isinstance(arg, Rows))  # may have gaps
-    uses_indices |= bool(other_strides)
-    tiling = _tiling(x.shape, dim, m, uses_indices, source[1:], target[1:], other_strides)
+    indexed |= bool(other_strides)
+    tiling = _tiling(x.shape, dim, m, indexed, source[1:], target[1:], other_strides)
     if tiling.flat_strides is not None:
         source, target = (Rows(rows.ptr, *tiling.flat_strides) for rows in (source, target))
-    if second_out is not None:
-        args = (target._replace(ptr=second_out), *args)
+    if out2 is not None:
+        args = (target._replace(ptr=out2), *args)
     with torch.cuda.device_of(x):
         # no fusion: decisions are compared bit for bit with the reference
         kernel[(tiling.n_programs,)](

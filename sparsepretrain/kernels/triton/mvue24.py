@@ -22,7 +22,7 @@ from sparsepretrain.kernels.triton.noise import (
     key_arguments,
     key_parts,
     key_words,
-    to_unit,
+    to_uniform,
 )
 from sparsepretrain.kernels.triton.tiles import (
     load_groups4,
@@ -33,8 +33,8 @@ from sparsepretrain.kernels.triton.tiles import (
     store_groups4,
 )
 
-_TINY: tl.constexpr = tl.constexpr(2.0**-126)
-_LEAST: tl.constexpr = tl.constexpr(2.0**-149)
+_SMALLEST_NORMAL: tl.constexpr = tl.constexpr(2.0**-126)
+_SMALLEST_SUBNORMAL: tl.constexpr = tl.constexpr(2.0**-149)
 _FLOOR: tl.constexpr = tl.constexpr(2.0**-96)
 """Entries below this part of the largest are dropped; see ``mvue24._normalize``."""
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
@@ -53,15 +53,15 @@ def mvue(
     return mvue_op(x, dim, *flags, uniforms, *key_parts(key, x.device))
 
 
-def _room(x: Tensor, dim: int, last: bool) -> Tensor:
+def _empty_mvue(x: Tensor, dim: int, last: bool) -> Tensor:
     """For the result, with ``dim`` along memory if it is to be ``last``."""
     if not last:
         return empty_out(x, dim, x.dtype)
-    turned = x.movedim(dim, -1)
-    return torch.empty(turned.shape, dtype=x.dtype, device=x.device).movedim(-1, dim)
+    moved = x.movedim(dim, -1)
+    return torch.empty(moved.shape, dtype=x.dtype, device=x.device).movedim(-1, dim)
 
 
-@operator("mvue", fake=lambda x, dim, last, *_: _room(x, dim, last))
+@operator("mvue", fake=lambda x, dim, last, *_: _empty_mvue(x, dim, last))
 def mvue_op(
     x: Tensor,
     dim: int,
@@ -72,50 +72,50 @@ def mvue_op(
     numbers: Sequence[int],
 ) -> Tensor:
     """:func:`mvue`; the key as :func:`key_parts` splits it."""
-    length, out = x.shape[dim], _room(x, dim, last)
+    length, out = x.shape[dim], _empty_mvue(x, dim, last)
     if length % 4:  # rare, so one more copy does not matter
-        turned = torch.nn.functional.pad(x.movedim(dim, -1), (0, -length % 4))
-        pruned = mvue_op(turned, -1, False, exact, uniforms, tensors, numbers)
+        padded = torch.nn.functional.pad(x.movedim(dim, -1), (0, -length % 4))
+        pruned = mvue_op(padded, -1, False, exact, uniforms, tensors, numbers)
         return out.copy_(pruned[..., :length].movedim(-1, dim))
-    given = x  # any pointer, where none is read
+    draws = x  # any pointer, where none is read
     if uniforms is not None:  # (rows, groups, draws)
-        given = uniforms.reshape(uniforms.shape[:-2].numel(), *uniforms.shape[-2:])
-        given = given.float().contiguous()
-    key, most = key_arguments(tensors, numbers), torch.finfo(x.dtype).max
-    options: Any = {"EXACT": exact, "GIVEN": uniforms is not None}
-    launch_groups(_sample, 4, dim, x, out, given, *key, most, uses_indices=True, **options)
+        draws = uniforms.reshape(uniforms.shape[:-2].numel(), *uniforms.shape[-2:])
+        draws = draws.float().contiguous()
+    key, max_value = key_arguments(tensors, numbers), torch.finfo(x.dtype).max
+    meta: Any = {"EXACT": exact, "HAS_UNIFORMS": uniforms is not None}
+    launch_groups(_mvue_kernel, 4, dim, x, out, draws, *key, max_value, indexed=True, **meta)
     return out
 
 
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
-def _sample(
-    x, out, count, groups, uniforms, clock, k0, k1, layer, product, offset, saturation,
-    TILE: tl.constexpr, EXACT: tl.constexpr, GIVEN: tl.constexpr,
+def _mvue_kernel(
+    x, out, n_rows, n_groups, uniforms_ptr, clock_ptr, k0, k1, layer, product, offset, max_value,
+    TILE: tl.constexpr, EXACT: tl.constexpr, HAS_UNIFORMS: tl.constexpr,
 ):  # fmt: skip
-    row, start = program_tile(count, groups, TILE)
-    number = start + tl.arange(0, TILE.GROUPS)
-    x0, x1, x2, x3 = load_groups4(x, row_offsets(x, row), start, row < count, groups, TILE)
-    if GIVEN:
+    row, start = program_tile(n_rows, n_groups, TILE)
+    group = start + tl.arange(0, TILE.GROUPS)
+    x0, x1, x2, x3 = load_groups4(x, row_offsets(x, row), start, row < n_rows, n_groups, TILE)
+    if HAS_UNIFORMS:
         DRAWS: tl.constexpr = 1 if EXACT else 2
-        pointers = uniforms + (row[:, None] * groups + number[None, :]) * DRAWS
-        mask = (row < count)[:, None] & (number < groups)[None, :]
-        r0 = tl.load(pointers, mask, 0)
-        r1 = tl.load(pointers + (DRAWS - 1), mask, 0)
+        ptrs = uniforms_ptr + (row[:, None] * n_groups + group[None, :]) * DRAWS
+        mask = (row < n_rows)[:, None] & (group < n_groups)[None, :]
+        r0 = tl.load(ptrs, mask, 0)
+        r1 = tl.load(ptrs + (DRAWS - 1), mask, 0)
     else:
-        words = key_words(clock, k0, k1, layer, product, offset)
-        first, second = draw_bits(number[None, :], row[:, None], words)
-        r0, r1 = to_unit(first), to_unit(second)
-    y0, y1, y2, y3 = _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT)
-    store_groups4(out, row_offsets(out, row), start, row < count, groups, y0, y1, y2, y3, TILE)
+        words = key_words(clock_ptr, k0, k1, layer, product, offset)
+        first, second = draw_bits(group[None, :], row[:, None], words)
+        r0, r1 = to_uniform(first), to_uniform(second)
+    y0, y1, y2, y3 = _estimate(x0, x1, x2, x3, r0, r1, max_value, EXACT)
+    store_groups4(out, row_offsets(out, row), start, row < n_rows, n_groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit
-def _estimate(x0, x1, x2, x3, r0, r1, saturation, EXACT: tl.constexpr):
+def _estimate(x0, x1, x2, x3, r0, r1, max_value, EXACT: tl.constexpr):
     b0, b1, b2, b3, scale, stays = _normalize(tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3))
     if EXACT:
-        y0, y1, y2, y3 = _exact(b0, b1, b2, b3, r0, scale, stays, saturation)
+        y0, y1, y2, y3 = _exact(b0, b1, b2, b3, r0, scale, stays, max_value)
     else:
-        y0, y1, y2, y3 = _approximate(b0, b1, b2, b3, r0, r1, scale, stays, saturation)
+        y0, y1, y2, y3 = _approximate(b0, b1, b2, b3, r0, r1, scale, stays, max_value)
     return (
         _signed(y0, x0, stays),
         _signed(y1, x1, stays),
@@ -130,16 +130,16 @@ def _normalize(a0, a1, a2, a3):
     low, high, low2, high2 = minimum(a0, a1), maximum(a0, a1), minimum(a2, a3), maximum(a2, a3)
     second = minimum(maximum(low, low2), minimum(high, high2))
     largest = maximum(high, high2)
-    floor = maximum(largest * _FLOOR, _LEAST)
+    floor = maximum(largest * _FLOOR, _SMALLEST_SUBNORMAL)
     stays = tl.where(second < floor, tl.where(second == 0, 0.0, floor), float("inf"))
-    exponent = maximum(largest, 2 * _TINY).to(tl.int32, bitcast=True) & 0x7F800000
+    exponent = maximum(largest, 2 * _SMALLEST_NORMAL).to(tl.int32, bitcast=True) & 0x7F800000
     inverse = (0x7F800000 - exponent).to(tl.float32, bitcast=True)
     scale = (exponent - 0x00800000).to(tl.float32, bitcast=True)
     return a0 * inverse, a1 * inverse, a2 * inverse, a3 * inverse, scale, stays
 
 
 @triton.jit
-def _approximate(b0, b1, b2, b3, r0, r1, scale, stays, saturation):
+def _approximate(b0, b1, b2, b3, r0, r1, scale, stays, max_value):
     """Magnitudes of the estimates by two draws."""
     c1 = b0 + b1
     c2 = c1 + b2
@@ -158,10 +158,10 @@ def _approximate(b0, b1, b2, b3, r0, r1, scale, stays, saturation):
     d = (first + second) * total + product
     n = rest * total - product - product
     whole, without_second = total * d, first + rest
-    value = without_second * quotient(whole, n * without_second + whole)
-    value2 = others * quotient(whole, n * others + whole)
-    y = _value(value, first, scale, stays, saturation)
-    y2 = _value(value2, second, scale, stays, saturation)
+    value = without_second * divide(whole, n * without_second + whole)
+    value2 = others * divide(whole, n * others + whole)
+    y = _value(value, first, scale, stays, max_value)
+    y2 = _value(value2, second, scale, stays, max_value)
     zero = total * 0  # a NaN must stay visible
     h0, h2 = tl.where(nearer, y2, zero), tl.where(near, zero, y2)
     h1 = tl.where(nearer, zero, tl.where(near, y2, zero))
@@ -171,7 +171,7 @@ def _approximate(b0, b1, b2, b3, r0, r1, scale, stays, saturation):
 
 
 @triton.jit
-def _exact(b0, b1, b2, b3, r, scale, stays, saturation):
+def _exact(b0, b1, b2, b3, r, scale, stays, max_value):
     """Magnitudes of the estimates by systematic sampling."""
     head, tail = b0 + b1, b2 + b3
     o0, o1, o2, o3 = b1 + tail, b0 + tail, head + b3, head + b2
@@ -183,17 +183,17 @@ def _exact(b0, b1, b2, b3, r, scale, stays, saturation):
     again = u + share
     at0, to1, again1, again2 = u < q0, u < c1, again < c1, again < c2
     zero = share * 0  # a NaN must stay visible
-    y0 = tl.where(at0, _value(share, b0, scale, stays, saturation), zero)
-    y1 = tl.where((to1 & ~at0) | again1, _value(share, b1, scale, stays, saturation), zero)
-    y2 = tl.where(~to1 | (again2 & ~again1), _value(share, b2, scale, stays, saturation), zero)
-    y3 = tl.where(again2, zero, _value(share, b3, scale, stays, saturation))
+    y0 = tl.where(at0, _value(share, b0, scale, stays, max_value), zero)
+    y1 = tl.where((to1 & ~at0) | again1, _value(share, b1, scale, stays, max_value), zero)
+    y2 = tl.where(~to1 | (again2 & ~again1), _value(share, b2, scale, stays, max_value), zero)
+    y3 = tl.where(again2, zero, _value(share, b3, scale, stays, max_value))
     return y0, y1, y2, y3
 
 
 @triton.jit
-def _value(v, b, scale, stays, saturation):
+def _value(v, b, scale, stays, max_value):
     """Return the value of an entry that is kept, with v = |x|/p over the scale."""
-    value = minimum(maximum(v, b) * scale, saturation)
+    value = minimum(maximum(v, b) * scale, max_value)
     return tl.where(stays < float("inf"), 0.0, value)
 
 
@@ -206,7 +206,7 @@ def _signed(magnitude, x, stays):
 
 
 @triton.jit
-def quotient(a, b):
+def divide(a, b):
     """a/b rounded to nearest, for a, b and a/b that neither over- nor underflow by far.
 
     These are the instructions of ``div_rn`` without its branch for numbers near the ends of the
@@ -217,11 +217,11 @@ def quotient(a, b):
     start = tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1
     )
-    return refined(a, b, start)
+    return refine_quotient(a, b, start)
 
 
 @triton.jit
-def refined(a, b, start):
+def refine_quotient(a, b, start):
     """a/b rounded to nearest, from a reciprocal of b that is wrong in its last bit at most."""
     inverse = tl.fma(start, tl.fma(-b, start, 1.0), start)
     q = a * inverse

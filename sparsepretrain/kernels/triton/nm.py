@@ -48,10 +48,8 @@ def _launch_packed(x: Tensor, dim: int, low: bool, pruned: Tensor | None) -> Ten
     """Return the 2:4 mask in bits; values are written to ``pruned`` if there is one."""
     code, whole = empty_packed_mask(x), x.shape[1] % 8 == 0
     out = x if pruned is None else pruned
-    constants = {"LOW": low, "PRUNED": pruned is not None, "PACKED": True}
-    launch_groups(
-        _mask_24, 4, dim, x, out, code, second_out=out, uses_indices=not whole, **constants
-    )
+    meta = {"LOW": low, "STORE_PRUNED": pruned is not None, "PACKED": True}
+    launch_groups(_mask_24_kernel, 4, dim, x, out, code, out2=out, indexed=not whole, **meta)
     return code
 
 
@@ -91,12 +89,12 @@ def _launch(
 ) -> None:
     """Both results have the same strides, so they share one geometry."""
     values = mask if pruned is None else pruned
-    out, constants = mask.view(torch.int8), {"LOW": low, "PRUNED": pruned is not None}
+    out, meta = mask.view(torch.int8), {"LOW": low, "STORE_PRUNED": pruned is not None}
     if (n, m) == (2, 4):
         # any pointer for the code, where none is written
-        launch_groups(_mask_24, m, dim, x, out, mask, second_out=values, PACKED=False, **constants)
+        launch_groups(_mask_24_kernel, m, dim, x, out, mask, out2=values, PACKED=False, **meta)
     else:
-        launch_groups(_mask_nm, m, dim, x, out, second_out=values, N=n, M=m, **constants)
+        launch_groups(_mask_nm_kernel, m, dim, x, out, out2=values, N=n, M=m, **meta)
 
 
 @triton.jit
@@ -111,7 +109,7 @@ def _majority(a, b, c):
 
 
 @triton.jit
-def top_two(k0, k1, k2, k3, LOW: tl.constexpr):
+def top_2_of_4(k0, k1, k2, k3, LOW: tl.constexpr):
     """The two largest of four keys; of equal ones the later position wins, the earlier if LOW."""
     if LOW:
         b01, b02, b03 = k0 >= k1, k0 >= k2, k0 >= k3
@@ -128,57 +126,57 @@ def top_two(k0, k1, k2, k3, LOW: tl.constexpr):
 
 
 @triton.jit
-def _mask_24(
-    x, out, count, groups, pruned, code,
+def _mask_24_kernel(
+    x, out, n_rows, n_groups, pruned, code_ptr,
     TILE: tl.constexpr,
-    LOW: tl.constexpr, PRUNED: tl.constexpr, PACKED: tl.constexpr,
+    LOW: tl.constexpr, STORE_PRUNED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Write the mask to ``out``, or in bits to ``code``; PRUNED: the kept values to ``pruned``."""
-    row, first = program_tile(count, groups, TILE)
-    x0, x1, x2, x3 = load_groups4(x, row_offsets(x, row), first, row < count, groups, TILE)
-    keep0, keep1, keep2, keep3 = top_two(
+    """Write the mask to ``out``, or packed to ``code_ptr``; and kept values to ``pruned``."""
+    row, start = program_tile(n_rows, n_groups, TILE)
+    x0, x1, x2, x3 = load_groups4(x, row_offsets(x, row), start, row < n_rows, n_groups, TILE)
+    keep0, keep1, keep2, keep3 = top_2_of_4(
         magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3), LOW
     )
-    starts, mask = row_offsets(out, row), row < count
+    row_start, row_mask = row_offsets(out, row), row < n_rows
     if PACKED:
-        store_packed_mask(code, row, first, count, groups, keep0, keep1, keep2, keep3, TILE)
+        store_packed_mask(code_ptr, row, start, n_rows, n_groups, keep0, keep1, keep2, keep3, TILE)
     else:
-        store_groups4(out, starts, first, mask, groups, keep0, keep1, keep2, keep3, TILE)
-    if PRUNED:
+        store_groups4(out, row_start, start, row_mask, n_groups, keep0, keep1, keep2, keep3, TILE)
+    if STORE_PRUNED:
         y0, y1 = tl.where(keep0, x0, 0.0), tl.where(keep1, x1, 0.0)
         y2, y3 = tl.where(keep2, x2, 0.0), tl.where(keep3, x3, 0.0)
-        store_groups4(pruned, starts, first, mask, groups, y0, y1, y2, y3, TILE)
+        store_groups4(pruned, row_start, start, row_mask, n_groups, y0, y1, y2, y3, TILE)
 
 
 @triton.jit
-def kept_by_rank(
-    keys, x, row, group, mask, N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr
+def top_n_mask(
+    keys, x, row, group, group_mask, N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr
 ):  # fmt: skip
     """Find the N largest keys of each group; (rows, groups, M rounded up to a power of two).
 
     An element is kept when fewer than N others beat it. The others are read again, one position
     at a time: they are in the first-level cache, and M² comparisons need no registers of their own.
     """
-    position = tl.arange(0, keys.shape[2])[None, None, :]
+    pos = tl.arange(0, keys.shape[2])[None, None, :]
     losses = tl.zeros(keys.shape, tl.int32)
     for j in tl.range(0, M):
         offsets = element_offsets(x, row, group * M + j)
-        other = magnitude_bits(widen(tl.load(x.ptr + offsets, mask, 0)))[:, :, None]
-        wins_ties = (position > j) if LOW else (position < j)
+        other = magnitude_bits(widen(tl.load(x.ptr + offsets, group_mask, 0)))[:, :, None]
+        wins_ties = (pos > j) if LOW else (pos < j)
         losses += ((other > keys) | ((other == keys) & wins_ties)).to(tl.int32)
-    return (losses < N) & (position < M)
+    return (losses < N) & (pos < M)
 
 
 @triton.jit
-def _mask_nm(
-    x, out, count, groups, pruned,
+def _mask_nm_kernel(
+    x, out, n_rows, n_groups, pruned,
     TILE: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, PRUNED: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, STORE_PRUNED: tl.constexpr,
 ):  # fmt: skip
-    row, first = program_tile(count, groups, TILE)
-    group, mask, _, element, filled = group_indices(row, first, count, groups, TILE, M)
-    values = load_groups(x, row, element, filled)
-    keep = kept_by_rank(magnitude_bits(values), x, row, group, mask, N, M, LOW)
-    store_groups(out, row, element, filled, keep)
-    if PRUNED:
-        store_groups(pruned, row, element, filled, tl.where(keep, values, 0.0))
+    row, start = program_tile(n_rows, n_groups, TILE)
+    group, group_mask, _, element, mask = group_indices(row, start, n_rows, n_groups, TILE, M)
+    values = load_groups(x, row, element, mask)
+    keep = top_n_mask(magnitude_bits(values), x, row, group, group_mask, N, M, LOW)
+    store_groups(out, row, element, mask, keep)
+    if STORE_PRUNED:
+        store_groups(pruned, row, element, mask, tl.where(keep, values, 0.0))

@@ -18,7 +18,7 @@ from sparsepretrain.kernels.common import LOW_32, AnyKey, ClockKey, NoiseKey
 from sparsepretrain.kernels.triton.launch import launch_groups, operator
 from sparsepretrain.kernels.triton.tiles import element_offsets, program_tile
 
-KEY_ARGUMENTS = ("clock", "k0", "k1", "layer", "product", "offset")
+KEY_ARGUMENTS = ("clock_ptr", "k0", "k1", "layer", "product", "offset")
 """Kernel arguments, of :func:`key_words`, whose values must not compile a variant each."""
 
 
@@ -44,9 +44,9 @@ def key_parts(
 def key_arguments(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> list[Any]:
     """Arguments of a kernel: pointers, or numbers of one type, int32; None for a missing clock."""
     arguments: list[Any] = [None, *[(number + 2**31) % 2**32 - 2**31 for number in numbers]]
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if tensor is not None:
-            arguments[place] = tensor
+            arguments[index] = tensor
     return arguments
 
 
@@ -75,7 +75,7 @@ def uniform_noise_op(
     out = torch.empty(words, groups, features, device=device)
     key = key_arguments(tensors, numbers)
     if out.numel():
-        launch_groups(_uniforms, 1, 0, out[0], out[-1], *key, uses_indices=True, WORDS=words)
+        launch_groups(_noise_kernel, 1, 0, out[0], out[-1], *key, indexed=True, WORDS=words)
     return out
 
 
@@ -92,7 +92,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def _word(part):
+def _load_word(part):
     """32 bits: a number, or read from where it points to."""
     if part.dtype.is_ptr():
         part = tl.load(part)
@@ -100,17 +100,17 @@ def _word(part):
 
 
 @triton.jit
-def key_words(clock, k0, k1, layer, product, offset):
+def key_words(clock_ptr, k0, k1, layer, product, offset):
     """(k0, k1, offset) as 32 bits.
 
     Of a clock, (completed steps, micro-batch), they are derived here; k0 and k1 are then the words
     of the seed, and offset the room of a micro-batch.
     """
-    k0, k1, offset = _word(k0), _word(k1), _word(offset)
-    if clock is not None:
-        step, micro = tl.load(clock), tl.load(clock + 1)
+    k0, k1, offset = _load_word(k0), _load_word(k1), _load_word(offset)
+    if clock_ptr is not None:
+        step, micro = tl.load(clock_ptr), tl.load(clock_ptr + 1)
         low, high = step.to(tl.uint32), (step >> 32).to(tl.uint32)
-        k0, k1, _, _ = philox(low, _word(layer), _word(product), high, k0, k1)
+        k0, k1, _, _ = philox(low, _load_word(layer), _load_word(product), high, k0, k1)
         # by this name in Triton 3.5 too, which has no tl.mul
         offset = tl.core.mul(micro.to(tl.uint32), offset, sanitize_overflow=False)
     return k0, k1, offset
@@ -127,22 +127,22 @@ def draw_bits(token, feature, words):
 
 
 @triton.jit
-def to_unit(word):
+def to_uniform(word):
     """(word >> 8)·2⁻²⁴ as fp32."""
     return (word >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
 
 
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
-def _uniforms(
-    out, last, features, groups, clock, k0, k1, layer, product, offset,
+def _noise_kernel(
+    out, out2, n_features, n_groups, clock_ptr, k0, k1, layer, product, offset,
     TILE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    feature, start = program_tile(features, groups, TILE)
+    feature, start = program_tile(n_features, n_groups, TILE)
     group = start + tl.arange(0, TILE.GROUPS)
-    mask = (feature < features)[:, None] & (group < groups)[None, :]
-    words = key_words(clock, k0, k1, layer, product, offset)
+    mask = (feature < n_features)[:, None] & (group < n_groups)[None, :]
+    words = key_words(clock_ptr, k0, k1, layer, product, offset)
     first, second = draw_bits(group[None, :], feature[:, None], words)
     offsets = element_offsets(out, feature, group)
-    tl.store(out.ptr + offsets, to_unit(first), mask)
+    tl.store(out.ptr + offsets, to_uniform(first), mask)
     if WORDS == 2:
-        tl.store(last.ptr + offsets, to_unit(second), mask)
+        tl.store(out2.ptr + offsets, to_uniform(second), mask)

@@ -51,10 +51,10 @@ def group_indices(row, start, n_rows, n_groups, TILE: tl.constexpr, M: tl.conste
     and the mask of elements.
     """
     group = start + tl.arange(0, TILE.GROUPS)
-    mask = (row < n_rows)[:, None] & (group < n_groups)[None, :]
-    position = tl.arange(0, triton.next_power_of_2(M))[None, None, :]
-    element = (group * M)[None, :, None] + position
-    return group, mask, position, element, mask[:, :, None] & (position < M)
+    group_mask = (row < n_rows)[:, None] & (group < n_groups)[None, :]
+    pos = tl.arange(0, triton.next_power_of_2(M))[None, None, :]
+    element = (group * M)[None, :, None] + pos
+    return group, group_mask, pos, element, group_mask[:, :, None] & (pos < M)
 
 
 @triton.jit
