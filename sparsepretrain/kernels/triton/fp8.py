@@ -19,35 +19,6 @@ _FP8_FIELDS = {"e4m3": (3, -6), "e5m2": (2, -14)}
 """Mantissa bits and exponent of the smallest normal number."""
 
 
-@operator(
-    "quantize_fp8",
-    fake=lambda x, format: (
-        torch.empty_like(_dense(x), dtype=FP8_FORMATS[format]),
-        torch.empty((), dtype=torch.float32, device=x.device),
-    ),
-)
-def quantize_fp8(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """See :func:`sparsepretrain.kernels.quantize_fp8`."""
-    dtype = FP8_FORMATS[format]
-    dense = _dense(x)
-    q = torch.empty_like(dense, dtype=dtype)
-    make = torch.empty if x.numel() else torch.ones  # the kernel writes it, if it runs
-    scale = make((), dtype=torch.float32, device=x.device)
-    amax = torch.zeros((), dtype=torch.int32, device=x.device)
-    flat_x = dense.as_strided((dense.numel(),), (1,))
-    flat_q = q.as_strided((q.numel(),), (1,))
-    launch_elements(_amax_kernel, (flat_x, amax), flat_x.numel())
-    bits, exponent = _FP8_FIELDS[format]
-    meta: Any = {"FP8_MAX": torch.finfo(dtype).max, "MANTISSA_BITS": bits, "MIN_EXPONENT": exponent}
-    launch_elements(_quantize_kernel, (flat_x, amax, flat_q, scale), flat_x.numel(), **meta)
-    return q, scale
-
-
-def _dense(x: Tensor) -> Tensor:
-    """``x`` if its elements fill their memory without gaps, in any order of axes; or a copy."""
-    return x if x.permute(axis_order(x)).is_contiguous() else x.contiguous()
-
-
 @triton.jit
 def _amax_kernel(
     x_ptr, amax_ptr, n_elements, BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr
@@ -56,6 +27,21 @@ def _amax_kernel(
     value = widen(tl.load(x_ptr + offsets, offsets < n_elements, 0))
     # magnitudes compare like their bits, NaN above infinity
     tl.atomic_max(amax_ptr, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
+
+
+@triton.jit
+def _round_to_fp8(value, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """The nearest number of the format, ties to even, still as fp32."""
+    bits = value.to(tl.uint32, bitcast=True)
+    dropped: tl.constexpr = 23 - MANTISSA_BITS
+    normal = bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
+    normal = ((normal >> dropped) << dropped).to(tl.float32, bitcast=True)
+    # below the smallest normal number the spacing is fixed: adding 1.5·2²³ spacings rounds to it
+    magic: tl.constexpr = 1.5 * 2.0 ** (23 + MIN_EXPONENT - MANTISSA_BITS)
+    small = (value + magic) - magic
+    small = tl.where(small == 0, value * 0, small)  # keeps the sign of zero
+    rounded = tl.where(tl.abs(value) < 2.0**MIN_EXPONENT, small, normal)
+    return tl.where(value == value, rounded, value)
 
 
 @triton.jit
@@ -78,34 +64,50 @@ def _quantize_kernel(
 
 
 @triton.jit
-def _round_to_fp8(value, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
-    """The nearest number of the format, ties to even, still as fp32."""
-    bits = value.to(tl.uint32, bitcast=True)
-    dropped: tl.constexpr = 23 - MANTISSA_BITS
-    normal = bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
-    normal = ((normal >> dropped) << dropped).to(tl.float32, bitcast=True)
-    # below the smallest normal number the spacing is fixed: adding 1.5·2²³ spacings rounds to it
-    magic: tl.constexpr = 1.5 * 2.0 ** (23 + MIN_EXPONENT - MANTISSA_BITS)
-    small = (value + magic) - magic
-    small = tl.where(small == 0, value * 0, small)  # keeps the sign of zero
-    rounded = tl.where(tl.abs(value) < 2.0**MIN_EXPONENT, small, normal)
-    return tl.where(value == value, rounded, value)
-
-
-@operator("dequantize_fp8", fake=lambda q, scale: torch.empty_like(_dense(q), dtype=torch.float32))
-def dequantize_fp8(q: Tensor, scale: Tensor) -> Tensor:
-    """See :func:`sparsepretrain.kernels.dequantize_fp8`."""
-    dense = _dense(q)
-    out = torch.empty_like(dense, dtype=torch.float32)
-    flat_q, flat_out = (t.as_strided((t.numel(),), (1,)) for t in (dense, out))
-    launch_elements(_dequantize_kernel, (flat_q, scale, flat_out), flat_q.numel())
-    return out
-
-
-@triton.jit
 def _dequantize_kernel(
     q_ptr, scale_ptr, out_ptr, n_elements, BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr
 ):
     offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     value = tl.load(q_ptr + offsets, offsets < n_elements).to(tl.float32)
     tl.store(out_ptr + offsets, tl.div_rn(value, tl.load(scale_ptr)), offsets < n_elements)
+
+
+def _as_dense(x: Tensor) -> Tensor:
+    """``x`` if its elements fill their memory without gaps, in any order of axes; or a copy."""
+    return x if x.permute(axis_order(x)).is_contiguous() else x.contiguous()
+
+
+@operator(
+    "quantize_fp8",
+    fake=lambda x, format: (
+        torch.empty_like(_as_dense(x), dtype=FP8_FORMATS[format]),
+        torch.empty((), dtype=torch.float32, device=x.device),
+    ),
+)
+def quantize_fp8(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """See :func:`sparsepretrain.kernels.quantize_fp8`."""
+    dtype = FP8_FORMATS[format]
+    dense = _as_dense(x)
+    q = torch.empty_like(dense, dtype=dtype)
+    make = torch.empty if x.numel() else torch.ones  # the kernel writes it, if it runs
+    scale = make((), dtype=torch.float32, device=x.device)
+    amax = torch.zeros((), dtype=torch.int32, device=x.device)
+    flat_x = dense.as_strided((dense.numel(),), (1,))
+    flat_q = q.as_strided((q.numel(),), (1,))
+    launch_elements(_amax_kernel, (flat_x, amax), flat_x.numel())
+    bits, exponent = _FP8_FIELDS[format]
+    meta: Any = {"FP8_MAX": torch.finfo(dtype).max, "MANTISSA_BITS": bits, "MIN_EXPONENT": exponent}
+    launch_elements(_quantize_kernel, (flat_x, amax, flat_q, scale), flat_x.numel(), **meta)
+    return q, scale
+
+
+@operator(
+    "dequantize_fp8", fake=lambda q, scale: torch.empty_like(_as_dense(q), dtype=torch.float32)
+)
+def dequantize_fp8(q: Tensor, scale: Tensor) -> Tensor:
+    """See :func:`sparsepretrain.kernels.dequantize_fp8`."""
+    dense = _as_dense(q)
+    out = torch.empty_like(dense, dtype=torch.float32)
+    flat_q, flat_out = (t.as_strided((t.numel(),), (1,)) for t in (dense, out))
+    launch_elements(_dequantize_kernel, (flat_q, scale, flat_out), flat_q.numel())
+    return out

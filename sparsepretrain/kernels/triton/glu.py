@@ -29,61 +29,6 @@ _SATURATED: tl.constexpr = tl.constexpr(16.0)
 """Beyond this magnitude of the gate σ(2u) is 0 or 1 in fp32; the cube could overflow."""
 
 
-def geglu(x: Tensor) -> Tensor:
-    """See :func:`sparsepretrain.kernels.geglu`."""
-    return gated(x, True)
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """See :func:`sparsepretrain.kernels.swiglu`."""
-    return gated(x, False)
-
-
-@torch.library.custom_op("sparsepretrain::gated", mutates_args=())
-def gated(x: Tensor, gelu: bool) -> Tensor:
-    """:func:`sparsepretrain.kernels.geglu` of (…, 2h), or swiglu."""
-    value, gate = _as_2d(x).chunk(2, dim=1)
-    out = torch.empty_like(value)
-    launch_groups(_glu_forward_kernel, 1, 1, value, out, gate, GELU=gelu)
-    return out.view(*x.shape[:-1], out.shape[1])
-
-
-@gated.register_fake
-def _(x: Tensor, gelu: bool) -> Tensor:
-    out = torch.empty_like(_as_2d(x).chunk(2, dim=1)[0])
-    return out.view(*x.shape[:-1], out.shape[1])
-
-
-@torch.library.custom_op("sparsepretrain::gated_backward", mutates_args=())
-def gated_backward(grad: Tensor, x: Tensor, gelu: bool) -> Tensor:
-    """Gradient of :func:`gated` with respect to x; ``grad`` is (…, h)."""
-    rows = _as_2d(x)
-    dx = torch.empty_like(rows)
-    (value, gate), (dvalue, dgate) = rows.chunk(2, dim=1), dx.chunk(2, dim=1)
-    dout = as_rows(_as_2d(grad), 1)
-    launch_groups(_glu_backward_kernel, 1, 1, value, dvalue, gate, dgate, dout, GELU=gelu)
-    return dx.view(x.shape)
-
-
-gated_backward.register_fake(lambda grad, x, gelu: torch.empty_like(_as_2d(x)).view(x.shape))
-
-
-def _as_2d(x: Tensor) -> Tensor:
-    return x.flatten(0, -2) if x.dim() > 1 else x[None]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
-    x, ctx.gelu = inputs
-    ctx.save_for_backward(x)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return gated_backward(grad, *ctx.saved_tensors, ctx.gelu), None
-
-
-gated.register_autograd(_backward, setup_context=_setup_context)
-
-
 @triton.jit
 def _activation(gate, GELU: tl.constexpr):
     """(activation, its derivative) of the gate."""
@@ -125,3 +70,58 @@ def _glu_backward_kernel(
     offsets = element_offsets(dx, row, col)
     tl.store(dx.ptr + offsets, narrow(grad * act, dx.ptr), mask)
     tl.store(dgate_ptr + offsets, narrow(grad * value * derivative, dx.ptr), mask)
+
+
+def _as_2d(x: Tensor) -> Tensor:
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+
+@torch.library.custom_op("sparsepretrain::gated", mutates_args=())
+def gated(x: Tensor, gelu: bool) -> Tensor:
+    """:func:`sparsepretrain.kernels.geglu` of (…, 2h), or swiglu."""
+    value, gate = _as_2d(x).chunk(2, dim=1)
+    out = torch.empty_like(value)
+    launch_groups(_glu_forward_kernel, 1, 1, value, out, gate, GELU=gelu)
+    return out.view(*x.shape[:-1], out.shape[1])
+
+
+@gated.register_fake
+def _(x: Tensor, gelu: bool) -> Tensor:
+    out = torch.empty_like(_as_2d(x).chunk(2, dim=1)[0])
+    return out.view(*x.shape[:-1], out.shape[1])
+
+
+@torch.library.custom_op("sparsepretrain::gated_backward", mutates_args=())
+def gated_backward(grad: Tensor, x: Tensor, gelu: bool) -> Tensor:
+    """Gradient of :func:`gated` with respect to x; ``grad`` is (…, h)."""
+    rows = _as_2d(x)
+    dx = torch.empty_like(rows)
+    (value, gate), (dvalue, dgate) = rows.chunk(2, dim=1), dx.chunk(2, dim=1)
+    dout = as_rows(_as_2d(grad), 1)
+    launch_groups(_glu_backward_kernel, 1, 1, value, dvalue, gate, dgate, dout, GELU=gelu)
+    return dx.view(x.shape)
+
+
+gated_backward.register_fake(lambda grad, x, gelu: torch.empty_like(_as_2d(x)).view(x.shape))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
+    x, ctx.gelu = inputs
+    ctx.save_for_backward(x)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return gated_backward(grad, *ctx.saved_tensors, ctx.gelu), None
+
+
+gated.register_autograd(_backward, setup_context=_setup_context)
+
+
+def geglu(x: Tensor) -> Tensor:
+    """See :func:`sparsepretrain.kernels.geglu`."""
+    return gated(x, True)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """See :func:`sparsepretrain.kernels.swiglu`."""
+    return gated(x, False)

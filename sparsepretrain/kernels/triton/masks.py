@@ -11,31 +11,13 @@ from sparsepretrain.kernels.triton.launch import BLOCK_SIZE, axis_order, launch_
 from sparsepretrain.kernels.triton.tiles import block_offsets, narrow, widen
 
 
-def apply_mask(x: Tensor, mask: Tensor, out: Tensor | None) -> Tensor:
-    """See :func:`sparsepretrain.kernels.apply_mask`."""
-    if out is None:
-        return apply_mask_op(x, mask)
-    if not (x.is_contiguous() and out.is_contiguous()):
-        return out.copy_(apply_mask_op(x, mask))
-    _apply_mask_into(x, mask, out)
-    torch.autograd.graph.increment_version(out)
-    return out
-
-
-@operator("apply_mask", fake=lambda x, mask: torch.empty_like(x))
-def apply_mask_op(x: Tensor, mask: Tensor) -> Tensor:
-    """:func:`apply_mask` into a new tensor."""
-    out = torch.empty_like(x)
-    _apply_mask_into(x, mask, out)
-    return out
-
-
-def _apply_mask_into(x: Tensor, mask: Tensor, out: Tensor) -> None:
-    """In the memory order of ``out``."""
-    order, packed = axis_order(out), mask.shape != x.shape
-    flat_mask = (mask if packed else mask.permute(order)).contiguous().view(-1).view(torch.uint8)
-    flat_x, flat_out = x.permute(order).contiguous().view(-1), out.permute(order).view(-1)
-    launch_elements(_apply_mask_kernel, (flat_x, flat_mask, flat_out), x.numel(), PACKED=packed)
+@triton.jit
+def load_mask(mask_ptr, offsets, mask, PACKED: tl.constexpr):
+    """Flags of a mask in bytes, or in bits; true where nothing exists."""
+    if PACKED:
+        byte = tl.load(mask_ptr + offsets // 8, mask, 255).to(tl.int32)
+        return ((byte >> (offsets % 8).to(tl.int32)) & 1) != 0
+    return tl.load(mask_ptr + offsets, mask, 1) != 0
 
 
 @triton.jit
@@ -50,19 +32,47 @@ def _apply_mask_kernel(
     tl.store(out_ptr + offsets, narrow(tl.where(keep, values, 0.0), out_ptr), mask)
 
 
+def _apply_mask_into(x: Tensor, mask: Tensor, out: Tensor) -> None:
+    """In the memory order of ``out``."""
+    order, packed = axis_order(out), mask.shape != x.shape
+    flat_mask = (mask if packed else mask.permute(order)).contiguous().view(-1).view(torch.uint8)
+    flat_x, flat_out = x.permute(order).contiguous().view(-1), out.permute(order).view(-1)
+    launch_elements(_apply_mask_kernel, (flat_x, flat_mask, flat_out), x.numel(), PACKED=packed)
+
+
+@operator("apply_mask", fake=lambda x, mask: torch.empty_like(x))
+def apply_mask_op(x: Tensor, mask: Tensor) -> Tensor:
+    """:func:`apply_mask` into a new tensor."""
+    out = torch.empty_like(x)
+    _apply_mask_into(x, mask, out)
+    return out
+
+
+def apply_mask(x: Tensor, mask: Tensor, out: Tensor | None) -> Tensor:
+    """See :func:`sparsepretrain.kernels.apply_mask`."""
+    if out is None:
+        return apply_mask_op(x, mask)
+    if not (x.is_contiguous() and out.is_contiguous()):
+        return out.copy_(apply_mask_op(x, mask))
+    _apply_mask_into(x, mask, out)
+    torch.autograd.graph.increment_version(out)
+    return out
+
+
 @triton.jit
-def load_mask(mask_ptr, offsets, mask, PACKED: tl.constexpr):
-    """Flags of a mask in bytes, or in bits; true where nothing exists."""
-    if PACKED:
-        byte = tl.load(mask_ptr + offsets // 8, mask, 255).to(tl.int32)
-        return ((byte >> (offsets % 8).to(tl.int32)) & 1) != 0
-    return tl.load(mask_ptr + offsets, mask, 1) != 0
-
-
-def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Tensor) -> None:
-    """``grad += decay · (1 - mask) · weight``."""
-    number, factor = (0.0, decay) if isinstance(decay, Tensor) else (decay, None)
-    masked_decay_op(grad, weight, mask, number, factor)
+def _masked_decay_kernel(
+    grad_ptr, weight_ptr, mask_ptr, decay_ptr, n_elements, decay, BLOCK_SIZE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, HAS_DECAY_PTR: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    if HAS_DECAY_PTR:
+        decay = tl.load(decay_ptr).to(tl.float32)
+    offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
+    mask = offsets < n_elements
+    g = widen(tl.load(grad_ptr + offsets, mask, 0))
+    w = widen(tl.load(weight_ptr + offsets, mask, 0))
+    keep = load_mask(mask_ptr, offsets, mask, PACKED)
+    g += tl.where(keep, 0.0, w) * decay
+    tl.store(grad_ptr + offsets, narrow(g, grad_ptr), mask)
 
 
 @operator("masked_decay_", fake=lambda *_: None, mutates=["grad"])
@@ -86,20 +96,30 @@ def masked_decay_op(
         torch.autograd.graph.increment_version(grad)
 
 
+def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Tensor) -> None:
+    """``grad += decay · (1 - mask) · weight``."""
+    number, factor = (0.0, decay) if isinstance(decay, Tensor) else (decay, None)
+    masked_decay_op(grad, weight, mask, number, factor)
+
+
 @triton.jit
-def _masked_decay_kernel(
-    grad_ptr, weight_ptr, mask_ptr, decay_ptr, n_elements, decay, BLOCK_SIZE: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr, HAS_DECAY_PTR: tl.constexpr, PACKED: tl.constexpr,
+def _differing_bits_kernel(
+    previous_ptr, current_ptr, total_ptr, n_elements,
+    BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr, REPLACE: tl.constexpr,
 ):  # fmt: skip
-    if HAS_DECAY_PTR:
-        decay = tl.load(decay_ptr).to(tl.float32)
     offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     mask = offsets < n_elements
-    g = widen(tl.load(grad_ptr + offsets, mask, 0))
-    w = widen(tl.load(weight_ptr + offsets, mask, 0))
-    keep = load_mask(mask_ptr, offsets, mask, PACKED)
-    g += tl.where(keep, 0.0, w) * decay
-    tl.store(grad_ptr + offsets, narrow(g, grad_ptr), mask)
+    new = tl.load(current_ptr + offsets, mask, 0)
+    bits = tl.load(previous_ptr + offsets, mask, 0) ^ new
+    if REPLACE:
+        tl.store(previous_ptr + offsets, new, mask)
+    bits = bits.to(tl.uint32, bitcast=bits.dtype.primitive_bitwidth == 32)
+    # population count in parallel fields of 2, 4 and 8 bits; libdevice's has no interpreter
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    ones = (bits * 0x01010101) >> 24
+    tl.atomic_add(total_ptr, tl.sum(ones.to(tl.int32), 0).to(tl.int64))
 
 
 @operator(
@@ -134,23 +154,15 @@ def packed_flip_count(previous: Tensor, current: Tensor, replace: bool = False) 
 
 
 @triton.jit
-def _differing_bits_kernel(
-    previous_ptr, current_ptr, total_ptr, n_elements,
-    BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr, REPLACE: tl.constexpr,
-):  # fmt: skip
+def _pack_24_kernel(
+    words_ptr, code_ptr, n_elements, BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr
+):
     offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     mask = offsets < n_elements
-    new = tl.load(current_ptr + offsets, mask, 0)
-    bits = tl.load(previous_ptr + offsets, mask, 0) ^ new
-    if REPLACE:
-        tl.store(previous_ptr + offsets, new, mask)
-    bits = bits.to(tl.uint32, bitcast=bits.dtype.primitive_bitwidth == 32)
-    # population count in parallel fields of 2, 4 and 8 bits; libdevice's has no interpreter
-    bits = bits - ((bits >> 1) & 0x55555555)
-    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
-    ones = (bits * 0x01010101) >> 24
-    tl.atomic_add(total_ptr, tl.sum(ones.to(tl.int32), 0).to(tl.int64))
+    word = tl.load(words_ptr + offsets, mask, 0)
+    # a product with 2²⁴ + 2¹⁷ + 2¹⁰ + 2³ has byte i of four, 0 or 1, as bit 24 + i
+    low, high = word.to(tl.uint32) * 0x01020408, (word >> 32).to(tl.uint32) * 0x01020408
+    tl.store(code_ptr + offsets, ((low >> 24) | (high >> 20)).to(tl.uint8), mask)
 
 
 @operator("pack_24", fake=lambda mask: mask.new_empty(-(-mask.numel() // 8), dtype=torch.uint8))
@@ -167,15 +179,12 @@ def pack_24(mask: Tensor) -> Tensor:
 
 
 @triton.jit
-def _pack_24_kernel(
-    words_ptr, code_ptr, n_elements, BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr
+def _unpack_24_kernel(
+    code_ptr, mask_ptr, n_elements, BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr
 ):
     offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     mask = offsets < n_elements
-    word = tl.load(words_ptr + offsets, mask, 0)
-    # a product with 2²⁴ + 2¹⁷ + 2¹⁰ + 2³ has byte i of four, 0 or 1, as bit 24 + i
-    low, high = word.to(tl.uint32) * 0x01020408, (word >> 32).to(tl.uint32) * 0x01020408
-    tl.store(code_ptr + offsets, ((low >> 24) | (high >> 20)).to(tl.uint8), mask)
+    tl.store(mask_ptr + offsets, load_mask(code_ptr, offsets, mask, True).to(tl.uint8), mask)
 
 
 @operator("unpack_24", fake=lambda code, shape: code.new_empty(shape, dtype=torch.bool))
@@ -184,12 +193,3 @@ def unpack_24(code: Tensor, shape: list[int]) -> Tensor:
     mask = torch.empty(shape, dtype=torch.bool, device=code.device)
     launch_elements(_unpack_24_kernel, (code.contiguous(), mask.view(torch.uint8)), mask.numel())
     return mask
-
-
-@triton.jit
-def _unpack_24_kernel(
-    code_ptr, mask_ptr, n_elements, BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr
-):
-    offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
-    mask = offsets < n_elements
-    tl.store(mask_ptr + offsets, load_mask(code_ptr, offsets, mask, True).to(tl.uint8), mask)

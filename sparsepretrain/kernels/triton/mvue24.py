@@ -40,88 +40,42 @@ _FLOOR: tl.constexpr = tl.constexpr(2.0**-96)
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
-def mvue(
-    x: Tensor,
-    dim: int,
-    estimator: str,
-    uniforms: Tensor | None,
-    key: AnyKey | int | None,
-    order: str | None,
-) -> Tensor:
-    """:func:`sparsepretrain.kernels.mvue` for checked arguments."""
-    flags = order is not None, estimator == "exact"
-    return mvue_op(x, dim, *flags, uniforms, *key_parts(key, x.device))
-
-
-def _empty_mvue(x: Tensor, dim: int, last: bool) -> Tensor:
-    """For the result, with ``dim`` along memory if it is to be ``last``."""
-    if not last:
-        return empty_out(x, dim, x.dtype)
-    moved = x.movedim(dim, -1)
-    return torch.empty(moved.shape, dtype=x.dtype, device=x.device).movedim(-1, dim)
-
-
-@operator("mvue", fake=lambda x, dim, last, *_: _empty_mvue(x, dim, last))
-def mvue_op(
-    x: Tensor,
-    dim: int,
-    last: bool,
-    exact: bool,
-    uniforms: Tensor | None,
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[int],
-) -> Tensor:
-    """:func:`mvue`; the key as :func:`key_parts` splits it."""
-    length, out = x.shape[dim], _empty_mvue(x, dim, last)
-    if length % 4:  # rare, so one more copy does not matter
-        padded = torch.nn.functional.pad(x.movedim(dim, -1), (0, -length % 4))
-        pruned = mvue_op(padded, -1, False, exact, uniforms, tensors, numbers)
-        return out.copy_(pruned[..., :length].movedim(-1, dim))
-    draws = x  # any pointer, where none is read
-    if uniforms is not None:  # (rows, groups, draws)
-        draws = uniforms.reshape(uniforms.shape[:-2].numel(), *uniforms.shape[-2:])
-        draws = draws.float().contiguous()
-    key, max_value = key_arguments(tensors, numbers), torch.finfo(x.dtype).max
-    meta: Any = {"EXACT": exact, "HAS_UNIFORMS": uniforms is not None}
-    launch_groups(_mvue_kernel, 4, dim, x, out, draws, *key, max_value, indexed=True, **meta)
-    return out
-
-
-@triton.jit(do_not_specialize=KEY_ARGUMENTS)
-def _mvue_kernel(
-    x, out, n_rows, n_groups, uniforms_ptr, clock_ptr, k0, k1, layer, product, offset, max_value,
-    TILE: tl.constexpr, EXACT: tl.constexpr, HAS_UNIFORMS: tl.constexpr,
-):  # fmt: skip
-    row, start = program_tile(n_rows, n_groups, TILE)
-    group = start + tl.arange(0, TILE.GROUPS)
-    x0, x1, x2, x3 = load_groups4(x, row_offsets(x, row), start, row < n_rows, n_groups, TILE)
-    if HAS_UNIFORMS:
-        DRAWS: tl.constexpr = 1 if EXACT else 2
-        ptrs = uniforms_ptr + (row[:, None] * n_groups + group[None, :]) * DRAWS
-        mask = (row < n_rows)[:, None] & (group < n_groups)[None, :]
-        r0 = tl.load(ptrs, mask, 0)
-        r1 = tl.load(ptrs + (DRAWS - 1), mask, 0)
-    else:
-        words = key_words(clock_ptr, k0, k1, layer, product, offset)
-        first, second = draw_bits(group[None, :], row[:, None], words)
-        r0, r1 = to_uniform(first), to_uniform(second)
-    y0, y1, y2, y3 = _estimate(x0, x1, x2, x3, r0, r1, max_value, EXACT)
-    store_groups4(out, row_offsets(out, row), start, row < n_rows, n_groups, y0, y1, y2, y3, TILE)
+@triton.jit
+def refine_quotient(a, b, start):
+    """a/b rounded to nearest, from a reciprocal of b that is wrong in its last bit at most."""
+    inverse = tl.fma(start, tl.fma(-b, start, 1.0), start)
+    q = a * inverse
+    return tl.fma(inverse, tl.fma(-b, q, a), q)
 
 
 @triton.jit
-def _estimate(x0, x1, x2, x3, r0, r1, max_value, EXACT: tl.constexpr):
-    b0, b1, b2, b3, scale, stays = _normalize(tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3))
-    if EXACT:
-        y0, y1, y2, y3 = _exact(b0, b1, b2, b3, r0, scale, stays, max_value)
-    else:
-        y0, y1, y2, y3 = _approximate(b0, b1, b2, b3, r0, r1, scale, stays, max_value)
-    return (
-        _signed(y0, x0, stays),
-        _signed(y1, x1, stays),
-        _signed(y2, x2, stays),
-        _signed(y3, x3, stays),
+def divide(a, b):
+    """a/b rounded to nearest, for a, b and a/b that neither over- nor underflow by far.
+
+    These are the instructions of ``div_rn`` without its branch for numbers near the ends of the
+    range: here b is in [2⁻⁷⁰, 2¹²) and a in [2⁻⁹⁵, b], so that both remainders are exact.
+    """
+    if _INTERPRETED:  # has no assembler, and rounds fma twice
+        return tl.div_rn(a, b)
+    start = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1
     )
+    return refine_quotient(a, b, start)
+
+
+@triton.jit
+def _value(v, b, scale, stays, max_value):
+    """Return the value of an entry that is kept, with v = |x|/p over the scale."""
+    value = minimum(maximum(v, b) * scale, max_value)
+    return tl.where(stays < float("inf"), 0.0, value)
+
+
+@triton.jit
+def _signed(magnitude, x, stays):
+    """The magnitude with the sign of x, and x itself where it is as large as ``stays``."""
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    y = (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(x) >= stays, x, y)
 
 
 @triton.jit
@@ -191,38 +145,84 @@ def _exact(b0, b1, b2, b3, r, scale, stays, max_value):
 
 
 @triton.jit
-def _value(v, b, scale, stays, max_value):
-    """Return the value of an entry that is kept, with v = |x|/p over the scale."""
-    value = minimum(maximum(v, b) * scale, max_value)
-    return tl.where(stays < float("inf"), 0.0, value)
-
-
-@triton.jit
-def _signed(magnitude, x, stays):
-    """The magnitude with the sign of x, and x itself where it is as large as ``stays``."""
-    sign = x.to(tl.int32, bitcast=True) & -0x80000000
-    y = (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(x) >= stays, x, y)
-
-
-@triton.jit
-def divide(a, b):
-    """a/b rounded to nearest, for a, b and a/b that neither over- nor underflow by far.
-
-    These are the instructions of ``div_rn`` without its branch for numbers near the ends of the
-    range: here b is in [2⁻⁷⁰, 2¹²) and a in [2⁻⁹⁵, b], so that both remainders are exact.
-    """
-    if _INTERPRETED:  # has no assembler, and rounds fma twice
-        return tl.div_rn(a, b)
-    start = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1
+def _estimate(x0, x1, x2, x3, r0, r1, max_value, EXACT: tl.constexpr):
+    b0, b1, b2, b3, scale, stays = _normalize(tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3))
+    if EXACT:
+        y0, y1, y2, y3 = _exact(b0, b1, b2, b3, r0, scale, stays, max_value)
+    else:
+        y0, y1, y2, y3 = _approximate(b0, b1, b2, b3, r0, r1, scale, stays, max_value)
+    return (
+        _signed(y0, x0, stays),
+        _signed(y1, x1, stays),
+        _signed(y2, x2, stays),
+        _signed(y3, x3, stays),
     )
-    return refine_quotient(a, b, start)
 
 
-@triton.jit
-def refine_quotient(a, b, start):
-    """a/b rounded to nearest, from a reciprocal of b that is wrong in its last bit at most."""
-    inverse = tl.fma(start, tl.fma(-b, start, 1.0), start)
-    q = a * inverse
-    return tl.fma(inverse, tl.fma(-b, q, a), q)
+@triton.jit(do_not_specialize=KEY_ARGUMENTS)
+def _mvue_kernel(
+    x, out, n_rows, n_groups, uniforms_ptr, clock_ptr, k0, k1, layer, product, offset, max_value,
+    TILE: tl.constexpr, EXACT: tl.constexpr, HAS_UNIFORMS: tl.constexpr,
+):  # fmt: skip
+    row, start = program_tile(n_rows, n_groups, TILE)
+    group = start + tl.arange(0, TILE.GROUPS)
+    x0, x1, x2, x3 = load_groups4(x, row_offsets(x, row), start, row < n_rows, n_groups, TILE)
+    if HAS_UNIFORMS:
+        DRAWS: tl.constexpr = 1 if EXACT else 2
+        ptrs = uniforms_ptr + (row[:, None] * n_groups + group[None, :]) * DRAWS
+        mask = (row < n_rows)[:, None] & (group < n_groups)[None, :]
+        r0 = tl.load(ptrs, mask, 0)
+        r1 = tl.load(ptrs + (DRAWS - 1), mask, 0)
+    else:
+        words = key_words(clock_ptr, k0, k1, layer, product, offset)
+        first, second = draw_bits(group[None, :], row[:, None], words)
+        r0, r1 = to_uniform(first), to_uniform(second)
+    y0, y1, y2, y3 = _estimate(x0, x1, x2, x3, r0, r1, max_value, EXACT)
+    store_groups4(out, row_offsets(out, row), start, row < n_rows, n_groups, y0, y1, y2, y3, TILE)
+
+
+def _empty_mvue(x: Tensor, dim: int, last: bool) -> Tensor:
+    """For the result, with ``dim`` along memory if it is to be ``last``."""
+    if not last:
+        return empty_out(x, dim, x.dtype)
+    moved = x.movedim(dim, -1)
+    return torch.empty(moved.shape, dtype=x.dtype, device=x.device).movedim(-1, dim)
+
+
+@operator("mvue", fake=lambda x, dim, last, *_: _empty_mvue(x, dim, last))
+def mvue_op(
+    x: Tensor,
+    dim: int,
+    last: bool,
+    exact: bool,
+    uniforms: Tensor | None,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+) -> Tensor:
+    """:func:`mvue`; the key as :func:`key_parts` splits it."""
+    length, out = x.shape[dim], _empty_mvue(x, dim, last)
+    if length % 4:  # rare, so one more copy does not matter
+        padded = torch.nn.functional.pad(x.movedim(dim, -1), (0, -length % 4))
+        pruned = mvue_op(padded, -1, False, exact, uniforms, tensors, numbers)
+        return out.copy_(pruned[..., :length].movedim(-1, dim))
+    draws = x  # any pointer, where none is read
+    if uniforms is not None:  # (rows, groups, draws)
+        draws = uniforms.reshape(uniforms.shape[:-2].numel(), *uniforms.shape[-2:])
+        draws = draws.float().contiguous()
+    key, max_value = key_arguments(tensors, numbers), torch.finfo(x.dtype).max
+    meta: Any = {"EXACT": exact, "HAS_UNIFORMS": uniforms is not None}
+    launch_groups(_mvue_kernel, 4, dim, x, out, draws, *key, max_value, indexed=True, **meta)
+    return out
+
+
+def mvue(
+    x: Tensor,
+    dim: int,
+    estimator: str,
+    uniforms: Tensor | None,
+    key: AnyKey | int | None,
+    order: str | None,
+) -> Tensor:
+    """:func:`sparsepretrain.kernels.mvue` for checked arguments."""
+    flags = order is not None, estimator == "exact"
+    return mvue_op(x, dim, *flags, uniforms, *key_parts(key, x.device))

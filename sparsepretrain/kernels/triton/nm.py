@@ -28,75 +28,6 @@ from sparsepretrain.kernels.triton.tiles import (
 )
 
 
-def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool, packed: bool = False) -> Tensor:
-    """:func:`sparsepretrain.kernels.nm_mask`; ``low``: the smaller index wins ties.
-
-    ``packed``: in bits where one pass can write them.
-    """
-    if packed and (n, m) == (2, 4) and can_pack_mask(x, x):
-        return nm_code_op(x, dim, low)
-    return nm_mask_op(x, n, m, dim, low)
-
-
-@operator("nm_code", fake=lambda x, dim, low: empty_packed_mask(x))
-def nm_code_op(x: Tensor, dim: int, low: bool) -> Tensor:
-    """The 2:4 mask of a contiguous matrix in bits."""
-    return _launch_packed(x, dim, low, None)
-
-
-def _launch_packed(x: Tensor, dim: int, low: bool, pruned: Tensor | None) -> Tensor:
-    """Return the 2:4 mask in bits; values are written to ``pruned`` if there is one."""
-    code, whole = empty_packed_mask(x), x.shape[1] % 8 == 0
-    out = x if pruned is None else pruned
-    meta = {"LOW": low, "STORE_PRUNED": pruned is not None, "PACKED": True}
-    launch_groups(_mask_24_kernel, 4, dim, x, out, code, out2=out, indexed=not whole, **meta)
-    return code
-
-
-@operator("nm_mask", fake=lambda x, n, m, dim, low: empty_out(x, dim, torch.bool))
-def nm_mask_op(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
-    """A new mask, a bool for each element."""
-    mask = empty_out(x, dim, torch.bool)
-    _launch(x, n, m, dim, low, mask, None)
-    return mask
-
-
-def nm_prune(
-    x: Tensor, n: int, m: int, dim: int, low: bool, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """:func:`sparsepretrain.kernels.nm_prune`; into ``out`` the mask is packed where it can be."""
-    if out is None or (n, m) != (2, 4) or not can_pack_mask(x, out):
-        pruned, mask = nm_prune_op(x, n, m, dim, low)
-        return pruned if out is None else out.copy_(pruned), mask
-    code = _launch_packed(x, dim, low, out)
-    torch.autograd.graph.increment_version(out)
-    return out, code
-
-
-@operator(
-    "nm_prune",
-    fake=lambda x, n, m, dim, low: (empty_out(x, dim, x.dtype), empty_out(x, dim, torch.bool)),
-)
-def nm_prune_op(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Tensor]:
-    """:func:`nm_prune` into new tensors."""
-    pruned, mask = empty_out(x, dim, x.dtype), empty_out(x, dim, torch.bool)
-    _launch(x, n, m, dim, low, mask, pruned)
-    return pruned, mask
-
-
-def _launch(
-    x: Tensor, n: int, m: int, dim: int, low: bool, mask: Tensor, pruned: Tensor | None
-) -> None:
-    """Both results have the same strides, so they share one geometry."""
-    values = mask if pruned is None else pruned
-    out, meta = mask.view(torch.int8), {"LOW": low, "STORE_PRUNED": pruned is not None}
-    if (n, m) == (2, 4):
-        # any pointer for the code, where none is written
-        launch_groups(_mask_24_kernel, m, dim, x, out, mask, out2=values, PACKED=False, **meta)
-    else:
-        launch_groups(_mask_nm_kernel, m, dim, x, out, out2=values, N=n, M=m, **meta)
-
-
 @triton.jit
 def magnitude_bits(x):
     """|x| of fp32 as integers in the same order, NaN above infinity."""
@@ -126,6 +57,25 @@ def top_2_of_4(k0, k1, k2, k3, LOW: tl.constexpr):
 
 
 @triton.jit
+def top_n_mask(
+    keys, x, row, group, group_mask, N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr
+):  # fmt: skip
+    """Find the N largest keys of each group; (rows, groups, M rounded up to a power of two).
+
+    An element is kept when fewer than N others beat it. The others are read again, one position
+    at a time: they are in the first-level cache, and M² comparisons need no registers of their own.
+    """
+    pos = tl.arange(0, keys.shape[2])[None, None, :]
+    losses = tl.zeros(keys.shape, tl.int32)
+    for j in tl.range(0, M):
+        offsets = element_offsets(x, row, group * M + j)
+        other = magnitude_bits(widen(tl.load(x.ptr + offsets, group_mask, 0)))[:, :, None]
+        wins_ties = (pos > j) if LOW else (pos < j)
+        losses += ((other > keys) | ((other == keys) & wins_ties)).to(tl.int32)
+    return (losses < N) & (pos < M)
+
+
+@triton.jit
 def _mask_24_kernel(
     x, out, n_rows, n_groups, pruned, code_ptr,
     TILE: tl.constexpr,
@@ -149,25 +99,6 @@ def _mask_24_kernel(
 
 
 @triton.jit
-def top_n_mask(
-    keys, x, row, group, group_mask, N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr
-):  # fmt: skip
-    """Find the N largest keys of each group; (rows, groups, M rounded up to a power of two).
-
-    An element is kept when fewer than N others beat it. The others are read again, one position
-    at a time: they are in the first-level cache, and M² comparisons need no registers of their own.
-    """
-    pos = tl.arange(0, keys.shape[2])[None, None, :]
-    losses = tl.zeros(keys.shape, tl.int32)
-    for j in tl.range(0, M):
-        offsets = element_offsets(x, row, group * M + j)
-        other = magnitude_bits(widen(tl.load(x.ptr + offsets, group_mask, 0)))[:, :, None]
-        wins_ties = (pos > j) if LOW else (pos < j)
-        losses += ((other > keys) | ((other == keys) & wins_ties)).to(tl.int32)
-    return (losses < N) & (pos < M)
-
-
-@triton.jit
 def _mask_nm_kernel(
     x, out, n_rows, n_groups, pruned,
     TILE: tl.constexpr,
@@ -180,3 +111,72 @@ def _mask_nm_kernel(
     store_groups(out, row, element, mask, keep)
     if STORE_PRUNED:
         store_groups(pruned, row, element, mask, tl.where(keep, values, 0.0))
+
+
+def _launch(
+    x: Tensor, n: int, m: int, dim: int, low: bool, mask: Tensor, pruned: Tensor | None
+) -> None:
+    """Both results have the same strides, so they share one geometry."""
+    values = mask if pruned is None else pruned
+    out, meta = mask.view(torch.int8), {"LOW": low, "STORE_PRUNED": pruned is not None}
+    if (n, m) == (2, 4):
+        # any pointer for the code, where none is written
+        launch_groups(_mask_24_kernel, m, dim, x, out, mask, out2=values, PACKED=False, **meta)
+    else:
+        launch_groups(_mask_nm_kernel, m, dim, x, out, out2=values, N=n, M=m, **meta)
+
+
+def _launch_packed(x: Tensor, dim: int, low: bool, pruned: Tensor | None) -> Tensor:
+    """Return the 2:4 mask in bits; values are written to ``pruned`` if there is one."""
+    code, whole = empty_packed_mask(x), x.shape[1] % 8 == 0
+    out = x if pruned is None else pruned
+    meta = {"LOW": low, "STORE_PRUNED": pruned is not None, "PACKED": True}
+    launch_groups(_mask_24_kernel, 4, dim, x, out, code, out2=out, indexed=not whole, **meta)
+    return code
+
+
+@operator("nm_code", fake=lambda x, dim, low: empty_packed_mask(x))
+def nm_code_op(x: Tensor, dim: int, low: bool) -> Tensor:
+    """The 2:4 mask of a contiguous matrix in bits."""
+    return _launch_packed(x, dim, low, None)
+
+
+@operator("nm_mask", fake=lambda x, n, m, dim, low: empty_out(x, dim, torch.bool))
+def nm_mask_op(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
+    """A new mask, a bool for each element."""
+    mask = empty_out(x, dim, torch.bool)
+    _launch(x, n, m, dim, low, mask, None)
+    return mask
+
+
+def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool, packed: bool = False) -> Tensor:
+    """:func:`sparsepretrain.kernels.nm_mask`; ``low``: the smaller index wins ties.
+
+    ``packed``: in bits where one pass can write them.
+    """
+    if packed and (n, m) == (2, 4) and can_pack_mask(x, x):
+        return nm_code_op(x, dim, low)
+    return nm_mask_op(x, n, m, dim, low)
+
+
+@operator(
+    "nm_prune",
+    fake=lambda x, n, m, dim, low: (empty_out(x, dim, x.dtype), empty_out(x, dim, torch.bool)),
+)
+def nm_prune_op(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Tensor]:
+    """:func:`nm_prune` into new tensors."""
+    pruned, mask = empty_out(x, dim, x.dtype), empty_out(x, dim, torch.bool)
+    _launch(x, n, m, dim, low, mask, pruned)
+    return pruned, mask
+
+
+def nm_prune(
+    x: Tensor, n: int, m: int, dim: int, low: bool, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`sparsepretrain.kernels.nm_prune`; into ``out`` the mask is packed where it can be."""
+    if out is None or (n, m) != (2, 4) or not can_pack_mask(x, out):
+        pruned, mask = nm_prune_op(x, n, m, dim, low)
+        return pruned if out is None else out.copy_(pruned), mask
+    code = _launch_packed(x, dim, low, out)
+    torch.autograd.graph.increment_version(out)
+    return out, code

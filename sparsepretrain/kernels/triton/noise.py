@@ -50,35 +50,6 @@ def key_arguments(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> l
     return arguments
 
 
-def uniform_noise(
-    key: AnyKey | int, groups: int, features: int, words: int, device: torch.device
-) -> list[Tensor]:
-    """See :func:`sparsepretrain.kernels.uniform_noise`."""
-    return list(uniform_noise_op(*key_parts(key, device), groups, features, words, device).unbind())
-
-
-@operator(
-    "uniform_noise",
-    fake=lambda tensors, numbers, groups, features, words, device: torch.empty(
-        words, groups, features, device=device
-    ),
-)
-def uniform_noise_op(
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[int],
-    groups: int,
-    features: int,
-    words: int,
-    device: torch.device,
-) -> Tensor:
-    """:func:`uniform_noise` as one tensor (words, groups, features)."""
-    out = torch.empty(words, groups, features, device=device)
-    key = key_arguments(tensors, numbers)
-    if out.numel():
-        launch_groups(_noise_kernel, 1, 0, out[0], out[-1], *key, indexed=True, WORDS=words)
-    return out
-
-
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
     """One Philox4x32-10 block of uint32 tensors; they broadcast, so what is shared is done once."""
@@ -146,3 +117,32 @@ def _noise_kernel(
     tl.store(out.ptr + offsets, to_uniform(first), mask)
     if WORDS == 2:
         tl.store(out2.ptr + offsets, to_uniform(second), mask)
+
+
+@operator(
+    "uniform_noise",
+    fake=lambda tensors, numbers, groups, features, words, device: torch.empty(
+        words, groups, features, device=device
+    ),
+)
+def uniform_noise_op(
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    groups: int,
+    features: int,
+    words: int,
+    device: torch.device,
+) -> Tensor:
+    """:func:`uniform_noise` as one tensor (words, groups, features)."""
+    out = torch.empty(words, groups, features, device=device)
+    key = key_arguments(tensors, numbers)
+    if out.numel():
+        launch_groups(_noise_kernel, 1, 0, out[0], out[-1], *key, indexed=True, WORDS=words)
+    return out
+
+
+def uniform_noise(
+    key: AnyKey | int, groups: int, features: int, words: int, device: torch.device
+) -> list[Tensor]:
+    """See :func:`sparsepretrain.kernels.uniform_noise`."""
+    return list(uniform_noise_op(*key_parts(key, device), groups, features, words, device).unbind())

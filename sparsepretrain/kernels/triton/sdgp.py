@@ -30,38 +30,24 @@ from sparsepretrain.kernels.triton.tiles import (
 )
 
 
-def prune_gradient(
-    g: Tensor, n: int, m: int, dim: int, key: AnyKey | int | None = None, scale: float = 1.0
-) -> Tensor:
-    """``g`` pruned by magnitude (low index wins ties) or, under a key, at random; then scaled."""
-    return prune_gradient_op(g, n, m, dim, key is not None, *key_parts(key, g.device), scale)
-
-
-@operator("prune_gradient", fake=lambda g, n, m, dim, *_: empty_out(g, dim, g.dtype))
-def prune_gradient_op(
-    g: Tensor,
-    n: int,
-    m: int,
-    dim: int,
-    random: bool,
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[int],
-    scale: float,
-) -> Tensor:
-    """:func:`prune_gradient` with the key as :func:`key_parts` splits it."""
-    out = empty_out(g, dim, g.dtype)
-    kernel = _prune_24_kernel if (n, m) == (2, 4) else _prune_nm_kernel
-    pattern: Any = {} if (n, m) == (2, 4) else {"N": n, "M": m}
-    args = (*key_arguments(tensors, numbers), scale)
-    launch_groups(kernel, m, dim, g, out, *args, indexed=random, RANDOM=random, **pattern)
-    return out
-
-
 @triton.jit
 def _random_keys(row, element, words):
     """Keys in the order of the uniforms of the elements: counter (row, index along the axis)."""
     first, _ = draw_bits(row, element, words)
     return (first >> 8).to(tl.int32)
+
+
+@triton.jit
+def _random_top_n_mask(
+    keys, row, group, words, N: tl.constexpr, M: tl.constexpr
+):  # fmt: skip
+    """:func:`kept_by_rank` of drawn keys; the others are drawn again, one position at a time."""
+    pos = tl.arange(0, keys.shape[2])[None, None, :]
+    losses = tl.zeros(keys.shape, tl.int32)
+    for j in tl.range(0, M):
+        other = _random_keys(row[:, None], (group * M + j)[None, :], words)[:, :, None]
+        losses += ((other > keys) | ((other == keys) & (pos < j))).to(tl.int32)
+    return (losses < N) & (pos < M)
 
 
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
@@ -89,19 +75,6 @@ def _prune_24_kernel(
     store_groups4(out, row_offsets(out, row), start, row < n_rows, n_groups, y0, y1, y2, y3, TILE)
 
 
-@triton.jit
-def _random_top_n_mask(
-    keys, row, group, words, N: tl.constexpr, M: tl.constexpr
-):  # fmt: skip
-    """:func:`kept_by_rank` of drawn keys; the others are drawn again, one position at a time."""
-    pos = tl.arange(0, keys.shape[2])[None, None, :]
-    losses = tl.zeros(keys.shape, tl.int32)
-    for j in tl.range(0, M):
-        other = _random_keys(row[:, None], (group * M + j)[None, :], words)[:, :, None]
-        losses += ((other > keys) | ((other == keys) & (pos < j))).to(tl.int32)
-    return (losses < N) & (pos < M)
-
-
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
 def _prune_nm_kernel(
     x, out, n_rows, n_groups, clock_ptr, k0, k1, layer, product, offset, scale,
@@ -119,3 +92,30 @@ def _prune_nm_kernel(
         keys = magnitude_bits(values)
         keep = top_n_mask(keys, x, row, group, group_mask, N, M, True)
     store_groups(out, row, element, mask, tl.where(keep, values, 0.0))
+
+
+@operator("prune_gradient", fake=lambda g, n, m, dim, *_: empty_out(g, dim, g.dtype))
+def prune_gradient_op(
+    g: Tensor,
+    n: int,
+    m: int,
+    dim: int,
+    random: bool,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+) -> Tensor:
+    """:func:`prune_gradient` with the key as :func:`key_parts` splits it."""
+    out = empty_out(g, dim, g.dtype)
+    kernel = _prune_24_kernel if (n, m) == (2, 4) else _prune_nm_kernel
+    pattern: Any = {} if (n, m) == (2, 4) else {"N": n, "M": m}
+    args = (*key_arguments(tensors, numbers), scale)
+    launch_groups(kernel, m, dim, g, out, *args, indexed=random, RANDOM=random, **pattern)
+    return out
+
+
+def prune_gradient(
+    g: Tensor, n: int, m: int, dim: int, key: AnyKey | int | None = None, scale: float = 1.0
+) -> Tensor:
+    """``g`` pruned by magnitude (low index wins ties) or, under a key, at random; then scaled."""
+    return prune_gradient_op(g, n, m, dim, key is not None, *key_parts(key, g.device), scale)

@@ -33,38 +33,6 @@ from sparsepretrain.kernels.triton.tiles import (
 _FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 
 
-@operator("soft_threshold", fake=lambda x, n, m, gamma, dim, scale, dtype: empty_out(x, dim, dtype))
-def soft_threshold(
-    x: Tensor, n: int, m: int, gamma: float, dim: int, scale: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """``dtype(scale · S(x))``; see :func:`sparsepretrain.kernels.soft_threshold`."""
-    out = empty_out(x, dim, dtype)
-    weights = (1.0 - gamma, gamma)
-    meta: Any = {"HAS_SCALE": scale is not None, "INTERPOLATE": gamma != 0.0}
-    beta = x if scale is None else scale  # any pointer, where none is read
-    if (n, m) == (2, 4):
-        launch_groups(_soft_24_kernel, m, dim, x, out, beta, beta, *weights, PACKED=False, **meta)
-    else:
-        launch_groups(_soft_nm_kernel, m, dim, x, out, beta, *weights, N=n, M=m, **meta)
-    return out
-
-
-def soft_prune(
-    x: Tensor, n: int, m: int, gamma: float, dim: int, scale: Tensor | None, out: Tensor
-) -> tuple[Tensor, Tensor]:
-    """:func:`sparsepretrain.kernels.soft_prune`; the mask is packed where it can be."""
-    if (n, m) != (2, 4) or not can_pack_mask(x, out):
-        soft = soft_threshold(x, n, m, gamma, dim, scale, torch.float32)
-        return out.copy_(soft), soft != 0
-    code, whole = empty_packed_mask(x), x.shape[1] % 8 == 0
-    meta: Any = {"HAS_SCALE": scale is not None, "INTERPOLATE": gamma != 0.0, "PACKED": True}
-    tensors = x if scale is None else scale, code
-    weights = (1.0 - gamma, gamma)
-    launch_groups(_soft_24_kernel, m, dim, x, out, *tensors, *weights, indexed=not whole, **meta)
-    torch.autograd.graph.increment_version(out)
-    return out, code
-
-
 @triton.jit
 def _threshold(dropped, kept, w_dropped, w_kept, INTERPOLATE: tl.constexpr):
     """(1 - γ)·dropped + γ·kept, with the reference's care for infinities and rounding."""
@@ -130,3 +98,35 @@ def _soft_nm_kernel(
     if HAS_SCALE:
         scale = tl.load(scale_ptr).to(tl.float32)
     store_groups(out, row, element, mask, _shrink(values, t, scale, HAS_SCALE))
+
+
+@operator("soft_threshold", fake=lambda x, n, m, gamma, dim, scale, dtype: empty_out(x, dim, dtype))
+def soft_threshold(
+    x: Tensor, n: int, m: int, gamma: float, dim: int, scale: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """``dtype(scale · S(x))``; see :func:`sparsepretrain.kernels.soft_threshold`."""
+    out = empty_out(x, dim, dtype)
+    weights = (1.0 - gamma, gamma)
+    meta: Any = {"HAS_SCALE": scale is not None, "INTERPOLATE": gamma != 0.0}
+    beta = x if scale is None else scale  # any pointer, where none is read
+    if (n, m) == (2, 4):
+        launch_groups(_soft_24_kernel, m, dim, x, out, beta, beta, *weights, PACKED=False, **meta)
+    else:
+        launch_groups(_soft_nm_kernel, m, dim, x, out, beta, *weights, N=n, M=m, **meta)
+    return out
+
+
+def soft_prune(
+    x: Tensor, n: int, m: int, gamma: float, dim: int, scale: Tensor | None, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """:func:`sparsepretrain.kernels.soft_prune`; the mask is packed where it can be."""
+    if (n, m) != (2, 4) or not can_pack_mask(x, out):
+        soft = soft_threshold(x, n, m, gamma, dim, scale, torch.float32)
+        return out.copy_(soft), soft != 0
+    code, whole = empty_packed_mask(x), x.shape[1] % 8 == 0
+    meta: Any = {"HAS_SCALE": scale is not None, "INTERPOLATE": gamma != 0.0, "PACKED": True}
+    tensors = x if scale is None else scale, code
+    weights = (1.0 - gamma, gamma)
+    launch_groups(_soft_24_kernel, m, dim, x, out, *tensors, *weights, indexed=not whole, **meta)
+    torch.autograd.graph.increment_version(out)
+    return out, code

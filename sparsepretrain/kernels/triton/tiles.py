@@ -11,6 +11,41 @@ _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
+def widen(x):
+    """Cast to fp32; by bits in Triton's interpreter, which converts bf16 subnormals wrongly."""
+    if _INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, ptr):
+    """Round ``x`` to nearest even in the element type of ``ptr``.
+
+    By bits in Triton's interpreter, which truncates to bf16.
+    """
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = tl.where(x != x, bits | 0x400000, rounded) >> 16
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def minimum(a, b):
+    """Elementwise minimum; propagates NaN."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def maximum(a, b):
+    """Elementwise maximum; propagates NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def block_offsets(BLOCK_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr):
     """Element offsets of this program; see :func:`launch_elements`."""
     pid = tl.program_id(0)
@@ -152,38 +187,3 @@ def store_packed_mask(
             bits = tl.where(mask, keep.to(tl.int32), 0) << bit
             packed = tl.sum(tl.reshape(bits, (TILE.ROWS // 8, 8, TILE.GROUPS)), 1)
             tl.store(ptrs + k * row_bytes, packed.to(tl.uint8), byte_mask)
-
-
-@triton.jit
-def widen(x):
-    """Cast to fp32; by bits in Triton's interpreter, which converts bf16 subnormals wrongly."""
-    if _INTERPRETED and x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def narrow(x, ptr):
-    """Round ``x`` to nearest even in the element type of ``ptr``.
-
-    By bits in Triton's interpreter, which truncates to bf16.
-    """
-    dtype: tl.constexpr = ptr.dtype.element_ty
-    if _INTERPRETED and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-        bits = tl.where(x != x, bits | 0x400000, rounded) >> 16
-        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return x.to(dtype)
-
-
-@triton.jit
-def minimum(a, b):
-    """Elementwise minimum; propagates NaN."""
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def maximum(a, b):
-    """Elementwise maximum; propagates NaN."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

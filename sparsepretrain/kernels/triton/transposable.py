@@ -20,31 +20,6 @@ _TILE_SHAPE = (16, 128) if INTERPRETED else (4, 32)
 """Blocks of 4×4 per program: one per thread with 4 warps."""
 
 
-@operator("transposable_mask", fake=lambda w: torch.empty_like(w, dtype=torch.bool))
-def transposable_mask(w: Tensor) -> Tensor:
-    """See :func:`sparsepretrain.kernels.transposable_mask`."""
-    mask = torch.empty_like(w, dtype=torch.bool)
-    if not w.numel():
-        return mask
-    # the 90 patterns are closed under transposition, but not their order: the kernel is told
-    # which axis lies along memory and reads the block accordingly
-    by_columns = mask.stride(0) < mask.stride(1)
-    source, target = (w.t(), mask.t()) if by_columns else (w, mask)
-    target = target.view(torch.int32)  # four entries of a line in one word
-    n_rows, n_cols = source.shape[0] // 4, source.shape[1] // 4
-    grid = (-(-n_rows // _TILE_SHAPE[0]) * -(-n_cols // _TILE_SHAPE[1]),)
-    max_offset = max(
-        sum(n * abs(s) for n, s in zip(t.shape, t.stride(), strict=True)) for t in (source, mask)
-    )
-    rows, out = (Rows(t, 1, t.stride(0), 0, t.stride(1)) for t in (source, target))
-    tile = Tile(*_TILE_SHAPE, rows.stride == 1, max_offset >= 2**31)
-    with torch.cuda.device_of(w):
-        _transposable_mask_kernel[grid](
-            rows, out, n_rows, n_cols, TILE=tile, BY_COLUMNS=by_columns, enable_fp_fusion=False
-        )
-    return mask
-
-
 @triton.jit
 def _clamped_abs(x):
     """Magnitudes as the reference compares them: NaN and infinity are the largest number."""
@@ -213,3 +188,28 @@ def _transposable_mask_kernel(w, out, n_rows, n_cols, TILE: tl.constexpr, BY_COL
     tl.store(out.ptr + offsets + out.outer_stride, _to_bytes(k1), mask)
     tl.store(out.ptr + offsets + 2 * out.outer_stride, _to_bytes(k2), mask)
     tl.store(out.ptr + offsets + 3 * out.outer_stride, _to_bytes(k3), mask)
+
+
+@operator("transposable_mask", fake=lambda w: torch.empty_like(w, dtype=torch.bool))
+def transposable_mask(w: Tensor) -> Tensor:
+    """See :func:`sparsepretrain.kernels.transposable_mask`."""
+    mask = torch.empty_like(w, dtype=torch.bool)
+    if not w.numel():
+        return mask
+    # the 90 patterns are closed under transposition, but not their order: the kernel is told
+    # which axis lies along memory and reads the block accordingly
+    by_columns = mask.stride(0) < mask.stride(1)
+    source, target = (w.t(), mask.t()) if by_columns else (w, mask)
+    target = target.view(torch.int32)  # four entries of a line in one word
+    n_rows, n_cols = source.shape[0] // 4, source.shape[1] // 4
+    grid = (-(-n_rows // _TILE_SHAPE[0]) * -(-n_cols // _TILE_SHAPE[1]),)
+    max_offset = max(
+        sum(n * abs(s) for n, s in zip(t.shape, t.stride(), strict=True)) for t in (source, mask)
+    )
+    rows, out = (Rows(t, 1, t.stride(0), 0, t.stride(1)) for t in (source, target))
+    tile = Tile(*_TILE_SHAPE, rows.stride == 1, max_offset >= 2**31)
+    with torch.cuda.device_of(w):
+        _transposable_mask_kernel[grid](
+            rows, out, n_rows, n_cols, TILE=tile, BY_COLUMNS=by_columns, enable_fp_fusion=False
+        )
+    return mask
