@@ -1,4 +1,4 @@
-"""Triton kernels of :mod:`sparsepretrain.kernels.fp8`: largest magnitude, then scale and cast."""
+"""Triton kernels of :mod:`sparsepretrain.kernels.fp8`: reduce to amax, then scale and cast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparsepretrain.kernels.triton.tiles import block_offsets, maximum, minimum,
 _FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 _FP8_FIELDS = {"e4m3": (3, -6), "e5m2": (2, -14)}
-"""Mantissa bits and exponent of the smallest normal number."""
+"""Mantissa bits, and exponent of the smallest normal number."""
 
 
 @triton.jit
@@ -25,21 +25,21 @@ def _amax_kernel(
 ):
     offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     value = widen(tl.load(x_ptr + offsets, offsets < n_elements, 0))
-    # magnitudes compare like their bits, NaN above infinity
+    # integer atomics: the bits of magnitudes sort like magnitudes, NaN above infinity
     tl.atomic_max(amax_ptr, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
 
 
 @triton.jit
 def _round_to_fp8(value, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
-    """The nearest number of the format, ties to even, still as fp32."""
+    """Round fp32 to a number of the fp8 format, ties to even; the result is fp32."""
     bits = value.to(tl.uint32, bitcast=True)
     dropped: tl.constexpr = 23 - MANTISSA_BITS
     normal = bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
     normal = ((normal >> dropped) << dropped).to(tl.float32, bitcast=True)
-    # below the smallest normal number the spacing is fixed: adding 1.5·2²³ spacings rounds to it
+    # subnormals have a fixed spacing: adding and subtracting 1.5·2²³ spacings rounds to it
     magic: tl.constexpr = 1.5 * 2.0 ** (23 + MIN_EXPONENT - MANTISSA_BITS)
     small = (value + magic) - magic
-    small = tl.where(small == 0, value * 0, small)  # keeps the sign of zero
+    small = tl.where(small == 0, value * 0, small)  # keep the sign of zero
     rounded = tl.where(tl.abs(value) < 2.0**MIN_EXPONENT, small, normal)
     return tl.where(value == value, rounded, value)
 
@@ -56,7 +56,7 @@ def _quantize_kernel(
     offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     value = widen(tl.load(x_ptr + offsets, offsets < n_elements, 0)) * scale
     value = minimum(maximum(value, -FP8_MAX), FP8_MAX)
-    if _INTERPRETED:  # which does not round to nearest even by itself
+    if _INTERPRETED:  # the interpreter's cast does not round to nearest even
         value = _round_to_fp8(value, MANTISSA_BITS, MIN_EXPONENT)
     tl.store(q_ptr + offsets, value.to(q_ptr.dtype.element_ty), offsets < n_elements)
     if tl.program_id(0) == 0:
@@ -72,28 +72,26 @@ def _dequantize_kernel(
     tl.store(out_ptr + offsets, tl.div_rn(value, tl.load(scale_ptr)), offsets < n_elements)
 
 
-def _as_dense(x: Tensor) -> Tensor:
-    """``x`` if its elements fill their memory without gaps, in any order of axes; or a copy."""
+def _dense(x: Tensor) -> Tensor:
+    """Return ``x`` if it is contiguous in some order of its axes, else a contiguous copy."""
     return x if x.permute(axis_order(x)).is_contiguous() else x.contiguous()
 
 
 @operator(
     "quantize_fp8",
     fake=lambda x, format: (
-        torch.empty_like(_as_dense(x), dtype=FP8_FORMATS[format]),
+        torch.empty_like(_dense(x), dtype=FP8_FORMATS[format]),
         torch.empty((), dtype=torch.float32, device=x.device),
     ),
 )
 def quantize_fp8(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """See :func:`sparsepretrain.kernels.quantize_fp8`."""
-    dtype = FP8_FORMATS[format]
-    dense = _as_dense(x)
+    dtype, dense = FP8_FORMATS[format], _dense(x)
     q = torch.empty_like(dense, dtype=dtype)
-    make = torch.empty if x.numel() else torch.ones  # the kernel writes it, if it runs
+    make = torch.empty if x.numel() else torch.ones  # empty tensors launch no kernel
     scale = make((), dtype=torch.float32, device=x.device)
     amax = torch.zeros((), dtype=torch.int32, device=x.device)
-    flat_x = dense.as_strided((dense.numel(),), (1,))
-    flat_q = q.as_strided((q.numel(),), (1,))
+    flat_x, flat_q = (t.as_strided((t.numel(),), (1,)) for t in (dense, q))
     launch_elements(_amax_kernel, (flat_x, amax), flat_x.numel())
     bits, exponent = _FP8_FIELDS[format]
     meta: Any = {"FP8_MAX": torch.finfo(dtype).max, "MANTISSA_BITS": bits, "MIN_EXPONENT": exponent}
@@ -101,12 +99,10 @@ def quantize_fp8(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-@operator(
-    "dequantize_fp8", fake=lambda q, scale: torch.empty_like(_as_dense(q), dtype=torch.float32)
-)
+@operator("dequantize_fp8", fake=lambda q, scale: torch.empty_like(_dense(q), dtype=torch.float32))
 def dequantize_fp8(q: Tensor, scale: Tensor) -> Tensor:
     """See :func:`sparsepretrain.kernels.dequantize_fp8`."""
-    dense = _as_dense(q)
+    dense = _dense(q)
     out = torch.empty_like(dense, dtype=torch.float32)
     flat_q, flat_out = (t.as_strided((t.numel(),), (1,)) for t in (dense, out))
     launch_elements(_dequantize_kernel, (flat_q, scale, flat_out), flat_q.numel())

@@ -26,12 +26,12 @@ from sparsepretrain.kernels.triton.tiles import (
 _SLOPE: tl.constexpr = tl.constexpr(2 * (2 / torch.pi) ** 0.5)
 _CUBE: tl.constexpr = tl.constexpr(0.044715)
 _SATURATED: tl.constexpr = tl.constexpr(16.0)
-"""Beyond this magnitude of the gate σ(2u) is 0 or 1 in fp32; the cube could overflow."""
+"""Gates are clamped here: σ(2u) is 0 or 1 in fp32 beyond, and the cube could overflow."""
 
 
 @triton.jit
 def _activation(gate, GELU: tl.constexpr):
-    """(activation, its derivative) of the gate."""
+    """Return the activation of the gate and its derivative."""
     if GELU:
         g = maximum(minimum(gate, _SATURATED), -_SATURATED)
         square = g * g * _CUBE
@@ -44,7 +44,7 @@ def _activation(gate, GELU: tl.constexpr):
 
 @triton.jit
 def _load_glu(x, gate_ptr, n_rows, n_cols, TILE: tl.constexpr, GELU: tl.constexpr):
-    """(row, column, mask, value, activation, derivative) of this program's elements."""
+    """Load this program's tile: (row, column, mask, value, activation, derivative)."""
     row, start = program_tile(n_rows, n_cols, TILE)
     col = start + tl.arange(0, TILE.GROUPS)
     mask = (row < n_rows)[:, None] & (col < n_cols)[None, :]
@@ -78,7 +78,7 @@ def _as_2d(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("sparsepretrain::gated", mutates_args=())
 def gated(x: Tensor, gelu: bool) -> Tensor:
-    """:func:`sparsepretrain.kernels.geglu` of (…, 2h), or swiglu."""
+    """Return GeGLU (``gelu``) or SwiGLU of ``x`` (…, 2h)."""
     value, gate = _as_2d(x).chunk(2, dim=1)
     out = torch.empty_like(value)
     launch_groups(_glu_forward_kernel, 1, 1, value, out, gate, GELU=gelu)

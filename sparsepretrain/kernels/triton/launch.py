@@ -35,7 +35,7 @@ class Tile(NamedTuple):
     ROWS: int
     GROUPS: int
     CONTIGUOUS: bool
-    """Groups are contiguous in every tensor."""
+    """Groups are contiguous in input and output."""
     INT64_OFFSETS: bool
     """Offsets need 64 bits."""
     OUT_CONTIGUOUS: bool = False
@@ -65,18 +65,17 @@ def as_rows(x: Tensor, dim: int) -> Rows:
     return Rows(x, *strides)
 
 
-# Cached by shape: a GPU that is faster than its launches waits for the host.
 Strides = tuple[int, int, int, int]
 """Fields of :class:`Rows` after ``ptr``."""
 
 
+# Cached by shape: launch overhead is visible where kernels are short.
 @lru_cache(4096)
 def _row_strides(shape: torch.Size, stride: tuple[int, ...], dim: int) -> Strides | None:
     """Return the fields of :class:`Rows` after ``ptr``, or None if a copy is needed."""
     dim %= len(shape)
-    outer, inner = (
-        _collapsed_stride(shape[axes], stride[axes]) for axes in (slice(dim), slice(dim + 1, None))
-    )
+    outer = _collapsed_stride(shape[:dim], stride[:dim])
+    inner = _collapsed_stride(shape[dim + 1 :], stride[dim + 1 :])
     if outer is None or inner is None:
         return None
     if shape[:dim].numel() == 1:  # one stride from row to row: divisions by 1 vanish when compiled
@@ -250,17 +249,11 @@ def launch_groups(
         source, target = (Rows(rows.ptr, *tiling.flat_strides) for rows in (source, target))
     if out2 is not None:
         args = (target._replace(ptr=out2), *args)
+    # No fused multiply-adds: results are compared bit for bit with the reference.
+    options |= {"TILE": tiling.tile, "enable_fp_fusion": False}
     with torch.cuda.device_of(x):
-        # no fusion: decisions are compared bit for bit with the reference
         kernel[(tiling.n_programs,)](
-            source,
-            target,
-            tiling.n_rows,
-            tiling.n_groups,
-            *args,
-            TILE=tiling.tile,
-            enable_fp_fusion=False,
-            **options,
+            source, target, tiling.n_rows, tiling.n_groups, *args, **options
         )
 
 

@@ -13,7 +13,7 @@ from sparsepretrain.kernels.triton.tiles import block_offsets, narrow, widen
 
 @triton.jit
 def load_mask(mask_ptr, offsets, mask, PACKED: tl.constexpr):
-    """Flags of a mask in bytes, or in bits; true where nothing exists."""
+    """Load a bool mask, or unpack bits if PACKED; true outside ``mask``."""
     if PACKED:
         byte = tl.load(mask_ptr + offsets // 8, mask, 255).to(tl.int32)
         return ((byte >> (offsets % 8).to(tl.int32)) & 1) != 0
@@ -33,7 +33,7 @@ def _apply_mask_kernel(
 
 
 def _apply_mask_into(x: Tensor, mask: Tensor, out: Tensor) -> None:
-    """In the memory order of ``out``."""
+    """Flatten all tensors in the memory order of ``out`` and launch."""
     order, packed = axis_order(out), mask.shape != x.shape
     flat_mask = (mask if packed else mask.permute(order)).contiguous().view(-1).view(torch.uint8)
     flat_x, flat_out = x.permute(order).contiguous().view(-1), out.permute(order).view(-1)
@@ -42,7 +42,7 @@ def _apply_mask_into(x: Tensor, mask: Tensor, out: Tensor) -> None:
 
 @operator("apply_mask", fake=lambda x, mask: torch.empty_like(x))
 def apply_mask_op(x: Tensor, mask: Tensor) -> Tensor:
-    """:func:`apply_mask` into a new tensor."""
+    """Variant of :func:`apply_mask` that returns a new tensor."""
     out = torch.empty_like(x)
     _apply_mask_into(x, mask, out)
     return out
@@ -79,11 +79,10 @@ def _masked_decay_kernel(
 def masked_decay_op(
     grad: Tensor, weight: Tensor, mask: Tensor, decay: float, factor: Tensor | None
 ) -> None:
-    """:func:`masked_decay_`; ``factor``, if given, stands for ``decay``."""
-    # in the memory order of the gradient, which is written in place
-    order = axis_order(grad)
+    """Operator of :func:`masked_decay_`; ``factor`` replaces ``decay`` unless it is None."""
+    # flatten in the memory order of the gradient, which is written in place
+    order, packed = axis_order(grad), mask.shape != grad.shape
     target = grad.permute(order)
-    packed = mask.shape != grad.shape
     flat_grad = target.contiguous().view(-1)
     flat_weight = weight.permute(order).contiguous().view(-1)
     flat_mask = (mask if packed else mask.permute(order)).contiguous().view(-1).view(torch.uint8)
@@ -97,7 +96,7 @@ def masked_decay_op(
 
 
 def masked_decay_(grad: Tensor, weight: Tensor, mask: Tensor, decay: float | Tensor) -> None:
-    """``grad += decay · (1 - mask) · weight``."""
+    """See :func:`sparsepretrain.kernels.masked_decay_`."""
     number, factor = (0.0, decay) if isinstance(decay, Tensor) else (decay, None)
     masked_decay_op(grad, weight, mask, number, factor)
 
@@ -114,7 +113,7 @@ def _differing_bits_kernel(
     if REPLACE:
         tl.store(previous_ptr + offsets, new, mask)
     bits = bits.to(tl.uint32, bitcast=bits.dtype.primitive_bitwidth == 32)
-    # population count in parallel fields of 2, 4 and 8 bits; libdevice's has no interpreter
+    # population count in fields of 2, 4 and 8 bits: the interpreter has no libdevice.popc
     bits = bits - ((bits >> 1) & 0x55555555)
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
     bits = (bits + (bits >> 4)) & 0x0F0F0F0F
@@ -128,9 +127,9 @@ def _differing_bits_kernel(
     mutates=["previous"],
 )
 def differing_bits(previous: Tensor, current: Tensor, replace: bool) -> Tensor:
-    """Number of bits in which two tensors of bytes (masks or packed codes) differ; 0-d int64.
+    """Count the bits that differ between two masks or packed masks, as 0-d int64.
 
-    ``replace``: the first, a contiguous one, becomes the second.
+    ``replace``: copy ``current`` to ``previous``, which must be contiguous, in the same pass.
     """
     total = torch.zeros((), dtype=torch.int64, device=current.device)
     order = axis_order(current)
@@ -160,7 +159,7 @@ def _pack_24_kernel(
     offsets = block_offsets(BLOCK_SIZE, INT64_OFFSETS)
     mask = offsets < n_elements
     word = tl.load(words_ptr + offsets, mask, 0)
-    # a product with 2²⁴ + 2¹⁷ + 2¹⁰ + 2³ has byte i of four, 0 or 1, as bit 24 + i
+    # multiplying by 2²⁴ + 2¹⁷ + 2¹⁰ + 2³ moves byte i of four (0 or 1) to bit 24 + i
     low, high = word.to(tl.uint32) * 0x01020408, (word >> 32).to(tl.uint32) * 0x01020408
     tl.store(code_ptr + offsets, ((low >> 24) | (high >> 20)).to(tl.uint8), mask)
 
@@ -171,10 +170,9 @@ def pack_24(mask: Tensor) -> Tensor:
     flags = mask.contiguous().view(-1).view(torch.uint8)
     if flags.numel() % 8 or flags.data_ptr() % 8:
         flags = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).clone()
-    code = torch.empty(flags.numel() // 8, dtype=torch.uint8, device=mask.device)
-    launch_elements(
-        _pack_24_kernel, (flags.view(torch.int64), code), code.numel(), block_size=BLOCK_SIZE // 4
-    )
+    words = flags.view(torch.int64)
+    code = torch.empty(words.numel(), dtype=torch.uint8, device=mask.device)
+    launch_elements(_pack_24_kernel, (words, code), code.numel(), block_size=BLOCK_SIZE // 4)
     return code
 
 

@@ -1,7 +1,7 @@
 """Triton kernel of :mod:`sparsepretrain.kernels.mvue24`: the same operations in the same order.
 
-Division is rounded to nearest and products are not fused with sums, so fp32 results are the bits of
-the reference.
+Division rounds to nearest and multiply-adds are not fused, so fp32 results equal the reference bit
+for bit.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from sparsepretrain.kernels.triton.tiles import (
 
 _SMALLEST_NORMAL: tl.constexpr = tl.constexpr(2.0**-126)
 _SMALLEST_SUBNORMAL: tl.constexpr = tl.constexpr(2.0**-149)
-_FLOOR: tl.constexpr = tl.constexpr(2.0**-96)
-"""Entries below this part of the largest are dropped; see ``mvue24._normalize``."""
+_MIN_RATIO: tl.constexpr = tl.constexpr(2.0**-96)
+"""Entries below this fraction of the largest are dropped; see ``mvue24._normalize``."""
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def refine_quotient(a, b, start):
-    """a/b rounded to nearest, from a reciprocal of b that is wrong in its last bit at most."""
+    """Return a/b rounded to nearest; ``start`` is 1/b within one unit in the last place."""
     inverse = tl.fma(start, tl.fma(-b, start, 1.0), start)
     q = a * inverse
     return tl.fma(inverse, tl.fma(-b, q, a), q)
@@ -50,12 +50,12 @@ def refine_quotient(a, b, start):
 
 @triton.jit
 def divide(a, b):
-    """a/b rounded to nearest, for a, b and a/b that neither over- nor underflow by far.
+    """Return a/b rounded to nearest, for b in [2⁻⁷⁰, 2¹²) and a in [2⁻⁹⁵, b].
 
     These are the instructions of ``div_rn`` without its branch for numbers near the ends of the
-    range: here b is in [2⁻⁷⁰, 2¹²) and a in [2⁻⁹⁵, b], so that both remainders are exact.
+    range: in the ranges above both remainders are exact.
     """
-    if _INTERPRETED:  # has no assembler, and rounds fma twice
+    if _INTERPRETED:  # the interpreter has no inline assembly, and its fma rounds twice
         return tl.div_rn(a, b)
     start = tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1
@@ -64,37 +64,37 @@ def divide(a, b):
 
 
 @triton.jit
-def _value(v, b, scale, stays, max_value):
-    """Return the value of an entry that is kept, with v = |x|/p over the scale."""
+def _kept_value(v, b, scale, threshold, max_value):
+    """Return the magnitude of a kept entry; v is |x|/p over the scale."""
     value = minimum(maximum(v, b) * scale, max_value)
-    return tl.where(stays < float("inf"), 0.0, value)
+    return tl.where(threshold < float("inf"), 0.0, value)
 
 
 @triton.jit
-def _signed(magnitude, x, stays):
-    """The magnitude with the sign of x, and x itself where it is as large as ``stays``."""
+def _restore_sign(magnitude, x, threshold):
+    """Copy the sign of x to ``magnitude``; return x itself where |x| ≥ ``threshold``."""
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     y = (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(x) >= stays, x, y)
+    return tl.where(tl.abs(x) >= threshold, x, y)
 
 
 @triton.jit
 def _normalize(a0, a1, a2, a3):
-    """(magnitudes over a power of two, that power, the magnitude from which an entry stays)."""
+    """Return magnitudes over a power of two, that power, and the threshold of unchanged entries."""
     low, high, low2, high2 = minimum(a0, a1), maximum(a0, a1), minimum(a2, a3), maximum(a2, a3)
     second = minimum(maximum(low, low2), minimum(high, high2))
     largest = maximum(high, high2)
-    floor = maximum(largest * _FLOOR, _SMALLEST_SUBNORMAL)
-    stays = tl.where(second < floor, tl.where(second == 0, 0.0, floor), float("inf"))
+    floor = maximum(largest * _MIN_RATIO, _SMALLEST_SUBNORMAL)
+    threshold = tl.where(second < floor, tl.where(second == 0, 0.0, floor), float("inf"))
     exponent = maximum(largest, 2 * _SMALLEST_NORMAL).to(tl.int32, bitcast=True) & 0x7F800000
     inverse = (0x7F800000 - exponent).to(tl.float32, bitcast=True)
     scale = (exponent - 0x00800000).to(tl.float32, bitcast=True)
-    return a0 * inverse, a1 * inverse, a2 * inverse, a3 * inverse, scale, stays
+    return a0 * inverse, a1 * inverse, a2 * inverse, a3 * inverse, scale, threshold
 
 
 @triton.jit
-def _approximate(b0, b1, b2, b3, r0, r1, scale, stays, max_value):
-    """Magnitudes of the estimates by two draws."""
+def _approximate(b0, b1, b2, b3, r0, r1, scale, threshold, max_value):
+    """Return the magnitudes of the estimates; two draws without replacement."""
     c1 = b0 + b1
     c2 = c1 + b2
     total = c2 + b3
@@ -108,15 +108,15 @@ def _approximate(b0, b1, b2, b3, r0, r1, scale, stays, max_value):
     near, nearer = u < d1, u < e0
     second = tl.where(nearer, e0, tl.where(near, e1, e2))
     k, m = tl.where(nearer, e1, e0), tl.where(near, e2, e1)
-    rest, product = k + m, k * m
+    remaining, product = k + m, k * m
     d = (first + second) * total + product
-    n = rest * total - product - product
-    whole, without_second = total * d, first + rest
+    n = remaining * total - product - product
+    whole, without_second = total * d, first + remaining
     value = without_second * divide(whole, n * without_second + whole)
     value2 = others * divide(whole, n * others + whole)
-    y = _value(value, first, scale, stays, max_value)
-    y2 = _value(value2, second, scale, stays, max_value)
-    zero = total * 0  # a NaN must stay visible
+    y = _kept_value(value, first, scale, threshold, max_value)
+    y2 = _kept_value(value2, second, scale, threshold, max_value)
+    zero = total * 0  # propagates NaN
     h0, h2 = tl.where(nearer, y2, zero), tl.where(near, zero, y2)
     h1 = tl.where(nearer, zero, tl.where(near, y2, zero))
     out0, out1 = tl.where(at0, y, h0), tl.where(at0, h0, tl.where(to1, y, h1))
@@ -125,38 +125,39 @@ def _approximate(b0, b1, b2, b3, r0, r1, scale, stays, max_value):
 
 
 @triton.jit
-def _exact(b0, b1, b2, b3, r, scale, stays, max_value):
-    """Magnitudes of the estimates by systematic sampling."""
+def _exact(b0, b1, b2, b3, r, scale, threshold, max_value):
+    """Return the magnitudes of the estimates; systematic sampling with one draw."""
     head, tail = b0 + b1, b2 + b3
     o0, o1, o2, o3 = b1 + tail, b0 + tail, head + b3, head + b2
-    share = minimum(minimum(minimum(o0, o1), minimum(o2, o3)), (b0 + o0) * 0.5)
-    q0, q1, q2 = minimum(b0, share), minimum(b1, share), minimum(b2, share)
+    interval = minimum(minimum(minimum(o0, o1), minimum(o2, o3)), (b0 + o0) * 0.5)
+    q0, q1, q2 = minimum(b0, interval), minimum(b1, interval), minimum(b2, interval)
     c1 = q0 + q1
     c2 = tl.where(b3 == 0, float("inf"), c1 + q2)
-    u = r * share
-    again = u + share
+    u = r * interval
+    again = u + interval
     at0, to1, again1, again2 = u < q0, u < c1, again < c1, again < c2
-    zero = share * 0  # a NaN must stay visible
-    y0 = tl.where(at0, _value(share, b0, scale, stays, max_value), zero)
-    y1 = tl.where((to1 & ~at0) | again1, _value(share, b1, scale, stays, max_value), zero)
-    y2 = tl.where(~to1 | (again2 & ~again1), _value(share, b2, scale, stays, max_value), zero)
-    y3 = tl.where(again2, zero, _value(share, b3, scale, stays, max_value))
+    zero = interval * 0  # propagates NaN
+    y0 = tl.where(at0, _kept_value(interval, b0, scale, threshold, max_value), zero)
+    y1 = tl.where(
+        (to1 & ~at0) | again1, _kept_value(interval, b1, scale, threshold, max_value), zero
+    )
+    y2 = tl.where(
+        ~to1 | (again2 & ~again1), _kept_value(interval, b2, scale, threshold, max_value), zero
+    )
+    y3 = tl.where(again2, zero, _kept_value(interval, b3, scale, threshold, max_value))
     return y0, y1, y2, y3
 
 
 @triton.jit
 def _estimate(x0, x1, x2, x3, r0, r1, max_value, EXACT: tl.constexpr):
-    b0, b1, b2, b3, scale, stays = _normalize(tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3))
+    b0, b1, b2, b3, scale, threshold = _normalize(tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3))
     if EXACT:
-        y0, y1, y2, y3 = _exact(b0, b1, b2, b3, r0, scale, stays, max_value)
+        y0, y1, y2, y3 = _exact(b0, b1, b2, b3, r0, scale, threshold, max_value)
     else:
-        y0, y1, y2, y3 = _approximate(b0, b1, b2, b3, r0, r1, scale, stays, max_value)
-    return (
-        _signed(y0, x0, stays),
-        _signed(y1, x1, stays),
-        _signed(y2, x2, stays),
-        _signed(y3, x3, stays),
-    )
+        y0, y1, y2, y3 = _approximate(b0, b1, b2, b3, r0, r1, scale, threshold, max_value)
+    y0, y1 = _restore_sign(y0, x0, threshold), _restore_sign(y1, x1, threshold)
+    y2, y3 = _restore_sign(y2, x2, threshold), _restore_sign(y3, x3, threshold)
+    return y0, y1, y2, y3
 
 
 @triton.jit(do_not_specialize=KEY_ARGUMENTS)
@@ -182,7 +183,7 @@ def _mvue_kernel(
 
 
 def _empty_mvue(x: Tensor, dim: int, last: bool) -> Tensor:
-    """For the result, with ``dim`` along memory if it is to be ``last``."""
+    """Empty result; ``dim`` is contiguous if ``last``."""
     if not last:
         return empty_out(x, dim, x.dtype)
     moved = x.movedim(dim, -1)
@@ -199,13 +200,13 @@ def mvue_op(
     tensors: Sequence[Tensor | None],
     numbers: Sequence[int],
 ) -> Tensor:
-    """:func:`mvue`; the key as :func:`key_parts` splits it."""
+    """Operator of :func:`mvue`; ``tensors`` and ``numbers`` come from :func:`key_parts`."""
     length, out = x.shape[dim], _empty_mvue(x, dim, last)
-    if length % 4:  # rare, so one more copy does not matter
+    if length % 4:  # rare, so a copy is acceptable
         padded = torch.nn.functional.pad(x.movedim(dim, -1), (0, -length % 4))
         pruned = mvue_op(padded, -1, False, exact, uniforms, tensors, numbers)
         return out.copy_(pruned[..., :length].movedim(-1, dim))
-    draws = x  # any pointer, where none is read
+    draws = x  # unused pointer
     if uniforms is not None:  # (rows, groups, draws)
         draws = uniforms.reshape(uniforms.shape[:-2].numel(), *uniforms.shape[-2:])
         draws = draws.float().contiguous()
@@ -223,6 +224,6 @@ def mvue(
     key: AnyKey | int | None,
     order: str | None,
 ) -> Tensor:
-    """:func:`sparsepretrain.kernels.mvue` for checked arguments."""
+    """See :func:`sparsepretrain.kernels.mvue`, which checks the arguments."""
     flags = order is not None, estimator == "exact"
     return mvue_op(x, dim, *flags, uniforms, *key_parts(key, x.device))

@@ -30,7 +30,7 @@ from sparsepretrain.kernels.triton.tiles import (
 
 @triton.jit
 def magnitude_bits(x):
-    """|x| of fp32 as integers in the same order, NaN above infinity."""
+    """Return the bits of fp32 |x| as int32, which sort like |x|; NaN sorts above infinity."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -41,14 +41,14 @@ def _majority(a, b, c):
 
 @triton.jit
 def top_2_of_4(k0, k1, k2, k3, LOW: tl.constexpr):
-    """The two largest of four keys; of equal ones the later position wins, the earlier if LOW."""
+    """Mark the two largest of four keys; ties go to the higher position, to the lower if LOW."""
     if LOW:
         b01, b02, b03 = k0 >= k1, k0 >= k2, k0 >= k3
         b12, b13, b23 = k1 >= k2, k1 >= k3, k2 >= k3
     else:
         b01, b02, b03 = k0 > k1, k0 > k2, k0 > k3
         b12, b13, b23 = k1 > k2, k1 > k3, k2 > k3
-    # kept is what beats at least two of the other three
+    # a key is kept if it beats at least two of the other three
     keep0 = _majority(b01, b02, b03)
     keep1 = _majority(~b01, b12, b13)
     keep2 = _majority(~b02, ~b12, b23)
@@ -60,28 +60,27 @@ def top_2_of_4(k0, k1, k2, k3, LOW: tl.constexpr):
 def top_n_mask(
     keys, x, row, group, group_mask, N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr
 ):  # fmt: skip
-    """Find the N largest keys of each group; (rows, groups, M rounded up to a power of two).
+    """Mark the N largest keys of each group in a tile of :func:`group_indices`.
 
-    An element is kept when fewer than N others beat it. The others are read again, one position
-    at a time: they are in the first-level cache, and M² comparisons need no registers of their own.
+    An element is kept if fewer than N others beat it. The others are loaded again, one position at
+    a time: they hit the L1 cache, and M² comparisons need no registers.
     """
     pos = tl.arange(0, keys.shape[2])[None, None, :]
     losses = tl.zeros(keys.shape, tl.int32)
     for j in tl.range(0, M):
         offsets = element_offsets(x, row, group * M + j)
         other = magnitude_bits(widen(tl.load(x.ptr + offsets, group_mask, 0)))[:, :, None]
-        wins_ties = (pos > j) if LOW else (pos < j)
-        losses += ((other > keys) | ((other == keys) & wins_ties)).to(tl.int32)
+        wins_tie = (pos > j) if LOW else (pos < j)
+        losses += ((other > keys) | ((other == keys) & wins_tie)).to(tl.int32)
     return (losses < N) & (pos < M)
 
 
 @triton.jit
 def _mask_24_kernel(
-    x, out, n_rows, n_groups, pruned, code_ptr,
-    TILE: tl.constexpr,
+    x, out, n_rows, n_groups, pruned, code_ptr, TILE: tl.constexpr,
     LOW: tl.constexpr, STORE_PRUNED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Write the mask to ``out``, or packed to ``code_ptr``; and kept values to ``pruned``."""
+    """Store the mask to ``out`` or packed to ``code_ptr``, and kept values to ``pruned``."""
     row, start = program_tile(n_rows, n_groups, TILE)
     x0, x1, x2, x3 = load_groups4(x, row_offsets(x, row), start, row < n_rows, n_groups, TILE)
     keep0, keep1, keep2, keep3 = top_2_of_4(
@@ -100,8 +99,7 @@ def _mask_24_kernel(
 
 @triton.jit
 def _mask_nm_kernel(
-    x, out, n_rows, n_groups, pruned,
-    TILE: tl.constexpr,
+    x, out, n_rows, n_groups, pruned, TILE: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, STORE_PRUNED: tl.constexpr,
 ):  # fmt: skip
     row, start = program_tile(n_rows, n_groups, TILE)
@@ -113,46 +111,46 @@ def _mask_nm_kernel(
         store_groups(pruned, row, element, mask, tl.where(keep, values, 0.0))
 
 
-def _launch(
+def _launch_mask(
     x: Tensor, n: int, m: int, dim: int, low: bool, mask: Tensor, pruned: Tensor | None
 ) -> None:
-    """Both results have the same strides, so they share one geometry."""
+    """Write the mask, and kept values to ``pruned`` unless it is None; strides must be equal."""
     values = mask if pruned is None else pruned
     out, meta = mask.view(torch.int8), {"LOW": low, "STORE_PRUNED": pruned is not None}
     if (n, m) == (2, 4):
-        # any pointer for the code, where none is written
+        # the mask is an unused pointer in place of the packed mask
         launch_groups(_mask_24_kernel, m, dim, x, out, mask, out2=values, PACKED=False, **meta)
     else:
         launch_groups(_mask_nm_kernel, m, dim, x, out, out2=values, N=n, M=m, **meta)
 
 
-def _launch_packed(x: Tensor, dim: int, low: bool, pruned: Tensor | None) -> Tensor:
-    """Return the 2:4 mask in bits; values are written to ``pruned`` if there is one."""
-    code, whole = empty_packed_mask(x), x.shape[1] % 8 == 0
+def _launch_packed_mask(x: Tensor, dim: int, low: bool, pruned: Tensor | None) -> Tensor:
+    """Return the packed 2:4 mask; write kept values to ``pruned`` unless it is None."""
+    code, aligned = empty_packed_mask(x), x.shape[1] % 8 == 0
     out = x if pruned is None else pruned
     meta = {"LOW": low, "STORE_PRUNED": pruned is not None, "PACKED": True}
-    launch_groups(_mask_24_kernel, 4, dim, x, out, code, out2=out, indexed=not whole, **meta)
+    launch_groups(_mask_24_kernel, 4, dim, x, out, code, out2=out, indexed=not aligned, **meta)
     return code
 
 
 @operator("nm_code", fake=lambda x, dim, low: empty_packed_mask(x))
 def nm_code_op(x: Tensor, dim: int, low: bool) -> Tensor:
-    """The 2:4 mask of a contiguous matrix in bits."""
-    return _launch_packed(x, dim, low, None)
+    """Return the packed 2:4 mask of a contiguous matrix."""
+    return _launch_packed_mask(x, dim, low, None)
 
 
 @operator("nm_mask", fake=lambda x, n, m, dim, low: empty_out(x, dim, torch.bool))
 def nm_mask_op(x: Tensor, n: int, m: int, dim: int, low: bool) -> Tensor:
-    """A new mask, a bool for each element."""
+    """Return a new bool mask."""
     mask = empty_out(x, dim, torch.bool)
-    _launch(x, n, m, dim, low, mask, None)
+    _launch_mask(x, n, m, dim, low, mask, None)
     return mask
 
 
 def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool, packed: bool = False) -> Tensor:
-    """:func:`sparsepretrain.kernels.nm_mask`; ``low``: the smaller index wins ties.
+    """See :func:`sparsepretrain.kernels.nm_mask`; ``low``: the smaller index wins ties.
 
-    ``packed``: in bits where one pass can write them.
+    ``packed`` is a wish: the mask is bool where one pass cannot pack it.
     """
     if packed and (n, m) == (2, 4) and can_pack_mask(x, x):
         return nm_code_op(x, dim, low)
@@ -164,19 +162,19 @@ def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool, packed: bool = False
     fake=lambda x, n, m, dim, low: (empty_out(x, dim, x.dtype), empty_out(x, dim, torch.bool)),
 )
 def nm_prune_op(x: Tensor, n: int, m: int, dim: int, low: bool) -> tuple[Tensor, Tensor]:
-    """:func:`nm_prune` into new tensors."""
+    """Variant of :func:`nm_prune` that returns new tensors."""
     pruned, mask = empty_out(x, dim, x.dtype), empty_out(x, dim, torch.bool)
-    _launch(x, n, m, dim, low, mask, pruned)
+    _launch_mask(x, n, m, dim, low, mask, pruned)
     return pruned, mask
 
 
 def nm_prune(
     x: Tensor, n: int, m: int, dim: int, low: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`sparsepretrain.kernels.nm_prune`; into ``out`` the mask is packed where it can be."""
+    """See :func:`sparsepretrain.kernels.nm_prune`; with ``out`` the mask may be packed."""
     if out is None or (n, m) != (2, 4) or not can_pack_mask(x, out):
         pruned, mask = nm_prune_op(x, n, m, dim, low)
         return pruned if out is None else out.copy_(pruned), mask
-    code = _launch_packed(x, dim, low, out)
+    code = _launch_packed_mask(x, dim, low, out)
     torch.autograd.graph.increment_version(out)
     return out, code

@@ -1,4 +1,4 @@
-"""Triton kernels of :mod:`sparsepretrain.kernels.sdgp`: choose and prune in one pass."""
+"""Triton kernels of :mod:`sparsepretrain.kernels.sdgp`: select and prune in one pass."""
 
 from __future__ import annotations
 
@@ -32,16 +32,14 @@ from sparsepretrain.kernels.triton.tiles import (
 
 @triton.jit
 def _random_keys(row, element, words):
-    """Keys in the order of the uniforms of the elements: counter (row, index along the axis)."""
+    """Return random keys that sort like the uniforms of the elements; counter (row, element)."""
     first, _ = draw_bits(row, element, words)
     return (first >> 8).to(tl.int32)
 
 
 @triton.jit
-def _random_top_n_mask(
-    keys, row, group, words, N: tl.constexpr, M: tl.constexpr
-):  # fmt: skip
-    """:func:`kept_by_rank` of drawn keys; the others are drawn again, one position at a time."""
+def _random_top_n_mask(keys, row, group, words, N: tl.constexpr, M: tl.constexpr):
+    """Variant of :func:`top_n_mask` for random keys, which are drawn again instead of loaded."""
     pos = tl.arange(0, keys.shape[2])[None, None, :]
     losses = tl.zeros(keys.shape, tl.int32)
     for j in tl.range(0, M):
@@ -105,7 +103,7 @@ def prune_gradient_op(
     numbers: Sequence[int],
     scale: float,
 ) -> Tensor:
-    """:func:`prune_gradient` with the key as :func:`key_parts` splits it."""
+    """Operator of :func:`prune_gradient`; ``tensors``, ``numbers``: see :func:`key_parts`."""
     out = empty_out(g, dim, g.dtype)
     kernel = _prune_24_kernel if (n, m) == (2, 4) else _prune_nm_kernel
     pattern: Any = {} if (n, m) == (2, 4) else {"N": n, "M": m}
@@ -117,5 +115,5 @@ def prune_gradient_op(
 def prune_gradient(
     g: Tensor, n: int, m: int, dim: int, key: AnyKey | int | None = None, scale: float = 1.0
 ) -> Tensor:
-    """``g`` pruned by magnitude (low index wins ties) or, under a key, at random; then scaled."""
+    """Prune ``g`` by magnitude (low index wins ties), or at random and scaled if there is a key."""
     return prune_gradient_op(g, n, m, dim, key is not None, *key_parts(key, g.device), scale)

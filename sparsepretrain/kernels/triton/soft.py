@@ -35,7 +35,7 @@ _FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 
 @triton.jit
 def _threshold(dropped, kept, w_dropped, w_kept, INTERPOLATE: tl.constexpr):
-    """(1 - γ)·dropped + γ·kept, with the reference's care for infinities and rounding."""
+    """Return (1 - γ)·dropped + γ·kept; infinities and rounding are handled as in the reference."""
     if INTERPOLATE:
         t = w_dropped * minimum(dropped, _FP32_MAX)
         t += w_kept * minimum(kept, _FP32_MAX)
@@ -45,7 +45,7 @@ def _threshold(dropped, kept, w_dropped, w_kept, INTERPOLATE: tl.constexpr):
 
 @triton.jit
 def _shrink(x, t, scale, HAS_SCALE: tl.constexpr):
-    """scale·sign(x)·(|x| - t) where |x| > t, else +0.0; NaN stays."""
+    """Return scale·sign(x)·(|x| - t) where |x| > t, else +0.0; propagates NaN."""
     magnitude = tl.abs(x)
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     shrunk = ((magnitude - t).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
@@ -87,7 +87,7 @@ def _soft_nm_kernel(
     values = load_groups(x, row, element, mask)
     bits = magnitude_bits(values)
     keep = top_n_mask(bits, x, row, group, group_mask, N, M, False)
-    # largest dropped and smallest kept, compared as integers: NaN is above infinity
+    # largest dropped and smallest kept, compared as integers: NaN sorts above infinity
     dropped = tl.max(tl.where(keep | (pos >= M), 0, bits), 2)[:, :, None]
     kept = tl.min(tl.where(keep, bits, 0x7FFFFFFF), 2)[:, :, None]
     nan = tl.max(bits, 2)[:, :, None] > 0x7F800000
@@ -104,11 +104,11 @@ def _soft_nm_kernel(
 def soft_threshold(
     x: Tensor, n: int, m: int, gamma: float, dim: int, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """``dtype(scale · S(x))``; see :func:`sparsepretrain.kernels.soft_threshold`."""
+    """Return scale·S(x) in ``dtype``; see :func:`sparsepretrain.kernels.soft_threshold`."""
     out = empty_out(x, dim, dtype)
     weights = (1.0 - gamma, gamma)
     meta: Any = {"HAS_SCALE": scale is not None, "INTERPOLATE": gamma != 0.0}
-    beta = x if scale is None else scale  # any pointer, where none is read
+    beta = x if scale is None else scale  # unused pointer without a scale
     if (n, m) == (2, 4):
         launch_groups(_soft_24_kernel, m, dim, x, out, beta, beta, *weights, PACKED=False, **meta)
     else:
@@ -119,14 +119,14 @@ def soft_threshold(
 def soft_prune(
     x: Tensor, n: int, m: int, gamma: float, dim: int, scale: Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """:func:`sparsepretrain.kernels.soft_prune`; the mask is packed where it can be."""
+    """See :func:`sparsepretrain.kernels.soft_prune`; the mask is packed if one pass can do it."""
     if (n, m) != (2, 4) or not can_pack_mask(x, out):
         soft = soft_threshold(x, n, m, gamma, dim, scale, torch.float32)
         return out.copy_(soft), soft != 0
-    code, whole = empty_packed_mask(x), x.shape[1] % 8 == 0
+    code, aligned = empty_packed_mask(x), x.shape[1] % 8 == 0
     meta: Any = {"HAS_SCALE": scale is not None, "INTERPOLATE": gamma != 0.0, "PACKED": True}
     tensors = x if scale is None else scale, code
     weights = (1.0 - gamma, gamma)
-    launch_groups(_soft_24_kernel, m, dim, x, out, *tensors, *weights, indexed=not whole, **meta)
+    launch_groups(_soft_24_kernel, m, dim, x, out, *tensors, *weights, indexed=not aligned, **meta)
     torch.autograd.graph.increment_version(out)
     return out, code

@@ -14,21 +14,21 @@ from sparsepretrain.kernels.triton.tiles import load_groups4, program_tile
 _PAIR_BITS: tl.constexpr = tl.constexpr(
     sum(1 << 4 * i + column for i, pair in enumerate(PAIRS) for column in pair)
 )
-"""The columns of each of PAIRS as four bits."""
+"""Columns of every pair in PAIRS, four bits each."""
 _FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 _TILE_SHAPE = (16, 128) if INTERPRETED else (4, 32)
-"""Blocks of 4×4 per program: one per thread with 4 warps."""
+"""Rows and columns of 4×4 blocks per program: one block per thread with 4 warps."""
 
 
 @triton.jit
 def _clamped_abs(x):
-    """Magnitudes as the reference compares them: NaN and infinity are the largest number."""
-    return tl.minimum(tl.abs(x), _FP32_MAX)  # of NaN and a number: the number
+    """Return |x| clamped to the largest finite number; NaN becomes that number too."""
+    return tl.minimum(tl.abs(x), _FP32_MAX)  # tl.minimum drops NaN
 
 
 @triton.jit
 def _pair_sums(a, b, c, d):
-    """Kept magnitude of a row for each of the six ways to keep two, in the order of PAIRS."""
+    """Return a row's kept magnitude for each of the six PAIRS."""
     return a + b, a + c, a + d, b + c, b + d, c + d
 
 
@@ -39,7 +39,7 @@ def _add_each(v, row):
 
 @triton.jit
 def _half_sums(a, b):
-    """Sums of two rows for the 36 choices of pairs."""
+    """Return the kept magnitude of two rows for all 36 choices of pairs."""
     return (
         _add_each(a[0], b), _add_each(a[1], b), _add_each(a[2], b),
         _add_each(a[3], b), _add_each(a[4], b), _add_each(a[5], b),
@@ -60,10 +60,10 @@ def _max6(v):
 
 @triton.jit
 def _total(upper, lower, opposite, X: tl.constexpr, Y: tl.constexpr):
-    """Best sum of a block whose upper rows keep the pairs X and Y.
+    """Return the best sum of a block whose upper rows keep the pairs X and Y.
 
-    Pair 5 - X is what X leaves. So the lower rows keep 5 - X and 5 - Y, in either order, or, where
-    X and Y are opposite, any two opposite ones: 36 choices of 19 kinds, 90 in all.
+    Pair 5 - X is the complement of X. The lower rows keep 5 - X and 5 - Y, in either order; if X
+    and Y are complements, any two complements: 36 choices of 19 kinds, 90 in all.
     """
     if X + Y == 5:
         return upper[X][Y] + opposite
@@ -84,7 +84,7 @@ def _totals(upper, lower, opposite, X: tl.constexpr):
 
 @triton.jit
 def _argmax6(values, best):
-    """Index of the first of six values that is ``best``; one is."""
+    """Return the index of the first of six values that equals ``best``."""
     index = tl.where(values[4] == best, 4, 5)
     index = tl.where(values[3] == best, 3, index)
     index = tl.where(values[2] == best, 2, index)
@@ -94,7 +94,7 @@ def _argmax6(values, best):
 
 @triton.jit
 def _select6(index, v0, v1, v2, v3, v4, v5):
-    """One of six values."""
+    """Return the value at ``index``."""
     odd, middle = (index & 1) != 0, (index & 2) != 0
     low = tl.where(middle, tl.where(odd, v3, v2), tl.where(odd, v1, v0))
     return tl.where(index >= 4, tl.where(odd, v5, v4), low)
@@ -107,13 +107,13 @@ def _select(index, v):
 
 @triton.jit
 def _to_bytes(bits):
-    """Four bits as four bytes."""
+    """Spread four bits over four bytes."""
     return (bits * 0x204081) & 0x01010101
 
 
 @triton.jit
 def _pair_bits(pair):
-    """Four bits, the kept columns of a pair."""
+    """Return the kept columns of a pair as four bits."""
     return (tl.full([], _PAIR_BITS, tl.int32) >> (4 * pair)) & 15
 
 
@@ -133,8 +133,8 @@ def _transposable_mask_kernel(w, out, n_rows, n_cols, TILE: tl.constexpr, BY_COL
     b0, b1, b2, b3 = _clamped_abs(b0), _clamped_abs(b1), _clamped_abs(b2), _clamped_abs(b3)
     c0, c1, c2, c3 = _clamped_abs(c0), _clamped_abs(c1), _clamped_abs(c2), _clamped_abs(c3)
     d0, d1, d2, d3 = _clamped_abs(d0), _clamped_abs(d1), _clamped_abs(d2), _clamped_abs(d3)
-    # eight of the largest numbers overflow: such blocks are compared at a sixteenth, and all of 16
-    # bits, of which it is exact
+    # a sum of eight large numbers overflows: scale such fp32 blocks by 1/16, and all 16-bit
+    # blocks, where scaling is exact
     s = 0.0625
     if w.ptr.dtype.element_ty == tl.float32:
         ab = tl.maximum(_max4(a0, a1, a2, a3), _max4(b0, b1, b2, b3))
@@ -151,7 +151,7 @@ def _transposable_mask_kernel(w, out, n_rows, n_cols, TILE: tl.constexpr, BY_COL
         row0, row1 = _pair_sums(a0, a1, a2, a3), _pair_sums(b0, b1, b2, b3)
         row2, row3 = _pair_sums(c0, c1, c2, c3), _pair_sums(d0, d1, d2, d3)
     upper, lower = _half_sums(row0, row1), _half_sums(row2, row3)
-    # rounding keeps the order of sums, so the largest of all is among the largest of each kind
+    # rounding is monotonic, so the best sum is among the best sums of each kind
     opposites = (lower[0][5], lower[1][4], lower[2][3], lower[3][2], lower[4][1], lower[5][0])
     most = _max6(opposites)
     t0, t1 = _totals(upper, lower, most, 0), _totals(upper, lower, most, 1)
@@ -159,7 +159,7 @@ def _transposable_mask_kernel(w, out, n_rows, n_cols, TILE: tl.constexpr, BY_COL
     t4, t5 = _totals(upper, lower, most, 4), _totals(upper, lower, most, 5)
     first = (_max6(t0), _max6(t1), _max6(t2), _max6(t3), _max6(t4), _max6(t5))
     best = _max6(first)
-    # the first of equals, row by row: equal after rounding, as in the reference
+    # ties go to the first pattern, row by row; sums tie after rounding, as in the reference
     x = _argmax6(first, best)
     y = _argmax6(
         (
@@ -179,7 +179,7 @@ def _transposable_mask_kernel(w, out, n_rows, n_cols, TILE: tl.constexpr, BY_COL
     z = tl.where(x + y == 5, opposite, tl.where(in_order, small, large))
     last = tl.where(x + y == 5, 5, small + large) - z
     k0, k1, k2, k3 = _pair_bits(x), _pair_bits(y), _pair_bits(z), _pair_bits(last)
-    if BY_COLUMNS:  # what is along memory are the columns
+    if BY_COLUMNS:  # the memory axis holds columns: transpose the bits
         f = _to_bytes(k0) | (_to_bytes(k1) << 1) | (_to_bytes(k2) << 2) | (_to_bytes(k3) << 3)
         k0, k1, k2, k3 = f & 15, (f >> 8) & 15, (f >> 16) & 15, f >> 24
     offsets = (row * 4 * out.outer_stride)[:, None] + (start + tl.arange(0, TILE.GROUPS))[None, :]
@@ -196,11 +196,11 @@ def transposable_mask(w: Tensor) -> Tensor:
     mask = torch.empty_like(w, dtype=torch.bool)
     if not w.numel():
         return mask
-    # the 90 patterns are closed under transposition, but not their order: the kernel is told
-    # which axis lies along memory and reads the block accordingly
+    # the 90 patterns are closed under transposition, but their order is not: BY_COLUMNS tells the
+    # kernel which axis is contiguous
     by_columns = mask.stride(0) < mask.stride(1)
     source, target = (w.t(), mask.t()) if by_columns else (w, mask)
-    target = target.view(torch.int32)  # four entries of a line in one word
+    target = target.view(torch.int32)  # four entries of a row in one word
     n_rows, n_cols = source.shape[0] // 4, source.shape[1] // 4
     grid = (-(-n_rows // _TILE_SHAPE[0]) * -(-n_cols // _TILE_SHAPE[1]),)
     max_offset = max(
