@@ -64,36 +64,36 @@ def divide(a, b):
 
 
 @triton.jit
-def _kept_value(v, b, scale, threshold, max_value):
+def _kept_value(v, b, scale, cutoff, max_value):
     """Return the magnitude of a kept entry; v is |x|/p over the scale."""
     value = minimum(maximum(v, b) * scale, max_value)
-    return tl.where(threshold < float("inf"), 0.0, value)
+    return tl.where(cutoff < float("inf"), 0.0, value)
 
 
 @triton.jit
-def _restore_sign(magnitude, x, threshold):
-    """Copy the sign of x to ``magnitude``; return x itself where |x| ≥ ``threshold``."""
+def _signed(magnitude, x, cutoff):
+    """Copy the sign of x to ``magnitude``; return x itself where |x| ≥ ``cutoff``."""
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     y = (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(x) >= threshold, x, y)
+    return tl.where(tl.abs(x) >= cutoff, x, y)
 
 
 @triton.jit
 def _normalize(a0, a1, a2, a3):
-    """Return magnitudes over a power of two, that power, and the threshold of unchanged entries."""
+    """Return magnitudes over a power of two, that power, and the cutoff of unchanged entries."""
     low, high, low2, high2 = minimum(a0, a1), maximum(a0, a1), minimum(a2, a3), maximum(a2, a3)
     second = minimum(maximum(low, low2), minimum(high, high2))
     largest = maximum(high, high2)
     floor = maximum(largest * _MIN_RATIO, _SMALLEST_SUBNORMAL)
-    threshold = tl.where(second < floor, tl.where(second == 0, 0.0, floor), float("inf"))
+    cutoff = tl.where(second < floor, tl.where(second == 0, 0.0, floor), float("inf"))
     exponent = maximum(largest, 2 * _SMALLEST_NORMAL).to(tl.int32, bitcast=True) & 0x7F800000
     inverse = (0x7F800000 - exponent).to(tl.float32, bitcast=True)
     scale = (exponent - 0x00800000).to(tl.float32, bitcast=True)
-    return a0 * inverse, a1 * inverse, a2 * inverse, a3 * inverse, scale, threshold
+    return a0 * inverse, a1 * inverse, a2 * inverse, a3 * inverse, scale, cutoff
 
 
 @triton.jit
-def _approximate(b0, b1, b2, b3, r0, r1, scale, threshold, max_value):
+def _approximate(b0, b1, b2, b3, r0, r1, scale, cutoff, max_value):
     """Return the magnitudes of the estimates; two draws without replacement."""
     c1 = b0 + b1
     c2 = c1 + b2
@@ -114,8 +114,8 @@ def _approximate(b0, b1, b2, b3, r0, r1, scale, threshold, max_value):
     whole, without_second = total * d, first + remaining
     value = without_second * divide(whole, n * without_second + whole)
     value2 = others * divide(whole, n * others + whole)
-    y = _kept_value(value, first, scale, threshold, max_value)
-    y2 = _kept_value(value2, second, scale, threshold, max_value)
+    y = _kept_value(value, first, scale, cutoff, max_value)
+    y2 = _kept_value(value2, second, scale, cutoff, max_value)
     zero = total * 0  # propagates NaN
     h0, h2 = tl.where(nearer, y2, zero), tl.where(near, zero, y2)
     h1 = tl.where(nearer, zero, tl.where(near, y2, zero))
@@ -125,38 +125,34 @@ def _approximate(b0, b1, b2, b3, r0, r1, scale, threshold, max_value):
 
 
 @triton.jit
-def _exact(b0, b1, b2, b3, r, scale, threshold, max_value):
+def _exact(b0, b1, b2, b3, r, scale, cutoff, max_value):
     """Return the magnitudes of the estimates; systematic sampling with one draw."""
     head, tail = b0 + b1, b2 + b3
     o0, o1, o2, o3 = b1 + tail, b0 + tail, head + b3, head + b2
-    interval = minimum(minimum(minimum(o0, o1), minimum(o2, o3)), (b0 + o0) * 0.5)
-    q0, q1, q2 = minimum(b0, interval), minimum(b1, interval), minimum(b2, interval)
+    step = minimum(minimum(minimum(o0, o1), minimum(o2, o3)), (b0 + o0) * 0.5)
+    q0, q1, q2 = minimum(b0, step), minimum(b1, step), minimum(b2, step)
     c1 = q0 + q1
     c2 = tl.where(b3 == 0, float("inf"), c1 + q2)
-    u = r * interval
-    again = u + interval
+    u = r * step
+    again = u + step
     at0, to1, again1, again2 = u < q0, u < c1, again < c1, again < c2
-    zero = interval * 0  # propagates NaN
-    y0 = tl.where(at0, _kept_value(interval, b0, scale, threshold, max_value), zero)
-    y1 = tl.where(
-        (to1 & ~at0) | again1, _kept_value(interval, b1, scale, threshold, max_value), zero
-    )
-    y2 = tl.where(
-        ~to1 | (again2 & ~again1), _kept_value(interval, b2, scale, threshold, max_value), zero
-    )
-    y3 = tl.where(again2, zero, _kept_value(interval, b3, scale, threshold, max_value))
+    zero = step * 0  # propagates NaN
+    y0 = tl.where(at0, _kept_value(step, b0, scale, cutoff, max_value), zero)
+    y1 = tl.where((to1 & ~at0) | again1, _kept_value(step, b1, scale, cutoff, max_value), zero)
+    y2 = tl.where(~to1 | (again2 & ~again1), _kept_value(step, b2, scale, cutoff, max_value), zero)
+    y3 = tl.where(again2, zero, _kept_value(step, b3, scale, cutoff, max_value))
     return y0, y1, y2, y3
 
 
 @triton.jit
 def _estimate(x0, x1, x2, x3, r0, r1, max_value, EXACT: tl.constexpr):
-    b0, b1, b2, b3, scale, threshold = _normalize(tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3))
+    b0, b1, b2, b3, scale, cutoff = _normalize(tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3))
     if EXACT:
-        y0, y1, y2, y3 = _exact(b0, b1, b2, b3, r0, scale, threshold, max_value)
+        y0, y1, y2, y3 = _exact(b0, b1, b2, b3, r0, scale, cutoff, max_value)
     else:
-        y0, y1, y2, y3 = _approximate(b0, b1, b2, b3, r0, r1, scale, threshold, max_value)
-    y0, y1 = _restore_sign(y0, x0, threshold), _restore_sign(y1, x1, threshold)
-    y2, y3 = _restore_sign(y2, x2, threshold), _restore_sign(y3, x3, threshold)
+        y0, y1, y2, y3 = _approximate(b0, b1, b2, b3, r0, r1, scale, cutoff, max_value)
+    y0, y1 = _signed(y0, x0, cutoff), _signed(y1, x1, cutoff)
+    y2, y3 = _signed(y2, x2, cutoff), _signed(y3, x3, cutoff)
     return y0, y1, y2, y3
 
 
