@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import INTEGER_OF_SIZE, AnyKey, fours_of, from_fours
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE, AnyKey, from_groups4, to_groups4
 from sparsepretrain.kernels.dispatch import kernel_of
 from sparsepretrain.kernels.noise import uniform_noise
 
@@ -65,16 +65,16 @@ def mvue(
     _check_draws(x, dim, draws, uniforms)
     if kernel:
         return kernel(x.detach(), dim, estimator, uniforms, key, order)
-    fours = fours_of(x, dim)
-    groups, _, features = fours.shape
+    x4 = to_groups4(x, dim)
+    groups, _, features = x4.shape
     if uniforms is None:
         noise = uniform_noise(key or 0, groups, features, draws, x.device, backend="reference")
-        given = torch.stack(noise)
+        r = torch.stack(noise)
     else:
-        given = uniforms.detach().reshape(features, groups, draws).to(fours.dtype).permute(2, 1, 0)
+        r = uniforms.detach().reshape(features, groups, draws).to(x4.dtype).permute(2, 1, 0)
     method = _approximate if estimator == "approximate" else _exact
-    out = torch.stack(method(fours.unbind(1), given, torch.finfo(x.dtype).max), 1)
-    return from_fours(out, x, dim, order)
+    out = torch.stack(method(x4.unbind(1), r, torch.finfo(x.dtype).max), 1)
+    return from_groups4(out, x, dim, order)
 
 
 def _check_draws(x: Tensor, dim: int, draws: int, uniforms: Tensor | None) -> None:

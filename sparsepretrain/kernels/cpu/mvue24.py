@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import AnyKey, fours_of, from_fours
+from sparsepretrain.kernels.common import AnyKey, from_groups4, to_groups4
 from sparsepretrain.kernels.cpu.launch import compiled, inlined, run
 from sparsepretrain.kernels.cpu.noise import counters, fill
 
@@ -27,21 +27,21 @@ def mvue(
     order: str | None,
 ) -> Tensor:
     """The estimate of ``x`` with ``uniforms``, or those drawn under ``key``."""
-    fours = fours_of(x, dim).contiguous()
-    groups, _, features = fours.shape
-    out, draws = torch.empty_like(fours), 1 if estimator == "exact" else 2
-    given = fours.new_empty(0, draws, features)
+    x4 = to_groups4(x, dim).contiguous()
+    groups, _, features = x4.shape
+    out, draws = torch.empty_like(x4), 1 if estimator == "exact" else 2
+    r = x4.new_empty(0, draws, features)
     if uniforms is not None:
-        given = uniforms.detach().reshape(features, groups, draws).to(fours.dtype).permute(1, 2, 0)
+        r = uniforms.detach().reshape(features, groups, draws).to(x4.dtype).permute(1, 2, 0)
     tokens, k0, k1 = counters(key or 0, groups)
-    arrays = fours.numpy(), out.numpy(), tokens, given.contiguous().numpy()
+    arrays = x4.numpy(), out.numpy(), tokens, r.contiguous().numpy()
     real, info = arrays[0].dtype.type, numpy.finfo(arrays[0].dtype)
     factor, max_value = real(float(info.tiny) * 2**30), real(torch.finfo(x.dtype).max)
     numbers = k0, k1, real(info.smallest_subnormal), real(info.tiny), factor, max_value
     # by the types of these Numba compiles one of two
     exact, wide = (True if flag else None for flag in (estimator == "exact", real(0).itemsize == 8))
     run(_estimate, groups, arrays, *numbers, exact, wide)
-    return from_fours(out, x, dim, order)
+    return from_groups4(out, x, dim, order)
 
 
 @inlined
@@ -149,15 +149,15 @@ def _exact(b, r, scale, cutoff, max_value, zero, infinity, half):
 
 
 @compiled
-def _estimate(fours, out, tokens, given, k0, k1, least, tiny, factor, max_value, exact, wide):
-    zero, half = fours.dtype.type(0), fours.dtype.type(0.5)
-    infinity = fours.dtype.type(numpy.inf)
-    drawn = numpy.empty((2 if exact is None else 1, fours.shape[2]), fours.dtype)
-    for g in range(len(fours)):
+def _estimate(x4, out, tokens, uniforms, k0, k1, least, tiny, factor, max_value, exact, wide):
+    zero, half = x4.dtype.type(0), x4.dtype.type(0.5)
+    infinity = x4.dtype.type(numpy.inf)
+    drawn = numpy.empty((2 if exact is None else 1, x4.shape[2]), x4.dtype)
+    for g in range(len(x4)):
         fill(drawn, tokens[g], k0, k1)
-        r = given[g] if len(given) else drawn
-        for f in range(fours.shape[2]):
-            x = fours[g, 0, f], fours[g, 1, f], fours[g, 2, f], fours[g, 3, f]
+        r = uniforms[g] if len(uniforms) else drawn
+        for f in range(x4.shape[2]):
+            x = x4[g, 0, f], x4[g, 1, f], x4[g, 2, f], x4[g, 3, f]
             a = abs(x[0]), abs(x[1]), abs(x[2]), abs(x[3])
             b, scale, cutoff = _normalize(a, least, tiny, factor, zero, infinity, wide)
             if exact is None:
