@@ -21,7 +21,7 @@ def apply_mask(
     Args:
         x: tensor of any floating dtype and strides.
         mask: bool, same shape; or packed (:func:`pack_rows`).
-        out: where the result is written, rounded once to its dtype; None: a new tensor like ``x``.
+        out: written, rounded once to its dtype; same shape. None: a new tensor like ``x``.
 
     Returns:
         ``out``, or the new tensor.

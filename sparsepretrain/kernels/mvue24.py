@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import INTEGER_OF_SIZE, AnyKey, fours_of, from_fours
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE, AnyKey, from_groups4, to_groups4
 from sparsepretrain.kernels.dispatch import kernel_of
 from sparsepretrain.kernels.noise import uniform_noise
 
@@ -65,29 +65,29 @@ def mvue(
     _check_draws(x, dim, draws, uniforms)
     if kernel:
         return kernel(x.detach(), dim, estimator, uniforms, key, order)
-    fours = fours_of(x, dim)
-    groups, _, features = fours.shape
+    x4 = to_groups4(x, dim)
+    groups, _, features = x4.shape
     if uniforms is None:
         noise = uniform_noise(key or 0, groups, features, draws, x.device, backend="reference")
-        given = torch.stack(noise)
+        r = torch.stack(noise)
     else:
-        given = uniforms.detach().reshape(features, groups, draws).to(fours.dtype).permute(2, 1, 0)
+        r = uniforms.detach().reshape(features, groups, draws).to(x4.dtype).permute(2, 1, 0)
     method = _approximate if estimator == "approximate" else _exact
-    out = torch.stack(method(fours.unbind(1), given, torch.finfo(x.dtype).max), 1)
-    return from_fours(out, x, dim, order)
+    out = torch.stack(method(x4.unbind(1), r, torch.finfo(x.dtype).max), 1)
+    return from_groups4(out, x, dim, order)
 
 
 def _check_draws(x: Tensor, dim: int, draws: int, uniforms: Tensor | None) -> None:
-    rest = list(x.shape)
-    groups = -(-rest.pop(dim) // 4)
-    wanted = (*rest, groups, draws)
+    shape = list(x.shape)
+    groups = -(-shape.pop(dim) // 4)
+    wanted = (*shape, groups, draws)
     if uniforms is not None and uniforms.shape != wanted:
         got = tuple(uniforms.shape)
         raise ValueError(f"mvue: uniforms must have shape {wanted}, got {got}")
 
 
 def _normalize(x: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(magnitudes over a power of two, that power, the magnitude from which an entry stays).
+    """Return magnitudes over a power of two, that power, the cutoff of unchanged entries.
 
     The largest magnitude comes to lie in [2, 4). Entries stay as they are, and the others are
     dropped, in groups with at most two that are not tiny beside the largest; elsewhere that
@@ -101,31 +101,31 @@ def _normalize(x: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
     # below the floor r·S may round up to S; such entries (10⁻²⁹ of the largest) are dropped
     floor = (largest * (info.tiny * 2.0**30)).clamp(min=info.tiny * info.eps)
     few = torch.where(second == 0, 0.0, floor)
-    stays = torch.where(second < floor, few, torch.inf)
+    cutoff = torch.where(second < floor, few, torch.inf)
     one = round(1 / info.eps)  # in the field of exponents, whose largest is that of infinity
     infinite = 2 ** (info.bits - 1) - one
     # that of a subnormal or zero is replaced by one with which both powers are normal numbers
     exponent = largest.clamp(min=info.tiny * 2).view(INTEGER_OF_SIZE[high.itemsize]) & infinite
     inverse = (infinite - exponent).view(high.dtype)  # of infinity and NaN: 0, which makes NaN
-    return [v * inverse for v in a], (exponent - one).view(high.dtype), stays
+    return [v * inverse for v in a], (exponent - one).view(high.dtype), cutoff
 
 
-def _finish(x: Sequence[Tensor], magnitudes: Sequence[Tensor], stays: Tensor) -> list[Tensor]:
-    """The magnitudes with the signs of x, and x itself where it is as large as ``stays``."""
+def _signed(x: Sequence[Tensor], magnitudes: Sequence[Tensor], cutoff: Tensor) -> list[Tensor]:
+    """Copy the signs of x to ``magnitudes``; return x itself where |x| ≥ ``cutoff``."""
     return [
-        torch.where(xi.abs() >= stays, xi, torch.copysign(v, xi))
+        torch.where(xi.abs() >= cutoff, xi, torch.copysign(v, xi))
         for xi, v in zip(x, magnitudes, strict=True)
     ]
 
 
-def _value(v: Tensor, b: Tensor, scale: Tensor, stays: Tensor, saturation: float) -> Tensor:
-    """Return the value of an entry that is kept, with v = |x|/p over the scale."""
-    value = (torch.maximum(v, b) * scale).clamp(max=saturation)  # p ≤ 1
-    return torch.where(stays < torch.inf, 0.0, value)
+def _kept_value(v: Tensor, b: Tensor, scale: Tensor, cutoff: Tensor, max_value: float) -> Tensor:
+    """Return the magnitude of a kept entry; v is |x|/p over the scale."""
+    value = (torch.maximum(v, b) * scale).clamp(max=max_value)  # p ≤ 1
+    return torch.where(cutoff < torch.inf, 0.0, value)
 
 
-def _approximate(x: Sequence[Tensor], r: Tensor, saturation: float) -> list[Tensor]:
-    b, scale, stays = _normalize(x)
+def _approximate(x: Sequence[Tensor], r: Tensor, max_value: float) -> list[Tensor]:
+    b, scale, cutoff = _normalize(x)
     # First draw: the smallest i with r0·S < C_i. In floating point too r0·S < S for r0 ≤ 1 - 2⁻²⁴,
     # and an empty interval cannot be hit: a zero is never drawn.
     c1 = b[0] + b[1]
@@ -146,15 +146,15 @@ def _approximate(x: Sequence[Tensor], r: Tensor, saturation: float) -> list[Tens
     # With Q_j = b_j/(S - b_j): p_i = b_i/S·(1 + Σ_{j≠i} Q_j). For i and j drawn and k, m not,
     # 1 + Q_j = S/(S - b_j) and Q_k + Q_m = n/d, hence |x_i|/p_i = S·d·o/(S·d + n·o), o = S - b_j.
     # Only n has a difference, of which a half remains at least.
-    rest, product = k + m, k * m
+    remaining, product = k + m, k * m
     d = (first + second) * total + product
-    n = rest * total - product - product
-    whole, without_second = total * d, first + rest
+    n = remaining * total - product - product
+    whole, without_second = total * d, first + remaining
     value = without_second * (whole / (n * without_second + whole))
     value2 = others * (whole / (n * others + whole))
-    y = _value(value, first, scale, stays, saturation)
-    y2 = _value(value2, second, scale, stays, saturation)
-    zero = total * 0  # a NaN must stay visible
+    y = _kept_value(value, first, scale, cutoff, max_value)
+    y2 = _kept_value(value2, second, scale, cutoff, max_value)
+    zero = total * 0  # propagates NaN
     h0 = torch.where(nearer, y2, zero)
     h1 = torch.where(nearer, zero, torch.where(near, y2, zero))
     h2 = torch.where(near, zero, y2)
@@ -164,28 +164,28 @@ def _approximate(x: Sequence[Tensor], r: Tensor, saturation: float) -> list[Tens
         torch.where(to1, h1, torch.where(to2, y, h2)),
         torch.where(to2, h2, y),
     )
-    return _finish(x, magnitudes, stays)
+    return _signed(x, magnitudes, cutoff)
 
 
-def _exact(x: Sequence[Tensor], r: Tensor, saturation: float) -> list[Tensor]:
-    b, scale, stays = _normalize(x)
+def _exact(x: Sequence[Tensor], r: Tensor, max_value: float) -> list[Tensor]:
+    b, scale, cutoff = _normalize(x)
     head, tail = b[0] + b[1], b[2] + b[3]
     o0, o1, o2, o3 = b[1] + tail, b[0] + tail, head + b[3], head + b[2]  # never a difference
-    rest = torch.minimum(torch.minimum(o0, o1), torch.minimum(o2, o3))
+    others = torch.minimum(torch.minimum(o0, o1), torch.minimum(o2, o3))
     # The largest is certain when it outweighs the rest; what remains is shared either way
-    share = torch.minimum(rest, (b[0] + o0) * 0.5)
-    # Systematic sampling: intervals of length q_i = p_i·share end to end on [0, 2·share), hit by
-    # u and u + share. Rounded too, q0 + q1 + q2 ≥ share > u: two different entries are hit.
-    q0, q1, q2 = (torch.minimum(v, share) for v in b[:3])
+    step = torch.minimum(others, (b[0] + o0) * 0.5)
+    # Systematic sampling: intervals of length q_i = p_i·step end to end on [0, 2·step), hit by
+    # u and u + step. Rounded too, q0 + q1 + q2 ≥ step > u: two different entries are hit.
+    q0, q1, q2 = (torch.minimum(v, step) for v in b[:3])
     c1 = q0 + q1
     c2 = torch.where(b[3] == 0, torch.inf, c1 + q2)  # no room for a zero by rounding
-    u = r[0] * share
-    again = u + share
+    u = r[0] * step
+    again = u + step
     at0, to1, again1, again2 = u < q0, u < c1, again < c1, again < c2
     kept = at0, (to1 & ~at0) | again1, ~to1 | (again2 & ~again1), ~again2
-    zero = share * 0  # a NaN must stay visible
+    zero = step * 0  # propagates NaN
     magnitudes = [
-        torch.where(keep, _value(share, v, scale, stays, saturation), zero)
+        torch.where(keep, _kept_value(step, v, scale, cutoff, max_value), zero)
         for keep, v in zip(kept, b, strict=True)
     ]
-    return _finish(x, magnitudes, stays)
+    return _signed(x, magnitudes, cutoff)

@@ -89,13 +89,13 @@ def nm_prune(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(``x`` where :func:`nm_mask` keeps it and +0.0 elsewhere, that mask), in one pass.
+    """Return (``x`` where :func:`nm_mask` keeps it and +0.0 elsewhere, that mask), in one pass.
 
     Arguments and errors are those of :func:`nm_mask`, and:
 
     Args:
-        out: where the values are written, rounded once to its dtype; the mask is then packed
-            (:func:`pack_rows`). None: a new tensor like ``x``, and a bool mask.
+        out: tensor of the shape of ``x`` to write the values to, rounded once to its dtype; the
+            mask is then packed (:func:`pack_rows`). None: a new tensor like ``x``, a bool mask.
     """
     kernel = kernel_of("nm_prune", backend, x, composed=True)
     _check("nm_prune", x, n, m, dim, ties)

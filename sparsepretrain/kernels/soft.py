@@ -68,14 +68,14 @@ def soft_prune(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(β·S(x), the mask of its non-zeros), in one pass.
+    """Return (β·S(x), the mask of its non-zeros), in one pass.
 
     Arguments and errors are those of :func:`soft_threshold`, and:
 
     Args:
-        out: where the values are written, rounded once to its dtype; the mask, of the values
-            before that, is then packed (:func:`pack_rows`). None: a new tensor like ``x``, and a
-            bool mask.
+        out: tensor of the shape of ``x`` to write the values to, rounded once to its dtype; the
+            mask, of the unrounded values, is then packed (:func:`pack_rows`). None: a new tensor
+            like ``x``, a bool mask.
     """
     kernel = None if out is None else kernel_of("soft_prune", backend, x, composed=True)
     _check("soft_prune", x, n, m, gamma, dim)

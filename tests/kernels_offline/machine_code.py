@@ -57,7 +57,7 @@ class Usage(NamedTuple):
 
 
 def kernel_name(kernel: Any) -> str:
-    """``soft._soft_24`` for the kernel ``_soft_24`` of ``kernels/triton/soft.py``."""
+    """``soft._soft_24_kernel`` for that kernel of ``kernels/triton/soft.py``."""
     module = kernel.__module__.rpartition(".")[2]
     return f"{module}.{kernel.__name__}"
 

@@ -41,7 +41,7 @@ def test_compiles_without_spills(case, capability):
 def test_every_kernel_has_a_case():
     launched = {name for case in CASES for name in launches(case)}
     assert machine_code.entry_kernels() == launched
-    assert "nm._mask_24" in launched
+    assert "nm._mask_24_kernel" in launched
 
 
 def test_spills_are_seen():
@@ -60,6 +60,6 @@ def test_large_tensors_get_wide_indices():
         unpack_24(code, mask.shape, backend="triton")
         flip_count(mask, mask, backend="triton")
         pack_24(mask[:1024], backend="triton")
-    wide = [launch.keywords["WIDE"] for launch in recorded]
+    wide = [launch.keywords["INT64_OFFSETS"] for launch in recorded]
     # flags are packed in words of eight bytes, flips counted in words of four
     assert wide == [False, True, False, False]

@@ -10,7 +10,7 @@ from parity import nasty
 from same_bits import DEVICE, assert_same
 
 from sparsepretrain.kernels import NoiseKey, mvue, noise_key
-from sparsepretrain.kernels.triton.mvue24 import refined
+from sparsepretrain.kernels.triton.mvue24 import refine_quotient
 
 ESTIMATORS = {"approximate": 2, "exact": 1}
 LAST = 1 - 2.0**-24
@@ -105,7 +105,7 @@ def test_division_by_multiplication_and_addition():
     bits[:, :2000] = (random.integers(0, 8, (2, 2000)) - 4) & 2**23 - 1  # about powers of two
     exponents = random.integers([[127 - 96], [127]], [[127 + 11], [127 + 12]], (2, count))
     a, b = (bits | exponents.astype(numpy.int32) << 23).view(numpy.float32)
-    code, namespace = refined.fn.__code__, {"tl": types.SimpleNamespace(fma=fma)}
+    code, namespace = refine_quotient.fn.__code__, {"tl": types.SimpleNamespace(fma=fma)}
     for wrong in (0, -numpy.inf, numpy.inf):
         reciprocal = (1 / b).astype(numpy.float32)
         start = numpy.nextafter(reciprocal, numpy.float32(wrong)) if wrong else reciprocal

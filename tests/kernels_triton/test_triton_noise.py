@@ -13,23 +13,23 @@ KEYS = [(3, 5, 0), (0xDEADBEEF, 0xFFFFFFFF, 2**32 - 2), (0x80000000, 1, 2**33 + 
 
 
 @triton.jit
-def block(words, out):
-    c0, c1, c2 = tl.load(words), tl.load(words + 1), tl.load(words + 2)
-    c3, k0, k1 = tl.load(words + 3), tl.load(words + 4), tl.load(words + 5)
+def philox_kernel(words_ptr, out_ptr):
+    c0, c1, c2 = tl.load(words_ptr), tl.load(words_ptr + 1), tl.load(words_ptr + 2)
+    c3, k0, k1 = tl.load(words_ptr + 3), tl.load(words_ptr + 4), tl.load(words_ptr + 5)
     r0, r1, r2, r3 = noise.philox(
         c0.to(tl.uint32), c1.to(tl.uint32), c2.to(tl.uint32), c3.to(tl.uint32),
         k0.to(tl.uint32), k1.to(tl.uint32),
     )  # fmt: skip
-    tl.store(out, r0.to(tl.int64))
-    tl.store(out + 1, r1.to(tl.int64))
-    tl.store(out + 2, r2.to(tl.int64))
-    tl.store(out + 3, r3.to(tl.int64))
+    tl.store(out_ptr, r0.to(tl.int64))
+    tl.store(out_ptr + 1, r1.to(tl.int64))
+    tl.store(out_ptr + 2, r2.to(tl.int64))
+    tl.store(out_ptr + 3, r3.to(tl.int64))
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), PHILOX)
 def test_philox_equals_the_published_vectors(counter, key, expected):
     out = torch.empty(4, dtype=torch.int64, device=DEVICE)
-    block[(1,)](torch.tensor([*counter, *key], device=DEVICE), out)
+    philox_kernel[(1,)](torch.tensor([*counter, *key], device=DEVICE), out)
     assert [f"{word:08x}" for word in out.tolist()] == expected.split()
 
 

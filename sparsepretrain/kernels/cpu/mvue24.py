@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import AnyKey, fours_of, from_fours
+from sparsepretrain.kernels.common import AnyKey, from_groups4, to_groups4
 from sparsepretrain.kernels.cpu.launch import compiled, inlined, run
 from sparsepretrain.kernels.cpu.noise import counters, fill
 
@@ -27,21 +27,21 @@ def mvue(
     order: str | None,
 ) -> Tensor:
     """The estimate of ``x`` with ``uniforms``, or those drawn under ``key``."""
-    fours = fours_of(x, dim).contiguous()
-    groups, _, features = fours.shape
-    out, draws = torch.empty_like(fours), 1 if estimator == "exact" else 2
-    given = fours.new_empty(0, draws, features)
+    x4 = to_groups4(x, dim).contiguous()
+    groups, _, features = x4.shape
+    out, draws = torch.empty_like(x4), 1 if estimator == "exact" else 2
+    r = x4.new_empty(0, draws, features)
     if uniforms is not None:
-        given = uniforms.detach().reshape(features, groups, draws).to(fours.dtype).permute(1, 2, 0)
+        r = uniforms.detach().reshape(features, groups, draws).to(x4.dtype).permute(1, 2, 0)
     tokens, k0, k1 = counters(key or 0, groups)
-    arrays = fours.numpy(), out.numpy(), tokens, given.contiguous().numpy()
+    arrays = x4.numpy(), out.numpy(), tokens, r.contiguous().numpy()
     real, info = arrays[0].dtype.type, numpy.finfo(arrays[0].dtype)
-    factor, saturation = real(float(info.tiny) * 2**30), real(torch.finfo(x.dtype).max)
-    numbers = k0, k1, real(info.smallest_subnormal), real(info.tiny), factor, saturation
+    factor, max_value = real(float(info.tiny) * 2**30), real(torch.finfo(x.dtype).max)
+    numbers = k0, k1, real(info.smallest_subnormal), real(info.tiny), factor, max_value
     # by the types of these Numba compiles one of two
     exact, wide = (True if flag else None for flag in (estimator == "exact", real(0).itemsize == 8))
     run(_estimate, groups, arrays, *numbers, exact, wide)
-    return from_fours(out, x, dim, order)
+    return from_groups4(out, x, dim, order)
 
 
 @inlined
@@ -58,35 +58,35 @@ def _power(largest, wide):
 
 @inlined
 def _normalize(a, least, tiny, factor, zero, infinity, wide):
-    """(magnitudes over a power of two, that power, the magnitude from which an entry stays)."""
+    """Return magnitudes over a power of two, that power, the cutoff of unchanged entries."""
     low, high = numpy.minimum(a[0], a[1]), numpy.maximum(a[0], a[1])
     low2, high2 = numpy.minimum(a[2], a[3]), numpy.maximum(a[2], a[3])
     second = numpy.minimum(numpy.maximum(low, low2), numpy.minimum(high, high2))
     largest = numpy.maximum(high, high2)
     floor = numpy.maximum(largest * factor, least)
     few = zero if second == zero else floor
-    stays = few if second < floor else infinity
+    cutoff = few if second < floor else infinity
     power, inverse = _power(numpy.maximum(largest, tiny + tiny), wide)
-    return (a[0] * inverse, a[1] * inverse, a[2] * inverse, a[3] * inverse), power, stays
+    return (a[0] * inverse, a[1] * inverse, a[2] * inverse, a[3] * inverse), power, cutoff
 
 
 @inlined
-def _value(v, b, scale, stays, saturation, zero, infinity):
-    """Return the value of an entry that is kept, with v = |x|/p over the scale."""
+def _kept_value(v, b, scale, cutoff, max_value, zero, infinity):
+    """Return the magnitude of a kept entry; v is |x|/p over the scale."""
     v = numpy.maximum(v, b) * scale  # p ≤ 1
-    v = saturation if v > saturation else v
-    return zero if stays < infinity else v
+    v = max_value if v > max_value else v
+    return zero if cutoff < infinity else v
 
 
 @inlined
-def _signed(magnitude, x, stays):
-    """The magnitude with the sign of x, and x itself where it is as large as ``stays``."""
+def _signed(magnitude, x, cutoff):
+    """Copy the sign of x to ``magnitude``; return x itself where |x| ≥ ``cutoff``."""
     y = numpy.copysign(magnitude, x)
-    return x if abs(x) >= stays else y
+    return x if abs(x) >= cutoff else y
 
 
 @inlined
-def _approximate(b, r0, r1, scale, stays, saturation, zero, infinity):
+def _approximate(b, r0, r1, scale, cutoff, max_value, zero, infinity):
     """Magnitudes of the estimates by two draws."""
     c1 = b[0] + b[1]
     c2 = c1 + b[2]
@@ -105,15 +105,15 @@ def _approximate(b, r0, r1, scale, stays, saturation, zero, infinity):
     second = e1 if near else e2
     second = e0 if nearer else second
     k, m = e1 if nearer else e0, e2 if near else e1
-    rest, product = k + m, k * m
+    remaining, product = k + m, k * m
     d = (first + second) * total + product
-    n = rest * total - product - product
-    whole, without_second = total * d, first + rest
+    n = remaining * total - product - product
+    whole, without_second = total * d, first + remaining
     value = without_second * (whole / (n * without_second + whole))
     value2 = others * (whole / (n * others + whole))
-    y = _value(value, first, scale, stays, saturation, zero, infinity)
-    y2 = _value(value2, second, scale, stays, saturation, zero, infinity)
-    nothing = total * zero  # a NaN must stay visible
+    y = _kept_value(value, first, scale, cutoff, max_value, zero, infinity)
+    y2 = _kept_value(value2, second, scale, cutoff, max_value, zero, infinity)
+    nothing = total * zero  # propagates NaN
     h0, h2 = y2 if nearer else nothing, nothing if near else y2
     h1 = y2 if near else nothing
     h1 = nothing if nearer else h1
@@ -122,24 +122,24 @@ def _approximate(b, r0, r1, scale, stays, saturation, zero, infinity):
 
 
 @inlined
-def _exact(b, r, scale, stays, saturation, zero, infinity, half):
+def _exact(b, r, scale, cutoff, max_value, zero, infinity, half):
     """Like :func:`_approximate`, but sample systematically."""
     head, tail = b[0] + b[1], b[2] + b[3]
     o0, o1, o2, o3 = b[1] + tail, b[0] + tail, head + b[3], head + b[2]
-    rest = numpy.minimum(numpy.minimum(o0, o1), numpy.minimum(o2, o3))
-    share = numpy.minimum(rest, (b[0] + o0) * half)
-    q0, q1, q2 = numpy.minimum(b[0], share), numpy.minimum(b[1], share), numpy.minimum(b[2], share)
+    others = numpy.minimum(numpy.minimum(o0, o1), numpy.minimum(o2, o3))
+    step = numpy.minimum(others, (b[0] + o0) * half)
+    q0, q1, q2 = numpy.minimum(b[0], step), numpy.minimum(b[1], step), numpy.minimum(b[2], step)
     c1 = q0 + q1
     c2 = c1 + q2
     c2 = infinity if b[3] == zero else c2  # no room for a zero by rounding
-    u = r * share
-    again = u + share
+    u = r * step
+    again = u + step
     at0, to1, again1, again2 = u < q0, u < c1, again < c1, again < c2
-    nothing = share * zero  # a NaN must stay visible
-    y0 = _value(share, b[0], scale, stays, saturation, zero, infinity)
-    y1 = _value(share, b[1], scale, stays, saturation, zero, infinity)
-    y2 = _value(share, b[2], scale, stays, saturation, zero, infinity)
-    y3 = _value(share, b[3], scale, stays, saturation, zero, infinity)
+    nothing = step * zero  # propagates NaN
+    y0 = _kept_value(step, b[0], scale, cutoff, max_value, zero, infinity)
+    y1 = _kept_value(step, b[1], scale, cutoff, max_value, zero, infinity)
+    y2 = _kept_value(step, b[2], scale, cutoff, max_value, zero, infinity)
+    y3 = _kept_value(step, b[3], scale, cutoff, max_value, zero, infinity)
     return (
         y0 if at0 else nothing,
         y1 if (to1 & (not at0)) | again1 else nothing,
@@ -149,20 +149,20 @@ def _exact(b, r, scale, stays, saturation, zero, infinity, half):
 
 
 @compiled
-def _estimate(fours, out, tokens, given, k0, k1, least, tiny, factor, saturation, exact, wide):
-    zero, half = fours.dtype.type(0), fours.dtype.type(0.5)
-    infinity = fours.dtype.type(numpy.inf)
-    drawn = numpy.empty((2 if exact is None else 1, fours.shape[2]), fours.dtype)
-    for g in range(len(fours)):
+def _estimate(x4, out, tokens, uniforms, k0, k1, least, tiny, factor, max_value, exact, wide):
+    zero, half = x4.dtype.type(0), x4.dtype.type(0.5)
+    infinity = x4.dtype.type(numpy.inf)
+    drawn = numpy.empty((2 if exact is None else 1, x4.shape[2]), x4.dtype)
+    for g in range(len(x4)):
         fill(drawn, tokens[g], k0, k1)
-        r = given[g] if len(given) else drawn
-        for f in range(fours.shape[2]):
-            x = fours[g, 0, f], fours[g, 1, f], fours[g, 2, f], fours[g, 3, f]
+        r = uniforms[g] if len(uniforms) else drawn
+        for f in range(x4.shape[2]):
+            x = x4[g, 0, f], x4[g, 1, f], x4[g, 2, f], x4[g, 3, f]
             a = abs(x[0]), abs(x[1]), abs(x[2]), abs(x[3])
-            b, scale, stays = _normalize(a, least, tiny, factor, zero, infinity, wide)
+            b, scale, cutoff = _normalize(a, least, tiny, factor, zero, infinity, wide)
             if exact is None:
-                y = _approximate(b, r[0, f], r[1, f], scale, stays, saturation, zero, infinity)
+                y = _approximate(b, r[0, f], r[1, f], scale, cutoff, max_value, zero, infinity)
             else:
-                y = _exact(b, r[0, f], scale, stays, saturation, zero, infinity, half)
-            out[g, 0, f], out[g, 1, f] = _signed(y[0], x[0], stays), _signed(y[1], x[1], stays)
-            out[g, 2, f], out[g, 3, f] = _signed(y[2], x[2], stays), _signed(y[3], x[3], stays)
+                y = _exact(b, r[0, f], scale, cutoff, max_value, zero, infinity, half)
+            out[g, 0, f], out[g, 1, f] = _signed(y[0], x[0], cutoff), _signed(y[1], x[1], cutoff)
+            out[g, 2, f], out[g, 3, f] = _signed(y[2], x[2], cutoff), _signed(y[3], x[3], cutoff)

@@ -20,18 +20,18 @@ def nm_mask(x: Tensor, n: int, m: int, dim: int, low: bool, packed: bool) -> Ten
     word = keys.dtype.type
     numbers = word(n), not low, word(numpy.iinfo(word).max)
     if keys.shape[2] == 1:
-        fours = keys.reshape(-1), flags.reshape(-1).view(numpy.uint32)
-        run(_fours_along, len(keys), fours, *numbers)
+        arrays = keys.reshape(-1), flags.reshape(-1).view(numpy.uint32)
+        run(_contiguous_groups4, len(keys), arrays, *numbers)
     else:
-        run(_fours_across, len(keys), (keys, flags), *numbers)
+        run(_strided_groups4, len(keys), (keys, flags), *numbers)
     return mask
 
 
 @inlined
 def _kept(x, n, high, magnitude, zero, one):
-    """For each of four whether fewer than n others beat it: all pairs are compared.
+    """Mark the elements that fewer than n others beat; all pairs are compared.
 
-    |x| as integers: NaN above infinity. On equality the later one wins, if ``high``.
+    The bits of |x| sort like |x|, NaN above infinity. Ties go to the later element if ``high``.
     """
     k0, k1, k2, k3 = x[0] & magnitude, x[1] & magnitude, x[2] & magnitude, x[3] & magnitude
     l10 = one if (k1 > k0) | (high & (k1 == k0)) else zero
@@ -46,23 +46,23 @@ def _kept(x, n, high, magnitude, zero, one):
 
 
 @compiled
-def _fours_along(x, mask, n, high, magnitude):
-    """Groups along memory: x (4·groups), mask (groups), four flags in a word."""
+def _contiguous_groups4(x, mask, n, high, magnitude):
+    """Contiguous groups: x (4·groups), mask (groups) with four flags in a word."""
     zero, one = x.dtype.type(0), x.dtype.type(1)
     none, byte = numpy.uint32(0), numpy.uint32(1)
     for r in range(len(mask)):
-        four = x[4 * r], x[4 * r + 1], x[4 * r + 2], x[4 * r + 3]
-        a, b, c, d = _kept(four, n, high, magnitude, zero, one)
+        group = x[4 * r], x[4 * r + 1], x[4 * r + 2], x[4 * r + 3]
+        a, b, c, d = _kept(group, n, high, magnitude, zero, one)
         head = (byte if a else none) | (byte << 8 if b else none)
         mask[r] = head | (byte << 16 if c else none) | (byte << 24 if d else none)
 
 
 @compiled
-def _fours_across(x, mask, n, high, magnitude):
-    """Groups across memory: both (groups, 4, inner)."""
+def _strided_groups4(x, mask, n, high, magnitude):
+    """Strided groups: both (groups, 4, inner)."""
     zero, one = x.dtype.type(0), x.dtype.type(1)
     for r in range(len(x)):
         for i in range(x.shape[2]):
-            four = x[r, 0, i], x[r, 1, i], x[r, 2, i], x[r, 3, i]
-            a, b, c, d = _kept(four, n, high, magnitude, zero, one)
+            group = x[r, 0, i], x[r, 1, i], x[r, 2, i], x[r, 3, i]
+            a, b, c, d = _kept(group, n, high, magnitude, zero, one)
             mask[r, 0, i], mask[r, 1, i], mask[r, 2, i], mask[r, 3, i] = a, b, c, d

@@ -21,62 +21,61 @@ T = TypeVar("T")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run on CPU tensors, for tests: Triton reads this variable when it is imported."""
-BLOCK = 2048
+BLOCK_SIZE = 2048
 """Elements per program of the streaming kernels: 16 per thread with 4 warps."""
-LANES = 128
-"""Rows per program where groups lie across memory: neighboring rows are read together."""
-if INTERPRETED:  # it costs milliseconds per program, whatever the size
-    BLOCK, LANES = BLOCK * 32, LANES * 32
+MAX_STRIDED_ROWS = 128
+"""Rows per program where groups are strided: loads coalesce over neighboring rows."""
+if INTERPRETED:  # a program costs milliseconds at any size
+    BLOCK_SIZE, MAX_STRIDED_ROWS = BLOCK_SIZE * 32, MAX_STRIDED_ROWS * 32
 
 
 class Tile(NamedTuple):
-    """Part of a tensor that one program of a kernel over groups works on; a constant."""
+    """Rows and groups of one program, and how to address them: a ``tl.constexpr``."""
 
     ROWS: int
     GROUPS: int
     CONTIGUOUS: bool
-    """The groups lie along memory."""
-    WIDE: bool
+    """Groups are contiguous in input and output."""
+    INT64_OFFSETS: bool
     """Offsets need 64 bits."""
-    TURNED: bool = False
-    """The groups lie along memory in the result alone."""
+    OUT_CONTIGUOUS: bool = False
+    """Groups are contiguous in the output only."""
 
 
 class Rows(NamedTuple):
-    """A tensor as rows along one axis, in place: element i of row r lies at
+    """Strided view of a tensor as rows along one axis; kernels get ``ptr`` as a pointer.
 
-    ``(r // inner)·outer_stride + (r % inner)·inner_stride + i·stride``.
+    Element i of row r is at ``(r // inner)·outer_stride + (r % inner)·inner_stride + i·stride``.
     """
 
-    data: Tensor
+    ptr: Tensor
     inner: int
     outer_stride: int
     inner_stride: int
     stride: int
 
 
-def rows_of(x: Tensor, dim: int) -> Rows:
-    """``x`` as rows along ``dim``; copies only what no strides of three axes describe."""
-    strides = _strides(x.shape, x.stride(), dim)
+def as_rows(x: Tensor, dim: int) -> Rows:
+    """View ``x`` as rows along ``dim``; copy if strides of three axes cannot describe it."""
+    strides = _row_strides(x.shape, x.stride(), dim)
     if strides is None:
         x = x.contiguous()
-        strides = _strides(x.shape, x.stride(), dim)
+        strides = _row_strides(x.shape, x.stride(), dim)
         assert strides is not None
     return Rows(x, *strides)
 
 
-# A launch costs the host time, which a GPU waits for: geometry is worked out once per shape.
 Strides = tuple[int, int, int, int]
-"""All of :class:`Rows` but its data."""
+"""Fields of :class:`Rows` after ``ptr``."""
 
 
+# Cached by shape: launch overhead is visible where kernels are short.
 @lru_cache(4096)
-def _strides(shape: torch.Size, stride: tuple[int, ...], dim: int) -> Strides | None:
-    """A tensor as :class:`Rows`; None: only a copy of it is one."""
+def _row_strides(shape: torch.Size, stride: tuple[int, ...], dim: int) -> Strides | None:
+    """Return the fields of :class:`Rows` after ``ptr``, or None if a copy is needed."""
     dim %= len(shape)
-    outer, inner = (
-        _stride(shape[axes], stride[axes]) for axes in (slice(dim), slice(dim + 1, None))
-    )
+    outer = _collapsed_stride(shape[:dim], stride[:dim])
+    inner = _collapsed_stride(shape[dim + 1 :], stride[dim + 1 :])
     if outer is None or inner is None:
         return None
     if shape[:dim].numel() == 1:  # one stride from row to row: divisions by 1 vanish when compiled
@@ -84,7 +83,7 @@ def _strides(shape: torch.Size, stride: tuple[int, ...], dim: int) -> Strides | 
     return shape[dim + 1 :].numel(), outer, inner, stride[dim]
 
 
-def _stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
+def _collapsed_stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
     """Return the stride of several axes taken as one, or None if they cannot be collapsed."""
     axes = [axis for axis in zip(shape, stride, strict=True) if axis[0] != 1]
     if any(outer != n * inner for (_, outer), (n, inner) in pairwise(axes)):
@@ -95,13 +94,13 @@ def _stride(shape: Sequence[int], stride: Sequence[int]) -> int | None:
 class Tiling(NamedTuple):
     """Grid of a launch over groups."""
 
-    rows: int
-    groups: int
+    n_rows: int
+    n_groups: int
     """Per row."""
     tile: Tile
-    programs: int
-    joined: Strides | None
-    """Strides of all rows taken as one row, if they follow each other in memory."""
+    n_programs: int
+    flat_strides: Strides | None
+    """Strides of the tensor as a single row, or None."""
 
 
 @lru_cache(4096)
@@ -109,47 +108,49 @@ def _tiling(
     shape: torch.Size,
     dim: int,
     m: int,
-    numbered: bool,
+    indexed: bool,
     source: Strides,
     target: Strides,
-    others: tuple[Strides, ...],
+    other_strides: tuple[Strides, ...],
 ) -> Tiling:
     length = shape[dim]
-    count, every = shape.numel() // length, (source, target, *others)
+    n_rows, all_strides = shape.numel() // length, (source, target, *other_strides)
     contiguous = source[3] == target[3] == 1
-    turned = target[3] == 1 and not contiguous
-    joined = None
-    if not numbered and all(_gapless(strides, count, length) for strides in (source, target)):
-        # groups never straddle rows, so all of it is one row: no tile hangs over a row's end
-        count, length = 1, shape.numel()
-        joined = 1, length, 0, 1
-        every = (joined,)
-    groups = length // m
+    out_contiguous = target[3] == 1 and not contiguous
+    flat_strides = None
+    if not indexed and all(_gapless(strides, n_rows, length) for strides in (source, target)):
+        # groups never straddle rows: with a single row no tile hangs over a row's end
+        n_rows, length = 1, shape.numel()
+        flat_strides = 1, length, 0, 1
+        all_strides = (flat_strides,)
+    n_groups = length // m
 
     def power_of_two(n: int) -> int:
         return 1 << (n - 1).bit_length()
 
-    per_tile = BLOCK // power_of_two(m)
+    tile_size = BLOCK_SIZE // power_of_two(m)
     if contiguous:
-        across = per_tile if count == 1 else min(per_tile, max(512 // power_of_two(m), 1))
-        wide = min(across, power_of_two(groups))
-        high = min(per_tile // wide, power_of_two(count))
+        max_groups = tile_size if n_rows == 1 else min(tile_size, max(512 // power_of_two(m), 1))
+        tile_groups = min(max_groups, power_of_two(n_groups))
+        tile_rows = min(tile_size // tile_groups, power_of_two(n_rows))
     else:
-        high = min(LANES // 2 if turned else LANES, per_tile, power_of_two(count))
-        wide = min(per_tile // high, power_of_two(groups))
-    reach = max(
-        count // inner * outer + inner * within + length * stride
-        for inner, outer, within, stride in every
+        max_rows = MAX_STRIDED_ROWS // 2 if out_contiguous else MAX_STRIDED_ROWS
+        tile_rows = min(max_rows, tile_size, power_of_two(n_rows))
+        tile_groups = min(tile_size // tile_rows, power_of_two(n_groups))
+    max_offset = max(
+        n_rows // inner * outer_stride + inner * inner_stride + length * stride
+        for inner, outer_stride, inner_stride, stride in all_strides
     )
-    tile = Tile(high, wide, contiguous, reach >= 2**31, turned)
-    return Tiling(count, groups, tile, -(-count // high) * -(-groups // wide), joined)
+    tile = Tile(tile_rows, tile_groups, contiguous, max_offset >= 2**31, out_contiguous)
+    n_programs = -(-n_rows // tile_rows) * -(-n_groups // tile_groups)
+    return Tiling(n_rows, n_groups, tile, n_programs, flat_strides)
 
 
-def _gapless(strides: Strides, count: int, length: int) -> bool:
+def _gapless(strides: Strides, n_rows: int, length: int) -> bool:
     """Return True if the rows follow each other in memory, in order and without gaps."""
-    inner, outer, within, stride = strides
-    in_order = outer == length * inner or count == inner
-    return stride == 1 and in_order and (within == length or inner == 1)
+    inner, outer_stride, inner_stride, stride = strides
+    in_order = outer_stride == length * inner or n_rows == inner
+    return stride == 1 and in_order and (inner_stride == length or inner == 1)
 
 
 _operators = torch.library.Library("sparsepretrain", "FRAGMENT")
@@ -160,13 +161,13 @@ def operator(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Register a function as ``sparsepretrain::name``, without ``custom_op``'s checks of each call.
 
-    They take 10 µs of a launch. What they would notice: a result that shares memory with an
-    argument, and a backward through it.
+    The checks add 10 µs to a launch. They would reject outputs that alias an argument and
+    backward passes through the operator.
 
     Args:
-        name: of the operator.
-        fake: what tracing computes in its place.
-        mutates: arguments that are written in place, whose versions the function counts itself.
+        name: name of the operator.
+        fake: shape and dtype function for tracing.
+        mutates: arguments written in place; the function increments their versions itself.
     """
 
     def register(function: Callable[P, T]) -> Callable[P, T]:
@@ -179,36 +180,36 @@ def operator(
     return register
 
 
-def over_elements(
+def launch_elements(
     kernel: Any,
-    pointers: Sequence[Tensor],
-    count: int,
+    tensors: Sequence[Tensor],
+    n_elements: int,
     *args: Any,
-    block: int = BLOCK,
+    block_size: int = BLOCK_SIZE,
     **options: Any,
 ) -> None:
-    """Launch ``kernel`` on parts of ``range(count)``.
+    """Launch ``kernel`` on blocks of ``range(n_elements)``.
 
-    The kernel takes ``pointers``, ``count``, ``args`` and the constants ``BLOCK``, ``WIDE``
-    (offsets need 64 bits) and ``options``.
+    The kernel takes pointers to ``tensors``, ``n_elements``, ``args`` and the constants
+    ``BLOCK_SIZE``, ``INT64_OFFSETS`` (offsets need 64 bits) and ``options``.
     """
-    if not count:
+    if not n_elements:
         return
-    wide = count >= 2**31 - block
-    with torch.cuda.device_of(pointers[0]):
-        kernel[(-(-count // block),)](
-            *pointers, count, *args, BLOCK=block, WIDE=wide, enable_fp_fusion=False, **options
+    constants = {"BLOCK_SIZE": block_size, "INT64_OFFSETS": n_elements >= 2**31 - block_size}
+    with torch.cuda.device_of(tensors[0]):
+        kernel[(-(-n_elements // block_size),)](
+            *tensors, n_elements, *args, enable_fp_fusion=False, **constants, **options
         )
 
 
-def memory_order(x: Tensor) -> list[int]:
-    """The axes of ``x``, largest stride first: in this order dense tensors are contiguous."""
+def axis_order(x: Tensor) -> list[int]:
+    """Return the axes of ``x``, largest stride first; a dense ``x`` is contiguous in this order."""
     strides = x.stride()
     return sorted(range(x.dim()), key=lambda axis: -strides[axis])
 
 
-def empty_rows(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """A result of the shape of ``x``, and its strides unless :func:`rows_of` would copy those."""
+def empty_out(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Empty tensor like ``x``; contiguous where :func:`as_rows` would copy the strides of ``x``."""
     out = torch.empty_like(x, dtype=dtype)
     if x.is_contiguous():
         return out
@@ -220,54 +221,48 @@ def empty_rows(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def over_groups(
+def launch_groups(
     kernel: Any,
     m: int,
     dim: int,
     x: Tensor,
     out: Tensor,
     *args: Any,
-    beside: Tensor | None = None,
-    numbered: bool = False,
+    out2: Tensor | None = None,
+    indexed: bool = False,
     **options: Any,
 ) -> None:
     """Launch ``kernel`` on tiles of whole groups of ``m`` along ``dim``.
 
-    The kernel takes ``x`` and ``out`` as :class:`Rows`, the number of rows and of groups per row,
-    ``beside`` (a result with the strides of ``out``) as Rows if there is one, ``args``, and the
-    constants ``TILE`` (a :class:`Tile`) and ``options``. ``numbered``: rows and groups keep their
-    numbers, which the kernel uses. Elements beyond the last whole group of a row are left alone.
+    The kernel takes ``x`` and ``out`` as :class:`Rows`, ``n_rows``, ``n_groups`` (per row),
+    ``out2`` (strides of ``out``) as Rows unless it is None, ``args``, and the constants
+    ``TILE`` (a :class:`Tile`) and ``options``. ``indexed``: the kernel depends on row and
+    group indices, so rows are not merged. Elements after the last whole group are not touched.
     """
     if not x.numel() or x.shape[dim] < m:
         return
-    source, target = rows_of(x, dim), rows_of(out, dim)
-    others = tuple(arg[1:] for arg in args if isinstance(arg, Rows))  # which need not be gapless
-    numbered |= bool(others)
-    tiling = _tiling(x.shape, dim, m, numbered, source[1:], target[1:], others)
-    if tiling.joined is not None:
-        source, target = (Rows(rows.data, *tiling.joined) for rows in (source, target))
-    if beside is not None:
-        args = (target._replace(data=beside), *args)
+    source, target = as_rows(x, dim), as_rows(out, dim)
+    other_strides = tuple(arg[1:] for arg in args if isinstance(arg, Rows))  # may have gaps
+    indexed |= bool(other_strides)
+    tiling = _tiling(x.shape, dim, m, indexed, source[1:], target[1:], other_strides)
+    if tiling.flat_strides is not None:
+        source, target = (Rows(rows.ptr, *tiling.flat_strides) for rows in (source, target))
+    if out2 is not None:
+        args = (target._replace(ptr=out2), *args)
+    # No fused multiply-adds: results are compared bit for bit with the reference.
+    options |= {"TILE": tiling.tile, "enable_fp_fusion": False}
     with torch.cuda.device_of(x):
-        # no fusion: decisions are compared bit for bit with the reference
-        kernel[(tiling.programs,)](
-            source,
-            target,
-            tiling.rows,
-            tiling.groups,
-            *args,
-            TILE=tiling.tile,
-            enable_fp_fusion=False,
-            **options,
+        kernel[(tiling.n_programs,)](
+            source, target, tiling.n_rows, tiling.n_groups, *args, **options
         )
 
 
-def packs(x: Tensor, out: Tensor) -> bool:
-    """Return True if :func:`store_code` can pack the mask of a kernel over fours of ``x``."""
+def can_pack_mask(x: Tensor, out: Tensor) -> bool:
+    """Return True if :func:`store_packed_mask` can store the 2:4 mask of ``x``."""
     matrices = x.dim() == 2 and x.is_contiguous() and out.is_contiguous()
     return matrices and x.shape == out.shape and x.shape[1] >= 8 and x.numel() > 0
 
 
-def packed_rows(x: Tensor) -> Tensor:
-    """Room for a mask of ``x`` packed by rows (:func:`sparsepretrain.kernels.pack_rows`)."""
+def empty_packed_mask(x: Tensor) -> Tensor:
+    """Empty mask of ``x`` in the format of :func:`sparsepretrain.kernels.pack_rows`."""
     return torch.empty(packed_shape(x.shape), dtype=torch.uint8, device=x.device)
