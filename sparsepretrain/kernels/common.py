@@ -185,6 +185,12 @@ def check_pattern(name: str, x: Tensor, n: int, m: int, dim: int) -> None:
         raise ValueError(f"{name}: axis {dim} of shape {size} is not a multiple of M = {m}")
 
 
+def check_out(name: str, x: Tensor, out: Tensor | None) -> None:
+    """Refuse an ``out`` of another shape than ``x``, which kernels would write beyond."""
+    if out is not None and out.shape != x.shape:
+        raise ValueError(f"{name}: out must have shape {tuple(x.shape)}, got {tuple(out.shape)}")
+
+
 def packed_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Shape of a packed mask of ``shape``: (rows, ⌈entries of a row / 8⌉)."""
     return shape[0], -(-math.prod(shape[1:]) // 8)

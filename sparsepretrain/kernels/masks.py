@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import packed_shape
+from sparsepretrain.kernels.common import check_out, packed_shape
 from sparsepretrain.kernels.dispatch import kernel_of
 
 
@@ -25,7 +25,11 @@ def apply_mask(
 
     Returns:
         ``out``, or the new tensor.
+
+    Raises:
+        ValueError: ``out`` has another shape.
     """
+    check_out("apply_mask", x, out)
     if kernel := kernel_of("apply_mask", backend, x):
         return kernel(x.detach(), _readable(mask, x), out)
     pruned = x.detach().masked_fill(~unpacked(mask, x.shape), 0)

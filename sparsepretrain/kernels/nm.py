@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import INTEGER_OF_SIZE, check_pattern
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE, check_out, check_pattern
 from sparsepretrain.kernels.dispatch import kernel_of
 from sparsepretrain.kernels.masks import apply_mask, pack_rows
 
@@ -99,6 +99,7 @@ def nm_prune(
     """
     kernel = kernel_of("nm_prune", backend, x, composed=True)
     _check("nm_prune", x, n, m, dim, ties)
+    check_out("nm_prune", x, out)
     if kernel and n < m:
         pruned, mask = kernel(x.detach(), n, m, dim, ties == "low", out)
     else:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import check_pattern, widen
+from sparsepretrain.kernels.common import check_out, check_pattern, widen
 from sparsepretrain.kernels.dispatch import kernel_of
 from sparsepretrain.kernels.masks import pack_rows
 
@@ -79,6 +79,7 @@ def soft_prune(
     """
     kernel = None if out is None else kernel_of("soft_prune", backend, x, composed=True)
     _check("soft_prune", x, n, m, gamma, dim)
+    check_out("soft_prune", x, out)
     if kernel and n < m:
         pruned, mask = kernel(x.detach(), n, m, gamma, dim, scale, out)
     else:

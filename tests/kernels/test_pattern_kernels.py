@@ -127,3 +127,13 @@ def test_bimask_prunes_and_counts_what_its_masks_say(name):
             assert torch.equal(pruned.view(torch.int32), expected.view(torch.int32))
     with pytest.raises(ValueError, match=r"bimask_ones: .* 16 entries"):
         kernels.bimask_ones(w, permutations[:, :4])
+
+
+@pytest.mark.parametrize("name", ["apply_mask", "nm_prune", "soft_prune"])
+@pytest.mark.parametrize("backend", ["reference", None])
+def test_out_of_another_shape_is_refused(name, backend):
+    x, larger = torch.randn(8, 8), torch.full((2, 8, 8), 7.0)
+    given = (x, kernels.nm_mask(x)) if name == "apply_mask" else (x,)
+    with pytest.raises(ValueError, match=rf"{name}: out must have shape \(8, 8\), got \(2, 8, 8\)"):
+        getattr(kernels, name)(*given, out=larger, backend=backend)
+    assert larger.eq(7).all()
