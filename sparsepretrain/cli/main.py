@@ -116,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def _interrupts() -> Iterator[None]:
     """Record every SIGINT: a bare ``except`` in a library may swallow the exception."""
+    note_interrupt(False)
     usual = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(usual):
         yield
@@ -125,7 +126,6 @@ def _interrupts() -> Iterator[None]:
         note_interrupt()
         usual(number, frame)
 
-    note_interrupt(False)
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield
