@@ -28,7 +28,7 @@ from linear import timed_methods
 from recipes import training
 from sparsepretrain import registry
 from sparsepretrain.kernels.timing import Series
-from sparsepretrain.sparsity.method import G
+from sparsepretrain.sparsity.operand_table import G
 from sparsepretrain.training.loop import train_step
 from sparsepretrain.training.session import Session
 

@@ -38,7 +38,8 @@ from sparsepretrain.reports.claims import Verdict, minus
 from sparsepretrain.reports.results import TableResults, read_record
 from sparsepretrain.reports.table import judged
 from sparsepretrain.sparsity import MethodOptions
-from sparsepretrain.sparsity.method import COLUMNS, typical_row
+from sparsepretrain.sparsity.method import typical_row
+from sparsepretrain.sparsity.operand_table import COLUMNS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "methods"
@@ -145,9 +146,9 @@ def methods(_: str, path: Path) -> str:
         method: Any = registry.get("method", name)
         page = os.path.relpath(PAGES / f"{name}.md", path.parent)
         cells = [prose(cell.text) for cell in typical_row(name, method)]
-        cells += [prose(method.phases)]
+        cells += [prose(method.summary)]
         rows.append([f"[`{name}`]({page})", *cells, linked(method.paper)])
-    return table(["method", *COLUMNS.values(), "phases", "paper"], rows)
+    return table(["method", *COLUMNS.values(), "in words", "paper"], rows)
 
 
 def overview(_: str, path: Path) -> str:

@@ -18,7 +18,8 @@ class Methods(ConfiguredVerb):
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config import compose
-        from sparsepretrain.sparsity.method import COLUMNS, Method, typical_row
+        from sparsepretrain.sparsity.method import Method, typical_row
+        from sparsepretrain.sparsity.operand_table import COLUMNS
         from sparsepretrain.tracking.console import Console
 
         plain = compose(args.overrides, args.config_dir)
@@ -31,7 +32,7 @@ class Methods(ConfiguredVerb):
                 rows.append([name, *"?" * len(COLUMNS)])
                 continue
             rows.append([name, *(operand.text for operand in typical_row(name, method))])
-            words = [method.phases, method.summary, method.paper]
+            words = [method.summary, method.paper]
             notes.append(f"{name}: {'; '.join(word for word in words if word != '–')}")
         console = Console()
         console.table("", rows, header=("method", *COLUMNS.values()), lines=False)

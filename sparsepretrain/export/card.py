@@ -10,7 +10,8 @@ from typing import Any
 
 from sparsepretrain.errors import ConfigError, DataError
 from sparsepretrain.export.convert import ADAPTERS, TOLERANCE, WEIGHTS, Converted
-from sparsepretrain.sparsity.method import COLUMNS, title
+from sparsepretrain.sparsity.method import title
+from sparsepretrain.sparsity.operand_table import COLUMNS
 
 FIGURE = "flip_rate.png"
 

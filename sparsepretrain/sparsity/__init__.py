@@ -9,15 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain import registry
-from sparsepretrain.sparsity.method import (
-    Method,
-    MethodOptions,
-    Operand,
-    Phase,
-    Projection,
-    Row,
-    Window,
-)
+from sparsepretrain.sparsity.method import Method, MethodOptions, Projection
+from sparsepretrain.sparsity.operand_table import Operand, Row
+from sparsepretrain.sparsity.schedule import Phase, Window
 
 if TYPE_CHECKING:
     from sparsepretrain.sparsity.sparsifier import Sparsifier

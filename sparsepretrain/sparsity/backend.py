@@ -35,7 +35,8 @@ from sparsepretrain.sparsity.products import (
 )
 
 if TYPE_CHECKING:
-    from sparsepretrain.sparsity.method import Method, Row
+    from sparsepretrain.sparsity.method import Method
+    from sparsepretrain.sparsity.operand_table import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +331,7 @@ class LayerProducts:
             return DENSE
         if not self.packs:
             return self.base
-        row = self.method.row
+        row = self.method.phase.row
         packs = [name for name in self.packs if getattr(row, name).pattern == (2, 4)]
         packs = [
             name for name in packs if not getattr(self.base, MATMUL_OF[name]).cannot_pack(dtype)

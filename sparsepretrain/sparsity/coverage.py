@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from sparsepretrain.kernels.cusparselt.packed24 import version
 from sparsepretrain.sparsity.layers import SparseLayer, dense_weights, sparse_class
-from sparsepretrain.sparsity.method import Row, title
+from sparsepretrain.sparsity.method import title
 from sparsepretrain.sparsity.model_state import ModelState
+from sparsepretrain.sparsity.operand_table import Row
 from sparsepretrain.sparsity.products import MATMUL_OF, MATMULS
 from sparsepretrain.text import in_columns
 

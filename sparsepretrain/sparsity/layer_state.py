@@ -67,7 +67,7 @@ class LayerState(nn.Module):
             trained = isinstance(value, nn.Parameter)
             register: Any = self.register_parameter if trained else self.register_buffer
             register(key, value)
-        if self.method.window[0] == 0:
+        if self.method.schedule.start == 0:
             self.method.update_(weight, self)
         # PyTorch's fused encoder layers read stored weights, unless a module below has a hook
         self.register_forward_pre_hook(_never_called)
@@ -111,7 +111,7 @@ class LayerState(nn.Module):
             else:
                 self.rows.write(self, key, value)
         self.initialized = self.model.baseline_due = True
-        if self.method.window[0] == 0:
+        if self.method.schedule.start == 0:
             self.update(weight)
         self.cache.clear()
         self.choose_products(self.previous_mask.device)
@@ -204,6 +204,10 @@ class LayerState(nn.Module):
         mask = self.chosen_mask(weight) if mask is None else mask
         return unpacked(mask, self.rows.local(weight).shape)
 
+    def kept_mask(self, weight: Tensor) -> Tensor:
+        """Return :meth:`mask_in_use`, packed if the cache has it."""
+        return self.mask_in_use(weight) if self.cache.mask is None else self.cache.mask
+
     def projected_mask(self, weight: Tensor) -> Tensor | None:
         """Return the mask of the projection, bool or packed; None: the method's rule chooses."""
         return self.project(weight).mask if self.cache.mask is None else self.cache.mask
@@ -216,11 +220,6 @@ class LayerState(nn.Module):
             return self.method.mask(master, self.dim).bool()
 
         return self.rows.apply(choose, widen(self.rows.local(weight).detach()), self, self._group)
-
-    def adjusting_mask(self, weight: Tensor) -> Tensor:
-        """Return :meth:`mask_in_use`, packed if it is kept so and the method takes it."""
-        kept = self.cache.mask
-        return kept if kept is not None and self.method.packed_masks else self.mask_in_use(weight)
 
     def compared_mask(self, weight: Tensor) -> Tensor:
         """Return the mask of the last comparison; bool, shape of ``weight``."""

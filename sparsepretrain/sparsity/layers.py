@@ -21,7 +21,8 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.clock import Moment
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK, LayerState
-from sparsepretrain.sparsity.method import DGRAD, WGRAD, title
+from sparsepretrain.sparsity.method import title
+from sparsepretrain.sparsity.operand_table import DGRAD, WGRAD, G, X
 from sparsepretrain.sparsity.products import (
     Convolution,
     Estimate,
@@ -106,14 +107,14 @@ def _inputs(state: LayerState | None, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return Xf(X) and Xw(X); the same tensor if they are equal."""
     if state is None:
         return x, x
-    method, (fprop, wgrad, _, _) = state.method, state.method.changes
-    seen = method.fprop_input(x) if fprop else x
-    return seen, by_groups_of_tokens(x, method.wgrad_input) if wgrad else x
+    method, row = state.method, state.method.phase.row
+    seen = method.fprop_input(x) if row.Xf != X else x
+    return seen, by_groups_of_tokens(x, method.wgrad_input) if row.Xw != X else x
 
 
 def _pruned(state: LayerState | None, geometry: Geometry, clock: Moment, grad: Tensor) -> Tensor:
     """Return P(G)."""
-    if state is None or not state.method.changes[2]:
+    if state is None or state.method.phase.row.P == G:
         return grad
     tokens = geometry.tokens(grad)
     rows = tokens.numel() // tokens.shape[-1]  # one counter per token
@@ -128,7 +129,7 @@ def _sampled(
 
     Groups of four tokens never straddle a micro-batch; each group has one counter.
     """
-    if state is None or not state.method.changes[3]:
+    if state is None or state.method.phase.row.U == G:
         return grad
 
     def sample(rows: Tensor) -> Tensor:
@@ -231,7 +232,8 @@ class SparseLayer(nn.Module):
         """
         state = self.sparsity
         operands = state.cache.operands(self.weight, x.dtype, True)
-        if operands is None or not any(state.method.changes[1:]):
+        row = state.method.phase.row
+        if operands is None or (row.Xw, row.P, row.U) == (X, G, G):
             return None
         given, geometry = self._geometry(x)
         products, own = state.products.now(x.dtype, True), None if exact else state

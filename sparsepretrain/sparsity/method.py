@@ -10,15 +10,16 @@ must not import torch at the top level, so that configurations can be checked wi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from sparsepretrain import kernels
-from sparsepretrain.errors import ConfigError
 from sparsepretrain.limits import Problems
+from sparsepretrain.sparsity.operand_table import Operand, Row
+from sparsepretrain.sparsity.schedule import Phase, Schedule, Window
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,82 +28,6 @@ if TYPE_CHECKING:
     from sparsepretrain.kernels import AnyKey, NoiseKey
 else:  # for annotations only
     AnyKey = NoiseKey = Optimizer = Tensor = Any
-
-FPROP, DGRAD, WGRAD = 0, 1, 2  # numbers of the matmuls in noise keys
-
-
-class Operand(NamedTuple):
-    """One operand of one matmul."""
-
-    text: str  # formula
-    pattern: tuple[int, int] | None = None  # (N, M) if N:M along the axis the matmul sums over
-    axis: Literal["in", "out", "tokens"] | None = None  # that axis; set with a pattern
-
-    def __str__(self) -> str:
-        return f"{self.text} {':'.join(map(str, self.pattern))}" if self.pattern else self.text
-
-
-W, X, G = Operand("W"), Operand("X"), Operand("G")  # unchanged
-MVUE = Operand("MVUE(G)", (2, 4), "tokens")  # an unbiased estimate (arXiv:2203.10991)
-
-
-class Row(NamedTuple):
-    """One row of the table; the default is a dense layer."""
-
-    A: Operand = W  # forward weight
-    B: Operand = Operand("A")  # backward weight; the text `A` means that A serves both matmuls
-    Xf: Operand = X  # input of fprop
-    Xw: Operand = X  # input of wgrad
-    P: Operand = G  # output gradient of dgrad
-    U: Operand = G  # output gradient of wgrad
-    J: Operand = Operand("dW")  # gradient that the optimizer receives
-
-    @property
-    def products(self) -> dict[str, tuple[Operand, ...]]:
-        """Matmul -> its operands: weights (in wgrad G) always, X and other G if they change."""
-        backward = Operand(self.A.text, *self.B[1:]) if self.B.text == "A" else self.B
-        return {
-            "fprop": (self.A, *[self.Xf] * (self.Xf != X)),
-            "dgrad": (backward, *[self.P] * (self.P != G)),
-            "wgrad": (self.U, *[self.Xw] * (self.Xw != X)),
-        }
-
-    @property
-    def has_two_weights(self) -> bool:
-        """True if B is not A; FSDP then gathers both."""
-        return self.B.text != "A"
-
-    @property
-    def sparse(self) -> list[str]:
-        """The matmuls with an N:M operand, which sparse hardware could run."""
-        return [k for k, operands in self.products.items() if any(o.pattern for o in operands)]
-
-
-_HEADS = ("A(W)", "B(W)", "Xf(X)", "Xw(X)", "P(G)", "U(G)", "J(dW, W)")
-COLUMNS = dict(zip(Row._fields, _HEADS, strict=True))  # field of a row -> head of its column
-
-
-class Phase(NamedTuple):
-    """Phase of the next step, for the whole model."""
-
-    training: bool = True  # training matmuls see the row's operands, not W, X and G
-    evaluation: bool = True  # evaluation, `densify` and proofs use A(W), not W
-    why: str = ""  # reason for dense training: until or since which step, by which option
-
-
-@dataclass(slots=True, kw_only=True)
-class Window:
-    """Part of the run in which the layers are sparse, as fractions."""
-
-    start: float = 0.0
-    """First sparse step = ⌊start·steps + ½⌋."""
-    stop: float = 1.0
-    """First dense step after it; 1: sparse to the end, and afterwards."""
-
-    def problems(self) -> Problems:
-        """Yield range errors as (key, message)."""
-        if not 0 <= self.start < self.stop <= 1:
-            yield "start", f"and stop need 0 ≤ start < stop ≤ 1, got {self.start} and {self.stop}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,66 +94,19 @@ class Layer(Protocol):
 
 
 class FineTuning(NamedTuple):
-    """Fine-tuning of checkpoints of a method."""
+    """Rules for fine-tuning checkpoints of a method."""
 
     method: str | None = None
     """Method to fine-tune with; None: the same one."""
     options: Mapping[str, Any] = MappingProxyType({})
     """Options that change when a checkpoint is fine-tuned with this method."""
     same: tuple[str, ...] = ()
-    """Options that must not change if stored weights are to keep their meaning, besides pattern,
-    targets and window."""
+    """Options, besides pattern and targets, that must not change if stored weights are to keep
+    their meaning."""
+    zero: str | None = None
+    """Option that must be 0 in the new run as well; dots lead into blocks."""
 
-
-class Method:
-    """Base class of methods; by itself a dense layer.
-
-    ``summary``, ``paper``, ``phases`` and :attr:`sparse_row` fill the table that
-    ``sparsepretrain methods`` prints.
-    """
-
-    Options: ClassVar[type] = MethodOptions
-    summary: ClassVar[str] = ""
-    paper: ClassVar[str] = ""
-    phases: ClassVar[str] = "always"  # part of the run that uses `sparse_row`, in a few words
-    finetuning: ClassVar[FineTuning] = FineTuning()
-    settles: ClassVar[str | None] = None  # option with the start of the last phase, a fraction
-    layer_kinds: tuple[str, ...] = ("linear", "convolution", "grouped convolution")
-    """Kinds of layers that the method supports."""
-    differentiable: ClassVar[bool] = False
-    """True if :meth:`project` runs under autograd in each training forward, for trained Parameters.
-    A receives dA, and nothing passes straight through: use operations that have gradients."""
-    packed_masks: bool = False  # ``adjust_*`` take masks that are packed by rows
-    needs_whole: bool = False
-    """True if ``project`` or ``update_`` read more than whole groups of rows (sums, draws by
-    position). FSDP then gathers the weight for them."""
-    scalars: ClassVar[dict[str, int]] = {}  # saved integers of the model, with initial values
-
-    phase: Phase = Phase()  # of the next step
-    row: Row = Row()  # operands of training matmuls in this phase
-    changes: tuple[bool, ...] = (False,) * 4
-    """True where Xf, Xw, P and U differ from X and G in this phase."""
-    refresh: int = 1  # steps between two comparisons of masks, counted from the first sparse step
-
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
-        self.options = options
-        self.total_steps = total_steps
-        self.refresh = getattr(options, "refresh", self.refresh)
-        self.step = 0  # completed optimizer steps; `project` reads the step of the layer
-        cls = type(self)
-        self.on_gradient = cls.adjust_gradient_ is not Method.adjust_gradient_
-        self.on_weight = cls.adjust_weight_ is not Method.adjust_weight_
-        self.state = dict(self.scalars)  # values of `scalars`, which `after_step` may change
-        self.window = self.window_steps(options.window)
-        if self.window[0] >= self.window[1]:
-            span = "from {} to {} of {}".format(*self.window, total_steps)
-            raise ConfigError([("window", f": no step is sparse ({span})")])
-        part = getattr(options, self.settles) if self.settles else 0
-        self.settled = max(self.steps_of(part, str(self.settles)), self.window[0])
-        """First step of the last phase."""
-
-    @classmethod
-    def keeps_function(cls, options: Any, theirs: dict[str, Any]) -> bool:
+    def keeps_function(self, options: Any, theirs: dict[str, Any]) -> bool:
         """Return True if stored weights compute the same function in a run with other options.
 
         If not, the new run starts from the weights that the finished run evaluates with.
@@ -237,62 +115,63 @@ class Method:
             options: of the new run.
             theirs: of the finished run, as plain values.
         """
-        if cls.settles is not None and getattr(options, cls.settles) > 0:
+        if self.zero is not None and attrgetter(self.zero)(options) > 0:
             return False
         if options.window != Window() or theirs["window"] != {"start": 0.0, "stop": 1.0}:
             return False
-        keys = ("name", "n", "m", "targets", *cls.finetuning.same)
-        return all(key in theirs and getattr(options, key) == theirs[key] for key in keys)
+        missing = object()
+        for key in ("name", "n", "m", "targets", *self.same):
+            value: Any = theirs
+            for part in key.split("."):
+                value = value.get(part, missing) if isinstance(value, dict) else missing
+            if value != attrgetter(key)(options):
+                return False
+        return True
 
-    def steps_of(self, fraction: float, key: str) -> int:
-        """Return ⌊fraction·total_steps + ½⌋; ConfigError with ``key`` if total_steps is None."""
-        if not fraction:
-            return 0
-        if self.total_steps is None:
-            raise ConfigError([(key, " is a fraction of the run: sparsify needs total_steps")])
-        return math.floor(fraction * self.total_steps + 0.5)
 
-    def window_steps(self, window: Window) -> tuple[int, float]:
-        """Return the first sparse step and the first dense step after it; ∞: no end."""
-        start = self.steps_of(window.start, "window.start")
-        return start, math.inf if window.stop == 1 else self.steps_of(window.stop, "window.stop")
+class Method:
+    """Base class of methods; by itself a dense layer.
 
-    def set_step(self, step: int) -> None:
-        """Enter the phase after ``step`` completed steps, or after :attr:`state` changed."""
-        self.step = step
-        self.phase = self.phase_of(step)
-        row = self.row = self.present_row if self.phase.training else Row()
-        self.changes = row.Xf != X, row.Xw != X, row.P != G, row.U != G
+    ``summary``, ``paper`` and :attr:`sparse_row` fill the table that ``sparsepretrain methods``
+    prints.
+    """
+
+    Options: ClassVar[type] = MethodOptions
+    summary: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    finetuning: ClassVar[FineTuning] = FineTuning()
+    layer_kinds: tuple[str, ...] = ("linear", "convolution", "grouped convolution")
+    """Kinds of layers that the method supports."""
+    differentiable: ClassVar[bool] = False
+    """True if :meth:`project` runs under autograd in each training forward, for trained Parameters.
+    A receives dA, and nothing passes straight through: use operations that have gradients."""
+    needs_whole: bool = False
+    """True if ``project`` or ``update_`` read more than whole groups of rows (sums, draws by
+    position). FSDP then gathers the weight for them."""
+    scalars: Mapping[str, int] = MappingProxyType({})
+    """Integers of the model that checkpoints keep: initial values in the class, present ones in the
+    instance. :meth:`read_optimizer` may change them."""
+    phase: Phase = Phase()
+    """Phase of the next step (:func:`enter`)."""
+
+    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+        self.options = options
+        self.schedule = Schedule(options.window, total_steps, getattr(options, "refresh", 1))
+        self.scalars = dict(self.scalars)
 
     def phase_of(self, step: int) -> Phase:
-        """Return the phase after ``step`` completed steps: dense outside the window."""
-        start, stop = self.window
-        if step < start:
-            return Phase(False, False, f"until step {start} (window.start)")
-        if step >= stop:
-            return Phase(False, False, f"since step {stop} (window.stop)")
-        return Phase()
+        """Return the phase after ``step`` completed steps: dense outside the window.
 
-    @property
-    def compares(self) -> bool:
-        """True if masks are compared after this step; between refreshes nothing can flip."""
-        return (self.step - self.window[0]) % self.refresh == 0
-
-    def may_be_sparse(self, step: int) -> bool:
-        """Return True if training can be sparse after ``step`` steps, for some :attr:`scalars`."""
-        self.set_step(step)
-        undecided = bool(self.scalars) and self.window[0] <= step < self.window[1]
-        return bool((self.sparse_row if undecided else self.row).sparse)
+        It depends on ``step`` and :attr:`scalars` only.
+        """
+        if why := self.schedule.dense_reason(step):
+            return Phase(False, False, why)
+        return Phase(row=self.sparse_row)
 
     @property
     def sparse_row(self) -> Row:
         """Operands of the last sparse phase."""
         return Row()
-
-    @property
-    def present_row(self) -> Row:
-        """Operands of the present sparse phase."""
-        return self.sparse_row
 
     def nm(self, text: str, axis: Literal["in", "out", "tokens"] = "in") -> Operand:
         """Return an operand with the pattern of the options."""
@@ -362,37 +241,56 @@ class Method:
     def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
         """Return a linear function of X, (…, out_features), that is added to X·A(W)ᵀ, or None.
 
-        Autograd differentiates it; ``densify`` folds it into the weight. By default it is
-        X·(L·R)ᵀ of :meth:`low_rank`.
+        Autograd differentiates it; ``densify`` folds it into the weight.
         """
+        return None
+
+    def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
+        """Apply J: change the accumulated, unscaled, clipped gradient in place before the step.
+
+        Called in phases whose row has a J other than dW; ``mask`` is bool.
+
+        ``scale``: loss scale still contained in ``grad`` (a 0-d tensor for fused optimizers).
+        """
+
+    def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:
+        """Change the weight in place after the optimizer's update (rarely needed).
+
+        Called in phases whose J is dW, with the mask from before the update.
+        """
+
+    def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer | None:
+        """Return the optimizer that this method requires; ``options`` are those of ``optim``."""
+        return None
+
+    def read_optimizer(self, optimizer: Any) -> None:
+        """Read phases that the optimizer decides, when it is attached and after its steps.
+
+        Raises:
+            ConfigError: the method needs another kind of optimizer.
+        """
+
+
+class LowRank(Method):
+    """Method with low-rank adapters: their product X·(L·R)ᵀ is added to X·A(W)ᵀ."""
+
+    def low_rank(self, layer: Layer) -> tuple[Tensor, Tensor] | None:
+        """Return L (out_features, rank) and R (rank, in_features); None: no adapters yet."""
+        raise NotImplementedError
+
+    def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
+        """Return X·(L·R)ᵀ."""
         if (factors := self.low_rank(layer)) is None:
             return None
         from torch.nn.functional import linear
 
         return linear(linear(x, factors[1]), factors[0])
 
-    def low_rank(self, layer: Layer) -> tuple[Tensor, Tensor] | None:
-        """Return low-rank adapters L (out_features, rank) and R (rank, in_features), or None."""
-        return None
 
-    def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
-        """Apply J: change the accumulated, unscaled, clipped gradient in place before the step.
-
-        ``scale``: loss scale still contained in ``grad`` (a 0-d tensor for fused optimizers).
-        """
-
-    def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:
-        """Change the weight in place after the optimizer's update (rarely needed)."""
-
-    def build_optimizer(self, groups: list[dict[str, Any]], options: Any) -> Optimizer | None:
-        """Return the optimizer that this method requires; ``options`` are those of ``optim``."""
-        return None
-
-    def attached(self, optimizer: Optimizer, weights: list[Tensor]) -> None:
-        """Check an optimizer when it is attached; ``weights`` are the sparse ones."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Read phases that the optimizer decides, after each of its steps."""
+def enter(method: Method, step: int) -> None:
+    """Enter the phase after ``step`` completed steps, or after the method's scalars changed."""
+    method.schedule.step = step
+    method.phase = method.phase_of(step)
 
 
 def typical_row(name: str, method: type[Method]) -> Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.sparsity.backend import Backend, FP8Precision
 from sparsepretrain.sparsity.clock import Clock, MicroBatches, fill
-from sparsepretrain.sparsity.method import Method
+from sparsepretrain.sparsity.method import Method, enter
+
+
+class Flips(NamedTuple):
+    """Result of a comparison of masks."""
+
+    counts: Tensor  # positions that differ, (layers,) int64
+    interval: int  # steps between the two masks
 
 
 class ModelState:
@@ -44,12 +51,10 @@ class ModelState:
         self.buffer = next(name for name in names if not hasattr(root, name))
         self.example: Any = None  # a sparse layer, with a trained weight if there is one
         self.method, self.precision, self.backend, self.seed = method, precision, backend, seed
-        self.store: torch.dtype | None = None  # dtype of stored operands; None: not stored
         self.clock = Clock(device)
         self.micro_batches = MicroBatches(self.clock, self._has_gradient, self.sync)
         self.compared_at = 0  # completed steps at the last comparison of masks
-        self.flips: Tensor | None = None  # (layers,) int64, counted at the last comparison
-        self.interval = 0  # steps between the last two comparisons; 0: none since the last load
+        self.flips: Flips | None = None  # of the last comparison; None: none since the last load
         self.left_meta = False  # the buffer left the meta device without values
         self.baseline_due = False  # weights were replaced: compare masks before the next step
         size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, checksum
@@ -59,12 +64,12 @@ class ModelState:
             root.register_load_state_dict_pre_hook(self.before_load),
         ]
         self._seen: tuple[Tensor, int] | None = None  # buffer, its version: equal to the integers
-        method.set_step(0)
+        enter(method, 0)
         self.write()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of copies, which are neither attached nor store operands."""
-        return self.__dict__ | {"_seen": None, "store": None}
+        """Return the state of copies, which are not attached."""
+        return self.__dict__ | {"_seen": None}
 
     def _has_gradient(self) -> bool:
         weight = self.example.weight
@@ -106,16 +111,16 @@ class ModelState:
                 )
             step, compared_at, *scalars = values
             if (step, compared_at) != (self.step, self.compared_at):
-                self.interval = 0
+                self.flips = None
             self.compared_at = compared_at
-            self.method.state = dict(zip(self.method.scalars, scalars, strict=True))
-            self.method.set_step(step)
+            self.method.scalars = dict(zip(self.method.scalars, scalars, strict=True))
+            enter(self.method, step)
             self.clock.set(step, buffer.device)
         self._seen = (buffer, version)
 
     def write(self) -> None:
         """Bring buffer, phase and clock up to date with the integers; waits for no device."""
-        self.method.set_step(self.step)
+        enter(self.method, self.step)
         buffer = self.root.get_buffer(self.buffer)
         fill(buffer, self._values())
         self._seen = (buffer, buffer._version)
@@ -123,7 +128,7 @@ class ModelState:
 
     def _values(self) -> list[int]:
         """Return the integers as the buffer holds them."""
-        values = [self.step, self.compared_at, *self.method.state.values()]
+        values = [self.step, self.compared_at, *self.method.scalars.values()]
         return [*values, _checksum(values)]
 
     def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
@@ -140,7 +145,7 @@ class ModelState:
         """Enter the phase after ``step`` completed steps; :meth:`write` has to follow."""
         self.clock.step, self.clock.micro = step, 0
         self.micro_batches.restart()
-        self.method.set_step(step)
+        enter(self.method, step)
 
     @property
     def is_new(self) -> bool:
@@ -153,8 +158,8 @@ class ModelState:
 
     def reset(self) -> None:
         """Set counters and scalars to their values before the first step."""
-        self.compared_at, self.interval, self.flips = 0, 0, None
-        self.method.state = dict(self.method.scalars)
+        self.compared_at, self.flips = 0, None
+        self.method.scalars = dict(type(self.method).scalars)
         self.set_step(0)
 
     def set_step(self, step: int) -> None:

@@ -11,8 +11,9 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.kernels import pack_rows
 from sparsepretrain.kernels.common import widen
 from sparsepretrain.sparsity.backend import LayerProducts
-from sparsepretrain.sparsity.method import Method, Projection, W
+from sparsepretrain.sparsity.method import Method, Projection
 from sparsepretrain.sparsity.model_state import ModelState
+from sparsepretrain.sparsity.operand_table import W
 from sparsepretrain.sparsity.products import Operands, Prepared
 from sparsepretrain.sparsity.rows import Rows
 
@@ -41,6 +42,8 @@ class OperandCache:
         layer: gives projections, products and rows.
     """
 
+    store: torch.dtype | None = None
+    """Dtype of stored operands; None: they are made in every forward."""
     mask: Tensor | None = None
     """Mask of the kept training operands: bool, or packed by rows."""
     out: Tensor | None = None
@@ -58,8 +61,8 @@ class OperandCache:
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of copies and pickles, without what can be computed again."""
-        return self.__dict__ | {"_kept": {}, "_rows": {}, "mask": None}
+        """Return the state of copies and pickles, which do not store operands."""
+        return self.__dict__ | {"_kept": {}, "_rows": {}, "mask": None, "store": None}
 
     def clear(self) -> None:
         """Drop all operands: the weight or the phase has changed."""
@@ -67,7 +70,7 @@ class OperandCache:
 
     def refresh(self, weight: Tensor) -> None:
         """Project a changed weight again if operands are kept, into the same memory."""
-        earlier, store = self._kept.get(True), self.layer.model.store
+        earlier, store = self._kept.get(True), self.store
         self.clear()
         if self.layer.rows.is_sharded:
             if self._dtype is not None:
@@ -82,7 +85,7 @@ class OperandCache:
         training = self.key(training)
         if self._is_plain(dtype, training):
             return None
-        if training in self._kept and self.layer.model.store == dtype:
+        if training in self._kept and self.store == dtype:
             return self._kept[training]
         return self._make(weight, dtype, training)
 
@@ -117,7 +120,7 @@ class OperandCache:
         self, weight: Tensor, dtype: torch.dtype, training: bool, old: Operands | None = None
     ) -> Operands | None:
         """Project; operands of the stored dtype are kept, in the memory of ``old``."""
-        layer, store = self.layer, self.layer.model.store
+        layer, store = self.layer, self.store
         products = layer.products.now(dtype, training)
         with torch.inference_mode(False):  # a training forward may use it next
             self.out = self._memory(weight, dtype, old) if training else None
@@ -126,14 +129,14 @@ class OperandCache:
             finally:
                 self.out = None
             only_cast, operands = forward is None and not products.rounds, None
-            if not only_cast or (training and any(layer.method.changes)):
+            if not only_cast or (training and not layer.method.phase.row.keeps_inputs):
                 forward = weight.detach() if forward is None else forward
                 weights = self._transposed(forward), self._transposed(backward)
                 operands = products.prepare(*weights, scale, dtype, old)
         if store == dtype and not torch.compiler.is_compiling():
             if training:
-                pack = mask is not None and mask.dtype == torch.bool and layer.method.packed_masks
-                self.mask = pack_rows(mask) if mask is not None and pack else mask
+                unpacked = mask is not None and mask.dtype == torch.bool
+                self.mask = pack_rows(mask) if mask is not None and unpacked else mask
             # a weight that is only cast is not kept: the cast of an edited one is always right
             if operands is None or not only_cast:
                 self._kept[training] = operands
@@ -142,9 +145,9 @@ class OperandCache:
     def _memory(self, weight: Tensor, dtype: torch.dtype, old: Operands | None) -> Tensor | None:
         """Return memory for A(W) in the stored dtype: that of ``old``, or new memory."""
         layer = self.layer
-        if layer.method.row.A == W or layer.products.now(dtype, True).rounds:
+        if layer.method.phase.row.A == W or layer.products.now(dtype, True).rounds:
             return None  # nothing is projected, or the result is rounded again
-        if layer.model.store != dtype or torch.compiler.is_compiling():
+        if self.store != dtype or torch.compiler.is_compiling():
             return None
         earlier = None if old is None else self._transposed(old.A.data)
         if earlier is None or (earlier.shape, earlier.dtype) != (weight.shape, dtype):
@@ -165,7 +168,7 @@ class OperandCache:
 
         A method whose A(W) is no part of W is projected again and masked.
         """
-        layer, store = self.layer, self.layer.model.store
+        layer, store = self.layer, self.store
         if layer.rows.is_sharded:
             raise ConfigError("held masks need whole weights, and this model is sharded")
         forward, new, *_ = layer.project(weight, training=True)
@@ -240,7 +243,7 @@ class OperandCache:
             )
         _, scale = self._rows.get(self.key(training), (None, None))
         two = self._sparse and method.sparse_row.has_two_weights
-        if not two and scale is None and not (training and any(method.changes)):
+        if not two and scale is None and not (training and not method.phase.row.keeps_inputs):
             return None
         backward = None
         if two:

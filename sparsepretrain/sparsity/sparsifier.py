@@ -51,7 +51,7 @@ class Sparsifier:
     @property
     def refreshed(self) -> bool:
         """True if masks that are used for several steps were compared after the last step."""
-        return self.method.refresh > 1 and self._state.compared_at == self.completed_steps
+        return self.method.schedule.refresh > 1 and self._state.compared_at == self.completed_steps
 
     @property
     def flips(self) -> Tensor | None:
@@ -59,9 +59,9 @@ class Sparsifier:
 
         Collective where the model is sharded.
         """
-        compared = self._state.compared_at == self.completed_steps and self._state.interval
+        compared = self._state.compared_at == self.completed_steps
         flips = self._state.flips if compared else None
-        return None if flips is None else self._rows.total(flips.clone())
+        return None if flips is None else self._rows.total(flips.counts.clone())
 
     @property
     def completed_steps(self) -> int:
@@ -77,7 +77,7 @@ class Sparsifier:
     @property
     def sparse(self) -> bool:
         """True if the next step trains with N:M operands."""
-        return bool(self.method.row.sparse)  # the row of a dense phase is dense
+        return bool(self.method.phase.row.sparse)
 
     def attach(self, optimizer: Any) -> None:
         """Hook into ``optimizer``: J before its step; counters, operands and flips after it.
@@ -116,7 +116,9 @@ class Sparsifier:
                 late = ": build the optimizer after fully_shard"
             text = f"sparse weights missing in the optimizer: {', '.join(missing)}"
             raise ConfigError(text + late)
-        self.method.attached(optimizer, list(weights.values()))
+        if (mark := getattr(optimizer, "mark_sparse", None)) is not None:
+            mark(weights.values())
+        self.method.read_optimizer(optimizer)
         self._state.write()
         attachments.attach(self._state, optimizer, self.steps.before, self.steps.after)
         self._state.baseline_due = self.completed_steps == 0
@@ -226,9 +228,11 @@ class Sparsifier:
             raise ConfigError(
                 f"store_operands: dtype must be fp64, fp32, bf16 or fp16, got {dtype}"
             )
-        state.store = dtype or weight.dtype
+        dtype = dtype or weight.dtype
         if state.backend is not None and not weight.is_meta:
-            state.backend.require_here(weight.device, state.store, state.precision)
+            state.backend.require_here(weight.device, dtype, state.precision)
+        for layer in self.layers.values():
+            layer.sparsity.cache.store = dtype
         self.refresh()
 
     def choose_products(self, inputs: Mapping[str, Sequence[int]], micro_batches: int = 1) -> None:
@@ -247,15 +251,14 @@ class Sparsifier:
         """
         if missing := [name for name in self.layers if name not in inputs]:
             raise ConfigError(f"choose_products: no shape for {', '.join(missing)}")
-        dtype, backend = self._state.store, self._state.backend
-        if backend is not None:
-            backend.micro_batches = micro_batches
+        if self._state.backend is not None:
+            self._state.backend.micro_batches = micro_batches
         for name, layer in self.layers.items():
             own = layer.sparsity
             own.try_products(
                 layer.weight,
                 inputs[name],
-                dtype or layer.weight.dtype,
+                own.cache.store or layer.weight.dtype,
                 bias=layer.bias is not None,
             )
 
@@ -361,8 +364,8 @@ class Sparsifier:
         }
         if flips:
             result["flip_rate"] = flips[0] / entries
-            if self._state.interval > 1:
-                result["flip_interval"] = float(self._state.interval)
+            if self._state.flips is not None and self._state.flips.interval > 1:
+                result["flip_interval"] = float(self._state.flips.interval)
         if per_layer:
             for name, row in zip(self.layers, table, strict=True):
                 result[f"l1_gap/{name}"] = row[3] / row[1]
@@ -384,7 +387,7 @@ class Sparsifier:
             "layers": list(self.layers),
             "completed_steps": self.completed_steps,
             "compared_at": self._state.compared_at,
-            **self.method.state,
+            **self.method.scalars,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -399,8 +402,8 @@ class Sparsifier:
                 text = f"{key} is {state.get(key)}, this model has {mine[key]}"
                 raise CheckpointError(f"sparsifier state: {text}")
         own = self._state
-        own.compared_at, own.interval = int(state["compared_at"]), 0
-        own.method.state = {key: int(state[key]) for key in own.method.scalars}
+        own.compared_at, own.flips = int(state["compared_at"]), None
+        own.method.scalars = {key: int(state[key]) for key in own.method.scalars}
         own.set_step(int(state["completed_steps"]))
         self.refresh()
 

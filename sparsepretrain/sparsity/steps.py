@@ -21,7 +21,11 @@ from sparsepretrain.optim._initialization import creates_state, forget_step
 from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.method import Method
-from sparsepretrain.sparsity.model_state import ModelState
+from sparsepretrain.sparsity.model_state import Flips, ModelState
+from sparsepretrain.sparsity.operand_table import Row
+
+J = Row().J
+"""The gradient as it is, dW."""
 
 
 class Steps:
@@ -48,7 +52,7 @@ class Steps:
         """See :attr:`Sparsifier.decay`."""
         self.state.sync()
         method = self.state.method
-        if not method.phase.training or not (method.on_gradient or method.on_weight):
+        if not _adjusts(method):
             return 0.0
         return float(getattr(method, "decay", getattr(method.options, "decay", 0.0)))
 
@@ -84,8 +88,9 @@ class Steps:
         """Apply J to the gradients that ``optimizer`` is about to use."""
         self.state.sync()
         method = self.state.method
-        if not method.phase.training or not (method.on_gradient or method.on_weight):
+        if not _adjusts(method):
             return
+        on_gradient = method.phase.row.J != J
         # fused optimizers unscale inside their kernel, so the decay has to be scaled too
         scale = getattr(optimizer, "grad_scale", None)
         for name, layer in self.layers.items():
@@ -93,17 +98,16 @@ class Steps:
             weight, grad = own.rows.local(layer.weight), own.rows.gradient(layer.weight)
             if grad is None:
                 continue
-            mask = own.adjusting_mask(weight)
-            if method.on_weight:
-                self._held[name] = mask
-            if not method.on_gradient:
+            if not on_gradient:  # the mask from before the update; packed, it is not written to
+                self._held[name] = own.kept_mask(weight)
                 continue
+            mask = own.mask_in_use(weight)
             rounds = self.decay > 0 and weight.dtype.itemsize < 4 and not self._checked_rounding
             before = grad.clone() if rounds else None
             method.adjust_gradient_(grad, weight, mask, 1.0 if scale is None else scale)
             if before is not None:
                 self._checked_rounding = True
-                share = lost_decay(before, grad, weight, unpacked(mask, weight.shape))
+                share = lost_decay(before, grad, weight, mask)
                 if share > 0.5:
                     warnings.warn(
                         f"masked decay changes only {1 - share:.0%} of the masked gradients of "
@@ -132,23 +136,23 @@ class Steps:
             rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
             for name, mask in held.items():
                 rows, weight = self.layers[name].sparsity.rows, self.layers[name].weight
-                rate = float(rates[id(rows.parameter(weight))])
-                method.adjust_weight_(rows.local(weight), mask, rate)
+                rate, own = float(rates[id(rows.parameter(weight))]), rows.local(weight)
+                method.adjust_weight_(own, unpacked(mask, own.shape), rate)
         state.begin(state.step + 1)
-        method.after_step(optimizer)
-        start, stop = method.window
-        inside, compares = start <= state.step < stop, method.compares
+        method.read_optimizer(optimizer)
+        schedule = method.schedule
+        compares = schedule.compares_after(state.step)
         if compares:
-            state.interval, state.compared_at = state.step - state.compared_at, state.step
+            interval, state.compared_at = state.step - state.compared_at, state.step
         state.write()
         state.reshard()
-        if inside and type(method).update_ is not Method.update_:
+        if schedule.contains(state.step) and type(method).update_ is not Method.update_:
             for layer in self.layers.values():
                 layer.sparsity.update(layer.weight)
         self.project()
         if compares:
-            self.compare()
-        if not (method.on_gradient or method.on_weight):
+            state.flips = Flips(self.compare(), interval)
+        if not _adjusts(method):  # the mask is not needed before the next projection
             for layer in self.layers.values():
                 layer.sparsity.cache.mask = None
 
@@ -173,8 +177,8 @@ class Steps:
             self.compare()
 
     @torch.no_grad()
-    def compare(self) -> None:
-        """Count the flips since the last comparison and keep the new masks."""
+    def compare(self) -> Tensor:
+        """Keep the present masks; return the flips since the last ones, (layers,) int64."""
         counts = []
         for layer in self.layers.values():
             own = layer.sparsity
@@ -182,7 +186,14 @@ class Steps:
             mask = own.chosen_mask(layer.weight) if mask is None else mask
             packed = mask if mask.dtype == torch.uint8 else pack_rows(mask)
             counts.append(packed_flip_count(own.previous_mask, packed, replace=True))
-        self.state.flips = torch.stack([count.to(counts[-1].device) for count in counts])
+        return torch.stack([count.to(counts[-1].device) for count in counts])
+
+
+def _adjusts(method: Method) -> bool:
+    """Return True if the method changes gradients, or else weights, in the present phase."""
+    if not method.phase.training:
+        return False
+    return method.phase.row.J != J or type(method).adjust_weight_ is not Method.adjust_weight_
 
 
 def lost_decay(before: Tensor, after: Tensor, weight: Tensor, mask: Tensor) -> float:

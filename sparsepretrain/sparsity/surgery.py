@@ -131,8 +131,8 @@ def sparsify_with(
     formats, chooser = precision_of(precision), backend_of(backend)
     cls: Any = registry.get("method", options.name)
     method: Method = cls(options, total_steps)
-    if total_steps is not None and method.window[0] >= total_steps:
-        reason = f": sparse from step {method.window[0]} on, but there are {total_steps} steps"
+    if total_steps is not None and method.schedule.start >= total_steps:
+        reason = f": sparse from step {method.schedule.start} on, but there are {total_steps} steps"
         raise ConfigError([("window.start", reason)])
     dropped = [*exclude, *(p.removeprefix("!") for p in targets if p.startswith("!"))]
     layers = _select(model, [p for p in targets if not p.startswith("!")], dropped)

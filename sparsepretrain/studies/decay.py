@@ -70,7 +70,7 @@ class Search:
         method = self._method()
         if flip_rule(method) is None:
             raise ConfigError(f"sparsity={name} has its own mask rule, unknown to a dense run")
-        start, stop = method.window
+        start, stop = method.schedule.start, method.schedule.stop
         if not start < self.steps <= stop:
             raise ConfigError(
                 f"the layers are not sparse at the end of the first {self.steps} steps (sparse "
@@ -90,11 +90,8 @@ class Search:
     @property
     def comparisons(self) -> int:
         """Number of mask comparisons in a segment."""
-        method, count = self._method(), 0
-        for step in range(1, self.steps + 1):
-            method.set_step(step)
-            count += method.compares
-        return count
+        schedule = self._method().schedule
+        return sum(map(schedule.compares_after, range(1, self.steps + 1)))
 
     @property
     def out(self) -> Path:

@@ -253,7 +253,7 @@ def load_initial(source: Source, run: Run, task: Task, model: nn.Module, console
         _tell_new(new, console)
         return {}
     method: type[Method] = registry.get("method", run.sparsity.name)
-    same = method.keeps_function(run.sparsity, source.config["sparsity"])
+    same = method.finetuning.keeps_function(run.sparsity, source.config["sparsity"])
     stored = run.init.weights == "master" or (run.init.weights == "auto" and same)
     state = weights.model_state(source) if stored else evaluated_state(source)
     own = {k: v for k, v in state.items() if not any(p[:8] == "sparsity" for p in k.split("."))}

@@ -38,7 +38,7 @@ def examine(console: Console) -> None:
     console.table("this machine", machine(), lines=False)
     console.info("")
     title = "products that can be sparse: linear layers with features that 64 divides, fp16 or bf16"
-    head = ["method", *MATMULS, "when", "why not"]
+    head = ["method", *MATMULS, "why not"]
     console.table(title, method_rows(), head, lines=False)
     console.info(f"\n{here()}")
 
@@ -102,6 +102,5 @@ def method_rows() -> list[list[str]]:
         cells = dict.fromkeys(MATMULS, "dense")
         cells |= {MATMUL_OF[k]: "emulated" if why else "sparse" for k, why in reasons.items()}
         why_not = dict.fromkeys(filter(None, reasons.values()))
-        when = method.phases if reasons else ""
-        rows.append([name, *cells.values(), when, "; ".join(why_not)])
+        rows.append([name, *cells.values(), "; ".join(why_not)])
     return rows

@@ -20,7 +20,8 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.sparsity import Sparsifier
-from sparsepretrain.sparsity.method import Method, W
+from sparsepretrain.sparsity.method import Method
+from sparsepretrain.sparsity.operand_table import W
 from sparsepretrain.tasks import Task, build_task
 from sparsepretrain.tracking.console import Console, clock, count
 from sparsepretrain.tracking.wandb import check_login
@@ -277,11 +278,12 @@ def require_a_sparse_step(run: Run) -> None:
         method = implementation(run.sparsity, run.steps)
     except ConfigError as error:
         raise error.under("sparsity") from error
-    if not method.sparse_row.sparse:
-        return  # a dense baseline
-    last = int(min(run.steps, method.window[1])) - 1
+    if method.scalars or not method.sparse_row.sparse:
+        return  # phases that an optimizer decides, or a dense baseline
+    last = int(min(run.steps, method.schedule.stop)) - 1
     # most phases, once entered, last to the end of the window: then the first look is enough
-    if any(map(method.may_be_sparse, (last, *range(method.window[0], last)))):
+    steps = (last, *range(method.schedule.start, last))
+    if any(method.phase_of(step).row.sparse for step in steps):
         return
     keys = [key for key in PHASES if hasattr(run.sparsity, key)]
     raise ConfigError(

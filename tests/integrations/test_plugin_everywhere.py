@@ -44,7 +44,7 @@ class Gated(Method):
 
     def phase_of(self, step):
         phase = super().phase_of(step)
-        waiting = phase.training and self.state["seen"] < 3
+        waiting = phase.training and self.scalars["seen"] < 3
         return Phase(False, True, "until it has seen three steps") if waiting else phase
 
     def initial_state(self, weight, layer):
@@ -66,11 +66,11 @@ class Gated(Method):
     def residual(self, x, layer):
         return x.mean(-1, keepdim=True) * layer.gate
 
-    def after_step(self, optimizer):
-        self.state["seen"] += 1
+    def read_optimizer(self, optimizer):
+        self.scalars = {"seen": self.schedule.step}
 
     def metrics(self):
-        return {"seen": self.state["seen"]}
+        return {"seen": self.scalars["seen"]}
 '''
 YAML = """
 name: gated

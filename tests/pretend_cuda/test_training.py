@@ -79,7 +79,9 @@ def three_steps(tiny, words, *, watched=False):
             assert set(RECORD.waits) <= WAITS, RECORD.waits
             assert max(RECORD.waits[wait] for wait in WAITS) <= 1
             method = sparsifier.method
-            compiled.append((method.row, method.pattern, {k: len(v) for k, v in variants.items()}))
+            compiled.append(
+                (method.phase.row, method.pattern, {k: len(v) for k, v in variants.items()})
+            )
     same_phase = [step[:2] for step in compiled[1:2]] == [step[:2] for step in compiled[2:]]
     if same_phase and not isinstance(tiny, TinyTranslation):  # whose micro-batches differ in size
         assert compiled[1:2] == compiled[2:], "a step of the same phase compiled kernels anew"

@@ -9,7 +9,7 @@ from torch import nn
 import sparsepretrain as sp
 from sparsepretrain import registry
 from sparsepretrain.errors import SparsePretrainWarning
-from sparsepretrain.sparsity.method import DGRAD, WGRAD, G, X
+from sparsepretrain.sparsity.operand_table import DGRAD, WGRAD, G, X
 
 STEPS = 40
 """``total_steps`` of all small runs."""
@@ -202,8 +202,7 @@ def has_pattern(sparsifier):
 
 def into_sparse_phase(sparsifier):
     """As after AutoSwitch."""
-    state = sparsifier.method.state
-    state.update(dict.fromkeys(state, 0))
+    sparsifier.method.scalars = dict.fromkeys(sparsifier.method.scalars, 0)
     sparsifier._state.write()
 
 
@@ -218,7 +217,7 @@ class OperandTable:
 
     def __init__(self, layer, x, gy):
         state, weight = layer.sparsity, layer.weight.detach()
-        method, row = state.method, state.method.row
+        method, row = state.method, state.method.phase.row
         projection = state.project(layer.weight)
         self.A = weight if projection.forward is None else projection.forward
         self.B = self.A if projection.backward is None else projection.backward

@@ -19,7 +19,7 @@ def no_gpu(monkeypatch):
 
 
 def test_sparse_matmuls_follow_the_rows():
-    rows = {name: cells for name, *cells, _, _ in capabilities.method_rows()}
+    rows = {name: cells for name, *cells, _ in capabilities.method_rows()}
     assert set(rows) >= set(registry.built_in("method"))
     sparse = {name: "".join("x" if c == "sparse" else "-" for c in rows[name]) for name in rows}
     assert (sparse["srste"], sparse["sste"], sparse["tsrste"]) == ("x--", "x-x", "xxx")

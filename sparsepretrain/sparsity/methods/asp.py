@@ -22,8 +22,6 @@ class ASPOptions(MethodOptions):
 class StoredMask(Method):
     """A = M∘W with a mask that the layer keeps, packed; what it drops receives no gradient."""
 
-    packed_masks = True
-
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
         return {"mask": kernels.pack_rows(weight.new_zeros(weight.shape).bool())}
 
@@ -49,9 +47,11 @@ class ASP(StoredMask):
     Options = ASPOptions
     summary = "magnitude mask once, at a chosen step; kept from then on"
     paper = "arXiv:2104.08378"
-    phases = "dense, then one fixed mask"
-    settles = "at"
-    finetuning = FineTuning(options={"at": 0.0})
+    finetuning = FineTuning(options={"at": 0.0}, zero="at")
+
+    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+        super().__init__(options, total_steps)
+        self._at = self.schedule.begin_of(options.at, "at")
 
     @property
     def sparse_row(self) -> Row:
@@ -59,10 +59,10 @@ class ASP(StoredMask):
 
     def phase_of(self, step: int) -> Phase:
         phase = Method.phase_of(self, step)
-        if phase.training and step < self.settled:
-            return Phase(False, False, f"until step {self.settled} (at)")
+        if phase.training and step < self._at:
+            return Phase(False, False, f"until step {self._at} (at)")
         return phase
 
     def update_(self, weight: Tensor, layer: Layer) -> None:
-        if self.step == self.settled:
+        if self.schedule.step == self._at:
             self.keep(self.mask(weight, layer.dim), layer)

@@ -8,8 +8,9 @@ from typing import Annotated
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
 from sparsepretrain.sparsity import MethodOptions, Operand, Projection, Row
-from sparsepretrain.sparsity.method import DGRAD, Layer, Problems, Tensor
+from sparsepretrain.sparsity.method import Layer, Problems, Tensor
 from sparsepretrain.sparsity.methods.srste import MaskedDecay
+from sparsepretrain.sparsity.operand_table import DGRAD
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +36,6 @@ class BiMask(MaskedDecay):
     Options = BiMaskOptions
     summary = "forward and backward masks, rows permuted for the backward one"
     paper = "arXiv:2302.06058 (ICML 2023)"
-    phases = "permutation every 100 steps"
     layer_kinds = ("linear", "convolution")  # the permutation mixes rows of all groups
     needs_whole = True
 
@@ -43,7 +43,7 @@ class BiMask(MaskedDecay):
     def sparse_row(self) -> Row:
         """Mb is 2:4 among permuted rows only, so B has no pattern along out_features as stored."""
         backward = Operand("Mb∘W (rows permuted)")
-        return Row(self.nm("Mf∘W"), backward, J=Operand("dW + λ(1-Mf)∘W"))
+        return Row(self.nm("Mf∘W"), backward, J=self.decayed("Mf"))
 
     @property
     def multiples(self) -> tuple[int, int]:
@@ -57,7 +57,7 @@ class BiMask(MaskedDecay):
 
     def update_(self, weight: Tensor, layer: Layer) -> None:
         """Every ``every`` steps keep the permutation whose backward mask has the most ones."""
-        if (self.step - self.window[0]) % self.options.every or weight.is_meta:
+        if (self.schedule.step - self.schedule.start) % self.options.every or weight.is_meta:
             return  # shapes alone (dry runs) hold nothing to find, and take minutes
         import torch
 

@@ -37,7 +37,6 @@ class Dense(Method):
     Options = DenseOptions
     summary = "ordinary layers; logs the flips of the masks it would have"
     paper = "–"
-    phases = "never"
 
     @property
     def multiples(self) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import MethodOptions, Operand, Projection, Row
+from sparsepretrain.sparsity import MethodOptions, Operand, Phase, Projection, Row
 from sparsepretrain.sparsity.method import FineTuning, Layer, Tensor
 from sparsepretrain.sparsity.methods.ste import STE
 
@@ -37,37 +37,37 @@ class MDGF(STE):
     Options = MDGFOptions
     summary = "pruned weights are scaled by d, which decays from 1 to 0"
     paper = "arXiv:2402.04744"
-    phases = "(M + d(1-M))∘W until d is 0"
-    finetuning = FineTuning("ste")
-    settles = "until"
-    binary = False
+    finetuning = FineTuning("ste", zero="until")
 
-    def set_step(self, step: int) -> None:
-        self.binary = step >= self.settled
-        super().set_step(step)
+    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+        super().__init__(options, total_steps)
+        self._until = self.schedule.begin_of(options.until, "until")
 
-    @property
-    def present_row(self) -> Row:
-        """Not N:M before d is 0."""
-        return self.sparse_row if self.binary else Row(A=Operand("(M + d(1-M))∘W"))
+    def phase_of(self, step: int) -> Phase:
+        """Return stage 1, whose weights are not N:M, until d is 0."""
+        phase = super().phase_of(step)
+        if phase.training and step < self._until:
+            return phase._replace(row=Row(A=Operand("(M + d(1-M))∘W")), stage=1)
+        return phase
 
     def factor(self, step: Any) -> Any:
         """The factor d of pruned weights at a step: a float, or a 0-d tensor in a graph."""
-        if self.binary or self.settled == self.window[0]:
+        start = self.schedule.start
+        if start == self._until or (isinstance(step, int) and step >= self._until):
             return 0.0
-        done = step - self.window[0]
+        done = step - start
         done = max(done, 0) if isinstance(step, int) else done.double()
-        part = done / (self.settled - self.window[0])
+        part = done / (self._until - start)
         if self.options.shape == "linear":
             return 1 - part
         left = -self.options.rate * part
         return math.exp(left) if isinstance(step, int) else left.exp()
 
     def metrics(self) -> dict[str, float]:
-        return {"mask_decay": self.factor(self.step)}
+        return {"mask_decay": self.factor(self.schedule.step)}
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
-        if self.binary:
+        if not self.phase.stage:
             return super().project(weight, layer)
         mask = self.mask(weight, layer.dim)
         return Projection(weight.where(mask, weight * self.factor(layer.step)), mask)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import MethodOptions, Operand, Row
+from sparsepretrain.sparsity import MethodOptions, Operand, Phase, Row
 from sparsepretrain.sparsity.method import FineTuning
 from sparsepretrain.sparsity.methods.ste import STE
 
@@ -38,29 +38,25 @@ class SDGF(STE):
     Options = SDGFOptions
     summary = "STE with a pattern that tightens from (m-1):m to n:m"
     paper = "arXiv:2402.04744"
-    phases = "(m-1):m, m/2:m, …, then n:m"
-    finetuning = FineTuning("ste")
-    settles = "until"
+    finetuning = FineTuning("ste", zero="until")
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self.stages = stages(options.n, options.m)
-        self.kept = self.stages[0]
+        self._until = self.schedule.begin_of(options.until, "until")
 
-    def set_step(self, step: int) -> None:
-        first, length = self.window[0], max(self.settled - self.window[0], 1)
-        stage = max(step - first, 0) * (len(self.stages) - 1) // length
-        self.kept = self.options.n if step >= self.settled else self.stages[stage]
-        super().set_step(step)
+    def phase_of(self, step: int) -> Phase:
+        """Return the elements kept of every m as the stage."""
+        phase, start = super().phase_of(step), self.schedule.start
+        done = max(step - start, 0) * (len(self.stages) - 1) // max(self._until - start, 1)
+        kept = self.options.n if step >= self._until else self.stages[done]
+        row = Row(Operand("M∘W", (kept, self.options.m), "in")) if phase.training else phase.row
+        return phase._replace(row=row, stage=kept)
 
     @property
     def pattern(self) -> tuple[int, int]:
-        return self.kept, self.options.m
+        return self.phase.stage, self.options.m
 
     @property
     def sparse_row(self) -> Row:
         return Row(A=self.nm("M∘W, M by stages"))
-
-    @property
-    def present_row(self) -> Row:
-        return Row(A=Operand("M∘W", self.pattern, "in"))

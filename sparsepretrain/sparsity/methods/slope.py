@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import MethodOptions, Operand, Projection, Row
-from sparsepretrain.sparsity.method import FPROP, WGRAD, Layer, Tensor
+from sparsepretrain.sparsity import MethodOptions, Operand, Phase, Projection, Row
+from sparsepretrain.sparsity.method import FineTuning, Layer, LowRank, Tensor
 from sparsepretrain.sparsity.methods.asp import StoredMask
+from sparsepretrain.sparsity.operand_table import FPROP, WGRAD
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class SLoPeOptions(MethodOptions):
 
 
 @register("method", "slope")
-class SLoPe(StoredMask):
+class SLoPe(StoredMask, LowRank):
     """A = M∘W with a mask that never changes; B is A, pruned once more along out_features.
 
     Mozaffari et al., ICLR 2025, arXiv:2405.16325: both weights are N:M along the axis that their
@@ -46,15 +47,15 @@ class SLoPe(StoredMask):
     Options = SLoPeOptions
     summary = "fixed mask; dgrad uses the weight pruned a second time; late adapters"
     paper = "arXiv:2405.16325 (ICLR 2025)"
-    phases = "fixed mask; adapters at the end"
+    finetuning = FineTuning(same=("adapters.rank",), zero="adapters.rank")
+    """Adapters belong to the weights of the end of a run."""
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         if options.adapters.rank:
             self.layer_kinds = ("linear",)
         start = options.adapters.start if options.adapters.rank else 0.0
-        self._first = max(self.steps_of(start, "adapters.start"), self.window[0])
-        self._adapting = False
+        self._first = self.schedule.begin_of(start, "adapters.start")
 
     @property
     def sparse_row(self) -> Row:
@@ -67,18 +68,12 @@ class SLoPe(StoredMask):
     @property
     def needs_whole(self) -> bool:  # type: ignore[override]
         """At the step that draws a random mask."""
-        return self.options.mask == "random" and self.step == self.window[0]
+        return self.options.mask == "random" and self.schedule.step == self.schedule.start
 
-    @classmethod
-    def keeps_function(cls, options: Any, theirs: dict[str, Any]) -> bool:
-        """Adapters belong to the weights of the end of a run."""
-        ranks = options.adapters.rank, theirs.get("adapters", {}).get("rank", 0)
-        return ranks == (0, 0) and super().keeps_function(options, theirs)
-
-    def set_step(self, step: int) -> None:
-        super().set_step(step)
-        reached = step >= self._first and self.phase.evaluation
-        self._adapting = reached and self.options.adapters.rank > 0
+    def phase_of(self, step: int) -> Phase:
+        """Return stage 1 where adapters take part."""
+        phase, rank = super().phase_of(step), self.options.adapters.rank
+        return phase._replace(stage=int(rank > 0 and phase.training and step >= self._first))
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
         state = super().initial_state(weight, layer)
@@ -95,7 +90,7 @@ class SLoPe(StoredMask):
 
     def update_(self, weight: Tensor, layer: Layer) -> None:
         """Choose the mask at the first sparse step, and never again."""
-        if self.step != self.window[0]:
+        if self.schedule.step != self.schedule.start:
             return
         scores = weight
         if self.options.mask == "random":
@@ -108,4 +103,4 @@ class SLoPe(StoredMask):
         return Projection(forward, layer.mask, kernels.apply_mask(forward, second))
 
     def low_rank(self, layer: Layer) -> tuple[Tensor, Tensor] | None:
-        return (layer.left, layer.right) if self._adapting else None
+        return (layer.left, layer.right) if self.phase.stage else None

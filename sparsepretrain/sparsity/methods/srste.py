@@ -31,17 +31,19 @@ class MaskedDecay(Method):
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
-        self._ramp_steps = self.steps_of(getattr(options, "decay_ramp", 0.0), "decay_ramp")
-        self.on_gradient = options.decay > 0
-        own = type(self).adjust_gradient_ is MaskedDecay.adjust_gradient_
-        self.packed_masks = own and options.decay > 0
+        ramp = getattr(options, "decay_ramp", 0.0)
+        self._ramp_steps = self.schedule.steps_of(ramp, "decay_ramp")
 
     @property
     def decay(self) -> float:
         """λ·min(1, k/r): k sparse steps are complete, r is the length of the ramp in steps."""
         decay: float = self.options.decay
-        done = self.step - self.window[0]
+        done = self.schedule.step - self.schedule.start
         return decay * done / self._ramp_steps if done < self._ramp_steps else decay
+
+    def decayed(self, mask: str) -> Operand:
+        """Return the operand J for the mask of this name; dW if λ is 0."""
+        return Operand(f"dW + λ(1-{mask})∘W" if self.options.decay else "dW")
 
     def adjust_gradient_(self, grad: Tensor, weight: Tensor, mask: Tensor, scale: Any) -> None:
         """J = dW + λ(1-M)∘W (arXiv:2102.04010 eq. 7; arXiv:2404.01847 section 4)."""
@@ -64,15 +66,10 @@ class SRSTE(MaskedDecay, STE):
     summary = "STE plus masked decay λ on pruned weights"
     paper = "arXiv:2102.04010 (ICLR 2021)"
 
-    def __init__(self, options: Any, total_steps: int | None = None) -> None:
-        super().__init__(options, total_steps)
-        self.on_gradient = options.decay_on == "gradient"
-        self.on_weight = not self.on_gradient
-        self.packed_masks &= type(self).adjust_weight_ is SRSTE.adjust_weight_
-
     @property
     def sparse_row(self) -> Row:
-        return super().sparse_row._replace(J=Operand("dW + λ(1-M)∘W"))
+        row = Row(self.nm("M∘W"))
+        return row._replace(J=self.decayed("M")) if self.options.decay_on == "gradient" else row
 
     def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:
         """Masked decay on weights, outside the moments as AdamW treats weight decay."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.optim.adamw import AdamWOptions
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import Method, MethodOptions, Operand, Phase, Row
-from sparsepretrain.sparsity.method import FineTuning, Optimizer, Problems, Tensor
+from sparsepretrain.sparsity import Method, MethodOptions, Phase, Row
+from sparsepretrain.sparsity.method import FineTuning, Optimizer, Problems
 from sparsepretrain.sparsity.methods.srste import MaskedDecay
 from sparsepretrain.sparsity.methods.ste import STE
 
@@ -45,23 +47,25 @@ class STEP(MaskedDecay, STE):
     Options = STEPOptions
     summary = "dense until AutoSwitch, then STE with a frozen second moment"
     paper = "arXiv:2302.01172 (ICML 2023)"
-    phases = "dense until AutoSwitch; evaluation always"
     finetuning = FineTuning("ste")
-    scalars: ClassVar[dict[str, int]] = {"trains_dense": 1}  # 1 until AutoSwitch has switched
+    scalars: Mapping[str, int] = MappingProxyType({"trains_dense": 1})
+    """trains_dense: 1 until AutoSwitch has switched."""
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self._watched: dict[str, float] = {}
+        earliest = 0 if total_steps is None else max(self._bound(0) or 0, self.schedule.start)
+        if total_steps is not None and earliest >= min(total_steps, self.schedule.stop):
+            raise ConfigError([("clipping", f": no step is sparse (earliest switch: {earliest})")])
 
     @property
     def sparse_row(self) -> Row:
-        decays = {"J": Operand("dW + λ(1-M)∘W")} if self.options.decay else {}
-        return Row(A=self.nm("M∘W"), **decays)
+        return Row(self.nm("M∘W"), J=self.decayed("M"))
 
     def phase_of(self, step: int) -> Phase:
         """Evaluate N:M weights inside the window; train them once the optimizer has switched."""
         phase = Method.phase_of(self, step)
-        if phase.training and self.state["trains_dense"]:
+        if phase.training and self.scalars["trains_dense"]:
             return Phase(False, True, "until AutoSwitch")
         return phase
 
@@ -79,23 +83,19 @@ class STEP(MaskedDecay, STE):
         clipping, window = (self._bound(0), self._bound(1)), self.options.window_length
         return StepAdamW(groups, **given, clipping=clipping, window=window)
 
-    def attached(self, optimizer: Optimizer, weights: list[Tensor]) -> None:
+    def read_optimizer(self, optimizer: Any) -> None:
+        """The first sparse forward is the one after the step that switched."""
         from sparsepretrain.optim import StepAdamW
 
         if not isinstance(optimizer, StepAdamW):
             kind = type(optimizer).__name__
             raise ConfigError(f"method step needs a sparsepretrain.optim.StepAdamW, got {kind}")
-        optimizer.mark_sparse(weights)
-        self.state["trains_dense"] = int(not optimizer.sparse_phase)
-
-    def after_step(self, optimizer: Any) -> None:
-        """The first sparse forward is the one after the step that switched."""
         self._watched = {}
         change = optimizer.window_mean
-        if self.state["trains_dense"] and change is not None:
+        if self.scalars["trains_dense"] and change is not None:
             threshold = optimizer.threshold
             self._watched = {"autoswitch_z": change, "autoswitch_threshold": threshold}
-        self.state["trains_dense"] = int(not optimizer.sparse_phase)
+        self.scalars = {"trains_dense": int(not optimizer.sparse_phase)}
 
     def metrics(self) -> dict[str, float]:
         """Return Z̄ and ε of AutoSwitch at a dense step; it switches when Z̄ < ε."""
@@ -103,7 +103,4 @@ class STEP(MaskedDecay, STE):
 
     def _bound(self, place: int) -> int | None:
         fraction = self.options.clipping[place]
-        return None if fraction is None else self.steps_of(fraction, "clipping")
-
-    def may_be_sparse(self, step: int) -> bool:
-        return max(self._bound(0) or 0, self.window[0]) <= step < self.window[1]
+        return None if fraction is None else self.schedule.steps_of(fraction, "clipping")

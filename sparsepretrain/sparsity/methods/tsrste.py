@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from sparsepretrain import kernels
 from sparsepretrain.registry import register
-from sparsepretrain.sparsity import Method, Operand, Phase, Row, Window
-from sparsepretrain.sparsity.method import MVUE, FineTuning, Layer, Problems, Tensor
+from sparsepretrain.sparsity import Row
+from sparsepretrain.sparsity.method import FineTuning, Layer, Problems, Tensor
 from sparsepretrain.sparsity.methods.asp import StoredMask
 from sparsepretrain.sparsity.methods.srste import MaskedDecay, RampedDecayOptions
+from sparsepretrain.sparsity.operand_table import MVUE
 
 
 def transposable(weight: Tensor) -> Tensor:
@@ -53,14 +53,17 @@ class TSRSTE(MaskedDecay, StoredMask):
     Options = TSRSTEOptions
     summary = "transposable mask every 40 steps, masked decay, MVUE, dense tail"
     paper = "arXiv:2404.01847 (ICML 2024)"
-    phases = "last 1/6 dense; mask every 40 steps"
     finetuning = FineTuning("dense", {"mvue": "none"}, same=("dense_tail",))
     """S-STE, Table 6, and the authors' code fine-tune without MVUE."""
+
+    def __init__(self, options: Any, total_steps: int | None = None) -> None:
+        super().__init__(options, total_steps)
+        self.schedule.stop_at(1 - options.dense_tail, "dense_tail")
 
     @property
     def sparse_row(self) -> Row:
         """One operand for fprop and dgrad: the mask is 2:4 along both axes."""
-        row = Row(self.nm("Mt∘W"), self.nm("A", "out"), J=Operand("dW + λ(1-Mt)∘W"))
+        row = Row(self.nm("Mt∘W"), self.nm("A", "out"), J=self.decayed("Mt"))
         return row._replace(U=MVUE) if self.options.mvue == "gradient" else row
 
     @property
@@ -68,21 +71,10 @@ class TSRSTE(MaskedDecay, StoredMask):
         """Masks are chosen in blocks of 4×4."""
         return 4, 4
 
-    def window_steps(self, window: Window) -> tuple[int, float]:
-        start, stop = Method.window_steps(self, window)
-        tail = self.options.dense_tail
-        return start, min(stop, self.steps_of(1 - tail, "dense_tail") if tail else math.inf)
-
-    def phase_of(self, step: int) -> Phase:
-        phase, stop = Method.phase_of(self, step), self.window[1]
-        if step >= stop and stop != Method.window_steps(self, self.options.window)[1]:
-            return phase._replace(why=f"since step {stop} (dense_tail)")
-        return phase
-
     def mask(self, weight: Tensor, dim: int) -> Tensor:
         return transposable(weight)
 
     def update_(self, weight: Tensor, layer: Layer) -> None:
         """Search again at the first sparse step and every ``refresh`` steps after it."""
-        if self.compares:
+        if self.schedule.compares_after(self.schedule.step):
             self.keep(self.mask(weight, layer.dim), layer)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import register
+from sparsepretrain.sparsity.operand_table import G, X
 from sparsepretrain.training.observer import Probe, ProbeOptions
 
 if TYPE_CHECKING:
@@ -79,8 +80,10 @@ class Estimator(Probe):
             layer.gradients(x, grad, (session.step, draw), exact=False)
             for draw in range(self.options.draws)
         ]
-        for index, (product, changes) in enumerate({"dgrad": (2,), "wgrad": (1, 3)}.items()):
-            if any(session.sparsifier.method.changes[i] for i in changes):
+        row = session.sparsifier.method.phase.row
+        pruned = {"dgrad": row.P != G, "wgrad": (row.Xw, row.U) != (X, G)}
+        for index, product in enumerate(pruned):
+            if pruned[product]:
                 drawn = torch.stack([e[index] for e in estimates if e is not None]).double()
                 self._line |= health(product, exact[index].double(), drawn)
 

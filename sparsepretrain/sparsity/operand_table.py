@@ -1,0 +1,63 @@
+"""Rows of the operand table: what each matmul of a sparse layer multiplies."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+FPROP, DGRAD, WGRAD = 0, 1, 2  # numbers of the matmuls in noise keys
+
+
+class Operand(NamedTuple):
+    """One operand of one matmul."""
+
+    text: str  # formula
+    pattern: tuple[int, int] | None = None  # (N, M) if N:M along the axis the matmul sums over
+    axis: Literal["in", "out", "tokens"] | None = None  # that axis; set with a pattern
+
+    def __str__(self) -> str:
+        return f"{self.text} {':'.join(map(str, self.pattern))}" if self.pattern else self.text
+
+
+W, X, G = Operand("W"), Operand("X"), Operand("G")  # unchanged
+MVUE = Operand("MVUE(G)", (2, 4), "tokens")  # an unbiased estimate (arXiv:2203.10991)
+
+
+class Row(NamedTuple):
+    """One row of the table; the default is a dense layer."""
+
+    A: Operand = W  # forward weight
+    B: Operand = Operand("A")  # backward weight; the text `A` means that A serves both matmuls
+    Xf: Operand = X  # input of fprop
+    Xw: Operand = X  # input of wgrad
+    P: Operand = G  # output gradient of dgrad
+    U: Operand = G  # output gradient of wgrad
+    J: Operand = Operand("dW")  # gradient that the optimizer receives
+
+    @property
+    def products(self) -> dict[str, tuple[Operand, ...]]:
+        """Matmul -> its operands: weights (in wgrad G) always, X and other G if they change."""
+        backward = Operand(self.A.text, *self.B[1:]) if self.B.text == "A" else self.B
+        return {
+            "fprop": (self.A, *[self.Xf] * (self.Xf != X)),
+            "dgrad": (backward, *[self.P] * (self.P != G)),
+            "wgrad": (self.U, *[self.Xw] * (self.Xw != X)),
+        }
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """True if the matmuls see X and G unchanged."""
+        return (self.Xf, self.Xw, self.P, self.U) == (X, X, G, G)
+
+    @property
+    def has_two_weights(self) -> bool:
+        """True if B is not A; FSDP then gathers both."""
+        return self.B.text != "A"
+
+    @property
+    def sparse(self) -> list[str]:
+        """The matmuls with an N:M operand, which sparse hardware could run."""
+        return [k for k, operands in self.products.items() if any(o.pattern for o in operands)]
+
+
+_HEADS = ("A(W)", "B(W)", "Xf(X)", "Xw(X)", "P(G)", "U(G)", "J(dW, W)")
+COLUMNS = dict(zip(Row._fields, _HEADS, strict=True))  # field of a row -> head of its column
