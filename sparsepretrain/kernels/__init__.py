@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be listed
     from sparsepretrain.kernels.bimask24 import bimask_masks, bimask_ones, bimask_prune
-    from sparsepretrain.kernels.common import (
-        AnyKey,
-        ClockKey,
-        NoiseKey,
-        key_words,
-        noise_key,
-        packed_shape,
-        widen,
-    )
+    from sparsepretrain.kernels.common import packed_shape, widen
     from sparsepretrain.kernels.fp8 import (
         dequantize_fp8,
         matmul_fp8,
@@ -29,6 +21,7 @@ if TYPE_CHECKING:  # what type checkers know; at run time nothing needs to be li
         unscaled,
     )
     from sparsepretrain.kernels.glu import geglu, swiglu
+    from sparsepretrain.kernels.keys import AnyKey, ClockKey, NoiseKey, key_words, noise_key
     from sparsepretrain.kernels.masks import (
         apply_mask,
         flip_count,

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import INTEGER_OF_SIZE, AnyKey, from_groups4, to_groups4
+from sparsepretrain.kernels.common import INTEGER_OF_SIZE, from_groups4, to_groups4
 from sparsepretrain.kernels.dispatch import kernel_of
+from sparsepretrain.kernels.keys import AnyKey
 from sparsepretrain.kernels.noise import uniform_noise
 
 

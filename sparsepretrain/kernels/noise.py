@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import LOW_32, AnyKey, key_words, philox
 from sparsepretrain.kernels.dispatch import kernel_of
+from sparsepretrain.kernels.keys import LOW_32, AnyKey, key_words, philox
 
 
 def uniform_like(x: Tensor, key: AnyKey | int, dim: int, *, backend: str | None = None) -> Tensor:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from sparsepretrain.kernels import dispatch
-from sparsepretrain.kernels.common import AnyKey, check_pattern
+from sparsepretrain.kernels.common import check_pattern
+from sparsepretrain.kernels.keys import AnyKey
 from sparsepretrain.kernels.masks import apply_mask
 from sparsepretrain.kernels.nm import nm_mask, nm_prune
 from sparsepretrain.kernels.noise import uniform_like

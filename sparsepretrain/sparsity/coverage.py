@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from sparsepretrain.kernels.cusparselt.packed24 import version
-from sparsepretrain.sparsity.layers import SparseLayer, dense_weights, sparse_class
+from sparsepretrain.sparsity.layer_classes import dense_weights, sparse_class
+from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.method import title
 from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.operand_table import Row

@@ -22,7 +22,8 @@ from sparsepretrain.kernels import (
     unpack_rows,
     unpacked,
 )
-from sparsepretrain.kernels.common import AnyKey, widen
+from sparsepretrain.kernels.common import widen
+from sparsepretrain.kernels.keys import AnyKey
 from sparsepretrain.sparsity.backend import LayerProducts, LayerSize
 from sparsepretrain.sparsity.clock import Moment
 from sparsepretrain.sparsity.method import Layer, Projection

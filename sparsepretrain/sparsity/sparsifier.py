@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparsepretrain.errors import CheckpointError, ConfigError
-from sparsepretrain.kernels import boundary_magnitudes
 from sparsepretrain.sparsity import attachments
 from sparsepretrain.sparsity.coverage import Coverage, Proof, count_weights, cover, nm_holds
 from sparsepretrain.sparsity.layer_state import PREVIOUS_MASK
 from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
 from sparsepretrain.sparsity.method import Method, title
+from sparsepretrain.sparsity.metrics import measure
 from sparsepretrain.sparsity.model_state import ModelState
 from sparsepretrain.sparsity.rows import Rows
 from sparsepretrain.sparsity.steps import Steps
@@ -312,7 +312,6 @@ class Sparsifier:
             masks[name] = own.rows.gather(own.mask_in_use(layer.weight)).clone()
         return masks
 
-    @torch.no_grad()
     def metrics(self, *, per_layer: bool = False) -> dict[str, float]:
         """Return numbers of the current weights; waits for the device.
 
@@ -328,50 +327,12 @@ class Sparsifier:
         """
         return self.metrics_with(None, per_layer=per_layer)[0]
 
-    @torch.no_grad()
     def metrics_with(
         self, counts: Tensor | None, *, per_layer: bool = False
     ) -> tuple[dict[str, float], list[list[int]]]:
         """Return :meth:`metrics`, and the integers ``counts`` (k, layers) as lists, in one wait."""
         self._require_sparse()
-        rows, found = [], self.flips
-        for layer in self.layers.values():
-            own = layer.sparsity
-            forward = own.project(layer.weight).forward if self.method.phase.training else None
-            stored = own.rows.local(layer.weight).detach()
-            used = stored if forward is None else forward
-            weight = own.rows.complete(stored, self.method.options.m if own.dim == 0 else 1)
-            dropped, kept = boundary_magnitudes(weight, *self.method.pattern, dim=own.dim)
-            gap = (kept - dropped).sum(dtype=torch.float64)
-            sizes = [gap.new_full((), part.numel()) for part in (stored, dropped)]  # no copy
-            rows.append(torch.stack([*sizes, used.count_nonzero().double(), gap]))
-        # sums of integers below 2⁵³ are exact in fp64
-        columns = [
-            self._rows.total(torch.stack(rows)),
-            found,
-            counts if counts is None else counts.t(),
-        ]
-        table = torch.column_stack([c for c in columns if c is not None]).tolist()
-        width = 4 + (found is not None)
-        counted = [list(map(int, c)) for c in zip(*(row[width:] for row in table), strict=True)]
-        table = [row[:width] for row in table]
-        entries, groups, nonzeros, gaps, *flips = map(sum, zip(*table, strict=True))
-        result = {
-            "density": nonzeros / entries,
-            "l1_gap": gaps / groups,
-            "sparse": float(self.sparse),
-            **self.method.metrics(),
-        }
-        if flips:
-            result["flip_rate"] = flips[0] / entries
-            if self._state.flips is not None and self._state.flips.interval > 1:
-                result["flip_interval"] = float(self._state.flips.interval)
-        if per_layer:
-            for name, row in zip(self.layers, table, strict=True):
-                result[f"l1_gap/{name}"] = row[3] / row[1]
-                if flips:
-                    result[f"flip_rate/{name}"] = row[4] / row[0]
-        return result, counted
+        return measure(self.layers, self._state, self.flips, counts, per_layer=per_layer)
 
     def coverage(self) -> Coverage:
         """Return the report of sparse layers and their operands."""

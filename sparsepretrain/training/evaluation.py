@@ -27,11 +27,12 @@ from sparsepretrain.sparsity import densify
 from sparsepretrain.sparsity.coverage import Proof
 from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.tracking.console import Console, significant
-from sparsepretrain.training import derive, loop
+from sparsepretrain.training import derive, validation
 from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.hardware import environment
 from sparsepretrain.training.observers import put
-from sparsepretrain.training.session import Session, averages
+from sparsepretrain.training.session import Session
+from sparsepretrain.training.session_state import averages
 
 
 def evaluate_checkpoint(
@@ -79,7 +80,7 @@ def evaluate_checkpoint(
     if dense:
         densify(t.model)
         t.ema = None  # it would be projected by layers that are gone
-    metrics = loop.evaluate(t, split, None, final=True)
+    metrics = validation.evaluate(t, split, None, final=True)
     assert metrics is not None
     step = "" if source.step is None else f", step {source.step:,}"
     mean_of = f", mean of the last {average}" if average > 1 else ""

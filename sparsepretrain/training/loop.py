@@ -6,30 +6,23 @@ pre-hook -> optimizer -> refresh and flip count, inside its post-hook.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparsepretrain.data.preparation import Progress
 from sparsepretrain.errors import DataError, DivergedError
-from sparsepretrain.tasks import Batch, Observation, read
-from sparsepretrain.training.batches import Request, split_requests, stream, to_device
-from sparsepretrain.training.compilation import eager
-from sparsepretrain.training.observers import AVERAGED
-from sparsepretrain.training.precision import autocast, compute_dtype
+from sparsepretrain.tasks import Batch
+from sparsepretrain.training.precision import autocast
 from sparsepretrain.training.schedules import learning_rate
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.step import ENDS, Step, total_and_stop
-
-SILENT_SECONDS = 1.0
-"""Seconds of an evaluation before a progress bar appears."""
+from sparsepretrain.training.validation import evaluate, moved, share_statistics
 
 
 def run_steps(
@@ -257,20 +250,13 @@ def _losses(t: Session, step: int, batches: list[Batch]) -> Iterator[tuple[int, 
     The number is within the global batch. All random draws depend on it, so they are the same for
     every world size.
     """
-    for index, batch in zip(t.batches.share, _moved(t, batches), strict=True):
+    for index, batch in zip(t.batches.share, moved(t, batches), strict=True):
         t.sparsifier.micro_batch(index, capacity=t.task.capacity * t.run.batch.micro)
         seed_draws(t.run.seed, step, index)
         with t.gradients.micro_batch(last=index == t.batches.share[-1]):
             with autocast(t.run.precision, t.device):
                 loss = t.gradients.loss(batch)
             yield index, loss
-
-
-def _moved(t: Session, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield batches on the device."""
-    wide = compute_dtype(t.run.precision) == torch.float64
-    for batch in batches:
-        yield to_device(batch, t.device, torch.float64 if wide else None)
 
 
 def _no_losses(t: Session) -> Tensor:
@@ -289,85 +275,6 @@ def training_loss(t: Session, step: int, batches: list[Batch]) -> float:
     for index, loss in _losses(t, step, batches):
         losses[index] = loss
     return total_and_stop(t.world.sum(losses).tolist())[0] / _items(t, batches)
-
-
-@torch.no_grad()
-def evaluate(
-    t: Session,
-    split: str,
-    batches: int | None,
-    *,
-    final: bool,
-) -> dict[str, float] | None:
-    """Return metrics of the task over a split, with the weights that the method evaluates with.
-
-    With averaged weights, metrics of their projection follow as ``ema_<metric>``. The training
-    state does not change. Returns None if a signal interrupted the evaluation; several ranks finish
-    it first.
-
-    Args:
-        t: the run.
-        split: of the data.
-        batches: number of full micro-batches from its start; None: every sample once.
-        final: the last evaluation; see :meth:`Task.observe`.
-    """
-    share_statistics(t)
-    t.model.eval()
-    requests = split_requests(split, t.task.samples(split), t.run.batch.micro, batches)
-
-    def measure() -> dict[str, float] | None:
-        if t.stopping is not None:
-            return None
-        observations: list[Observation] = []
-        with t.gathered(), eager(t.compiled):
-            for batch in _shown(t, split, requests[t.world.rank :: t.world.size]):
-                if t.stopping is not None:  # in a world of one; else nobody learns of it here
-                    return None
-                with autocast(t.run.precision, t.device):
-                    observations.append(t.task.observe(t.forward_model, batch, final=final))
-        stops, parts = zip(*t.world.gather((t.own_stop, read(observations))), strict=True)
-        t.agreed = next((code for code in ENDS if code in stops), None)
-        ranks = itertools.cycle(map(iter, parts))  # in the order of the requests
-        return t.task.metrics([next(next(ranks)) for _ in requests])
-
-    metrics = measure()
-    if metrics is None or t.ema is None:
-        return metrics
-    with t.ema.applied(t.sparsifier):
-        averaged = measure()
-    if averaged is None:
-        return None
-    numbers = {k: v for k, v in averaged.items() if not isinstance(v, str)}
-    return metrics | {f"{AVERAGED}{name}": value for name, value in numbers.items()}
-
-
-def _shown(t: Session, split: str, requests: list[Request]) -> Iterator[Batch]:
-    """Yield batches of an evaluation, and show progress if it takes longer than a second."""
-    samples, done, started = sum(len(r.positions) for r in requests), 0, time.monotonic()
-    batches = _moved(t, stream(t.task, requests, t.device, t.run.workers))
-    for request, batch in zip(requests, batches, strict=True):
-        yield batch
-        done += len(request.positions)
-        seconds = time.monotonic() - started
-        if t.on_progress is not None and seconds > SILENT_SECONDS:
-            unit = t.task.sample
-            t.on_progress(
-                Progress(phase=split, done=done, total=samples, unit=unit, seconds=seconds)
-            )
-
-
-@torch.no_grad()
-def share_statistics(t: Session) -> None:
-    """Average running statistics (BatchNorm), which depend on the micro-batches of a rank.
-
-    Both updates are linear, so the result does not depend on how often this is done.
-    """
-    if t.world.size == 1:
-        return
-    for module in t.model.modules():
-        for name in ("running_mean", "running_var"):
-            if (statistic := getattr(module, name, None)) is not None:
-                t.world.sum(statistic).div_(t.world.size)
 
 
 def _logs(t: Session) -> bool:

@@ -25,7 +25,7 @@ from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.tracking.console import Console, significant
 from sparsepretrain.tracking.stream import Stream
 from sparsepretrain.tracking.wandb import check_login
-from sparsepretrain.training import plan
+from sparsepretrain.training import plan, session_state
 from sparsepretrain.training.assembly import build_session
 from sparsepretrain.training.hardware import environment
 from sparsepretrain.training.identity import run_hashes
@@ -33,7 +33,7 @@ from sparsepretrain.training.loop import run_steps
 from sparsepretrain.training.observers import Throughput
 from sparsepretrain.training.precision import describe
 from sparsepretrain.training.resume import choose_checkpoint, named_checkpoint
-from sparsepretrain.training.session import COPIED, Session
+from sparsepretrain.training.session import Session
 from sparsepretrain.training.signals import StopSignals
 from sparsepretrain.training.world import World, join
 
@@ -96,7 +96,7 @@ def _train(
             return 0
         source = world.first(lambda: choose_checkpoint(directory, run, named, console))
         if source is not None:
-            t.load_state_dict(source.parts(mapped=COPIED), source)
+            session_state.load_state_dict(t, source.parts(mapped=session_state.COPIED), source)
             console.info(f"continuing from {source} (step {t.step})")
         other = source if source is named else None
         world.first(lambda: _write_files(t, directory, source, other))
@@ -161,7 +161,7 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
     def save() -> None:
         if stream is not None:
             t.lines = stream.lines
-        state, config = t.state_dict(), freeze.to_yaml(run.plain)
+        state, config = session_state.state_dict(t), freeze.to_yaml(run.plain)
         t.world.first(
             lambda: writer.save(t.step, state, config=config, keep=lambda: directory.retention(run))
         )

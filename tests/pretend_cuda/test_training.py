@@ -14,7 +14,7 @@ from sparsepretrain.sparsity import backend, coverage
 from sparsepretrain.sparsity.methods.bimask import BiMask
 from sparsepretrain.sparsity.products import FP8
 from sparsepretrain.sparsity.sparsifier import prove
-from sparsepretrain.training import loop
+from sparsepretrain.training import loop, session_state, validation
 
 METHODS = sorted(registry.names("method"))
 WAITS = {
@@ -91,14 +91,14 @@ def three_steps(tiny, words, *, watched=False):
     assert not watched or sum(RECORD.waits.values()) <= 1, RECORD.waits
     masks = host(sparsifier.masks())
     RECORD.clear()
-    evaluated = loop.evaluate(session, "validation", 2, final=False)
+    evaluated = validation.evaluate(session, "validation", 2, final=False)
     if watched:
         # of the averaged weights too
         assert sum(RECORD.waits.values()) <= 1 + (session.ema is not None), RECORD.waits
     RECORD.clear()
     proof = str(prove(sparsifier)) if session.sparsifier.sparse else ""
     assert not watched or sum(RECORD.waits.values()) <= 1, RECORD.waits
-    state = host(session.state_dict())
+    state = host(session_state.state_dict(session))
     dense = host(densify(session.model).state_dict())
     return found, metrics, masks, evaluated, proof, state, dense
 
@@ -165,11 +165,11 @@ def test_records_are_evaluated_in_one_wait(tiny, tmp_path, files):
     source = tiny.train("steps=1", "sparsity=dense").directory
     words = (*files(tmp_path), "compile=none")
     session = build(source, *words)
-    expected = loop.evaluate(session, "validation", None, final=True)
+    expected = validation.evaluate(session, "validation", None, final=True)
     with pretend_cuda():
         session = build(source, *words, "parallel.device=cuda")
         RECORD.clear()
-        assert loop.evaluate(session, "validation", None, final=True) == expected
+        assert validation.evaluate(session, "validation", None, final=True) == expected
         assert RECORD.waits.total() == 1 and RECORD.mixups == [], RECORD.waits
 
 

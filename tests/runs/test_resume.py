@@ -133,10 +133,10 @@ def test_signal_in_an_evaluation_is_bit_exact(tiny, monkeypatch):
     """The evaluation is left, the step saved, and the evaluation repeated on resume."""
     import os
 
-    from sparsepretrain.training import loop
+    from sparsepretrain.training import loop, validation
 
     plain = tiny.train("runs_dir=" + str(tiny.root / "plain"), "eval.batches=5")
-    original, calls = loop.evaluate, []
+    original, calls = validation.evaluate, []
 
     def evaluate(t, *args, **options):
         calls.append(t.step)

@@ -13,7 +13,8 @@ from torch import nn
 import sparsepretrain as sp
 from sparsepretrain import kernels
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
+from sparsepretrain.sparsity.layer_classes import sparse_class
+from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.sparsifier import prove
 
 

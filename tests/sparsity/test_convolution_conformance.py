@@ -19,7 +19,7 @@ from torch import nn
 from torch.func import functional_call
 
 from sparsepretrain import registry
-from sparsepretrain.sparsity.layers import sparse_class
+from sparsepretrain.sparsity.layer_classes import sparse_class
 
 IDS = ids(CONVOLVED)
 every_case = pytest.mark.parametrize(("method", "options"), CONVOLVED, ids=IDS)

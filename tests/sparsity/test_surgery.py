@@ -12,7 +12,8 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain.errors import CheckpointError, ConfigError
-from sparsepretrain.sparsity.layers import SparseLayer, sparse_class
+from sparsepretrain.sparsity.layer_classes import sparse_class
+from sparsepretrain.sparsity.layers import SparseLayer
 from sparsepretrain.sparsity.sparsifier import prove
 
 

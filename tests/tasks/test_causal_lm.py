@@ -8,7 +8,7 @@ import torch
 from sparsepretrain.errors import DataError
 from sparsepretrain.tasks import build_task
 from sparsepretrain.training.batches import split_requests
-from sparsepretrain.training.loop import evaluate
+from sparsepretrain.training.validation import evaluate
 
 
 @pytest.fixture

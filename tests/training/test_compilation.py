@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from sparsepretrain import config
 from sparsepretrain.config import freeze
 from sparsepretrain.tasks import build_task
-from sparsepretrain.training import compilation, loop
+from sparsepretrain.training import compilation, loop, validation
 from sparsepretrain.training.assembly import META, build_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -98,7 +98,7 @@ def test_equal_blocks_share_one_graph_per_phase(tiny, counter, method, phases):
     for mode in ("none", "blocks"):
         session = tiny.build(*words, f"compile={mode}")
         losses.append([loop.train_step(session).loss for _ in range(8)])
-        losses[-1].append(loop.evaluate(session, "validation", 1, final=False)["loss"])
+        losses[-1].append(validation.evaluate(session, "validation", 1, final=False)["loss"])
     assert losses[0] == losses[1]
     assert counter.frame_count == phases
     assert not counters["graph_break"]

@@ -11,8 +11,8 @@ import torch
 from sparsepretrain import config
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training.loop import evaluate
 from sparsepretrain.training.plan import bytes_per_entry, dry_run
+from sparsepretrain.training.validation import evaluate
 
 
 def show(*overrides):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_runs import assert_equal_bits, assert_same_run, final_state, interrupted, metrics
 
-from sparsepretrain.training import loop
+from sparsepretrain.training import loop, validation
 from sparsepretrain.training.observers import EMA
 
 
@@ -38,7 +38,7 @@ def test_evaluation_leaves_weights_and_averages_unchanged(tiny, method):
         loop.train_step(t)
     before, averages = weights(t), {k: v.clone() for k, v in t.ema.averages.items()}
     buffers = {k: v.clone() for k, v in t.model.named_buffers()}
-    loop.evaluate(t, "validation", 1, final=True)
+    validation.evaluate(t, "validation", 1, final=True)
     assert_equal_bits(weights(t), before)
     assert_equal_bits(t.ema.averages, averages)
     assert t.ema.updates == 4
@@ -50,16 +50,16 @@ def test_averages_add_columns_and_a_failing_evaluation_puts_the_weights_back(tin
     for _ in range(3):
         loop.train_step(t)
     before = weights(t)
-    both = loop.evaluate(t, "validation", 1, final=False)
+    both = validation.evaluate(t, "validation", 1, final=False)
     with t.ema.applied(t.sparsifier):
         inside = weights(t)
         projected = next(iter(t.sparsifier.layers.values()))
         seen = projected.sparsity.project(projected.weight).forward
         assert (seen == 0).float().mean() == pytest.approx(0.5, abs=0.01)
         ema, t.ema = t.ema, None
-        averaged = loop.evaluate(t, "validation", 1, final=False)
+        averaged = validation.evaluate(t, "validation", 1, final=False)
     assert_equal_bits(inside, ema.averages)
-    raw = loop.evaluate(t, "validation", 1, final=False)
+    raw = validation.evaluate(t, "validation", 1, final=False)
     assert both == raw | {f"ema_{name}": value for name, value in averaged.items()}
     assert raw["loss"] != averaged["loss"]
     t.ema, observe, calls = ema, t.task.observe, []
@@ -72,7 +72,7 @@ def test_averages_add_columns_and_a_failing_evaluation_puts_the_weights_back(tin
 
     monkeypatch.setattr(t.task, "observe", fail)
     with pytest.raises(RuntimeError, match="no metrics"):
-        loop.evaluate(t, "validation", 1, final=False)
+        validation.evaluate(t, "validation", 1, final=False)
     assert_equal_bits(weights(t), before)
 
 
@@ -110,7 +110,7 @@ def test_a_signal_during_an_evaluation_saves_the_trained_weights(tiny, monkeypat
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*args)
 
-    monkeypatch.setattr(loop, "split_requests", interrupt)
+    monkeypatch.setattr(validation, "split_requests", interrupt)
     assert tiny.train("ema=0.9").code == 143
     again = tiny.train("ema=0.9")
     assert again.code == 0

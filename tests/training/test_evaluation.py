@@ -13,7 +13,7 @@ from sparsepretrain.errors import DivergedError
 from sparsepretrain.runs import checkpoint, weights
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training import loop
+from sparsepretrain.training import validation
 from sparsepretrain.training.evaluation import evaluate_checkpoint, mean
 
 
@@ -39,7 +39,7 @@ def trained(tmp_path_factory, small_corpus, prepared_cache):
 
 
 def whole_split(t, split="validation"):
-    return loop.evaluate(t, split, None, final=True)
+    return validation.evaluate(t, split, None, final=True)
 
 
 @pytest.mark.parametrize("method", ["sste", "asp"])
@@ -87,7 +87,7 @@ def test_a_line_per_evaluation_is_appended(tiny, evaluate, tmp_path):
 
 def test_long_evaluation_prints_progress(trained, evaluate, monkeypatch):
     assert "validation: " not in evaluate(trained, "batch.micro=7")["output"]
-    monkeypatch.setattr(loop, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(validation, "SILENT_SECONDS", 0.0)
     result = evaluate(trained, "batch.micro=7")
     shown = [line for line in result["output"].splitlines() if line.startswith("validation: ")]
     assert shown[0].startswith(f"validation: 7 of {result['samples']} samples")
@@ -95,7 +95,9 @@ def test_long_evaluation_prints_progress(trained, evaluate, monkeypatch):
 
 
 def test_nan_loss_ends_with_exit_code_5(trained, evaluate, monkeypatch, tmp_path):
-    monkeypatch.setattr(loop, "evaluate", lambda *_, **__: {"loss": math.nan, "accuracy": 0.5})
+    monkeypatch.setattr(
+        validation, "evaluate", lambda *_, **__: {"loss": math.nan, "accuracy": 0.5}
+    )
     with pytest.raises(DivergedError, match=r"loss is nan") as caught:
         evaluate(trained, out=tmp_path / "eval.jsonl")
     assert caught.value.exit_code == 5 and not (tmp_path / "eval.jsonl").exists()
@@ -158,7 +160,7 @@ def test_a_run_with_ema_is_evaluated_without_and_with_it(tiny, evaluate):
     t.sparsifier.load_state_dict(state["sparsifier"])
     t.ema.load(state["ema"], state["ema_updates"])
     assert found == whole_split(t)
-    assert loop.evaluate(t, "validation", 1, final=True)["loss"] == last["loss"]
+    assert validation.evaluate(t, "validation", 1, final=True)["loss"] == last["loss"]
     t.ema = None
     raw = whole_split(t)
     assert raw == {k: v for k, v in found.items() if not k.startswith("ema_")}

@@ -10,7 +10,8 @@ from tiny_runs import METHODS, assert_equal_bits, final_state, metrics
 
 from sparsepretrain.errors import DivergedError
 from sparsepretrain.training.guard import MAX_OVERFLOWS, MAX_SKIPS
-from sparsepretrain.training.loop import evaluate, train_step
+from sparsepretrain.training.loop import train_step
+from sparsepretrain.training.validation import evaluate
 
 
 def losses(tiny, *overrides):

@@ -9,8 +9,8 @@ from tiny_runs import assert_equal_bits
 
 from sparsepretrain.errors import CheckpointError
 from sparsepretrain.runs.checkpoint import Checkpoint
+from sparsepretrain.training import session_state
 from sparsepretrain.training.loop import train_step
-from sparsepretrain.training.session import COPIED
 
 TENSORS = {"model", "optimizer", "ema"}
 
@@ -34,7 +34,7 @@ def trained(tiny, *overrides, steps=3):
 )
 def test_parts_are_tensors_by_name_or_json(tiny, words):
     t = trained(tiny, *words)
-    state = copy.deepcopy(t.state_dict())
+    state = copy.deepcopy(session_state.state_dict(t))
     assert ("ema" in state) == ("ema=0.9" in words)
     for part in TENSORS & state.keys():
         assert all(isinstance(v, torch.Tensor) for v in state[part].values()), part
@@ -47,7 +47,7 @@ def test_parts_are_tensors_by_name_or_json(tiny, words):
     assert_equal_bits(json.loads(json.dumps(plain)), read)
     for _ in range(2):
         assert train_step(t).loss == train_step(again).loss
-    left, right = t.state_dict(), again.state_dict()
+    left, right = session_state.state_dict(t), session_state.state_dict(again)
     assert_equal_bits(left, right)
 
 
@@ -56,12 +56,12 @@ def test_loaded_state_does_not_depend_on_its_files(tiny):
     outcome = tiny.train("ema=0.9", "steps=2")
     (path,) = (outcome.directory / "checkpoints").iterdir()
     t = tiny.build("ema=0.9", "steps=2")
-    t.load_state_dict(Checkpoint(path).parts(mapped=COPIED))
-    before = copy.deepcopy(t.state_dict())
+    session_state.load_state_dict(t, Checkpoint(path).parts(mapped=session_state.COPIED))
+    before = copy.deepcopy(session_state.state_dict(t))
     for file in path.glob("*.safetensors"):
         with open(file, "r+b") as opened:
             opened.write(bytes(file.stat().st_size))
-    assert_equal_bits(before, t.state_dict())
+    assert_equal_bits(before, session_state.state_dict(t))
 
 
 def test_wrong_states_are_refused_with_their_source(tiny):

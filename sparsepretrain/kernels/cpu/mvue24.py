@@ -9,9 +9,10 @@ import numpy
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels.common import AnyKey, from_groups4, to_groups4
+from sparsepretrain.kernels.common import from_groups4, to_groups4
 from sparsepretrain.kernels.cpu.launch import compiled, inlined, run
 from sparsepretrain.kernels.cpu.noise import counters, fill
+from sparsepretrain.kernels.keys import AnyKey
 
 _ONE, _INFINITE = 2**23, 2**31 - 2**23
 _ONE_64, _INFINITE_64 = 2**52, 2**63 - 2**52

@@ -6,13 +6,13 @@ import numpy
 import torch
 from torch import Tensor
 
-from sparsepretrain.kernels import common
-from sparsepretrain.kernels.common import LOW_32, AnyKey, key_words
+from sparsepretrain.kernels import keys
 from sparsepretrain.kernels.cpu.launch import Array, compiled, inlined, run
+from sparsepretrain.kernels.keys import LOW_32, AnyKey, key_words
 
-_M0, _M1 = numpy.uint64(common.PHILOX_M0), numpy.uint64(common.PHILOX_M1)
-_W0, _W1 = numpy.uint64(common.PHILOX_W0), numpy.uint64(common.PHILOX_W1)
-_ROUNDS = common.PHILOX_ROUNDS
+_M0, _M1 = numpy.uint64(keys.PHILOX_M0), numpy.uint64(keys.PHILOX_M1)
+_W0, _W1 = numpy.uint64(keys.PHILOX_W0), numpy.uint64(keys.PHILOX_W1)
+_ROUNDS = keys.PHILOX_ROUNDS
 _LOW, _HALF, _SPARE = numpy.uint64(LOW_32), numpy.uint64(32), numpy.uint64(8)
 _UNIT = numpy.float32(2.0**-24)
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.common import AnyKey
+from sparsepretrain.kernels.keys import AnyKey
 from sparsepretrain.kernels.triton.launch import INTERPRETED, empty_out, launch_groups, operator
 from sparsepretrain.kernels.triton.noise import (
     KEY_ARGUMENTS,

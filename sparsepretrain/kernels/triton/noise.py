@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.common import LOW_32, AnyKey, ClockKey, NoiseKey
+from sparsepretrain.kernels.keys import LOW_32, AnyKey, ClockKey, NoiseKey
 from sparsepretrain.kernels.triton.launch import launch_groups, operator
 from sparsepretrain.kernels.triton.tiles import element_offsets, program_tile
 

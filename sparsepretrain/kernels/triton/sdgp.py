@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsepretrain.kernels.common import AnyKey
+from sparsepretrain.kernels.keys import AnyKey
 from sparsepretrain.kernels.triton.launch import empty_out, launch_groups, operator
 from sparsepretrain.kernels.triton.nm import magnitude_bits, top_2_of_4, top_n_mask
 from sparsepretrain.kernels.triton.noise import (

@@ -1,0 +1,98 @@
+"""Classes of sparse layers, made for the classes that they replace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsepretrain.sparsity import attachments
+from sparsepretrain.sparsity.layer_state import LayerState
+from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.products import Convolution, Geometry
+
+
+class SparseConvolution(SparseLayer):
+    """Mixin before nn.Conv2d: groups of M run along the input channels of each kernel position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return Y = X ∗ A(W) + b for X of shape (N, in_channels, H, W), or without N."""
+        return super().forward(x) if x.dim() != 3 else super().forward(x[None])[0]
+
+    def _geometry(self: Any, x: Tensor) -> tuple[Tensor, Geometry]:
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = (0, 0)
+        elif isinstance(padding, str):
+            # "same" padding of an even kernel has one more zero on the right: F.pad adds it
+            left, right, top, bottom = self._reversed_padding_repeated_twice
+            if (left, top) != (right, bottom):
+                x = F.pad(x, (0, right - left, 0, bottom - top))
+            padding = (top, left)
+        return x, Convolution(self.stride, padding, self.dilation, self.groups)
+
+
+_made: dict[type, type[SparseLayer]] = {}
+
+
+def sparse_class(cls: type[nn.Module]) -> type[SparseLayer] | None:
+    """Return the sparse version of a layer class, or None.
+
+    Supported: nn.Linear, nn.Conv2d, transformers' Conv1D, and subclasses that keep the forward.
+    """
+    if cls not in _made:
+        base = layer_family(cls)
+        names = ("forward", "_conv_forward")
+        if base is None or any(getattr(cls, n, 0) is not getattr(base, n, 0) for n in names):
+            return None
+        if cls.__name__ == "NonDynamicallyQuantizableLinear":  # its attention bypasses the forward
+            return None
+        mixin = SparseConvolution if base is nn.Conv2d else SparseLayer
+        axis = 0 if base.__name__ == "Conv1D" else 1
+        space = {"replaces": cls, "in_dim": axis, "__doc__": cls.__doc__}
+        space |= {"__module__": __name__, "__reduce_ex__": _reduced}
+        _made[cls] = type(f"Sparse{cls.__name__}", (mixin, cls), space)
+    return _made[cls]
+
+
+def layer_family(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """Return nn.Linear, nn.Conv2d or transformers' Conv1D if ``cls`` is a subclass, or None."""
+    for c in cls.__mro__:
+        # by name: importing transformers to compare classes would cost seconds
+        conv1d = c.__name__ == "Conv1D" and c.__module__.startswith("transformers.")
+        if conv1d or c in (nn.Linear, nn.Conv2d):
+            return c
+    return None
+
+
+def dense_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return matrices among the own Parameters of ``module``, which no sparse layer can replace.
+
+    Embeddings and normalization are excluded.
+    """
+    if isinstance(module, SparseLayer | LayerState | nn.Embedding | nn.EmbeddingBag | nn.LayerNorm):
+        return {}
+    return {
+        key: parameter
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+        and parameter.is_floating_point()
+        and not torch.nn.parameter.is_lazy(parameter)
+        and parameter.dim() >= 2
+    }
+
+
+def _blank(replaced: type[nn.Module]) -> SparseLayer:
+    """Return an empty layer to unpickle or copy into."""
+    cls: Any = sparse_class(replaced)
+    layer: SparseLayer = cls.__new__(cls)
+    attachments.watch(layer)
+    return layer
+
+
+def _reduced(layer: SparseLayer, protocol: Any) -> Any:
+    # sparse classes are created at run time, so the replaced class is pickled
+    return _blank, (layer.replaces,), layer.__dict__

@@ -1,0 +1,71 @@
+"""Numbers of the current weights of a sparse model, for the record of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sparsepretrain.kernels import boundary_magnitudes
+from sparsepretrain.sparsity.layers import SparseLayer
+from sparsepretrain.sparsity.model_state import ModelState
+
+
+@torch.no_grad()
+def measure(
+    layers: Mapping[str, SparseLayer],
+    state: ModelState,
+    flips: Tensor | None,
+    counts: Tensor | None,
+    *,
+    per_layer: bool,
+) -> tuple[dict[str, float], list[list[int]]]:
+    """Return :meth:`Sparsifier.metrics`, and integers of the device, in one wait.
+
+    Args:
+        layers: name -> sparse layer.
+        state: of the model.
+        flips: counted after the last step, (layers,); None: masks were not compared.
+        counts: integers to return as lists, (k, layers).
+        per_layer: also the numbers of each layer.
+    """
+    method = state.method
+    rows, own_rows = [], next(iter(layers.values())).sparsity.rows
+    for layer in layers.values():
+        own = layer.sparsity
+        forward = own.project(layer.weight).forward if method.phase.training else None
+        stored = own.rows.local(layer.weight).detach()
+        used = stored if forward is None else forward
+        weight = own.rows.complete(stored, method.options.m if own.dim == 0 else 1)
+        dropped, kept = boundary_magnitudes(weight, *method.pattern, dim=own.dim)
+        gap = (kept - dropped).sum(dtype=torch.float64)
+        sizes = [gap.new_full((), part.numel()) for part in (stored, dropped)]  # no copy
+        rows.append(torch.stack([*sizes, used.count_nonzero().double(), gap]))
+    # sums of integers below 2⁵³ are exact in fp64
+    columns = [
+        own_rows.total(torch.stack(rows)),
+        flips,
+        counts if counts is None else counts.t(),
+    ]
+    table = torch.column_stack([c for c in columns if c is not None]).tolist()
+    width = 4 + (flips is not None)
+    counted = [list(map(int, c)) for c in zip(*(row[width:] for row in table), strict=True)]
+    table = [row[:width] for row in table]
+    entries, groups, nonzeros, gaps, *flipped = map(sum, zip(*table, strict=True))
+    result = {
+        "density": nonzeros / entries,
+        "l1_gap": gaps / groups,
+        "sparse": float(bool(method.phase.row.sparse)),
+        **method.metrics(),
+    }
+    if flipped:
+        result["flip_rate"] = flipped[0] / entries
+        if state.flips is not None and state.flips.interval > 1:
+            result["flip_interval"] = float(state.flips.interval)
+    if per_layer:
+        for name, row in zip(layers, table, strict=True):
+            result[f"l1_gap/{name}"] = row[3] / row[1]
+            if flipped:
+                result[f"flip_rate/{name}"] = row[4] / row[0]
+    return result, counted

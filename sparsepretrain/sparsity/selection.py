@@ -1,0 +1,150 @@
+"""Select the layers that globs name, and refuse layers that cannot be sparse."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsepretrain import registry
+from sparsepretrain.errors import ConfigError, SparsePretrainWarning
+from sparsepretrain.sparsity.layer_classes import dense_weights, layer_family, sparse_class
+from sparsepretrain.sparsity.layers import SparseLayer, refuse_sharded
+from sparsepretrain.sparsity.method import Method
+
+SUPPORTED = "(supported: nn.Linear, nn.Conv2d, transformers' Conv1D)"
+"""Kinds of layers, in messages."""
+
+
+def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> dict[str, Any]:
+    """Matching layers by name, in the model's order; every problem is reported at once."""
+    if sparse_class(type(model)) is not None or isinstance(model, SparseLayer):
+        raise ConfigError("the model is a bare layer: wrap it in a module, which can be searched")
+    problems: list[str | tuple[str, str]] = []
+    chosen: dict[str, Any] = {}
+    matched: set[str] = set()
+    dense: dict[str, str] = {}  # modules with weights that cannot be sparse
+    left_out: dict[str, str] = {}  # such modules that the pattern "*" matches, as everything
+    owners: dict[Any, list[str]] = defaultdict(list)  # parameter -> its names
+    names: dict[nn.Module, list[str]] = defaultdict(list)  # and with a dot before, for `*.x`
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module] += name, f".{name}"
+    for module, aliases in names.items():  # a module under two names appears once
+        name = aliases[0]
+        for key, parameter in module._parameters.items():
+            owners[parameter].append(f"{name}.{key}")
+        hits = {p for p in patterns for alias in aliases if fnmatchcase(alias, p)}
+        if not name or not hits:
+            continue
+        if any(fnmatchcase(alias, p) for alias in aliases for p in exclude):
+            pass
+        elif isinstance(module, SparseLayer):
+            problems.append(f"layer {name!r} is sparse already: call densify(model) first")
+        elif layer_family(type(module)) is not None and module._parameters.get("weight") is None:
+            problems.append(
+                f"layer {name!r} computes its weight from another one (parametrization, "
+                "spectral_norm or weight_norm): remove that, or exclude the layer"
+            )
+        elif sparse_class(type(module)) is not None:
+            chosen[name] = module
+        elif layer_family(type(module)) is not None:
+            kind = type(module).__name__
+            problems.append(f"layer {name!r} ({kind}) has a forward of its own: exclude it")
+        elif kept := dense_weights(module):
+            text = _described(name, module, kept)
+            if hits == {"*"}:
+                left_out[name] = text
+                continue
+            dense[name] = text
+        else:
+            continue
+        matched |= hits
+    if dense:
+        globs = ", ".join(sorted({f"'*.{name.rpartition('.')[2]}'" for name in dense}))
+        text = f": weights that match cannot be sparse {SUPPORTED}: {_listed(dense.values())}"
+        problems.append(("targets", f"{text}; leave them out, such as exclude=[{globs}]"))
+    for pattern in patterns:
+        if pattern not in matched and (found := _parameters_like(model, pattern)):
+            text = f": {pattern!r} matches {_listed(found)}, which cannot be sparse {SUPPORTED}"
+            problems.append(("targets", text))
+        elif pattern not in matched:
+            known = [k for k, v in model.named_modules() if sparse_class(type(v)) is not None]
+            text = f": no linear layer or convolution matches {pattern!r}"
+            problems.append(("targets", text + registry.suggestion(pattern, known[:8])))
+    for name, module in chosen.items():
+        users = owners[module.weight]
+        if len(users) > 1:
+            problems.append(f"layer {name!r} shares its weight ({', '.join(users)}): exclude it")
+    if not chosen and not problems:
+        problems.append(("targets", ": every layer that matches is excluded"))
+    if problems:
+        raise ConfigError(problems)
+    if left_out:
+        warnings.warn(
+            f"weights that match targets stay dense {SUPPORTED}: {_listed(left_out.values())}",
+            SparsePretrainWarning,
+            stacklevel=4,
+        )
+    return chosen
+
+
+def _described(name: str, module: nn.Module, weights: dict[str, Any]) -> str:
+    """Name and shape of a module's own parameters, and its class."""
+    shapes = ", ".join(f"{name}.{k} {tuple(weight.shape)}" for k, weight in weights.items())
+    return f"{shapes} of {type(module).__name__}"
+
+
+def _listed(texts: Iterable[str]) -> str:
+    """The first three, and how many more there are."""
+    every = [*texts]
+    more = [f"and {len(every) - 3} more"] * (len(every) > 3)
+    return "; ".join([*every[:3], *more])
+
+
+def _parameters_like(model: nn.Module, pattern: str) -> list[str]:
+    """Parameters of two or more dimensions, in no linear layer, whose names match a glob."""
+    found = []
+    for name, module in model.named_modules():
+        if layer_family(type(module)) is None:
+            kept = dense_weights(module).items()
+            like = {k: w for k, w in kept if fnmatchcase(f".{name}.{k}", pattern)}
+            found += [_described(name, module, like)] if like else []
+    return found
+
+
+def check_shapes(layers: dict[str, Any], method: Method) -> None:
+    """Refuse shards, and widths that groups do not divide, one message for all of one width."""
+    refuse_sharded(layers)
+    problems: list[str | tuple[str, str]] = []
+    m = method.options.m
+    odd: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, layer in layers.items():
+        if torch.nn.parameter.is_lazy(layer.weight):
+            problems.append(f"layer {name!r} has no shape yet: run one forward before sparsify")
+            continue
+        cls: Any = sparse_class(type(layer))
+        convolution, groups = isinstance(layer, nn.Conv2d), getattr(layer, "groups", 1)
+        kind = ("channels" if convolution else "features") + " / groups" * (groups > 1)
+        sizes = layer.weight.shape[cls.in_dim], layer.weight.shape[1 - cls.in_dim] // groups
+        for axis, size, multiple in zip(("in", "out"), sizes, method.multiples[::-1], strict=True):
+            if size % multiple:
+                problem = f"{axis}_{kind} = {size} is not a multiple of {multiple}"
+                odd["m" if multiple == m else "", f"{problem}; change the width"].append(name)
+        own = method.options.name
+        layer_kind = "grouped " * (groups > 1) + "convolution" if convolution else "linear"
+        if layer_kind not in method.layer_kinds:
+            known = ", ".join(method.layer_kinds)
+            odd["", f"{own} supports {known}, not {layer_kind}"].append(name)
+    for (key, problem), names in odd.items():
+        shown = ", ".join(map(repr, names[:3]))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        s, them = ("s", "them") if len(names) > 1 else ("", "it")
+        text = f"layer{s} {shown}{more}: {problem} or exclude {them} from targets"
+        problems.append((key, f" = {m}: {text}") if key else text)
+    if problems:
+        raise ConfigError(problems)
