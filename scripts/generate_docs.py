@@ -35,8 +35,9 @@ from sparsepretrain.config.compose import compose
 from sparsepretrain.config.places import shipped
 from sparsepretrain.config.tables import load_table
 from sparsepretrain.reports.claims import Verdict, minus
+from sparsepretrain.reports.ran import what_ran
 from sparsepretrain.reports.results import TableResults, read_record
-from sparsepretrain.reports.table import judged
+from sparsepretrain.reports.table import judged, scaled
 from sparsepretrain.sparsity import MethodOptions
 from sparsepretrain.sparsity.method import typical_row
 from sparsepretrain.sparsity.operand_table import COLUMNS
@@ -238,14 +239,16 @@ def recipes(task: str, path: Path) -> str:
 
 
 def reports(_: str, path: Path) -> str:
-    """Return one row per committed table: runs, commit, how its claims came out."""
+    """Return one row per committed page: runs, commit, how its claims came out."""
     rows = []
     for name, found in records().items():
+        if not has_page(found):
+            continue
         parts = [*found.all()]
         states = [cell.state for part in parts for cell in part.cells]
         commits = dict.fromkeys(c.commit[:12] for part in parts for c in part.cells if c.commit)
         counts = Counter(ruling.verdict for _, ruling in judgments(found))
-        title = f"[{prose(load_table(name).title)}]({page(name, path)}.md)"
+        title = f"[{prose(title_of(found))}]({page(name, path)}.md)"
         done = f"{states.count('finished')} of {len(states)}"
         verdicts = [str(counts[verdict] or "–") for verdict in VERDICTS]
         rows.append([title, done, ", ".join(commits), *verdicts])
@@ -256,13 +259,45 @@ def unheld(_: str, path: Path) -> str:
     """Return every claim of the committed tables that did not hold."""
     rows = []
     for name, found in records().items():
-        if found.parts:
+        if found.parts or not has_page(found):
             continue  # its parts have records of their own
         for claim, ruling in judgments(found):
             if ruling.verdict != "held":
                 link = f"[`{name}`]({page(name, path)}.md)"
                 rows.append([link, ruling.verdict, prose(claim.text)])
     return table(["table", "verdict", "claim"], rows)
+
+
+def stand_ins(_: str, path: Path) -> str:
+    """Return one row per committed table whose runs decide none of its claims."""
+    rows = []
+    for name, found in records().items():
+        if has_page(found):
+            continue
+        ran = dict(what_ran(scaled(found, load_table(name))[0]))
+        finished = sum(cell.state == "finished" for cell in found.cells)
+        reasons = dict.fromkeys(
+            "too few seeds" if ruling.verdict == "not decided" else ruling.why
+            for _, ruling in judgments(found)
+        )
+        why = "; ".join(reasons) or "the claims are about cells without a small version"
+        cells = [prose(title_of(found)), ran["parameters"], ran["steps"]]
+        done = f"{finished} of {len(found.cells)}"
+        rows.append([*cells, done, prose(why), f"`sparsepretrain reproduce {name}`"])
+    heads = ["table", "parameters", "steps", "runs", "why no verdict", "command"]
+    return table(heads, rows)
+
+
+def has_page(found: TableResults) -> bool:
+    """Return True if a claim of the table is decided, or it has none at any scale."""
+    claims = [claim for part in found.all() for claim in load_table(part.name).claims]
+    verdicts = {ruling.verdict for _, ruling in judgments(found)}
+    return not claims or not verdicts.isdisjoint(("held", "contradicted"))
+
+
+def title_of(found: TableResults) -> str:
+    """Return the title of a table as its page shows it."""
+    return scaled(found, load_table(found.name))[1].title
 
 
 def judgments(found: TableResults) -> Iterator[tuple[Any, Any]]:
@@ -294,7 +329,7 @@ def machines(_: str, path: Path) -> str:
 
 def figure(name: str, path: Path) -> str:
     """Return the figure of final values of a committed table, with seeds, commit and hardware."""
-    found, about = records()[name], load_table(name)
+    found, about = scaled(records()[name], load_table(name))
     metric = next(iter(about.metrics.values()))
     title, unit = prose(about.title), (metric.variant or "").partition(";")[0]
     caption = (
@@ -393,6 +428,7 @@ TABLES: dict[str, Callable[[str, Path], str]] = {
     "recipes": recipes,
     "reliability": reliability,
     "reports": reports,
+    "stand_ins": stand_ins,
     "unheld": unheld,
 }
 

@@ -136,6 +136,16 @@ def integer_from(least: int) -> Any:
     return read
 
 
+def seeds(text: str) -> Any:
+    """Return the seeds of a table, see :func:`cells.read_seeds`; an argparse ``type``."""
+    from sparsepretrain.config.cells import read_seeds
+
+    try:
+        return read_seeds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _override_words(typed: list[str], current: str) -> list[str]:
     """Return ``group=`` and ``key=`` of the configuration, or the values of a key."""
     from sparsepretrain.config.compose import compose

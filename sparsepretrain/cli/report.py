@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sparsepretrain.cli._verb import UsageError, Verb, add_config_dir, integer_from
+from sparsepretrain.cli._verb import UsageError, Verb, add_config_dir, seeds
 from sparsepretrain.registry import register
 
 
@@ -25,7 +25,7 @@ class Report(Verb):
         parser.add_argument("--out", type=Path, metavar="DIR", help="where to write")
         table = parser.add_argument_group("of a table")
         table.add_argument("--scale", choices=("nano", "paper"), help="nano where there is one")
-        table.add_argument("--seeds", type=integer_from(1), metavar="N", help="as many as ran")
+        table.add_argument("--seeds", type=seeds, metavar="SEEDS", help="those of reproduce")
         table.add_argument("--runs-dir", metavar="DIR", help="the same as runs_dir=DIR")
         text = "also write DIR/records/TABLE.json.gz, from which the report can be rewritten"
         table.add_argument("--record", action="store_true", help=text)

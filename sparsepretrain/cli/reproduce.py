@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sparsepretrain.cli._verb import ConfiguredVerb, UsageError, integer_from
+from sparsepretrain.cli._verb import ConfiguredVerb, UsageError, integer_from, seeds
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class Reproduce(StudyVerb):
         super().add_arguments(parser)
         text = "paper: as published; nano: small runs on the CPU; default: nano where there is one"
         parser.add_argument("--scale", choices=["paper", "nano"], help=text)
-        text = "seeds per cell; default: as the table says"
-        parser.add_argument("--seeds", type=integer_from(1), metavar="K", help=text)
+        text = "number of seeds (5), a range (101..105) or a list (3,7,11); default: the table's"
+        parser.add_argument("--seeds", type=seeds, metavar="SEEDS", help=text)
         text = "only cells whose row or 'row @ column' matches"
         parser.add_argument("--only", default="*", metavar="GLOB", help=text)
         text = "print the tables: cells, what is published, minutes at nano scale"
@@ -89,6 +89,7 @@ class Reproduce(StudyVerb):
         return [*(() if set(before) & set(found) else found), *super().words(before, current)]
 
     def run(self, args: argparse.Namespace) -> int:
+        from sparsepretrain.config.cells import seeds_text
         from sparsepretrain.config.compose import shell_line
         from sparsepretrain.studies import overview, reproduce
         from sparsepretrain.tracking.console import Console
@@ -111,6 +112,7 @@ class Reproduce(StudyVerb):
                 print(f"{part.name} is measured from a checkout, on a GPU: {command}")
         found = [part for part in found if part.cells]
         words = [args.table, *(["--scale", args.scale] if args.scale else [])]
+        words += ["--seeds", seeds_text(args.seeds)] if args.seeds else []
         words += [word for d in args.config_dir for word in ("--config-dir", str(d))]
         report = shell_line([*words, *args.overrides])
         return self.start(args, found, report) if found else 0

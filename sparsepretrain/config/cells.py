@@ -20,6 +20,39 @@ SIMPLE = re.compile(r"(?!(?:true|false|null|inf|nan)$)[a-z/][\w/.+-]*", re.ASCII
 """Names that need no quotes in Hydra's grammar."""
 
 
+MOST_SEEDS = 10_000
+Seeds = Sequence[int] | int | None
+"""Seeds of every cell, their number, or None: as the table says."""
+
+
+def read_seeds(text: str) -> Sequence[int] | int:
+    """Read a number of seeds (``5``), a range (``101..105``) or a list (``3,7,11``).
+
+    Raises:
+        ValueError: none of these.
+    """
+    if text.isdigit() and int(text):
+        return int(text)
+    low, dots, high = text.partition("..")
+    if dots and low.isdigit() and high.isdigit() and int(low) <= int(high) < int(low) + MOST_SEEDS:
+        return range(int(low), int(high) + 1)
+    listed = text.split(",")
+    if len(listed) > 1 and all(part.isdigit() for part in listed):
+        return list(dict.fromkeys(map(int, listed)))
+    raise ValueError(
+        f"expected a number of seeds, FIRST..LAST or a list such as 3,7,11, got {text!r}"
+    )
+
+
+def seeds_text(seeds: Sequence[int] | int) -> str:
+    """Return the inverse of :func:`read_seeds`."""
+    if isinstance(seeds, int):
+        return str(seeds)
+    if len(seeds) > 1 and [*seeds] != [*range(seeds[0], seeds[-1] + 1)]:
+        return ",".join(map(str, seeds))
+    return f"{seeds[0]}..{seeds[-1]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """Run of a table."""
@@ -48,7 +81,7 @@ def cells(
     table: Table,
     scale: Scale,
     *,
-    seeds: int | None = None,
+    seeds: Seeds = None,
     only: str = "*",
     overrides: Sequence[str] = (),
     config_dirs: Sequence[Path] = (),
@@ -58,7 +91,7 @@ def cells(
     Run directories are ``<runs_dir>/<name>/<row>[--<column>]/<hash>-s<seed>``.
 
     Args:
-        seeds: number of seeds from ``table.first_seed`` on; None: the number of the scale.
+        seeds: the seeds, or their number from ``table.first_seed`` on; None: as the scale says.
         only: glob of rows or of ``row @ column``.
         overrides: further overrides of all cells, with the highest precedence.
         config_dirs: see :func:`validate.load`.
@@ -86,8 +119,9 @@ def cells(
     if not wanted:
         near = suggestion(only, [place(*at) for at in known])
         raise ConfigError(f"no cell of {name} is {only!r}{near}")
-    numbers = range(table.first_seed, table.first_seed + (seeds or size.seeds))
-    return grid(name, wanted, numbers, config_dirs)
+    if seeds is None or isinstance(seeds, int):
+        seeds = range(table.first_seed, table.first_seed + (seeds or size.seeds))
+    return grid(name, wanted, seeds, config_dirs)
 
 
 def grid(

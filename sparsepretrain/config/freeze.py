@@ -49,17 +49,28 @@ def from_yaml(file: Path) -> dict[str, Any]:
 def identity(config: Config) -> str:
     """Return eight hexadecimal digits, equal for equal experiments.
 
-    The hash omits the keys of ``NOT_IDENTITY``. ``parallel`` counts by device only: a run may
-    continue on another number of ranks. ``compile`` counts if true, the mode that changes rounding.
     The order of keys and the spelling of numbers (``1`` or ``1.0``) have no effect.
+    """
+    return hash_of(experiment(config))
+
+
+def hash_of(text: str) -> str:
+    """Return the identity of an :func:`experiment`."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def experiment(config: Config) -> str:
+    """Return what determines the results of a run, as JSON with sorted keys.
+
+    It omits the keys of ``NOT_IDENTITY``. ``parallel`` counts by device only: a run may continue on
+    another number of ranks. ``compile`` counts if true, the mode that changes rounding.
     """
     plain = _canonical(config)
     for group, _, key in (dotted.rpartition(".") for dotted in NOT_IDENTITY):
         (plain[group] if group else plain).pop(key, None)
     plain["compile"] = plain.get("compile") is True
     plain["parallel"] = {"name": "single", "device": plain["parallel"]["device"]}
-    text = json.dumps(plain, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return json.dumps(plain, sort_keys=True)
 
 
 def run_directory(config: Config) -> Path:

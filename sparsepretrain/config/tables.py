@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -89,6 +89,14 @@ class Size:
     without: dict[str, str] = field(default_factory=dict)
     """Glob of ``row`` or ``row @ column`` -> reason for not running it at this scale."""
     stages: list[Stage] = field(default_factory=list)
+    stand_in: str = ""
+    """Model and data that stand in for those of the paper, for the title of the page."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Row, column or name in a claim -> its name on pages of this scale."""
+    variants: dict[str, str] = field(default_factory=dict)
+    """Metric -> its variant at this scale."""
+    notes: list[str] = field(default_factory=list)
+    """Limits of the runs of this scale."""
     seeds: Annotated[int, "> 0"] = 5
     minutes: Annotated[float | None, "> 0"] = None
     """Measured CPU minutes of all runs on one core; null: unknown."""
@@ -118,15 +126,16 @@ class Claim:
     """Claim that seeds can decide, see ``reports.claims``."""
 
     text: str
-    kind: Literal["less", "order", "best_of", "equal", "crossing", "interior"]
+    kind: Literal["less", "order", "best_of", "equal", "not_worse", "crossing", "interior", "count"]
     of: list[Term]
     """less: the first is below the second; order: ascending; best_of: the first is best; equal: two
-    of them; crossing: the sign of (first minus second) changes along ``along``; interior: along a
-    grid, the optimum is not at an end."""
+    of them; not_worse: the first is at most ``margin`` worse than the second; crossing: the sign of
+    (first minus second) changes along ``along``; interior: along a grid, the optimum is not at an
+    end; count: the first is below the second in more than half of all runs."""
     metric: str | None = None
     """Metric; null: the first one of the table."""
     margin: Annotated[float | None, "> 0"] = None
-    """equal: largest difference that counts as equal."""
+    """equal, not_worse: largest difference that counts as equal."""
     along: list[str] = field(default_factory=list)
     """crossing: columns, in order."""
     source: str = ""
@@ -136,11 +145,11 @@ class Claim:
 
     def problems(self) -> Problems:
         least = 3 if self.kind == "interior" else 2
-        most = 2 if self.kind in ("less", "equal", "crossing") else 99
+        most = 99 if self.kind in ("order", "best_of", "interior") else 2
         if not least <= len(self.of) <= most:
             yield "of", f"of a claim {self.kind!r} must name {least} terms, got {len(self.of)}"
-        if (self.margin is None) == (self.kind == "equal"):
-            yield "margin", "belongs to claims 'equal', and they need one"
+        if (self.margin is None) == (self.kind in ("equal", "not_worse")):
+            yield "margin", "belongs to claims 'equal' and 'not_worse', and they need one"
         if bool(self.along) != (self.kind == "crossing"):
             yield "along", "belongs to claims 'crossing', and they need it"
 
@@ -199,6 +208,9 @@ class Table:
         for scale, size in self.scales.items():
             yield from _unknown(f"scales.{scale}.rows", size.rows, self.rows)
             yield from _unknown(f"scales.{scale}.columns", size.columns, self.columns)
+            yield from _unknown(f"scales.{scale}.variants", size.variants, self.metrics)
+            if scale == "nano" and self.paper and not size.stand_in:
+                yield "scales.nano.stand_in", "must name the model and data of these runs"
             for glob in size.without:
                 if not any(fnmatchcase(at, glob) for at in places):
                     yield f"scales.{scale}.without", f"no cell is {glob!r}"
@@ -211,7 +223,8 @@ class Table:
             yield from _unknown(f"claims[{i}].metric", [key], self.metrics)
             yield from _unknown(f"claims[{i}].along", claim.along, self.columns)
             about = self.metrics.get(key)
-            if claim.kind in ("best_of", "interior") and about and about.better is None:
+            directed = claim.kind in ("best_of", "interior", "not_worse")
+            if directed and about and about.better is None:
                 yield f"claims[{i}].metric", "has no best: give its `better`"
             for term in claim.of:
                 named = [term] if isinstance(term, str) else term
@@ -220,6 +233,72 @@ class Table:
             labels = {*self.rows, *self.columns}
             yield from _unknown(f"published[{i}].metric", [printed.metric], self.metrics)
             yield from _unknown(f"published[{i}]", [*printed.rows, *printed.columns], labels)
+
+
+def at_scale(table: Table, scale: Scale) -> Table:
+    """Return a table as its page at ``scale`` shows it.
+
+    Published numbers, settings of the paper and limits of its runs belong to the paper's scale.
+    Other scales have names of their own; what they ran is in the configurations of their runs.
+    """
+    if scale not in table.scales:
+        return table
+    size, labels = table.scales[scale], table.scales[scale].labels
+
+    def named(label: str) -> str:
+        row, at, column = label.partition(" @ ")
+        return f"{labels.get(row, row)}{at}{labels.get(column, column)}"
+
+    def in_words(text: str) -> str:
+        for old, new in labels.items():
+            text = text.replace(old, new)
+        return text
+
+    ran = {column for _, column, why in places(table, scale) if not why or scale == "paper"}
+
+    def is_shown(term: str) -> bool:
+        _, _, column = term.partition(" @ ")
+        return not column or column in ran
+
+    claims = [
+        replace(
+            claim,
+            text=in_words(claim.text),
+            of=[named(t) if isinstance(t, str) else [*map(named, t)] for t in claim.of],
+            along=[*map(named, claim.along)],
+            source=claim.source if scale == "paper" or not table.paper else "",
+        )
+        for claim in table.claims
+        if all(
+            is_shown(t) for term in claim.of for t in ([term] if isinstance(term, str) else term)
+        )
+    ]
+    variants = size.variants
+    metrics = {
+        key: replace(metric, variant=variants.get(key, metric.variant))
+        for key, metric in table.metrics.items()
+    }
+    shown = replace(
+        table,
+        rows={named(row): words for row, words in table.rows.items()},
+        columns={named(column): words for column, words in table.columns.items() if column in ran},
+        baseline=table.baseline and named(table.baseline),
+        claims=claims,
+        metrics=metrics,
+        scales={
+            **table.scales,
+            scale: replace(size, without={named(k): v for k, v in size.without.items()}),
+        },
+    )
+    if scale == "paper" or not table.paper:
+        return replace(shown, notes=[*table.notes, *size.notes])
+    return replace(
+        shown,
+        title=f"{table.title} – nano stand-in: {size.stand_in}",
+        published=[],
+        settings={},
+        notes=size.notes,
+    )
 
 
 def _unknown(key: str, names: Iterable[str], known: Collection[str]) -> Problems:

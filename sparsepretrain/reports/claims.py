@@ -136,6 +136,18 @@ class Ruling:
     """Reason, in one line."""
     differences: list[Difference] = field(default_factory=list)
     """Differences behind the verdict."""
+    p: float = 1.0
+    """Level at which a decided claim would still be decided, corrected for its own tests."""
+
+
+def holm(rulings: Sequence[Ruling]) -> list[float]:
+    """Return Holm-adjusted p of each ruling (Holm 1979); claims that cannot be tested have NaN."""
+    tested = [r for r in rulings if r.verdict != "not testable at this scale"]
+    adjusted, highest = {}, 0.0
+    for rank, ruling in enumerate(sorted(tested, key=lambda r: r.p)):
+        highest = max(highest, min(1.0, (len(tested) - rank) * ruling.p))
+        adjusted[id(ruling)] = highest
+    return [adjusted.get(id(ruling), math.nan) for ruling in rulings]
 
 
 def judge(
@@ -212,11 +224,13 @@ def _below(claim: Claim, groups: list[list[_Series]], better: str | None) -> Rul
         differences += [a - b for a, b in pairs]
     signs = [difference.sign() for difference in differences]
     if all(sign < 0 for sign in signs):
-        return Ruling("held", _weakest(differences), differences)
+        p = max(d.p() for d in differences)
+        return Ruling("held", _weakest(differences), differences, p)
     # a single pair suffices to contradict
     level = ALPHA / len(differences)
     if against := [d for d in differences if d.sign(level) > 0]:
-        return Ruling("contradicted", "; ".join(map(str, against)), differences)
+        p = len(differences) * min(d.p() for d in against)
+        return Ruling("contradicted", "; ".join(map(str, against)), differences, p)
     open_ = [d for d, sign in zip(differences, signs, strict=True) if sign >= 0]
     return Ruling("not decided", _undecided(open_), differences)
 
@@ -229,14 +243,59 @@ def _equal(claim: Claim, groups: list[list[_Series]], better: str | None) -> Rul
     widest = max(differences, key=lambda d: d.outside(margin))
     if widest.outside(margin) < ALPHA:
         text = f"{widest}; beyond ± {margin:g}: p = {widest.outside(margin):.1g}"
-        return Ruling("held", text, differences)
+        return Ruling("held", text, differences, widest.outside(margin))
     level = ALPHA / len(differences)
     beyond = [d for d in differences if d.sign(level, margin) > 0 or d.sign(level, -margin) < 0]
     if beyond:
         text = "; ".join(map(str, beyond))
-        return Ruling("contradicted", f"{text}, margin {margin:g}", differences)
+        p = len(differences) * min(d.p(math.copysign(margin, d.mean)) for d in beyond)
+        return Ruling("contradicted", f"{text}, margin {margin:g}", differences, p)
     open_ = [d for d in differences if d.outside(margin) >= ALPHA]
     return Ruling("not decided", _undecided(open_, margin), differences)
+
+
+def _not_worse(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
+    """Judge not_worse: every difference is above the margin in the good direction, one-sided."""
+    margin = claim.margin
+    assert margin is not None
+    pairs = groups if better == "lower" else [[second, first] for first, second in groups]
+    differences = [first - second for first, second in pairs]
+    # one-sided p of a mean at or beyond the margin
+    chances = [d.p(margin) / 2 if d.mean < margin else 1 - d.p(margin) / 2 for d in differences]
+    enough = all(d.n >= SEEDS for d in differences)
+    worst = max(zip(chances, differences, strict=True), key=lambda pair: pair[0])
+    if enough and worst[0] < ALPHA:
+        text = f"{worst[1]}; worse by {margin:g}: p = {worst[0]:.1g}"
+        return Ruling("held", text, differences, worst[0])
+    level = ALPHA / len(differences)
+    if against := [d for d in differences if d.sign(2 * level, margin) > 0]:
+        text = f"{'; '.join(map(str, against))}, margin {margin:g}"
+        p = len(differences) * min(d.p(margin) / 2 for d in against)
+        return Ruling("contradicted", text, differences, p)
+    open_ = [d for p, d in zip(chances, differences, strict=True) if p >= ALPHA or d.n < SEEDS]
+    shifted = [Difference(d.label, [v - margin for v in d.values]) for d in open_]
+    return Ruling("not decided", f"minus the margin: {_undecided(shifted)}", differences)
+
+
+def _count(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
+    """Judge count: in more than half of all runs the first is below the second (binomial test)."""
+    from scipy.stats import binomtest
+
+    differences = [first - second for first, second in groups]
+    texts, ps, signs = [], [], []
+    for d in differences:
+        below = sum(value < 0 for value in d.values)
+        test = binomtest(below, d.n) if d.n else None
+        low, high = test.proportion_ci() if test is not None else (0.0, 1.0)
+        texts.append(f"{d.label}: below 0 in {below} of {d.n} runs, share [{low:.2f}, {high:.2f}]")
+        ps.append(float(test.pvalue) if test is not None else 1.0)
+        signs.append(1 if 2 * below > d.n else -1)
+    if all(p < ALPHA and sign > 0 for p, sign in zip(ps, signs, strict=True)):
+        return Ruling("held", "; ".join(texts), differences, max(ps))
+    level = ALPHA / len(differences)
+    if against := [p for p, sign in zip(ps, signs, strict=True) if p < level and sign < 0]:
+        return Ruling("contradicted", "; ".join(texts), differences, len(ps) * min(against))
+    return Ruling("not decided", "; ".join(texts), differences)
 
 
 def _crossing(claim: Claim, groups: list[list[_Series]], better: str | None) -> Ruling:
@@ -246,10 +305,12 @@ def _crossing(claim: Claim, groups: list[list[_Series]], better: str | None) -> 
     decided = [(d, sign) for d in differences if (sign := d.sign(level))]
     for (before, sign), (after, other) in pairwise(decided):
         if sign != other:
-            return Ruling("held", f"the sign changes between {before} and {after}", differences)
+            text = f"the sign changes between {before} and {after}"
+            p = len(differences) * max(before.p(), after.p())
+            return Ruling("held", text, differences, p)
     if abs(sum(d.sign() for d in differences)) == len(differences):
         text = f"the same sign at every column; {_weakest(differences)}"
-        return Ruling("contradicted", text, differences)
+        return Ruling("contradicted", text, differences, max(d.p() for d in differences))
     open_ = [d for d in differences if not d.sign(level)]
     return Ruling("not decided", _undecided(open_, level=level), differences)
 
@@ -265,12 +326,13 @@ def _interior(claim: Claim, groups: list[list[_Series]], better: str | None) -> 
     level = ALPHA / len(inside)  # any inner point suffices
     for both in to_ends:
         if all(d.sign(level) == sign for d in both):
-            return Ruling("held", "; ".join(map(str, both)), both)
+            p = len(inside) * max(d.p() for d in both)
+            return Ruling("held", "; ".join(map(str, both)), both, p)
     for end in (0, 1):
         differences = [both[end] for both in to_ends]
         if all(d.sign() == -sign for d in differences):
             text = f"the optimum is at an end: {_weakest(differences)}"
-            return Ruling("contradicted", text, differences)
+            return Ruling("contradicted", text, differences, max(d.p() for d in differences))
     means = [Difference("", [*point.values.values()]).mean * sign for point in inside]
     best = max(range(len(inside)), key=lambda i: (not math.isnan(means[i]), means[i]))
     return Ruling("not decided", _undecided(to_ends[best], level=level), to_ends[best])
@@ -281,6 +343,8 @@ _JUDGES = {
     "order": _below,
     "best_of": _below,
     "equal": _equal,
+    "not_worse": _not_worse,
+    "count": _count,
     "crossing": _crossing,
     "interior": _interior,
 }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sparsepretrain.config.cells import Seeds
 from sparsepretrain.config.tables import Scale, load_table
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 from sparsepretrain.files import write_atomic
@@ -89,7 +90,7 @@ def report_table(
     out: Path | None = None,
     *,
     scale: Scale | None = None,
-    seeds: int | None = None,
+    seeds: Seeds = None,
     overrides: Sequence[str] = (),
     config_dirs: Sequence[Path] = (),
     record: bool = False,

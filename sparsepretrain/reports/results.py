@@ -8,7 +8,7 @@ import gzip
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sparsepretrain.config import freeze, strict
-from sparsepretrain.config.cells import Cell, cells, word
+from sparsepretrain.config.cells import Cell, Seeds, cells, word
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.tables import Metric, Scale, Size, Stage, Table, load_table, place
 from sparsepretrain.errors import ConfigError, DataError, one_line
@@ -54,6 +54,8 @@ class CellResult:
     """Tokens, or other units of the task."""
     seconds: float = 0.0
     date: str = ""
+    parameters: int = 0
+    """Parameters of the model; 0: not recorded."""
     metrics: dict[str, float | None] = field(default_factory=dict)
     """Metrics of finished runs; null: not finite."""
     missing: dict[str, str] = field(default_factory=dict)
@@ -89,6 +91,8 @@ class TableResults:
     overrides: list[str] = field(default_factory=list)
     """Overrides of all cells in addition to the table."""
     cells: list[CellResult] = field(default_factory=list)
+    configs: dict[str, str] = field(default_factory=dict)
+    """Hash of a run's configuration -> what it is a hash of, see :func:`freeze.experiment`."""
     parts: list[TableResults] = field(default_factory=list)
 
     def values(self, metric: str) -> dict[str, dict[int, float]]:
@@ -119,6 +123,18 @@ class TableResults:
             for at, reasons in found.items()
         }
 
+    def renamed(self, labels: Mapping[str, str]) -> TableResults:
+        """Return the results with other names of rows and columns."""
+        cells = [
+            dataclasses.replace(
+                cell,
+                row=labels.get(cell.row, cell.row),
+                column=labels.get(cell.column, cell.column),
+            )
+            for cell in self.cells
+        ]
+        return dataclasses.replace(self, cells=cells)
+
     def all(self) -> Iterator[TableResults]:
         """Yield itself, or its parts recursively."""
         if not self.parts:
@@ -131,7 +147,7 @@ def collect(
     name: str,
     *,
     scale: Scale | None = None,
-    seeds: int | None = None,
+    seeds: Seeds = None,
     overrides: Sequence[str] = (),
     config_dirs: Sequence[Path] = (),
 ) -> TableResults:
@@ -157,6 +173,8 @@ def collect(
         begun = {cell.seed for cell, _ in found if cell.state != "missing"}
         result.cells = [cell for cell, _ in found if cell.seed in begun]
         result.seeds = sorted(begun)
+        configs = {cell.config: run.config for cell, run in found if run is not None}
+        result.configs = {key: freeze.experiment(configs[key]) for key in sorted(configs)}
         result.unit = next((run.unit for _, run in found if run is not None), "tokens")
     return result
 
@@ -207,6 +225,7 @@ def _fill(result: CellResult, data: RunData, *, evaluated: bool) -> None:
     about = data.environment
     result.commit, result.versions = about.get("commit") or "", about.get("packages") or {}
     result.hashes = about.get("hashes") or {}
+    result.parameters = about.get("parameters") or 0
     hardware = about.get("hardware") or {}
     result.hardware = ", ".join(f"{k} {v}" for k, v in hardware.items() if v is not None)
     for key, split in CURVES.items():

@@ -14,16 +14,24 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config import tables
+from sparsepretrain.config.cells import seeds_text
 from sparsepretrain.config.published import printed, published
 from sparsepretrain.config.tables import Metric, Published, Table, place, places
 from sparsepretrain.reports import claims, figures
 from sparsepretrain.reports.claims import Difference, Ruling, judge
+from sparsepretrain.reports.ran import what_ran
 from sparsepretrain.reports.results import SHARED, CellResult, TableResults
 from sparsepretrain.tracking.console import clock, count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+FEW_CLAIMS = 5
+"""Most claims of a page without a correction for multiple tests."""
+HOLM = (
+    "Holm: p of a verdict, corrected for all claims that were tested here; (lost): above "
+    f"{claims.ALPHA:g}, one of so many claims may come out this way by chance."
+)
 FIRST_HAND = ("published_text", "thesis_text", "authors_repo")
 """Statuses of published numbers without a warning."""
 
@@ -54,26 +62,37 @@ def render(results: TableResults, found: Mapping[str, Table]) -> Page:
     """
     page = Page()
     table = found[results.name]
-    page.lines += [f"# {table.title}", ""]
     if not results.parts:
+        results, table = scaled(results, table)
+        page.lines += [f"# {table.title}", ""]
         _section(page, results, table, "##")
         return page
-    page.lines += [*(f"{note}\n" for note in table.notes), "| claim | verdict |", "|---|---|"]
+    page.lines += [f"# {table.title}", ""]
+    page.lines += [f"{note}\n" for note in table.notes]
     summary = len(page.lines)
     for part in results.all():
-        page.lines += ["", f"## {found[part.name].title}", ""]
-        _section(page, part, found[part.name], "###")
-    page.lines[summary:summary] = [
-        f"| {claim.text} | **{ruling.verdict}** |"
-        for part in results.all()
-        for claim, ruling in judged(part, found[part.name])
-    ]
+        part, own = scaled(part, found[part.name])
+        page.lines += ["", f"## {own.title}", ""]
+        _section(page, part, own, "###")
+    rulings = [pair for part in results.all() for pair in judged(part, found[part.name])]
+    rows = [(claim.text, f"**{ruling.verdict}**") for claim, ruling in rulings]
+    header, shown = _with_holm(("claim", "verdict"), rows, [ruling for _, ruling in rulings])
+    page.lines[summary:summary] = [*markdown_table(header, shown), "", HOLM]
     return page
+
+
+def scaled(results: TableResults, table: Table) -> tuple[TableResults, Table]:
+    """Return both as the page shows them, see :func:`tables.at_scale`."""
+    if results.scale is None:
+        return results, table
+    labels = table.scales[results.scale].labels
+    return results.renamed(labels), tables.at_scale(table, results.scale)
 
 
 def judged(results: TableResults, table: Table) -> list[tuple[tables.Claim, Ruling]]:
     """Return claims and rulings of a table with runs of its own."""
     found = []
+    results, table = scaled(results, table)
     for claim in table.claims:
         key = claim.metric or next(iter(table.metrics))
         if results.scale is not None:
@@ -99,6 +118,8 @@ def _section(page: Page, results: TableResults, table: Table, mark: str) -> None
 
 
 def _measured(page: Page, results: TableResults, table: Table, mark: str) -> None:
+    if ran := what_ran(results):
+        page.lines += [f"{mark} What ran", "", *markdown_table(("setting", "value"), ran), ""]
     rulings = judged(results, table)
     if rulings:
         page.lines += [f"{mark} Verdicts", "", *_verdicts(rulings), ""]
@@ -111,8 +132,10 @@ def _measured(page: Page, results: TableResults, table: Table, mark: str) -> Non
     if power:
         page.lines += [f"{mark} Detectable differences", "", *power, ""]
     page.lines += [f"{mark} Pairing", "", *_pairing(results), ""]
-    if table.settings:
-        page.lines += [f"{mark} Settings", "", *_settings(table), ""]
+    if table.settings and results.scale == "paper":
+        page.lines += [f"{mark} Settings of the paper", "", *_settings(table), ""]
+    elif table.settings:
+        page.lines += [f"{mark} Reasons for the settings", "", *_reasons(table), ""]
     page.lines += [f"{mark} Runs", "", *_runs(results), ""]
 
 
@@ -120,7 +143,15 @@ def _head(results: TableResults, table: Table) -> list[str]:
     paper = " ".join(filter(None, (table.paper, table.number)))
     if table.arxiv:
         paper += f" ([arXiv:{table.arxiv}](https://arxiv.org/abs/{table.arxiv}))"
-    lines = [f"{paper}.", ""] if paper else []
+    stands_in = "Stand-in for " * (results.scale == "nano")
+    lines = [f"{stands_in}{paper}.", ""] if paper else []
+    if stands_in and paper:
+        lines += [
+            "These runs have another model, other data and other lengths than the paper's: its "
+            "numbers are not printed here. Published numbers that were found are in "
+            "`configs/table/_published.yaml`.",
+            "",
+        ]
     if results.scale is None:
         return lines
     states = Counter(cell.state for cell in results.cells)
@@ -130,21 +161,41 @@ def _head(results: TableResults, table: Table) -> list[str]:
     dates = sorted({cell.date for cell in results.cells if cell.date})
     when = f", of {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
     command = f"sparsepretrain reproduce {results.name} --scale {results.scale}"
+    own = table.scales[results.scale]
+    usual = [*range(table.first_seed, table.first_seed + own.seeds)]
+    if results.seeds and results.seeds != usual:
+        command += f" --seeds {seeds_text(results.seeds)}"
     command = " ".join([command, *results.overrides])
     text = f"{', '.join([done, *others])}{when}; scale {results.scale}, seeds {seeds}: `{command}`."
     return [*lines, text]
 
 
 def _verdicts(rulings: Sequence[tuple[tables.Claim, Ruling]]) -> list[str]:
-    rows = [
+    found = [
         (f"{c.text}{f' ({c.source})' if c.source else ''}", f"**{r.verdict}**", r.why)
         for c, r in rulings
     ]
+    header, rows = _with_holm(("claim", "verdict", "why"), found, [r for _, r in rulings])
     bar = (
         f"A verdict needs p < {claims.ALPHA:g} (paired t-test, two-sided) and {claims.SEEDS} "
         "seeds; in brackets 95 % intervals."
     )
-    return [*markdown_table(("claim", "verdict", "why"), rows), "", bar]
+    bar += f" {HOLM}" if len(header) > 3 else ""
+    return [*markdown_table(header, rows), "", bar]
+
+
+def _with_holm(
+    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], rulings: Sequence[Ruling]
+) -> tuple[tuple[str, ...], Sequence[tuple[str, ...]]]:
+    """Add Holm-adjusted p to rows of more than five claims."""
+    if len(rulings) <= FEW_CLAIMS:
+        return header, rows
+    decided = [ruling.verdict in ("held", "contradicted") for ruling in rulings]
+    marks = [
+        f"{p:.1g}{'' if p < claims.ALPHA else ' (lost)'}" if is_decided else "–"
+        for p, is_decided in zip(claims.holm(rulings), decided, strict=True)
+    ]
+    return (*header, "Holm"), [(*row, mark) for row, mark in zip(rows, marks, strict=True)]
 
 
 def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
@@ -180,7 +231,8 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
             )
         rows.append(line)
     about = [f"{metric.variant}." if metric.variant else ""]
-    about += [f"Sequence length {metric.sequence_length}." if metric.sequence_length else ""]
+    length = metric.sequence_length if scale == "paper" else None
+    about += [f"Sequence length {length}." if length else ""]
     about += [f"{_capital(metric.better)} is better." if metric.better else ""]
     about += ["Means with 95 % intervals over seeds; differences are paired."]
     lines = [" ".join(filter(None, about)), "", *markdown_table(header, rows)]
@@ -322,6 +374,14 @@ def _settings(table: Table) -> list[str]:
         for key, s in table.settings.items()
     ]
     return markdown_table(("setting", "value", "source", "where"), rows)
+
+
+def _reasons(table: Table) -> list[str]:
+    """Return the reason for each setting; the values are in the configurations of the runs."""
+    return [
+        f"- `{key}`: {s.where}{'; ' * bool(s.where)}{s.source.replace('_', ' ')}."
+        for key, s in table.settings.items()
+    ]
 
 
 def _runs(results: TableResults) -> list[str]:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparsepretrain.config.cells import Cell, cells, stage_words
+from sparsepretrain.config.cells import Cell, Seeds, cells, stage_words
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.tables import Scale, Stage, Table, load_table
@@ -41,7 +41,7 @@ def parts(
     name: str,
     *,
     scale: Scale | None = None,
-    seeds: int | None = None,
+    seeds: Seeds = None,
     only: str = "*",
     overrides: Sequence[str] = (),
     config_dirs: Sequence[Path] = (),

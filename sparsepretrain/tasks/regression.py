@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsepretrain import registry
@@ -29,7 +29,7 @@ class Regression(Task):
     """Mean squared error over the components of a target; a sample is an item.
 
     Sample ``step * batch.size + position`` is a function of that number and the run's seed;
-    held-out samples are the same for every seed.
+    held-out inputs are the same for every seed, and targets follow from the teacher.
     """
 
     Options = RegressionOptions
@@ -46,7 +46,10 @@ class Regression(Task):
 
     def open_data(self, splits: Sequence[str], on_progress: Progress = None) -> None:
         source: Any = registry.get("source", self.data_options.source)
-        self._source = source(self.data_options)
+        options = self.data_options
+        if options.teacher_seed is None:
+            options = replace(options, teacher_seed=self.seed % 2**32)
+        self._source = source(options)
         self.fingerprint = self._source.fingerprint
 
     def samples(self, split: str) -> int:

@@ -278,12 +278,16 @@ def require_a_sparse_step(run: Run) -> None:
         method = implementation(run.sparsity, run.steps)
     except ConfigError as error:
         raise error.under("sparsity") from error
-    if method.scalars or not method.sparse_row.sparse:
-        return  # phases that an optimizer decides, or a dense baseline
-    last = int(min(run.steps, method.schedule.stop)) - 1
+    if not method.sparse_row.sparse:
+        return  # a dense baseline
+    schedule = method.schedule
+    last = int(min(run.steps, schedule.stop)) - 1
+    if method.scalars:  # the optimizer decides, not before the first of its clipping bounds
+        earliest = getattr(run.sparsity, "clipping", [0])[0] or 0
+        if schedule.begin_of(earliest, "clipping") <= last:
+            return
     # most phases, once entered, last to the end of the window: then the first look is enough
-    steps = (last, *range(method.schedule.start, last))
-    if any(method.phase_of(step).row.sparse for step in steps):
+    elif any(method.phase_of(step).row.sparse for step in (last, *range(schedule.start, last))):
         return
     keys = [key for key in PHASES if hasattr(run.sparsity, key)]
     raise ConfigError(

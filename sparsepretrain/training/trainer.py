@@ -111,6 +111,7 @@ def _write_files(
 ) -> None:
     """Write the files that do not change during training; ``other`` has a record to copy."""
     about = environment(t.device) | run_hashes(t, source)
+    about["parameters"] = sum(p.numel() for p in t.parameters)
     about["coverage"] = str(t.sparsifier.coverage()).splitlines()
     if run_backend := t.sparsifier.backend:
         about["backend"] = run_backend

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from sparsepretrain.config import freeze, load
-from sparsepretrain.config.cells import cells
+from sparsepretrain.config.cells import cells, read_seeds, seeds_text
 from sparsepretrain.config.published import printed
 from sparsepretrain.config.tables import Published, load_table, place, slug
 from sparsepretrain.errors import ConfigError
@@ -100,3 +100,19 @@ def test_published_numbers_come_with_their_status():
     assert printed(source, "step", "") is None  # without a published number
     assert printed(source, "srste", "") is None
     assert place("a", "") == "a" and slug("λ = 6e-5, MVUE") == "λ_6e-5_MVUE"
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("5", 5), ("101..103", [101, 102, 103]), ("3,7,3", [3, 7]), ("4..4", [4])]
+)
+def test_seeds_are_a_number_a_range_or_a_list(text, seeds):
+    found = read_seeds(text)
+    assert (found if isinstance(found, int) else [*found]) == seeds
+    again = read_seeds(seeds_text(found))
+    assert (again if isinstance(again, int) else [*again]) == seeds
+
+
+@pytest.mark.parametrize("text", ["0", "5..3", "1-3", "1,x", "", "0..99999"])
+def test_other_seeds_are_refused(text):
+    with pytest.raises(ValueError, match="expected a number"):
+        read_seeds(text)

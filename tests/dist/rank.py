@@ -25,17 +25,17 @@ from tiny_runs import assert_equal_bits
 from sparsepretrain import config
 from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training import identity, trainer
+from sparsepretrain.training import identity, session_state, trainer
 from sparsepretrain.training.session import Session
 
 
-load_state_dict = Session.load_state_dict
+load_state_dict = session_state.load_state_dict
 
 
 def compared_with_its_source(own: Session, state: dict[str, Any], source: Any = None) -> None:
     """Load, collect again, and end; 0 if every tensor and number came back."""
     load_state_dict(own, state, source)
-    again = {k: dict(v) if isinstance(v, dict) else v for k, v in own.state_dict().items()}
+    again = {k: dict(v) if isinstance(v, dict) else v for k, v in session_state.state_dict(own).items()}
     if own.world.is_main:
         for parts in (state, again):  # learning rates are set before each step
             for group in parts["optimizer_options"]["groups"]:
@@ -63,7 +63,7 @@ def run(case: dict[str, Any]) -> int:
         strike(*case["strikes"][os.environ["RANK"]])
     try:
         if case["only"] == "loading":
-            Session.load_state_dict = compared_with_its_source  # type: ignore[method-assign]
+            session_state.load_state_dict = compared_with_its_source  # type: ignore[assignment]
         elif case["only"] == "weights":
             trainer._run = compared_with_their_hash  # type: ignore[assignment]
         with mistaken(case["mutant"]):

@@ -15,9 +15,8 @@ import torch
 
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.tasks.causal_lm import CausalLM
-from sparsepretrain.training import assembly, gradients
+from sparsepretrain.training import assembly, gradients, session_state
 from sparsepretrain.training.guard import Guard
-from sparsepretrain.training.session import Session
 
 MOMENTS: dict[str, tuple[Any, str]] = {
     "start-up": (assembly, "build_model"),
@@ -25,7 +24,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "before the step": (Guard, "accepts"),
     "optimizer": (importlib.import_module("torch.optim.adam"), "adam"),
     "evaluation": (CausalLM, "observe"),
-    "collecting a checkpoint": (Session, "state_dict"),
+    "collecting a checkpoint": (session_state, "state_dict"),
     "writing a checkpoint": (safetensors.torch, "save_file"),
     "moving a file": (os, "replace"),
     "removing a checkpoint": (checkpoint, "_prune"),

@@ -1,14 +1,18 @@
 """Verdicts on synthetic seeds of known truth: error rates, power, undecided claims."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from sparsepretrain.config.strict import build
-from sparsepretrain.config.tables import Table
+from sparsepretrain.config.tables import Table, load_table
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.reports.claims import Difference, judge
+from sparsepretrain.reports.claims import Difference, Ruling, holm, judge
+from sparsepretrain.reports.results import read_record
+from sparsepretrain.reports.table import judged
 
 ROWS = ["dense", "sste", "srste", "ste"]
 TRIALS = 300
@@ -75,6 +79,7 @@ def test_false_positive_rate_is_as_stated(claim, means, columns):
     [
         # at the edge of the claim, where a wrong "held" is most likely
         ({"sste": 1.0, "ste": 0.0}, {"kind": "equal", "of": ["sste", "ste"], "margin": 1.0}),
+        ({"sste": 1.0, "ste": 0.0}, {"kind": "not_worse", "of": ["sste", "ste"], "margin": 1.0}),
         (
             {"dense": 0.0, "sste": 9.0, "ste": 9.0},
             {"kind": "order", "of": ["dense", "sste", "ste"]},
@@ -127,6 +132,12 @@ CLEAR = {"dense": 0.0, "sste": 10.0, "srste": 20.0, "ste": 30.0}
         ({"kind": "best_of", "of": ["ste", "sste"], "better": "higher"}, "held"),
         ({"kind": "equal", "of": ["sste", "ste"], "margin": 5.0}, "contradicted"),
         ({"kind": "equal", "of": ["sste", "ste"], "margin": 40.0}, "held"),
+        ({"kind": "not_worse", "of": ["sste", "ste"], "margin": 1.0}, "held"),
+        ({"kind": "not_worse", "of": ["ste", "srste"], "margin": 20.0}, "held"),
+        ({"kind": "not_worse", "of": ["ste", "sste"], "margin": 5.0}, "contradicted"),
+        ({"kind": "not_worse", "of": ["ste", "sste"], "margin": 1.0, "better": "higher"}, "held"),
+        ({"kind": "count", "of": ["sste", "ste"]}, "held"),
+        ({"kind": "count", "of": ["ste", "sste"]}, "contradicted"),
         ({"kind": "interior", "of": ["sste", "dense", "ste"]}, "held"),
         ({"kind": "interior", "of": ["dense", "sste", "ste"]}, "contradicted"),
         ({"kind": "interior", "of": ["sste", "ste", "dense"], "better": "higher"}, "held"),
@@ -154,6 +165,46 @@ def test_undecided_claims_name_the_reason(sste, ste, why):
     for claim in ({"kind": "less"}, {"kind": "equal", "margin": 100.0}):
         ruling = verdict({"sste": sste, "ste": ste}, of=["sste", "ste"], **claim)
         assert ruling.verdict == "not decided" and why in ruling.why
+
+
+def test_a_count_of_few_runs_is_not_decided():
+    values = {"sste": dict(enumerate([0.0, -1, 0, -1, 0])), "ste": dict.fromkeys(range(5), 0.0)}
+    ruling = verdict(values, kind="count", of=["sste", "ste"])
+    assert ruling.verdict == "not decided" and "below 0 in 2 of 5 runs" in ruling.why
+
+
+def test_holm_steps_down():
+    ps = [0.001, 0.04, 0.03, 0.005, 0.2]
+    rulings = [Ruling("held", "", p=p) for p in ps]
+    left_out = Ruling("not testable at this scale", "")
+    # step-down by hand: 5·0.001, 4·0.005, 3·0.03, then never less than before
+    assert holm([*rulings, left_out])[:5] == pytest.approx([0.005, 0.09, 0.09, 0.02, 0.2])
+    assert math.isnan(holm([*rulings, left_out])[5])
+
+
+RECORD = Path(__file__).parents[2] / "docs/tables/records/claims_regression.json.gz"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "metric", "claim"),
+    [
+        ("SR-STE", "STE", "loss", "SR-STE is below STE"),
+        ("dense", "STE", "flips", "at the end a dense network flips less than one under STE"),
+        ("SR-STE", "STE", "flips_left", "flips die out under SR-STE and not under STE"),
+        ("S-STE, no MVUE", "S-STE", "loss", "MVUE costs something at 128 samples per step"),
+        ("STEP", "SR-STE", "loss", "freezing v replaces the decay term"),
+    ],
+)
+def test_verdicts_of_a_committed_record_are_those_of_scipy(first, second, metric, claim):
+    results, table = read_record(RECORD), load_table("claims_regression")
+    values = results.values(metric)
+    common = sorted(values[first].keys() & values[second].keys())
+    test = stats.ttest_rel(*([values[name][seed] for seed in common] for name in (first, second)))
+    verdict = "not decided" if test.pvalue >= 0.01 else "held"
+    verdict = "contradicted" if verdict == "held" and test.statistic > 0 else verdict
+    (found,) = (ruling for c, ruling in judged(results, table) if c.text.startswith(claim))
+    assert (found.verdict, len(common)) == (verdict, 5)
+    assert found.p == pytest.approx(test.pvalue, rel=1e-6)
 
 
 def test_missing_and_failed_seeds_are_named():

@@ -100,7 +100,7 @@ def test_resume_is_bit_exact_with_averages(tiny, stop_after):
 
 def test_a_signal_during_an_evaluation_saves_the_trained_weights(tiny, monkeypatch):
     plain = tiny.train("ema=0.9", "runs_dir=" + str(tiny.root / "plain"))
-    original, calls = loop.split_requests, []
+    original, calls = validation.split_requests, []
 
     def interrupt(*args):
         calls.append(args)

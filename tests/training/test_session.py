@@ -43,7 +43,7 @@ def test_parts_are_tensors_by_name_or_json(tiny, words):
     plain = {key: value for key, value in state.items() if key not in TENSORS}
     read = json.loads(json.dumps(plain, allow_nan=False))
     again = tiny.build(*words)
-    again.load_state_dict({**state, **read})
+    session_state.load_state_dict(again, {**state, **read})
     assert_equal_bits(json.loads(json.dumps(plain)), read)
     for _ in range(2):
         assert train_step(t).loss == train_step(again).loss
@@ -65,14 +65,14 @@ def test_loaded_state_does_not_depend_on_its_files(tiny):
 
 
 def test_wrong_states_are_refused_with_their_source(tiny):
-    state = trained(tiny).state_dict()
+    state = session_state.state_dict(trained(tiny))
     with pytest.raises(CheckpointError, match=r"^here has 7 steps.* steps=6"):
-        tiny.build().load_state_dict({**state, "step": 7}, "here")
+        session_state.load_state_dict(tiny.build(), {**state, "step": 7}, "here")
     with pytest.raises(CheckpointError, match=r"^here .*other data"):
-        tiny.build().load_state_dict({**state, "fingerprint": "0"}, "here")
+        session_state.load_state_dict(tiny.build(), {**state, "fingerprint": "0"}, "here")
     for words in (("model.n_embd=16",), ("model.bias=true",)):
         with pytest.raises(CheckpointError, match=r"^here "):
-            tiny.build(*words).load_state_dict(state, "here")
+            session_state.load_state_dict(tiny.build(*words), state, "here")
 
 
 def test_numerics_flags_follow_the_run(tiny):

@@ -1,4 +1,4 @@
-"""Samples of a random teacher network, generated on demand and the same for every run."""
+"""Samples of a random teacher network, generated on demand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TeacherOptions(SourceOptions):
     inner: Annotated[int, "> 0"]
     scale: Annotated[float, "> 0"]
     held_out: Annotated[int, "> 0"]
-    teacher_seed: Annotated[int, "[0, 2^32)"]
+    teacher_seed: Annotated[int | None, "[0, 2^32)"]
 
 
 @register("source", "teacher")

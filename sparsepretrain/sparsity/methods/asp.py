@@ -41,7 +41,7 @@ class ASP(StoredMask):
     """Dense until ``at``, then one mask; pruned weights receive no gradient.
 
     ASP writes the zeros into the weight. Here they are projected, which is the same function and
-    the same updates of the kept weights; pruned ones only shrink by the weight decay.
+    the same updates of the kept weights; pruned ones still move by momentum and weight decay.
     """
 
     Options = ASPOptions

@@ -54,9 +54,6 @@ class STEP(MaskedDecay, STE):
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self._watched: dict[str, float] = {}
-        earliest = 0 if total_steps is None else max(self._bound(0) or 0, self.schedule.start)
-        if total_steps is not None and earliest >= min(total_steps, self.schedule.stop):
-            raise ConfigError([("clipping", f": no step is sparse (earliest switch: {earliest})")])
 
     @property
     def sparse_row(self) -> Row:

@@ -1,0 +1,100 @@
+"""What the runs of a table were: model, data, optimizer and method, from frozen configurations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparsepretrain.config import freeze
+from sparsepretrain.reports.results import TableResults
+
+GROUPS = ("model", "data", "task", "optim", "schedule", "precision", "batch")
+"""Groups of the configuration that have a line each."""
+SINGLE = ("steps", "clip", "ema")
+"""Root keys that have a line each."""
+Rows = list[tuple[str, str]]
+
+
+def what_ran(results: TableResults) -> Rows:
+    """Return (setting, value) of the runs; settings that differ name the cells of each value."""
+    found = {
+        cell.place: freeze.flat(json.loads(results.configs[cell.config]))
+        for cell in results.cells
+        if cell.config in results.configs
+    }
+    if not found:
+        return []
+    keys = dict.fromkeys(key for config in found.values() for key in config)
+    values = {key: {at: config.get(key) for at, config in found.items()} for key in keys}
+    common = {key: next(iter(v.values())) for key, v in values.items() if _one(v)}
+    rows: Rows = []
+    for group in GROUPS:
+        own = {k.partition(".")[2]: v for k, v in common.items() if k.startswith(f"{group}.")}
+        name = own.pop("name", None)
+        words = _pairs(own, zeros=group in ("data", "optim", "schedule"))
+        rows.append((group, ", ".join([*filter(None, [name]), *words])))
+    sizes = {cell.place: f"{cell.parameters:,}" for cell in results.cells if cell.parameters}
+    rows.insert(1, ("parameters", _by_value(sizes, results)))
+    rows += [(key, _text(common[key])) for key in SINGLE if common.get(key) is not None]
+    rows += [
+        (f"`{key}`", _by_value(v, results))
+        for key, v in values.items()
+        if not _one(v) and key != "name" and not key.startswith("sparsity.")
+    ]
+    methods: dict[str, list[str]] = {}
+    for at, config in found.items():
+        own = {k.partition(".")[2]: v for k, v in config.items() if k.startswith("sparsity.")}
+        if (own["window.start"], own["window.stop"]) == (0, 1):
+            own = {key: value for key, value in own.items() if not key.startswith("window.")}
+        name, n, m = own.pop("name"), own.pop("n"), own.pop("m")
+        pattern = "" if name == "dense" else f" {n}:{m}"
+        words = [f"{name}{pattern}", *_pairs(own, zeros=True)]
+        methods.setdefault(", ".join(words), []).append(at)
+    rows += [(_named(places, results), text) for text, places in methods.items()]
+    seeds = ", ".join(map(str, results.seeds))
+    return [*((label, text) for label, text in rows if text), ("seeds", seeds)]
+
+
+def _one(values: Mapping[str, Any]) -> bool:
+    """Return True if all cells have one value."""
+    return len({_text(value) for value in values.values()}) == 1
+
+
+def _by_value(values: Mapping[str, Any], results: TableResults) -> str:
+    """Return the value, or every value with its cells."""
+    places: dict[str, list[str]] = {}
+    for at, value in values.items():
+        places.setdefault(_text(value), []).append(at)
+    if len(places) < 2:
+        return "".join(places)
+    named = {text: _named(at, results) for text, at in places.items()}
+    most = max(places, key=lambda text: len(places[text]))
+    if 2 * len(places[most]) > len(values):
+        named[most] = "all others"
+    return "; ".join(f"{text} ({where})" for text, where in named.items())
+
+
+def _named(places: Sequence[str], results: TableResults) -> str:
+    """Return names of cells, or those of whole rows or columns."""
+    for axis in ("row", "column"):
+        cells: dict[str, set[str]] = {}
+        for cell in results.cells:
+            cells.setdefault(getattr(cell, axis), set()).add(cell.place)
+        whole = [label for label, own in cells.items() if label and own <= set(places)]
+        if set().union(*(cells[label] for label in whole)) == set(places):
+            return ", ".join(whole)
+    return ", ".join(places)
+
+
+def _pairs(values: Mapping[str, Any], *, zeros: bool) -> list[str]:
+    """Return ``key value`` of what is set: not null, false or empty, and with ``zeros`` 0 too."""
+    number = {key for key, v in values.items() if isinstance(v, int | float) and v is not False}
+    shown = {key: v for key, v in values.items() if v or (zeros and key in number)}
+    return [f"{key} {_text(value)}" for key, value in shown.items()]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
