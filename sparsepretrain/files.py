@@ -19,7 +19,7 @@ LONGEST_NAME = 200
 
 
 def is_plain_name(text: str) -> bool:
-    """True if ``text`` is usable as the name of a visible directory."""
+    """Return True if ``text`` is usable as the name of a visible directory."""
     plain = bool(text) and "/" not in text and not text.startswith(".") and text.isprintable()
     return plain and len(text.encode()) <= LONGEST_NAME
 

@@ -16,7 +16,7 @@ from sparsepretrain.errors import RankError, SparsePretrainError
 
 
 def started() -> bool:
-    """True if a launcher (torchrun, or this package's own) started this process."""
+    """Return True if a launcher (torchrun, or this package's own) started this process."""
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
@@ -35,7 +35,7 @@ def note_interrupt(happened: bool = True) -> None:
 
 
 def was_interrupted() -> bool:
-    """True if SIGINT arrived since the command began, even if a library swallowed it."""
+    """Return True if SIGINT arrived since the command began, even if a library swallowed it."""
     return _interrupted
 
 

@@ -150,10 +150,10 @@ def _override_words(typed: list[str], current: str) -> list[str]:
     """Return ``group=`` and ``key=`` of the configuration, or the values of a key."""
     from sparsepretrain.config.compose import compose
     from sparsepretrain.config.freeze import flat
-    from sparsepretrain.config.places import catalogue
+    from sparsepretrain.config.places import catalog
 
     directories = [Path(b) for a, b in pairwise(typed) if a == "--config-dir"]
-    groups = catalogue(directories)
+    groups = catalog(directories)
     group, equals, _ = current.partition("=")
     if group in groups and equals:
         return [f"{group}={option}" for option in groups[group]]

@@ -28,15 +28,15 @@ class Configs(Verb):
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config.compose import build, read
-        from sparsepretrain.config.places import catalogue, shipped
+        from sparsepretrain.config.places import catalog, shipped
 
         if args.options:
-            print("\n".join(_files(args.options, catalogue(args.config_dir))), end="")
+            print("\n".join(_files(args.options, catalog(args.config_dir))), end="")
             return 0
 
         _, defaults = build(read((), args.config_dir))
         rows = [["group", "option", "from"]]
-        for group, options in catalogue(args.config_dir).items():
+        for group, options in catalog(args.config_dir).items():
             for i, (option, directory) in enumerate(options.items()):
                 marked = f"{option} *" if defaults.get(group) == option else option
                 origin = "configs" if directory == shipped() else str(directory)

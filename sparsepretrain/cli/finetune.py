@@ -33,9 +33,9 @@ class Finetune(Train):
 
     def words(self, before: list[str], current: str) -> list[str]:
         """Return recipes for ``task=`` too."""
-        from sparsepretrain.config.places import catalogue
+        from sparsepretrain.config.places import catalog
 
-        recipes = catalogue()["finetune"] if current.startswith("task=") else ()
+        recipes = catalog()["finetune"] if current.startswith("task=") else ()
         return [*(f"task={name}" for name in recipes), *super().words(before, current)]
 
     def run(self, args: argparse.Namespace) -> int:

@@ -240,7 +240,7 @@ def _complain(text: str) -> None:
 
 
 def _stdout_is_closed() -> bool:
-    """True if the reader is gone (``| head``); then stdout is silenced."""
+    """Return True if the reader is gone (``| head``); then stdout is silenced."""
     output = select.poll()
     output.register(sys.stdout, 0)  # a pipe without a reader reports an error by itself
     if not output.poll(0):

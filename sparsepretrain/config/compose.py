@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.config.freeze import flat
-from sparsepretrain.config.places import catalogue, check_yaml, search_path, yaml_files
+from sparsepretrain.config.places import catalog, check_yaml, search_path, yaml_files
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning, one_line
 from sparsepretrain.registry import choices, suggestion
@@ -75,7 +75,7 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Req
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
 
-    groups = catalogue(config_dirs)
+    groups = catalog(config_dirs)
     request = Request(search_path(config_dirs), groups)
     parser = OverridesParser.create()
     for text in overrides:

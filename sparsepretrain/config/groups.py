@@ -95,7 +95,7 @@ class SimulatedFP8(LossScaling):
     dtype: Literal["fp32", "bf16", "fp16"]
     """Compute dtype of everything else."""
     tf32: bool = False
-    """As in fp32."""
+    """Round inputs of fp32 matmuls to TF32 on GPUs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,8 +115,8 @@ class Parallel:
     device: Literal["auto", "cpu", "cuda"]
     """auto: the GPU if there is one."""
     reduction: Literal["fast", "tree"]
-    """How gradients of micro-batches are added: in the order in which they come, or as a balanced
-    tree over the global batch, which gives the same bits for 1, 2, 4, 8, ... processes."""
+    """Order of the sum of gradients: as micro-batches come, or a balanced tree over the global
+    batch, which gives the same bits for 1, 2, 4, 8, ... processes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,8 +140,8 @@ class DataParallel(Processes):
 
     name: Literal["ddp"]
     reduction: Literal["fast", "tree"]
-    """How gradients of micro-batches are added: in the order in which they come, or as a balanced
-    tree over the global batch, which gives the same bits for 1, 2, 4, 8, ... processes."""
+    """Order of the sum of gradients: as micro-batches come, or a balanced tree over the global
+    batch, which gives the same bits for 1, 2, 4, 8, ... processes."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -56,7 +56,7 @@ def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
     return path
 
 
-def catalogue(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
+def catalog(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, Path]]:
     """Return group -> option -> directory, sorted."""
     groups: dict[str, dict[str, Path]] = {}
     for directory in search_path(config_dirs):

@@ -64,8 +64,8 @@ class _Rows(Images):
         from PIL import Image
 
         pixels = np.array(self._rows[index, LABEL_BYTES:]).reshape(self._source.shape)
-        grey = pixels.shape[-1] == 1
-        return Image.fromarray(pixels[..., 0] if grey else pixels).convert("RGB")
+        gray = pixels.shape[-1] == 1
+        return Image.fromarray(pixels[..., 0] if gray else pixels).convert("RGB")
 
 
 class _Index(Images):

@@ -66,7 +66,7 @@ def bimask_ones(w: Tensor, permutations: Tensor, *, backend: str | None = None) 
 
 
 def _order(name: str, w: Tensor, permutations: Tensor) -> Tensor:
-    """The permutations as indices into the rows of ``w``."""
+    """Return the permutations as indices into the rows of ``w``."""
     if permutations.shape[-1:] != w.shape[:1]:
         length = tuple(permutations.shape)
         raise ValueError(f"{name}: permutation must have {w.shape[0]} entries, got {length}")

@@ -59,7 +59,7 @@ descending order of row-major bits."""
 
 
 def functions_of(package: str, path: Iterable[str]) -> dict[str, Any]:
-    """The public functions of all files of a package, by name, which must be unique."""
+    """Return the public functions of all files of a package, by name, which must be unique."""
     modules = [import_module(f"{package}.{m.name}") for m in iter_modules(path) if not m.ispkg]
     return {
         name: value
@@ -79,7 +79,7 @@ def no_cuda(device: torch.device) -> str:
 
 
 def broken(error: Exception, device: torch.device) -> bool:
-    """True if ``error`` is a CUDA error that every later call on ``device`` repeats."""
+    """Return True if ``error`` is a CUDA error that every later call on ``device`` repeats."""
     if not isinstance(error, torch.AcceleratorError):
         return False
     try:

@@ -62,7 +62,7 @@ def dequantize_fp8(q: Tensor, scale: Tensor, *, backend: str | None = None) -> T
 def _kernel(
     name: str, backend: str | None, x: Tensor, dtype: torch.dtype
 ) -> Callable[..., Any] | None:
-    """The kernel for one format: no GPU before Ada (sm_89) converts e4m3, but torch does there."""
+    """Return the kernel of a format; before Ada (sm_89) no GPU converts e4m3, and torch does."""
     e4m3 = dtype is FP8_FORMATS["e4m3"]  # torch 2.9 compiles no == of dtypes
     old = backend is None and x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9)
     return None if e4m3 and old else kernel_of(name, backend, x)

@@ -22,7 +22,7 @@ class NoiseKey(NamedTuple):
 
     @classmethod
     def from_seed(cls, seed: int) -> NoiseKey:
-        """The stream of a bare seed, 0 ≤ seed < 2⁶⁴."""
+        """Return the stream of a bare seed, 0 ≤ seed < 2⁶⁴."""
         return cls(seed & LOW_32, seed >> 32)
 
 
@@ -53,7 +53,7 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[An
 
 
 def _words(a: Any, b: int) -> tuple[Any, Any]:
-    """The high and the low 32 bits of the product of two 32-bit values.
+    """Return the high and the low 32 bits of the product of two 32-bit values.
 
     By halves of ``a``: the whole product overflows int64, which is undefined in the C++ that graphs
     for the CPU become (torch 2.9 and 2.11 drew other numbers).
@@ -64,7 +64,7 @@ def _words(a: Any, b: int) -> tuple[Any, Any]:
 
 
 def noise_key(seed: int, step: Any, layer: Any, product: int, offset: Any = 0) -> NoiseKey:
-    """The stream of one product of one layer in one optimizer step.
+    """Return the stream of one product of one layer in one optimizer step.
 
     Args:
         seed: seed of the run, 0 ≤ seed < 2⁶³.
@@ -78,7 +78,7 @@ def noise_key(seed: int, step: Any, layer: Any, product: int, offset: Any = 0) -
 
 
 def key_words(key: AnyKey | int) -> NoiseKey:
-    """The words of any key; an integer is a seed."""
+    """Return the words of any key; an integer is a seed."""
     if isinstance(key, ClockKey):
         step, micro = key.clock.unbind()
         return noise_key(key.seed, step, key.layer, key.product, micro * key.room)

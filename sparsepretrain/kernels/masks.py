@@ -73,7 +73,7 @@ def masked_decay_(
 
 
 def flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None) -> Tensor:
-    """Number of positions where two masks differ (numerator of the flip rate, arXiv:2404.01847).
+    """Count the positions where two masks differ (numerator of the flip rate, arXiv:2404.01847).
 
     Args:
         previous, current: masks of one shape, bool or 0/1.
@@ -123,7 +123,7 @@ def _require_pair(name: str, previous: Tensor, current: Tensor) -> None:
 
 
 def pack_24(mask: Tensor, *, backend: str | None = None) -> Tensor:
-    """A mask in one bit per element: position i of a group of four is bit i of its nibble.
+    """Pack a mask, one bit per element: position i of a group of four is bit i of its nibble.
 
     Groups follow the row-major order of ``mask``, two per byte, the first in the low nibble. Any
     mask can be packed, not only 2:4 ones; the last byte is filled with zeros.
@@ -140,7 +140,7 @@ def pack_24(mask: Tensor, *, backend: str | None = None) -> Tensor:
 
 
 def unpack_24(code: Tensor, shape: Sequence[int], *, backend: str | None = None) -> Tensor:
-    """The bool mask of ``shape`` that :func:`pack_24` made ``code`` from.
+    """Return the bool mask of ``shape`` that :func:`pack_24` made ``code`` from.
 
     Raises:
         ValueError: ``code`` does not have the number of bytes that ``shape`` needs.
@@ -154,7 +154,7 @@ def unpack_24(code: Tensor, shape: Sequence[int], *, backend: str | None = None)
 
 
 def pack_rows(mask: Tensor) -> Tensor:
-    """A mask in bits (:func:`pack_24`), whole bytes for each row, so that rows can be taken apart.
+    """Pack a mask as :func:`pack_24`, in whole bytes per row, so that rows can be taken apart.
 
     Args:
         mask: bool, at least 2-D.
@@ -169,7 +169,7 @@ def pack_rows(mask: Tensor) -> Tensor:
 
 
 def unpack_rows(code: Tensor, shape: Sequence[int]) -> Tensor:
-    """The bool mask of ``shape`` that :func:`pack_rows` made ``code`` from.
+    """Return the bool mask of ``shape`` that :func:`pack_rows` made ``code`` from.
 
     Raises:
         ValueError: ``code`` is not of :func:`packed_shape`.
@@ -182,7 +182,7 @@ def unpack_rows(code: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def unpacked(mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """A mask that may be packed by rows, or be 0/1, as bool of ``shape``."""
+    """Return a mask, packed by rows or 0/1, as bool of ``shape``."""
     return mask.bool() if mask.shape == tuple(shape) else unpack_rows(mask, shape)
 
 
@@ -194,6 +194,6 @@ def _readable(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def _bits(code: Tensor) -> Tensor:
-    """The eight bits of each byte, the lowest first; uint8."""
+    """Return the eight bits of each byte, the lowest first; uint8."""
     places = torch.arange(8, dtype=torch.uint8, device=code.device)
     return (code.unsqueeze(-1) >> places).bitwise_and_(1)

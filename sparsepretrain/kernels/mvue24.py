@@ -91,7 +91,7 @@ def _normalize(x: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
     """Return magnitudes over a power of two, that power, the cutoff of unchanged entries.
 
     The largest magnitude comes to lie in [2, 4). Entries stay as they are, and the others are
-    dropped, in groups with at most two that are not tiny beside the largest; elsewhere that
+    dropped, in groups with at most two that are not tiny relative to the largest; elsewhere that
     magnitude is infinite.
     """
     a = [v.abs() for v in x]

@@ -20,7 +20,7 @@ TYPES = (torch.float16, torch.bfloat16)
 
 
 def compress_24(x: Tensor) -> Tensor:
-    """The packed form of ``x``, which has at most two non-zeros in four neighbors of a row.
+    """Return the packed form of ``x``, which has at most two non-zeros in four neighbors of a row.
 
     Args:
         x: (m, k), contiguous, a type and size of :data:`LIMITS`. On a GPU more than two non-zeros
@@ -111,10 +111,10 @@ def _check(name: str, x: Tensor, rows: int, columns: int) -> None:
 
 @torch.library.custom_op("sparsepretrain::compress_24", mutates_args=(), device_types="cpu")
 def _compress(x: Tensor) -> Tensor:
-    """The reference; the positions of two groups share a byte, the first one low."""
+    """Compress with PyTorch; the positions of two groups share a byte, the first one low."""
     m, k = x.shape
     bits = x.view(torch.int8 if x.itemsize == 1 else torch.int16).view(m, k // 4, 4)
-    used = bits << 1 != 0  # of whatever sign
+    used = bits << 1 != 0  # of either sign
     if bool((used.sum(-1) > 2).any()):
         raise ValueError("compress_24: x has more than two non-zeros in a group of four")
     kept = used.int().argsort(dim=-1, descending=True, stable=True)[..., :2].sort(-1).values
@@ -125,7 +125,7 @@ def _compress(x: Tensor) -> Tensor:
 
 
 def _uncompress(packed: Tensor, k: int) -> Tensor:
-    """The inverse of the reference, in fp32."""
+    """Invert the reference, in fp32."""
     flat, count = packed.flatten(), packed.shape[0] * k
     positions = flat[count // 2 :].view(torch.uint8).long()
     pairs = torch.stack([positions & 15, positions >> 4], 1).view(-1)

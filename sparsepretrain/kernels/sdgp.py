@@ -94,7 +94,7 @@ def _check_draws(g: Tensor, uniforms: Tensor | None, key: AnyKey | int | None) -
 def _rescaled(
     g: Tensor, n: int, m: int, scope: str, dim: int, epsilon: float, backend: str | None
 ) -> Tensor:
-    """The largest, with the L1 norm of ``g`` in every part of ``scope``."""
+    """Keep the largest, with the L1 norm of ``g`` in every part of ``scope``."""
     dim %= g.dim()
     shape = g.shape
     if scope == "channel":

@@ -109,7 +109,7 @@ class _Prepared:
 
 
 def _waits(call: Callable[[], Any]) -> bool:
-    """True if the host waits for the device in ``call``, which no graph can capture.
+    """Return True if the host waits for the device in ``call``, which no graph can capture.
 
     Found before a capture: a capture that fails in torch up to 2.12 leaves the allocator in a state
     in which every later capture fails too (pytorch#180395).

@@ -12,7 +12,7 @@ from sparsepretrain.kernels.dispatch import kernel_of
 
 
 def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
-    """The best of the 90 masks with two ones in every row and column of each 4×4 block.
+    """Return the best of the 90 masks with two ones in every row and column of each 4×4 block.
 
     Best is the largest sum of kept magnitudes; equal sums: the first pattern in descending order
     of its row-major bits. Sums are formed in fp32 in one fixed order (pairs, rows, halves), so
@@ -51,7 +51,7 @@ def transposable_mask(w: Tensor, *, backend: str | None = None) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _patterns(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices of the upper and lower row pairs, and the (90, 16) bits, by pattern."""
+    """Return indices of the upper and lower row pairs, and the (90, 16) bits, by pattern."""
     bits = [[column in PAIRS[row] for row in p for column in range(4)] for p in PATTERNS_90]
     return (
         torch.tensor([p[0] * 6 + p[1] for p in PATTERNS_90], device=device),

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 def creates_state(optimizer: Optimizer) -> bool:
-    """True if the step that ``optimizer`` is about to take trains nothing.
+    """Return True if the step that ``optimizer`` is about to take trains nothing.
 
     ``torch.distributed.checkpoint.state_dict`` gives an optimizer without state zero gradients and
     learning rate 0, and steps it (``_init_optim_state``). Such a step must not be counted. A

@@ -22,7 +22,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 MARKERS = "osD^vPX*<>ph8d"
 """Twice as many as colors, so that runs of one color differ."""
 DASHES = ("-", "--", "-.", ":")
-GREY = "#707070"
+GRAY = "#707070"
 
 
 def loss_figure(run: RunData) -> Figure | None:
@@ -100,7 +100,7 @@ def layers_figure(run: RunData) -> Figure | None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_ylabel(f"layer of {stem}" if stem else "layer")
     step_axis(axes)
-    none = "; grey: none" if np.any(values == 0) else ""
+    none = "; gray: none" if np.any(values == 0) else ""
     figure.colorbar(mesh, ax=axes, label=f"flip rate{over(run)}{none}", fraction=0.05, pad=0.02)
     for step, _ in run.switches():
         axes.axvline(step, color="white", linewidth=1.2, linestyle=":")
@@ -159,8 +159,8 @@ def _finish(figure: Figure, run: RunData, *, legend: bool = True) -> Figure:
     axes = figure.axes[0]
     if legend:
         for step, change in run.switches():
-            axes.axvline(step, color=GREY, linewidth=1, linestyle=":")
-            style: dict[str, Any] = {"rotation": 90, "fontsize": 7, "color": GREY}
+            axes.axvline(step, color=GRAY, linewidth=1, linestyle=":")
+            style: dict[str, Any] = {"rotation": 90, "fontsize": 7, "color": GRAY}
             style |= {"transform": axes.get_xaxis_transform(), "ha": "right", "va": "top"}
             axes.text(step, 1, f"{change} at {step} ", **style)
         if len(axes.get_legend_handles_labels()[0]) > 1:
@@ -203,7 +203,7 @@ def footed(figure: Figure, runs: Sequence[RunData]) -> Figure:
     parts = [command, f"commit {commit[:12]}" if commit else None, hardware]
     width = int(14 * figure.get_figwidth())
     text = textwrap.fill(" · ".join(part for part in parts if part), width, max_lines=3)
-    figure.supxlabel(text, fontsize=7, color=GREY, x=0.01, ha="left")
+    figure.supxlabel(text, fontsize=7, color=GRAY, x=0.01, ha="left")
     return figure
 
 
@@ -220,7 +220,7 @@ def visible(values: np.ndarray, log: bool = True) -> np.ndarray:
 
 
 def drawable(values: np.ndarray, *, log: bool = False) -> bool:
-    """True if at least one value can be drawn."""
+    """Return True if at least one value can be drawn."""
     return bool(np.isfinite(visible(values, log)).any())
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsepretrain.reports import plots
 from sparsepretrain.reports.figures import draw_band
-from sparsepretrain.reports.plots import COLORS, DASHES, GREY, drawable
+from sparsepretrain.reports.plots import COLORS, DASHES, GRAY, drawable
 from sparsepretrain.reports.runs import Curve, RunData
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def lifetime_figure(run: RunData) -> Figure | None:
     rates.set_yscale("log" if drawable(counts[:, 1:], log=True) else "linear")
     middle.fill_between(ages[:, 0], ages[:, 1], ages[:, 3], color=COLORS[0], alpha=0.2)
     middle.plot(ages[:, 0], ages[:, 2], color=COLORS[0], label="median, 10 to 90 %")
-    middle.plot(ages[:, 0], ages[:, 0], color=GREY, linestyle=":", label="since the start")
+    middle.plot(ages[:, 0], ages[:, 0], color=GRAY, linestyle=":", label="since the start")
     middle.set_ylabel("steps since an entry was last selected")
     for axes in (rates, middle):
         plots.step_axis(axes)
@@ -255,7 +255,7 @@ def _scatter(
 ) -> Any:
     _symlog(axes, scale)
     line = [-2 * scale[1], 2 * scale[1]]
-    axes.plot(line, line, color=GREY, linewidth=0.8, zorder=1)
+    axes.plot(line, line, color=GRAY, linewidth=0.8, zorder=1)
     for draw in (axes.axhline, axes.axvline):
         draw(0, color="black", linewidth=0.6)
     return axes.scatter(x, y, c=steps, s=7, cmap="viridis", linewidths=0, zorder=2)

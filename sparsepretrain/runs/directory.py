@@ -278,7 +278,7 @@ class RunDirectory:
         return record.read(self.probes_file) if self.probes_file.is_file() else []
 
     def is_finished(self, run: Run, end: int) -> bool:
-        """True if step ``end`` or a later one has an intact checkpoint and its evaluation."""
+        """Return True if step ``end`` or a later one has an intact checkpoint and evaluation."""
         late = [path for step, path in checkpoint.saved(self.checkpoints).items() if step >= end]
         if all(checkpoint.Checkpoint(path).problem() is not None for path in late):
             return False

@@ -140,7 +140,7 @@ def _sampled(
 
 
 def by_groups_of_tokens(tokens: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """``function`` of (…, tokens of a sample, features) as rows, in groups of four tokens.
+    """Apply ``function`` to (…, tokens of a sample, features) as rows, in groups of four tokens.
 
     A sample of another length is filled with zero tokens (197 become 200), so that cutting the
     batch elsewhere changes no group. Two dimensions are one sample.

@@ -22,7 +22,7 @@ SUPPORTED = "(supported: nn.Linear, nn.Conv2d, transformers' Conv1D)"
 
 
 def select_layers(model: nn.Module, patterns: list[str], exclude: Sequence[str]) -> dict[str, Any]:
-    """Matching layers by name, in the model's order; every problem is reported at once."""
+    """Return matching layers by name, in the model's order; report every problem at once."""
     if sparse_class(type(model)) is not None or isinstance(model, SparseLayer):
         raise ConfigError("the model is a bare layer: wrap it in a module, which can be searched")
     problems: list[str | tuple[str, str]] = []
@@ -100,7 +100,7 @@ def _described(name: str, module: nn.Module, weights: dict[str, Any]) -> str:
 
 
 def _listed(texts: Iterable[str]) -> str:
-    """The first three, and how many more there are."""
+    """Return the first three texts and the number of others."""
     every = [*texts]
     more = [f"and {len(every) - 3} more"] * (len(every) > 3)
     return "; ".join([*every[:3], *more])

@@ -80,7 +80,7 @@ class Sparsifier:
         return bool(self.method.phase.row.sparse)
 
     def attach(self, optimizer: Any) -> None:
-        """Hook into ``optimizer``: J before its step; counters, operands and flips after it.
+        """Attach to ``optimizer``: J before its step; counters, operands and flips after it.
 
         Wrappers that expose ``.optimizer`` (Accelerate, Lightning) are unwrapped. Keeps the masks
         that the first flip rate is measured against.

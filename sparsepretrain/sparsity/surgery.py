@@ -60,7 +60,7 @@ def sparsify(
             are sparsified one by one share draws unless their seeds differ.
         total_steps: optimizer steps of the run; needed when something is a fraction of it.
         backend: ``"emulate"``: exact arithmetic with dense products. ``"semi_structured"``: sparse
-            ones, in fp16 and bf16 on CUDA devices that have them, of whatever operand is 2:4 and
+            ones, in fp16 and bf16 on CUDA devices that have them, of each operand that is 2:4 and
             fits; the rest is emulated (:meth:`Sparsifier.coverage` says why). ``"auto"``: those
             of them that are faster, which the first eager training forward of a layer finds out.
         precision: None: the dtype of autocast, or of the weight. ``"fp8"``: training products of

@@ -152,7 +152,7 @@ def _check(
 
 
 def _end_is_saved(run: Run, stop_after: int | None) -> bool:
-    """True if a checkpoint of the last step exists, valid or not."""
+    """Return True if a checkpoint of the last step exists, valid or not."""
     if run.resume == "never" or not run.steps:
         return False
     end = min(stop_after or run.steps, run.steps)

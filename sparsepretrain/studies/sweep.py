@@ -15,7 +15,7 @@ from typing import Any
 
 from sparsepretrain.config.cells import Cell, grid
 from sparsepretrain.config.compose import shell_line
-from sparsepretrain.config.places import catalogue
+from sparsepretrain.config.places import catalog
 from sparsepretrain.config.tables import Table
 from sparsepretrain.errors import ConfigError, DivergedError, needs
 from sparsepretrain.runs.directory import RunDirectory
@@ -108,7 +108,7 @@ def read_axes(overrides: Sequence[str], config_dirs: Sequence[Path], *, search: 
         elif not parsed.is_sweep_override():
             values = [text]
         elif parsed.is_discrete_sweep() and hasattr(parsed.value(), "filter"):
-            values = parsed.value().filter(list(catalogue(config_dirs).get(key, ())))
+            values = parsed.value().filter(list(catalog(config_dirs).get(key, ())))
             if not values:
                 errors.append(f"{word} matches no option of {key}")
         else:

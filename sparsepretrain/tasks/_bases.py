@@ -139,7 +139,7 @@ class RecordTask(Task):
 
     @abstractmethod
     def predictions(self, scores: Tensor, batch: Batch) -> Observation:
-        """What :meth:`metrics` needs of a batch beside the loss."""
+        """Return the observations of a batch that :meth:`metrics` needs in addition to the loss."""
 
     @property
     def capacity(self) -> int:

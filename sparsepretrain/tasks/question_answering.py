@@ -178,7 +178,7 @@ def normalize(answer: str) -> str:
 
 
 def exact_match(answer: str, truth: str) -> bool:
-    """True if two answers are equal after normalization."""
+    """Return True if two answers are equal after normalization."""
     return normalize(answer) == normalize(truth)
 
 

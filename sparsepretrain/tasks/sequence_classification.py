@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
-from sparsepretrain.data.sources.labelled_texts import LABELLED
+from sparsepretrain.data.sources.labelled_texts import LABELED
 from sparsepretrain.errors import ConfigError, needs
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
@@ -43,7 +43,7 @@ class SequenceClassification(RecordTask):
     """Cross-entropy of classes, or squared error of real labels."""
 
     Options = SequenceClassificationOptions
-    holds = LABELLED
+    holds = LABELED
     head = "labels"
     loss_name = "per example"  # squared error for real numbers, cross-entropy for classes
     metric = "score"

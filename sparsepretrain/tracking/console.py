@@ -63,7 +63,7 @@ class Console:
         self._rich.print(f"warning: {line}", soft_wrap=self._is_soft(line), style="yellow")
 
     def _is_soft(self, line: str) -> bool:
-        """True if the line is not wrapped, so that a command is copied whole."""
+        """Return True if the line is not wrapped, so that a command is copied whole."""
         return not self._rich.is_terminal or line.startswith("sparsepretrain ")
 
     def loading(self, what: str) -> None:

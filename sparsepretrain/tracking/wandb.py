@@ -111,7 +111,7 @@ def check_login(tracker: Tracker) -> None:
 
 
 def logged_in() -> bool:
-    """True if wandb finds credentials: environment, netrc, or its settings files."""
+    """Return True if wandb finds credentials: environment, netrc, or its settings files."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import wandb

@@ -121,7 +121,7 @@ def build_session(
 
 
 def build_model(task: Task, device: torch.device) -> nn.Module:
-    """The model on ``device`` with the initial weights of the task's seed.
+    """Return the model on ``device`` with the initial weights of the task's seed.
 
     Weights are drawn on the CPU, so that they do not depend on the device.
     """
@@ -190,7 +190,7 @@ def sparsify_model(
 
 
 def attach_optimizer(run: Run, model: nn.Module, sparsifier: Sparsifier) -> Optimizer:
-    """The optimizer of a run, with the method riding on it, and operands stored for it."""
+    """Build the optimizer of a run, attach the method, and store operands."""
     optimizer = build_optimizer(model, run.optim, sparsifier.method.build_optimizer)
     sparsifier.attach(optimizer)
     sparsifier.store_operands(compute_dtype(run.precision))
@@ -265,9 +265,9 @@ def load_initial(source: Source, run: Run, task: Task, model: nn.Module, console
 
 
 def restore_method(sparsifier: Sparsifier, state: State) -> None:
-    """Give the layers what the method of a run keeps beside its weights (frozen scales, masks).
+    """Restore what the method of a run keeps in addition to weights (frozen scales, masks).
 
-    The function that the weights stand for is then kept. Counters begin anew, and the mask that
+    The function that the weights stand for is then kept. Counters start at 0, and the mask that
     flips are counted from is the one of these weights.
     """
     for name, layer in sparsifier.layers.items():
@@ -277,7 +277,7 @@ def restore_method(sparsifier: Sparsifier, state: State) -> None:
 
 
 def evaluated_model(source: Source) -> tuple[Task, nn.Module, Sparsifier]:
-    """The model of a run's checkpoint, as it is evaluated, without data.
+    """Return the model of a run's checkpoint, as it is evaluated, without data.
 
     Returns:
         the task; the model, sparse and in eval mode, on the CPU; its sparsifier, not attached.
@@ -303,7 +303,7 @@ def evaluated_model(source: Source) -> tuple[Task, nn.Module, Sparsifier]:
 
 
 def evaluated_state(source: Source) -> State:
-    """The state dict that a run evaluates with: pruned, scaled, with dense layers' names.
+    """Return the state dict that a run evaluates with: pruned, scaled, with dense layers' names.
 
     Raises:
         CheckpointError: see :func:`evaluated_model`.
@@ -312,7 +312,7 @@ def evaluated_state(source: Source) -> State:
 
 
 def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:
-    """Load by name; a head for another number of classes is drawn anew."""
+    """Load by name; a head for another number of classes keeps its initial weights."""
     own = model.state_dict()
     fitting = {}
     for name, value in state.items():
@@ -335,4 +335,4 @@ def _copy(model: nn.Module, state: State, path: str, console: Console) -> None:
 
 def _tell_new(names: list[str], console: Console) -> None:
     if names:
-        console.info(f"drawn anew: {', '.join(sorted(names))}")
+        console.info(f"newly initialized: {', '.join(sorted(names))}")

@@ -26,7 +26,7 @@ class Request(NamedTuple):
 def stream(
     task: Task, requests: Iterable[Request], device: torch.device, workers: int
 ) -> Iterator[Batch]:
-    """The batches of ``requests``, in order, on the CPU.
+    """Return the batches of ``requests``, in order, on the CPU.
 
     Args:
         task: with open data.
@@ -81,7 +81,7 @@ def training_requests(
 
 
 def split_requests(split: str, samples: int, micro: int, batches: int | None) -> list[Request]:
-    """The first ``batches`` full micro-batches of a split; None: all of its samples, once each."""
+    """Return the first ``batches`` full micro-batches of a split; None: all samples, once each."""
     micro = min(micro, samples)
     if batches is None:
         ends = range(0, samples, micro)
@@ -117,7 +117,7 @@ class TrainingBatches:
         self._stream: Iterator[Batch] = iter(())
 
     def step(self, step: int) -> list[Batch]:
-        """The micro-batches of ``step``, in order, on the CPU."""
+        """Return the micro-batches of ``step``, in order, on the CPU."""
         if step != self._next:
             requests = training_requests(step, self._size, self._micro, self.share)
             self._stream = stream(self._task, requests, self._device, self._workers)
@@ -125,7 +125,7 @@ class TrainingBatches:
         return list(itertools.islice(self._stream, len(self.share)))
 
     def again(self, step: int) -> list[Batch]:
-        """The micro-batches of a step once more, made by this process."""
+        """Make the micro-batches of a step again, in this process."""
         requests = training_requests(step, self._size, self._micro, self.share)
         several = itertools.islice(requests, len(self.share))
         return [self._task.batch(*request) for request in several]
@@ -155,7 +155,7 @@ def _start_worker(index: int) -> None:
 
 
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
-    """The batch with its tensors on ``device``; copies to a GPU are not waited for.
+    """Move a batch to ``device``, without waiting for copies to a GPU.
 
     ``dtype``: of what is floating-point; None: as it is.
     """

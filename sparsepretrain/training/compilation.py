@@ -27,7 +27,7 @@ def mode_of(run: Run, device: torch.device) -> str:
 
 
 def compiles_loss(run: Run, device: torch.device) -> bool:
-    """True if the cross-entropy of training is compiled: on a GPU, unless compiling is off.
+    """Return True if the cross-entropy of training is compiled: on a GPU, unless compiling is off.
 
     Probes compare losses with and without gradients, and only the former would be compiled. FSDP
     runs the model as it is, but not the loss.
@@ -36,7 +36,7 @@ def compiles_loss(run: Run, device: torch.device) -> bool:
 
 
 def compiled(model: nn.Module, mode: str, backend: Any = "inductor") -> nn.Module:
-    """The module to train with: ``model``, whose blocks may be compiled in place, or a wrapper.
+    """Return the module to train: ``model``, with blocks compiled in place, or a wrapper.
 
     Equal blocks share one graph per phase of the method.
     """
@@ -61,7 +61,7 @@ def eager(mode: str) -> Iterator[None]:
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost lists of modules, in the model's order."""
+    """Return the members of the outermost lists of modules, in the model's order."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
             yield from (m for m in child if next(m.parameters(), None) is not None)

@@ -9,7 +9,7 @@ from typing import Any
 from sparsepretrain import registry
 from sparsepretrain.config import strict
 from sparsepretrain.config.compose import Request, amend, build, read
-from sparsepretrain.config.places import catalogue
+from sparsepretrain.config.places import catalog
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.validate import load_request, validate
 from sparsepretrain.data import load as load_data
@@ -84,7 +84,7 @@ def finetuned(
         checkpoint: see :func:`sparsepretrain.runs.weights.find`.
         overrides: ``task=…`` among them.
         config_dirs: see :func:`sparsepretrain.config.compose.compose`.
-        console: told which damaged checkpoints are passed over.
+        console: shows which damaged checkpoints are skipped.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -120,7 +120,7 @@ def check_finetuning(run: Run, overrides: Sequence[str], config_dirs: Sequence[P
 
 
 def _asked(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Request:
-    """``overrides`` of a fine-tuning, read."""
+    """Read the overrides of a fine-tuning."""
     request = read(with_recipe(overrides, config_dirs), config_dirs)
     if "model" in request.choices:
         raise ConfigError("model comes from the checkpoint: leave model= out (keys can be changed)")
@@ -151,7 +151,7 @@ def _take_on(source: Source, request: Request) -> dict[str, Any]:
 
 def with_recipe(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
     """``task=X`` as the choice of the recipe X; names of plain tasks stay."""
-    groups = catalogue(config_dirs)
+    groups = catalog(config_dirs)
     recipes, words, chosen = groups["finetune"], [], False
     for word in overrides:
         key, equals, option = word.strip().partition("=")
@@ -228,7 +228,8 @@ def _reading(source: Source, data: dict[str, Any]) -> dict[str, Any]:
 def tokenizer_file(source: Source) -> Path | None:
     """tokenizer.json of a checkpoint's model; None: it reads bytes, or none is known.
 
-    It is beside the checkpoint, or the configuration names it, or it was trained on the data.
+    It is in the directory of the checkpoint, or the configuration names it, or it was trained on
+    the data.
 
     Raises:
         DataError: the data was prepared from other text since, or the hub does not give the file.

@@ -74,12 +74,12 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def known_gpu(name: str) -> GPU | None:
-    """The data sheet of the GPU that torch, or a person, calls so; None: not in :data:`GPUS`."""
+    """Return the data sheet of a GPU, by the name torch or a person uses; None: unknown."""
     return next((gpu for gpu in GPUS if _is(gpu.name, name)), None)
 
 
 def visible_devices() -> list[str]:
-    """The GPUs of this process, each as ``CUDA_VISIBLE_DEVICES`` names it."""
+    """Return the GPUs of this process, each as ``CUDA_VISIBLE_DEVICES`` names it."""
     if not torch.cuda.is_available():
         return []
     named = [d.strip() for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]

@@ -1,6 +1,6 @@
 """Several processes on this machine, started by torch's elastic agent.
 
-``torchrun`` is the same agent; it ends with 1 whatever its processes ended with.
+``torchrun`` is the same agent; it always ends with 1 if a process failed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def launch(run: Run, count: int, stop_after: int | None = None) -> int:
     Raises:
         RankError: what the first process that failed has to say, with its exit code.
     """
-    logging.disable()  # the agent would say in forty lines what its processes said in one
+    logging.disable()  # the agent repeats in forty lines what its processes reported in one
     # threads that fight for the cores make every process slower
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     directory = RunDirectory.of(run)
@@ -93,39 +93,39 @@ def work(config: str, stop_after: str) -> int:
 
 
 def _patience(seconds: int) -> dict[str, Any]:
-    """The option by that name; torch 2.9 has none and always waits 30 s."""
+    """Return the option of this name; torch 2.9 has none and always waits 30 s."""
     known = [field.name for field in dataclasses.fields(LaunchConfig)]
     return {"shutdown_timeout": seconds} if "shutdown_timeout" in known else {}
 
 
 def _outcome(failed: ChildFailedError) -> int:
-    """The exit code of the failure that the others follow from; raises what its process said."""
+    """Return the exit code of the first failure, or raise the error that its process reported."""
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, int]:
-        return _said(item[1]).get("follows", False), item[1].timestamp
+        return _report_of(item[1]).get("follows", False), item[1].timestamp
 
     number, failure = min(failed.failures.items(), key=order)
-    said = _said(failure)
+    report = _report_of(failure)
     if failure.exitcode < 0:
         raise RankError(128 - failure.exitcode, f"rank {number} died of {failure.signal_name()}")
-    if not said and failure.exitcode in (INTERRUPTED, PREEMPTED):
+    if not report and failure.exitcode in (INTERRUPTED, PREEMPTED):
         return failure.exitcode
-    if not said:
+    if not report:
         raise RankError(failure.exitcode, f"rank {number} ended with {failure.exitcode}")
-    messages = said.get("messages")
+    messages = report.get("messages")
     # a loss that is not finite is so on all: then none is named
-    own = [f for f in failed.failures.values() if not _said(f).get("follows")]
-    shared = len(own) > 1 and all(_said(f).get("messages") == messages for f in own)
+    own = [f for f in failed.failures.values() if not _report_of(f).get("follows")]
+    shared = len(own) > 1 and all(_report_of(f).get("messages") == messages for f in own)
     where = f"rank {number}: " if number and not shared else ""
     if messages is None:  # a defect; rank 0 has shown where
-        sys.stderr.write(said["py_callstack"] if number else "")
+        sys.stderr.write(report["py_callstack"] if number else "")
         messages = [failure.error_file_data["message"]["message"]]
     error = RankError(failure.exitcode, "\n".join(where + message for message in messages))
-    error.label = said.get("label", error.label)
+    error.label = report.get("label", error.label)
     raise error
 
 
-def _said(failure: ProcessFailure) -> dict[str, Any]:
+def _report_of(failure: ProcessFailure) -> dict[str, Any]:
     """Return the report of a failed rank (:func:`sparsepretrain.processes.report`), or {}."""
     message = failure.error_file_data.get("message")
     return message.get("extraInfo", {}) if isinstance(message, dict) else {}

@@ -146,7 +146,7 @@ def _take_in(t: Session, step: Step) -> None:
 
 
 def _shows(t: Session) -> bool:
-    """True if something that the run keeps depends on the numbers of the last step."""
+    """Return True if something that the run keeps depends on the numbers of the last step."""
     run = t.run
     masks = run.log.masks_every and t.step % run.log.masks_every == 0
     due = _due(run.eval.every, t) or _due(run.checkpoint.every, t)
@@ -177,7 +177,7 @@ def require_finite_weights(t: Session) -> None:
     """Stop at a weight that is not finite, even behind a mask, where no loss ever shows it.
 
     Raises:
-        DivergedError: whatever ``guard`` says, since every later step would keep the weight.
+        DivergedError: under every ``guard``, since every later step would keep the weight.
     """
     norm = t.world.whole(torch.nn.utils.get_total_norm(t.parameters))
     if math.isfinite(float(norm)):  # one read of the device
@@ -278,7 +278,7 @@ def training_loss(t: Session, step: int, batches: list[Batch]) -> float:
 
 
 def _logs(t: Session) -> bool:
-    """True if the record has a line for the last step; events add more lines."""
+    """Return True if the record has a line for the last step; events add more lines."""
     every, layers = t.run.log.every, t.run.log.layers_every
     return t.step % every == 0 or bool(layers and t.step % layers == 0) or t.step in (1, t.end)
 

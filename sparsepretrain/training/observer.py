@@ -66,7 +66,7 @@ class Probe(Observer):
         self.options = options
 
     def due(self, session: Any) -> bool:
-        """True if the present step is one to measure; not for ``after_step``."""
+        """Return True if the present step is one to measure; not for ``after_step``."""
         return bool((session.step + 1) % self.options.every == 0)
 
     def write(self, session: Any, values: Mapping[str, Any]) -> None:

@@ -53,7 +53,7 @@ def set_numerics(options: Options, *, deterministic: bool) -> None:
 
 
 def describe(options: Options) -> str:
-    """The precision in a few words."""
+    """Describe the precision in a few words."""
     if isinstance(options, SimulatedFP8):
         return f"{options.name} {options.recipe}, {options.dtype} elsewhere"
     return options.name

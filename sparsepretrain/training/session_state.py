@@ -58,7 +58,7 @@ def load_state_dict(t: Session, state: dict[str, Any], source: object = "the che
     if state["fingerprint"] != t.task.fingerprint:
         raise CheckpointError(
             f"{source} was trained on other data (fingerprint {state['fingerprint']}, now "
-            f"{t.task.fingerprint}): prepare the same data, or start anew with resume=never"
+            f"{t.task.fingerprint}): prepare the same data, or start again with resume=never"
         )
     try:
         t.model.load_state_dict(_parts(t, state["model"], t.model.state_dict()))

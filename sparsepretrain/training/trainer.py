@@ -253,6 +253,6 @@ def _summarize(t: Session, directory: RunDirectory, proof: Proof, console: Conso
 
 
 def _course(lines: Sequence[dict[str, Any]]) -> str:
-    """The first and the last loss; one number where they are the same line."""
+    """Return the first and the last loss; one number where they are the same line."""
     losses = [significant(line["loss"]) for line in (lines[0], lines[-1])[: len(lines)]]
     return " → ".join(losses)

@@ -51,7 +51,7 @@ def evaluate(
         observations: list[Observation] = []
         with t.gathered(), eager(t.compiled):
             for batch in _shown(t, split, requests[t.world.rank :: t.world.size]):
-                if t.stopping is not None:  # in a world of one; else nobody learns of it here
+                if t.stopping is not None:  # one process; several agree after the evaluation
                     return None
                 with autocast(t.run.precision, t.device):
                     observations.append(t.task.observe(t.forward_model, batch, final=final))

@@ -12,7 +12,7 @@ import pytest
 from sparsepretrain import registry
 from sparsepretrain.config import compose
 from sparsepretrain.config.freeze import flat
-from sparsepretrain.config.places import catalogue
+from sparsepretrain.config.places import catalog
 
 GLOBAL = "# @package _global_\n"
 
@@ -124,7 +124,7 @@ def out_of_range() -> list[tuple[list[str], list[str]]]:
 
 def wrong_options() -> list[tuple[list[str], list[str]]]:
     cases = []
-    for group, options in catalogue().items():
+    for group, options in catalog().items():
         first = next(iter(options))
         wrong = first[:-1] + "#" if len(first) > 3 else first + "#"
         quoted = f"{group}='{wrong}'"

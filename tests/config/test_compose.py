@@ -11,7 +11,7 @@ from plugin_files import forget
 from sparsepretrain import registry
 from sparsepretrain.config import compose, load, validate
 from sparsepretrain.config.compose import build, read
-from sparsepretrain.config.places import ENVIRONMENT, catalogue, shipped
+from sparsepretrain.config.places import ENVIRONMENT, catalog, shipped
 from sparsepretrain.errors import ConfigError, SparsePretrainWarning
 
 GLOBAL = "# @package _global_\n"
@@ -94,7 +94,7 @@ def test_user_directory_by_flag_and_environment(tmp_path, monkeypatch):
     plain = compose(["optim=fast", "schedule=mine"], [a])  # naming a twice is not a conflict
     assert plain["optim"]["lr"] == 0.5 and plain["optim"]["eps"] == 1e-8
     assert plain["schedule"]["warmup"] == 7
-    assert catalogue()["optim"]["fast"] == a and catalogue()["optim"]["sgd"] == shipped()
+    assert catalog()["optim"]["fast"] == a and catalog()["optim"]["sgd"] == shipped()
 
 
 @pytest.mark.parametrize("option", ["16", "a,b", "it's", "é"])

@@ -12,11 +12,11 @@ from tiny_runs import composed as compose
 from sparsepretrain import registry
 from sparsepretrain.config import validate
 from sparsepretrain.config.groups import REGISTERED, Tracker, key_of, options_of
-from sparsepretrain.config.places import TABLES, catalogue, shipped
+from sparsepretrain.config.places import TABLES, catalog, shipped
 from sparsepretrain.config.schema import Run
 
-OPTIONS = [(group, option) for group, options in catalogue().items() for option in options]
-MODELS, METHODS = catalogue()["model"], registry.names("method")
+OPTIONS = [(group, option) for group, options in catalog().items() for option in options]
+MODELS, METHODS = catalog()["model"], registry.names("method")
 ROOT = shipped().parent
 
 
@@ -68,7 +68,7 @@ def test_yaml_defaults_are_the_defaults_of_the_class(method):
 def test_every_registered_name_has_a_yaml(group):
     kind, key = REGISTERED[group]
     named = set()
-    for option in catalogue()[group]:
+    for option in catalog()[group]:
         named.add(compose(f"{group}={option}")[group][key])
     builtin = {n for n in registry.names(kind) if not n.startswith("mine_")}
     assert builtin == named

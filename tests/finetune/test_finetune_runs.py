@@ -39,7 +39,7 @@ def test_finetune_command_reports_glue_metrics(trained, tmp_path, capfd):
     assert main(argv) == 0
     out, err = capfd.readouterr()
     assert not err
-    assert "stored weights" in out and "drawn anew: score.weight" in out
+    assert "stored weights" in out and "newly initialized: score.weight" in out
     assert "left out: lm_head" in out and "validation f1" in out
     (directory,) = (tmp_path / "tuned" / "glue_mrpc").iterdir()
     lines = [line for line in metrics(directory) if line.get("split") == "validation"]
@@ -157,7 +157,7 @@ def test_tokenizer_is_copied_to_the_run(tiny, trained, tmp_path, small_corpus):
     assert (directory / "tokenizer.json").read_text() == (source / "tokenizer.json").read_text()
     # a fine-tuned run is a source again, and keeps its head
     _, out, _ = train(directory, *glue(tmp_path), "steps=1", "seed=1", f"runs_dir='{tmp_path}'")
-    assert "drawn anew" not in out
+    assert "newly initialized" not in out
     text = ["data=text_files", f"data.files=['{small_corpus}/*']"]
     for words in (text, []):  # other text, or that of the run
         run = load(source, "task=causal_lm", *words)
@@ -172,7 +172,7 @@ def test_language_model_fine_tunes_on_other_text(trained, tmp_path, small_corpus
     words += ["steps=2", "eval.every=1", "eval.batches=1"]
     words += [f"runs_dir='{tmp_path}'"]
     _, out, lines = train(source, *words)
-    assert "drawn anew" not in out
+    assert "newly initialized" not in out
     last = [line for line in metrics(source) if "split" in line][-1]
     assert lines[0]["split"] == "validation" and lines[0]["step"] == 0
     assert lines[0]["loss"] == pytest.approx(last["loss"], abs=0.2)  # 5.5 without the weights

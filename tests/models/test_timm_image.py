@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sparsepretrain import config
-from sparsepretrain.config.places import catalogue
+from sparsepretrain.config.places import catalog
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.models.timm_image import TimmImage
 from sparsepretrain.optim import build_optimizer
@@ -38,7 +38,7 @@ SPARSE = {
 }
 """Weights under the default targets: all without classifier, stem and batch norms, or the FFN."""
 EXPERIMENTS = [
-    e for e in catalogue()["experiment"]
+    e for e in catalog()["experiment"]
     if e.startswith(("nano_vision", "sdgp_", "srste_resnet", "bimask_", "tsrste_deit"))
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from sparsepretrain.data.sources._records import RecordOptions, RecordSource, Ro
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 
-LABELLED = "labeled texts"
+LABELED = "labeled texts"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class LabelledTexts(RecordSource):
     """Records ``{"texts": […], "label": number, "part": …}``."""
 
     Options: ClassVar[type[SourceOptions]] = Options
-    holds = LABELLED
+    holds = LABELED
 
     def record(self, row: Row, part: int) -> Row:
         texts = [text(row, column) for column in self.options.texts]

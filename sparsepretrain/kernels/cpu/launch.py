@@ -152,7 +152,7 @@ def run(kernel: Any, rows: int, arrays: tuple[Array, ...], *numbers: Any) -> Non
 
 
 def groups_of(x: Tensor, m: int, dim: int) -> Array:
-    """The groups of m along ``dim`` of a contiguous tensor: (groups, m, distance in memory)."""
+    """Return groups of m along ``dim`` of a contiguous tensor: (groups, m, distance in memory)."""
     dim %= x.dim()
     inner = x.shape[dim + 1 :].numel()
     return x.numpy().reshape(x.numel() // max(m * inner, 1), m, inner)

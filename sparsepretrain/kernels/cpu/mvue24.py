@@ -27,7 +27,7 @@ def mvue(
     key: AnyKey | int | None,
     order: str | None,
 ) -> Tensor:
-    """The estimate of ``x`` with ``uniforms``, or those drawn under ``key``."""
+    """Return the estimate of ``x`` with ``uniforms``, or those drawn under ``key``."""
     x4 = to_groups4(x, dim).contiguous()
     groups, _, features = x4.shape
     out, draws = torch.empty_like(x4), 1 if estimator == "exact" else 2
@@ -47,7 +47,7 @@ def mvue(
 
 @inlined
 def _power(largest, wide):
-    """(a power of two that brings the largest magnitude to [2, 4), its inverse)."""
+    """Return a power of two that brings the largest magnitude to [2, 4), and its inverse."""
     if wide is None:
         bits = numpy.float32(largest).view(numpy.int32) & _INFINITE
         power = numpy.int32(bits - _ONE).view(numpy.float32)

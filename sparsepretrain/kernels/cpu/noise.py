@@ -36,7 +36,7 @@ def counters(key: AnyKey | int, groups: int) -> tuple[Array, numpy.uint64, numpy
 
 @inlined
 def _philox(c0, c1, k0, k1):
-    """The first two words of the block of counter (c0, c1, 0, 0)."""
+    """Return the first two words of the block of counter (c0, c1, 0, 0)."""
     c2 = c3 = c0 ^ c0
     for _ in range(_ROUNDS):
         p0, p1 = c0 * _M0, c2 * _M1
@@ -48,7 +48,7 @@ def _philox(c0, c1, k0, k1):
 
 @inlined
 def _to_unit(word):
-    """The upper 24 of 32 bits as a number in [0, 1)."""
+    """Return the upper 24 of 32 bits as a number in [0, 1)."""
     return numpy.float32(word >> _SPARE) * _UNIT
 
 

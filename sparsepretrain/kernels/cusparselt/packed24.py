@@ -133,7 +133,7 @@ def matmul_24(
 
 @functools.cache
 def fastest(problem: Problem) -> Algorithm:
-    """The fastest algorithm among those that are right and repeat, on random numbers.
+    """Return the fastest algorithm among those that are right and repeat, on random numbers.
 
     Raises:
         RuntimeError: there is none, or a CUDA graph is being captured.
@@ -191,7 +191,7 @@ def _sample(problem: Problem) -> _Sample:
 
 
 def trusted(problem: Problem, algorithm: Algorithm, sample: _Sample) -> bool:
-    """True if the product is close enough to the expected one, with the same bits every time."""
+    """Return True if the product is close to the expected one, with the same bits every time."""
     run = functools.partial(_multiply, problem, algorithm, *sample.operands)
     try:
         first = run()
@@ -208,7 +208,7 @@ def trusted(problem: Problem, algorithm: Algorithm, sample: _Sample) -> bool:
 def _candidates(
     problem: Problem, packed: Tensor, dense: Tensor, bias: Tensor | None
 ) -> Iterable[Algorithm]:
-    """Result of the library's own search, and every algorithm by its number."""
+    """Return the result of the library's own search, and every algorithm by its number."""
     columns = dense.t() if problem.transpose_dense else dense
     out = None if problem.out_dtype == problem.dtype else problem.out_dtype
     try:

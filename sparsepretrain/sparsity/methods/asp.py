@@ -26,7 +26,7 @@ class StoredMask(Method):
         return {"mask": kernels.pack_rows(weight.new_zeros(weight.shape).bool())}
 
     def keep(self, mask: Tensor, layer: Layer) -> None:
-        """The mask, bool, that is used from now on."""
+        """Keep ``mask``, bool, from now on."""
         layer.mask.copy_(kernels.pack_rows(mask))
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:

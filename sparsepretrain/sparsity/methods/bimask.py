@@ -50,7 +50,7 @@ class BiMask(MaskedDecay):
         return 4, 4
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
-        """The identity; the first search follows at once."""
+        """Return the identity; the first search follows at once."""
         import torch
 
         return {"permutation": torch.arange(weight.shape[1 - layer.dim], device=weight.device)}

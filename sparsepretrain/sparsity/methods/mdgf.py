@@ -51,7 +51,7 @@ class MDGF(STE):
         return phase
 
     def factor(self, step: Any) -> Any:
-        """The factor d of pruned weights at a step: a float, or a 0-d tensor in a graph."""
+        """Return the factor d of pruned weights at a step: a float, or a 0-d tensor in a graph."""
         start = self.schedule.start
         if start == self._until or (isinstance(step, int) and step >= self._until):
             return 0.0

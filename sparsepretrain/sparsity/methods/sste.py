@@ -74,11 +74,11 @@ class SSTE(Method):
             layer.beta.copy_(self._scale(weight, self._soft(weight, layer.dim)))
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
-        """The non-zeros of S(W): at most n of m."""
+        """Return the non-zeros of S(W): at most n of m."""
         return self._soft(weight, dim) != 0
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
-        """A = β·S(W); B = A, or its unbiased 2:4 estimate along out_features."""
+        """Return A = β·S(W), and B = A or its unbiased 2:4 estimate along out_features."""
         beta, two = layer.beta, self.options.mvue == "weight"
         forward, mask = kernels.soft_prune(
             weight, *self.pattern, gamma=self.options.gamma, dim=layer.dim, scale=beta,

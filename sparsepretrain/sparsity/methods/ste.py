@@ -20,5 +20,5 @@ class STE(Method):
         return Row(A=self.nm("M∘W"))
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
-        """A = M∘W; a dropped weight is +0.0."""
+        """Return A = M∘W; a dropped weight is +0.0."""
         return Projection(*kernels.nm_prune(weight, *self.pattern, dim=layer.dim, out=layer.out))

@@ -81,7 +81,7 @@ class STEP(MaskedDecay, STE):
         return StepAdamW(groups, **given, clipping=clipping, window=window)
 
     def read_optimizer(self, optimizer: Any) -> None:
-        """The first sparse forward is the one after the step that switched."""
+        """Follow the switch; the first sparse forward is the one after the step that switched."""
         from sparsepretrain.optim import StepAdamW
 
         if not isinstance(optimizer, StepAdamW):

@@ -15,7 +15,7 @@ from sparsepretrain.sparsity.operand_table import MVUE
 
 
 def transposable(weight: Tensor) -> Tensor:
-    """The best transposable mask (arXiv:2404.01847 section 5.1), per kernel position.
+    """Return the best transposable mask (arXiv:2404.01847 section 5.1), per kernel position.
 
     It serves both of the first two axes, along which the features are, in any order.
     """

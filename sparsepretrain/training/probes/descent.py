@@ -95,7 +95,7 @@ class Descent(Probe):
 
 @contextlib.contextmanager
 def undisturbed(session: Session) -> Iterator[None]:
-    """Generators and the buffers of layers (running statistics) are afterwards as before."""
+    """Restore generators and buffers of layers (running statistics) afterwards."""
     import numpy as np
     import torch
 

@@ -118,7 +118,7 @@ class Lifetime(Probe):
         return line
 
     def _bins(self, session: Session, layer: SparseLayer) -> Tensor:
-        """The class of each group by its L1 gap, uint8."""
+        """Return the class of each group by its L1 gap, uint8."""
         import torch
 
         n, m = session.sparsifier.method.options.n, session.sparsifier.method.options.m

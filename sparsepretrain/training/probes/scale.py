@@ -23,7 +23,7 @@ class Scale(Probe):
     name = "scale"
 
     def after_step(self, session: Session, step: Step) -> None:
-        """Read the scales and fit them anew."""
+        """Read the scales and fit them again."""
         if session.step % self.options.every:
             return
         line = {}
