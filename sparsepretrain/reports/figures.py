@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PANELS = 4
 """Most columns shown side by side."""
+CURVES = 6
+"""Most methods in one panel, besides the baseline."""
 
 Curves = dict[str, Curve]
 Pairs = Mapping[str, Sequence[tuple[Curves, Curves | None]]]
@@ -94,11 +96,16 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
     baseline, columns = table.baseline, [c for c in table.columns or [""] if c in measured]
     found: dict[str, tuple[Figure | None, str]] = {}
     if baseline and 0 < len(columns) <= PANELS:
-        titles = [f"{table.column_label} {column}".strip() if column else "" for column in columns]
-        panels = {
-            title: _pairs(results, table, column, baseline)
-            for title, column in zip(titles, columns, strict=True)
-        }
+        panels = {}
+        for column in columns:
+            title = f"{table.column_label} {column}".strip() if column else ""
+            pairs = _pairs(results, table, column, baseline)
+            others = [row for row in table.rows if row != baseline]
+            size = -(-len(others) // -(-len(others) // CURVES))  # parts of almost equal size
+            parts = [others[i : i + size] for i in range(0, len(others), size)]
+            for number, rows in enumerate(parts, 1):
+                part = f"{title} ({number} of {len(parts)})".strip() if len(parts) > 1 else title
+                panels[part] = {row: pairs[row] for row in (baseline, *rows)}
         name = metric.label if metric.key == "loss" else "validation loss"
         every = {c.row: c.flip_interval for c in results.cells if "flip_rate" in c.curves}
         figure = difference_figure(panels, {"loss": name}, baseline, results.unit, every)
@@ -182,9 +189,9 @@ def difference_figure(
         if reference is not None:
             axes.axhline(0, color="black", linewidth=1)
             means.append(np.zeros(1))
-        shown = np.concatenate([mean[len(mean) // 10 :] for mean in means])
+        shown = np.concatenate([mean[len(mean) // 2 :] for mean in means])
         if np.isfinite(shown).any() and (room := float(np.ptp(shown[np.isfinite(shown)]))):
-            # the start of a run and wide intervals would flatten all curves
+            # the first half of a run and wide intervals would flatten all curves
             axes.set_ylim(np.nanmin(shown) - room / 2, np.nanmax(shown) + room / 2)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_ylabel(keys[key] + minus_that if len(keys) > 1 or not at else "", fontsize=9)
@@ -307,13 +314,14 @@ def band(curves: Sequence[Curve | None]) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _minus(own: Curves, partner: Curves | None, key: str) -> Curve | None:
-    """Subtract the partner's curve at common points; None if one is missing."""
+    """Subtract the partner's curve at common points after the start; None if one is missing."""
     if partner is None or key not in own or key not in partner:
         return own.get(key) if partner is None else None
     curve, other = own[key], partner[key]
     at = dict(zip(*other, strict=True))
     both = [(x, y, at.get(x)) for x, y in zip(*curve, strict=True)]
-    points = [(x, y - z) for x, y, z in both if y is not None and z is not None]
+    # before training, differences are those of initial weights, with intervals that hide the rest
+    points = [(x, y - z) for x, y, z in both if x and y is not None and z is not None]
     return [x for x, _ in points], [y for _, y in points]
 
 

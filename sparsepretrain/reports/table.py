@@ -121,7 +121,10 @@ def _measured(page: Page, results: TableResults, table: Table, mark: str) -> Non
     if ran := what_ran(results):
         page.lines += [f"{mark} What ran", "", *markdown_table(("setting", "value"), ran), ""]
     rulings = judged(results, table)
-    if rulings:
+    testable = [r for _, r in rulings if r.verdict != "not testable at this scale"]
+    if testable and not any(d.n for ruling in testable for d in ruling.differences):
+        page.lines += ["No claim can be judged yet: no seed has finished the runs of one.", ""]
+    elif rulings:
         page.lines += [f"{mark} Verdicts", "", *_verdicts(rulings), ""]
     for name, (figure, caption) in figures.of_table(results, table).items():
         page.figures[f"{results.name}-{name}.png"] = figure

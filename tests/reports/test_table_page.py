@@ -187,6 +187,15 @@ def test_what_ran_follows_the_configurations(results, table):
     )
 
 
+def test_unfinished_runs_are_one_line(results, table):
+    changed = copy.deepcopy(results)
+    for cell in changed.cells:
+        if cell.row != "dense":
+            cell.state, cell.metrics = "partial", {}
+    page = render(changed, {"three": table}).markdown
+    assert "No claim can be judged yet" in page and "not decided" not in page
+
+
 def test_seeds_with_different_token_counts_are_joined_by_index():
     curves = [([0, 9, 21], [4.0, 2.0, 1.0]), ([0, 11, 19, 30], [4.0, 4.0, 3.0, 0.0])]
     x, mean, *_ = figures.band(curves)
