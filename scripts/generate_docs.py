@@ -34,6 +34,7 @@ from sparsepretrain import registry
 from sparsepretrain.config.compose import compose
 from sparsepretrain.config.places import shipped
 from sparsepretrain.config.tables import load_table
+from sparsepretrain.errors import ConfigError
 from sparsepretrain.reports.claims import Verdict, minus
 from sparsepretrain.reports.ran import what_ran
 from sparsepretrain.reports.results import TableResults, read_record
@@ -47,23 +48,6 @@ PAGES = ROOT / "docs" / "methods"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu.json"
 RECORDS = ROOT / "docs" / "tables" / "records"
 RELIABILITY = ROOT / "docs" / "reliability.json"
-
-PURPOSES = {
-    "dense": "baseline of every comparison; with `experiment=half` also the half-width baseline",
-    "ste": "simplest sparse baseline; no hyperparameter",
-    "srste": "any N:M, convolutional networks, momentum SGD; one hyperparameter, λ",
-    "step": "Adam at high sparsity, if a dense first phase is affordable",
-    "sste": "2:4 pre-training of transformers with a sparse model at the end; the default",
-    "tsrste": "all three matmuls 2:4 during training, a dense model at the end",
-    "sdgp": "a cheaper backward pass only; weights stay dense",
-    "act24": "experiments with pruned activations; weights stay dense",
-    "asp": "pruning a model that was trained dense, then training on",
-    "bimask": "a backward mask of its own: 2:4 on permuted rows, in a dense matmul",
-    "mdgf": "high sparsity, reached gradually: pruned weights fade out",
-    "sdgf": "high sparsity, reached gradually: the pattern tightens",
-    "slope": "two of three matmuls N:M from one fixed mask",
-}
-"""Built-in method -> when to use it, in the order of the tables."""
 
 OPERAND_NAMES = {"X": "input", "G": "output gradient"}
 """Letter of an operand that is not a weight -> the word for it in the table of methods."""
@@ -155,7 +139,7 @@ def methods(_: str, path: Path) -> str:
 def overview(_: str, path: Path) -> str:
     """Return one row per method: paper, sparse operand of each matmul, when to use it."""
     rows = []
-    for name, purpose in PURPOSES.items():
+    for name, purpose in purpose_of_methods().items():
         method: Any = registry.get("method", name)
         page = os.path.relpath(PAGES / f"{name}.md", path.parent)
         papers = re.findall(r"arXiv:(\d{4}\.\d{4,5})", method.paper)
@@ -164,6 +148,23 @@ def overview(_: str, path: Path) -> str:
         rows.append([shown, *sparse_operands(typical_row(name, method)), purpose])
     heads = ["method (paper)", "forward", "input gradient", "weight gradient", "when to use it"]
     return table(heads, rows)
+
+
+def purpose_of_methods() -> dict[str, str]:
+    """Return method -> when to use it, from its page, in the order of the papers."""
+
+    def published(name: str) -> str:
+        found = re.search(r"arXiv:([\d.]+)", registry.get("method", name).paper)
+        return found[1] if found else ""
+
+    purposes = {}
+    for name in sorted(registry.built_in("method"), key=published):
+        text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+        found = re.search(r"^Use it for (.*?)\.$", text, re.MULTILINE)
+        if found is None:
+            raise ConfigError(f"{name}.md: expected a line 'Use it for ….'")
+        purposes[name] = found[1]
+    return purposes
 
 
 def sparse_operands(row: Any) -> list[str]:
@@ -183,7 +184,7 @@ def sparse_operands(row: Any) -> list[str]:
 def purposes(_: str, path: Path) -> str:
     """Return one row per method: when to use it."""
     rows = []
-    for name, purpose in PURPOSES.items():
+    for name, purpose in purpose_of_methods().items():
         page = os.path.relpath(PAGES / f"{name}.md", path.parent)
         rows.append([f"[`{name}`]({page})", purpose])
     return table(["method", "when to use it"], rows)
