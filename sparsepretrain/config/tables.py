@@ -244,6 +244,9 @@ def at_scale(table: Table, scale: Scale) -> Table:
     if scale not in table.scales:
         return table
     size, labels = table.scales[scale], table.scales[scale].labels
+    notes = [*table.notes, *size.notes]
+    if scale == "paper":
+        return replace(table, notes=notes)
 
     def named(label: str) -> str:
         row, at, column = label.partition(" @ ")
@@ -254,11 +257,14 @@ def at_scale(table: Table, scale: Scale) -> Table:
             text = text.replace(old, new)
         return text
 
-    ran = {column for _, column, why in places(table, scale) if not why or scale == "paper"}
+    ran = {column for _, column, why in places(table, scale) if not why}
 
-    def is_shown(term: str) -> bool:
-        _, _, column = term.partition(" @ ")
-        return not column or column in ran
+    def terms(claim: Claim) -> list[str]:
+        return [t for term in claim.of for t in ([term] if isinstance(term, str) else term)]
+
+    def is_shown(claim: Claim) -> bool:
+        columns = {term.partition(" @ ")[2] for term in terms(claim)}
+        return columns - {""} <= ran
 
     claims = [
         replace(
@@ -266,16 +272,13 @@ def at_scale(table: Table, scale: Scale) -> Table:
             text=in_words(claim.text),
             of=[named(t) if isinstance(t, str) else [*map(named, t)] for t in claim.of],
             along=[*map(named, claim.along)],
-            source=claim.source if scale == "paper" or not table.paper else "",
+            source="" if table.paper else claim.source,
         )
         for claim in table.claims
-        if all(
-            is_shown(t) for term in claim.of for t in ([term] if isinstance(term, str) else term)
-        )
+        if is_shown(claim)
     ]
-    variants = size.variants
     metrics = {
-        key: replace(metric, variant=variants.get(key, metric.variant))
+        key: replace(metric, variant=size.variants.get(key, metric.variant))
         for key, metric in table.metrics.items()
     }
     shown = replace(
@@ -290,8 +293,8 @@ def at_scale(table: Table, scale: Scale) -> Table:
             scale: replace(size, without={named(k): v for k, v in size.without.items()}),
         },
     )
-    if scale == "paper" or not table.paper:
-        return replace(shown, notes=[*table.notes, *size.notes])
+    if not table.paper:
+        return replace(shown, notes=notes)
     return replace(
         shown,
         title=f"{table.title} – nano stand-in: {size.stand_in}",

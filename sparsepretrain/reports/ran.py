@@ -1,4 +1,4 @@
-"""What the runs of a table were: model, data, optimizer and method, from frozen configurations."""
+"""Settings of the runs of a table, read from their frozen configurations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def what_ran(results: TableResults) -> Rows:
     methods: dict[str, list[str]] = {}
     for at, config in found.items():
         own = {k.partition(".")[2]: v for k, v in config.items() if k.startswith("sparsity.")}
-        if (own["window.start"], own["window.stop"]) == (0, 1):
+        if (own.get("window.start", 0), own.get("window.stop", 1)) == (0, 1):
             own = {key: value for key, value in own.items() if not key.startswith("window.")}
         name, n, m = own.pop("name"), own.pop("n"), own.pop("m")
         pattern = "" if name == "dense" else f" {n}:{m}"
