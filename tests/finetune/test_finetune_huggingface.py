@@ -50,7 +50,7 @@ def test_gpt2_fine_tunes_on_bytes(tmp_path):
     source = save(tmp_path, transformers.GPT2LMHeadModel(GPT2))
     words = [*glue(tmp_path), "task.max_length=64", "epochs=1", f"runs_dir='{tmp_path}'"]
     directory, out, lines = train(source, *words, "sparsity=sste")
-    assert "drawn anew: score.weight" in out
+    assert "newly initialized: score.weight" in out
     assert "sste 2:4 on 2 layers" in out
     assert {"accuracy", "f1", "score"} <= set(lines[-1])
     # a fine-tuned run is a source again
@@ -79,7 +79,7 @@ def test_bert_keeps_a_trained_head_of_the_right_size(tmp_path):
     assert "drawn anew" not in out and "on 2 layers" in out
     assert (directory / "tokenizer.json").is_file()
     _, out, _ = train(source, *words, "data.labels=[no, yes, other]", "task.metrics=[accuracy]")
-    assert "drawn anew: classifier.bias, classifier.weight" in out
+    assert "newly initialized: classifier.bias, classifier.weight" in out
 
 
 def test_bert_inputs_and_scores_equal_transformers(tmp_path):
