@@ -55,7 +55,7 @@ def test_gpt2_fine_tunes_on_bytes(tmp_path):
     assert {"accuracy", "f1", "score"} <= set(lines[-1])
     # a fine-tuned run is a source again
     _, out, _ = train(directory, *words, "sparsity=dense", "seed=1")
-    assert "drawn anew" not in out
+    assert "newly initialized" not in out
 
 
 def test_weights_equal_the_checkpoint(tmp_path):
@@ -76,7 +76,7 @@ def test_bert_keeps_a_trained_head_of_the_right_size(tmp_path):
     source = bert(tmp_path, cls)
     words = [*glue(tmp_path), "task.max_length=64", "epochs=1", f"runs_dir='{tmp_path}'"]
     directory, out, _ = train(source, *words)
-    assert "drawn anew" not in out and "on 2 layers" in out
+    assert "newly initialized" not in out and "on 2 layers" in out
     assert (directory / "tokenizer.json").is_file()
     _, out, _ = train(source, *words, "data.labels=[no, yes, other]", "task.metrics=[accuracy]")
     assert "newly initialized: classifier.bias, classifier.weight" in out
