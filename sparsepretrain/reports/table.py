@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 FEW_CLAIMS = 5
 """Most claims of a page without a correction for multiple tests."""
 HOLM = (
-    "Holm: p of a verdict, corrected for all claims that were tested here; (lost): above "
-    f"{claims.ALPHA:g}, one of so many claims may come out this way by chance."
+    "Holm: p of a verdict, corrected for all claims that were tested here; (not significant): "
+    f"above {claims.ALPHA:g}, one of so many claims may come out this way by chance."
 )
 FIRST_HAND = ("published_text", "thesis_text", "authors_repo")
 """Statuses of published numbers without a warning."""
@@ -195,7 +195,7 @@ def _with_holm(
         return header, rows
     decided = [ruling.verdict in ("held", "contradicted") for ruling in rulings]
     marks = [
-        f"{p:.1g}{'' if p < claims.ALPHA else ' (lost)'}" if is_decided else "–"
+        f"{p:.1g}{'' if p < claims.ALPHA else ' (not significant)'}" if is_decided else "–"
         for p, is_decided in zip(claims.holm(rulings), decided, strict=True)
     ]
     return (*header, "Holm"), [(*row, mark) for row, mark in zip(rows, marks, strict=True)]
