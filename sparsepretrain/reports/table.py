@@ -77,7 +77,8 @@ def render(results: TableResults, found: Mapping[str, Table]) -> Page:
     rulings = [pair for part in results.all() for pair in judged(part, found[part.name])]
     rows = [(claim.text, f"**{ruling.verdict}**") for claim, ruling in rulings]
     header, shown = _with_holm(("claim", "verdict"), rows, [ruling for _, ruling in rulings])
-    page.lines[summary:summary] = [*markdown_table(header, shown), "", HOLM]
+    explained = ["", HOLM] if len(header) > 2 else []
+    page.lines[summary:summary] = [*markdown_table(header, shown), *explained]
     return page
 
 

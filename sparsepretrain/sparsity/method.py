@@ -276,7 +276,7 @@ class LowRank(Method):
 
     def low_rank(self, layer: Layer) -> tuple[Tensor, Tensor] | None:
         """Return L (out_features, rank) and R (rank, in_features); None: no adapters yet."""
-        raise NotImplementedError
+        return None
 
     def residual(self, x: Tensor, layer: Layer) -> Tensor | None:
         """Return X·(L·R)ᵀ."""

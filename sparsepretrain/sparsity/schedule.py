@@ -54,6 +54,8 @@ class Schedule:
         """Completed optimizer steps."""
         self.start = self.steps_of(window.start, "window.start")
         """First sparse step."""
+        self.earliest = self.start
+        """First step that can be sparse if an optimizer decides; no step before it is."""
         self.stop: float = math.inf
         """First dense step after it; ∞: none."""
         self._stop_key = ""

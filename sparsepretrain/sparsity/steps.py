@@ -98,7 +98,7 @@ class Steps:
             weight, grad = own.rows.local(layer.weight), own.rows.gradient(layer.weight)
             if grad is None:
                 continue
-            if not on_gradient:  # the mask from before the update; packed, it is not written to
+            if not on_gradient:  # weights change after the update, under the mask from before it
                 self._held[name] = own.kept_mask(weight)
                 continue
             mask = own.mask_in_use(weight)

@@ -282,9 +282,8 @@ def require_a_sparse_step(run: Run) -> None:
         return  # a dense baseline
     schedule = method.schedule
     last = int(min(run.steps, schedule.stop)) - 1
-    if method.scalars:  # the optimizer decides, not before the first of its clipping bounds
-        earliest = getattr(run.sparsity, "clipping", [0])[0] or 0
-        if schedule.begin_of(earliest, "clipping") <= last:
+    if method.scalars:  # the optimizer decides
+        if schedule.earliest <= last:
             return
     # most phases, once entered, last to the end of the window: then the first look is enough
     elif any(method.phase_of(step).row.sparse for step in (last, *range(schedule.start, last))):

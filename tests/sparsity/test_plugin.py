@@ -11,6 +11,8 @@ from torch import nn
 
 import sparsepretrain as sp
 from sparsepretrain import registry
+from sparsepretrain.errors import ConfigError
+from sparsepretrain.sparsity import Row
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 PLUGIN = EXAMPLES / "my_method.py"
@@ -49,6 +51,13 @@ def test_plugin_method_trains_and_densifies(plugin, choice):
     assert torch.equal(handle.masks()["fc1"], masks["fc1"])
     sp.densify(model)
     assert not model.fc1.weight[~masks["fc1"]].any() and type(model.fc1) is nn.Linear
+
+
+def test_a_gradient_rule_that_would_never_run_is_refused(plugin, monkeypatch):
+    cls = registry.get("method", "mine")
+    monkeypatch.setattr(cls, "sparse_row", property(lambda self: Row(A=self.nm("M∘W"))))
+    with pytest.raises(ConfigError, match="adjust_gradient_ would never run"):
+        build("mine", {}, dtype=torch.float32)
 
 
 @pytest.mark.slow

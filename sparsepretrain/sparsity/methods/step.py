@@ -54,6 +54,8 @@ class STEP(MaskedDecay, STE):
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
         self._watched: dict[str, float] = {}
+        if total_steps is not None:  # else the optimizer of the caller has its own bounds
+            self.schedule.earliest = max(self.schedule.start, self._bound(0) or 0)
 
     @property
     def sparse_row(self) -> Row:
