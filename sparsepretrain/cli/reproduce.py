@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Run a table of a paper: every cell with every seed, each an ordinary run in
-runs/TABLE/CELL/HASH-sSEED. All cells are checked before the first one starts. Finished runs are
+runs/TABLE/CELL/HASH-sSEED. A table may tune its rows first: the best setting of each is then run
+with the table's seeds. All cells are checked before the first one starts. Finished runs are
 skipped, partial ones continue. A failed run stays as a row while the others go on; the exit code is
 then 1, and the next call tries it again. Runs print to console.log in their directories, one at a
 time on each GPU. Ctrl-C ends cleanly, and the same command continues. Overrides apply to all cells.
@@ -38,7 +39,7 @@ class StudyVerb(ConfiguredVerb):
         parser.add_argument("--slurm", type=_options, metavar="KEY=VALUE,…", help=text)
 
     def start(self, args: argparse.Namespace, found: Sequence[Part], report: str) -> int:
-        """Act on the cells as the flags say; ``report``: words after ``report``."""
+        """Act on the cells as the flags say; ``report``: words after ``report``, or empty."""
         from sparsepretrain.studies import overview, reproduce
         from sparsepretrain.tracking.console import Console
 
@@ -59,7 +60,8 @@ class StudyVerb(ConfiguredVerb):
         try:
             reproduce.run_parts(found, *given, jobs=args.jobs)
         finally:
-            console.info(f"sparsepretrain report {report}")
+            if report:
+                console.info(f"sparsepretrain report {report}")
         return 0
 
 
@@ -99,14 +101,19 @@ class Reproduce(StudyVerb):
             return 0
         if args.table is None or "=" in args.table:
             raise UsageError("the table comes first: `sparsepretrain reproduce --list` shows them")
-        found = reproduce.parts(
-            args.table,
-            scale=args.scale,
-            seeds=args.seeds,
-            only=args.only,
-            overrides=args.overrides,
-            config_dirs=args.config_dir,
-        )
+
+        def parts() -> list[Part]:
+            found = reproduce.parts(
+                args.table,
+                scale=args.scale,
+                seeds=args.seeds,
+                only=args.only,
+                overrides=args.overrides,
+                config_dirs=args.config_dir,
+            )
+            return [part for part in found if part.cells or part.table.bench]
+
+        found = parts()
         for part in found:
             for command in part.table.bench:
                 print(f"{part.name} is measured from a checkout, on a GPU: {command}")
@@ -115,6 +122,14 @@ class Reproduce(StudyVerb):
         words += ["--seeds", seeds_text(args.seeds)] if args.seeds else []
         words += [word for d in args.config_dir for word in ("--config-dir", str(d))]
         report = shell_line([*words, *args.overrides])
+        tuning = [part for part in found if part.is_tuning]
+        if tuning and (args.dry_run or args.commands or args.slurm is not None):
+            Console().warn(
+                "judging runs are listed for rows whose tuning runs are finished: call again then"
+            )
+        elif tuning:
+            self.start(args, tuning, "")
+            found = [part for part in parts() if part.cells and not part.is_tuning]
         return self.start(args, found, report) if found else 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sparsepretrain.config.compose import quote, read
 from sparsepretrain.config.schema import Run
-from sparsepretrain.config.tables import Scale, Stage, Table, place, places, slug
+from sparsepretrain.config.tables import Scale, Stage, Table, Tune, place, places, slug
 from sparsepretrain.config.validate import load
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import suggestion
@@ -85,6 +85,7 @@ def cells(
     only: str = "*",
     overrides: Sequence[str] = (),
     config_dirs: Sequence[Path] = (),
+    settings: Mapping[str, str] | None = None,
 ) -> list[Cell]:
     """Return the runs of a table, seed by seed: a stopped table has complete seeds.
 
@@ -95,10 +96,55 @@ def cells(
         only: glob of rows or of ``row @ column``.
         overrides: further overrides of all cells, with the highest precedence.
         config_dirs: see :func:`validate.load`.
+        settings: row -> tuned setting; rows without one have no runs. None: nothing is tuned.
 
     Raises:
         ConfigError: all mistakes of all cells, one line each, or no cell matches ``only``.
     """
+    wanted = _places(name, table, scale, only, overrides)
+    if settings is not None:
+        wanted = {
+            at: [*words, *settings[at[0]].split()]
+            for at, words in wanted.items()
+            if at[0] in settings
+        }
+    size = table.scales[scale]
+    if seeds is None or isinstance(seeds, int):
+        seeds = range(table.first_seed, table.first_seed + (seeds or size.seeds))
+    if size.tune is not None and (both := sorted({*seeds} & {*size.tune.seeds})):
+        raise ConfigError(f"seeds: {both} tune the rows of {name}; judge with other ones")
+    return grid(name, wanted, seeds, config_dirs)
+
+
+def tuning_cells(
+    name: str,
+    table: Table,
+    scale: Scale,
+    tune: Tune,
+    *,
+    only: str = "*",
+    overrides: Sequence[str] = (),
+    config_dirs: Sequence[Path] = (),
+) -> list[Cell]:
+    """Return the runs that choose the setting of each row, which is the column of its cell.
+
+    The arguments are those of :func:`cells`.
+    """
+    wanted = _places(name, table, scale, only, overrides)
+    if tuned := [word for word in overrides if word.lstrip("+").partition("=")[0] in tune.keys]:
+        raise ConfigError(f"{tuned[0]}: {name} tunes this key itself")
+    tried = {
+        (row, setting): [*words, *setting.split()]
+        for (row, _), words in wanted.items()
+        for setting in tune.settings(row)
+    }
+    return grid(name, tried, tune.seeds, config_dirs)
+
+
+def _places(
+    name: str, table: Table, scale: Scale, only: str, overrides: Sequence[str]
+) -> dict[tuple[str, str], list[str]]:
+    """Return (row, column) -> overrides of the cells that match ``only``."""
     if scale not in table.scales:
         has = ", ".join(table.scales) or "none: a script of benchmarks/ measures the table"
         raise ConfigError(f"table {name} has no scale {scale!r}; its scales: {has}")
@@ -119,9 +165,7 @@ def cells(
     if not wanted:
         near = suggestion(only, [place(*at) for at in known])
         raise ConfigError(f"no cell of {name} is {only!r}{near}")
-    if seeds is None or isinstance(seeds, int):
-        seeds = range(table.first_seed, table.first_seed + (seeds or size.seeds))
-    return grid(name, wanted, seeds, config_dirs)
+    return wanted
 
 
 def grid(

@@ -102,6 +102,9 @@ def _match(hint: Any, value: Any, key: str, errors: list[str]) -> Any:
     if hint is Any:
         return value
     if origin in (typing.Union, types.UnionType):
+        blocks = [option for option in args if dataclasses.is_dataclass(option)]
+        if isinstance(value, dict) and len(blocks) == 1:  # its own errors say more
+            return _match(blocks[0], value, key, errors)
         for option in args:
             trial: list[str] = []
             converted = _match(option, value, key, trial)

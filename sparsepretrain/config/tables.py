@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,6 +36,8 @@ class Metric:
     """Fractions of the run to average between; null: the last line."""
     relative_to: tuple[float, float] | None = None
     """Fractions of the run whose mean divides the number."""
+    percent_of_baseline: bool = False
+    """Compare in percent of the baseline's number with the same seed, which is zero then."""
     better: Literal["lower", "higher"] | None = None
     variant: str = ""
     """Tokenization, weights and metric variant, which make numbers comparable."""
@@ -78,6 +81,44 @@ class Stage:
 
 
 @dataclass(slots=True, kw_only=True)
+class Tune:
+    """Tuning of every row: the same number of settings, the best of which the table's seeds judge.
+
+    Words are those of ``sparsepretrain sweep``: ``optim.lr=1e-3,2e-3``. A row tries every
+    combination of its values; the mean of the first metric over the seeds chooses.
+    """
+
+    seeds: list[int]
+    """Seeds that choose; others judge."""
+    grid: list[str]
+    """Values of every row."""
+    rows: dict[str, list[str]] = field(default_factory=dict)
+    """Row -> further values, or others for a key of the grid."""
+
+    def settings(self, row: str) -> list[str]:
+        """Return the settings of a row: overrides, separated by spaces."""
+        values: dict[str, list[str]] = {}
+        for word in [*self.grid, *self.rows.get(row, ())]:
+            key, _, text = word.partition("=")
+            values[key] = [f"{key}={value}" for value in re.split(r",(?![^\[]*\])", text)]
+        return [" ".join(chosen) for chosen in product(*values.values())]
+
+    @property
+    def keys(self) -> set[str]:
+        """Keys that any row tunes."""
+        words = [*self.grid, *chain.from_iterable(self.rows.values())]
+        return {word.partition("=")[0] for word in words}
+
+    def problems(self) -> Problems:
+        if not self.seeds:
+            yield "seeds", "must have at least one seed"
+        if bad := [
+            w for w in (*self.grid, *chain.from_iterable(self.rows.values())) if "=" not in w
+        ]:
+            yield "grid", f"and rows must be KEY=VALUE,VALUE, got {bad[0]!r}"
+
+
+@dataclass(slots=True, kw_only=True)
 class Size:
     """Scale of the runs of a table."""
 
@@ -89,6 +130,8 @@ class Size:
     without: dict[str, str] = field(default_factory=dict)
     """Glob of ``row`` or ``row @ column`` -> reason for not running it at this scale."""
     stages: list[Stage] = field(default_factory=list)
+    tune: Tune | None = None
+    """Tuning before the runs of the table; null: the rows have all settings."""
     stand_in: str = ""
     """Model and data that stand in for those of the paper, for the title of the page."""
     labels: dict[str, str] = field(default_factory=dict)
@@ -204,6 +247,9 @@ class Table:
             yield "rows", "metrics and scales must be given, or parts, or bench"
         if self.baseline is not None and self.baseline not in self.rows:
             yield "baseline", f"{self.baseline!r} is not a row; give one, or null"
+        for key, metric in self.metrics.items():
+            if metric.percent_of_baseline and self.baseline is None:
+                yield f"metrics.{key}.percent_of_baseline", "needs a baseline"
         places = {*self.rows, *(place(r, c) for r in self.rows for c in self.columns)}
         for scale, size in self.scales.items():
             yield from _unknown(f"scales.{scale}.rows", size.rows, self.rows)
@@ -211,6 +257,8 @@ class Table:
             yield from _unknown(f"scales.{scale}.variants", size.variants, self.metrics)
             if scale == "nano" and self.paper and not size.stand_in:
                 yield "scales.nano.stand_in", "must name the model and data of these runs"
+            if size.tune is not None:
+                yield from self._tuning_problems(f"scales.{scale}.tune", size.tune)
             for glob in size.without:
                 if not any(fnmatchcase(at, glob) for at in places):
                     yield f"scales.{scale}.without", f"no cell is {glob!r}"
@@ -233,6 +281,17 @@ class Table:
             labels = {*self.rows, *self.columns}
             yield from _unknown(f"published[{i}].metric", [printed.metric], self.metrics)
             yield from _unknown(f"published[{i}]", [*printed.rows, *printed.columns], labels)
+
+    def _tuning_problems(self, key: str, tune: Tune) -> Problems:
+        yield from _unknown(f"{key}.rows", tune.rows, self.rows)
+        if self.columns:
+            yield key, "is for tables without columns"
+        if next(iter(self.metrics.values())).better is None:
+            yield key, "needs a first metric with `better`"
+        budgets = {row: len(tune.settings(row)) for row in self.rows}
+        if len({*budgets.values()}) > 1:
+            text = ", ".join(f"{row} {number}" for row, number in budgets.items())
+            yield f"{key}.rows", f"must give all rows the same number of settings, got {text}"
 
 
 def at_scale(table: Table, scale: Scale) -> Table:

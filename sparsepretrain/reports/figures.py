@@ -92,6 +92,12 @@ def final_difference(
 def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str]]:
     """Return name -> (figure, caption); empty if nothing was measured."""
     first, metric = next(iter(table.metrics.items()))
+    if results.tuning:
+        drawn = {
+            "ranked": (ranked_figure(results, table), "Final values, ranked, with their cost"),
+            "cost": (cost_figure(results, table), "Final values against the FLOPs of the run"),
+        }
+        return {name: (figure, text) for name, (figure, text) in drawn.items() if figure}
     measured = {cell.column for cell in results.cells if cell.curves or cell.metrics}
     baseline, columns = table.baseline, [c for c in table.columns or [""] if c in measured]
     found: dict[str, tuple[Figure | None, str]] = {}
@@ -110,7 +116,7 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
         every = {c.row: c.flip_interval for c in results.cells if "flip_rate" in c.curves}
         figure = difference_figure(panels, {"loss": name}, baseline, results.unit, every)
         found["difference"] = figure, f"Difference to {baseline} over the run, and flip rates"
-    values = {key: results.values(key) for key in table.metrics}
+    values = {key: results.compared(key, table) for key in table.metrics}
     unit = f" minus that of {baseline}" if baseline else ""
     if len(columns) < 3:
         dots = {
@@ -126,6 +132,74 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
     else:
         found["axis"] = axis_figure(results, table), f"Along {table.column_label}"
     return {name: (figure, text) for name, (figure, text) in found.items() if figure is not None}
+
+
+def costs(results: TableResults, table: Table) -> dict[str, tuple[float, float]]:
+    """Return cell -> 2:4 matmuls per layer and FLOPs in percent of the baseline's, if counted."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for cell in results.cells:
+        if cell.sparse_matmuls is not None and cell.flops is not None:
+            found.setdefault(cell.place, []).append((cell.sparse_matmuls, cell.flops))
+    means = {at: np.mean(pairs, axis=0) for at, pairs in found.items()}
+    base = means.get(table.baseline or "")
+    if base is None:
+        return {}
+    return {at: (float(m), float(100 * f / base[1])) for at, (m, f) in means.items()}
+
+
+def ranked_figure(results: TableResults, table: Table) -> Figure | None:
+    """Draw the first metric of each row with its interval, ranked; 2:4 matmuls at the right."""
+    key, metric = next(iter(table.metrics.items()))
+    values, cost = results.compared(key, table), costs(results, table)
+    rows = {row: _of(values, row, "", table.baseline) for row in table.rows if row in values}
+    rows.pop(table.baseline or "", None)
+    if not rows:
+        return None
+    names = sorted(rows, key=lambda row: rows[row].mean, reverse=metric.better == "higher")
+    figure, axes = plots.new_figure((6.0, 1.1 + 0.27 * len(names)))
+    for y, name in enumerate(names):
+        low, high = rows[name].interval()
+        color = plots.COLORS[round(cost[name][0])] if name in cost else plots.GRAY
+        axes.plot([low, high], [y, y], color=color, linewidth=2.2)
+        axes.plot([rows[name].mean], [y], "o", color=color, markersize=5)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(axis="x", alpha=0.3)
+    unit = f"% above that of {table.baseline}"
+    if not metric.percent_of_baseline:
+        unit = f"minus that of {table.baseline}"
+    axes.set_xlabel(f"{metric.label}, {unit}")
+    axes.set_xlim(min(0.0, axes.get_xlim()[0]))
+    right = axes.secondary_yaxis("right")
+    right.set_yticks(range(len(names)), [f"{cost[n][0]:.2g}" if n in cost else "–" for n in names])
+    right.tick_params(length=0)
+    right.set_ylabel("2:4 matmuls per layer, of 3")
+    return figure
+
+
+def cost_figure(results: TableResults, table: Table) -> Figure | None:
+    """Draw the first metric against FLOPs; None without shorter runs of the baseline."""
+    key, metric = next(iter(table.metrics.items()))
+    values, cost = results.compared(key, table), costs(results, table)
+    size = {cell.row: cell.parameters for cell in results.cells}
+    base = table.baseline or ""
+    short = [row for row, (matmuls, _) in cost.items() if not matmuls and size[row] == size[base]]
+    if len(short) < 2:
+        return None
+    figure, axes = plots.new_figure((6.0, 4.4))
+    for row, (_, flops) in cost.items():
+        d = _of(values, row, "", base) if row != base else Difference(row, [0.0])
+        low, high = d.interval()
+        color = plots.COLORS[0] if row in short else plots.COLORS[1]
+        axes.plot([flops, flops], [low, high], color=color, linewidth=2)
+        axes.plot([flops], [d.mean], "o", color=color)
+        axes.annotate(row, (flops, d.mean), (6, 3), textcoords="offset points", fontsize=8)
+    line = sorted((cost[row][1], Difference("", [*values[row].values()]).mean) for row in short)
+    axes.plot(*zip(*line, strict=True), color=plots.COLORS[0], linewidth=1, alpha=0.6)
+    axes.set_xlabel(f"FLOPs, % of {base}, if a 2:4 matmul costs half a dense one")
+    axes.set_ylabel(f"{metric.label}, % above that of {base}")
+    axes.margins(x=0.12, y=0.1)
+    return figure
 
 
 def _of(values: Values, row: str, column: str, baseline: str | None) -> Difference:

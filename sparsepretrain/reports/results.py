@@ -18,10 +18,11 @@ from typing import Any, Literal
 import numpy as np
 
 from sparsepretrain.config import freeze, strict
-from sparsepretrain.config.cells import Cell, Seeds, cells, word
+from sparsepretrain.config.cells import Cell, Seeds, cells, tuning_cells, word
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.tables import Metric, Scale, Size, Stage, Table, load_table, place
-from sparsepretrain.errors import ConfigError, DataError, one_line
+from sparsepretrain.config.validate import validate
+from sparsepretrain.errors import ConfigError, DataError, DivergedError, one_line
 from sparsepretrain.files import parse_json, write_atomic
 from sparsepretrain.reports.runs import Curve, RunData, load
 from sparsepretrain.runs.directory import RunDirectory
@@ -56,6 +57,10 @@ class CellResult:
     date: str = ""
     parameters: int = 0
     """Parameters of the model; 0: not recorded."""
+    sparse_matmuls: float | None = None
+    """2:4 matmuls per sparse layer, of three, mean over the run; null: not counted."""
+    flops: float | None = None
+    """FLOPs of the run if a 2:4 matmul costs half a dense one; null: not counted."""
     metrics: dict[str, float | None] = field(default_factory=dict)
     """Metrics of finished runs; null: not finite."""
     missing: dict[str, str] = field(default_factory=dict)
@@ -91,6 +96,8 @@ class TableResults:
     overrides: list[str] = field(default_factory=list)
     """Overrides of all cells in addition to the table."""
     cells: list[CellResult] = field(default_factory=list)
+    tuning: list[CellResult] = field(default_factory=list)
+    """Runs that choose the setting of each row; their column is the setting."""
     configs: dict[str, str] = field(default_factory=dict)
     """Hash of a run's configuration -> what it is a hash of, see :func:`freeze.experiment`."""
     parts: list[TableResults] = field(default_factory=list)
@@ -102,6 +109,19 @@ class TableResults:
             value = cell.metrics.get(metric)
             if value is not None:
                 found.setdefault(cell.place, {})[cell.seed] = value
+        return found
+
+    def compared(self, metric: str, table: Table) -> dict[str, dict[int, float]]:
+        """Return the numbers that claims are about, in percent above the baseline if so defined."""
+        values = self.values(metric)
+        if not table.metrics[metric].percent_of_baseline:
+            return values
+        found: dict[str, dict[int, float]] = {}
+        for cell in self.cells:
+            own = values.get(cell.place, {}).get(cell.seed)
+            base = values.get(place(table.baseline or "", cell.column), {}).get(cell.seed)
+            if own is not None and base:
+                found.setdefault(cell.place, {})[cell.seed] = 100 * (own / base - 1)
         return found
 
     def gaps(self, metric: str) -> dict[str, str]:
@@ -125,15 +145,18 @@ class TableResults:
 
     def renamed(self, labels: Mapping[str, str]) -> TableResults:
         """Return the results with other names of rows and columns."""
-        cells = [
-            dataclasses.replace(
-                cell,
-                row=labels.get(cell.row, cell.row),
-                column=labels.get(cell.column, cell.column),
-            )
-            for cell in self.cells
-        ]
-        return dataclasses.replace(self, cells=cells)
+
+        def named(cells: Sequence[CellResult]) -> list[CellResult]:
+            return [
+                dataclasses.replace(
+                    cell,
+                    row=labels.get(cell.row, cell.row),
+                    column=labels.get(cell.column, cell.column),
+                )
+                for cell in cells
+            ]
+
+        return dataclasses.replace(self, cells=named(self.cells), tuning=named(self.tuning))
 
     def all(self) -> Iterator[TableResults]:
         """Yield itself, or its parts recursively."""
@@ -166,17 +189,76 @@ def collect(
         result.parts = [collect(part, scale=scale, **asked) for part in table.parts]
     elif table.scales:
         result.scale = scale or ("nano" if "nano" in table.scales else "paper")
+        settings = None
+        tune = table.scales[result.scale].tune if result.scale in table.scales else None
+        if tune is not None:
+            tried = tuning_cells(
+                name, table, result.scale, tune, overrides=overrides, config_dirs=config_dirs
+            )
+            result.tuning = trials(tried, table, result.scale)
+            settings = chosen(result.tuning, table)
         found = [
             _collect(cell, table, result.scale)
-            for cell in cells(name, table, result.scale, **asked)
+            for cell in cells(name, table, result.scale, settings=settings, **asked)
         ]
         begun = {cell.seed for cell, _ in found if cell.state != "missing"}
         result.cells = [cell for cell, _ in found if cell.seed in begun]
+        if tune is not None:
+            from sparsepretrain.training.plan import run_cost
+
+            for cell, data in found:
+                cell.curves = {}  # such a page is about final values
+                if cell.state == "finished" and data is not None:
+                    run = validate(data.config)
+                    cell.sparse_matmuls, cell.flops = run_cost(run, data.records)
         result.seeds = sorted(begun)
         configs = {cell.config: run.config for cell, run in found if run is not None}
         result.configs = {key: freeze.experiment(configs[key]) for key in sorted(configs)}
         result.unit = next((run.unit for _, run in found if run is not None), "tokens")
     return result
+
+
+def trials(tried: Sequence[Cell], table: Table, scale: Scale) -> list[CellResult]:
+    """Read the runs that choose settings, without their curves."""
+    results = []
+    for cell in tried:
+        result, _ = _collect(cell, table, scale)
+        failure = RunDirectory.of(cell.run).failures().get("train")
+        if failure and failure["exit_code"] == DivergedError.exit_code:
+            result.metrics = dict.fromkeys(table.metrics)
+        results.append(dataclasses.replace(result, curves={}, versions={}, command=""))
+    return results
+
+
+def means(tuning: Sequence[CellResult], table: Table) -> dict[str, dict[str, float]]:
+    """Return row -> setting -> mean of the first metric over seeds, of complete rows.
+
+    A setting of which a run diverged has the worst mean, infinity.
+    """
+    metric = next(iter(table.metrics))
+    worst = math.inf if table.metrics[metric].better == "lower" else -math.inf
+    found: dict[str, dict[str, list[float]]] = {}
+    incomplete = {result.row for result in tuning if metric not in result.metrics}
+    for result in tuning:
+        if result.row not in incomplete:
+            value = result.metrics[metric]
+            values = found.setdefault(result.row, {}).setdefault(result.column, [])
+            values.append(worst if value is None else value)
+    return {
+        row: {setting: sum(values) / len(values) for setting, values in own.items()}
+        for row, own in found.items()
+    }
+
+
+def chosen(tuning: Sequence[CellResult], table: Table) -> dict[str, str]:
+    """Return row -> best setting, without rows that are unfinished or have no finite mean."""
+    best = min if table.metrics[next(iter(table.metrics))].better == "lower" else max
+    found = {}
+    for row, own in means(tuning, table).items():
+        setting = best(own, key=lambda tried: own[tried])
+        if math.isfinite(own[setting]):
+            found[row] = setting
+    return found
 
 
 def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunData | None]:

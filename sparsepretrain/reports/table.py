@@ -20,7 +20,7 @@ from sparsepretrain.config.tables import Metric, Published, Table, place, places
 from sparsepretrain.reports import claims, figures
 from sparsepretrain.reports.claims import Difference, Ruling, judge
 from sparsepretrain.reports.ran import what_ran
-from sparsepretrain.reports.results import SHARED, CellResult, TableResults
+from sparsepretrain.reports.results import SHARED, CellResult, TableResults, chosen, means
 from sparsepretrain.tracking.console import clock, count
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ FEW_CLAIMS = 5
 HOLM = (
     "Holm: p of a verdict, corrected for all claims that were tested here; (not significant): "
     f"above {claims.ALPHA:g}, one of so many claims may come out this way by chance."
+)
+COSTS = (
+    "2:4 matmuls per layer: of three (forward, input gradient, weight gradient), mean over the "
+    "run. FLOPs: of the whole run relative to {baseline}, if a 2:4 matmul costs half a dense one."
 )
 FIRST_HAND = ("published_text", "thesis_text", "authors_repo")
 """Statuses of published numbers without a warning."""
@@ -97,7 +101,7 @@ def judged(results: TableResults, table: Table) -> list[tuple[tables.Claim, Ruli
     for claim in table.claims:
         key = claim.metric or next(iter(table.metrics))
         if results.scale is not None:
-            values, gaps = results.values(key), results.gaps(key)
+            values, gaps = results.compared(key, table), results.gaps(key)
             found.append((claim, judge(claim, table, results.scale, values, gaps)))
     return found
 
@@ -121,6 +125,8 @@ def _section(page: Page, results: TableResults, table: Table, mark: str) -> None
 def _measured(page: Page, results: TableResults, table: Table, mark: str) -> None:
     if ran := what_ran(results):
         page.lines += [f"{mark} What ran", "", *markdown_table(("setting", "value"), ran), ""]
+    if results.tuning:
+        page.lines += [f"{mark} Tuning", "", *_tuned(results, table), ""]
     rulings = judged(results, table)
     testable = [r for _, r in rulings if r.verdict != "not testable at this scale"]
     if testable and not any(d.n for ruling in testable for d in ruling.differences):
@@ -207,6 +213,7 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
     metric, scale = table.metrics[key], results.scale
     assert scale is not None
     values, digits = results.values(key), metric.digits
+    compared = results.compared(key, table)
     sources = [source for source in table.published if source.metric == key]
     gaps = results.gaps(key)
     if "all" in gaps and not sources:
@@ -214,7 +221,10 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
     baseline = table.baseline
     header = [table.row_label, *([table.column_label or "column"] if table.columns else [])]
     header += ["published"] * bool(sources) + ["measured", "n"]
-    header += [f"minus {baseline}"] if baseline else []
+    in_percent = metric.percent_of_baseline
+    header += [f"{'% above' if in_percent else 'minus'} {baseline}"] if baseline else []
+    costs = _costs(results, table) if key == next(iter(table.metrics)) else {}
+    header += ["2:4 matmuls per layer", "FLOPs, %"] * bool(costs)
     rows, empty = [], False
     for row, column, why in places(table, scale):
         at = place(row, column)
@@ -231,8 +241,13 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
             line.append(
                 "–"
                 if row == baseline
-                else _mean(claims.minus(values, at, place(baseline, column)), digits, "+")
+                else _mean(
+                    claims.minus(compared, at, place(baseline, column)),
+                    1 if in_percent else digits,
+                    "+",
+                )
             )
+        line += costs.get(at, ("–", "–")) if costs else ()
         rows.append(line)
     about = [f"{metric.variant}." if metric.variant else ""]
     length = metric.sequence_length if scale == "paper" else None
@@ -240,11 +255,58 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
     about += [f"{_capital(metric.better)} is better." if metric.better else ""]
     about += ["Means with 95 % intervals over seeds; differences are paired."]
     lines = [" ".join(filter(None, about)), "", *markdown_table(header, rows)]
+    if costs:
+        lines += ["", COSTS.format(baseline=baseline)]
     if sources:
         lines += ["", *_sources(sources, empty=empty)]
     if gaps:
         lines += ["", "Without a number: " + "; ".join(f"{at}: {w}" for at, w in gaps.items())]
     return lines
+
+
+def _costs(results: TableResults, table: Table) -> dict[str, tuple[str, str]]:
+    """Return cell -> 2:4 matmuls per layer and FLOPs in percent of the baseline, if counted."""
+    found = figures.costs(results, table)
+    return {at: (f"{matmuls:.2g}", f"{flops:.0f}") for at, (matmuls, flops) in found.items()}
+
+
+def _tuned(results: TableResults, table: Table) -> list[str]:
+    """Return a row per tuned row: chosen setting, means of all settings, values at an end."""
+    metric, rows = next(iter(table.metrics.values())), []
+    for row, own in means(results.tuning, table).items():
+        values: dict[str, list[str]] = {}
+        for word in " ".join(own).split():
+            key, _, value = word.partition("=")
+            if value not in values.setdefault(key, []):
+                values[key].append(value)
+        setting = chosen(results.tuning, table).get(row, "")
+        ends = [
+            f"`{word}`"
+            for word in setting.split()
+            for tried in [values[word.partition("=")[0]]]
+            if len(tried) > 2 and word.partition("=")[2] in (tried[0], tried[-1])
+        ]
+        best, *others = sorted(own.values(), reverse=metric.better == "higher")
+        rows.append(
+            (
+                row,
+                " ".join(f"`{word}`" for word in setting.split()),
+                ", ".join(ends) or "–",
+                f"{best:.{metric.digits}f}",
+                ", ".join(f"{value:.{metric.digits}f}" for value in others),
+            )
+        )
+    size = table.scales[results.scale] if results.scale else None
+    assert size is not None and size.tune is not None
+    seeds = ", ".join(map(str, size.tune.seeds))
+    number = len(size.tune.settings(next(iter(table.rows))))
+    text = (
+        f"{number} settings per row, each run with the seeds {seeds}; the best mean of the "
+        f"{metric.label} chose. These seeds judge nothing below. At an end: values of three or "
+        "more that are the first or the last one tried, where a wider grid may be better."
+    )
+    header = ("row", "chosen", "at an end", "mean", "means of the others")
+    return [text, "", *markdown_table(header, rows)]
 
 
 def _published(
@@ -317,7 +379,7 @@ def _power(
     rulings: Sequence[tuple[tables.Claim, Ruling]],
 ) -> str:
     """Return the range of smallest detectable differences."""
-    values, first = results.values(key), next(iter(table.metrics))
+    values, first = results.compared(key, table), next(iter(table.metrics))
     if not values:
         return ""
     if table.baseline:
@@ -334,6 +396,7 @@ def _power(
     known = [(size, d) for d in differences if not math.isnan(size := d.detectable())]
     known.sort(key=lambda pair: pair[0])
     label = _capital(table.metrics[key].label)
+    label += f" (% of {table.baseline})" * table.metrics[key].percent_of_baseline
     if not known:
         return f"- {label}: unknown without a spread over seeds."
     n = max(d.n for d in differences)

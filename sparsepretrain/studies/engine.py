@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from sparsepretrain.config import validate
 from sparsepretrain.config.schema import Run
-from sparsepretrain.errors import ConfigError, SparsePretrainError
+from sparsepretrain.errors import ConfigError, DivergedError, SparsePretrainError
 from sparsepretrain.runs import checkpoint, record
 from sparsepretrain.runs.directory import RunDirectory, state_at
 from sparsepretrain.studies.child import LOST, start_child
@@ -61,6 +61,8 @@ class Cell:
     """Equivalent words after ``sparsepretrain``; empty: the words of this process."""
     stage_of: tuple[RunDirectory, str] | None = None
     """Run and name of a stage, where its failure is recorded."""
+    may_diverge: bool = False
+    """True: a diverged run is a result and not a failure of the study."""
     then: Callable[[], Iterable[Cell]] = tuple
     """Cells that follow, requested once this one is finished."""
     state: Literal["waiting", "running", "finished", "partial", "stopped", "failed"] = "waiting"
@@ -94,6 +96,11 @@ class Cell:
     def is_done(self) -> bool:
         """True if the cell reached its last step in this study or before."""
         return self.state in ("finished", "partial")
+
+    @property
+    def is_decided(self) -> bool:
+        """True if the cell is done, or diverged and may do so."""
+        return self.is_done or (self.may_diverge and self.exit_code == DivergedError.exit_code)
 
     @property
     def left(self) -> str:

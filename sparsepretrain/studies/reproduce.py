@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparsepretrain.config.cells import Cell, Seeds, cells, stage_words
+from sparsepretrain.config.cells import Cell, Seeds, cells, stage_words, tuning_cells
 from sparsepretrain.config.compose import shell_line
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.tables import Scale, Stage, Table, load_table
 from sparsepretrain.errors import ConfigError, DataError, SparsePretrainError, needs
+from sparsepretrain.reports.results import chosen, trials
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import engine, stages
@@ -30,11 +31,15 @@ class Part:
     scale: Scale | None
     """None: a sweep, or a table that a script of ``benchmarks/`` measures."""
     cells: list[Cell]
+    is_tuning: bool = False
+    """True: the cells choose the setting of each row; a diverged one is a result, the worst."""
 
     @property
     def stages(self) -> list[Stage]:
         """Stages that follow the training of each cell."""
-        return [] if self.scale is None else self.table.scales[self.scale].stages
+        if self.scale is None or self.is_tuning:
+            return []
+        return self.table.scales[self.scale].stages
 
 
 def parts(
@@ -48,6 +53,9 @@ def parts(
 ) -> list[Part]:
     """Return the cells of a table, or of the tables that it collects; see :func:`cells.cells`.
 
+    A table with ``tune`` has a part for its tuning runs, and one for the rows whose tuning runs are
+    finished: call again when the first part has run.
+
     Args:
         scale: None: nano if a table has it, else paper.
 
@@ -55,20 +63,30 @@ def parts(
         ConfigError: all mistakes of all cells, one line each; or ``only`` matches no cell.
     """
     found, errors = [], []
-    asked: Any = {"seeds": seeds, "only": only, "overrides": overrides, "config_dirs": config_dirs}
+    asked: Any = {"only": only, "overrides": overrides, "config_dirs": config_dirs}
     for own, table in _leaves(name, config_dirs).items():
         if table.bench:
             found.append(Part(own, table, None, []))
             continue
-        chosen = scale or ("nano" if "nano" in table.scales else "paper")
+        at = scale or ("nano" if "nano" in table.scales else "paper")
         try:
-            found.append(Part(own, table, chosen, cells(own, table, chosen, **asked)))
+            found += _parts(own, table, at, seeds, asked)
         except ConfigError as error:
             errors += [m for m in error.messages if m not in errors]
     # with several tables, a glob may match cells of a single one
     if errors and not (found and only != "*" and all("no cell of " in m for m in errors)):
         raise ConfigError(errors)
     return found
+
+
+def _parts(name: str, table: Table, scale: Scale, seeds: Seeds, asked: Any) -> list[Part]:
+    tune = table.scales[scale].tune if scale in table.scales else None
+    if tune is None:
+        return [Part(name, table, scale, cells(name, table, scale, seeds=seeds, **asked))]
+    tried = tuning_cells(name, table, scale, tune, **asked)
+    settings = chosen(trials(tried, table, scale), table)
+    judging = cells(name, table, scale, seeds=seeds, settings=settings, **asked)
+    return [Part(name, table, scale, tried, is_tuning=True), Part(name, table, scale, judging)]
 
 
 def _leaves(name: str, config_dirs: Sequence[Path]) -> dict[str, Table]:
@@ -183,16 +201,17 @@ def to_run(
     found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path], console: Console
 ) -> list[engine.Cell]:
     """Return the cells of a study, seed by seed, each followed by its stages."""
-    several, chosen = len(found) > 1, []
+    several, made = len({part.name for part in found}) > 1, []
     for part in found:
         for cell in part.cells:
             label = f"{part.name}: {cell.label}" if several else cell.label
             words = _train_words(cell, stop_after, config_dirs)
-            chosen.append(engine.Cell(label, cell.run, stop_after, words))
+            made.append(engine.Cell(label, cell.run, stop_after, words))
+            made[-1].may_diverge = part.is_tuning
             if part.stages:
                 after = (cell, label, part.stages, stop_after, config_dirs, console)
-                chosen[-1].then = partial(stages.following, *after)
-    return chosen
+                made[-1].then = partial(stages.following, *after)
+    return made
 
 
 def study_of(
@@ -224,13 +243,13 @@ def run_parts(
         SparsePretrainError: at the end, if cells failed.
     """
     runs = [cell.run for part in found for cell in part.cells]
-    title = " + ".join(part.name for part in found)
+    title = " + ".join(dict.fromkeys(part.name for part in found))
     with study_of(title, runs, console, stop_after, jobs) as study:
         try:
             study.run(to_run(found, stop_after, config_dirs, console))
         finally:
             study.show_all()
-        failed = [cell for cell in study.cells if cell.state == "failed"]
+        failed = [cell for cell in study.cells if cell.state == "failed" and not cell.is_decided]
     if failed:
         shown = "; ".join(cell.label for cell in failed[:5]) + "; …" * (len(failed) > 5)
         raise SparsePretrainError(

@@ -79,6 +79,24 @@ def test_all_mistakes_of_all_cells_are_reported(tmp_path):
         ({"claims": [{"text": "t", "kind": "less", "of": ["dense", "sste"]}]}, "'sste' is unknown"),
         ({"claims": [{"text": "t", "kind": "equal", "of": ["dense", "dense"]}]}, "margin"),
         ({"metrics": {"loss": {"label": "l", "key": "loss", "over": [0.5, 0.1]}}}, "ascending"),
+        (
+            {"metrics": {"loss": {"label": "l", "key": "loss", "percent_of_baseline": True}}}
+            | {"baseline": None},
+            "needs a baseline",
+        ),
+        ({"scales": {"nano": {"tune": {"seeds": [], "grid": ["a=1"]}}}}, "at least one seed"),
+        ({"scales": {"nano": {"tune": {"seeds": [1], "grid": ["a"]}}}}, "must be KEY=VALUE"),
+        (
+            {
+                "columns": {},
+                "scales": {
+                    "nano": {
+                        "tune": {"seeds": [1], "grid": ["a=1"], "rows": {"dense": ["b=[1,2],3"]}}
+                    }
+                },
+            },
+            "same number of settings, got dense 2",
+        ),
     ],
 )
 def test_mistakes_in_a_file_name_file_and_key(tmp_path, changes, message):

@@ -262,3 +262,51 @@ def test_interrupted_and_continued_from_the_shell(tables: Any, verb: str, within
     assert [metrics(run)[-1]["step"] for run in tables.runs()] == [end, end]
     log = RunDirectory(place).console_log.read_text()
     assert log.startswith("$ sparsepretrain train ")
+
+
+TUNE = {"seeds": [5], "grid": ["optim.lr=1e-3,1e-2,1e30"], "rows": {"γ = 0.2": ["clip=0.5"]}}
+
+
+def test_the_best_setting_of_each_row_is_run_with_the_seeds_of_the_table(
+    tables: Any, in_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables.write(nano={"seeds": 2, "tune": TUNE})
+    assert tables("small", "--dry-run") == 0
+    assert "call again then" in capsys.readouterr().out
+    # the rate of 1e30 diverges: the worst setting, and no failure of the table
+    assert tables("small") == 0
+    out = capsys.readouterr().out
+    assert "1e30, seed 5 failed (exit code 5" in out and "γ = 0.2, seed 1: to run" in out
+    judging = [run for run in tables.runs() if run.name[-3:] != "-s5"]
+    assert len(judging) == 4 and len(tables.runs()) == 10
+    for row in ("dense", "γ_0.2"):
+        tried = {run: run for run in tables.runs() if run.parent.name.startswith(f"{row}--")}
+        losses = {run: metrics(run)[-1].get("loss") for run in tried}
+        finished = {run: loss for run, loss in losses.items() if "1e30" not in run.parent.name}
+        best = RunDirectory(min(finished, key=lambda run: finished[run])).config()
+        own = [RunDirectory(run).config() for run in judging if run.parent.name == row]
+        assert [c["optim"]["lr"] for c in own] == [best["optim"]["lr"]] * 2
+        assert [c["clip"] for c in own] == [best["clip"]] * 2
+
+    report = [*shlex.split(out.splitlines()[-1])[1:], "--out", str(tables.tiny.root / "page")]
+    assert cli.main(report) == 0
+    page = (tables.tiny.root / "page/small.md").read_text()
+    assert "3 settings per row, each run with the seeds 5" in page
+    assert "| dense | `optim.lr=1e-" in page and "inf" in page
+    capsys.readouterr()
+
+    # finished runs are kept, and one row at a time gives the same
+    assert tables("small", "--only", "dense", "--seeds", "1") == 0
+    assert capsys.readouterr().out.count("nothing to do") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [(["--seeds", "4..6"], "seeds: [5] tune"), (["optim.lr=1e-3"], "tunes this key itself")],
+)
+def test_tuning_seeds_and_keys_are_those_of_the_table(
+    tables: Any, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    tables.write(nano={"seeds": 2, "tune": TUNE})
+    assert tables("small", *words) == 2
+    assert line in capsys.readouterr().err
