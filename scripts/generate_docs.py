@@ -15,10 +15,8 @@ import dataclasses
 import inspect
 import itertools
 import json
-import math
 import os
 import re
-import statistics
 import sys
 import textwrap
 import types
@@ -35,9 +33,10 @@ from sparsepretrain.config.compose import compose
 from sparsepretrain.config.places import shipped
 from sparsepretrain.config.tables import load_table
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.reports.claims import Verdict, minus
+from sparsepretrain.reports import figures
+from sparsepretrain.reports.claims import Difference, Verdict
 from sparsepretrain.reports.ran import what_ran
-from sparsepretrain.reports.results import TableResults, read_record
+from sparsepretrain.reports.results import TableResults, chosen, read_record
 from sparsepretrain.reports.table import judged, scaled
 from sparsepretrain.sparsity import MethodOptions
 from sparsepretrain.sparsity.method import typical_row
@@ -329,44 +328,39 @@ def machines(_: str, path: Path) -> str:
 
 
 def figure(name: str, path: Path) -> str:
-    """Return the figure of final values of a committed table, with seeds, commit and hardware."""
+    """Return the ranked figure of a committed, tuned table, with seeds, commit and hardware."""
     found, about = scaled(records()[name], load_table(name))
     metric = next(iter(about.metrics.values()))
     title, unit = prose(about.title), (metric.variant or "").partition(";")[0]
     caption = (
-        f"{title}: {metric.label} ({unit}) and flip rate at the end, minus those of "
-        f"{about.baseline} with the same seed, with 95 % intervals; "
+        f"{title}: {metric.label} ({unit}) in percent above that of {about.baseline} with the same "
+        f"seed, with 95 % intervals; right: 2:4 matmuls per layer; "
         f"{again(name, found).partition('; ')[2]}"
     )
     caption = textwrap.fill(caption, 120, break_long_words=False, break_on_hyphens=False)
-    return f"![{title}]({page(name, path)}-final.png)\n\n{caption}\n"
+    return f"![{title}]({page(name, path)}-ranked.png)\n\n{caption}\n"
 
 
 def compared(name: str, path: Path) -> str:
-    """Return the final differences of rows to the baseline, also as shares of it."""
-    found, about = records().get(name), load_table(name)
-    if found is None:
-        return f"Not run yet: `sparsepretrain reproduce {name} && sparsepretrain report {name}`.\n"
+    """Return the rows of a tuned table, ranked: percent above the baseline, setting, cost."""
+    found, about = scaled(records()[name], load_table(name))
     key, metric = next(iter(about.metrics.items()))
-    differences = {
-        row: d
-        for row in about.rows
-        if row != about.baseline and (d := minus(found.values(key), row, about.baseline or "")).n
-    }
-    dense = statistics.fmean(found.values(key)[about.baseline or ""].values())
-    digits, rows = metric.digits, []
+    values, settings = found.compared(key, about), chosen(found.tuning, about)
+    cost, baseline = figures.costs(found, about), about.baseline or ""
+    differences = {row: Difference(row, [*values[row].values()]) for row in about.rows}
+    rows = []
     for row, d in sorted(differences.items(), key=lambda item: item[1].mean):
-        half = (d.interval()[1] - d.mean) if d.n > 1 else math.nan
-        share = f"{100 * d.mean / dense:+.0f} %"
-        rows.append([row, f"{d.mean:+.{digits}f} ± {half:.{digits}f}", share])
+        half = d.interval()[1] - d.mean
+        percent = "–" if row == baseline else f"{d.mean:+.1f} ± {half:.1f}"
+        setting = " ".join(f"`{word}`" for word in settings[row].split())
+        rows.append([row, percent, f"{cost[row][0]:.2g}", f"{cost[row][1]:.0f}", setting])
     title, unit = prose(about.title), (metric.variant or "").partition(";")[0]
     text = (
-        f"[{title}]({page(name, path)}.md): {metric.label} at the end ({unit}); "
-        f"{about.baseline} has {dense:.{digits}f}. Differences to {about.baseline} are paired by "
-        f"seed, with 95 % intervals. {again(name, found)}"
+        f"[{title}]({page(name, path)}.md): {metric.label} at the end ({unit}), relative to "
+        f"{baseline} with the same seed, with 95 % intervals. {again(name, found)}"
     )
     text = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
-    heads = ["method", f"Δ to {about.baseline}", f"of {about.baseline}"]
+    heads = ["method", f"% above {baseline}", "2:4 matmuls per layer", "FLOPs, %", "tuned setting"]
     return f"{text}\n\n{table(heads, rows)}"
 
 

@@ -63,7 +63,7 @@ def register(kind: str, name: str) -> Callable[[type[T]], type[T]]:
         if not same or cls.__module__ != built_in(kind).get(name, cls.__module__):
             raise ConfigError(f"{kind} {name!r} exists already; choose another name")
         if missing := sorted(getattr(cls, "__abstractmethods__", ())):
-            raise ConfigError(f"{place(cls)}: class {cls.__name__} lacks {', '.join(missing)}")
+            raise ConfigError(f"{location(cls)}: class {cls.__name__} lacks {', '.join(missing)}")
         _registered[kind][name] = cls
         return cls
 
@@ -89,11 +89,11 @@ def options_of(kind: str, name: str) -> type:
     cls = get(kind, name)
     options = getattr(cls, "Options", None)
     if not isinstance(options, type) or not dataclasses.is_dataclass(options):
-        raise ConfigError(f"{place(cls)}: class {cls.__name__} has no dataclass 'Options'")
+        raise ConfigError(f"{location(cls)}: class {cls.__name__} has no dataclass 'Options'")
     return options
 
 
-def place(cls: type) -> str:
+def location(cls: type) -> str:
     """Return the location of a class as ``file.py, line 3``."""
     return f"{inspect.getsourcefile(cls)}, line {inspect.getsourcelines(cls)[1]}"
 

@@ -9,7 +9,7 @@ from sparsepretrain.config import freeze
 from sparsepretrain.runs import weights
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive
-from sparsepretrain.training.schedules import settle
+from sparsepretrain.training.schedules import resolve_steps
 
 QUICK = (
     "tracker.mode=disabled",
@@ -71,7 +71,7 @@ def train(checkpoint: Path, *overrides: str) -> tuple[Path, str, list[dict[str, 
     from sparsepretrain.training.trainer import train as start
 
     out = io.StringIO()
-    run = settle(load(checkpoint, *overrides))
+    run = resolve_steps(load(checkpoint, *overrides))
     assert start(run, Console(out)) == 0
     directory = freeze.run_directory(run)
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -82,6 +82,6 @@ def build(checkpoint: Path, *overrides: str) -> Any:
     """Everything the loop touches, before the first step."""
     from sparsepretrain.training.assembly import build_session
 
-    run = settle(load(checkpoint, *overrides))
+    run = resolve_steps(load(checkpoint, *overrides))
     console = Console(io.StringIO())
     return build_session(run, console, initial=weights.find(run.init.path))

@@ -30,7 +30,7 @@ class Verb(ABC):
 
     summary: ClassVar[str] = ""
     """Line of ``sparsepretrain --help``, and default description of the verb's help."""
-    place: ClassVar[int] = 100
+    order: ClassVar[int] = 100
     """Sort key in ``sparsepretrain --help``, before the name."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 - none by default
@@ -157,9 +157,9 @@ def _override_words(typed: list[str], current: str) -> list[str]:
     group, equals, _ = current.partition("=")
     if group in groups and equals:
         return [f"{group}={option}" for option in groups[group]]
-    settled = [word for word in typed if "=" in word and not word.startswith("-")]
+    overrides = [word for word in typed if "=" in word and not word.startswith("-")]
     try:
-        plain = compose(settled, directories)
+        plain = compose(overrides, directories)
     except ConfigError:
         plain = compose((), directories)
     if equals:

@@ -15,7 +15,7 @@ from sparsepretrain.text import in_columns
 @register("verb", "configs")
 class Configs(Verb):
     summary = "list the configuration groups and their options, or print the keys of some"
-    place = 7
+    order = 7
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

@@ -19,7 +19,7 @@ N:M with +0.0, and logits must equal those of the evaluation.
 @register("verb", "export")
 class Export(Verb):
     summary = "write a run for transformers or timm, proven sparse, with a model card"
-    place = 9
+    order = 9
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.description = DESCRIPTION

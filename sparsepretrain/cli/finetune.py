@@ -20,7 +20,7 @@ examples:
 @register("verb", "finetune")
 class Finetune(Train):
     summary = "fine-tune a run or a Hugging Face checkpoint on task=…"
-    place = 2
+    order = 2
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _complain(f"{error.label}: {line}")
         return error.exit_code
     except SystemExit as stop:  # raised by a plug-in
-        place = registry.origin(stop) or "some code"
-        _complain(f"error: {place} called sys.exit({stop.code!r}), which ended the command")
+        origin = registry.origin(stop) or "some code"
+        _complain(f"error: {origin} called sys.exit({stop.code!r}), which ended the command")
         return 1
     except BrokenPipeError:
         if not _stdout_is_closed():
@@ -136,7 +136,7 @@ def _interrupts() -> Iterator[None]:
 def verbs() -> dict[str, Verb]:
     """Return name -> verb, built in or of a loaded plug-in, in the order of the help."""
     found = {name: _verb(name) for name in registry.names("verb")}
-    return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
+    return dict(sorted(found.items(), key=lambda item: (item[1].order, item[0])))
 
 
 def parser(name: str) -> Parser:
@@ -193,7 +193,7 @@ def _sorted(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
 def _verb(name: str) -> Verb:
     verb = registry.get("verb", name)
     if not issubclass(verb, Verb):
-        raise ConfigError(f"{registry.place(verb)}: class {verb.__name__} is not a Verb")
+        raise ConfigError(f"{registry.location(verb)}: class {verb.__name__} is not a Verb")
     return verb()
 
 

@@ -12,7 +12,7 @@ from sparsepretrain.registry import register
 @register("verb", "report")
 class Report(Verb):
     summary = "draw plots and write a report from run directories, or of a table"
-    place = 8
+    order = 8
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

@@ -68,7 +68,7 @@ class StudyVerb(ConfiguredVerb):
 @register("verb", "reproduce")
 class Reproduce(StudyVerb):
     summary = "run a table of a paper, all cells and seeds, or list the tables"
-    place = 4
+    order = 4
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.description = DESCRIPTION

@@ -29,7 +29,7 @@ keys of an option with comments.
 @register("verb", "train")
 class Train(ConfiguredVerb):
     summary = "train a model; model=… is a paper's recipe, every key can be overridden"
-    place = 1
+    order = 1
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
@@ -48,11 +48,11 @@ class Train(ConfiguredVerb):
 
     def run(self, args: argparse.Namespace) -> int:
         from sparsepretrain.config.compose import read
-        from sparsepretrain.config.validate import load_request
+        from sparsepretrain.config.validate import load_parsed
 
-        request = read(args.overrides, args.config_dir)
-        run = load_request(request)
-        return self.start(args, run, request.notes)
+        parsed = read(args.overrides, args.config_dir)
+        run = load_parsed(parsed)
+        return self.start(args, run, parsed.notes)
 
     def start(self, args: argparse.Namespace, run: Run, notes: Sequence[str] = ()) -> int:
         """Act on a checked run as the flags say, after printing ``notes``."""
@@ -63,12 +63,12 @@ class Train(ConfiguredVerb):
             print("".join(f"# {note}\n" for note in notes) + to_yaml(run.plain), end="")
             return 0
         from sparsepretrain.tracking.console import Console
-        from sparsepretrain.training.schedules import settle
+        from sparsepretrain.training.schedules import resolve_steps
 
         console = Console() if rank() == 0 else Console.silent()
         if notes:
             console.info("\n".join(notes))
-        run = settle(run)
+        run = resolve_steps(run)
         directory, code = RunDirectory.of(run), 0
         end = min(args.stop_after or run.steps, run.steps)
         if args.dry_run:

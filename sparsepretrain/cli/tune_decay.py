@@ -28,7 +28,7 @@ is feasible.
 @register("verb", "tune-decay")
 class TuneDecay(ConfiguredVerb):
     summary = "find the decay factor of tsrste or srste on the warm-up alone"
-    place = 3
+    order = 3
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         from sparsepretrain.studies import decay
@@ -71,7 +71,7 @@ class TuneDecay(ConfiguredVerb):
         steps = args.steps or warmup_steps(run.schedule, run.steps)
         low, high = args.grid
         grid = decay.log_grid(low, high, args.points)
-        search = decay.Search(run, grid, args.interval, steps)
+        search = decay.DecaySearch(run, grid, args.interval, steps)
         out = args.out or search.out
         from sparsepretrain.tracking.console import Console
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sparsepretrain.config.compose import quote, read
 from sparsepretrain.config.schema import Run
-from sparsepretrain.config.tables import Scale, Stage, Table, Tune, place, places, slug
+from sparsepretrain.config.tables import Scale, Stage, Table, Tune, cell_name, slug, table_cells
 from sparsepretrain.config.validate import load
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.registry import suggestion
@@ -66,14 +66,14 @@ class Cell:
     run: Run
 
     @property
-    def place(self) -> str:
+    def name(self) -> str:
         """``row`` or ``row @ column``."""
-        return place(self.row, self.column)
+        return cell_name(self.row, self.column)
 
     @property
     def label(self) -> str:
         """Place and seed."""
-        return f"{self.place}, seed {self.seed}"
+        return f"{self.name}, seed {self.seed}"
 
 
 def cells(
@@ -101,7 +101,7 @@ def cells(
     Raises:
         ConfigError: all mistakes of all cells, one line each, or no cell matches ``only``.
     """
-    wanted = _places(name, table, scale, only, overrides)
+    wanted = _overrides(name, table, scale, only, overrides)
     if settings is not None:
         wanted = {
             at: [*words, *settings[at[0]].split()]
@@ -130,7 +130,7 @@ def tuning_cells(
 
     The arguments are those of :func:`cells`.
     """
-    wanted = _places(name, table, scale, only, overrides)
+    wanted = _overrides(name, table, scale, only, overrides)
     if tuned := [word for word in overrides if word.lstrip("+").partition("=")[0] in tune.keys]:
         raise ConfigError(f"{tuned[0]}: {name} tunes this key itself")
     tried = {
@@ -141,7 +141,7 @@ def tuning_cells(
     return grid(name, tried, tune.seeds, config_dirs)
 
 
-def _places(
+def _overrides(
     name: str, table: Table, scale: Scale, only: str, overrides: Sequence[str]
 ) -> dict[tuple[str, str], list[str]]:
     """Return (row, column) -> overrides of the cells that match ``only``."""
@@ -152,7 +152,7 @@ def _places(
     # with `seed=` in the overrides, all seeds of a cell would be one run
     if any(word.partition("=")[0].lstrip("+") in ("seed", "name") for word in overrides):
         raise ConfigError("seed and name belong to the table: use --seeds")
-    known = [(row, column) for row, column, why in places(table, scale) if not why]
+    known = [(row, column) for row, column, why in table_cells(table, scale) if not why]
     wanted = {
         (r, c): [
             *[f"experiment={table.experiment}"] * (table.experiment is not None),
@@ -160,28 +160,28 @@ def _places(
             *[*table.rows[r], *size.rows.get(r, ()), *overrides],
         ]
         for r, c in known
-        if fnmatchcase(r, only) or fnmatchcase(place(r, c), only)
+        if fnmatchcase(r, only) or fnmatchcase(cell_name(r, c), only)
     }
     if not wanted:
-        near = suggestion(only, [place(*at) for at in known])
+        near = suggestion(only, [cell_name(*at) for at in known])
         raise ConfigError(f"no cell of {name} is {only!r}{near}")
     return wanted
 
 
 def grid(
     name: str,
-    places: Mapping[tuple[str, str], Sequence[str]],
+    wanted: Mapping[tuple[str, str], Sequence[str]],
     seeds: Sequence[int],
     config_dirs: Sequence[Path] = (),
 ) -> list[Cell]:
     """Return the runs of every (row, column) -> overrides with every seed, see :func:`cells`.
 
     Raises:
-        ConfigError: all mistakes, one line each, with their places.
+        ConfigError: all mistakes, one line each, with their cells.
     """
     found: list[Cell] = []
     errors: dict[str, list[str]] = {}
-    for (row, column), overrides in places.items():
+    for (row, column), overrides in wanted.items():
         try:
             base = dict(read(overrides, config_dirs).values).get("runs_dir", "runs")
             own = "--".join(slug(part) for part in (row, column) if part)
@@ -190,7 +190,7 @@ def grid(
             run = load(words, config_dirs)
         except ConfigError as error:
             for message in error.messages:
-                errors.setdefault(message, []).append(place(row, column))
+                errors.setdefault(message, []).append(cell_name(row, column))
             continue
         found += [
             Cell(row, column, seed, (*words, f"seed={seed}"), dataclasses.replace(run, seed=seed))
@@ -210,8 +210,8 @@ def stage_words(cell: Cell, stage: Stage) -> list[str]:
         return [f"split={stage.evaluate}", *stage.overrides]
     kept = [w for w in cell.words if re.match(r"\+*(tracker|workers|parallel)\b", w)]
     name = word("name", f"{cell.run.name}--{stage.name}")
-    place = [word("runs_dir", cell.run.runs_dir), name, f"seed={cell.seed}"]
-    return [f"task={stage.finetune}", *kept, *stage.overrides, *place]
+    where = [word("runs_dir", cell.run.runs_dir), name, f"seed={cell.seed}"]
+    return [f"task={stage.finetune}", *kept, *stage.overrides, *where]
 
 
 def word(key: str, value: str) -> str:

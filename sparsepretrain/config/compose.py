@@ -32,7 +32,7 @@ PRIMARY = "train"
 
 
 @dataclass(slots=True)
-class Request:
+class Overrides:
     """Parsed overrides."""
 
     path: list[Path]  # directories of YAML files; the shipped one first
@@ -59,13 +59,13 @@ def compose(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> 
     Raises:
         ConfigError: all problems of the overrides, or the first one in a file.
     """
-    request = read(overrides, config_dirs)
-    if request.errors:
-        raise ConfigError(request.errors)
-    return build(request)[0]
+    parsed = read(overrides, config_dirs)
+    if parsed.errors:
+        raise ConfigError(parsed.errors)
+    return build(parsed)[0]
 
 
-def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Request:
+def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Overrides:
     """Sort overrides into group choices, values and errors.
 
     Raises:
@@ -76,14 +76,14 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Req
     from hydra.errors import HydraException
 
     groups = catalog(config_dirs)
-    request = Request(search_path(config_dirs), groups)
+    parsed = Overrides(search_path(config_dirs), groups)
     parser = OverridesParser.create()
     for text in overrides:
         text = text.strip()
         try:
             override = parser.parse_override(text)
         except (HydraException, RecursionError, ValueError):
-            request.errors.append(_syntax(text))
+            parsed.errors.append(_syntax(text))
             continue
         key = override.key_or_group
         if not key:
@@ -97,20 +97,20 @@ def read(overrides: Iterable[str] = (), config_dirs: Sequence[Path] = ()) -> Req
         elif override.is_sweep_override():
             problem = f"{text!r} asks for several runs; give one value (lists: {key}=[a,b])"
         elif key in groups:
-            problem = _choose(request, key, override.value(), list(groups[key]))
+            problem = _choose(parsed, key, override.value(), list(groups[key]))
         elif "/" in key:
             problem = f"unknown group {key!r}{suggestion(key.split('/')[0], groups)}"
         else:
             problem = ""
-            request.values.append((key, override.value()))
+            parsed.values.append((key, override.value()))
         if problem:
-            request.errors.append(problem)
-            request.broken.add(key)
-    return request
+            parsed.errors.append(problem)
+            parsed.broken.add(key)
+    return parsed
 
 
-def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
-    """Compose a request with Hydra.
+def build(parsed: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
+    """Compose parsed overrides with Hydra.
 
     Returns:
         The resolved plain configuration, and the final option of each group.
@@ -121,36 +121,36 @@ def build(request: Request) -> tuple[dict[str, Any], dict[str, str]]:
     import hydra
     from omegaconf import OmegaConf, open_dict
 
-    ours = request.path[0]
+    ours = parsed.path[0]
     # a user's group is not in the primary defaults list: append it
     overrides = [
         f"{'' if (ours / group).is_dir() else '+'}{group}={quote(option)}"
-        for group, option in request.choices.items()
+        for group, option in parsed.choices.items()
     ]
-    with _composing(request) as search:
+    with _composing(parsed) as search:
         composed = hydra.compose(PRIMARY, [*overrides, search], return_hydra_config=True)
         choices = dict(composed.hydra.runtime.choices)
         with open_dict(composed):
             del composed["hydra"]
-        typed = {key for key, _ in request.values}
+        typed = {key for key, _ in parsed.values}
         if "epochs" in typed and "steps" not in typed:  # else the recipe's steps win
             composed.steps = 0
-        for group, block in request.blocks.items():
+        for group, block in parsed.blocks.items():
             OmegaConf.update(composed, group, block, merge=False, force_add=True)
-        plain = _resolved(composed, request.values)
+        plain = _resolved(composed, parsed.values)
     # a mapping means a file without the _global_ package, see validate
     if not isinstance(plain.get("experiment"), dict):
         plain["experiment"] = choices.get("experiment")
-    request.notes = _of_the_pair(request, f"_{choices['model']}_{choices['sparsity']}.yaml", plain)
+    parsed.notes = _of_the_pair(parsed, f"_{choices['model']}_{choices['sparsity']}.yaml", plain)
     chosen = {group: option for group, option in choices.items() if "hydra/" not in group}
     return dict.fromkeys(f.name for f in fields(Run) if f.name in plain) | plain, chosen
 
 
-def _of_the_pair(request: Request, name: str, plain: Any) -> list[str]:
+def _of_the_pair(parsed: Overrides, name: str, plain: Any) -> list[str]:
     """Return ``key=value: source`` of the settings for this model with this method."""
     from omegaconf import OmegaConf
 
-    files = [f for directory in request.path if (f := directory / PAIRS / name).is_file()]
+    files = [f for directory in parsed.path if (f := directory / PAIRS / name).is_file()]
     if not files:
         return []
     given, now = flat(OmegaConf.to_container(OmegaConf.load(files[0]))), flat(plain)
@@ -161,7 +161,7 @@ def _of_the_pair(request: Request, name: str, plain: Any) -> list[str]:
     ]
 
 
-def amend(plain: dict[str, Any], request: Request) -> dict[str, Any]:
+def amend(plain: dict[str, Any], parsed: Overrides) -> dict[str, Any]:
     """Return a resolved configuration with other group choices and values.
 
     Chosen groups are those of their files, without changes by recipe or experiment.
@@ -172,23 +172,23 @@ def amend(plain: dict[str, Any], request: Request) -> dict[str, Any]:
     import hydra
     from omegaconf import OmegaConf
 
-    with _composing(request) as search:
+    with _composing(parsed) as search:
         amended = OmegaConf.create(plain)
-        for group, option in request.choices.items():
+        for group, option in parsed.choices.items():
             chosen = hydra.compose(None, [f"+{group}={quote(option)}", search])
             amended[group] = OmegaConf.select(chosen, group)
-        return _resolved(amended, request.values)
+        return _resolved(amended, parsed.values)
 
 
 @contextmanager
-def _composing(request: Request) -> Iterator[str]:
+def _composing(parsed: Overrides) -> Iterator[str]:
     """Initialize Hydra; yield the override of the search path. Errors become one line."""
     import hydra
     import yaml
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
 
-    ours, *users = request.path
+    ours, *users = parsed.path
     for file in (file for directory in users for file in yaml_files(directory)):
         check_yaml(file)
     try:
@@ -203,7 +203,7 @@ def _composing(request: Request) -> Iterator[str]:
     except OmegaConfBaseException as error:
         key, text = str(error.full_key), str(error).splitlines()[0]
         absent = re.search(r"'(\w+)\.[\w.]+' not found", text)
-        if absent and (choice := request.choices.get(absent[1])):
+        if absent and (choice := parsed.choices.get(absent[1])):
             text = f"does not go with {absent[1]}={choice}: {text}"
         raise ConfigError(f"{key}: {text}") from error
     except ConfigError:
@@ -211,7 +211,7 @@ def _composing(request: Request) -> Iterator[str]:
     except RecursionError as error:
         raise ConfigError("a defaults list or a key nests without end") from error
     except (HydraException, OSError, ValueError) as error:
-        raise ConfigError(_unreadable(request) or one_line(error)) from error
+        raise ConfigError(_unreadable(parsed) or one_line(error)) from error
 
 
 def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -248,17 +248,17 @@ def _warn_of_secrets(text: str) -> None:
             )
 
 
-def _choose(request: Request, group: str, value: Any, options: list[str]) -> str:
+def _choose(parsed: Overrides, group: str, value: Any, options: list[str]) -> str:
     """Record a group choice; return the error or an empty string."""
     if value is None and group in ("experiment", "finetune"):
-        request.choices.pop(group, None)
+        parsed.choices.pop(group, None)
         return ""
     if isinstance(value, dict | list):
         listed = choices(options, "configs")
         return f"{group} takes the name of an option ({listed}), or write {group}.KEY=…"
     choice = "null" if value is None else str(value)
     if choice in options:
-        request.choices[group] = choice
+        parsed.choices[group] = choice
         return ""
     near = suggestion(choice, options, listing="configs")
     listed = "" if "choose from" in near else f"; choose from {choices(options, 'configs')}"
@@ -279,14 +279,14 @@ def shell_line(words: Iterable[str]) -> str:
     )
 
 
-def _unreadable(request: Request) -> list[str]:
+def _unreadable(parsed: Overrides) -> list[str]:
     """Return the user's chosen files that are not YAML mappings, after composing failed."""
     import yaml
     from omegaconf import OmegaConf
 
     problems = []
-    for group, option in request.choices.items():
-        file = request.options[group][option] / group / f"{option}.yaml"
+    for group, option in parsed.choices.items():
+        file = parsed.options[group][option] / group / f"{option}.yaml"
         try:
             if not OmegaConf.is_dict(OmegaConf.load(file)):
                 problems.append(f"{file} must be a mapping of keys (key: value lines)")

@@ -99,7 +99,7 @@ class SimulatedFP8(LossScaling):
 
 
 @dataclass(slots=True, kw_only=True)
-class FP8(SimulatedFP8):
+class TensorCoreFP8(SimulatedFP8):
     """Matmuls of the layers of ``sparsity.targets`` on fp8 tensor cores, with equal values."""
 
     name: Literal["fp8"]  # type: ignore[assignment]
@@ -173,7 +173,7 @@ GROUPS: dict[str, dict[str, type]] = {
     group: {name: cls for cls in classes for name in get_args(get_type_hints(cls)["name"])}
     for group, classes in {
         "schedule": (Decay, Warmup, Triangle),
-        "precision": (Precision, SinglePrecision, ScaledPrecision, SimulatedFP8, FP8),
+        "precision": (Precision, SinglePrecision, ScaledPrecision, SimulatedFP8, TensorCoreFP8),
         "parallel": (Parallel, DataParallel, FullySharded),
     }.items()
 }

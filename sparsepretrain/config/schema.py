@@ -29,7 +29,7 @@ class Batch:
 
 
 @dataclass(slots=True, kw_only=True)
-class Eval:
+class EvalOptions:
     """Evaluation on the validation split, with the weights that the method evaluates with."""
 
     every: Annotated[int, "≥ 0"]
@@ -51,7 +51,7 @@ class Log:
 
 
 @dataclass(slots=True, kw_only=True)
-class Checkpoint:
+class CheckpointOptions:
     """Checkpoints; the last step is always saved."""
 
     every: Annotated[int, "≥ 0"]
@@ -95,9 +95,9 @@ class Run:
     plugins: list[str]
     """Method files (.py) or modules to import first."""
     batch: Batch
-    eval: Eval
+    eval: EvalOptions
     log: Log
-    checkpoint: Checkpoint
+    checkpoint: CheckpointOptions
     clip: Annotated[float | None, "> 0"]
     """Global gradient norm; null: no clipping."""
     ema: Annotated[float | None, "(0, 1)"]

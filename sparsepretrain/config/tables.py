@@ -250,7 +250,7 @@ class Table:
         for key, metric in self.metrics.items():
             if metric.percent_of_baseline and self.baseline is None:
                 yield f"metrics.{key}.percent_of_baseline", "needs a baseline"
-        places = {*self.rows, *(place(r, c) for r in self.rows for c in self.columns)}
+        places = {*self.rows, *(cell_name(r, c) for r in self.rows for c in self.columns)}
         for scale, size in self.scales.items():
             yield from _unknown(f"scales.{scale}.rows", size.rows, self.rows)
             yield from _unknown(f"scales.{scale}.columns", size.columns, self.columns)
@@ -316,7 +316,7 @@ def at_scale(table: Table, scale: Scale) -> Table:
             text = text.replace(old, new)
         return text
 
-    ran = {column for _, column, why in places(table, scale) if not why}
+    ran = {column for _, column, why in table_cells(table, scale) if not why}
 
     def terms(claim: Claim) -> list[str]:
         return [t for term in claim.of for t in ([term] if isinstance(term, str) else term)]
@@ -369,7 +369,7 @@ def _unknown(key: str, names: Iterable[str], known: Collection[str]) -> Problems
             yield key, f"{name!r} is unknown{suggestion(name, known)}"
 
 
-def place(row: str, column: str) -> str:
+def cell_name(row: str, column: str) -> str:
     """Return the name of a cell in claims and ``--only``."""
     return f"{row} @ {column}" if column else row
 
@@ -401,12 +401,12 @@ def load_table(name: str, config_dirs: Sequence[Path] = ()) -> Table:
         raise ConfigError([f"{files[name]}: {message}" for message in error.messages]) from error
 
 
-def places(table: Table, scale: Scale) -> Iterator[tuple[str, str, str]]:
+def table_cells(table: Table, scale: Scale) -> Iterator[tuple[str, str, str]]:
     """Yield (row, column, reason for not running or an empty string) of every cell."""
     without = table.scales[scale].without.items()
     for row in table.rows:
         for column in table.columns or [""]:
-            at = place(row, column)
+            at = cell_name(row, column)
             reasons = [
                 why for glob, why in without if fnmatchcase(row, glob) or fnmatchcase(at, glob)
             ]

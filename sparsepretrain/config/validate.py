@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepretrain import registry
-from sparsepretrain.config.compose import Request, build, read
+from sparsepretrain.config.compose import Overrides, build, read
 from sparsepretrain.config.groups import GROUPS, REGISTERED, choices_of, key_of, options_of
 from sparsepretrain.config.schema import Run
 from sparsepretrain.config.strict import walk
@@ -23,31 +23,31 @@ def load(overrides: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> Run
     Raises:
         ConfigError: every problem, one message each.
     """
-    return load_request(read(overrides, config_dirs))
+    return load_parsed(read(overrides, config_dirs))
 
 
-def load_request(request: Request) -> Run:
+def load_parsed(parsed: Overrides) -> Run:
     """Do the same as :func:`load` for parsed overrides."""
-    plain, _ = build(request)
+    plain, _ = build(parsed)
     # skip groups whose errors may follow from a rejected choice; a model or an experiment has
     # settings for every group
-    recipe = request.broken & {"model", "experiment"}
-    skip = {*GROUPS, *REGISTERED} if recipe else request.broken
+    recipe = parsed.broken & {"model", "experiment"}
+    skip = {*GROUPS, *REGISTERED} if recipe else parsed.broken
     run, errors = _check(plain, skip)
     if recipe:  # other errors may follow from the missing recipe
         errors = [error for error in errors if error.startswith("unknown key")]
-    errors = [*request.errors, *_renamed(request, errors)]
+    errors = [*parsed.errors, *_renamed(parsed, errors)]
     if errors or run is None:
         raise ConfigError(errors)
     return run
 
 
-def _renamed(request: Request, errors: list[str]) -> list[str]:
+def _renamed(parsed: Overrides, errors: list[str]) -> list[str]:
     """Replace the errors that follow from ``group.name=option`` by one hint."""
-    for key, value in request.values:
+    for key, value in parsed.values:
         group = key.removesuffix(".name")
         wrong = [e for e in errors if re.match(rf"(unknown|missing) key '{group}\.", e)]
-        if group != key and wrong and value in request.options.get(group, ()):
+        if group != key and wrong and value in parsed.options.get(group, ()):
             hint = f"{key}={value} leaves the other keys unchanged: write {group}={value}"
             errors = [hint, *(e for e in errors if e not in wrong)]
     return errors

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sparsepretrain.errors import CheckpointError
 from sparsepretrain.export.tokenizer import make_tokenizer, save_tokenizer
 from sparsepretrain.models.pretrained import quiet
-from sparsepretrain.runs.weights import Source
+from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, densify
 from sparsepretrain.sparsity.coverage import Proof, nm_holds
 from sparsepretrain.sparsity.method import LowRank
@@ -37,7 +37,7 @@ order of summation."""
 class Converted:
     """Model for other libraries, with its origin."""
 
-    source: Source
+    source: WeightSource
     task: Task
     method: Method
     proof: Proof
@@ -66,7 +66,7 @@ class Converted:
         return not hasattr(self.model, "save_pretrained")
 
 
-def convert(source: Source, *, merge: bool = False) -> Converted:
+def convert(source: WeightSource, *, merge: bool = False) -> Converted:
     """Rebuild the model of a run's checkpoint in a class of another library.
 
     Args:

@@ -13,7 +13,7 @@ from sparsepretrain.errors import ConfigError, cannot_write
 from sparsepretrain.export import card, convert, semi_structured
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.runs.weights import Source
+from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.tracking.console import Console
 
 Format = Literal["hf", "semi_structured"]
@@ -82,7 +82,7 @@ def export_run(
     return directory
 
 
-def _place(source: Source, name: str, out: Path | None) -> Path:
+def _place(source: WeightSource, name: str, out: Path | None) -> Path:
     """Return the output directory, which must be missing, empty, or an earlier export."""
     if out is None:
         if source.run is None:

@@ -21,7 +21,7 @@ class Recipe(ABC):
     module, so it imports torch in functions only. Each of its tasks calls these functions:
 
     - ``causal_lm``: ``logits(model, tokens)``, (batch, length) int64 -> (batch, length, vocab_size)
-    - ``masked_lm``: ``logits(model, tokens, positions)``, see ``models._text.Encoder``
+    - ``masked_lm``: ``logits(model, tokens, positions)``, see ``models._text.EncoderRecipe``
     - ``image_classification``: ``logits(model, images)``, see ``models.timm_image``
     - ``regression``: ``predict(model, inputs)``, (batch, inputs) fp32 -> (batch, outputs)
     - ``translation``: ``logits`` and ``generate``, see ``models.marian``

@@ -120,7 +120,7 @@ class EncoderOptions(TransformerOptions):
     layer_norm_eps: Annotated[float, "> 0"]
 
 
-class Encoder(Headable):
+class EncoderRecipe(Headable):
     """Recipe of models that predict masked tokens and take other heads."""
 
     tasks: ClassVar[frozenset[str]] = frozenset(

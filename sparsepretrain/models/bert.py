@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from sparsepretrain.models import Head
 from sparsepretrain.models._text import (
     Activation,
-    Encoder,
     EncoderOptions,
+    EncoderRecipe,
     as_stock,
     transformers_name,
 )
@@ -28,7 +28,7 @@ class BertOptions(EncoderOptions):
 
 
 @register("model", "bert")
-class Bert(Encoder):
+class Bert(EncoderRecipe):
     """BertForMaskedLM of transformers."""
 
     Options = BertOptions

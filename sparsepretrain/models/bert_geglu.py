@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sparsepretrain.limits import Problems
-from sparsepretrain.models._text import Encoder, EncoderOptions
+from sparsepretrain.models._text import EncoderOptions, EncoderRecipe
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class BertGEGLUOptions(EncoderOptions):
 
 
 @register("model", "bert_geglu")
-class BertGEGLU(Encoder):
+class BertGEGLU(EncoderRecipe):
     """Encoder of this package, see ``models._geglu_encoder``."""
 
     Options = BertGEGLUOptions

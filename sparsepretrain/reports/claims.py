@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from typing import Any, Literal
 
-from sparsepretrain.config.tables import Claim, Scale, Table, Term, place, places
+from sparsepretrain.config.tables import Claim, Scale, Table, Term, cell_name, table_cells
 from sparsepretrain.errors import ConfigError
 
 ALPHA = 0.01
@@ -169,11 +169,11 @@ def judge(
     names = [name for term in claim.of for name in ([term] if isinstance(term, str) else term)]
     everywhere = any(name in table.rows for name in names) and bool(table.columns)
     along = claim.along or (list(table.columns) if everywhere else [""])
-    unrun = {place(row, column): why for row, column, why in places(table, scale) if why}
+    unrun = {cell_name(row, column): why for row, column, why in table_cells(table, scale) if why}
     groups: list[list[_Series]] = []
     reasons: dict[str, None] = {}
     for column in along:
-        at = {name: place(name, column) if name in table.rows else name for name in names}
+        at = {name: cell_name(name, column) if name in table.rows else name for name in names}
         if left_out := [unrun[cell] for cell in at.values() if cell in unrun]:
             reasons |= dict.fromkeys(left_out)
             continue
@@ -182,7 +182,7 @@ def judge(
         return Ruling("not testable at this scale", "; ".join(reasons))
     better = table.metrics[claim.metric or next(iter(table.metrics))].better
     ruling = _JUDGES[claim.kind](claim, groups, better)
-    cells = {place(n, c) if n in table.rows else n for n in names for c in along}
+    cells = {cell_name(n, c) if n in table.rows else n for n in names for c in along}
     missing = [f"{cell}: {why}" for cell, why in (gaps or {}).items() if cell in cells and why]
     notes = [ruling.why, *missing, *(f"not run: {why}" for why in reasons)]
     return replace(ruling, why="; ".join(filter(None, notes)))

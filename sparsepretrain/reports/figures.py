@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsepretrain.config.tables import Table, place
+from sparsepretrain.config.tables import Table, cell_name
 from sparsepretrain.reports import plots
 from sparsepretrain.reports.claims import Difference, Values, minus
 from sparsepretrain.reports.plots import line_style
@@ -139,7 +139,7 @@ def costs(results: TableResults, table: Table) -> dict[str, tuple[float, float]]
     found: dict[str, list[tuple[float, float]]] = {}
     for cell in results.cells:
         if cell.sparse_matmuls is not None and cell.flops is not None:
-            found.setdefault(cell.place, []).append((cell.sparse_matmuls, cell.flops))
+            found.setdefault(cell.name, []).append((cell.sparse_matmuls, cell.flops))
     means = {at: np.mean(pairs, axis=0) for at, pairs in found.items()}
     base = means.get(table.baseline or "")
     if base is None:
@@ -203,10 +203,10 @@ def cost_figure(results: TableResults, table: Table) -> Figure | None:
 
 
 def _of(values: Values, row: str, column: str, baseline: str | None) -> Difference:
-    at = place(row, column)
+    at = cell_name(row, column)
     if baseline is None:
         return Difference(at, [*values.get(at, {}).values()])
-    return minus(values, at, place(baseline, column))
+    return minus(values, at, cell_name(baseline, column))
 
 
 def _pairs(results: TableResults, table: Table, column: str, baseline: str) -> Pairs:

@@ -13,13 +13,12 @@ GROUPS = ("model", "data", "task", "optim", "schedule", "precision", "batch")
 """Groups of the configuration that have a line each."""
 SINGLE = ("steps", "clip", "ema")
 """Root keys that have a line each."""
-Rows = list[tuple[str, str]]
 
 
-def what_ran(results: TableResults) -> Rows:
+def what_ran(results: TableResults) -> list[tuple[str, str]]:
     """Return (setting, value) of the runs; settings that differ name the cells of each value."""
     found = {
-        cell.place: freeze.flat(json.loads(results.configs[cell.config]))
+        cell.name: freeze.flat(json.loads(results.configs[cell.config]))
         for cell in results.cells
         if cell.config in results.configs
     }
@@ -28,13 +27,13 @@ def what_ran(results: TableResults) -> Rows:
     keys = dict.fromkeys(key for config in found.values() for key in config)
     values = {key: {at: config.get(key) for at, config in found.items()} for key in keys}
     common = {key: next(iter(v.values())) for key, v in values.items() if _one(v)}
-    rows: Rows = []
+    rows: list[tuple[str, str]] = []
     for group in GROUPS:
         own = {k.partition(".")[2]: v for k, v in common.items() if k.startswith(f"{group}.")}
         name = own.pop("name", None)
         words = _pairs(own, zeros=group in ("data", "optim", "schedule"))
         rows.append((group, ", ".join([*filter(None, [name]), *words])))
-    sizes = {cell.place: f"{cell.parameters:,}" for cell in results.cells if cell.parameters}
+    sizes = {cell.name: f"{cell.parameters:,}" for cell in results.cells if cell.parameters}
     rows.insert(1, ("parameters", _by_value(sizes, results)))
     rows += [(key, _text(common[key])) for key in SINGLE if common.get(key) is not None]
     rows += [
@@ -80,7 +79,7 @@ def _named(places: Sequence[str], results: TableResults) -> str:
     for axis in ("row", "column"):
         cells: dict[str, set[str]] = {}
         for cell in results.cells:
-            cells.setdefault(getattr(cell, axis), set()).add(cell.place)
+            cells.setdefault(getattr(cell, axis), set()).add(cell.name)
         whole = [label for label, own in cells.items() if label and own <= set(places)]
         if set().union(*(cells[label] for label in whole)) == set(places):
             return ", ".join(whole)

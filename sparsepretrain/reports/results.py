@@ -20,7 +20,7 @@ import numpy as np
 from sparsepretrain.config import freeze, strict
 from sparsepretrain.config.cells import Cell, Seeds, cells, tuning_cells, word
 from sparsepretrain.config.compose import shell_line
-from sparsepretrain.config.tables import Metric, Scale, Size, Stage, Table, load_table, place
+from sparsepretrain.config.tables import Metric, Scale, Size, Stage, Table, cell_name, load_table
 from sparsepretrain.config.validate import validate
 from sparsepretrain.errors import ConfigError, DataError, DivergedError, one_line
 from sparsepretrain.files import parse_json, write_atomic
@@ -79,9 +79,9 @@ class CellResult:
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
-    def place(self) -> str:
+    def name(self) -> str:
         """``row`` or ``row @ column``."""
-        return place(self.row, self.column)
+        return cell_name(self.row, self.column)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class TableResults:
         for cell in self.cells:
             value = cell.metrics.get(metric)
             if value is not None:
-                found.setdefault(cell.place, {})[cell.seed] = value
+                found.setdefault(cell.name, {})[cell.seed] = value
         return found
 
     def compared(self, metric: str, table: Table) -> dict[str, dict[int, float]]:
@@ -118,10 +118,10 @@ class TableResults:
             return values
         found: dict[str, dict[int, float]] = {}
         for cell in self.cells:
-            own = values.get(cell.place, {}).get(cell.seed)
-            base = values.get(place(table.baseline or "", cell.column), {}).get(cell.seed)
+            own = values.get(cell.name, {}).get(cell.seed)
+            base = values.get(cell_name(table.baseline or "", cell.column), {}).get(cell.seed)
             if own is not None and base:
-                found.setdefault(cell.place, {})[cell.seed] = 100 * (own / base - 1)
+                found.setdefault(cell.name, {})[cell.seed] = 100 * (own / base - 1)
         return found
 
     def gaps(self, metric: str) -> dict[str, str]:
@@ -131,7 +131,7 @@ class TableResults:
             if cell.metrics.get(metric) is None:
                 about = cell.missing.get(metric) or cell.reason
                 why = "" if cell.state == "finished" else f"{cell.state}: " if about else cell.state
-                found.setdefault(cell.place, {}).setdefault(why + about, []).append(cell.seed)
+                found.setdefault(cell.name, {}).setdefault(why + about, []).append(cell.seed)
         whys = {why for at in found.values() for why in at}
         if len(whys) == 1 and all(cell.metrics.get(metric) is None for cell in self.cells):
             return {"all": whys.pop()}
@@ -264,9 +264,9 @@ def chosen(tuning: Sequence[CellResult], table: Table) -> dict[str, str]:
 def _collect(cell: Cell, table: Table, scale: Scale) -> tuple[CellResult, RunData | None]:
     run = cell.run
     if not run.steps:  # epochs decide; counting steps needs the data
-        from sparsepretrain.training.schedules import settle
+        from sparsepretrain.training.schedules import resolve_steps
 
-        run = settle(run)
+        run = resolve_steps(run)
     directory, plain = RunDirectory.of(run), run.plain
     # readers of the page have no runs in the author's directory
     home = word("runs_dir", f"runs/{Path(run.runs_dir).name}")

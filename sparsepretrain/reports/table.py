@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sparsepretrain.config import tables
 from sparsepretrain.config.cells import seeds_text
 from sparsepretrain.config.published import printed, published
-from sparsepretrain.config.tables import Metric, Published, Table, place, places
+from sparsepretrain.config.tables import Metric, Published, Table, cell_name, table_cells
 from sparsepretrain.reports import claims, figures
 from sparsepretrain.reports.claims import Difference, Ruling, judge
 from sparsepretrain.reports.ran import what_ran
@@ -226,15 +226,15 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
     costs = _costs(results, table) if key == next(iter(table.metrics)) else {}
     header += ["2:4 matmuls per layer", "FLOPs, %"] * bool(costs)
     rows, empty = [], False
-    for row, column, why in places(table, scale):
-        at = place(row, column)
+    for row, column, why in table_cells(table, scale):
+        at = cell_name(row, column)
         own = Difference(at, list(values.get(at, {}).values()))
         line = [row, *([column] if table.columns else [])]
         if sources:
             texts = [_published(s, metric, row, column, own, scale) for s in sources]
             line.append("; ".join(filter(None, texts)) or "–")
             empty |= not any(texts)
-        total = sum(cell.place == at for cell in results.cells)
+        total = sum(cell.name == at for cell in results.cells)
         line += [_mean(own, digits) if own.n else f"not run: {why}" if why else "–"]
         line += [f"{own.n} of {total}" if total else "0"]
         if baseline:
@@ -242,7 +242,7 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
                 "–"
                 if row == baseline
                 else _mean(
-                    claims.minus(compared, at, place(baseline, column)),
+                    claims.minus(compared, at, cell_name(baseline, column)),
                     1 if in_percent else digits,
                     "+",
                 )
@@ -328,7 +328,7 @@ def _published(
 def _only_published(table: Table) -> list[str]:
     """Return the published numbers of a table without runs."""
     rows = [
-        (place(row, column), source.metric, _value(found))
+        (cell_name(row, column), source.metric, _value(found))
         for source in table.published
         for row in source.rows
         for column in source.columns or [""]
@@ -384,7 +384,7 @@ def _power(
         return ""
     if table.baseline:
         pairs = [
-            (place(row, column), place(table.baseline, column))
+            (cell_name(row, column), cell_name(table.baseline, column))
             for row in table.rows
             for column in table.columns or [""]
             if row != table.baseline
@@ -415,7 +415,7 @@ def _pairing(results: TableResults) -> list[str]:
         for cell in results.cells:
             if mark := cell.hashes.get(name):
                 places = groups.setdefault((cell.seed, cell.settings.get(name, "")), {})
-                places.setdefault(mark, []).append(cell.place)
+                places.setdefault(mark, []).append(cell.name)
             elif cell.state != "missing":
                 unknown += 1
         label = _capital(name.replace("_", " "))
@@ -455,7 +455,7 @@ def _runs(results: TableResults) -> list[str]:
     """Return cost, hardware, commit and command of each cell."""
     by_place: dict[str, list[CellResult]] = {}
     for cell in results.cells:
-        by_place.setdefault(cell.place, []).append(cell)
+        by_place.setdefault(cell.name, []).append(cell)
     rows, commands = [], []
     for at, cells in by_place.items():
         states = Counter(cell.state for cell in cells)

@@ -28,7 +28,7 @@ HF_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WeightSource:
     """Location of trained weights."""
 
     path: Path | str
@@ -49,7 +49,7 @@ class Source:
         return None if self.checkpoint is None else RunDirectory.of_checkpoint(self.checkpoint.path)
 
 
-def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> Source:
+def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> WeightSource:
     """Find the checkpoint at ``path`` and verify the parts that an evaluation reads.
 
     Args:
@@ -62,7 +62,7 @@ def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> S
     """
     directory = Path(path).expanduser()
     if (directory / HF_CONFIG).is_file():
-        return Source(directory)
+        return WeightSource(directory)
     own = RunDirectory(directory).checkpoints
     files = (checkpoint.MANIFEST, checkpoint.STATE)
     if any((directory / name).is_file() for name in files):
@@ -84,11 +84,11 @@ def find(path: str | Path, warn: Callable[[str], None] = lambda line: None) -> S
         if local or ("/" in name and directory.parent.is_dir()):
             raise CheckpointError(f"{name}: no such checkpoint, there is no directory{_near(name)}")
         _fetch(name, HF_CONFIG)
-        return Source(name)
-    return Source(found.path, found, found.config())
+        return WeightSource(name)
+    return WeightSource(found.path, found, found.config())
 
 
-def latest(source: Source, count: int) -> list[Checkpoint]:
+def latest(source: WeightSource, count: int) -> list[Checkpoint]:
     """Return the checkpoint and the ``count - 1`` intact ones before it, oldest first."""
     if source.checkpoint is None or source.run is None:
         raise CheckpointError(f"{source.path} is not in a run directory: no others to average with")
@@ -105,7 +105,7 @@ def latest(source: Source, count: int) -> list[Checkpoint]:
     return found[::-1]
 
 
-def model_state(source: Source) -> dict[str, Tensor]:
+def model_state(source: WeightSource) -> dict[str, Tensor]:
     """Return the model's state dict, buffers included, on the CPU under stored names."""
     tensors: dict[str, Tensor] = {}
     if source.checkpoint is not None:
@@ -126,7 +126,7 @@ def model_state(source: Source) -> dict[str, Tensor]:
     return tensors
 
 
-def _weight_files(source: Source) -> list[Path]:
+def _weight_files(source: WeightSource) -> list[Path]:
     for name in HF_FILES:
         if (file := locate(source, name)) is not None:
             return [file]
@@ -143,7 +143,7 @@ def _weight_files(source: Source) -> list[Path]:
     raise CheckpointError(f"{source.path} has no weights: neither {' nor '.join(HF_FILES)}")
 
 
-def locate(source: Source, name: str) -> Path | None:
+def locate(source: WeightSource, name: str) -> Path | None:
     """Return the path of a Hugging Face checkpoint's file, fetched if remote; None: missing."""
     if isinstance(source.path, Path):
         file = source.path / name

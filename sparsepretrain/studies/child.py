@@ -48,6 +48,8 @@ def start_child(
     forkserver.set_forkserver_preload(modules)
     # server and starting children must survive a signal to the process group
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    if jobs > 1:  # NumPy reads it when it is imported; its idle threads spin and slow other cells
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(_share(os.cpu_count() or 1, jobs)))
     try:
         forkserver.ensure_running()
     finally:
@@ -82,13 +84,17 @@ def _work(
         import torch
 
         if jobs > 1:
-            torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+            torch.set_num_threads(_share(torch.get_num_threads(), jobs))
         sys.exit(work(Console(output)))
     except SparsePretrainError as error:
         print(f"{error.label}: {error}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _share(threads: int, jobs: int) -> int:
+    return max(1, threads // jobs)
 
 
 def _end_with_parent() -> None:

@@ -21,7 +21,7 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.files import write_atomic
 from sparsepretrain.sparsity.method import Method
 from sparsepretrain.sparsity.methods.tsrste import TSRSTE
-from sparsepretrain.studies.engine import Cell, CellError, Study
+from sparsepretrain.studies.engine import CellError, Study, StudyCell
 from sparsepretrain.tracking.console import Console, significant
 
 GRID = (6.0e-6, 1.0e-3)
@@ -44,7 +44,7 @@ RESULT = "tune.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class DecaySearch:
     """Search over λ for a run whose method has a ``decay``.
 
     Raises:
@@ -102,18 +102,18 @@ class Search:
         return directory.with_name(f"search-{directory.name}")
 
     @property
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[StudyCell]:
         """The dense run, then a run per λ of the grid."""
         return [self.reference(), *map(self.sparse, self.grid)]
 
-    def reference(self) -> Cell:
+    def reference(self) -> StudyCell:
         """Return the dense run: equal data, initial weights and mask rule."""
         sparsity = self.run.plain["sparsity"]
         chosen = {key: sparsity[key] for key in ("n", "m", "targets", "window")}
         chosen |= {"name": "dense", "flip_rule": flip_rule(self._method()), "refresh": self.refresh}
         return self._cell("dense", chosen)
 
-    def sparse(self, decay: float) -> Cell:
+    def sparse(self, decay: float) -> StudyCell:
         """Return the run with λ = ``decay``."""
         return self._cell(f"λ = {decay:.3g}", self.run.plain["sparsity"] | {"decay": decay})
 
@@ -121,8 +121,8 @@ class Search:
         method: type[Method] = registry.get("method", self.run.sparsity.name)
         return method(self.run.sparsity, self.run.steps)
 
-    def _cell(self, label: str, sparsity: dict[str, Any]) -> Cell:
-        return Cell(label, validate(self._segment(sparsity)), self.steps)
+    def _cell(self, label: str, sparsity: dict[str, Any]) -> StudyCell:
+        return StudyCell(label, validate(self._segment(sparsity)), self.steps)
 
     def _segment(self, sparsity: dict[str, Any]) -> dict[str, Any]:
         """Return the configuration of a segment: every flip recorded, no evaluation."""
@@ -152,7 +152,7 @@ def log_grid(low: float, high: float, points: int) -> tuple[float, ...]:
 
 
 def tune_decay(
-    search: Search,
+    search: DecaySearch,
     out: Path,
     overrides: Sequence[str],
     config_dirs: Sequence[Path],
@@ -265,7 +265,7 @@ def why_none(
     return f"{missed}: give --grid {max(weak):.3g},{min(strong):.3g}, between which μ crosses it"
 
 
-def _measure(search: Search, cell: Cell) -> dict[str, Any]:
+def _measure(search: DecaySearch, cell: StudyCell) -> dict[str, Any]:
     """Return means over the last mask comparisons and over the last tenth of the steps."""
     if cell.state == "failed":
         raise CellError(cell)
@@ -284,7 +284,7 @@ def _measure(search: Search, cell: Cell) -> dict[str, Any]:
     }
 
 
-def _show(search: Search, result: dict[str, Any], console: Console) -> None:
+def _show(search: DecaySearch, result: dict[str, Any], console: Console) -> None:
     dense = result["dense"]
     rows = [("dense", f"{dense['flip_rate']:.3e}", "1", "reference", significant(dense["loss"]))]
     for run in result["runs"]:

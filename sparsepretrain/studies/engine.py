@@ -50,7 +50,7 @@ class Stopped(SparsePretrainError):
 
 
 @dataclass(eq=False)
-class Cell:
+class StudyCell:
     """Run of a study and its state."""
 
     label: str
@@ -63,7 +63,7 @@ class Cell:
     """Run and name of a stage, where its failure is recorded."""
     may_diverge: bool = False
     """True: a diverged run is a result and not a failure of the study."""
-    then: Callable[[], Iterable[Cell]] = tuple
+    then: Callable[[], Iterable[StudyCell]] = tuple
     """Cells that follow, requested once this one is finished."""
     state: Literal["waiting", "running", "finished", "partial", "stopped", "failed"] = "waiting"
     """``partial``: the run reached ``stop_after``; ``stopped``: a signal ended it before."""
@@ -138,12 +138,12 @@ class Cell:
 class CellError(SparsePretrainError):
     """Failed cell without which a study cannot continue: exit code of the cell."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: StudyCell) -> None:
         self.exit_code = max(1, cell.exit_code)
         super().__init__(f"{cell.label} failed: {cell.error}; see {cell.directory.console_log}")
 
 
-def _row(cell: Cell) -> list[str]:
+def _row(cell: StudyCell) -> list[str]:
     """Return the row of a cell in the table."""
     step, loss, flips = (cell.line.get(key) for key in ("step", "loss", "flip_rate"))
     note = ""
@@ -178,15 +178,15 @@ class Study(contextlib.AbstractContextManager["Study"]):
         self, title: str, console: Console, *, jobs: int = 1, devices: Sequence[str] = ()
     ) -> None:
         self.title, self.jobs = title, jobs
-        self._devices, self._used = devices, dict[Cell, str]()
-        self.cells: list[Cell] = []
+        self._devices, self._used = devices, dict[StudyCell, str]()
+        self.cells: list[StudyCell] = []
         self._console = console
-        self._children: dict[Cell, ForkServerProcess] = {}
+        self._children: dict[StudyCell, ForkServerProcess] = {}
 
     def __exit__(self, *error: object) -> None:
         self._console.stop()
 
-    def run(self, cells: Sequence[Cell]) -> None:
+    def run(self, cells: Sequence[StudyCell]) -> None:
         """Add ``cells`` to the table and run their remaining work.
 
         Raises:
@@ -223,7 +223,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
         if signals.exit_code is not None:
             raise Stopped(signals.exit_code)
 
-    def _start(self, cell: Cell) -> None:
+    def _start(self, cell: StudyCell) -> None:
         left, log = cell.left, cell.directory.console_log
         if left == cell.goal:
             cell.state = cell.goal
@@ -255,7 +255,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
             environment=environment,
         )
 
-    def _end(self, cell: Cell, *, stopping: bool) -> None:
+    def _end(self, cell: StudyCell, *, stopping: bool) -> None:
         child = self._children.pop(cell)
         child.join()
         code = child.exitcode
@@ -275,7 +275,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
             lines = cell.directory.console_log.read_text(errors="replace").split("\n")
             self._fail(cell, code, next((x.strip() for x in lines[::-1] if x.strip()), "no output"))
 
-    def _next(self, cell: Cell) -> list[Cell]:
+    def _next(self, cell: StudyCell) -> list[StudyCell]:
         """Return the cells that follow ``cell``; refused cells have failed."""
         found = list(cell.then()) if cell.is_done else []
         self.cells += found
@@ -283,7 +283,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
             self._fail(refused, refused.exit_code, refused.error)
         return [other for other in found if other.state == "waiting"]
 
-    def _fail(self, cell: Cell, code: int, error: str, *, note: bool = True) -> None:
+    def _fail(self, cell: StudyCell, code: int, error: str, *, note: bool = True) -> None:
         cell.state, cell.exit_code, cell.error = "failed", code, error
         if note:
             cell.note()
@@ -309,7 +309,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
                 cell.state = "stopped"
             self._children.clear()
 
-    def _say(self, cell: Cell, what: str) -> None:
+    def _say(self, cell: StudyCell, what: str) -> None:
         if not self._console.live:
             self._console.info(f"{cell.label}: {what}")
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparsepretrain.config.published import printed
-from sparsepretrain.config.tables import Table, load_table, names, places
+from sparsepretrain.config.tables import Table, load_table, names, table_cells
 from sparsepretrain.errors import ConfigError, SparsePretrainError
-from sparsepretrain.studies.engine import Cell
+from sparsepretrain.studies.engine import StudyCell
 from sparsepretrain.studies.reproduce import Part, to_run
 from sparsepretrain.tracking.console import Console, count
 
@@ -24,7 +24,7 @@ def show_plan(
         console.info(f"stages after each run: {', '.join(dict.fromkeys(following))}")
 
 
-def show_cells(title: str, cells: Sequence[Cell], console: Console) -> None:
+def show_cells(title: str, cells: Sequence[StudyCell], console: Console) -> None:
     """Print cells with their remaining work, and the total cost."""
     console.loading(title)
     from sparsepretrain.tasks import build_task
@@ -79,7 +79,7 @@ def show_tables(config_dirs: Sequence[Path], console: Console) -> None:
         rows.append((name, *_described(table), source))
     header = ("table", "title", "paper", "nano", "published", "minutes", "source")
     console.table("", rows, header=header, lines=False)
-    console.info("\npaper, nano: cells x seeds; minutes: CPU core minutes at nano scale")
+    console.info("\npaper, nano: cells x seeds + tuning runs; minutes: of one CPU core, nano scale")
 
 
 def _described(table: Table) -> tuple[str, ...]:
@@ -90,8 +90,11 @@ def _described(table: Table) -> tuple[str, ...]:
     sizes = []
     for scale in ("paper", "nano"):
         size = table.scales.get(scale)
-        number = 0 if size is None else sum(not why for *_, why in places(table, scale))
-        sizes.append("–" if size is None else f"{number} x {size.seeds}")
+        number = 0 if size is None else sum(not why for *_, why in table_cells(table, scale))
+        text = "–" if size is None else f"{number} x {size.seeds}"
+        if size is not None and (tune := size.tune) is not None:
+            text += f" + {sum(len(tune.settings(r)) for r in table.rows) * len(tune.seeds)}"
+        sizes.append(text)
     values = [
         printed(source, row, column) is not None
         for source in table.published

@@ -117,25 +117,25 @@ def check(
         ConfigError: all problems, one line each, with their cells.
     """
     errors: dict[str, list[str]] = {}
-    settled, result = {}, []
+    steps_at, result = {}, []
     for part in found:
         for cell in part.cells:
-            at = (part.name, cell.place)
+            at = (part.name, cell.name)
             done = _end_is_saved(cell.run, stop_after)
-            if at in settled or (done and not part.stages):
+            if at in steps_at or (done and not part.stages):
                 continue
             console.loading(part.name)
-            settled[at] = cell.run.steps
+            steps_at[at] = cell.run.steps
             try:
-                settled[at] = _check(cell, part.stages, config_dirs, done=done)
+                steps_at[at] = _check(cell, part.stages, config_dirs, done=done)
             except SparsePretrainError as error:
                 if isinstance(error, DataError) and not prepared:
                     continue
                 for message in getattr(error, "messages", [str(error)]):
-                    errors.setdefault(message, []).append(cell.place)
+                    errors.setdefault(message, []).append(cell.name)
         now = []
         for cell in part.cells:
-            steps = settled.get((part.name, cell.place), cell.run.steps)
+            steps = steps_at.get((part.name, cell.name), cell.run.steps)
             now.append(dataclasses.replace(cell, run=dataclasses.replace(cell.run, steps=steps)))
         result.append(dataclasses.replace(part, cells=now))
     if errors:
@@ -149,9 +149,9 @@ def _check(
     """Check a cell and its stages; return the steps."""
     from sparsepretrain.training.derive import check_finetuning
     from sparsepretrain.training.plan import check
-    from sparsepretrain.training.schedules import settle
+    from sparsepretrain.training.schedules import resolve_steps
 
-    run = settle(cell.run)
+    run = resolve_steps(cell.run)
     if not done:
         check(run)
     for stage in following:
@@ -199,14 +199,14 @@ def _train_words(
 
 def to_run(
     found: Sequence[Part], stop_after: int | None, config_dirs: Sequence[Path], console: Console
-) -> list[engine.Cell]:
+) -> list[engine.StudyCell]:
     """Return the cells of a study, seed by seed, each followed by its stages."""
     several, made = len({part.name for part in found}) > 1, []
     for part in found:
         for cell in part.cells:
             label = f"{part.name}: {cell.label}" if several else cell.label
             words = _train_words(cell, stop_after, config_dirs)
-            made.append(engine.Cell(label, cell.run, stop_after, words))
+            made.append(engine.StudyCell(label, cell.run, stop_after, words))
             made[-1].may_diverge = part.is_tuning
             if part.stages:
                 after = (cell, label, part.stages, stop_after, config_dirs, console)

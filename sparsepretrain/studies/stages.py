@@ -22,7 +22,7 @@ from sparsepretrain.tracking.console import Console
 
 
 @dataclass(eq=False)
-class Evaluation(engine.Cell):
+class Evaluation(engine.StudyCell):
     """Evaluation of a trained run: a line of its ``eval.jsonl``."""
 
     stage: Stage = field(kw_only=True)
@@ -121,7 +121,7 @@ def following(
     stop_after: int | None,
     config_dirs: Sequence[Path],
     console: Console,
-) -> Iterator[engine.Cell]:
+) -> Iterator[engine.StudyCell]:
     """Yield the stages of a trained cell; a stage that cannot start has failed already."""
     directory = RunDirectory.of(cell.run)
     for stage in stages:
@@ -132,12 +132,12 @@ def following(
             yield kind(*shared, stage=stage, config_dirs=config_dirs)
             continue
         from sparsepretrain.training.derive import finetuned
-        from sparsepretrain.training.schedules import settle
+        from sparsepretrain.training.schedules import resolve_steps
 
-        made = engine.Cell(*shared)
+        made = engine.StudyCell(*shared)
         try:
             derived = finetuned(str(directory), stage_words(cell, stage), config_dirs, console)
-            made.run = settle(derived)
+            made.run = resolve_steps(derived)
         except SparsePretrainError as error:
             made.state, made.exit_code = "failed", error.exit_code
             made.error = f"{error.label}: {error}"

@@ -242,7 +242,7 @@ class Search:
         self, study: engine.Study, trials: Sequence[Any], console: Console
     ) -> dict[int, float]:
         """Return trial number -> metric, the mean over seeds; NaN if failed."""
-        cells: dict[int, list[engine.Cell]] = {}
+        cells: dict[int, list[engine.StudyCell]] = {}
         for trial in trials:
             chosen = [f"{key}={value}" for key, value in trial.params.items()]
             place = {(f"trial {trial.number}", ""): [*self.axes.fixed, *chosen]}
@@ -260,7 +260,7 @@ class Search:
             for number, own in cells.items()
         }
 
-    def _value(self, cell: engine.Cell) -> float:
+    def _value(self, cell: engine.StudyCell) -> float:
         if cell.exit_code == DivergedError.exit_code:
             return -math.inf if self.maximize else math.inf
         if not cell.is_done:

@@ -67,7 +67,7 @@ class WindowTask(Task):
 
 
 @dataclass(slots=True, kw_only=True)
-class RecordOptions:
+class RecordTaskOptions:
     """Keys of every task on records."""
 
     tokenizer: str

@@ -13,7 +13,7 @@ from sparsepretrain.data.sources.questions import QUESTIONS
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, averages
-from sparsepretrain.tasks._bases import RecordOptions, RecordTask, Sample, join
+from sparsepretrain.tasks._bases import RecordTask, RecordTaskOptions, Sample, join
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +27,7 @@ NEVER = float("-inf")
 
 
 @dataclass(slots=True, kw_only=True)
-class QuestionAnsweringOptions(RecordOptions):
+class QuestionAnsweringOptions(RecordTaskOptions):
     """Options of the task."""
 
     name: Literal["question_answering"]
@@ -37,7 +37,7 @@ class QuestionAnsweringOptions(RecordOptions):
     end: Literal["last", "next"]
 
     def problems(self) -> Problems:
-        yield from RecordOptions.problems(self)
+        yield from RecordTaskOptions.problems(self)
         room = self.max_length - self.max_question - 4
         if not 0 <= self.stride < room:
             yield (

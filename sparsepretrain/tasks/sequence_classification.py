@@ -14,7 +14,7 @@ from sparsepretrain.errors import ConfigError, needs
 from sparsepretrain.limits import Problems
 from sparsepretrain.registry import register
 from sparsepretrain.tasks import Batch, Observation, averages, cross_entropy
-from sparsepretrain.tasks._bases import RecordOptions, RecordTask, Sample, join
+from sparsepretrain.tasks._bases import RecordTask, RecordTaskOptions, Sample, join
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ CORRELATIONS = ("pearson", "spearman")
 
 
 @dataclass(slots=True, kw_only=True)
-class SequenceClassificationOptions(RecordOptions):
+class SequenceClassificationOptions(RecordTaskOptions):
     """Options of the task."""
 
     name: Literal["sequence_classification"]
@@ -33,7 +33,7 @@ class SequenceClassificationOptions(RecordOptions):
     parts: list[str]
 
     def problems(self) -> Problems:
-        yield from RecordOptions.problems(self)
+        yield from RecordTaskOptions.problems(self)
         if not self.metrics:
             yield "metrics", "must name at least one metric"
 

@@ -16,7 +16,7 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.optim import build_optimizer
 from sparsepretrain.runs import weights
-from sparsepretrain.runs.weights import Source
+from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
 from sparsepretrain.sparsity.backend import Backend
 from sparsepretrain.tasks import Task, build_task
@@ -26,7 +26,7 @@ from sparsepretrain.training.batches import TrainingBatches
 from sparsepretrain.training.gradients import gradients
 from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.identity import weights_hash
-from sparsepretrain.training.observers import EMA, Flips
+from sparsepretrain.training.observers import EMA, FlipObserver
 from sparsepretrain.training.precision import Options, compute_dtype, fp8_formats, set_numerics
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.world import World
@@ -45,7 +45,7 @@ def build_session(
     console: Console,
     *,
     splits: Sequence[str] | None = None,
-    initial: Source | None = None,
+    initial: WeightSource | None = None,
     world: World | None = None,
 ) -> Session:
     """Build everything the loop touches; prepares offline data, writes no run directory.
@@ -107,7 +107,7 @@ def build_session(
         ),
         gradients=gradients(run.parallel, task, forward_model, world),
         guard=Guard(run.guard),
-        observers=[Flips(sparsifier), *([] if ema is None else [ema])],
+        observers=[FlipObserver(sparsifier), *([] if ema is None else [ema])],
         ema=ema,
         on_progress=console.progress,
         initial_weights=initial_weights,
@@ -228,7 +228,9 @@ def _grad_scaler(options: Options, device: torch.device) -> torch.amp.GradScaler
     return torch.amp.GradScaler(device.type, enabled=False)
 
 
-def load_initial(source: Source, run: Run, task: Task, model: nn.Module, console: Console) -> State:
+def load_initial(
+    source: WeightSource, run: Run, task: Task, model: nn.Module, console: Console
+) -> State:
     """Give ``model``, which is not sparse yet, the weights of a checkpoint.
 
     Returns:
@@ -276,7 +278,7 @@ def restore_method(sparsifier: Sparsifier, state: State) -> None:
     sparsifier.refresh()
 
 
-def evaluated_model(source: Source) -> tuple[Task, nn.Module, Sparsifier]:
+def evaluated_model(source: WeightSource) -> tuple[Task, nn.Module, Sparsifier]:
     """Return the model of a run's checkpoint, as it is evaluated, without data.
 
     Returns:
@@ -302,7 +304,7 @@ def evaluated_model(source: Source) -> tuple[Task, nn.Module, Sparsifier]:
     return task, model.eval(), sparsifier
 
 
-def evaluated_state(source: Source) -> State:
+def evaluated_state(source: WeightSource) -> State:
     """Return the state dict that a run evaluates with: pruned, scaled, with dense layers' names.
 
     Raises:

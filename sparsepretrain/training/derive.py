@@ -8,10 +8,10 @@ from typing import Any
 
 from sparsepretrain import registry
 from sparsepretrain.config import strict
-from sparsepretrain.config.compose import Request, amend, build, read
+from sparsepretrain.config.compose import Overrides, amend, build, read
 from sparsepretrain.config.places import catalog
 from sparsepretrain.config.schema import Run
-from sparsepretrain.config.validate import load_request, validate
+from sparsepretrain.config.validate import load_parsed, validate
 from sparsepretrain.data import load as load_data
 from sparsepretrain.data.encoding import open_codec
 from sparsepretrain.data.tokenizer import BYTES, tokenizer
@@ -19,14 +19,14 @@ from sparsepretrain.errors import CheckpointError, ConfigError, DataError
 from sparsepretrain.models.pretrained import Pretrained, PretrainedOptions
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.directory import RunDirectory
-from sparsepretrain.runs.weights import Source
+from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.tracking.console import Console
 
 DECIDED = ("model", "sparsity", "optim", "schedule", "experiment", "steps", "epochs", "eval")
 """Groups and keys that an evaluation cannot override."""
 
 
-def evaluated(source: Source, overrides: Sequence[str], config_dirs: Sequence[Path]) -> Run:
+def evaluated(source: WeightSource, overrides: Sequence[str], config_dirs: Sequence[Path]) -> Run:
     """Return the run of a checkpoint with other data, task or keys.
 
     New text is tokenized as the run's was, whatever its group says. For a Hugging Face checkpoint
@@ -36,21 +36,21 @@ def evaluated(source: Source, overrides: Sequence[str], config_dirs: Sequence[Pa
     Raises:
         ConfigError: every problem, one message each.
     """
-    request = read(overrides, config_dirs)
-    typed = {key for key, _ in request.values}
+    parsed = read(overrides, config_dirs)
+    typed = {key for key, _ in parsed.values}
     if source.config is None:
-        request.choices = {"sparsity": "dense", **request.choices, "model": "pretrained"}
-        _put_first(request, dict.fromkeys(("model.path", "init.path"), str(source.path)))
+        parsed.choices = {"sparsity": "dense", **parsed.choices, "model": "pretrained"}
+        _put_first(parsed, dict.fromkeys(("model.path", "init.path"), str(source.path)))
     else:
-        request.errors += [
+        parsed.errors += [
             f"{word}: the checkpoint decides {word.partition('.')[0]}; leave it out"
-            for word in (*request.choices, *typed)
+            for word in (*parsed.choices, *typed)
             if word.partition(".")[0] in DECIDED
         ]
-    if request.errors:
-        raise ConfigError(request.errors)
+    if parsed.errors:
+        raise ConfigError(parsed.errors)
     if source.config is None:
-        plain, _ = build(request)
+        plain, _ = build(parsed)
         if "tokenizer" in plain["data"] and "data.tokenizer" not in typed:
             if tokenizer_file(source) is None:
                 raise ConfigError(f"{source.path} has no tokenizer.json: give data.tokenizer")
@@ -58,7 +58,7 @@ def evaluated(source: Source, overrides: Sequence[str], config_dirs: Sequence[Pa
     else:
         if "plugins" not in typed:
             registry.require_imported(source.config.get("plugins"), source.path)
-        plain = amend(source.config, request)
+        plain = amend(source.config, parsed)
         if "init" in plain:
             plain["init"]["path"] = None  # of the weights that the checkpoint replaces
         old, new = source.config["data"], plain["data"]
@@ -90,15 +90,15 @@ def finetuned(
         CheckpointError: there is no checkpoint.
         ConfigError: every problem of the overrides, one message each.
     """
-    request = _asked(overrides, config_dirs)
+    parsed = _asked(overrides, config_dirs)
     source = weights.find(checkpoint, console.warn)
-    plain = _take_on(source, request)
+    plain = _take_on(source, parsed)
     if "tokenizer" in plain.get("task", {}):
-        _put_first(request, {"task.tokenizer": _name(tokenizer_file(source), source)})
+        _put_first(parsed, {"task.tokenizer": _name(tokenizer_file(source), source)})
     elif "tokenizer" in plain.get("data", {}):
         reading = _reading(source, plain["data"])
-        _put_first(request, {f"data.{key}": value for key, value in reading.items()})
-    return load_request(request)
+        _put_first(parsed, {f"data.{key}": value for key, value in reading.items()})
+    return load_parsed(parsed)
 
 
 def check_finetuning(run: Run, overrides: Sequence[str], config_dirs: Sequence[Path]) -> None:
@@ -109,42 +109,42 @@ def check_finetuning(run: Run, overrides: Sequence[str], config_dirs: Sequence[P
     Raises:
         ConfigError: every problem, one message each.
     """
-    request = _asked(overrides, config_dirs)
-    _take_on(Source(RunDirectory.of(run).path, config=run.plain), request)
+    parsed = _asked(overrides, config_dirs)
+    _take_on(WeightSource(RunDirectory.of(run).path, config=run.plain), parsed)
     try:
-        load_request(request)
+        load_parsed(parsed)
     except ConfigError as error:
         known = [m for m in error.messages if not m.startswith(("data", "task.tokenizer"))]
         if known:
             raise ConfigError(known) from error
 
 
-def _asked(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Request:
+def _asked(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Overrides:
     """Read the overrides of a fine-tuning."""
-    request = read(with_recipe(overrides, config_dirs), config_dirs)
-    if "model" in request.choices:
+    parsed = read(with_recipe(overrides, config_dirs), config_dirs)
+    if "model" in parsed.choices:
         raise ConfigError("model comes from the checkpoint: leave model= out (keys can be changed)")
-    return request
+    return parsed
 
 
-def _take_on(source: Source, request: Request) -> dict[str, Any]:
-    """Apply a checkpoint, except its tokenizer, to ``request``; return the composed values."""
+def _take_on(source: WeightSource, parsed: Overrides) -> dict[str, Any]:
+    """Apply a checkpoint, except its tokenizer, to ``parsed``; return the composed values."""
     place = source.path.resolve() if isinstance(source.path, Path) else source.path
     settings: dict[str, Any] = {"init.path": str(place)}
-    request.choices["model"] = "pretrained"
+    parsed.choices["model"] = "pretrained"
     if source.config is None:
         settings["model.path"] = str(place)
-        request.choices.setdefault("sparsity", "dense")
+        parsed.choices.setdefault("sparsity", "dense")
     else:
-        if not any(key == "plugins" for key, _ in request.values):
+        if not any(key == "plugins" for key, _ in parsed.values):
             registry.require_imported(source.config.get("plugins"), source.path)
-        settings |= _from_run(source.config, request)
-    method: Any = registry.get("method", request.choices["sparsity"])
+        settings |= _from_run(source.config, parsed)
+    method: Any = registry.get("method", parsed.choices["sparsity"])
     settings |= {f"sparsity.{key}": value for key, value in method.finetuning.options.items()}
-    _put_first(request, settings)
-    if request.errors:
-        load_request(request)  # raises with all errors
-    plain, _ = build(request)
+    _put_first(parsed, settings)
+    if parsed.errors:
+        load_parsed(parsed)  # raises with all errors
+    plain, _ = build(parsed)
     _require_fitting(plain)
     return plain
 
@@ -171,30 +171,30 @@ def with_recipe(overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[s
     return words
 
 
-def _from_run(config: dict[str, Any], request: Request) -> dict[str, Any]:
+def _from_run(config: dict[str, Any], parsed: Overrides) -> dict[str, Any]:
     """Take model, method, precision and plugins from a run; for the same task its data too."""
-    request.blocks["model"] = config["model"]
+    parsed.blocks["model"] = config["model"]
     settings: dict[str, Any] = {"plugins": config["plugins"]} if config.get("plugins") else {}
-    if "precision" not in request.choices:
+    if "precision" not in parsed.choices:
         block = config["precision"]
-        request.choices["precision"] = block["name"]
-        request.blocks["precision"] = block
+        parsed.choices["precision"] = block["name"]
+        parsed.blocks["precision"] = block
         if block["name"] in ("fp8", "fp8_sim"):  # dropped with MVUE
-            request.choices["precision"] = block["dtype"]
+            parsed.choices["precision"] = block["dtype"]
             keys = ("init_scale", "growth_interval") if block["dtype"] == "fp16" else ()
-            request.blocks["precision"] = {"name": block["dtype"], **{k: block[k] for k in keys}}
-    if request.choices.get("task") == config["task"]["name"]:  # goes on with what the run did
-        request.blocks["task"] = config["task"]
-        if "data" not in request.choices:
-            request.blocks["data"] = config["data"]
+            parsed.blocks["precision"] = {"name": block["dtype"], **{k: block[k] for k in keys}}
+    if parsed.choices.get("task") == config["task"]["name"]:  # goes on with what the run did
+        parsed.blocks["task"] = config["task"]
+        if "data" not in parsed.choices:
+            parsed.blocks["data"] = config["data"]
     before = config["sparsity"]
     source: Any = registry.get("method", before["name"])
-    chosen = request.choices.get("sparsity", source.finetuning.method or before["name"])
-    request.choices["sparsity"] = chosen
+    chosen = parsed.choices.get("sparsity", source.finetuning.method or before["name"])
+    parsed.choices["sparsity"] = chosen
     settings |= {f"sparsity.{key}": before[key] for key in ("n", "m", "targets")}
     if chosen == before["name"]:
         # the window and the phases were those of pre-training
-        request.blocks["sparsity"] = {**before, "window": {"start": 0.0, "stop": 1.0}}
+        parsed.blocks["sparsity"] = {**before, "window": {"start": 0.0, "stop": 1.0}}
     return settings
 
 
@@ -207,12 +207,12 @@ def _require_fitting(plain: dict[str, Any]) -> None:
         raise ConfigError(f"a model of family {family} cannot do task={task}: it does {known}")
 
 
-def _put_first(request: Request, settings: dict[str, Any]) -> None:
+def _put_first(parsed: Overrides, settings: dict[str, Any]) -> None:
     """Set values that typed overrides can still change."""
-    request.values[:0] = settings.items()
+    parsed.values[:0] = settings.items()
 
 
-def _reading(source: Source, data: dict[str, Any]) -> dict[str, Any]:
+def _reading(source: WeightSource, data: dict[str, Any]) -> dict[str, Any]:
     """``tokenizer`` and ``vocab_size`` with which ``data`` reads text as the checkpoint's model."""
     before = {"tokenizer": source.path} if source.config is None else source.config["data"]
     name, size = before.get("tokenizer"), before.get("vocab_size")
@@ -225,7 +225,7 @@ def _reading(source: Source, data: dict[str, Any]) -> dict[str, Any]:
     return {"tokenizer": name, "vocab_size": size or open_codec(tokenizer_file(source)).vocab_size}
 
 
-def tokenizer_file(source: Source) -> Path | None:
+def tokenizer_file(source: WeightSource) -> Path | None:
     """tokenizer.json of a checkpoint's model; None: it reads bytes, or none is known.
 
     It is in the directory of the checkpoint, or the configuration names it, or it was trained on
@@ -256,7 +256,7 @@ def tokenizer_file(source: Source) -> Path | None:
     return data.tokenizer_file
 
 
-def _name(file: Path | None, source: Source) -> str:
+def _name(file: Path | None, source: WeightSource) -> str:
     """Return the configuration's name of the tokenizer that :func:`tokenizer_file` found."""
     if file is not None:
         return str(file)

@@ -22,7 +22,7 @@ from sparsepretrain.errors import (
 )
 from sparsepretrain.runs import weights
 from sparsepretrain.runs.checkpoint import Checkpoint
-from sparsepretrain.runs.weights import Source
+from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import densify
 from sparsepretrain.sparsity.coverage import Proof
 from sparsepretrain.sparsity.sparsifier import prove
@@ -131,7 +131,7 @@ def weights_evaluated(proof: Proof) -> dict[str, Any]:
 
 
 def identity(
-    source: Source, overrides: Sequence[str], device: torch.device, **what: Any
+    source: WeightSource, overrides: Sequence[str], device: torch.device, **what: Any
 ) -> dict[str, Any]:
     """Return checkpoint, time, overrides and environment of an evaluation, and ``what``."""
     return {
@@ -145,7 +145,12 @@ def identity(
 
 
 def _load_weights(
-    t: Session, source: Source, averaged: list[Checkpoint], console: Console, *, same_data: bool
+    t: Session,
+    source: WeightSource,
+    averaged: list[Checkpoint],
+    console: Console,
+    *,
+    same_data: bool,
 ) -> None:
     """Weights or their mean, the averages that the run kept, and the state of the method."""
     newest = source.checkpoint

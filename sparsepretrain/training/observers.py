@@ -52,7 +52,7 @@ class Throughput(Observer):
         return result
 
 
-class Flips(Observer):
+class FlipObserver(Observer):
     """Numbers of the sparse weights; flip rates are means over the comparisons since a line.
 
     Flips are summed on the device and read only for a line of the record. One sum belongs to every

@@ -13,8 +13,8 @@ from sparsepretrain.tasks import build_task
 Schedule = Decay | Warmup | Triangle
 
 
-def settle(run: Run) -> Run:
-    """Replace ``steps=0`` by what ``epochs`` comes to; opens (and prepares) data only for that.
+def resolve_steps(run: Run) -> Run:
+    """Replace ``steps=0`` by the steps of ``epochs``; open (and prepare) data only for that.
 
     Raises:
         ConfigError: these are too many steps.

@@ -5,7 +5,7 @@ import pytest
 from sparsepretrain.config import tables
 from sparsepretrain.config.cells import cells, stage_words
 from sparsepretrain.config.published import printed
-from sparsepretrain.config.tables import load_table, place, places
+from sparsepretrain.config.tables import cell_name, load_table, table_cells
 
 NAMES = list(tables.names())
 SCALES = [(name, scale) for name in NAMES for scale in load_table(name).scales]
@@ -38,10 +38,27 @@ def test_the_last_cell_is_a_run(name):
     """One cell of each table; all of them in the slow tier."""
     table = load_table(name)
     scale = next(iter(table.scales))
-    row, column, _ = [at for at in places(table, scale) if not at[2]][-1]
-    (cell,) = cells(name, table, scale, seeds=1, only=_literal(place(row, column)))
+    row, column, _ = [at for at in table_cells(table, scale) if not at[2]][-1]
+    (cell,) = cells(name, table, scale, seeds=1, only=_literal(cell_name(row, column)))
     assert cell.seed == table.first_seed
     assert cell.run.runs_dir == f"runs/{name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [(n, s) for n, s in SCALES if load_table(n).scales[s].tune is not None]
+)
+def test_the_last_setting_of_each_tuned_row_is_a_run(name, scale):
+    """All settings of a row have the same keys; a study checks them before its first run."""
+    table = load_table(name)
+    tune = table.scales[scale].tune
+    settings = {row: tune.settings(row)[-1] for row in table.rows}
+    found = cells(name, table, scale, seeds=1, settings=settings)
+    assert [cell.row for cell in found] == [*table.rows]
+    assert set(tune.seeds).isdisjoint(range(table.first_seed, table.first_seed + 100))
+    for cell in found:
+        assert cell.run.optim.lr == max(
+            float(s.split("=")[1].split()[0]) for s in tune.settings(cell.row)
+        )
 
 
 @pytest.mark.slow
@@ -53,8 +70,8 @@ def test_every_cell_is_a_run_that_could_start(name, scale):
 
     table = load_table(name)
     found = cells(name, table, scale, seeds=1)
-    assert [cell.place for cell in found] == [
-        place(row, column) for row, column, why in places(table, scale) if not why
+    assert [cell.name for cell in found] == [
+        cell_name(row, column) for row, column, why in table_cells(table, scale) if not why
     ]
     assert len({cell.run.name for cell in found}) == len(found)
     for cell in found:

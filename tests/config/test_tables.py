@@ -6,7 +6,7 @@ import yaml
 from sparsepretrain.config import freeze, load
 from sparsepretrain.config.cells import cells, read_seeds, seeds_text
 from sparsepretrain.config.published import printed
-from sparsepretrain.config.tables import Published, load_table, place, slug
+from sparsepretrain.config.tables import Published, cell_name, load_table, slug
 from sparsepretrain.errors import ConfigError
 
 SMALL = {
@@ -117,7 +117,7 @@ def test_published_numbers_come_with_their_status():
     assert row is not None and row["value"] == 26.42 and row["status"] == "secondary"
     assert printed(source, "step", "") is None  # without a published number
     assert printed(source, "srste", "") is None
-    assert place("a", "") == "a" and slug("λ = 6e-5, MVUE") == "λ_6e-5_MVUE"
+    assert cell_name("a", "") == "a" and slug("λ = 6e-5, MVUE") == "λ_6e-5_MVUE"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from sparsepretrain.cli import main
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.runs import weights
 from sparsepretrain.training import assembly
-from sparsepretrain.training.schedules import settle
+from sparsepretrain.training.schedules import resolve_steps
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_resume_without_the_source_is_bit_exact(tiny, tmp_path, stop_after):
     from sparsepretrain.config import freeze
     from sparsepretrain.training.trainer import train as start
 
-    run = settle(run)
+    run = resolve_steps(run)
     stop_after(3)
     assert start(run) == 143
     stop_after(-1)

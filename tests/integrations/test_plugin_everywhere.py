@@ -14,7 +14,7 @@ from sparsepretrain.config import freeze
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import derive, trainer
 from sparsepretrain.training.evaluation import evaluate_checkpoint
-from sparsepretrain.training.schedules import settle
+from sparsepretrain.training.schedules import resolve_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:low-rank adapters were folded")
 METHOD = '''
@@ -161,7 +161,7 @@ def test_plugin_method_fine_tunes(tiny, configs):
         "tracker.mode=disabled", "parallel.device=cpu", "batch.size=4", "batch.micro=4",
         "steps=3", "log.every=1", f"runs_dir='{tiny.root / 'tuned'}'",
     ]  # fmt: skip
-    loaded = settle(derive.finetuned(str(source), overrides, [configs], quiet()))
+    loaded = resolve_steps(derive.finetuned(str(source), overrides, [configs], quiet()))
     code, _, text = run(loaded)
     assert code == 0 and "gated), stored weights" in text
     assert loaded.sparsity.name == "gated"

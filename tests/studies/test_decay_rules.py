@@ -12,7 +12,7 @@ from sparsepretrain.errors import ConfigError
 from sparsepretrain.studies.decay import (
     DEFAULT,
     INTERVAL,
-    Search,
+    DecaySearch,
     choose,
     log_grid,
     why_none,
@@ -22,8 +22,8 @@ from sparsepretrain.studies.decay import (
 SEGMENT = ("schedule.warmup=6", "steps=12", "sparsity=tsrste", "sparsity.refresh=2")
 
 
-def plan(tiny: Tiny, *more: str) -> Search:
-    return Search(tiny.load(*SEGMENT, *more), log_grid(1e-3, 1.0, 3), INTERVAL, 6)
+def plan(tiny: Tiny, *more: str) -> DecaySearch:
+    return DecaySearch(tiny.load(*SEGMENT, *more), log_grid(1e-3, 1.0, 3), INTERVAL, 6)
 
 
 def test_grid_is_even_in_the_logarithm_with_three_digits() -> None:
@@ -87,7 +87,7 @@ def test_dense_reference_has_the_mask_rule_of_the_method(
 ) -> None:
     words = [*SEGMENT[:2], f"sparsity={method}", "sparsity.window.start=0.1"]
     run = tiny.load(*words, *(["sparsity.refresh=2"] if refresh > 1 else []))
-    dense = Search(run, (1e-4,), INTERVAL, 6).reference().run.plain["sparsity"]
+    dense = DecaySearch(run, (1e-4,), INTERVAL, 6).reference().run.plain["sparsity"]
     assert (dense["flip_rule"], dense["refresh"]) == (rule, refresh)
     own = run.plain["sparsity"]
     assert all(dense[key] == own[key] for key in ("window", "targets", "n", "m"))
@@ -114,4 +114,4 @@ def test_unsuitable_runs_are_refused(
     monkeypatch.setattr(SRSTE, "mask", lambda own, weight, dim: weight > 0)
     run = tiny.load(*overrides)
     with pytest.raises(ConfigError, match=word):
-        Search(run, (1e-4,), INTERVAL, steps)
+        DecaySearch(run, (1e-4,), INTERVAL, steps)

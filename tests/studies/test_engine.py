@@ -19,7 +19,7 @@ from tiny_runs import Tiny, assert_same_run, final_state
 
 from sparsepretrain.errors import INTERRUPTED
 from sparsepretrain.studies import engine
-from sparsepretrain.studies.engine import Cell, Stopped, Study
+from sparsepretrain.studies.engine import Stopped, Study, StudyCell
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.trainer import train
 
@@ -27,27 +27,29 @@ QUIET = ("eval.batches=0", "checkpoint.every=0", "log.layers_every=0")
 ENDLESS = ("steps=100000", *QUIET)
 
 
-def cells(tiny: Tiny, labels: str, *overrides: str, stop_after: int | None = None) -> list[Cell]:
+def cells(
+    tiny: Tiny, labels: str, *overrides: str, stop_after: int | None = None
+) -> list[StudyCell]:
     """Return a cell per letter, each with its own run."""
-    return [Cell(x, tiny.load(f"name={x}", *overrides), stop_after) for x in labels]
+    return [StudyCell(x, tiny.load(f"name={x}", *overrides), stop_after) for x in labels]
 
 
-def study(chosen: Sequence[Cell], *, jobs: int = 1) -> str:
+def study(chosen: Sequence[StudyCell], *, jobs: int = 1) -> str:
     screen = io.StringIO()
     with Study("study", Console(screen), jobs=jobs) as running:
         running.run(chosen)
     return screen.getvalue()
 
 
-def trained_here(tiny: Tiny, cell: Cell, end: int) -> Path:
+def trained_here(tiny: Tiny, cell: StudyCell, end: int) -> Path:
     """Train the run of a cell in this process, in another directory."""
     plain = cell.run.plain
     run = tiny.load(*ENDLESS, f"runs_dir='{tiny.root / 'here'}'", f"name={plain['name']}")
     assert train(run, Console(io.StringIO()), stop_after=end) == 0
-    return Path(Cell("", run).directory.path)
+    return Path(StudyCell("", run).directory.path)
 
 
-def when_training(chosen: Sequence[Cell], act: Callable[[], None]) -> threading.Thread:
+def when_training(chosen: Sequence[StudyCell], act: Callable[[], None]) -> threading.Thread:
     """Call ``act`` once every cell has recorded a few steps."""
 
     def watch() -> None:
@@ -240,3 +242,32 @@ def test_children_save_and_end_with_the_command(tiny: Tiny, number: int) -> None
     size = record.stat().st_size
     time.sleep(0.5)
     assert record.stat().st_size == size, "training has ended"
+
+
+BLAS_THREADS = """
+import os, sys
+from sparsepretrain.studies.child import start_child
+
+def work(console):
+    import numpy as np
+    np.ones((512, 512)) @ np.ones((512, 512))
+    return len(os.listdir("/proc/self/task"))
+
+if __name__ == "__main__":
+    about = {"family": "gpt2", "command": ("train",), "log": os.devnull, "environment": {}}
+    child = start_child(work, jobs=os.cpu_count(), **about)
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core has one thread")
+def test_cells_divide_the_threads_of_numpy(tmp_path: Path) -> None:
+    """Idle threads of OpenBLAS spin: two regression runs on two cores took 35 s instead of 15 s."""
+    script = tmp_path / "blas_threads.py"
+    script.write_text(BLAS_THREADS)
+    limits = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    free = {key: value for key, value in os.environ.items() if key not in limits}
+    # the main thread, and the one that watches the parent
+    assert subprocess.run([sys.executable, str(script)], env=free).returncode == 2

@@ -157,7 +157,7 @@ def test_each_child_gets_the_least_used_gpu(
         return in_process(*args, **options)
 
     monkeypatch.setattr(engine, "start_child", watched)
-    cells = [engine.Cell(x, tiny.load(f"name={x}", "steps=1")) for x in "abcd"]
+    cells = [engine.StudyCell(x, tiny.load(f"name={x}", "steps=1")) for x in "abcd"]
     with engine.Study("x", Console(io.StringIO()), jobs=2, devices=["3", "MIG-a"]) as study:
         study.run(cells)
     assert sorted(seen[:2]) == sorted(seen[2:]) == ["3", "MIG-a"]

@@ -116,16 +116,16 @@ def test_search_continues_and_prints_the_best_value(
     ]
     assert cli.main([*words, "5", "--dry-run"]) == 0
     assert "search: 5 trials like this, optim.lr in 1e-06..0.1, log" in capsys.readouterr().out
-    work, calls = engine.Cell.work, 0
+    work, calls = engine.StudyCell.work, 0
 
-    def stop(cell: engine.Cell) -> Any:
+    def stop(cell: engine.StudyCell) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise KeyboardInterrupt
         return work(cell)
 
-    monkeypatch.setattr(engine.Cell, "work", stop)
+    monkeypatch.setattr(engine.StudyCell, "work", stop)
     assert cli.main([*words, "3"]) == 130
     assert cli.main([*words, "3"]) == 0
     assert calls == 4, "only the second trial starts over"

@@ -7,7 +7,7 @@ import pytest
 
 from sparsepretrain import config
 from sparsepretrain.tracking.console import Console
-from sparsepretrain.training.plan import dry_run
+from sparsepretrain.training.plan import dry_run, run_cost
 from sparsepretrain.training.speedup import MatmulFlops
 
 
@@ -49,3 +49,25 @@ def test_flops_per_matmul_and_the_bound():
 )
 def test_a_run_without_2_4_matmuls_names_the_reason(overrides, reason):
     assert rows(*overrides)[1] == f"none: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("words", "sparse_lines", "matmuls"),
+    [
+        (["sparsity=dense"], 0, 0.0),
+        (["sparsity=ste"], 10, 1.0),
+        (["sparsity=sste"], 10, 2.0),
+        (["sparsity=asp", "sparsity.at=0.5"], 5, 0.5),
+        # the optimizer decides when STEP is sparse: the record has it
+        (["sparsity=step"], 7, 0.7),
+        (["sparsity=ste", "sparsity.n=3"], 10, 0.0),
+    ],
+)
+def test_the_cost_of_a_run_counts_each_sparse_matmul_as_half(words, sparse_lines, matmuls):
+    run = config.load(["experiment=claims_regression", "steps=100", *words])
+    lines = [{"step": 10 * i + 1, "sparse": float(i >= 10 - sparse_lines)} for i in range(10)]
+    lines.append({"step": 100, "split": "validation", "loss": 1.0})
+    # per step: input and output 32×32 (no gradient of the input), FFNs 4 × 32 × 128
+    samples, ffn = 128, 2 * 128 * 4 * 32 * 128
+    dense = samples * 2 * (2 * 32 * 32 + 3 * 32 * 32) + 3 * ffn
+    assert run_cost(run, lines) == pytest.approx((matmuls, 100 * (dense - matmuls * ffn / 2)))

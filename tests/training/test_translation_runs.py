@@ -66,8 +66,8 @@ def test_weights_are_equal_for_every_micro_batch_size(tiny):
 
 
 def test_epochs_are_counted_in_steps_of_the_data(tiny):
-    from sparsepretrain.training.schedules import settle
+    from sparsepretrain.training.schedules import resolve_steps
 
-    run = settle(tiny.load("steps=0", "epochs=2.0"))
+    run = resolve_steps(tiny.load("steps=0", "epochs=2.0"))
     task = tiny.build("epochs=null").task
     assert run.steps == run.plain["steps"] == round(2 * task.samples("train") / 4)

@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     """Groups are contiguous in the output only."""
 
 
-class Rows(NamedTuple):
+class StridedRows(NamedTuple):
     """Strided view of a tensor as rows along one axis; kernels get ``ptr`` as a pointer.
 
     Element i of row r is at ``(r // inner)·outer_stride + (r % inner)·inner_stride + i·stride``.
@@ -55,14 +55,14 @@ class Rows(NamedTuple):
     stride: int
 
 
-def as_rows(x: Tensor, dim: int) -> Rows:
+def as_rows(x: Tensor, dim: int) -> StridedRows:
     """View ``x`` as rows along ``dim``; copy if strides of three axes cannot describe it."""
     strides = _row_strides(x.shape, x.stride(), dim)
     if strides is None:
         x = x.contiguous()
         strides = _row_strides(x.shape, x.stride(), dim)
         assert strides is not None
-    return Rows(x, *strides)
+    return StridedRows(x, *strides)
 
 
 Strides = tuple[int, int, int, int]
@@ -242,11 +242,11 @@ def launch_groups(
     if not x.numel() or x.shape[dim] < m:
         return
     source, target = as_rows(x, dim), as_rows(out, dim)
-    other_strides = tuple(arg[1:] for arg in args if isinstance(arg, Rows))  # may have gaps
+    other_strides = tuple(arg[1:] for arg in args if isinstance(arg, StridedRows))  # may have gaps
     indexed |= bool(other_strides)
     tiling = _tiling(x.shape, dim, m, indexed, source[1:], target[1:], other_strides)
     if tiling.flat_strides is not None:
-        source, target = (Rows(rows.ptr, *tiling.flat_strides) for rows in (source, target))
+        source, target = (StridedRows(rows.ptr, *tiling.flat_strides) for rows in (source, target))
     if out2 is not None:
         args = (target._replace(ptr=out2), *args)
     # No fused multiply-adds: results are compared bit for bit with the reference.

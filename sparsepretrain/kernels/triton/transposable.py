@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsepretrain.kernels.common import PAIRS
-from sparsepretrain.kernels.triton.launch import INTERPRETED, Rows, Tile, operator
+from sparsepretrain.kernels.triton.launch import INTERPRETED, StridedRows, Tile, operator
 from sparsepretrain.kernels.triton.tiles import load_groups4, program_tile
 
 _PAIR_BITS: tl.constexpr = tl.constexpr(
@@ -206,7 +206,7 @@ def transposable_mask(w: Tensor) -> Tensor:
     max_offset = max(
         sum(n * abs(s) for n, s in zip(t.shape, t.stride(), strict=True)) for t in (source, mask)
     )
-    rows, out = (Rows(t, 1, t.stride(0), 0, t.stride(1)) for t in (source, target))
+    rows, out = (StridedRows(t, 1, t.stride(0), 0, t.stride(1)) for t in (source, target))
     tile = Tile(*_TILE_SHAPE, rows.stride == 1, max_offset >= 2**31)
     with torch.cuda.device_of(w):
         _transposable_mask_kernel[grid](

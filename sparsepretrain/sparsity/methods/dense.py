@@ -27,7 +27,7 @@ class DenseOptions(MethodOptions):
 
 
 @register("method", "dense")
-class Dense(Method):
+class DenseMethod(Method):
     """Every product is dense; masks are computed for the record only.
 
     The search for a decay factor (arXiv:2404.01847) divides the flip rate of a sparse run by that
