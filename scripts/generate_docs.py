@@ -29,6 +29,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from sparsepretrain import registry
+from sparsepretrain.config.cells import seeds_text
 from sparsepretrain.config.compose import compose
 from sparsepretrain.config.places import shipped
 from sparsepretrain.config.tables import load_table
@@ -343,6 +344,8 @@ def figure(name: str, path: Path) -> str:
 
 def compared(name: str, path: Path) -> str:
     """Return the rows of a tuned table, ranked: percent above the baseline, setting, cost."""
+    if name not in records():
+        return f"Not run yet: `sparsepretrain reproduce {name} && sparsepretrain report {name}`.\n"
     found, about = scaled(records()[name], load_table(name))
     key, metric = next(iter(about.metrics.items()))
     values, settings = found.compared(key, about), chosen(found.tuning, about)
@@ -382,7 +385,7 @@ def again(name: str, results: TableResults) -> str:
     where = dict.fromkeys(part.scale for part in results.all() if part.scale)
     return (
         f"`sparsepretrain reproduce {name} && sparsepretrain report {name}`; "
-        f"scale {', '.join(where)}, seeds {', '.join(map(str, seeds))}, "
+        f"scale {', '.join(where)}, seeds {seeds_text(seeds)}, "
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, "
         f"commit {', '.join(dict.fromkeys(cell.commit[:12] for cell in cells))}, "
         f"{'; '.join(dict.fromkeys(cell.hardware for cell in cells))}."

@@ -159,9 +159,8 @@ def ranked_figure(results: TableResults, table: Table) -> Figure | None:
     figure, axes = plots.new_figure((6.0, 1.1 + 0.27 * len(names)))
     for y, name in enumerate(names):
         low, high = rows[name].interval()
-        color = plots.COLORS[round(cost[name][0])] if name in cost else plots.GRAY
-        axes.plot([low, high], [y, y], color=color, linewidth=2.2)
-        axes.plot([rows[name].mean], [y], "o", color=color, markersize=5)
+        axes.plot([low, high], [y, y], color=plots.COLORS[0], linewidth=2.2)
+        axes.plot([rows[name].mean], [y], "o", color=plots.COLORS[0], markersize=5)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.3)

@@ -207,6 +207,31 @@ def test_verdicts_of_a_committed_record_are_those_of_scipy(first, second, metric
     assert found.p == pytest.approx(test.pvalue, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "claim"),
+    [
+        ("SR-STE", "SR-STE on weights", "decay on gradients is better"),
+        ("SR-STE", "ASP", "SR-STE is better than pruning"),
+        ("STEP + λ, late", "SR-STE", "with decay and a late switch"),
+        ("S-STE", "T-SR-STE", "S-STE is better than T-SR-STE"),
+        ("S-STE, no MVUE", "half", "S-STE without MVUE is below half"),
+    ],
+)
+def test_verdicts_of_the_tuned_record_are_those_of_scipy(first, second, claim):
+    """The losses are divided by the dense loss of the seed here, without the package."""
+    results = read_record(RECORD.with_name("claims_tuned_regression.json.gz"))
+    loss = {(cell.row, cell.seed): cell.metrics["loss"] for cell in results.cells}
+    percent = [
+        [100 * loss[row, seed] / loss["dense", seed] for seed in range(101, 109)]
+        for row in (first, second)
+    ]
+    test = stats.ttest_rel(*percent)
+    rulings = judged(results, load_table("claims_tuned_regression"))
+    (found,) = (ruling for c, ruling in rulings if c.text.startswith(claim))
+    assert found.verdict == ("held" if test.statistic < 0 else "contradicted")
+    assert found.p == pytest.approx(test.pvalue, rel=1e-6) and test.pvalue < 0.01
+
+
 def test_missing_and_failed_seeds_are_named():
     random = np.random.default_rng(4)
     values = seeds(random, {"sste": 0.0, "ste": 10.0}, n=7)

@@ -338,3 +338,23 @@ def test_committed_records_give_the_committed_pages(record):
     page = record.parent.parent / f"{results.name}.md"
     if page.is_file():
         assert render(results, found).markdown == page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda f: f.name.partition(".")[0])
+def test_judged_runs_have_the_settings_that_tuning_chose(record):
+    results = read_record(record)
+    if not results.tuning:
+        return
+    table = load_table(results.name)
+    lowest: dict[str, tuple[float, str]] = {}
+    for row in table.rows:
+        for setting in {run.column for run in results.tuning if run.row == row}:
+            runs = [r for r in results.tuning if (r.row, r.column) == (row, setting)]
+            mean = float(np.mean([run.metrics["loss"] for run in runs]))
+            lowest[row] = min(lowest.get(row, (np.inf, "")), (mean, setting))
+    for cell in results.cells:
+        ran = freeze.flat(json.loads(results.configs[cell.config]))
+        for word in lowest[cell.row][1].split():
+            key, _, value = word.partition("=")
+            assert str(ran[key]) == str(yaml.safe_load(value)) or float(ran[key]) == float(value)
+    assert {run.seed for run in results.tuning}.isdisjoint(results.seeds)
