@@ -112,10 +112,9 @@ class Tune:
     def problems(self) -> Problems:
         if not self.seeds:
             yield "seeds", "must have at least one seed"
-        if bad := [
-            w for w in (*self.grid, *chain.from_iterable(self.rows.values())) if "=" not in w
-        ]:
-            yield "grid", f"and rows must be KEY=VALUE,VALUE, got {bad[0]!r}"
+        words = [*self.grid, *chain.from_iterable(self.rows.values())]
+        if bad := [word for word in words if "=" not in word or " " in word]:
+            yield "grid", f"and rows must be KEY=VALUE,VALUE without spaces, got {bad[0]!r}"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -86,6 +86,7 @@ def test_all_mistakes_of_all_cells_are_reported(tmp_path):
         ),
         ({"scales": {"nano": {"tune": {"seeds": [], "grid": ["a=1"]}}}}, "at least one seed"),
         ({"scales": {"nano": {"tune": {"seeds": [1], "grid": ["a"]}}}}, "must be KEY=VALUE"),
+        ({"scales": {"nano": {"tune": {"seeds": [1], "grid": ["a=[1, 2]"]}}}}, "without spaces"),
         (
             {
                 "columns": {},

@@ -20,7 +20,7 @@ from sparsepretrain import cli, config
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import ConfigError
 from sparsepretrain.studies import decay, engine
-from sparsepretrain.studies.decay import RESULT, Search, tune_decay
+from sparsepretrain.studies.decay import RESULT, DecaySearch, tune_decay
 from sparsepretrain.studies.engine import CellError, Stopped
 from sparsepretrain.studies.overview import show_cells
 from sparsepretrain.tracking.console import Console
@@ -36,12 +36,12 @@ GRID = (1e-3, 1e-2, 1e-1)
 
 def plan(
     tiny: Tiny, *more: str, grid: tuple[float, ...] = GRID, interval: tuple[float, float]
-) -> Search:
-    return Search(tiny.load(*(more or TSRSTE)), grid, interval, 8)
+) -> DecaySearch:
+    return DecaySearch(tiny.load(*(more or TSRSTE)), grid, interval, 8)
 
 
 def tune(
-    search: Search, out: Path, overrides: tuple[str, ...] = TSRSTE
+    search: DecaySearch, out: Path, overrides: tuple[str, ...] = TSRSTE
 ) -> tuple[dict[str, Any], str]:
     screen = io.StringIO()
     return tune_decay(search, out, overrides, [], Console(screen)), screen.getvalue()
