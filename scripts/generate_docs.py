@@ -335,7 +335,8 @@ def figure(name: str, path: Path) -> str:
     title, unit = prose(about.title), (metric.variant or "").partition(";")[0]
     caption = (
         f"{title}: {metric.label} ({unit}) in percent above that of {about.baseline} with the same "
-        f"seed, with 95 % intervals; right: 2:4 matmuls per layer; "
+        "seed; lower is better; bars are 95 % intervals. Right: 2:4 matmuls of a layer's three, "
+        "mean over the run, emulated. `half`: dense with half the FFN width. Runs: "
         f"{again(name, found).partition('; ')[2]}"
     )
     caption = textwrap.fill(caption, 120, break_long_words=False, break_on_hyphens=False)

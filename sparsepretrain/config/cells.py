@@ -112,7 +112,10 @@ def cells(
     if seeds is None or isinstance(seeds, int):
         seeds = range(table.first_seed, table.first_seed + (seeds or size.seeds))
     if size.tune is not None and (both := sorted({*seeds} & {*size.tune.seeds})):
-        raise ConfigError(f"seeds: {both} tune the rows of {name}; judge with other ones")
+        raise ConfigError(
+            f"seeds: expected seeds that tune no row of {name}, got {both}. "
+            "Choose others with --seeds"
+        )
     return grid(name, wanted, seeds, config_dirs)
 
 

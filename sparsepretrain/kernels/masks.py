@@ -1,4 +1,4 @@
-"""Masks at work: pruning, the pull of pruned weights towards zero, counting flips, packing."""
+"""Apply masks, decay pruned weights, count flips, and pack masks into bits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def masked_decay_(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """Grad += decay·(1 - mask)·weight, in place; the sum is formed in fp32 and rounded once.
+    """``grad += λ·(1 - mask)·weight`` in place; the sum is formed in fp32 and rounded once.
 
     Args:
         grad: gradient of the weight, any floating dtype and strides.
@@ -98,7 +98,7 @@ def packed_flip_count(
     """:func:`flip_count` of two packed masks, an eighth of the traffic.
 
     Args:
-        previous, current: of :func:`pack_24` or :func:`pack_rows`, of one shape.
+        previous, current: masks of one shape, packed by :func:`pack_24` or :func:`pack_rows`.
         replace: ``previous`` becomes ``current``, in the same pass.
 
     Returns:
@@ -176,7 +176,7 @@ def unpack_rows(code: Tensor, shape: Sequence[int]) -> Tensor:
     """
     if code.shape != packed_shape(shape):
         size = tuple(code.shape)
-        raise ValueError(f"unpack_rows: a code of {size} is no mask of {tuple(shape)}")
+        raise ValueError(f"unpack_rows: {size} packed bytes do not fit a mask of {tuple(shape)}")
     rows, row = shape[0], math.prod(shape[1:])
     return unpack_24(code.flatten(), (rows, 8 * code.shape[1]))[:, :row].reshape(tuple(shape))
 

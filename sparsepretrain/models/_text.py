@@ -79,7 +79,7 @@ def ffn_problems(full: int, factor: float) -> Problems:
     """Check that an FFN of width ``full`` · ``factor`` has a whole number of neurons."""
     width = full * factor
     if full > 0 and (width < 1 or width % 1):
-        yield "ffn_factor", f"must make the FFN a whole width, got {width:g}"
+        yield "ffn_factor", f"must give an FFN width that is an integer ≥ 1, got {width:g}"
 
 
 @dataclass(slots=True, kw_only=True)

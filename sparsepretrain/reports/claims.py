@@ -242,7 +242,7 @@ def _equal(claim: Claim, groups: list[list[_Series]], better: str | None) -> Rul
     differences = [first - second for first, second in groups]
     widest = max(differences, key=lambda d: d.outside(margin))
     if widest.outside(margin) < ALPHA:
-        text = f"{widest}; beyond ± {margin:g}: p = {widest.outside(margin):.1g}"
+        text = f"{widest}; within ± {margin:g}: p = {widest.outside(margin):.1g}"
         return Ruling("held", text, differences, widest.outside(margin))
     level = ALPHA / len(differences)
     beyond = [d for d in differences if d.sign(level, margin) > 0 or d.sign(level, -margin) < 0]

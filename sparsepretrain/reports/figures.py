@@ -156,7 +156,7 @@ def ranked_figure(results: TableResults, table: Table) -> Figure | None:
     if not rows:
         return None
     names = sorted(rows, key=lambda row: rows[row].mean, reverse=metric.better == "higher")
-    figure, axes = plots.new_figure((6.0, 1.1 + 0.27 * len(names)))
+    figure, axes = plots.new_figure((6.0, max(2.2, 1.1 + 0.27 * len(names))))
     for y, name in enumerate(names):
         low, high = rows[name].interval()
         axes.plot([low, high], [y, y], color=plots.COLORS[0], linewidth=2.2)

@@ -99,7 +99,7 @@ class TableResults:
     tuning: list[CellResult] = field(default_factory=list)
     """Runs that choose the setting of each row; their column is the setting."""
     configs: dict[str, str] = field(default_factory=dict)
-    """Hash of a run's configuration -> what it is a hash of, see :func:`freeze.experiment`."""
+    """Hash of a run's configuration -> the hashed configuration, see :func:`freeze.experiment`."""
     parts: list[TableResults] = field(default_factory=list)
 
     def values(self, metric: str) -> dict[str, dict[int, float]]:
@@ -207,7 +207,7 @@ def collect(
             from sparsepretrain.training.plan import run_cost
 
             for cell, data in found:
-                cell.curves = {}  # such a page is about final values
+                cell.curves = {}  # pages of tuned tables show final values only
                 if cell.state == "finished" and data is not None:
                     run = validate(data.config)
                     cell.sparse_matmuls, cell.flops = run_cost(run, data.records)
@@ -233,7 +233,7 @@ def trials(tried: Sequence[Cell], table: Table, scale: Scale) -> list[CellResult
 def means(tuning: Sequence[CellResult], table: Table) -> dict[str, dict[str, float]]:
     """Return row -> setting -> mean of the first metric over seeds, of complete rows.
 
-    A setting of which a run diverged has the worst mean, infinity.
+    If a run of a setting diverged, the mean is ∞, or -∞ if higher is better.
     """
     metric = next(iter(table.metrics))
     worst = math.inf if table.metrics[metric].better == "lower" else -math.inf

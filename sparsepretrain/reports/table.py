@@ -187,8 +187,8 @@ def _verdicts(rulings: Sequence[tuple[tables.Claim, Ruling]]) -> list[str]:
     ]
     header, rows = _with_holm(("claim", "verdict", "why"), found, [r for _, r in rulings])
     bar = (
-        f"A verdict needs p < {claims.ALPHA:g} (paired t-test, two-sided) and {claims.SEEDS} "
-        "seeds; in brackets 95 % intervals."
+        f"A verdict needs p < {claims.ALPHA:g} and {claims.SEEDS} seeds, by the test of its kind "
+        "([claims.md](../claims.md)); in brackets 95 % intervals."
     )
     bar += f" {HOLM}" if len(header) > 3 else ""
     return [*markdown_table(header, rows), "", bar]

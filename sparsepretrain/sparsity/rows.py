@@ -1,4 +1,4 @@
-"""Rows of a stored weight that this rank has."""
+"""Shard of a master weight on this rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rows:
     """True between ``prepare_sharding`` and ``attach``."""
 
     def local(self, weight: Tensor) -> Tensor:
-        """Return the own rows of the master weight."""
+        """Return this rank's rows of the master weight."""
         return weight
 
     def parameter(self, weight: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class Rows:
         return weight
 
     def gradient(self, weight: Tensor) -> Tensor | None:
-        """Return the gradient of the own rows."""
+        """Return the gradient of this rank's rows."""
         return weight.grad
 
     def gather(self, rows: Tensor) -> Tensor:

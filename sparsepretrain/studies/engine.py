@@ -34,9 +34,11 @@ GRACE_SECONDS = 5.0
 """Seconds that children have to end after a second interrupt."""
 
 ROWS = 30
-"""Largest table shown whole; of more cells only running and failed ones are shown."""
+"""Most cells shown in full; larger tables show running and failed cells only."""
 
-STOPPING = "stopping: running cells save a checkpoint; another Ctrl-C ends them without"
+STOPPING = (
+    "stopping: running cells save a checkpoint; press Ctrl-C again to end them without saving"
+)
 
 
 class Stopped(SparsePretrainError):

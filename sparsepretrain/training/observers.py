@@ -168,7 +168,9 @@ class EMA(Observer):
             ValueError: the averages have other parameters.
         """
         if set(averages) != set(self.averages):
-            raise ValueError("the averaged weights are those of another model")
+            raise ValueError(
+                "averaged weights: expected the parameters of this model, got other names"
+            )
         for name, average in self.averages.items():
             average.copy_(averages[name])
         self.updates = updates

@@ -302,7 +302,7 @@ def test_the_best_setting_of_each_row_is_run_with_the_seeds_of_the_table(
 
 @pytest.mark.parametrize(
     ("words", "line"),
-    [(["--seeds", "4..6"], "seeds: [5] tune"), (["optim.lr=1e-3"], "tunes this key itself")],
+    [(["--seeds", "4..6"], "got [5]. Choose others"), (["optim.lr=1e-3"], "tunes this key itself")],
 )
 def test_tuning_seeds_and_keys_are_those_of_the_table(
     tables: Any, capsys: pytest.CaptureFixture[str], words: list[str], line: str

@@ -66,13 +66,13 @@ def as_rows(x: Tensor, dim: int) -> StridedRows:
 
 
 Strides = tuple[int, int, int, int]
-"""Fields of :class:`Rows` after ``ptr``."""
+"""Fields of :class:`StridedRows` after ``ptr``."""
 
 
 # Cached by shape: launch overhead is visible where kernels are short.
 @lru_cache(4096)
 def _row_strides(shape: torch.Size, stride: tuple[int, ...], dim: int) -> Strides | None:
-    """Return the fields of :class:`Rows` after ``ptr``, or None if a copy is needed."""
+    """Return the fields of :class:`StridedRows` after ``ptr``, or None if a copy is needed."""
     dim %= len(shape)
     outer = _collapsed_stride(shape[:dim], stride[:dim])
     inner = _collapsed_stride(shape[dim + 1 :], stride[dim + 1 :])
@@ -234,8 +234,8 @@ def launch_groups(
 ) -> None:
     """Launch ``kernel`` on tiles of whole groups of ``m`` along ``dim``.
 
-    The kernel takes ``x`` and ``out`` as :class:`Rows`, ``n_rows``, ``n_groups`` (per row),
-    ``out2`` (strides of ``out``) as Rows unless it is None, ``args``, and the constants
+    The kernel takes ``x`` and ``out`` as :class:`StridedRows`, ``n_rows``, ``n_groups`` (per row),
+    ``out2`` (strides of ``out``) as StridedRows unless it is None, ``args``, and the constants
     ``TILE`` (a :class:`Tile`) and ``options``. ``indexed``: the kernel depends on row and
     group indices, so rows are not merged. Elements after the last whole group are not touched.
     """

@@ -68,7 +68,7 @@ def program_tile(n_rows, n_groups, TILE: tl.constexpr):
 
 @triton.jit
 def row_offsets(x, row):
-    """Offsets of the first element of each row; see :class:`Rows`."""
+    """Offsets of the first element of each row; see :class:`StridedRows`."""
     return (row // x.inner) * x.outer_stride + (row % x.inner) * x.inner_stride
 
 

@@ -20,7 +20,7 @@ class Adapters:
     rank: Annotated[int, "≥ 0"] = 0
     """Columns of L and rows of R; 0: no adapters."""
     start: Annotated[float, "[0, 1)"] = 0.99
-    """First step with them, as a fraction of the run (the paper: the last 1 %)."""
+    """First step with adapters, as a fraction of the run (the paper: the last 1 %)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class SLoPe(StoredMask, LowRank):
 
     @property
     def needs_whole(self) -> bool:  # type: ignore[override]
-        """At the step that draws a random mask."""
+        """True at the step that draws a random mask."""
         return self.options.mask == "random" and self.schedule.step == self.schedule.start
 
     def phase_of(self, step: int) -> Phase:
