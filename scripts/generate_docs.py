@@ -34,7 +34,6 @@ from sparsepretrain.config.compose import compose
 from sparsepretrain.config.places import shipped
 from sparsepretrain.config.tables import load_table
 from sparsepretrain.errors import ConfigError
-from sparsepretrain.reports import figures
 from sparsepretrain.reports.claims import Difference, Verdict
 from sparsepretrain.reports.ran import what_ran
 from sparsepretrain.reports.results import TableResults, chosen, read_record
@@ -350,7 +349,7 @@ def compared(name: str, path: Path) -> str:
     found, about = scaled(records()[name], load_table(name))
     key, metric = next(iter(about.metrics.items()))
     values, settings = found.compared(key, about), chosen(found.tuning, about)
-    cost, baseline = figures.costs(found, about), about.baseline or ""
+    cost, baseline = found.costs(about.baseline), about.baseline or ""
     differences = {row: Difference(row, [*values[row].values()]) for row in about.rows}
     rows = []
     for row, d in sorted(differences.items(), key=lambda item: item[1].mean):

@@ -125,7 +125,7 @@ class Reproduce(StudyVerb):
         tuning = [part for part in found if part.is_tuning]
         if tuning and (args.dry_run or args.commands or args.slurm is not None):
             Console().warn(
-                "judging runs are listed for rows whose tuning runs are finished: call again then"
+                "rows with unfinished tuning runs are left out: repeat the command after them"
             )
         elif tuning:
             self.start(args, tuning, "")

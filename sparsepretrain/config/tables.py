@@ -37,7 +37,7 @@ class Metric:
     relative_to: tuple[float, float] | None = None
     """Fractions of the run whose mean divides the number."""
     percent_of_baseline: bool = False
-    """Compare in percent of the baseline's number with the same seed, which is zero then."""
+    """Compare in percent above the baseline's number with the same seed."""
     better: Literal["lower", "higher"] | None = None
     variant: str = ""
     """Tokenization, weights and metric variant, which make numbers comparable."""
@@ -82,14 +82,14 @@ class Stage:
 
 @dataclass(slots=True, kw_only=True)
 class Tune:
-    """Tuning of every row: the same number of settings, the best of which the table's seeds judge.
+    """Tuning of every row with the same number of settings; the table's seeds run the best one.
 
     Words are those of ``sparsepretrain sweep``: ``optim.lr=1e-3,2e-3``. A row tries every
     combination of its values; the mean of the first metric over the seeds chooses.
     """
 
     seeds: list[int]
-    """Seeds that choose; others judge."""
+    """Seeds that choose the settings; the table's seeds must be others."""
     grid: list[str]
     """Values of every row."""
     rows: dict[str, list[str]] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Size:
     """Glob of ``row`` or ``row @ column`` -> reason for not running it at this scale."""
     stages: list[Stage] = field(default_factory=list)
     tune: Tune | None = None
-    """Tuning before the runs of the table; null: the rows have all settings."""
+    """Tuning before the runs of the table; null: nothing is tuned."""
     stand_in: str = ""
     """Model and data that stand in for those of the paper, for the title of the page."""
     labels: dict[str, str] = field(default_factory=dict)
@@ -249,7 +249,7 @@ class Table:
         for key, metric in self.metrics.items():
             if metric.percent_of_baseline and self.baseline is None:
                 yield f"metrics.{key}.percent_of_baseline", "needs a baseline"
-        places = {*self.rows, *(cell_name(r, c) for r in self.rows for c in self.columns)}
+        cells = {*self.rows, *(cell_name(r, c) for r in self.rows for c in self.columns)}
         for scale, size in self.scales.items():
             yield from _unknown(f"scales.{scale}.rows", size.rows, self.rows)
             yield from _unknown(f"scales.{scale}.columns", size.columns, self.columns)
@@ -259,7 +259,7 @@ class Table:
             if size.tune is not None:
                 yield from self._tuning_problems(f"scales.{scale}.tune", size.tune)
             for glob in size.without:
-                if not any(fnmatchcase(at, glob) for at in places):
+                if not any(fnmatchcase(at, glob) for at in cells):
                     yield f"scales.{scale}.without", f"no cell is {glob!r}"
         stages = {stage.name for size in self.scales.values() for stage in size.stages}
         for key, metric in self.metrics.items():
@@ -275,7 +275,7 @@ class Table:
                 yield f"claims[{i}].metric", "has no best: give its `better`"
             for term in claim.of:
                 named = [term] if isinstance(term, str) else term
-                yield from _unknown(f"claims[{i}].of", named, places)
+                yield from _unknown(f"claims[{i}].of", named, cells)
         for i, printed in enumerate(self.published):
             labels = {*self.rows, *self.columns}
             yield from _unknown(f"published[{i}].metric", [printed.metric], self.metrics)

@@ -134,23 +134,10 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
     return {name: (figure, text) for name, (figure, text) in found.items() if figure is not None}
 
 
-def costs(results: TableResults, table: Table) -> dict[str, tuple[float, float]]:
-    """Return cell -> 2:4 matmuls per layer and FLOPs in percent of the baseline's, if counted."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for cell in results.cells:
-        if cell.sparse_matmuls is not None and cell.flops is not None:
-            found.setdefault(cell.name, []).append((cell.sparse_matmuls, cell.flops))
-    means = {at: np.mean(pairs, axis=0) for at, pairs in found.items()}
-    base = means.get(table.baseline or "")
-    if base is None:
-        return {}
-    return {at: (float(m), float(100 * f / base[1])) for at, (m, f) in means.items()}
-
-
 def ranked_figure(results: TableResults, table: Table) -> Figure | None:
     """Draw the first metric of each row with its interval, ranked; 2:4 matmuls at the right."""
     key, metric = next(iter(table.metrics.items()))
-    values, cost = results.compared(key, table), costs(results, table)
+    values, cost = results.compared(key, table), results.costs(table.baseline)
     rows = {row: _of(values, row, "", table.baseline) for row in table.rows if row in values}
     rows.pop(table.baseline or "", None)
     if not rows:
@@ -179,7 +166,7 @@ def ranked_figure(results: TableResults, table: Table) -> Figure | None:
 def cost_figure(results: TableResults, table: Table) -> Figure | None:
     """Draw the first metric against FLOPs; None without shorter runs of the baseline."""
     key, metric = next(iter(table.metrics.items()))
-    values, cost = results.compared(key, table), costs(results, table)
+    values, cost = results.compared(key, table), results.costs(table.baseline)
     size = {cell.row: cell.parameters for cell in results.cells}
     base = table.baseline or ""
     short = [row for row, (matmuls, _) in cost.items() if not matmuls and size[row] == size[base]]

@@ -124,6 +124,17 @@ class TableResults:
                 found.setdefault(cell.name, {})[cell.seed] = 100 * (own / base - 1)
         return found
 
+    def costs(self, baseline: str | None) -> dict[str, tuple[float, float]]:
+        """Return cell -> 2:4 matmuls per layer and FLOPs in percent of the baseline, if counted."""
+        found: dict[str, list[tuple[float, float]]] = {}
+        for cell in self.cells:
+            if cell.sparse_matmuls is not None and cell.flops is not None:
+                found.setdefault(cell.name, []).append((cell.sparse_matmuls, cell.flops))
+        means = {at: np.mean(pairs, axis=0) for at, pairs in found.items()}
+        if baseline not in means:
+            return {}
+        return {at: (float(m), float(100 * f / means[baseline][1])) for at, (m, f) in means.items()}
+
     def gaps(self, metric: str) -> dict[str, str]:
         """Return cell -> seeds without a number and the reason; "all": one reason for all runs."""
         found: dict[str, dict[str, list[int]]] = {}

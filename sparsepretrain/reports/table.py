@@ -188,7 +188,7 @@ def _verdicts(rulings: Sequence[tuple[tables.Claim, Ruling]]) -> list[str]:
     header, rows = _with_holm(("claim", "verdict", "why"), found, [r for _, r in rulings])
     bar = (
         f"A verdict needs p < {claims.ALPHA:g} and {claims.SEEDS} seeds, by the test of its kind "
-        "([claims.md](../claims.md)); in brackets 95 % intervals."
+        "(docs/claims.md); in brackets 95 % intervals."
     )
     bar += f" {HOLM}" if len(header) > 3 else ""
     return [*markdown_table(header, rows), "", bar]
@@ -223,7 +223,7 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
     header += ["published"] * bool(sources) + ["measured", "n"]
     in_percent = metric.percent_of_baseline
     header += [f"{'% above' if in_percent else 'minus'} {baseline}"] if baseline else []
-    costs = _costs(results, table) if key == next(iter(table.metrics)) else {}
+    costs = results.costs(baseline) if key == next(iter(table.metrics)) else {}
     header += ["2:4 matmuls per layer", "FLOPs, %"] * bool(costs)
     rows, empty = [], False
     for row, column, why in table_cells(table, scale):
@@ -247,7 +247,9 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
                     "+",
                 )
             )
-        line += costs.get(at, ("–", "–")) if costs else ()
+        if costs:
+            matmuls, flops = costs.get(at, (math.nan, math.nan))
+            line += ["–", "–"] if math.isnan(flops) else [f"{matmuls:.2g}", f"{flops:.0f}"]
         rows.append(line)
     about = [f"{metric.variant}." if metric.variant else ""]
     length = metric.sequence_length if scale == "paper" else None
@@ -262,12 +264,6 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
     if gaps:
         lines += ["", "Without a number: " + "; ".join(f"{at}: {w}" for at, w in gaps.items())]
     return lines
-
-
-def _costs(results: TableResults, table: Table) -> dict[str, tuple[str, str]]:
-    """Return cell -> 2:4 matmuls per layer and FLOPs in percent of the baseline, if counted."""
-    found = figures.costs(results, table)
-    return {at: (f"{matmuls:.2g}", f"{flops:.0f}") for at, (matmuls, flops) in found.items()}
 
 
 def _tuned(results: TableResults, table: Table) -> list[str]:

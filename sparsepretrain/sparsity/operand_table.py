@@ -58,6 +58,15 @@ class Row(NamedTuple):
         """The matmuls with an N:M operand, which sparse hardware could run."""
         return [k for k, operands in self.products.items() if any(o.pattern for o in operands)]
 
+    @property
+    def halved(self) -> list[str]:
+        """The matmuls with an operand of which at most half is kept: 2:4 hardware saves half."""
+        return [
+            name
+            for name, operands in self.products.items()
+            if any(o.pattern and 2 * o.pattern[0] <= o.pattern[1] for o in operands)
+        ]
+
 
 _HEADS = ("A(W)", "B(W)", "Xf(X)", "Xw(X)", "P(G)", "U(G)", "J(dW, W)")
 COLUMNS = dict(zip(Row._fields, _HEADS, strict=True))  # field of a row -> head of its column

@@ -237,11 +237,7 @@ def run_cost(run: Run, lines: Sequence[Mapping[str, Any]]) -> tuple[float, float
         enter(method, line["step"])
         # an optimizer may decide the phase: the record knows, a new method does not
         row = method.phase.row if method.phase.row.sparse else method.sparse_row
-        halved = [
-            name
-            for name, operands in row.products.items()
-            if is_sparse and any(o.pattern and 2 * o.pattern[0] <= o.pattern[1] for o in operands)
-        ]
+        halved = row.halved if is_sparse else []
         counts.append(len(halved))
         saved.append(sum(layers[name] for name in halved) / 2)
     return statistics.fmean(counts), run.steps * (flops - statistics.fmean(saved))

@@ -272,7 +272,7 @@ def test_the_best_setting_of_each_row_is_run_with_the_seeds_of_the_table(
 ) -> None:
     tables.write(nano={"seeds": 2, "tune": TUNE})
     assert tables("small", "--dry-run") == 0
-    assert "call again then" in capsys.readouterr().out
+    assert "repeat the command after them" in capsys.readouterr().out
     # the rate of 1e30 diverges: the worst setting, and no failure of the table
     assert tables("small") == 0
     out = capsys.readouterr().out
