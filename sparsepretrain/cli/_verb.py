@@ -26,7 +26,7 @@ class UsageError(SparsePretrainError):
 
 
 class Verb(ABC):
-    """Verb of the command line, registered under its name."""
+    """Command such as ``sparsepretrain train``, registered under its name."""
 
     summary: ClassVar[str] = ""
     """Line of ``sparsepretrain --help``, and default description of the verb's help."""
@@ -110,7 +110,7 @@ def read_settings(settings: type, words: Sequence[str], *, others: list[str] | N
     from sparsepretrain.config.strict import build
 
     known = [f.name for f in fields(settings)]
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if others is not None and (key not in known or not equals):
@@ -119,10 +119,10 @@ def read_settings(settings: type, words: Sequence[str], *, others: list[str] | N
         if not equals:
             raise UsageError(f"{word!r} has no value; write {key}=value")
         try:
-            given[key] = yaml.safe_load(text)
+            values[key] = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise UsageError(f"{word!r} cannot be read") from error
-    return build(settings, given)
+            raise UsageError(f"{word!r}: the value is not valid YAML; quote it") from error
+    return build(settings, values)
 
 
 def integer_from(least: int) -> Any:

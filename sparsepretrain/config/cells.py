@@ -20,9 +20,10 @@ SIMPLE = re.compile(r"(?!(?:true|false|null|inf|nan)$)[a-z/][\w/.+-]*", re.ASCII
 """Names that need no quotes in Hydra's grammar."""
 
 
-MOST_SEEDS = 10_000
+MAX_SEED_RANGE = 10_000
+
 Seeds = Sequence[int] | int | None
-"""Seeds of every cell, their number, or None: as the table says."""
+"""Seeds of a table, their number, or None for the default of the table's scale."""
 
 
 def read_seeds(text: str) -> Sequence[int] | int:
@@ -34,7 +35,12 @@ def read_seeds(text: str) -> Sequence[int] | int:
     if text.isdigit() and int(text):
         return int(text)
     low, dots, high = text.partition("..")
-    if dots and low.isdigit() and high.isdigit() and int(low) <= int(high) < int(low) + MOST_SEEDS:
+    if (
+        dots
+        and low.isdigit()
+        and high.isdigit()
+        and int(low) <= int(high) < int(low) + MAX_SEED_RANGE
+    ):
         return range(int(low), int(high) + 1)
     listed = text.split(",")
     if len(listed) > 1 and all(part.isdigit() for part in listed):
@@ -72,7 +78,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Place and seed."""
+        """``row``, or ``row @ column``, and the seed."""
         return f"{self.name}, seed {self.seed}"
 
 
@@ -92,11 +98,11 @@ def cells(
     Run directories are ``<runs_dir>/<name>/<row>[--<column>]/<hash>-s<seed>``.
 
     Args:
-        seeds: the seeds, or their number from ``table.first_seed`` on; None: as the scale says.
+        seeds: the seeds, or their number from ``table.first_seed`` on; None: those of the scale.
         only: glob of rows or of ``row @ column``.
         overrides: further overrides of all cells, with the highest precedence.
         config_dirs: see :func:`validate.load`.
-        settings: row -> tuned setting; rows without one have no runs. None: nothing is tuned.
+        settings: row -> tuned setting; rows without one are left out. None: nothing is tuned.
 
     Raises:
         ConfigError: all mistakes of all cells, one line each, or no cell matches ``only``.

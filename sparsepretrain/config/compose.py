@@ -1,7 +1,7 @@
 """Compose overrides and YAML files into one plain dictionary, by Hydra.
 
-Group choices are checked before Hydra sees them. Other overrides are forced in, as if typed with
-``++``: unknown keys reach the strict pass, which reports all mistakes at once.
+Group choices are checked before Hydra sees them. All other overrides are set as if typed with
+``++``, so that unknown keys reach the strict check, which reports all mistakes at once.
 """
 
 from __future__ import annotations
@@ -138,33 +138,33 @@ def build(parsed: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
         for group, block in parsed.blocks.items():
             OmegaConf.update(composed, group, block, merge=False, force_add=True)
         plain = _resolved(composed, parsed.values)
-    # a mapping means a file without the _global_ package, see validate
+    # A mapping: the experiment file lacks `# @package _global_`; validate reports it.
     if not isinstance(plain.get("experiment"), dict):
         plain["experiment"] = choices.get("experiment")
-    parsed.notes = _of_the_pair(parsed, f"_{choices['model']}_{choices['sparsity']}.yaml", plain)
+    parsed.notes = _pair_notes(parsed, f"_{choices['model']}_{choices['sparsity']}.yaml", plain)
     chosen = {group: option for group, option in choices.items() if "hydra/" not in group}
     return dict.fromkeys(f.name for f in fields(Run) if f.name in plain) | plain, chosen
 
 
-def _of_the_pair(parsed: Overrides, name: str, plain: Any) -> list[str]:
-    """Return ``key=value: source`` of the settings for this model with this method."""
+def _pair_notes(parsed: Overrides, name: str, plain: Any) -> list[str]:
+    """Return ``key=value: source`` of each value from the file for this model and method."""
     from omegaconf import OmegaConf
 
     files = [f for directory in parsed.path if (f := directory / PAIRS / name).is_file()]
     if not files:
         return []
-    given, now = flat(OmegaConf.to_container(OmegaConf.load(files[0]))), flat(plain)
+    published, composed = flat(OmegaConf.to_container(OmegaConf.load(files[0]))), flat(plain)
     return [
         f"{key}={value}: from {PAIRS}/{name}, for this model and method"
-        for key, value in given.items()
-        if now.get(key) == value
+        for key, value in published.items()
+        if composed.get(key) == value
     ]
 
 
 def amend(plain: dict[str, Any], parsed: Overrides) -> dict[str, Any]:
     """Return a resolved configuration with other group choices and values.
 
-    Chosen groups are those of their files, without changes by recipe or experiment.
+    A chosen group has the values of its YAML file, without those of the recipe or experiment.
 
     Raises:
         ConfigError: an unreadable file, a failed composition, or an unsuitable value.
@@ -209,13 +209,15 @@ def _composing(parsed: Overrides) -> Iterator[str]:
     except ConfigError:
         raise
     except RecursionError as error:
-        raise ConfigError("a defaults list or a key nests without end") from error
+        raise ConfigError(
+            "a defaults list includes itself, or a key is nested too deeply"
+        ) from error
     except (HydraException, OSError, ValueError) as error:
         raise ConfigError(_unreadable(parsed) or one_line(error)) from error
 
 
 def _resolved(composed: DictConfig, values: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Force in ``values`` as by ``++`` and return plain values; all errors at once."""
+    """Set ``values`` as ``++`` does and return a plain dictionary; report all errors at once."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -38,7 +38,8 @@ class Windows:
     """Non-overlapping windows of ``length + 1`` tokens (inputs, and targets shifted by one).
 
     The last target of a window is the first input of the next. Each epoch visits every window once,
-    in a new permutation and from a new offset in [0, length).
+    in a new permutation and from a new offset in [0, length). With ``replacement`` windows start
+    anywhere and may repeat. With ``complete`` the shorter windows at both ends are samples too.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class Windows:
     def _draw(self, epoch: int) -> np.ndarray:
         words = epoch_words(self._seed, epoch, self._full + 1)
         if self._replacement:
-            places = np.uint64(len(self._tokens) - self._length)
-            return (words[1:] % places).astype(np.int64)
+            n_starts = np.uint64(len(self._tokens) - self._length)
+            return (words[1:] % n_starts).astype(np.int64)
         offset = int(words[0] % np.uint64(self._offsets))
         return offset + np.argsort(words[1:], kind="stable") * self._length
 
@@ -202,8 +203,8 @@ def _cut(longest: np.ndarray, max_tokens: int) -> np.ndarray:
     return np.array(starts)
 
 
-class Place(NamedTuple):
-    """Position of a sample in the training order; with the seed, the key of its random draws."""
+class ShuffledSample(NamedTuple):
+    """Sample of the training order; with the seed, epoch and position key its random draws."""
 
     epoch: int
     position: int
@@ -224,10 +225,11 @@ class Shuffle:
         self._count, self._copies = count, copies
         self._epoch = lru_cache(2)(lambda epoch: permutation(seed, epoch, count))
 
-    def places(self, step: int, positions: Sequence[int], size: int) -> list[Place]:
-        """Return the places of ``positions`` in the global batch of ``size`` samples."""
-        found = []
-        for position in positions:
-            epoch, place = divmod(step * size + position, self._count)
-            found.append(Place(epoch, place, int(self._epoch(epoch)[place // self._copies])))
-        return found
+    def samples(self, step: int, positions: Sequence[int], size: int) -> list[ShuffledSample]:
+        """Return the samples at ``positions`` in the global batch of ``size`` samples."""
+        result = []
+        for index in positions:
+            epoch, position = divmod(step * size + index, self._count)
+            item = int(self._epoch(epoch)[position // self._copies])
+            result.append(ShuffledSample(epoch, position, item))
+        return result

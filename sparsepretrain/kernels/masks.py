@@ -95,11 +95,11 @@ def flip_count(previous: Tensor, current: Tensor, *, backend: str | None = None)
 def packed_flip_count(
     previous: Tensor, current: Tensor, *, replace: bool = False, backend: str | None = None
 ) -> Tensor:
-    """:func:`flip_count` of two packed masks, an eighth of the traffic.
+    """Count the flips between two packed masks; reads an eighth of the bytes of :func:`flip_count`.
 
     Args:
         previous, current: masks of one shape, packed by :func:`pack_24` or :func:`pack_rows`.
-        replace: ``previous`` becomes ``current``, in the same pass.
+        replace: also copy ``current`` into ``previous``, in the same pass.
 
     Returns:
         0-d int64 tensor.
@@ -126,7 +126,7 @@ def pack_24(mask: Tensor, *, backend: str | None = None) -> Tensor:
     """Pack a mask, one bit per element: position i of a group of four is bit i of its nibble.
 
     Groups follow the row-major order of ``mask``, two per byte, the first in the low nibble. Any
-    mask can be packed, not only 2:4 ones; the last byte is filled with zeros.
+    mask can be packed, not only a 2:4 one. The last byte is padded with zeros.
 
     Returns:
         uint8 tensor of ceil(numel / 8) bytes.
@@ -135,8 +135,8 @@ def pack_24(mask: Tensor, *, backend: str | None = None) -> Tensor:
         return kernel(mask.bool())
     bits = mask.bool().flatten()
     bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
-    places = torch.arange(8, dtype=torch.uint8, device=mask.device)
-    return (bits.to(torch.uint8) << places).sum(1, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return (bits.to(torch.uint8) << shifts).sum(1, dtype=torch.uint8)
 
 
 def unpack_24(code: Tensor, shape: Sequence[int], *, backend: str | None = None) -> Tensor:
@@ -154,13 +154,13 @@ def unpack_24(code: Tensor, shape: Sequence[int], *, backend: str | None = None)
 
 
 def pack_rows(mask: Tensor) -> Tensor:
-    """Pack a mask as :func:`pack_24`, in whole bytes per row, so that rows can be taken apart.
+    """Pack each row of a mask as :func:`pack_24` does, into whole bytes, so rows can be sharded.
 
     Args:
         mask: bool, at least 2-D.
 
     Returns:
-        uint8 tensor of :func:`packed_shape`; missing bits are zeros.
+        uint8 tensor of :func:`packed_shape`; rows are padded with zero bits.
     """
     flat = mask.flatten(1)
     if flat.shape[1] % 8:
@@ -182,12 +182,12 @@ def unpack_rows(code: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def unpacked(mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a mask, packed by rows or 0/1, as bool of ``shape``."""
+    """Return a mask of ``shape``, or one packed by :func:`pack_rows`, as bool of ``shape``."""
     return mask.bool() if mask.shape == tuple(shape) else unpack_rows(mask, shape)
 
 
 def _readable(mask: Tensor, like: Tensor) -> Tensor:
-    """Bits that follow the memory of ``like``, which kernels read; else bool of its shape."""
+    """Return a mask that kernels can read: packed in the memory order of ``like``, or bool."""
     whole = like.is_contiguous() and like.shape[1:].numel() % 8 == 0
     bits = whole and mask.shape != like.shape and mask.shape == packed_shape(like.shape)
     return mask if bits else unpacked(mask, like.shape)
@@ -195,5 +195,5 @@ def _readable(mask: Tensor, like: Tensor) -> Tensor:
 
 def _bits(code: Tensor) -> Tensor:
     """Return the eight bits of each byte, the lowest first; uint8."""
-    places = torch.arange(8, dtype=torch.uint8, device=code.device)
-    return (code.unsqueeze(-1) >> places).bitwise_and_(1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=code.device)
+    return (code.unsqueeze(-1) >> shifts).bitwise_and_(1)

@@ -61,16 +61,16 @@ def as_stock(model: Any, class_name: str, renamed: dict[str, str] | None = None)
         config.num_labels = head.out_features
     stock = getattr(transformers, class_name)(config).eval()
     transposed = {k for k, m in stock.named_modules() if type(m).__name__ == "Conv1D"}
-    theirs = model.state_dict()
+    source_state = model.state_dict()
     with torch.no_grad():
         for name, tensor in stock.state_dict().items():
             for new, old in (renamed or {}).items():
                 name = old + name.removeprefix(new) if name.startswith(new) else name
             layer, _, kind = name.rpartition(".")
-            if kind == "bias" and name not in theirs:
+            if kind == "bias" and name not in source_state:
                 tensor.zero_()
             else:
-                source = theirs[name]
+                source = source_state[name]
                 tensor.copy_(source.t() if kind == "weight" and layer in transposed else source)
     return stock
 
@@ -94,6 +94,7 @@ class TransformerOptions:
     n_layer: Annotated[int, "> 0"]
     n_head: Annotated[int, "> 0"]
     n_inner: Annotated[int | None, "> 0"]
+    """Width of the FFN before ``ffn_factor``; None: 4 · n_embd."""
     ffn_factor: float
     dropout: Annotated[float, "[0, 1)"]
 

@@ -40,7 +40,7 @@ class Writer:
     def save(
         self, step: int, parts: dict[str, Any], *, config: str, keep: Callable[[], Retention]
     ) -> None:
-        """Call :func:`checkpoint.save` after the previous save; ``keep`` is evaluated then.
+        """Wait for the previous save, then call :func:`checkpoint.save`, which evaluates ``keep``.
 
         Raises:
             CheckpointError: this or the previous write failed.
@@ -76,8 +76,8 @@ class Writer:
     def _snapshot(self, parts: dict[str, Any]) -> dict[str, Any]:
         """Copy ``parts`` into the host memory of the last snapshot, pinned for a GPU.
 
-        Fresh memory costs several times the copy, since the system clears its pages. Copies to
-        pinned memory are asynchronous and need one synchronization in all.
+        Reuse the memory, because allocating it costs several times the copy: the system clears new
+        pages. Copies to pinned memory are asynchronous; one synchronization at the end suffices.
         """
         import torch
         from torch import Tensor
@@ -88,15 +88,15 @@ class Writer:
         def copied(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return copy.deepcopy(value)
-            place, tensor = memory(value), value.detach()
-            if place not in self._copies:  # tied weights stay tied
-                old = before.pop(place, None)
-                self._copies[place] = (
+            key, tensor = memory(value), value.detach()
+            if key not in self._copies:  # tied weights stay tied
+                old = before.pop(key, None)
+                self._copies[key] = (
                     tensor.to("cpu", copy=True, non_blocking=True)  # allocates pinned memory
                     if old is None
                     else old.copy_(tensor, non_blocking=True)
                 )
-            return self._copies[place]
+            return self._copies[key]
 
         state: dict[str, Any] = tree_map(copied, parts)
         if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves(parts)):

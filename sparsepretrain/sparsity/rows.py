@@ -40,15 +40,15 @@ class Rows:
         return rows
 
     def padded(self, rows: Tensor) -> Tensor:
-        """Pad the own rows with zeros to as many as every rank has."""
+        """Pad this rank's rows with zeros to the number of rows of the largest shard."""
         return rows
 
     def total(self, counts: Tensor) -> Tensor:
-        """Sum counts of the own rows over all ranks, in place."""
+        """All-reduce (sum) counts of this rank's rows in place."""
         return counts
 
     def complete(self, rows: Tensor, group: int) -> Tensor:
-        """Return rows in whole groups of ``group``, each row on one rank only."""
+        """Redistribute rows so that every rank has whole groups of ``group`` rows."""
         return rows
 
     def apply(
@@ -58,11 +58,11 @@ class Rows:
         layer: Layer,
         group: int | None,
     ) -> T:
-        """Call ``function(rows, layer)`` and return the own rows of the result.
+        """Call ``function(rows, layer)`` and return this rank's rows of the result.
 
         Args:
             function: takes a weight, or the rows of one, and the layer as a method sees it.
-            rows: the own rows of the weight.
+            rows: this rank's rows of the weight.
             layer: the layer's state.
             group: rows that the function must see together; None: all of them.
         """
@@ -73,7 +73,7 @@ class Rows:
         getattr(layer, name).copy_(value)
 
     def follow(self, layer: nn.Module) -> None:
-        """Find the local tensors again after buffers of ``layer`` were replaced."""
+        """Update references to local tensors after buffers of ``layer`` were replaced."""
 
 
 ALL_ROWS = Rows()

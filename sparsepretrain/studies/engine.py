@@ -58,7 +58,7 @@ class StudyCell:
     label: str
     run: Run
     stop_after: int | None = None
-    """Number of steps after which the run ends early; the steps are those of the whole run."""
+    """Step of the run after which this cell ends early, or None."""
     command: tuple[str, ...] = ()
     """Equivalent words after ``sparsepretrain``; empty: the words of this process."""
     stage_of: tuple[RunDirectory, str] | None = None
@@ -120,9 +120,9 @@ class StudyCell:
 
     def note(self) -> None:
         """Record in the run directory that the cell failed, or no longer fails."""
-        place, what = self.stage_of or (self.directory, "train")
-        if self.state == "failed" or place.failures_file.exists():
-            place.note_failure(what, self.exit_code, self.error)
+        directory, stage = self.stage_of or (self.directory, "train")
+        if self.state == "failed" or directory.failures_file.exists():
+            directory.note_failure(stage, self.exit_code, self.error)
 
     def look(self) -> None:
         """Read the progress of the run."""
@@ -201,7 +201,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
             try:
                 while self._children or (waiting and not stopping):
                     for cell in () if stopping else tuple(waiting):
-                        # two cells of one run are run in turn
+                        # Two cells of the same run share its directory: run one after the other.
                         busy = {other.directory for other in self._children}
                         if len(busy) < self.jobs and cell.directory not in busy:
                             waiting.remove(cell)
@@ -262,7 +262,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
         child.join()
         code = child.exitcode
         assert code is not None and child.pid is not None
-        if code == LOST:  # it may still run and hold the lock
+        if code == LOST:  # the child may still run and hold the lock of the run directory
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
         cell.look()
@@ -278,7 +278,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
             self._fail(cell, code, next((x.strip() for x in lines[::-1] if x.strip()), "no output"))
 
     def _next(self, cell: StudyCell) -> list[StudyCell]:
-        """Return the cells that follow ``cell``; refused cells have failed."""
+        """Add the cells that follow ``cell``; return those that wait to run and fail the others."""
         found = list(cell.then()) if cell.is_done else []
         self.cells += found
         for refused in [other for other in found if other.state == "failed"]:

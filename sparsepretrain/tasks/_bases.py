@@ -103,7 +103,7 @@ class RecordTask(Task):
     kind = "records"
     unit = "examples"
     holds: ClassVar[str]
-    """Required ``holds`` of the source."""
+    """Kind of records that the data source must hold (``Source.holds``)."""
     head: ClassVar[Head]
     """Kind of prediction."""
     target: ClassVar[Any] = 0
@@ -143,7 +143,7 @@ class RecordTask(Task):
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest sample: padded, so that no group of four crosses two samples."""
+        """Tokens per padded sample: a multiple of four, so that no MVUE group spans two samples."""
         return -(-self.options.max_length // 4) * 4
 
     def build_model(self) -> nn.Module:
@@ -177,11 +177,11 @@ class RecordTask(Task):
         return len(self._samples[split])
 
     def batch(self, split: str, step: int, positions: Sequence[int], size: int) -> Batch:
-        places = self._orders[split].places(step, positions, size)
-        return self.collate([self._samples[split][place.item] for place in places])
+        order = self._orders[split].samples(step, positions, size)
+        return self.collate([self._samples[split][sample.item] for sample in order])
 
     def collate(self, samples: list[Sample]) -> Batch:
-        """Return padded ``tokens``, bool ``mask`` and ``second``, ``targets``, list ``about``."""
+        """Return a batch: padded ``tokens``, bool ``mask``, ``second``, ``targets``, ``about``."""
         import numpy as np
         import torch
 
@@ -190,12 +190,12 @@ class RecordTask(Task):
         tokens = pad([sample.ids for sample in samples], 0)
         ends = np.array([[len(sample.ids)] for sample in samples])
         seconds = np.array([[sample.second] for sample in samples])
-        places = np.arange(tokens.shape[1])
+        positions = np.arange(tokens.shape[1])
         kind = torch.float32 if self.regression else torch.int64
         return {
             "tokens": torch.from_numpy(tokens),
-            "mask": torch.from_numpy(places < ends),
-            "second": torch.from_numpy((places >= seconds) & (places < ends)),
+            "mask": torch.from_numpy(positions < ends),
+            "second": torch.from_numpy((positions >= seconds) & (positions < ends)),
             "targets": torch.tensor([sample.target for sample in samples], dtype=kind),
             "about": [sample.about for sample in samples],
         }
@@ -226,7 +226,7 @@ class RecordTask(Task):
 
 
 def _encoded(task: RecordTask, data: TokenData, split: str, codec: Codec) -> tuple[Sample, ...]:
-    # computing the steps of some epochs and training open the same data: encode once
+    # Data is opened twice, to convert epochs to steps and to train: encode it once.
     key = (type(task), repr(task.options), repr(task.data_options), data.fingerprint, split)
     if key not in _cache:
         from sparsepretrain.data.formats import records

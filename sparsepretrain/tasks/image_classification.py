@@ -116,13 +116,13 @@ class ImageClassification(Task):
         import torch
 
         images = self._images[split]
-        places = self._orders[split].places(step, positions, size)
-        labels = torch.tensor([images.label(place.item) for place in places])
+        samples = self._orders[split].samples(step, positions, size)
+        labels = torch.tensor([images.label(sample.item) for sample in samples])
         augmented = (
-            self._augmentation.train(images.image(place.item), place.epoch, place.position)
+            self._augmentation.train(images.image(sample.item), sample.epoch, sample.position)
             if split == "train"
-            else self._augmentation.evaluate(images.image(place.item))
-            for place in places
+            else self._augmentation.evaluate(images.image(sample.item))
+            for sample in samples
         )
         pixels = torch.stack(list(augmented))
         if split != "train" or not self._mixes:

@@ -18,9 +18,10 @@ MAX_OVERFLOWS = 50
 usable."""
 
 SPIKE_WINDOW = 128
-"""Steps that a loss and a gradient norm are compared with; no value is a spike before half of them.
+"""Number of past steps whose loss and gradient norm a new step is compared with.
 
-Window and width are those of OLMo's SkipStepOptimizer."""
+Until half of them exist, no value is a spike. Window and width are those of OLMo's
+SkipStepOptimizer."""
 
 SPIKE_WIDTH = 6.0
 """Standard deviations above the mean of the window beyond which a value is a spike."""
@@ -30,8 +31,8 @@ class Guard:
     """Judge steps before the optimizer sees them.
 
     A spike enters the window like every other value, so a new level is accepted after at most four
-    steps. The loss jumps on purpose where the method begins or ends to be sparse: this clears the
-    window.
+    steps. The loss is expected to jump where sparse training begins or ends, so the window is
+    cleared there.
 
     Args:
         rule: ``guard`` of the configuration.
@@ -106,7 +107,7 @@ class Guard:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore counters, and a window if both rules need it."""
+        """Restore the counters, and the window if it was saved and this rule needs it."""
         self.skipped, self.skips_in_a_row = state["skipped"], state["skips_in_a_row"]
         if self.rule == "spike" and "losses" in state:
             self._losses.extend(state["losses"])

@@ -53,10 +53,10 @@ class Throughput(Observer):
 
 
 class FlipObserver(Observer):
-    """Numbers of the sparse weights; flip rates are means over the comparisons since a line.
+    """Metrics of the sparse weights; a flip rate is the mean since the last logged one.
 
-    Flips are summed on the device and read only for a line of the record. One sum belongs to every
-    line, another to the rarer lines with values of each layer. Checkpoints keep both, so a mean
+    Flips are summed on the device and read only when a line is logged. There are two sums: one per
+    line, one per line with values of each layer, which are rarer. Checkpoints keep both, so a mean
     does not depend on where a run was stopped.
 
     Args:
@@ -69,7 +69,7 @@ class FlipObserver(Observer):
         weights = {name: layer.weight for name, layer in sparsifier.layers.items()}
         self._entries = {name: weight.numel() for name, weight in weights.items()}
         device = next(iter(weights.values())).device
-        # (2, layers): since the last line, and since the last one with layers
+        # (2, layers): since the last line, and since the last line with values of each layer
         self._sums = torch.zeros(2, len(weights), dtype=torch.int64, device=device)
         self._compared = [0, 0]
 
@@ -122,9 +122,9 @@ class EMA(Observer):
     with constant decay of DeiT's recipe (timm's ModelEma, d = 0.99996); timm's own warm-up,
     1 - (1 + t)^(-2/3), would not reach that decay in DeiT's 300 epochs.
 
-    Buffers (BatchNorm statistics, scales and masks of the method) are those of the model. Master
-    weights are averaged. Evaluation projects the average, whose mask never trained, so the main
-    numbers of a run are those of its own weights.
+    Master weights are averaged; buffers (BatchNorm statistics, scales and masks of the method) are
+    those of the model. Evaluation projects the average, whose mask was never trained with, so the
+    headline metrics of a run use its own weights.
 
     Args:
         model: on its device.
@@ -152,7 +152,7 @@ class EMA(Observer):
 
     @contextlib.contextmanager
     def applied(self, sparsifier: Sparsifier) -> Iterator[None]:
-        """Let the model hold the averages; restore its own weights bit for bit afterwards."""
+        """Put the averages into the model; restore the trained weights bit for bit on exit."""
         trained = {name: p.detach().clone() for name, p in self._parameters.items()}
         try:
             put(self._parameters, self.averages, sparsifier)

@@ -197,7 +197,7 @@ def user_files() -> list[tuple[list[str], list[str]]]:
         "type": ["steps must be an integer"],
         "option": ["sparsity/sstee.yaml", "did you mean 'sste'"], "group": ["sparsty"],
         "interpolation": ["steps", "batch.sise"],
-        "circle": ["nests without end"],
+        "circle": ["includes itself"],
     }  # fmt: skip
     return [
         *(([*here, f"experiment={name}"], words) for name, words in expected.items()),

@@ -258,21 +258,21 @@ def test_hub_data_sets_become_an_index(options, repository, monkeypatch, tmp_pat
 
 def test_every_epoch_visits_every_image_once():
     order = Shuffle(10, seed=3)
-    epochs = [order.places(e, range(10), 10) for e in range(3)]
-    for e, places in enumerate(epochs):
-        assert sorted(p.item for p in places) == list(range(10))
-        assert [(p.epoch, p.position) for p in places] == [(e, i) for i in range(10)]
-    assert len({tuple(p.item for p in places) for places in epochs}) == 3
+    epochs = [order.samples(e, range(10), 10) for e in range(3)]
+    for e, samples in enumerate(epochs):
+        assert sorted(p.item for p in samples) == list(range(10))
+        assert [(p.epoch, p.position) for p in samples] == [(e, i) for i in range(10)]
+    assert len({tuple(p.item for p in samples) for samples in epochs}) == 3
     again = Shuffle(10, seed=3)
-    assert again.places(0, range(29, -1, -1), 30) == [
-        p for places in reversed(epochs) for p in reversed(places)
+    assert again.samples(0, range(29, -1, -1), 30) == [
+        p for samples in reversed(epochs) for p in reversed(samples)
     ]
 
 
 def test_repeated_augmentation_repeats_neighbors():
     order = Shuffle(10, seed=0, copies=3)
-    images = [place.item for place in order.places(0, range(10), 10)]
+    images = [sample.item for sample in order.samples(0, range(10), 10)]
     assert images == [images[i] for i in (0, 0, 0, 3, 3, 3, 6, 6, 6, 9)]
     assert len(set(images)) == 4
-    seen = {place.item for place in order.places(0, range(200), 200)}
+    seen = {sample.item for sample in order.samples(0, range(200), 200)}
     assert seen == set(range(10))

@@ -119,7 +119,8 @@ def _tiling(
     out_contiguous = target[3] == 1 and not contiguous
     flat_strides = None
     if not indexed and all(_gapless(strides, n_rows, length) for strides in (source, target)):
-        # groups never straddle rows: with a single row no tile hangs over a row's end
+        # Kernels without row indices require m to divide the length, so a group never crosses the
+        # end of a row, and one long row leaves no partly filled tile per row.
         n_rows, length = 1, shape.numel()
         flat_strides = 1, length, 0, 1
         all_strides = (flat_strides,)
@@ -159,10 +160,10 @@ _operators = torch.library.Library("sparsepretrain", "FRAGMENT")
 def operator(
     name: str, fake: Callable[..., Any], mutates: Sequence[str] = ()
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Register a function as ``sparsepretrain::name``, without ``custom_op``'s checks of each call.
+    """Register a function as ``sparsepretrain::name``, without the checks of ``custom_op``.
 
-    The checks add 10 µs to a launch. They would reject outputs that alias an argument and
-    backward passes through the operator.
+    Those checks add 10 µs to every launch. They catch outputs that alias an argument and backward
+    passes through the operator; no operator of this package has either.
 
     Args:
         name: name of the operator.
@@ -237,7 +238,8 @@ def launch_groups(
     The kernel takes ``x`` and ``out`` as :class:`StridedRows`, ``n_rows``, ``n_groups`` (per row),
     ``out2`` (strides of ``out``) as StridedRows unless it is None, ``args``, and the constants
     ``TILE`` (a :class:`Tile`) and ``options``. ``indexed``: the kernel depends on row and
-    group indices, so rows are not merged. Elements after the last whole group are not touched.
+    group indices, so rows are not merged; without it, m must divide the length of a row. Elements
+    after the last whole group are not touched.
     """
     if not x.numel() or x.shape[dim] < m:
         return

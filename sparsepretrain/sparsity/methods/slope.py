@@ -36,19 +36,19 @@ class SLoPeOptions(MethodOptions):
 class SLoPe(StoredMask, LowRank):
     """A = M∘W with a mask that never changes; B is A, pruned once more along out_features.
 
-    Mozaffari et al., ICLR 2025, arXiv:2405.16325: both weights are N:M along the axis that their
-    product reduces over. As in the authors' reference code the second mask follows the current
-    weights and dW is masked; weights outside the mask are kept (unused) instead of zeroed. With
-    ``adapters.rank`` every sparse layer has the paper's lazy low-rank adapters. They are made at
-    the start, L = 0 and R uniform in ±1/√in_features (our choice), take part from
-    ``adapters.start`` on, and receive no gradient before.
+    Mozaffari et al., ICLR 2025, arXiv:2405.16325: A and B are both N:M along the axis that their
+    matmul reduces over. As in the authors' reference code the second mask follows the current
+    weights and dW is masked; weights outside the mask keep their values, unused, instead of being
+    zeroed. With ``adapters.rank`` every sparse layer has the paper's lazy low-rank adapters L·R.
+    They are created at the start (L = 0 and R uniform in ±1/√in_features: our choice), and are
+    used and trained from ``adapters.start`` on.
     """
 
     Options = SLoPeOptions
     summary = "fixed mask; dgrad uses the weight pruned a second time; late adapters"
     paper = "arXiv:2405.16325 (ICLR 2025)"
     finetuning = FineTuning(same=("adapters.rank",), zero="adapters.rank")
-    """Adapters belong to the weights of the end of a run."""
+    """Fine-tuning keeps trained adapters, which are part of the final weights."""
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
