@@ -36,8 +36,8 @@ class Metric:
     """Fractions of the run to average between; null: the last line."""
     relative_to: tuple[float, float] | None = None
     """Fractions of the run whose mean divides the number."""
-    percent_of_baseline: bool = False
-    """Compare in percent above the baseline's number with the same seed."""
+    percent_of: str | None = None
+    """Compare in percent above a row (in the same column) or a cell, with the same seed."""
     better: Literal["lower", "higher"] | None = None
     variant: str = ""
     """Tokenization, weights and metric variant, which make numbers comparable."""
@@ -246,10 +246,12 @@ class Table:
             yield "rows", "metrics and scales must be given, or parts, or bench"
         if self.baseline is not None and self.baseline not in self.rows:
             yield "baseline", f"{self.baseline!r} is not a row; give one, or null"
-        for key, metric in self.metrics.items():
-            if metric.percent_of_baseline and self.baseline is None:
-                yield f"metrics.{key}.percent_of_baseline", "needs a baseline"
         cells = {*self.rows, *(cell_name(r, c) for r in self.rows for c in self.columns)}
+        for key, metric in self.metrics.items():
+            if metric.percent_of is not None:
+                yield from _unknown(f"metrics.{key}.percent_of", [metric.percent_of], cells)
+                if self.baseline not in (None, metric.percent_of):
+                    yield f"metrics.{key}.percent_of", f"must be the baseline, {self.baseline!r}"
         for scale, size in self.scales.items():
             yield from _unknown(f"scales.{scale}.rows", size.rows, self.rows)
             yield from _unknown(f"scales.{scale}.columns", size.columns, self.columns)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsepretrain.config.tables import Table, cell_name
+from sparsepretrain.config.tables import Metric, Table, cell_name
 from sparsepretrain.reports import plots
 from sparsepretrain.reports.claims import Difference, Values, minus
 from sparsepretrain.reports.plots import line_style
@@ -117,10 +117,9 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
         figure = difference_figure(panels, {"loss": name}, baseline, results.unit, every)
         found["difference"] = figure, f"Difference to {baseline} over the run, and flip rates"
     values = {key: results.compared(key, table) for key in table.metrics}
-    unit = f" minus that of {baseline}" if baseline else ""
     if len(columns) < 3:
         dots = {
-            " @ ".join(filter(None, (f"{table.metrics[key].label}{unit}", column))): {
+            " @ ".join(filter(None, (_label(table.metrics[key], table), column))): {
                 row: d
                 for row in table.rows
                 if row != baseline and (d := _of(values[key], row, column, baseline)).n
@@ -128,7 +127,8 @@ def of_table(results: TableResults, table: Table) -> dict[str, tuple[Figure, str
             for key in ([*table.metrics][:PANELS] if columns == [""] else [first])
             for column in columns
         }
-        found["final"] = dots_figure(dots, table.rows), f"Final values{unit}, with intervals"
+        text = f"{_label(metric, table, 'Final values')}, with intervals"
+        found["final"] = dots_figure(dots, table.rows), text
     else:
         found["axis"] = axis_figure(results, table), f"Along {table.column_label}"
     return {name: (figure, text) for name, (figure, text) in found.items() if figure is not None}
@@ -151,10 +151,7 @@ def ranked_figure(results: TableResults, table: Table) -> Figure | None:
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.3)
-    unit = f"% above that of {table.baseline}"
-    if not metric.percent_of_baseline:
-        unit = f"minus that of {table.baseline}"
-    axes.set_xlabel(f"{metric.label}, {unit}")
+    axes.set_xlabel(_label(metric, table))
     axes.set_xlim(min(0.0, axes.get_xlim()[0]))
     right = axes.secondary_yaxis("right")
     right.set_yticks(range(len(names)), [f"{cost[n][0]:.2g}" if n in cost else "–" for n in names])
@@ -183,9 +180,17 @@ def cost_figure(results: TableResults, table: Table) -> Figure | None:
     line = sorted((cost[row][1], Difference("", [*values[row].values()]).mean) for row in short)
     axes.plot(*zip(*line, strict=True), color=plots.COLORS[0], linewidth=1, alpha=0.6)
     axes.set_xlabel(f"FLOPs, % of {base}, if a 2:4 matmul costs half a dense one")
-    axes.set_ylabel(f"{metric.label}, % above that of {base}")
+    axes.set_ylabel(_label(metric, table))
     axes.margins(x=0.12, y=0.1)
     return figure
+
+
+def _label(metric: Metric, table: Table, name: str = "") -> str:
+    """Return the label of compared numbers, as ``validation loss, % above that of dense``."""
+    name = name or metric.label
+    if metric.percent_of:
+        return f"{name}, % above that of {metric.percent_of}"
+    return f"{name} minus that of {table.baseline}" if table.baseline else name
 
 
 def _of(values: Values, row: str, column: str, baseline: str | None) -> Difference:
@@ -311,19 +316,18 @@ def dots_figure(
 
 
 def axis_figure(results: TableResults, table: Table) -> Figure | None:
-    """Draw every metric along the columns of a table, minus the baseline."""
+    """Draw every metric along the columns of a table, as it is compared."""
     columns, rows, baseline = list(table.columns), list(table.rows), table.baseline
     panels = []
     for key, metric in table.metrics.items():
-        values = results.values(key)
+        values = results.compared(key, table)
         lines = {
             row: [_of(values, row, column, baseline) for column in columns]
             for row in rows
             if row != baseline
         }
         if any(d.n for line in lines.values() for d in line):
-            minus_that = f" minus that of {baseline}" if baseline else ""
-            panels.append((metric.label + minus_that, lines))
+            panels.append((_label(metric, table), lines))
     if not panels:
         return None
     figure, grid = plots.new_figure((1.5 + 5 * len(panels), 4.6), columns=len(panels))

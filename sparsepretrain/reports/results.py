@@ -112,14 +112,14 @@ class TableResults:
         return found
 
     def compared(self, metric: str, table: Table) -> dict[str, dict[int, float]]:
-        """Return the numbers that claims are about, in percent above the baseline if so defined."""
-        values = self.values(metric)
-        if not table.metrics[metric].percent_of_baseline:
+        """Return the numbers that claims are about, see ``percent_of`` of a metric."""
+        values, reference = self.values(metric), table.metrics[metric].percent_of
+        if reference is None:
             return values
         found: dict[str, dict[int, float]] = {}
         for cell in self.cells:
-            own = values.get(cell.name, {}).get(cell.seed)
-            base = values.get(cell_name(table.baseline or "", cell.column), {}).get(cell.seed)
+            at = cell_name(reference, cell.column) if reference in table.rows else reference
+            own, base = (values.get(name, {}).get(cell.seed) for name in (cell.name, at))
             if own is not None and base:
                 found.setdefault(cell.name, {})[cell.seed] = 100 * (own / base - 1)
         return found

@@ -221,8 +221,9 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
     baseline = table.baseline
     header = [table.row_label, *([table.column_label or "column"] if table.columns else [])]
     header += ["published"] * bool(sources) + ["measured", "n"]
-    in_percent = metric.percent_of_baseline
-    header += [f"{'% above' if in_percent else 'minus'} {baseline}"] if baseline else []
+    percent_of = metric.percent_of
+    if percent_of or baseline:
+        header.append(f"% above {percent_of}" if percent_of else f"minus {baseline}")
     costs = results.costs(baseline) if key == next(iter(table.metrics)) else {}
     header += ["2:4 matmuls per layer", "FLOPs, %"] * bool(costs)
     rows, empty = [], False
@@ -237,16 +238,12 @@ def _numbers(results: TableResults, table: Table, key: str) -> list[str]:
         total = sum(cell.name == at for cell in results.cells)
         line += [_mean(own, digits) if own.n else f"not run: {why}" if why else "–"]
         line += [f"{own.n} of {total}" if total else "0"]
-        if baseline:
-            line.append(
-                "–"
-                if row == baseline
-                else _mean(
-                    claims.minus(compared, at, cell_name(baseline, column)),
-                    1 if in_percent else digits,
-                    "+",
-                )
-            )
+        if percent_of:
+            percents = Difference(at, list(compared.get(at, {}).values()))
+            line.append("–" if percent_of in (row, at) else _mean(percents, 1, "+"))
+        elif baseline:
+            difference = claims.minus(compared, at, cell_name(baseline, column))
+            line.append("–" if row == baseline else _mean(difference, digits, "+"))
         if costs:
             matmuls, flops = costs.get(at, (math.nan, math.nan))
             line += ["–", "–"] if math.isnan(flops) else [f"{matmuls:.2g}", f"{flops:.0f}"]
@@ -392,7 +389,8 @@ def _power(
     known = [(size, d) for d in differences if not math.isnan(size := d.detectable())]
     known.sort(key=lambda pair: pair[0])
     label = _capital(table.metrics[key].label)
-    label += f" (% of {table.baseline})" * table.metrics[key].percent_of_baseline
+    if reference := table.metrics[key].percent_of:
+        label += f" (% of {reference})"
     if not known:
         return f"- {label}: unknown without a spread over seeds."
     n = max(d.n for d in differences)

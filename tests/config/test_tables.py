@@ -80,9 +80,8 @@ def test_all_mistakes_of_all_cells_are_reported(tmp_path):
         ({"claims": [{"text": "t", "kind": "equal", "of": ["dense", "dense"]}]}, "margin"),
         ({"metrics": {"loss": {"label": "l", "key": "loss", "over": [0.5, 0.1]}}}, "ascending"),
         (
-            {"metrics": {"loss": {"label": "l", "key": "loss", "percent_of_baseline": True}}}
-            | {"baseline": None},
-            "needs a baseline",
+            {"metrics": {"loss": {"label": "l", "key": "loss", "percent_of": "sste"}}},
+            "metrics.loss.percent_of 'sste' is unknown",
         ),
         ({"scales": {"nano": {"tune": {"seeds": [], "grid": ["a=1"]}}}}, "at least one seed"),
         ({"scales": {"nano": {"tune": {"seeds": [1], "grid": ["a"]}}}}, "must be KEY=VALUE"),

@@ -25,7 +25,7 @@ def table():
                     "label": "validation loss",
                     "key": "loss",
                     "better": "lower",
-                    "percent_of_baseline": True,
+                    "percent_of": "dense",
                 }
             },
             "scales": {
@@ -106,6 +106,31 @@ def test_claims_are_judged_in_percent_of_the_baseline(results, table):
     rulings = [ruling for _, ruling in judged(results, table)]
     assert [ruling.verdict for ruling in rulings] == ["held", "contradicted"]
     assert rulings[1].differences[0].mean == pytest.approx(5.0)
+
+
+def test_percent_of_a_cell_compares_columns_with_each_other():
+    table = build(
+        Table,
+        {
+            "title": "Two rates",
+            "rows": {"ste": []},
+            "columns": {"1": [], "2": []},
+            "baseline": None,
+            "metrics": {
+                "loss": {"label": "loss", "key": "loss", "better": "lower", "percent_of": "ste @ 1"}
+            },
+            "scales": {"nano": {}},
+            "claims": [{"text": "2 is worse", "kind": "less", "of": ["ste @ 1", "ste @ 2"]}],
+        },
+    )
+    cells = [run("ste", seed, "1", loss=float(seed)) for seed in SEEDS]
+    cells += [run("ste", seed, "2", loss=seed * (1.1 + seed / 1e5)) for seed in SEEDS]
+    results = TableResults(name="rates", scale="nano", seeds=[*SEEDS], cells=cells)
+    assert results.compared("loss", table)["ste @ 2"][101] == pytest.approx(10.101)
+    page = render(results, {"rates": table})
+    assert "% above ste @ 1" in page.markdown
+    assert "| ste | 1 | 104.5000 ± 2.0478 | 8 of 8 | – |" in page.lines
+    assert "**held**" in page.markdown
 
 
 def test_page_shows_tuning_percent_and_cost(results, table):
