@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
 from sparsepretrain import registry
 from sparsepretrain.errors import CheckpointError, reason
-from sparsepretrain.files import read_json
 from sparsepretrain.runs import checkpoint
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.directory import RunDirectory
@@ -23,8 +17,6 @@ EVALUATED = ("model", "ema")
 """Checkpoint parts that an evaluation may read."""
 
 HF_CONFIG = "config.json"
-HF_FILES = ("model.safetensors", "pytorch_model.bin")
-"""Files with all weights; for sharded weights, ``<file>.index.json`` lists the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,44 +95,6 @@ def latest(source: WeightSource, count: int) -> list[Checkpoint]:
             "checkpoint.every that saves enough"
         )
     return found[::-1]
-
-
-def model_state(source: WeightSource) -> dict[str, Tensor]:
-    """Return the model's state dict, buffers included, on the CPU under stored names."""
-    tensors: dict[str, Tensor] = {}
-    if source.checkpoint is not None:
-        tensors = source.checkpoint.part("model")
-        return tensors
-    for file in _weight_files(source):
-        try:
-            if file.suffix == ".safetensors":
-                tensors |= load_file(file)
-            else:  # a pickle, restricted to tensors and plain values: no code is run
-                tensors |= torch.load(file, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{file} is refused: damaged, or not only tensors and plain values"
-            ) from error
-        except Exception as error:  # safetensors and pickle have their own error classes
-            raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
-    return tensors
-
-
-def _weight_files(source: WeightSource) -> list[Path]:
-    for name in HF_FILES:
-        if (file := locate(source, name)) is not None:
-            return [file]
-        if (index := locate(source, f"{name}.index.json")) is not None:
-            try:
-                names = read_json(index, dict)["weight_map"].values()
-            except (OSError, ValueError, KeyError, AttributeError) as error:
-                raise CheckpointError(f"{index} is damaged: it names no files") from error
-            files = {name: locate(source, name) for name in sorted(set(names))}
-            if None in files.values():
-                missing = next(name for name, file in files.items() if file is None)
-                raise CheckpointError(f"{source.path}: {missing} is missing")
-            return [file for file in files.values() if file is not None]
-    raise CheckpointError(f"{source.path} has no weights: neither {' nor '.join(HF_FILES)}")
 
 
 def locate(source: WeightSource, name: str) -> Path | None:

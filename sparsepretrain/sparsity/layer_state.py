@@ -1,7 +1,7 @@
-"""State of a sparse layer, a module below it.
+"""State of a sparse layer: a child module of the layer.
 
-All of it is in the model's state dict, so that code that saves, copies or averages the model takes
-it along. A copy follows its source if its buffers are copied.
+As buffers and Parameters of a module, the state is part of the model's state dict, so code that
+saves, copies or averages models needs to know nothing about it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREVIOUS_MASK = "previous_mask"
 
 
 class LayerState(nn.Module):
-    """State of one sparse layer: tensors of the method, the last mask, and keys of its draws."""
+    """State of one sparse layer: tensors of the method, the last mask, keys of random draws."""
 
     previous_mask: Tensor
     rows: Rows = ALL_ROWS
@@ -70,11 +70,12 @@ class LayerState(nn.Module):
             register(key, value)
         if self.method.schedule.start == 0:
             self.method.update_(weight, self)
-        # PyTorch's fused encoder layers read stored weights, unless a module below has a hook
+        # The fused path of nn.TransformerEncoderLayer reads stored weights and would bypass the
+        # projection. It is disabled if any child module has a hook.
         self.register_forward_pre_hook(_never_called)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:
-        # .to(bfloat16) and the like convert the weight; scales stay fp32
+        # .to(bfloat16) converts the weight, but scales and masks keep their dtype
         before, was_meta = dict(self._buffers), self.previous_mask.is_meta
         super()._apply(fn, recurse)
         for key, old in before.items():
@@ -179,7 +180,7 @@ class LayerState(nn.Module):
 
     @torch.no_grad()
     def update(self, weight: Tensor) -> None:
-        """Let the method bring its tensors up to date with the weight."""
+        """Call ``update_`` of the method with the current weight."""
         master = self.rows.local(weight).detach()
         self.rows.apply(self.method.update_, master, self, self._group)
 
@@ -200,22 +201,22 @@ class LayerState(nn.Module):
 
     @torch.no_grad()
     def mask_in_use(self, weight: Tensor) -> Tensor:
-        """Return the mask of the projection, or the one that the method's rule chooses; bool."""
+        """Return the current mask, bool: of the projection, or what the method would choose."""
         mask = self.projected_mask(weight)
         mask = self.chosen_mask(weight) if mask is None else mask
         return unpacked(mask, self.rows.local(weight).shape)
 
     def kept_mask(self, weight: Tensor) -> Tensor:
-        """Return :meth:`mask_in_use`, packed if the cache has it."""
+        """Return :meth:`mask_in_use`, in packed form if the cache has it."""
         return self.mask_in_use(weight) if self.cache.mask is None else self.cache.mask
 
     def projected_mask(self, weight: Tensor) -> Tensor | None:
-        """Return the mask of the projection, bool or packed; None: the method's rule chooses."""
+        """Return the mask of the projection, bool or packed; None in dense phases and methods."""
         return self.project(weight).mask if self.cache.mask is None else self.cache.mask
 
     @torch.no_grad()
     def chosen_mask(self, weight: Tensor) -> Tensor:
-        """Return the mask that the method's rule chooses; bool."""
+        """Return the mask that the method would choose for the current weight, bool."""
 
         def choose(master: Tensor, layer: Layer) -> Tensor:
             return self.method.mask(master, self.dim).bool()

@@ -61,7 +61,7 @@ class SparseProducts(torch.autograd.Function):
             products: compute the three matmuls.
             clock: (completed steps, micro-batch), which key the draws of the backward.
         """
-        # attributes, not only saved tensors: recomputation by activation checkpointing keeps them
+        # Attributes, not only saved tensors: recomputation by activation checkpointing keeps them
         ctx.clock, ctx.state, ctx.geometry, ctx.products = clock, state, geometry, products
         ctx.shapes = x.shape, target.shape
         ctx.dtypes = x.dtype, target.dtype, None if bias is None else bias.dtype
@@ -87,6 +87,7 @@ class SparseProducts(torch.autograd.Function):
         if state is not None and not torch.compiler.is_compiling():
             state.model.micro_batches.backward_runs()
         if need_db:
+            # a sum over tokens in bf16 would lose most of its digits
             wide = torch.promote_types(grad.dtype, torch.float32)
             db = geometry.bgrad(grad, wide).to(ctx.dtypes[2])
         if need_dx:

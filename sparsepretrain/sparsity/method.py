@@ -4,8 +4,8 @@
     dgrad   dX = P(G) · B(W)
     wgrad   dW = U(G)ᵀ · Xw(X),  then the optimizer receives J(dW, W)
 
-A method is a subclass of :class:`Method` that overrides what differs from a dense layer. The file
-must not import torch at the top level, so that configurations can be checked without torch.
+A method subclasses :class:`Method` and overrides the operands that differ from a dense layer. Its
+file must not import torch at the top level, so that configurations can be checked without torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ else:  # for annotations only
 
 @dataclass(slots=True, kw_only=True)
 class MethodOptions:
-    """Options that every method has; a method's ``Options`` adds its own."""
+    """Options that every method has; ``Options`` of a method extends them."""
 
     name: str
     n: int = 2
@@ -62,24 +62,25 @@ class Projection(NamedTuple):
 
     forward: Tensor | None  # A(W), shape of W; None: the weight itself
     mask: Tensor | None
-    """Positions in use, which masked decay spares and the flip rate compares: bool, shape of W, or
-    packed (:func:`sparsepretrain.kernels.pack_rows`). None: :meth:`Method.mask`, computed on
-    demand."""
+    """Kept positions: masked decay applies to the others, and the flip rate compares them. A bool
+    tensor of the shape of W, or packed (:func:`sparsepretrain.kernels.pack_rows`). None:
+    :meth:`Method.mask` is called when a mask is needed."""
     backward: Tensor | None = None  # B(W), shape of W; None: the same as `forward`
     wgrad_scale: Tensor | None = None  # 0-d factor of dW; None: 1
 
 
 class Layer(Protocol):
-    """A sparse layer as its method sees it; tensors of the method are attributes too."""
+    """Interface of a sparse layer to its method; tensors of the method are attributes."""
 
     dim: int
     """Axis of in_features, or of the input channels, in the stored weight."""
 
     @property
     def out(self) -> Tensor | None:
-        """Memory into which ``project`` may write A(W), which it then returns; None: no memory.
+        """Buffer into which ``project`` may write A(W), returning the buffer; None: there is none.
 
-        It has the shape of W and the dtype of the matmuls, and saves a cast and a copy per step.
+        The buffer has the shape of W and the dtype of the matmuls. Using it saves a cast and a copy
+        per step.
         """
 
     @property
@@ -101,10 +102,10 @@ class FineTuning(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
     """Options that change when a checkpoint is fine-tuned with this method."""
     same: tuple[str, ...] = ()
-    """Options, besides pattern and targets, that must not change if stored weights are to keep
-    their meaning."""
+    """Options, in addition to pattern and targets, that change the function computed from stored
+    weights."""
     zero: str | None = None
-    """Option that must be 0 in the new run as well; dots lead into blocks."""
+    """Option that must be 0 in the new run; dots separate nested options."""
 
     def keeps_function(self, options: Any, theirs: dict[str, Any]) -> bool:
         """Return True if stored weights compute the same function in a run with other options.
@@ -130,10 +131,9 @@ class FineTuning(NamedTuple):
 
 
 class Method:
-    """Base class of methods; by itself a dense layer.
+    """Base class of methods; without overrides it is a dense layer.
 
-    ``summary``, ``paper`` and :attr:`sparse_row` fill the table that ``sparsepretrain methods``
-    prints.
+    ``sparsepretrain methods`` prints ``summary``, ``paper`` and :attr:`sparse_row`.
     """
 
     Options: ClassVar[type] = MethodOptions
@@ -143,13 +143,13 @@ class Method:
     layer_kinds: tuple[str, ...] = ("linear", "convolution", "grouped convolution")
     """Kinds of layers that the method supports."""
     differentiable: ClassVar[bool] = False
-    """True if :meth:`project` runs under autograd in each training forward, for trained Parameters.
-    A receives dA, and nothing passes straight through: use operations that have gradients."""
+    """True if :meth:`project` runs under autograd in each training forward, to train Parameters.
+    A then receives dA without a straight-through estimator: use differentiable operations."""
     needs_whole: bool = False
-    """True if ``project`` or ``update_`` read more than whole groups of rows (sums, draws by
-    position). FSDP then gathers the weight for them."""
+    """True if ``project`` or ``update_`` depend on rows outside their group (sums over the weight,
+    draws by position). FSDP then gathers the weight first."""
     scalars: Mapping[str, int] = MappingProxyType({})
-    """Integers of the model that checkpoints keep: initial values in the class, present ones in the
+    """Integers per model that checkpoints store: initial values in the class, current values in the
     instance. :meth:`read_optimizer` may change them."""
     phase: Phase = Phase()
     """Phase of the next step (:func:`enter`)."""
@@ -160,9 +160,9 @@ class Method:
         self.scalars = dict(self.scalars)
 
     def phase_of(self, step: int) -> Phase:
-        """Return the phase after ``step`` completed steps: dense outside the window.
+        """Return the phase after ``step`` completed steps; dense outside the window.
 
-        It depends on ``step`` and :attr:`scalars` only.
+        The result may depend on ``step`` and :attr:`scalars` only.
         """
         if why := self.schedule.dense_reason(step):
             return Phase(False, False, why)
@@ -179,7 +179,7 @@ class Method:
 
     @property
     def pattern(self) -> tuple[int, int]:
-        """(N, M) of present masks; some methods approach the pattern of their options."""
+        """(N, M) of the current masks; some methods approach the pattern of their options."""
         return self.options.n, self.options.m
 
     @property
@@ -188,11 +188,11 @@ class Method:
         return 1, self.options.m
 
     def metrics(self) -> dict[str, float]:
-        """Return the method's own numbers for the record: name -> value."""
+        """Return metrics of the method for the record: name -> value."""
         return {}
 
     def initial_state(self, weight: Tensor, layer: Layer) -> dict[str, Tensor]:
-        """Return persistent tensors of one layer, made from its dense weight (fp32 or wider).
+        """Return the persistent tensors of one layer, given its initial weight (fp32 or wider).
 
         The tensor under ``"beta"`` becomes ``layer.beta``. A ``torch.nn.Parameter`` is trained:
         build the optimizer after ``sparsify``.
@@ -202,18 +202,19 @@ class Method:
     def update_(self, weight: Tensor, layer: Layer) -> None:
         """Update the layer's tensors in place, before the first forward and after every step.
 
-        Only inside the window; ``weight`` is the master weight after the step, as stored.
+        Called inside the window only. ``weight`` is the stored master weight after the step.
         """
 
     def mask(self, weight: Tensor, dim: int) -> Tensor:
-        """Return the mask that the method's rule chooses for ``weight``; bool, same shape."""
+        """Return the mask that the method chooses for ``weight``; bool, same shape."""
         return kernels.nm_mask(weight, *self.pattern, dim=dim)
 
     def project(self, weight: Tensor, layer: Layer) -> Projection:
-        """Return A(W), B(W) and the mask of a master weight, as stored, fp32 or wider.
+        """Return A(W), B(W) and the mask of a stored master weight (fp32 or wider).
 
-        Called once per optimizer step, in each forward, or in a graph. It must be a function of its
-        arguments: state that changes over time is in the layer (:meth:`update_`).
+        The engine may call this once per optimizer step, in each forward, or in a compiled graph,
+        so the result must depend on the arguments only. Put state that changes over time into
+        tensors of the layer (:meth:`update_`).
         """
         return Projection(None, None)
 
@@ -254,7 +255,7 @@ class Method:
         """
 
     def adjust_weight_(self, weight: Tensor, mask: Tensor, lr: float) -> None:
-        """Change the weight in place after the optimizer's update (rarely needed).
+        """Change the weight in place after the optimizer's update; few methods need this.
 
         Called in phases whose J is dW, with the mask from before the update.
         """
@@ -264,7 +265,7 @@ class Method:
         return None
 
     def read_optimizer(self, optimizer: Any) -> None:
-        """Read phases that the optimizer decides, when it is attached and after its steps.
+        """Read state of the optimizer that decides the phase; called on attach and after each step.
 
         Raises:
             ConfigError: the method needs another kind of optimizer.

@@ -24,17 +24,18 @@ class Flips(NamedTuple):
 class ModelState:
     """Counters and phase of a sparse model, and the settings that its layers share.
 
-    The counters are kept twice: as integers, which eager layers read without waiting for a device,
-    and as a buffer of the root, which is in state dicts. :meth:`sync` follows a loaded checkpoint.
-    The buffer belongs to the root itself, because nn.Sequential would run a child module.
+    The counters exist twice: as integers, which eager layers read without synchronizing with the
+    device, and as a buffer of the root, which is part of state dicts. :meth:`sync` updates the
+    integers after the buffer was loaded or copied. The buffer belongs to the root itself, because
+    nn.Sequential would call a child module.
 
     Args:
         root: the model that was given to ``sparsify``.
-        method: in its present phase.
-        precision: None: matmuls follow autocast.
-        backend: chooses sparse matmuls; None: all are emulated.
-        seed: of the draws.
-        device: of the weights.
+        method: the method, in its current phase.
+        precision: fp8 formats; None: matmuls follow autocast.
+        backend: policy for sparse matmuls; None: all matmuls are emulated.
+        seed: seed of the random draws.
+        device: device of the weights.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ModelState:
         self.micro_batches = MicroBatches(self.clock, self._has_gradient, self.sync)
         self.compared_at = 0  # completed steps at the last comparison of masks
         self.flips: Flips | None = None  # of the last comparison; None: none since the last load
-        self.left_meta = False  # the buffer left the meta device without values
+        self.left_meta = False  # the buffer left the meta device and has no values yet
         self.baseline_due = False  # weights were replaced: compare masks before the next step
         size = 2 + len(method.scalars) + 1  # step, compared_at, scalars, checksum
         root.register_buffer(self.buffer, torch.zeros(size, dtype=torch.int64, device=device))
@@ -87,14 +88,15 @@ class ModelState:
         return " ".join([*words, self.backend.name] if self.backend else words)
 
     def sync(self) -> None:
-        """Follow the buffer if it was written by a loaded state dict or a copy.
+        """Update the integers if a loaded state dict or a copy has written the buffer.
 
         Raises:
-            ConfigError: the counters do not belong together, as after averaging them.
+            ConfigError: the checksum of the buffer is wrong, as after averaging two models.
         """
         buffer = self.root._buffers.get(self.buffer)
         if buffer is None:  # the model was densified
             return
+        # torch counts in-place writes of a tensor: comparing versions needs no synchronization
         version = 0 if buffer.is_inference() else buffer._version
         if self._seen is not None and self._seen[0] is buffer and self._seen[1] == version:
             return
@@ -119,7 +121,7 @@ class ModelState:
         self._seen = (buffer, version)
 
     def write(self) -> None:
-        """Bring buffer, phase and clock up to date with the integers; waits for no device."""
+        """Write the integers to buffer, phase and clock, without synchronizing with the device."""
         enter(self.method, self.step)
         buffer = self.root.get_buffer(self.buffer)
         fill(buffer, self._values())
@@ -132,7 +134,7 @@ class ModelState:
         return [*values, _checksum(values)]
 
     def before_load(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Add the present counters to a dense state dict, which has none."""
+        """Add the current counters to a dense state dict, which has none."""
         buffer = self.root.get_buffer(self.buffer)
         if not buffer.is_meta:
             self.sync()
@@ -142,7 +144,7 @@ class ModelState:
         state_dict.setdefault(prefix + self.buffer, buffer)
 
     def begin(self, step: int) -> None:
-        """Enter the phase after ``step`` completed steps; :meth:`write` has to follow."""
+        """Enter the phase after ``step`` completed steps; call :meth:`write` afterwards."""
         self.clock.step, self.clock.micro = step, 0
         self.micro_batches.restart()
         enter(self.method, step)
@@ -176,7 +178,7 @@ class ModelState:
             hook.remove()
 
     def before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        """Prepare a forward of the root: gather stale operands again, count micro-batches."""
+        """Prepare a forward of the root: drop stale gathered operands, count micro-batches."""
         if self.example.sparsity.rows.is_sharded:
             self.sync()
             if self.example.sparsity.cache.is_stale(module.training):

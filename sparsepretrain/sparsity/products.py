@@ -283,6 +283,7 @@ class FP8(Dense):
         self, matmul: Matmul, left: Prepared, right: Prepared, bias: Tensor | None = None
     ) -> Tensor:
         if self.dequantizes(matmul, left.data):
+            # fp8 values are exact in fp32, so only the sums differ from those of tensor cores
             a, b = (dequantize_fp8(q.data, _scale(q)) for q in (left, right))
             y = matmul.dense(a, b, None if bias is None else bias.float())
             # torch 2.11 compiles a cast that changes nothing here to gradients of zero

@@ -1,4 +1,4 @@
-"""Handle to a sparse model: attach it to an optimizer, measure, save its counters."""
+"""Handle to a sparse model: attaches to the optimizer, measures, saves counters."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from sparsepretrain.sparsity.steps import Steps
 
 
 class Sparsifier:
-    """Handle that :func:`sparsepretrain.sparsify` and :func:`sparsepretrain.sparsifier_of` return.
+    """Handle to a sparse model; returned by :func:`sparsepretrain.sparsify` and ``sparsifier_of``.
 
-    All numbers are in the model's state dict; several handles to a model share them. ``layers``:
-    name -> sparse layer, in the model's order.
+    The handle has no state of its own: all counters are in the model's state dict, and several
+    handles to one model share them. ``layers`` maps names to sparse layers, in the model's order.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -50,14 +50,14 @@ class Sparsifier:
 
     @property
     def refreshed(self) -> bool:
-        """True if masks that are used for several steps were compared after the last step."""
+        """True if the last step updated masks that the method keeps for several steps."""
         return self.method.schedule.refresh > 1 and self._state.compared_at == self.completed_steps
 
     @property
     def flips(self) -> Tensor | None:
-        """Flips counted after the last step, (layers,) int64 on the device; None: not compared.
+        """Mask flips of each layer at the last step, (layers,) int64 on the device.
 
-        Collective where the model is sharded.
+        None if no masks were compared at that step. Collective if the model is sharded.
         """
         compared = self._state.compared_at == self.completed_steps
         flips = self._state.flips if compared else None
@@ -65,7 +65,7 @@ class Sparsifier:
 
     @property
     def completed_steps(self) -> int:
-        """Optimizer steps since sparsify, resumed ones included."""
+        """Optimizer steps since ``sparsify``, including those before a resume."""
         self._state.sync()
         return self._state.step
 
@@ -80,14 +80,16 @@ class Sparsifier:
         return bool(self.method.phase.row.sparse)
 
     def attach(self, optimizer: Any) -> None:
-        """Attach to ``optimizer``: J before its step; counters, operands and flips after it.
+        """Register hooks on the step of ``optimizer``.
 
-        Wrappers that expose ``.optimizer`` (Accelerate, Lightning) are unwrapped. Keeps the masks
-        that the first flip rate is measured against.
+        Before a step they change gradients (J); after it they update counters, masks and operands,
+        and count flips. Wrappers that expose ``.optimizer`` (Accelerate, Lightning) are unwrapped.
+        The masks at this moment are the reference of the first flip rate.
 
         Raises:
-            ConfigError: attached already, not an optimizer, a sparse weight is missing in it, or
-                the model was sharded without :meth:`prepare_sharding`, or prepared and not sharded.
+            ConfigError: the sparsifier is attached already, ``optimizer`` is not an optimizer or
+                lacks a sparse weight, or the model was sharded without :meth:`prepare_sharding` or
+                prepared without being sharded.
         """
         self._require_sparse()
         if attachments.attached_optimizer(self._state):
@@ -127,14 +129,15 @@ class Sparsifier:
     def prepare_sharding(self) -> None:
         """Let FSDP2 gather operands in the dtype of the matmuls; call this before ``fully_shard``.
 
-        The order is ``sparsify``, ``prepare_sharding``, ``fully_shard`` of blocks and then of the
-        model, the optimizer, :meth:`attach`. Sparse weights become other Parameters of the same
-        values. From :meth:`attach` on, each rank projects its rows once per step, so
-        :meth:`refresh` is needed after weights were edited by hand; :meth:`metrics`,
-        :meth:`masks`, ``prove`` and evaluation are collective.
+        The order is ``sparsify``, ``prepare_sharding``, ``fully_shard`` of the blocks and then of
+        the model, the optimizer, :meth:`attach`. Sparse weights are replaced by new Parameters with
+        the same values. From :meth:`attach` on, each rank projects its rows once per step: call
+        :meth:`refresh` after editing weights by hand. :meth:`metrics`, :meth:`masks`, ``prove`` and
+        evaluation are then collective.
 
         Raises:
-            ConfigError: prepared, attached or sharded already; fp8 or sparse matmuls.
+            ConfigError: the model is already prepared, attached or sharded, or uses fp8 or sparse
+                matmuls.
         """
         from sparsepretrain.sparsity import sharding
 
@@ -145,9 +148,8 @@ class Sparsifier:
         if self._state.precision is not None:
             name = self._state.label.partition(" ")[0]
             raise ConfigError(f"{name} does not go with sharding: leave precision out")
-        method = (
-            self._state.method
-        )  # not synced: counters of a model from the meta device are empty
+        # without sync: the counters of a model on the meta device have no values to read
+        method = self._state.method
         if method.differentiable:
             raise ConfigError(
                 f"{method.options.name} does not go with sharding: FSDP gathers A(W) without "
@@ -164,7 +166,7 @@ class Sparsifier:
             layer.sparsity.choose_products(layer.weight.device)
 
     def _bind_shards(self) -> None:
-        """Find the rows of each layer after ``fully_shard``, and shard its buffers."""
+        """Connect each layer to its shard after ``fully_shard``, and shard its buffers."""
         from sparsepretrain.sparsity import sharding
 
         found = sharding.shard_rows(self.layers)
@@ -178,7 +180,7 @@ class Sparsifier:
             if own.reset_due:
                 own.reset_due = False
                 own.reset(layer.weight)
-        # run before the hooks of FSDP, which gather
+        # Our hook drops stale operands, so it must run before the hooks of FSDP, which gather.
         hooks: Any = self._state.root._forward_pre_hooks
         for key in [k for k, hook in hooks.items() if hook == self._state.before_forward]:
             hooks.move_to_end(key, last=False)
@@ -189,14 +191,14 @@ class Sparsifier:
         return next(iter(self.layers.values())).sparsity.rows
 
     def reset(self) -> None:
-        """Restart from the present weights: frozen scales, fixed masks, counters, flip baseline.
+        """Recompute frozen scales, fixed masks and the flip baseline, and set counters to zero.
 
-        Needed if weights were initialized after :func:`sparsify`: by ``reset_parameters`` after the
-        meta device, or by hand. Loading a dense state dict before the first step resets the model
-        too. Collective if the model is sharded.
+        Call this if weights were initialized after :func:`sparsify`, for example by
+        ``reset_parameters`` of a model from the meta device. Loading a dense state dict before the
+        first step does it automatically. Collective if the model is sharded.
 
         Raises:
-            ConfigError: densified, or prepared for sharding and not attached.
+            ConfigError: the model was densified, or prepared for sharding and not attached.
         """
         self._require_sparse()
         self._state.reset()
@@ -205,22 +207,22 @@ class Sparsifier:
         self.refresh()
 
     def detach(self) -> None:
-        """Undo :meth:`attach`; the layers stay sparse."""
+        """Remove the hooks of :meth:`attach`; the layers stay sparse."""
         attachments.detach(self._state)
 
     def store_operands(self, dtype: torch.dtype | None = None) -> None:
         """Project once per optimizer step instead of in every forward.
 
-        Call :meth:`refresh` after weights were edited between steps (averaged, merged, loaded).
-        Operands of training are made after each step in the same memory, operands of evaluation
-        when needed. Copies of the model project in every forward again.
+        Training operands are computed after each step, always in the same memory; evaluation
+        operands on first use. Call :meth:`refresh` after editing weights between steps (averaging,
+        merging, loading). A copy of the model stores no operands.
 
         Args:
-            dtype: of the matmuls: under autocast the dtype of autocast, else stored operands are
-                not used; None: dtype of the weights.
+            dtype: dtype of the matmuls, which is that of autocast where autocast is on. Forwards in
+                another dtype project again. None: dtype of the weights.
 
         Raises:
-            ConfigError: layers cannot multiply in ``dtype``.
+            ConfigError: the layers have no matmul in ``dtype``.
         """
         self._require_sparse()
         weight, state = next(iter(self.layers.values())).weight, self._state
@@ -238,13 +240,14 @@ class Sparsifier:
     def choose_products(self, inputs: Mapping[str, Sequence[int]], micro_batches: int = 1) -> None:
         """Choose the sparse matmuls of each layer now, instead of in its first forward.
 
-        For compiled models: graphs do not try products. Call :meth:`store_operands` first.
+        Compiled models need this, because a compiled graph cannot time alternatives. Call
+        :meth:`store_operands` first.
 
         Args:
             inputs: name of a layer -> shape of its input in a micro-batch, (…, in_features); other
                 names are ignored.
-            micro_batches: number per step and rank. They share packed weights, so ``auto`` divides
-                the time of packing by it.
+            micro_batches: micro-batches per step and rank. Weights are packed once for all of
+                them, so ``auto`` divides the time of packing by this number.
 
         Raises:
             ConfigError: a sparse layer is missing.
@@ -264,9 +267,10 @@ class Sparsifier:
 
     @property
     def backend(self) -> dict[str, Any]:
-        """Chosen sparse matmuls in words, and ``products``: the trials, a row per layer size.
+        """Report of the backend: its name, the sparse matmuls in words, and ``products``.
 
-        Durations are medians in seconds. Empty with ``backend="emulate"``.
+        ``products`` has a row per layer size with median durations in seconds. Empty with
+        ``backend="emulate"``.
         """
         backend = self._state.backend
         if backend is None:
@@ -274,36 +278,38 @@ class Sparsifier:
         return {"name": backend.name, "chosen": self.coverage().chosen, "products": backend.table()}
 
     def micro_batch(self, index: int, rank: int = 0, world: int = 1, *, capacity: int = 0) -> None:
-        """Set the micro-batch of the global batch that the next forward sees: index·world + rank.
+        """Name the micro-batch that the next forward sees; random draws are keyed by its number.
 
-        Without this call, training forwards since the last step are counted, on the rank that
-        torch.distributed reports.
+        The number within the global batch is index·world + rank. Without this call, the index is
+        the count of training forwards since the last step, and rank and world are those of
+        torch.distributed.
 
         Args:
             index: micro-batch of this rank within the optimizer step, from 0.
-            rank, world: of the data-parallel group.
-            capacity: largest number of padded tokens in a micro-batch; 0: all have equally many.
+            rank, world: rank and size of the data-parallel group.
+            capacity: largest number of padded tokens of a micro-batch; 0: all have the same number.
         """
         self._state.micro_batches.state(index * world + rank, capacity)
 
     def hold(self, masks: Mapping[str, Tensor]) -> None:
-        """Let training forwards see the present weights under older ``masks``, for probes.
+        """Apply ``masks`` instead of the current ones in training forwards; probes use this.
 
-        Needs stored operands. Call :meth:`refresh` before the next step.
+        Requires stored operands. Call :meth:`refresh` before the next step.
         """
         self._state.sync()
         for name, layer in self.layers.items():
             layer.sparsity.cache.hold(layer.weight, masks[name])
 
     def refresh(self) -> None:
-        """Project again where operands are stored; call this after changing weights by hand."""
+        """Recompute stored operands; call this after changing weights by hand."""
         self._require_sparse()
         self.steps.refresh()
 
     def masks(self) -> dict[str, Tensor]:
-        """Return name -> bool mask in use, shape of the stored weight.
+        """Return name -> current bool mask, of the shape of the stored weight.
 
-        S-STE: non-zeros of S(W). Dense methods and phases: the mask that the rule would choose.
+        For S-STE the mask is the non-zeros of S(W). In dense methods and phases it is the mask that
+        the method would choose.
         """
         self._require_sparse()
         masks = {}
@@ -313,14 +319,14 @@ class Sparsifier:
         return masks
 
     def metrics(self, *, per_layer: bool = False) -> dict[str, float]:
-        """Return numbers of the current weights; waits for the device.
+        """Return metrics of the current weights; synchronizes with the device.
 
-        ``flip_rate``: flips at the last comparison over all entries of the sparse weights
-        (arXiv:2404.01847 section 4), left out before the first one and at steps without one.
-        ``flip_interval``: steps between the two masks compared, left out when it is 1.
-        ``density``: non-zeros of the forward weights. ``l1_gap``: mean over groups of
-        |t3| - |t2|, the distance of a mask from its next best. ``sparse``: 1 when the next step
-        trains sparse, 0 when it trains dense. A method may add its own (:meth:`Method.metrics`).
+        ``flip_rate``: share of the entries of the sparse weights whose mask flipped at this step
+        (arXiv:2404.01847 section 4); absent at steps at which no masks are compared.
+        ``flip_interval``: optimizer steps between the two compared masks; absent if it is 1.
+        ``density``: share of non-zeros in the forward weights. ``l1_gap``: mean over groups of
+        |t3| - |t2|, the margin by which the mask was chosen. ``sparse``: 1 if the next step trains
+        sparse, 0 if dense. A method may add metrics (:meth:`Method.metrics`).
 
         Args:
             per_layer: also ``flip_rate/<layer>`` and ``l1_gap/<layer>``.
@@ -330,7 +336,7 @@ class Sparsifier:
     def metrics_with(
         self, counts: Tensor | None, *, per_layer: bool = False
     ) -> tuple[dict[str, float], list[list[int]]]:
-        """Return :meth:`metrics`, and the integers ``counts`` (k, layers) as lists, in one wait."""
+        """Return :meth:`metrics` and ``counts`` (k, layers) as lists, in one synchronization."""
         self._require_sparse()
         return measure(self.layers, self._state, self.flips, counts, per_layer=per_layer)
 
@@ -340,7 +346,7 @@ class Sparsifier:
         return cover(self.layers, self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters and the method's scalars, which are in the model's state dict too."""
+        """Return counters and the method's scalars; the model's state dict also has them."""
         options = self.method.options
         return {
             "method": options.name,
@@ -355,7 +361,7 @@ class Sparsifier:
         """Restore counters and scalars; load the model's state dict first.
 
         Raises:
-            CheckpointError: saved with another method, pattern or set of layers.
+            CheckpointError: the state belongs to another method, pattern or set of layers.
         """
         mine = self.state_dict()
         for key in ("method", "pattern", "layers"):
@@ -380,8 +386,8 @@ class Sparsifier:
         gone = [name for name, layer in self.layers.items() if layer not in present]
         if gone:
             raise ConfigError(
-                f"sparse layers were replaced by others since: {', '.join(gone)}; "
-                "sparsifier_of(model) is a handle to those that are left"
+                f"sparse layers were replaced after sparsify: {', '.join(gone)}; "
+                "sparsifier_of(model) returns a handle to the remaining ones"
             )
 
 

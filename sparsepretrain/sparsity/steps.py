@@ -128,6 +128,7 @@ class Steps:
             return
         held, self._held = self._held, {}
         found_inf = getattr(optimizer, "found_inf", None)
+        # GradScaler skipped the update on the device: weights, masks and counters stay the same.
         if found_inf is not None and not self.only_finite and bool(found_inf):
             return
         state, method = self.state, self.state.method
@@ -152,7 +153,7 @@ class Steps:
         self.project()
         if compares:
             state.flips = Flips(self.compare(), interval)
-        if not _adjusts(method):  # the mask is not needed before the next projection
+        if not _adjusts(method):  # Free the mask: nothing reads it before the next projection.
             for layer in self.layers.values():
                 layer.sparsity.cache.mask = None
 

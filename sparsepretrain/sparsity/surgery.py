@@ -57,28 +57,30 @@ def sparsify(
             ``*.`` also matches at the root. ``"!glob"`` leaves layers out, as ``exclude`` does.
         exclude: globs of layers to leave out.
         n, m: N:M pattern along in_features, or along input channels at each kernel position.
-        seed: of the method's random draws. Sparsifiers of one model draw differently; models that
-            are sparsified one by one share draws unless their seeds differ.
-        total_steps: optimizer steps of the run; needed when something is a fraction of it.
-        backend: ``"emulate"``: exact arithmetic with dense products. ``"semi_structured"``: sparse
-            ones, in fp16 and bf16 on CUDA devices that have them, of each operand that is 2:4 and
-            fits; the rest is emulated (:meth:`Sparsifier.coverage` says why). ``"auto"``: those
-            of them that are faster, which the first eager training forward of a layer finds out.
-        precision: None: the dtype of autocast, or of the weight. ``"fp8"``: training products of
-            these layers are those of fp8 tensor cores, evaluation's are not
-            (:class:`~sparsepretrain.sparsity.products.FP8`). ``"fp8_sim"``: they have the same
-            operands, on any device. Or a dict such as ``{"name": "fp8", "recipe": "e4m3"}``.
-        **options: the method's own (keys of ``configs/sparsity/<method>.yaml``); dotted ones as
-            dicts, ``window={"start": 0.1}``.
+        seed: seed of the method's random draws. Several sparsifiers of one model draw different
+            numbers; two models with equal seeds draw the same ones.
+        total_steps: optimizer steps of the run; required by options that are fractions of the run.
+        backend: ``"emulate"``: dense matmuls of zero-filled operands, on any device.
+            ``"semi_structured"``: sparse matmuls (fp16 or bf16, on CUDA devices that have them) for
+            each operand that is 2:4 and fits; the others are emulated, and
+            :meth:`Sparsifier.coverage` gives the reason. ``"auto"``: sparse matmuls only where they
+            are faster; the first eager training forward of a layer times both.
+        precision: None: matmuls run in the dtype of autocast, or of the weight. ``"fp8"``: in
+            training, matmuls of these layers run on fp8 tensor cores; evaluation does not use fp8
+            (:class:`~sparsepretrain.sparsity.products.FP8`). ``"fp8_sim"``: the same fp8 operands,
+            multiplied in a wider type, on any device. Or a dict such as
+            ``{"name": "fp8", "recipe": "e4m3"}``.
+        **options: options of the method (keys of ``configs/sparsity/<method>.yaml``); nested ones
+            as dicts: ``window={"start": 0.1}``.
 
     Returns:
-        the handle to attach, measure and save with.
+        Handle that attaches to the optimizer, measures and saves.
 
     Raises:
-        ConfigError: an argument of the wrong type; unknown method, option or range; no layer for
-            a pattern; a layer that is sparse already, shares its weight, or whose width is not a
-            multiple of M; a bare layer as ``model``; sharded weights (DTensor); sparse or fp8
-            products asked for of which none is possible.
+        ConfigError: an argument has the wrong type; method or option is unknown, or a value is out
+            of range; a glob matches no layer; a layer is sparse already, shares its weight, or has
+            a width that is not a multiple of M; ``model`` is itself a layer; weights are sharded
+            (DTensor); no matmul can be sparse, or in fp8, as asked.
     """
     targets, exclude = ([x] if isinstance(x, str) else x for x in (targets, exclude))
 
@@ -116,9 +118,9 @@ def sparsify_with(
     backend: str | Backend = "emulate",
     precision: str | dict[str, str] | FP8Precision | None = None,
 ) -> Sparsifier:
-    """:func:`sparsify` with options that were checked already, and the same errors.
+    """Do the work of :func:`sparsify` with checked options; raise the same errors.
 
-    ``targets`` are globs and take the place of ``options.targets``, which may hold aliases.
+    ``targets`` are globs. They replace ``options.targets``, which may have aliases such as ``ffn``.
     """
     formats, chooser = precision_of(precision), backend_of(backend)
     cls: Any = registry.get("method", options.name)
@@ -179,18 +181,18 @@ def sparsifier_of(model: nn.Module) -> Sparsifier:
 
 
 def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
-    """Give the layers their original classes back, holding the weight that evaluation uses.
+    """Turn sparse layers into their original classes, in place, with the weights of evaluation.
 
-    Dropped weights become exact zeros (+0.0) and scales are folded in, so outputs stay equal.
-    Weights are not quantized: evaluation after training in simulated fp8 runs without fp8.
+    Pruned weights become exact zeros (+0.0) and scales are multiplied in, so the outputs of the
+    model do not change. Weights are not quantized, as evaluation does not use fp8.
 
     Args:
-        model: sparse, or with sparse layers in it.
-        fold: add what a method adds to the product (adapters) to the weight too, which leaves no
-            exact zeros; False: leave it out.
+        model: model that is sparse or contains sparse layers.
+        fold: also add low-rank adapters to the weight, which then has no exact zeros; False: drop
+            the adapters.
 
     Returns:
-        ``model``; its layers that are not sparse stay as they are.
+        ``model``.
 
     Raises:
         ConfigError: ``model`` is not a module, or it is sharded.
@@ -240,7 +242,7 @@ def densify(model: nn.Module, *, fold: bool = True) -> nn.Module:
 
 
 def residual_weight(layer: SparseLayer) -> Tensor | None:
-    """Return what the method adds to the output, as a weight that is stored like the layer's."""
+    """Return the method's residual (low-rank adapters) as a weight laid out like the layer's."""
     own, weight = layer.sparsity, layer.weight
     if weight.dim() != 2:
         return None

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from sparsepretrain import registry
 from sparsepretrain.config import validate
@@ -15,7 +14,6 @@ from sparsepretrain.config.groups import LossScaling
 from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.optim import build_optimizer
-from sparsepretrain.runs import weights
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import Method, MethodOptions, Sparsifier, densify, sparsify_with
 from sparsepretrain.sparsity.backend import Backend
@@ -88,6 +86,9 @@ def build_session(
         from sparsepretrain.training.shards import shard
 
         shard(run, model, sparsifier, world)
+    optimizer = build_optimizer(model, run.optim, sparsifier.method.build_optimizer)
+    sparsifier.attach(optimizer)
+    sparsifier.store_operands(compute_dtype(run.precision))
     forward_model = compilation.compiled(model, mode)
     each = run.batch.size // (run.batch.micro * world.size)
     share = range(world.rank * each, (world.rank + 1) * each)
@@ -101,7 +102,7 @@ def build_session(
         compiled=mode,
         sparsifier=sparsifier,
         scaler=_grad_scaler(run.precision, world.device),
-        optimizer=attach_optimizer(run, model, sparsifier),
+        optimizer=optimizer,
         batches=TrainingBatches(
             task, run.batch.size, run.batch.micro, world.device, run.workers, share
         ),
@@ -154,8 +155,6 @@ def sparsify_model(
     task: Task,
     model: nn.Module,
     device: torch.device | None = None,
-    *,
-    backend: str | Backend = "emulate",
 ) -> Sparsifier:
     """Apply the group ``sparsity``; errors name the configuration's keys.
 
@@ -164,7 +163,6 @@ def sparsify_model(
         task: gives the names of its layers.
         model: where it will train, or on the meta device.
         device: where it will train; None: it will not.
-        backend: of a model that will not.
     """
     options: MethodOptions = run.sparsity
     formats = fp8_formats(run.precision)
@@ -172,6 +170,7 @@ def sparsify_model(
         formats.require_here(device)
     elif formats is not None and not next(model.parameters()).is_meta:
         formats = formats.simulated  # evaluation does not use fp8 and runs on any device
+    backend: str | Backend = "emulate"
     if device is not None and run.backend != "emulate":
         backend = Backend(run.backend, device)
         backend.require_here(device, compute_dtype(run.precision), formats)
@@ -187,14 +186,6 @@ def sparsify_model(
         )
     except ConfigError as error:
         raise error.under("sparsity") from error
-
-
-def attach_optimizer(run: Run, model: nn.Module, sparsifier: Sparsifier) -> Optimizer:
-    """Build the optimizer of a run, attach the method, and store operands."""
-    optimizer = build_optimizer(model, run.optim, sparsifier.method.build_optimizer)
-    sparsifier.attach(optimizer)
-    sparsifier.store_operands(compute_dtype(run.precision))
-    return optimizer
 
 
 def resolve_targets(targets: str | list[str], roles: dict[str, list[str]]) -> list[str]:
@@ -257,7 +248,12 @@ def load_initial(
     method: type[Method] = registry.get("method", run.sparsity.name)
     same = method.finetuning.keeps_function(run.sparsity, source.config["sparsity"])
     stored = run.init.weights == "master" or (run.init.weights == "auto" and same)
-    state = weights.model_state(source) if stored else evaluated_state(source)
+    assert source.checkpoint is not None
+    state: State = (
+        source.checkpoint.part("model")
+        if stored
+        else densify(evaluated_model(source)[1]).state_dict()  # pruned and scaled
+    )
     own = {k: v for k, v in state.items() if not any(p[:8] == "sparsity" for p in k.split("."))}
     _copy(model, own, str(path), console)
     kind = "stored weights" if stored else "the weights that it evaluates with"

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparsepretrain.data.tokenizer import tokenizer
@@ -24,7 +23,6 @@ from sparsepretrain.runs import weights
 from sparsepretrain.runs.checkpoint import Checkpoint
 from sparsepretrain.runs.weights import WeightSource
 from sparsepretrain.sparsity import densify
-from sparsepretrain.sparsity.coverage import Proof
 from sparsepretrain.sparsity.sparsifier import prove
 from sparsepretrain.tracking.console import Console, significant
 from sparsepretrain.training import derive, validation
@@ -98,15 +96,21 @@ def evaluate_checkpoint(
             "an earlier checkpoint. Nothing was written"
         )
     result = {
-        **identity(
-            *(source, overrides, t.device),
-            task=run.task.name,
-            data=run.data.name,
-            fingerprint=t.task.fingerprint,
-        ),
+        "checkpoint": str(source.path),
+        "step": source.step,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "task": run.task.name,
+        "data": run.data.name,
+        "fingerprint": t.task.fingerprint,
+        "overrides": list(overrides),
+        "environment": environment(t.device),
         "split": split,
         "samples": samples,
-        **weights_evaluated(proof),
+        "weights": "sparse" if proof.holds else "dense",
+        "pattern": proof.pattern if proof.sparse else None,
+        "pattern_holds": proof.holds,
+        "zeros": proof.zeros / proof.entries if proof.entries else None,
+        "why_dense": None if proof.sparse else proof.why_dense or "a dense method",
         "densified": dense,
         "average": average,
         "metrics": metrics,
@@ -117,31 +121,6 @@ def evaluate_checkpoint(
         t.world.first(lambda: append(result, out))
         console.info(f"written to {out}")
     return result
-
-
-def weights_evaluated(proof: Proof) -> dict[str, Any]:
-    """Return the evaluated weights' pattern, as counted, or the reason for dense weights."""
-    return {
-        "weights": "sparse" if proof.holds else "dense",
-        "pattern": proof.pattern if proof.sparse else None,
-        "pattern_holds": proof.holds,
-        "zeros": proof.zeros / proof.entries if proof.entries else None,
-        "why_dense": None if proof.sparse else proof.why_dense or "a dense method",
-    }
-
-
-def identity(
-    source: WeightSource, overrides: Sequence[str], device: torch.device, **what: Any
-) -> dict[str, Any]:
-    """Return checkpoint, time, overrides and environment of an evaluation, and ``what``."""
-    return {
-        "checkpoint": str(source.path),
-        "step": source.step,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        **what,
-        "overrides": list(overrides),
-        "environment": environment(device),
-    }
 
 
 def _load_weights(

@@ -13,6 +13,7 @@ from tiny_runs import Tiny, assert_equal_bits, final_state, metrics
 from sparsepretrain.cli import main
 from sparsepretrain.errors import CheckpointError, ConfigError
 from sparsepretrain.runs import weights
+from sparsepretrain.sparsity import densify
 from sparsepretrain.training import assembly
 from sparsepretrain.training.schedules import resolve_steps
 
@@ -112,7 +113,7 @@ def test_function_at_step_0_equals_the_source(tiny, trained, tmp_path, before, a
     run = tiny.load(f"sparsity={before}")
     task = build_task(run)
     model = build_model(task, torch.device("cpu"))
-    model.load_state_dict(assembly.evaluated_state(weights.find(source)))
+    model.load_state_dict(densify(assembly.evaluated_model(weights.find(source))[1]).state_dict())
     chosen = [] if after is None else [f"sparsity={after}"]
     t = build(source, *glue(tmp_path), *chosen)
     expected, found = logits(model, task), logits(t.model, t.task)
@@ -121,7 +122,7 @@ def test_function_at_step_0_equals_the_source(tiny, trained, tmp_path, before, a
 
 def test_frozen_scale_comes_with_the_stored_weights(trained, tmp_path):
     source = trained("sparsity=sste")
-    stored = weights.model_state(weights.find(source))
+    stored = weights.find(source).checkpoint.part("model")
     name = "transformer.h.0.mlp.c_fc"
     t = build(source, *glue(tmp_path))
     own = t.model.state_dict()

@@ -1,10 +1,8 @@
 """Finding checkpoints of runs and of Hugging Face, and reading them."""
 
 import shutil
-from pathlib import Path
 
 import pytest
-import torch
 from tiny_runs import Tiny, assert_equal_bits, final_state
 
 from sparsepretrain.errors import CheckpointError
@@ -24,7 +22,7 @@ def test_a_run_directory_means_its_newest_checkpoint(run):
     assert source.step == 6 and source.checkpoint is not None
     assert source.path == run / "checkpoints/step_00000006" and source.run.path == run
     assert source.config["sparsity"]["name"] == "sste"
-    assert_equal_bits(weights.model_state(source), final_state(run)["model"])
+    assert_equal_bits(source.checkpoint.part("model"), final_state(run)["model"])
     assert source.checkpoint.part("sparsifier")["completed_steps"] == 6
 
 
@@ -94,30 +92,3 @@ def test_mistyped_run_gets_a_suggestion(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "_reachable", lambda: False)
     with pytest.raises(CheckpointError, match=r"^gpt2x: .*hub"):
         weights.find("gpt2x")
-
-
-@pytest.mark.parametrize("shard", ["5GB", "20KB"])
-def test_hugging_face_weights_in_one_file_or_several(tmp_path, shard):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=256, n_positions=16, n_embd=16, n_layer=1, n_head=2)
-    )
-    model.save_pretrained(tmp_path, max_shard_size=shard)
-    source = weights.find(tmp_path)
-    assert source.checkpoint is None and source.config is None and source.step is None
-    stored = weights.model_state(source)
-    assert torch.equal(stored["transformer.wte.weight"], model.transformer.wte.weight)
-    assert len(list(tmp_path.glob("*.safetensors"))) == (1 if shard == "5GB" else 2)
-
-
-def test_hugging_face_weights_that_are_gone_or_torn(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="has no weights"):
-        weights.model_state(weights.find(tmp_path))
-    torch.save({"a": Path(tmp_path)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="is refused"):
-        weights.model_state(weights.find(tmp_path))
-    (tmp_path / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
-        weights.model_state(weights.find(tmp_path))

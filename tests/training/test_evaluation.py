@@ -86,6 +86,7 @@ def test_a_line_per_evaluation_is_appended(tiny, evaluate, tmp_path):
 
 
 def test_long_evaluation_prints_progress(trained, evaluate, monkeypatch):
+    monkeypatch.setattr(validation, "SILENT_SECONDS", math.inf)
     assert "validation: " not in evaluate(trained, "batch.micro=7")["output"]
     monkeypatch.setattr(validation, "SILENT_SECONDS", 0.0)
     result = evaluate(trained, "batch.micro=7")
