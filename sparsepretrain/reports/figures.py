@@ -170,13 +170,22 @@ def cost_figure(results: TableResults, table: Table) -> Figure | None:
     if len(short) < 2:
         return None
     figure, axes = plots.new_figure((6.0, 4.4))
-    for row, (_, flops) in cost.items():
-        d = _of(values, row, "", base) if row != base else Difference(row, [0.0])
+    points = {row: _of(values, row, "", base) for row in cost if row != base}
+    points[base] = Difference(base, [0.0])
+    label_height = 0.05 * max(abs(d.mean) for d in points.values())
+    for row, d in points.items():
+        flops = cost[row][1]
         low, high = d.interval()
         color = plots.COLORS[0] if row in short else plots.COLORS[1]
         axes.plot([flops, flops], [low, high], color=color, linewidth=2)
         axes.plot([flops], [d.mean], "o", color=color)
-        axes.annotate(row, (flops, d.mean), (6, 3), textcoords="offset points", fontsize=8)
+        # a row just above at the same cost has its label there: write this one below the point
+        crowded = any(
+            0 < other.mean - d.mean < label_height and abs(cost[name][1] - flops) < 1
+            for name, other in points.items()
+        )
+        offset = (6, -10 if crowded else 3)
+        axes.annotate(row, (flops, d.mean), offset, textcoords="offset points", fontsize=8)
     line = sorted((cost[row][1], Difference("", [*values[row].values()]).mean) for row in short)
     axes.plot(*zip(*line, strict=True), color=plots.COLORS[0], linewidth=1, alpha=0.6)
     axes.set_xlabel(f"FLOPs, % of {base}, if a 2:4 matmul costs half a dense one")

@@ -82,8 +82,9 @@ def _named(places: Sequence[str], results: TableResults) -> str:
             cells.setdefault(getattr(cell, axis), set()).add(cell.name)
         whole = [label for label, own in cells.items() if label and own <= set(places)]
         if set().union(*(cells[label] for label in whole)) == set(places):
-            return ", ".join(whole)
-    return ", ".join(places)
+            places = whole
+            break
+    return ", ".join(f'"{name}"' if "," in name else name for name in places)
 
 
 def _pairs(values: Mapping[str, Any], *, zeros: bool) -> list[str]:

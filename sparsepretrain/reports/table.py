@@ -291,12 +291,14 @@ def _tuned(results: TableResults, table: Table) -> list[str]:
         )
     size = table.scales[results.scale] if results.scale else None
     assert size is not None and size.tune is not None
-    seeds = ", ".join(map(str, size.tune.seeds))
+    several = len(size.tune.seeds) > 1
+    seeds = f"the seed{'s' * several} {', '.join(map(str, size.tune.seeds))}"
     number = len(size.tune.settings(next(iter(table.rows))))
     text = (
-        f"{number} settings per row, each run with the seeds {seeds}; the best mean of the "
-        f"{metric.label} chose. These seeds judge nothing below. At an end: values of three or "
-        "more that are the first or the last one tried, where a wider grid may be better."
+        f"{number} settings per row, each run with {seeds}; the best {'mean of the ' * several}"
+        f"{metric.label} chose. {'These seeds judge' if several else 'This seed judges'} nothing "
+        "below. At an end: values of three or more that are the first or the last one tried, where "
+        "a wider grid may be better."
     )
     header = ("row", "chosen", "at an end", "mean", "means of the others")
     return [text, "", *markdown_table(header, rows)]

@@ -208,26 +208,29 @@ def test_verdicts_of_a_committed_record_are_those_of_scipy(first, second, metric
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "claim"),
+    ("table", "first", "second", "claim"),
     [
-        ("SR-STE", "SR-STE on weights", "decay on gradients is better"),
-        ("SR-STE", "ASP", "SR-STE is better than pruning"),
-        ("STEP + λ, late", "SR-STE", "with decay and a late switch"),
-        ("S-STE", "T-SR-STE", "S-STE is better than T-SR-STE"),
-        ("S-STE, no MVUE", "half", "S-STE without MVUE is below half"),
+        ("regression", "SR-STE", "SR-STE on weights", "decay on gradients is better"),
+        ("regression", "SR-STE", "ASP", "SR-STE is better than pruning"),
+        ("regression", "STEP + λ, late", "SR-STE", "with decay and a late switch"),
+        ("regression", "S-STE", "T-SR-STE", "S-STE is better than T-SR-STE"),
+        ("regression", "S-STE, no MVUE", "half", "S-STE without MVUE is below half"),
+        ("lm", "S-STE", "T-SR-STE", "S-STE is below T-SR-STE"),
+        ("lm", "SR-STE", "dense, 933 steps", "at equal cost, a 2:4 forward weight is better than "),
     ],
 )
-def test_verdicts_of_the_tuned_record_are_those_of_scipy(first, second, claim):
+def test_verdicts_of_the_tuned_records_are_those_of_scipy(table, first, second, claim):
     """The losses are divided by the dense loss of the seed here, without the package."""
-    results = read_record(RECORD.with_name("claims_tuned_regression.json.gz"))
+    results = read_record(RECORD.with_name(f"claims_tuned_{table}.json.gz"))
     loss = {(cell.row, cell.seed): cell.metrics["loss"] for cell in results.cells}
+    assert len(results.seeds) == 8
     percent = [
-        [100 * loss[row, seed] / loss["dense", seed] for seed in range(101, 109)]
+        [100 * loss[row, seed] / loss["dense", seed] for seed in results.seeds]
         for row in (first, second)
     ]
     test = stats.ttest_rel(*percent)
-    rulings = judged(results, load_table("claims_tuned_regression"))
-    (found,) = (ruling for c, ruling in rulings if c.text.startswith(claim))
+    rulings = judged(results, load_table(f"claims_tuned_{table}"))
+    found = next(r for c, r in rulings if c.text.startswith(claim) and c.of[0] == first)
     assert found.verdict == ("held" if test.statistic < 0 else "contradicted")
     assert found.p == pytest.approx(test.pvalue, rel=1e-6) and test.pvalue < 0.01
 
