@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 FEW_CLAIMS = 5
 """Most claims of a page without a correction for multiple tests."""
 HOLM = (
-    "Holm: p of a verdict, corrected for all claims that were tested here; (not significant): "
-    f"above {claims.ALPHA:g}, one of so many claims may come out this way by chance."
+    "Holm: p of the verdict after Holm's correction for all claims of this table; (not "
+    f"significant): the corrected p is not below {claims.ALPHA:g}."
 )
 COSTS = (
     "2:4 matmuls per layer: of three (forward, input gradient, weight gradient), mean over the "
@@ -132,7 +132,7 @@ def _measured(page: Page, results: TableResults, table: Table, mark: str) -> Non
     if testable and not any(d.n for ruling in testable for d in ruling.differences):
         page.lines += ["No claim can be judged yet: no seed has finished the runs of one.", ""]
     elif rulings:
-        page.lines += [f"{mark} Verdicts", "", *_verdicts(rulings), ""]
+        page.lines += [f"{mark} Verdicts", "", *_verdicts(rulings, table), ""]
     for name, (figure, caption) in figures.of_table(results, table).items():
         page.figures[f"{results.name}-{name}.png"] = figure
         page.lines += [f"![{caption}]({results.name}-{name}.png)", ""]
@@ -180,7 +180,14 @@ def _head(results: TableResults, table: Table) -> list[str]:
     return [*lines, text]
 
 
-def _verdicts(rulings: Sequence[tuple[tables.Claim, Ruling]]) -> list[str]:
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _verdicts(rulings: Sequence[tuple[tables.Claim, Ruling]], table: Table) -> list[str]:
     found = [
         (f"{c.text}{f' ({c.source})' if c.source else ''}", f"**{r.verdict}**", r.why)
         for c, r in rulings
@@ -191,6 +198,12 @@ def _verdicts(rulings: Sequence[tuple[tables.Claim, Ruling]]) -> list[str]:
         "(docs/claims.md); in brackets 95 % intervals."
     )
     bar += f" {HOLM}" if len(header) > 3 else ""
+    for metric in table.metrics.values():
+        if metric.percent_of:
+            bar += (
+                f" Differences of the {metric.label} are in percent of {metric.percent_of} with "
+                "the same seed. Of an order, the weakest pair is shown."
+            )
     return [*markdown_table(header, rows), "", bar]
 
 
@@ -277,7 +290,8 @@ def _tuned(results: TableResults, table: Table) -> list[str]:
             f"`{word}`"
             for word in setting.split()
             for tried in [values[word.partition("=")[0]]]
-            if len(tried) > 2 and word.partition("=")[2] in (tried[0], tried[-1])
+            if len(tried) > 1 and _is_number(tried[0])
+            if word.partition("=")[2] in (tried[0], tried[-1])
         ]
         best, *others = sorted(own.values(), reverse=metric.better == "higher")
         rows.append(
@@ -297,10 +311,15 @@ def _tuned(results: TableResults, table: Table) -> list[str]:
     text = (
         f"{number} settings per row, each run with {seeds}; the best {'mean of the ' * several}"
         f"{metric.label} chose. {'These seeds judge' if several else 'This seed judges'} nothing "
-        "below. At an end: values of three or more that are the first or the last one tried, where "
-        "a wider grid may be better."
+        "below. At an end: numbers that are the first or the last of those tried; a wider grid may "
+        "be better."
     )
-    header = ("row", "chosen", "at an end", "mean", "means of the others")
+    header = (
+        "row",
+        "chosen",
+        "at an end",
+        *(("mean", "means of the others") if several else ("value", "values of the others")),
+    )
     return [text, "", *markdown_table(header, rows)]
 
 

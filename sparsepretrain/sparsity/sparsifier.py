@@ -44,7 +44,7 @@ class Sparsifier:
 
     @property
     def method(self) -> Method:
-        """Method in its present phase."""
+        """Method, with its current phase."""
         self._state.sync()
         return self._state.method
 
@@ -211,10 +211,10 @@ class Sparsifier:
         attachments.detach(self._state)
 
     def store_operands(self, dtype: torch.dtype | None = None) -> None:
-        """Project once per optimizer step instead of in every forward.
+        """Cache operands: project once per optimizer step instead of in every forward.
 
-        Training operands are computed after each step, always in the same memory; evaluation
-        operands on first use. Call :meth:`refresh` after editing weights between steps (averaging,
+        Training operands are rewritten in place after each step; evaluation operands are computed
+        on first use. Call :meth:`refresh` after editing weights between steps (averaging,
         merging, loading). A copy of the model stores no operands.
 
         Args:

@@ -6,8 +6,8 @@ Models are traced on the meta device: no data, no memory, no directory.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -230,17 +230,18 @@ def run_cost(run: Run, lines: Sequence[Mapping[str, Any]]) -> tuple[float, float
     method, dtype = sparsifier.method, compute_dtype(run.precision)
     micro_batches = run.batch.size // run.batch.micro
     layers = matmul_flops(sparsifier, inputs, micro_batches, dtype, flops).layers
-    counts, saved = [], []
-    for line in lines:
-        if (is_sparse := line.get("sparse")) is None:
-            continue
+    logged = [line for line in lines if line.get("sparse") is not None]
+    # A line tells the phase of the steps up to the next line; changes of phase have lines.
+    bounds = [0, *(line["step"] for line in logged[1:]), run.steps]
+    count = saved = 0.0
+    for line, (begin, end) in zip(logged, pairwise(bounds), strict=True):
         enter(method, line["step"])
         # an optimizer may decide the phase: the record knows, a new method does not
         row = method.phase.row if method.phase.row.sparse else method.sparse_row
-        halved = row.halved if is_sparse else []
-        counts.append(len(halved))
-        saved.append(sum(layers[name] for name in halved) / 2)
-    return statistics.fmean(counts), run.steps * (flops - statistics.fmean(saved))
+        halved = row.halved if line["sparse"] else []
+        count += (end - begin) * len(halved)
+        saved += (end - begin) * sum(layers[name] for name in halved) / 2
+    return count / run.steps, run.steps * flops - saved
 
 
 def duration(run: Run, device: torch.device, total: float) -> str:

@@ -210,8 +210,8 @@ def test_verdicts_of_a_committed_record_are_those_of_scipy(first, second, metric
 @pytest.mark.parametrize(
     ("table", "first", "second", "claim"),
     [
-        ("regression", "SR-STE", "SR-STE on weights", "decay on gradients is better"),
-        ("regression", "SR-STE", "ASP", "SR-STE is better than pruning"),
+        ("regression", "STEP + λ", "STEP", "the decay helps STEP"),
+        ("regression", "SR-STE", "SLoPe", "masks that may change"),
         ("regression", "STEP + λ, late", "SR-STE", "with decay and a late switch"),
         ("regression", "S-STE", "T-SR-STE", "S-STE is better than T-SR-STE"),
         ("regression", "S-STE, no MVUE", "half", "S-STE without MVUE is below half"),

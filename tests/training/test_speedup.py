@@ -65,7 +65,9 @@ def test_a_run_without_2_4_matmuls_names_the_reason(overrides, reason):
 )
 def test_the_cost_of_a_run_counts_each_sparse_matmul_as_half(words, sparse_lines, matmuls):
     run = config.load(["experiment=claims_regression", "steps=100", *words])
-    lines = [{"step": 10 * i + 1, "sparse": float(i >= 10 - sparse_lines)} for i in range(10)]
+    steps = [1, *range(10, 100, 10), 95, 98]  # not evenly spaced, as in a record with events
+    lines = [{"step": i, "sparse": float(i >= 10 * (10 - sparse_lines))} for i in steps]
+    lines[0]["sparse"] = float(sparse_lines == 10)
     lines.append({"step": 100, "split": "validation", "loss": 1.0})
     # per step: input and output 32×32 (no gradient of the input), FFNs 4 × 32 × 128
     samples, ffn = 128, 2 * 128 * 4 * 32 * 128
