@@ -249,7 +249,7 @@ def load_initial(
     same = method.finetuning.keeps_function(run.sparsity, source.config["sparsity"])
     stored = run.init.weights == "master" or (run.init.weights == "auto" and same)
     assert source.checkpoint is not None
-    state: State = (
+    state = (
         source.checkpoint.part("model")
         if stored
         else densify(evaluated_model(source)[1]).state_dict()  # pruned and scaled
