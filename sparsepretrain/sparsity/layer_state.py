@@ -70,8 +70,7 @@ class LayerState(nn.Module):
             register(key, value)
         if self.method.schedule.start == 0:
             self.method.update_(weight, self)
-        # The fused path of nn.TransformerEncoderLayer reads stored weights and would bypass the
-        # projection. It is disabled if any child module has a hook.
+        # a hook disables the fused path of nn.TransformerEncoderLayer, which bypasses projections
         self.register_forward_pre_hook(_never_called)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayerState:

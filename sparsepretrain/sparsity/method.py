@@ -79,8 +79,7 @@ class Layer(Protocol):
     def out(self) -> Tensor | None:
         """Buffer into which ``project`` may write A(W), returning the buffer; None: there is none.
 
-        The buffer has the shape of W and the dtype of the matmuls. Using it saves a cast and a copy
-        per step.
+        It has the shape of W and the dtype of the matmuls; using it saves a cast and a copy.
         """
 
     @property
@@ -212,9 +211,8 @@ class Method:
     def project(self, weight: Tensor, layer: Layer) -> Projection:
         """Return A(W), B(W) and the mask of a stored master weight (fp32 or wider).
 
-        The engine may call this once per optimizer step, in each forward, or in a compiled graph,
-        so the result must depend on the arguments only. Put state that changes over time into
-        tensors of the layer (:meth:`update_`).
+        Called once per optimizer step, in each forward, or in a compiled graph: the result must
+        depend on the arguments only. State that changes over time is in the layer (`update_`).
         """
         return Projection(None, None)
 

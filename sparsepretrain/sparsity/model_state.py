@@ -26,8 +26,7 @@ class ModelState:
 
     The counters exist twice: as integers, which eager layers read without synchronizing with the
     device, and as a buffer of the root, which is part of state dicts. :meth:`sync` updates the
-    integers after the buffer was loaded or copied. The buffer belongs to the root itself, because
-    nn.Sequential would call a child module.
+    integers after the buffer was loaded. It belongs to the root: nn.Sequential calls its children.
 
     Args:
         root: the model that was given to ``sparsify``.
@@ -96,7 +95,6 @@ class ModelState:
         buffer = self.root._buffers.get(self.buffer)
         if buffer is None:  # the model was densified
             return
-        # torch counts in-place writes of a tensor: comparing versions needs no synchronization
         version = 0 if buffer.is_inference() else buffer._version
         if self._seen is not None and self._seen[0] is buffer and self._seen[1] == version:
             return

@@ -24,8 +24,8 @@ from sparsepretrain.sparsity.steps import Steps
 class Sparsifier:
     """Handle to a sparse model; returned by :func:`sparsepretrain.sparsify` and ``sparsifier_of``.
 
-    The handle has no state of its own: all counters are in the model's state dict, and several
-    handles to one model share them. ``layers`` maps names to sparse layers, in the model's order.
+    All counters are in the model's state dict; several handles to one model share them. ``layers``
+    maps names to sparse layers, in the model's order.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -87,9 +87,8 @@ class Sparsifier:
         The masks at this moment are the reference of the first flip rate.
 
         Raises:
-            ConfigError: the sparsifier is attached already, ``optimizer`` is not an optimizer or
-                lacks a sparse weight, or the model was sharded without :meth:`prepare_sharding` or
-                prepared without being sharded.
+            ConfigError: already attached, not an optimizer, a sparse weight is missing, or the
+                model was sharded without :meth:`prepare_sharding`, or prepared and not sharded.
         """
         self._require_sparse()
         if attachments.attached_optimizer(self._state):
@@ -136,8 +135,7 @@ class Sparsifier:
         evaluation are then collective.
 
         Raises:
-            ConfigError: the model is already prepared, attached or sharded, or uses fp8 or sparse
-                matmuls.
+            ConfigError: already prepared, attached or sharded; fp8 or sparse matmuls.
         """
         from sparsepretrain.sparsity import sharding
 
@@ -193,9 +191,8 @@ class Sparsifier:
     def reset(self) -> None:
         """Recompute frozen scales, fixed masks and the flip baseline, and set counters to zero.
 
-        Call this if weights were initialized after :func:`sparsify`, for example by
-        ``reset_parameters`` of a model from the meta device. Loading a dense state dict before the
-        first step does it automatically. Collective if the model is sharded.
+        Call this if weights were initialized after :func:`sparsify`, as by ``reset_parameters``.
+        Loading a dense state dict before the first step does it too. Collective if sharded.
 
         Raises:
             ConfigError: the model was densified, or prepared for sharding and not attached.
@@ -213,9 +210,8 @@ class Sparsifier:
     def store_operands(self, dtype: torch.dtype | None = None) -> None:
         """Cache operands: project once per optimizer step instead of in every forward.
 
-        Training operands are rewritten in place after each step; evaluation operands are computed
-        on first use. Call :meth:`refresh` after editing weights between steps (averaging,
-        merging, loading). A copy of the model stores no operands.
+        Training operands are rewritten in place after each step, evaluation operands computed on
+        first use. Call :meth:`refresh` after editing weights. Copies of the model store none.
 
         Args:
             dtype: dtype of the matmuls, which is that of autocast where autocast is on. Forwards in
@@ -240,14 +236,12 @@ class Sparsifier:
     def choose_products(self, inputs: Mapping[str, Sequence[int]], micro_batches: int = 1) -> None:
         """Choose the sparse matmuls of each layer now, instead of in its first forward.
 
-        Compiled models need this, because a compiled graph cannot time alternatives. Call
-        :meth:`store_operands` first.
+        Compiled graphs cannot time alternatives. Call :meth:`store_operands` first.
 
         Args:
             inputs: name of a layer -> shape of its input in a micro-batch, (…, in_features); other
                 names are ignored.
-            micro_batches: micro-batches per step and rank. Weights are packed once for all of
-                them, so ``auto`` divides the time of packing by this number.
+            micro_batches: number per step and rank; ``auto`` divides the time of packing by it.
 
         Raises:
             ConfigError: a sparse layer is missing.
@@ -267,10 +261,9 @@ class Sparsifier:
 
     @property
     def backend(self) -> dict[str, Any]:
-        """Report of the backend: its name, the sparse matmuls in words, and ``products``.
+        """Name, chosen sparse matmuls in words, and ``products``: median seconds by layer size.
 
-        ``products`` has a row per layer size with median durations in seconds. Empty with
-        ``backend="emulate"``.
+        Empty with ``backend="emulate"``.
         """
         backend = self._state.backend
         if backend is None:
@@ -280,9 +273,8 @@ class Sparsifier:
     def micro_batch(self, index: int, rank: int = 0, world: int = 1, *, capacity: int = 0) -> None:
         """Name the micro-batch that the next forward sees; random draws are keyed by its number.
 
-        The number within the global batch is index·world + rank. Without this call, the index is
-        the count of training forwards since the last step, and rank and world are those of
-        torch.distributed.
+        Its number is index·world + rank. Without this call, the index counts training forwards
+        since the last step, and rank and world are those of torch.distributed.
 
         Args:
             index: micro-batch of this rank within the optimizer step, from 0.

@@ -68,8 +68,7 @@ def sparsify(
         precision: None: matmuls run in the dtype of autocast, or of the weight. ``"fp8"``: in
             training, matmuls of these layers run on fp8 tensor cores; evaluation does not use fp8
             (:class:`~sparsepretrain.sparsity.products.FP8`). ``"fp8_sim"``: the same fp8 operands,
-            multiplied in a wider type, on any device. Or a dict such as
-            ``{"name": "fp8", "recipe": "e4m3"}``.
+            multiplied in a wider type. Or a dict: ``{"name": "fp8", "recipe": "e4m3"}``.
         **options: options of the method (keys of ``configs/sparsity/<method>.yaml``); nested ones
             as dicts: ``window={"start": 0.1}``.
 
@@ -79,8 +78,8 @@ def sparsify(
     Raises:
         ConfigError: an argument has the wrong type; method or option is unknown, or a value is out
             of range; a glob matches no layer; a layer is sparse already, shares its weight, or has
-            a width that is not a multiple of M; ``model`` is itself a layer; weights are sharded
-            (DTensor); no matmul can be sparse, or in fp8, as asked.
+            a width that is no multiple of M; ``model`` is a layer; weights are sharded (DTensor);
+            no matmul can be sparse, or in fp8, as asked.
     """
     targets, exclude = ([x] if isinstance(x, str) else x for x in (targets, exclude))
 

@@ -91,8 +91,7 @@ def train_step(t: Session) -> Step:
             f"step {t.step + 1}: the batch has no target tokens (all labels are ignored)"
         )
     losses = _gradients(t, batches, items)
-    # A stop request travels with the losses: it costs no further collective, and every rank reads
-    # it at the same step.
+    # A stop request travels with the losses, so every rank reads it at the same step.
     if t.own_stop is not None:
         losses[ENDS.index(t.own_stop) - len(ENDS)] = 1.0
     t.world.sum(losses)
@@ -130,7 +129,6 @@ def train_step(t: Session) -> Step:
     t.tokens += items
     if before is not None:
         _take_in(t, before)
-    # A new phase or new masks get a line of the record, so their numbers are needed now.
     changed = t.sparsifier.sparse != was_sparse or t.sparsifier.refreshed
     if not t.reads_late or before is None or changed or _shows(t):
         _take_in(t, step)
@@ -224,8 +222,7 @@ def _gradients(t: Session, batches: list[Batch], items: int) -> Tensor:
     """Compute scaled gradients of the global batch; return the losses of own micro-batches."""
     losses = _no_losses(t)
     for index, loss in _losses(t, t.step, batches):
-        # The loss is a sum. Dividing by the items of the global batch, not of this micro-batch,
-        # gives each item the same weight, however items are divided among micro-batches.
+        # divided by the items of the global batch: each item has one weight in every division
         t.scaler.scale(loss / items).backward()
         losses[index] = loss.detach()
     t.gradients.reduce()
