@@ -291,7 +291,7 @@ def test_the_best_setting_of_each_row_is_run_with_the_seeds_of_the_table(
     report = [*shlex.split(out.splitlines()[-1])[1:], "--out", str(tables.tiny.root / "page")]
     assert cli.main(report) == 0
     page = (tables.tiny.root / "page/small.md").read_text()
-    assert "3 settings per row, each run with the seeds 5" in page
+    assert "3 settings per row, each run with the seed 5" in page
     assert "| dense | `optim.lr=1e-" in page and "inf" in page
     capsys.readouterr()
 
