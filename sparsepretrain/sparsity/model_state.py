@@ -26,7 +26,7 @@ class ModelState:
 
     The counters exist twice: as integers, which eager layers read without synchronizing with the
     device, and as a buffer of the root, which is part of state dicts. :meth:`sync` updates the
-    integers after the buffer was loaded. It belongs to the root: nn.Sequential calls its children.
+    integers after the buffer was loaded. A child module would be called by nn.Sequential.
 
     Args:
         root: the model that was given to ``sparsify``.

@@ -48,7 +48,7 @@ class Rows:
         return counts
 
     def complete(self, rows: Tensor, group: int) -> Tensor:
-        """Redistribute rows so that every rank has whole groups of ``group`` rows."""
+        """Return rows in whole groups of ``group``; each row is on one rank."""
         return rows
 
     def apply(

@@ -113,8 +113,8 @@ def train_step(t: Session) -> Step:
         norm=norm,
         judge=lambda loss, norm: _judge(t, step, loss, norm),
     )
-    # With reads_late this step's numbers stay on the device until the next step is launched, so the
-    # launch queue of a GPU never runs empty between two steps.
+    # With reads_late this step's numbers stay on the device until the next step is launched, which
+    # then does not wait for them.
     before, t.last = t.last, step if t.reads_late else None
     if t.reads_late or step.read():
         if run.clip is not None:
@@ -222,7 +222,7 @@ def _gradients(t: Session, batches: list[Batch], items: int) -> Tensor:
     """Compute scaled gradients of the global batch; return the losses of own micro-batches."""
     losses = _no_losses(t)
     for index, loss in _losses(t, t.step, batches):
-        # divided by the items of the global batch: each item has one weight in every division
+        # by the global count: gradients do not depend on how items are divided into micro-batches
         t.scaler.scale(loss / items).backward()
         losses[index] = loss.detach()
     t.gradients.reduce()

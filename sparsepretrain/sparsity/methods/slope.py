@@ -48,7 +48,7 @@ class SLoPe(StoredMask, LowRank):
     summary = "fixed mask; dgrad uses the weight pruned a second time; late adapters"
     paper = "arXiv:2405.16325 (ICLR 2025)"
     finetuning = FineTuning(same=("adapters.rank",), zero="adapters.rank")
-    """Fine-tuning keeps trained adapters, which are part of the final weights."""
+    """With adapters, fine-tuning starts from the evaluated weights, into which they are folded."""
 
     def __init__(self, options: Any, total_steps: int | None = None) -> None:
         super().__init__(options, total_steps)
