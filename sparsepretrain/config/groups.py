@@ -153,6 +153,8 @@ class FullySharded(Processes):
     """Copies of the model, each sharded over processes / replicas (HSDP)."""
     reshard_after_forward: bool
     """Free gathered weights after the forward and gather them again for the backward."""
+    reduce_each: bool
+    """Sum gradients over the processes after every micro-batch, not once per step."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -37,13 +37,6 @@ def attention_without_masks() -> str:
     return "causal_sdpa"
 
 
-def recompute_activations(model: Any) -> None:
-    """Enable activation checkpointing in each block of a transformers model."""
-    # newer versions warn about the old name
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-
-
 def as_stock(model: Any, class_name: str, renamed: dict[str, str] | None = None) -> Any:
     """Build a class of transformers with the settings and weights of ``model``.
 

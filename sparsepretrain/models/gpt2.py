@@ -12,7 +12,6 @@ from sparsepretrain.models._text import (
     TransformerOptions,
     as_stock,
     attention_without_masks,
-    recompute_activations,
     transformers_name,
 )
 from sparsepretrain.registry import register
@@ -28,7 +27,6 @@ class GPT2Options(TransformerOptions):
     family: Literal["gpt2"]
     activation: Activation
     bias: bool
-    activation_checkpointing: bool
 
 
 @register("model", "gpt2")
@@ -74,8 +72,6 @@ class GPT2(Headable):
                     setattr(parent, name, _linear_from(child, options.bias))
                 elif isinstance(child, nn.LayerNorm) and not options.bias:
                     child.register_parameter("bias", None)
-        if options.activation_checkpointing:
-            recompute_activations(model)
         return model
 
     @classmethod

@@ -12,7 +12,6 @@ from sparsepretrain.models._text import (
     as_stock,
     attention_without_masks,
     ffn_problems,
-    recompute_activations,
     transformers_name,
 )
 from sparsepretrain.registry import register
@@ -46,7 +45,6 @@ class MarianOptions:
     dropout: Annotated[float, "[0, 1)"]
     attention_dropout: Annotated[float, "[0, 1)"]
     activation_dropout: Annotated[float, "[0, 1)"]
-    activation_checkpointing: bool
 
     @property
     def ffn_width(self) -> float:
@@ -107,8 +105,6 @@ class Marian(Recipe):
             weight = stack.embed_positions.weight.detach()
             del stack.embed_positions.weight
             stack.embed_positions.register_buffer("weight", weight)
-        if options.activation_checkpointing:
-            recompute_activations(model)
         return model
 
     @classmethod

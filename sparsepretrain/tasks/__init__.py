@@ -144,6 +144,10 @@ class Task(ABC):
         loss, count = self.loss(model, batch)
         return {"loss": (loss, count)}
 
+    def generates(self, *, final: bool) -> bool:
+        """Return True if the number of forwards in :meth:`observe` depends on the data."""
+        return False
+
     def metrics(self, observations: Iterable[Observation]) -> dict[str, float]:
         """Reduce all observations of an evaluation to numbers, ``loss`` among them.
 

@@ -186,10 +186,14 @@ class Translation(Task):
             key: (cross_entropy(logits, batch["targets"], label_smoothing=smoothing), count)
             for key, smoothing in smoothings.items()
         }
-        if final and self.options.bleu:
+        if self.generates(final=final):
             seen["hypotheses"] = self.translate(model, batch["source"], batch["mask"])
             seen["references"] = batch["references"]
         return seen
+
+    def generates(self, *, final: bool) -> bool:
+        """Return True if sentences are translated."""
+        return final and self.options.bleu
 
     def translate(self, model: nn.Module, source: Tensor, mask: Tensor) -> list[str]:
         """Translate every row to text with a model in eval mode; inputs as in :meth:`batch`."""

@@ -26,6 +26,7 @@ from sparsepretrain.training.guard import Guard
 from sparsepretrain.training.identity import weights_hash
 from sparsepretrain.training.observers import EMA, FlipObserver
 from sparsepretrain.training.precision import Options, compute_dtype, fp8_formats, set_numerics
+from sparsepretrain.training.recomputation import recompute_blocks
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.world import World
 
@@ -89,6 +90,8 @@ def build_session(
     optimizer = build_optimizer(model, run.optim, sparsifier.method.build_optimizer)
     sparsifier.attach(optimizer)
     sparsifier.store_operands(compute_dtype(run.precision))
+    if run.activation_checkpointing:
+        recompute_blocks(model)
     forward_model = compilation.compiled(model, mode)
     each = run.batch.size // (run.batch.micro * world.size)
     share = range(world.rank * each, (world.rank + 1) * each)

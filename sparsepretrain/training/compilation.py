@@ -20,8 +20,7 @@ def mode_of(run: Run, device: torch.device) -> str:
     names: dict[Any, str] = {True: "model", False: "none", "off": "none"}
     mode = names.get(run.compile, str(run.compile))
     if mode == "auto":
-        # FSDP gathers between blocks, and compiled blocks run none of the hooks of probes
-        able = device.type == "cuda" and run.parallel.name != "fsdp" and not run.probe
+        able = device.type == "cuda" and not run.probe  # compiled blocks run no hooks of probes
         return "blocks" if able else "none"
     return mode
 
@@ -29,8 +28,7 @@ def mode_of(run: Run, device: torch.device) -> str:
 def compiles_loss(run: Run, device: torch.device) -> bool:
     """Return True if the cross-entropy of training is compiled: on a GPU, unless compiling is off.
 
-    Probes compare losses with and without gradients, and only the former would be compiled. FSDP
-    runs the model as it is, but not the loss.
+    Probes compare losses with and without gradients, and only the former would be compiled.
     """
     return device.type == "cuda" and run.compile not in ("none", "off", False) and not run.probe
 

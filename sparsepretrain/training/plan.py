@@ -36,6 +36,7 @@ from sparsepretrain.training.assembly import (
 from sparsepretrain.training.compilation import blocks
 from sparsepretrain.training.hardware import peak_flops
 from sparsepretrain.training.precision import compute_dtype, describe
+from sparsepretrain.training.recomputation import recompute_blocks
 from sparsepretrain.training.schedules import learning_rate, warmup_steps
 from sparsepretrain.training.speedup import matmul_flops
 from sparsepretrain.training.world import World
@@ -130,22 +131,25 @@ def shard_rows(
     numbers = sum(p.numel() for p in model.parameters())
     part = 1 - 1 / shards
     gathers = again * width * whole * part
+    micro_batches = run.batch.size // (run.batch.micro * processes)
+    once = micro_batches > 1 and not run.parallel.reduce_each
     sums = master * numbers * part
     sums += 2 * (1 - 1 / replicas) * master * numbers / shards
-    micro_batches = run.batch.size // (run.batch.micro * processes)
+    sums *= 1 if once else micro_batches
     copies = f" in each of {replicas} replicas" if replicas > 1 else ""
     return [
         (
             "memory per process",
             f"{size(state / shards)}: 1/{shards} of the above{copies}"
             f"\n{size(width * (whole - sum(each)))} gathered for the whole forward, "
-            f"{size(width * max(each, default=0))} for a block; {size(width * whole)} in "
-            "evaluation",
+            f"{size(width * max(each, default=0))} for a block"
+            + once
+            * f"\n{size(master * numbers)} gradients, which parallel.reduce_each=true frees",
         ),
         (
             "received per process",
-            f"{size(gathers + sums)} per micro-batch, {size((gathers + sums) * micro_batches)} "
-            f"per step: {size(gathers)} operands, {size(sums)} gradients",
+            f"{size(gathers * micro_batches + sums)} per step: {size(gathers)} operands per "
+            f"micro-batch, {size(sums)} gradients",
         ),
     ]
 
@@ -197,10 +201,17 @@ def step_cost(run: Run, task: Task, model: nn.Module) -> tuple[float, float, int
             alive.append(saved)
         return saved
 
+    def keep(block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        pack(inputs[0])
+
     alive: list[Tensor] = []  # keeps storages, and so their identities, distinct
     counter = FlopCounterMode(display=False)
     batch = task.example(1, META)
     hooks = saved_tensors_hooks(pack, lambda saved: saved)
+    if run.activation_checkpointing:
+        recompute_blocks(model)
+        for block in blocks(model):
+            block.register_forward_pre_hook(keep)
     with counter, hooks:
         loss, items = task.loss(model, batch)
         loss.backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,14 +124,6 @@ class Session:
     def updated(self) -> bool:
         """True if the last step changed the weights; False if the guard refused it."""
         return not self.guard.skips_in_a_row
-
-    def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Let ranks run different forwards, even of a sharded model."""
-        if not self.is_sharded:
-            return contextlib.nullcontext()
-        from sparsepretrain.training.shards import gathered
-
-        return gathered(self.run, self.model)
 
     @property
     def is_sharded(self) -> bool:

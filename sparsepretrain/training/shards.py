@@ -22,7 +22,7 @@ def shard(run: Run, model: nn.Module, sparsifier: Sparsifier, world: World) -> N
     """Shard ``model`` in place, block by block; gradients become sums over all ranks.
 
     A block is gathered for its forward and again for its backward; parameters outside blocks are
-    gathered with the root. Gradients are reduced after every micro-batch, which bounds memory.
+    gathered with the root.
 
     Args:
         run: of ``parallel=fsdp``.
@@ -90,18 +90,20 @@ def _materialize(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def gathered(run: Run, model: nn.Module) -> Iterator[None]:
-    """Keep the operands of the whole model gathered.
+def evaluating(run: Run, model: nn.Module, *, whole: bool) -> Iterator[None]:
+    """Free what an evaluation gathered: training has other operands.
 
-    In evaluation and generation, ranks may then run different numbers of forwards.
+    Args:
+        run: of ``parallel=fsdp``.
+        model: sharded.
+        whole: keep the operands of the whole model gathered, so that ranks may run different
+            numbers of forwards. Otherwise a block is gathered at a time.
     """
     modules = list(_sharded(model))
-    if not modules:
-        yield
-        return
-    modules[0].set_reshard_after_forward(False)
-    for module in modules:
-        module.unshard()
+    if whole:
+        modules[0].set_reshard_after_forward(False)
+        for module in modules:
+            module.unshard()
     try:
         yield
     finally:

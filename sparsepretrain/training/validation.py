@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator
@@ -44,13 +45,17 @@ def evaluate(
     share_statistics(t)
     t.model.eval()
     requests = split_requests(split, t.task.samples(split), t.run.batch.micro, batches)
+    own = requests[t.world.rank :: t.world.size]
+    generates = t.task.generates(final=final)
+    if t.is_sharded and not generates:  # ranks gather together, so all run as many forwards
+        own += requests[:1] * (len(requests[:: t.world.size]) - len(own))
 
     def measure() -> dict[str, float] | None:
         if t.stopping is not None:
             return None
         observations: list[Observation] = []
-        with t.gathered(), eager(t.compiled):
-            for batch in _shown(t, split, requests[t.world.rank :: t.world.size]):
+        with _gathering(t, whole=generates), eager(t.compiled):
+            for batch in _shown(t, split, own):
                 if t.stopping is not None:  # one process; several agree after the evaluation
                     return None
                 with autocast(t.run.precision, t.device):
@@ -69,6 +74,14 @@ def evaluate(
         return None
     numbers = {k: v for k, v in averaged.items() if not isinstance(v, str)}
     return metrics | {f"{AVERAGED}{name}": value for name, value in numbers.items()}
+
+
+def _gathering(t: Session, *, whole: bool) -> contextlib.AbstractContextManager[None]:
+    if not t.is_sharded:
+        return contextlib.nullcontext()
+    from sparsepretrain.training.shards import evaluating
+
+    return evaluating(t.run, t.model, whole=whole)
 
 
 def _shown(t: Session, split: str, requests: list[Request]) -> Iterator[Batch]:

@@ -25,7 +25,6 @@ TINY = MarianOptions(
     dropout=0.1,
     attention_dropout=0.0,
     activation_dropout=0.0,
-    activation_checkpointing=False,
 )
 
 

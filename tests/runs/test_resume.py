@@ -37,7 +37,7 @@ def test_resume_is_bit_exact(tiny, stop_after, method, stops):
         pytest.param(
             ("sparsity.window.start=0.3", "sparsity.window.stop=0.7"), marks=pytest.mark.slow
         ),
-        ("model.activation_checkpointing=true", "model.dropout=0.2"),
+        ("activation_checkpointing=true", "model.dropout=0.2"),
         pytest.param(
             ("task.sequence_length=10", "batch.micro=1", "model.bias=true"), marks=pytest.mark.slow
         ),
