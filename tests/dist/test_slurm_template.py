@@ -13,6 +13,7 @@ pytestmark = pytest.mark.dist
 
 TEMPLATE = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
 SRUN = """#!/bin/sh
+echo "cpus=$SRUN_CPUS_PER_TASK $@" >> "{calls}"
 trap 'echo "{{\\"exit_code\\": {left}}}" > "{file}"; exit 1' TERM
 kill -TERM $PPID
 while :; do sleep 0.1; done
@@ -31,17 +32,20 @@ def test_a_preempted_job_is_requeued(tiny, left, requeued):
     bin, calls = tiny.root / "bin", tiny.root / "calls"
     bin.mkdir()
     scripts = {
-        "srun": SRUN.format(left=left, file=place.status_file),
+        "srun": SRUN.format(left=left, file=place.status_file, calls=calls),
         "scontrol": SCONTROL.format(calls=calls),
         "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
     }
     for name, text in scripts.items():
         (bin / name).write_text(text)
         (bin / name).chmod(0o755)
-    slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
+    slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "15007"}
+    slurm["SLURM_CPUS_PER_TASK"] = "48"
     path = f"{bin}:{os.environ['PATH']}"
     process = subprocess.run(
         ["bash", str(TEMPLATE), *words], env={**os.environ, **slurm, "PATH": path}, timeout=120
     )
     assert process.returncode == left
-    assert ("requeue 7" in calls.read_text()) == requeued
+    assert ("requeue 15007" in calls.read_text()) == requeued
+    (srun,) = [line for line in calls.read_text().splitlines() if line.startswith("cpus=")]
+    assert srun.startswith("cpus=48 ") and "--rdzv-endpoint=first:15007 " in srun
