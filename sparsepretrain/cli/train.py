@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sparsepretrain.cli._verb import ConfiguredVerb, integer_from
-from sparsepretrain.processes import rank, started
+from sparsepretrain.processes import rank
 from sparsepretrain.registry import register
 
 if TYPE_CHECKING:
     from sparsepretrain.config.schema import Run
     from sparsepretrain.runs.directory import RunDirectory
-    from sparsepretrain.tracking.console import Console
 
 
 EXAMPLES = """\
@@ -81,22 +80,12 @@ class Train(ConfiguredVerb):
             console.info(directory.nothing_to_do(run, end))
         else:
             console.loading(run.name)
-            code = _train(run, args.stop_after, console)
+            from sparsepretrain.training.launch import train_or_launch
+
+            code = train_or_launch(run, console, args.stop_after)
         if code == 0 and rank() == 0:
             illustrate(directory)
         return code
-
-
-def _train(run: Run, stop_after: int | None, console: Console) -> int:
-    """Train in this process, or launch the processes of ``parallel``."""
-    if run.parallel.name != "single" and not started():
-        from sparsepretrain.training.launch import launch, processes
-
-        if (count := processes(run)) > 1:
-            return launch(run, count, stop_after)
-    from sparsepretrain.training.trainer import train
-
-    return train(run, console, stop_after=stop_after)
 
 
 def illustrate(directory: RunDirectory) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -22,12 +23,19 @@ from sparsepretrain.config import freeze
 from sparsepretrain.config.schema import Run, shares
 from sparsepretrain.config.validate import validate
 from sparsepretrain.errors import INTERRUPTED, PREEMPTED, ConfigError, RankError
-from sparsepretrain.processes import rank
+from sparsepretrain.processes import rank, started
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training.step import STOPS
 from sparsepretrain.training.trainer import train
 from sparsepretrain.training.world import World
+
+
+def train_or_launch(run: Run, console: Console, stop_after: int | None = None) -> int:
+    """Train in this process, or launch the ranks of ``parallel`` unless a launcher did."""
+    if run.parallel.name != "single" and not started() and (count := processes(run)) > 1:
+        return launch(run, count, stop_after)
+    return train(run, console, stop_after=stop_after)
 
 
 def processes(run: Run) -> int:
@@ -40,7 +48,9 @@ def processes(run: Run) -> int:
     available = torch.cuda.device_count() if device.type == "cuda" else 1
     count = int(run.parallel.nproc or available)
     if device.type == "cuda" and count > available:
-        raise ConfigError(f"parallel.nproc={count}, but there are {available} GPUs")
+        raise ConfigError(
+            f"parallel.nproc: expected at most {available} GPUs, got {count}; lower it"
+        )
     if problems := [(key, f" {text}") for key, text in shares(run, count)]:
         raise ConfigError(problems)
     return count
@@ -57,7 +67,7 @@ def launch(run: Run, count: int, stop_after: int | None = None) -> int:
     """
     logging.disable()  # the agent repeats in forty lines what its processes reported in one
     # threads that fight for the cores make every process slower
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // count)))
     directory = RunDirectory.of(run)
     with tempfile.TemporaryDirectory(prefix="sparsepretrain-") as scratch:
         config = Path(scratch) / "config.yaml"
@@ -74,9 +84,9 @@ def launch(run: Run, count: int, stop_after: int | None = None) -> int:
             **_patience(run.parallel.grace),
             logs_specs=DefaultLogsSpecs(log_dir=scratch, local_ranks_filter={0}),
         )
-        command = ["-m", "sparsepretrain", "__worker", str(config), str(stop_after or 0)]
+        words = (str(config), str(stop_after or 0), *sys.argv[1:])
         try:
-            elastic_launch(settings, sys.executable)(*command)
+            elastic_launch(settings, sys.executable)("-m", "sparsepretrain", "__worker", *words)
         except ChildFailedError as failed:
             return _outcome(failed)
         except SignalException as stopped:
@@ -85,8 +95,11 @@ def launch(run: Run, count: int, stop_after: int | None = None) -> int:
     return 0
 
 
-def work(config: str, stop_after: str) -> int:
-    """Train in one rank; the arguments are a frozen configuration and 0 or a last step."""
+def work(config: str, stop_after: str, *words: str) -> int:
+    """Train in one rank: a frozen configuration, 0 or a last step, words of the launcher."""
+    # a rank has a session of its own: without this it outlives a launcher killed by SIGKILL
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
+    sys.argv[1:] = words
     run = validate(freeze.from_yaml(Path(config)))
     console = Console() if rank() == 0 else Console.silent()
     return train(run, console, stop_after=int(stop_after) or None)

@@ -73,13 +73,13 @@ def test_errors_become_lines_and_exit_codes(monkeypatch, capsys, outcome, code, 
             return outcome
         raise outcome
 
-    replace_training(monkeypatch, "trainer", train=train)
+    replace_training(monkeypatch, "launch", train_or_launch=train)
     assert cli.main(["train"]) == code
     assert capsys.readouterr().err == "".join(f"sparsepretrain: {line}\n" for line in lines)
 
 
 def test_plugin_that_exits_is_an_error(monkeypatch, capsys):
-    replace_training(monkeypatch, "trainer", train=lambda run, console, stop_after: sys.exit(0))
+    replace_training(monkeypatch, "launch", train_or_launch=lambda *_: sys.exit(0))
     assert cli.main(["train"]) == 1
     line = capsys.readouterr().err
     assert "test_cli.py, line" in line and "called sys.exit(0)" in line and line.count("\n") == 1

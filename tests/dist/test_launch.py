@@ -105,6 +105,18 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint_and_a_status(tiny, launche
         assert (code, errors) == (143, [])
 
 
+def test_ranks_save_and_end_with_a_killed_launcher(tiny):
+    words = ("steps=100000", "eval.every=0")
+    process = start(tiny, *DDP, *words)
+    place = directory(tiny, *words)
+    while not any(place.checkpoints.glob("step_*")):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.kill()
+    _, out, _ = end(process)  # the ranks hold the other end of the pipe
+    assert "checkpoint saved" in out and place.status() == 143
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
 )
