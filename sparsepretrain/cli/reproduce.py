@@ -18,7 +18,8 @@ runs/TABLE/CELL/HASH-sSEED. A table may tune its rows first: the best setting of
 with the table's seeds. All cells are checked before the first one starts. Finished runs are
 skipped, partial ones continue. A failed run stays as a row while the others go on; the exit code is
 then 1, and the next call tries it again. Runs print to console.log in their directories, one at a
-time on each GPU. Ctrl-C ends cleanly, and the same command continues. Overrides apply to all cells.
+time on each GPU; a run with parallel.nproc=K takes K GPUs. Ctrl-C ends cleanly, and the same
+command continues. Overrides apply to all cells.
 """
 
 

@@ -133,6 +133,11 @@ class Run:
     """Name of the experiment file, if one was chosen."""
 
     @property
+    def nproc(self) -> int:
+        """Number of processes that ``parallel.nproc`` asks for, 1 if it is null."""
+        return getattr(self.parallel, "nproc", None) or 1
+
+    @property
     def plain(self) -> dict[str, Any]:
         """A fresh dict of plain values, defaults included."""
         plain: dict[str, Any] = _lists(asdict(self))
@@ -149,7 +154,7 @@ class Run:
         yield from self._kept()
         yield from _fitting(self)
         if self.parallel is not None:
-            yield from shares(self, getattr(self.parallel, "nproc", None) or 1)
+            yield from shares(self, self.nproc)
         yield from self._sharded()
 
     def _sharded(self) -> Problems:
@@ -183,7 +188,9 @@ def shares(run: Run, processes: int) -> Problems:
     if micro <= 0 or size % micro:
         return  # reported by Batch
     if size % (micro * processes):
-        yield "batch.size", f"must be a multiple of batch.micro·{processes} processes, got {size}"
+        fitting = f"; set batch.micro={size // processes}" if size % processes == 0 else ""
+        text = f"must be a multiple of batch.micro·{processes} processes, got {size}{fitting}"
+        yield "batch.size", text
     elif processes > 1 and processes % (replicas := getattr(run.parallel, "replicas", 1)):
         yield "parallel.replicas", f"must divide the {processes} processes, got {replicas}"
     elif getattr(run.parallel, "reduction", "fast") == "tree":

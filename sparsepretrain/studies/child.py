@@ -44,7 +44,7 @@ def start_child(
     """
     resource_tracker.ensure_running()  # first: starting it unblocks signals
     library = f"transformers.models.{family}.modeling_{family}"  # skipped if missing
-    modules = ["sparsepretrain.training.trainer", "numba", "omegaconf", library]
+    modules = ["sparsepretrain.training.launch", "numba", "omegaconf", library]
     forkserver.set_forkserver_preload(modules)
     # server and starting children must survive a signal to the process group
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -85,6 +85,7 @@ def _work(
 
         if jobs > 1:
             torch.set_num_threads(_share(torch.get_num_threads(), jobs))
+            os.environ.pop("OMP_NUM_THREADS", None)  # ranks of the cell divide its share
         sys.exit(work(Console(output)))
     except SparsePretrainError as error:
         print(f"{error.label}: {error}")

@@ -114,6 +114,11 @@ class StudyCell:
                 return f"from step {max(saved)}"
         return "to run"
 
+    @property
+    def devices(self) -> int:
+        """Number of GPUs, one without ``parallel.nproc``; 0 on the CPU."""
+        return 0 if self.run.parallel.device == "cpu" else self.run.nproc
+
     def work(self) -> Callable[[Console], int]:
         """Return the picklable function that a child process calls; it returns the exit code."""
         return partial(_train, self.run.plain, self.stop_after)
@@ -172,7 +177,8 @@ class Study(contextlib.AbstractContextManager["Study"]):
     Args:
         console: shows the table, redrawn on a terminal, else a line for every change.
         jobs: number of cells at a time; they divide the threads of the CPU.
-        devices: entries of ``CUDA_VISIBLE_DEVICES``; each child sees the least used one. Empty:
+        devices: entries of ``CUDA_VISIBLE_DEVICES``; each child sees the least used of them, one
+            per rank, and cells share a device only if there are more jobs than devices. Empty:
             children see all devices of this process.
     """
 
@@ -180,7 +186,7 @@ class Study(contextlib.AbstractContextManager["Study"]):
         self, title: str, console: Console, *, jobs: int = 1, devices: Sequence[str] = ()
     ) -> None:
         self.title, self.jobs = title, jobs
-        self._devices, self._used = devices, dict[StudyCell, str]()
+        self._devices, self._used = devices, dict[StudyCell, list[str]]()
         self.cells: list[StudyCell] = []
         self._console = console
         self._children: dict[StudyCell, ForkServerProcess] = {}
@@ -203,9 +209,11 @@ class Study(contextlib.AbstractContextManager["Study"]):
                     for cell in () if stopping else tuple(waiting):
                         # Two cells of the same run share its directory: run one after the other.
                         busy = {other.directory for other in self._children}
-                        if len(busy) < self.jobs and cell.directory not in busy:
+                        if len(busy) >= self.jobs or cell.directory in busy:
+                            continue
+                        if (devices := self._free_devices(cell)) is not None:
                             waiting.remove(cell)
-                            self._start(cell)
+                            self._start(cell, devices)
                             waiting[:0] = self._next(cell)
                     self._show()
                     connection.wait([c.sentinel for c in self._children.values()], POLL_SECONDS)
@@ -225,7 +233,15 @@ class Study(contextlib.AbstractContextManager["Study"]):
         if signals.exit_code is not None:
             raise Stopped(signals.exit_code)
 
-    def _start(self, cell: StudyCell) -> None:
+    def _free_devices(self, cell: StudyCell) -> list[str] | None:
+        """Return the least used devices for ``cell``, or None if too few are free."""
+        uses = Counter(device for other in self._children for device in self._used[other])
+        most = -(-self.jobs // max(1, len(self._devices)))
+        free = [device for device in self._devices if uses[device] < most]
+        count = min(cell.devices, len(self._devices))  # a stage that needs more fails in its child
+        return sorted(free, key=uses.__getitem__)[:count] if count <= len(free) else None
+
+    def _start(self, cell: StudyCell, devices: list[str]) -> None:
         left, log = cell.left, cell.directory.console_log
         if left == cell.goal:
             cell.state = cell.goal
@@ -243,10 +259,9 @@ class Study(contextlib.AbstractContextManager["Study"]):
         self._say(cell, f"{left}, {cell.end} steps; prints to {log}")
         self._show()
         environment = dict(os.environ)
-        if self._devices:
-            uses = Counter(self._used[other] for other in self._children)
-            self._used[cell] = min(self._devices, key=lambda device: uses[device])
-            environment["CUDA_VISIBLE_DEVICES"] = self._used[cell]
+        self._used[cell] = devices
+        if devices:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         cell.look()
         self._children[cell] = start_child(
             cell.work(),
@@ -348,6 +363,6 @@ class Study(contextlib.AbstractContextManager["Study"]):
 
 
 def _train(plain: dict[str, Any], stop_after: int | None, console: Console) -> int:
-    from sparsepretrain.training.trainer import train
+    from sparsepretrain.training.launch import train_or_launch
 
-    return train(validate(plain), console, stop_after=stop_after)
+    return train_or_launch(validate(plain), console, stop_after)

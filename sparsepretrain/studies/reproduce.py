@@ -183,10 +183,17 @@ def commands(
     """Yield a shell line per cell: training, then its stages."""
     for part in found:
         for cell in part.cells:
-            lines = [("sparsepretrain", *_train_words(cell, stop_after, config_dirs))]
+            lines = [(*_launcher(cell.run), *_train_words(cell, stop_after, config_dirs))]
             for stage in part.stages:
                 lines += stages.commands(cell, stage, stop_after, config_dirs)
             yield " && ".join(map(shell_line, lines))
+
+
+def _launcher(run: Run) -> tuple[str, ...]:
+    if run.nproc == 1:
+        return ("sparsepretrain",)
+    # --standalone: a free port, so that several lines can run on one machine
+    return ("torchrun", "--standalone", f"--nproc-per-node={run.nproc}", "-m", "sparsepretrain")
 
 
 def _train_words(
@@ -217,15 +224,23 @@ def to_run(
 def study_of(
     title: str, runs: Iterable[Run], console: Console, stop_after: int | None, jobs: int | None
 ) -> Study:
-    """Return a study of these runs with ``jobs`` at a time; None: one per GPU, or one."""
+    """Return a study of these runs with ``jobs`` at a time; None: what fits the GPUs, or one.
+
+    Raises:
+        ConfigError: a run with remaining work needs more GPUs than there are.
+    """
     left = [run for run in runs if not _end_is_saved(run, stop_after)]
+    needed = [engine.StudyCell("", run).devices for run in left]
     devices: list[str] = []
-    # without remaining work torch is not imported
-    if left and all(run.parallel.device != "cpu" for run in left):
+    if most := max(needed, default=0):  # without remaining work torch is not imported
         from sparsepretrain.training.hardware import visible_devices
 
         devices = visible_devices()
-    return Study(title, console, jobs=jobs or max(1, len(devices)), devices=devices)
+        if devices and most > len(devices):
+            text = f"expected at most {len(devices)} GPUs, got {most}"
+            raise ConfigError(f"parallel.nproc: {text}; lower it, or use --commands or --slurm")
+    fitting = len(devices) // min(filter(None, needed), default=1)
+    return Study(title, console, jobs=jobs or max(1, fitting), devices=devices)
 
 
 def run_parts(

@@ -114,7 +114,7 @@ def shard_rows(
         sparsifier: of it.
         state: bytes of weights, gradients, moments and operands in one process.
     """
-    processes = getattr(run.parallel, "nproc", None) or 1
+    processes = run.nproc
     if run.parallel.name != "fsdp" or processes == 1:
         return []
     replicas, again = run.parallel.replicas, 1 + run.parallel.reshard_after_forward

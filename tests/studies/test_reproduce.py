@@ -18,6 +18,7 @@ from tiny_runs import Tiny, assert_same_run, metrics
 from sparsepretrain import cli
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.studies import engine
+from sparsepretrain.studies.reproduce import study_of
 from sparsepretrain.tracking.console import Console
 
 
@@ -157,10 +158,72 @@ def test_each_child_gets_the_least_used_gpu(
         return in_process(*args, **options)
 
     monkeypatch.setattr(engine, "start_child", watched)
-    cells = [engine.StudyCell(x, tiny.load(f"name={x}", "steps=1")) for x in "abcd"]
+    monkeypatch.setattr(engine, "_train", lambda *_: 0)
+    cells = [engine.StudyCell(x, tiny.load(f"name={x}", "parallel.device=auto")) for x in "abcd"]
     with engine.Study("x", Console(io.StringIO()), jobs=2, devices=["3", "MIG-a"]) as study:
         study.run(cells)
     assert sorted(seen[:2]) == sorted(seen[2:]) == ["3", "MIG-a"]
+
+
+RANKS = ("parallel=ddp", "batch.micro=1", "parallel.device=auto")
+VISIBLE = "sparsepretrain.training.hardware.visible_devices"
+
+
+def test_each_rank_of_running_cells_has_a_gpu_of_its_own(
+    tiny: Tiny, in_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    together = []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append(options["environment"]["CUDA_VISIBLE_DEVICES"].split(","))
+        running = [study._used[cell] for cell in study.cells if cell.state == "running"]
+        together.append([device for used in running for device in used])
+        return in_process(*args, **options)
+
+    monkeypatch.setattr(engine, "start_child", watched)
+    monkeypatch.setattr(engine, "_train", lambda *_: 0)
+    words = ["", "parallel.nproc=2", "parallel.nproc=4", "parallel.nproc=2"]
+    runs = [tiny.load(f"name=r{i}", *RANKS, *w.split()) for i, w in enumerate(words)]
+    cells = [engine.StudyCell(run.name, run) for run in runs]
+    devices = ["0", "1", "2", "MIG-a"]
+    with engine.Study("x", Console(io.StringIO()), jobs=4, devices=devices) as study:
+        study.run(cells)
+    assert [cell.state for cell in cells] == ["finished"] * 4
+    # 1 GPU, then 2; the cell with 4 and the last one wait until enough of them are free
+    assert seen == [["0"], ["1", "2"], devices, ["0", "1"]]
+    assert all(len(set(used)) == len(used) for used in together)
+
+
+def test_default_jobs_fit_the_gpus(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VISIBLE, lambda: list("01234567"))
+    console = Console(io.StringIO())
+    run = tiny.load(*RANKS, "parallel.nproc=4")
+    assert study_of("x", [run], console, None, None).jobs == 2
+    assert study_of("x", [run], console, None, 1).jobs == 1
+    one = [tiny.load("parallel.device=auto"), tiny.load(*RANKS)]
+    assert study_of("x", one, console, None, None).jobs == 8
+    assert study_of("x", [tiny.load()], console, None, None).jobs == 1
+
+
+def test_too_few_gpus_are_one_line_before_the_first_cell(
+    tables: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(VISIBLE, lambda: ["0", "1"])
+    assert tables("small", *RANKS, "parallel.nproc=4") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    told = "config error: parallel.nproc: expected at most 2 GPUs, got 4; lower it"
+    assert line.startswith(f"sparsepretrain: {told}")
+    assert not (tables.tiny.root / "runs").exists()
+
+
+def test_printed_commands_start_several_ranks_with_torchrun(
+    tables: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tables("small", "--commands", *RANKS, "parallel.nproc=2") == 0
+    start = "torchrun --standalone --nproc-per-node=2 -m sparsepretrain train --config-dir "
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all(line.startswith(start) for line in lines)
 
 
 STAGES = [
