@@ -139,6 +139,8 @@ class DataParallel(Processes):
     """Every process holds the whole model."""
 
     name: Literal["ddp"]
+    sync_batchnorm: bool
+    """Normalize over the micro-batches of all processes (torch.nn.SyncBatchNorm, GPUs only)."""
     reduction: Literal["fast", "tree"]
     """Order of the sum of gradients: as micro-batches come, or a balanced tree over the global
     batch, which gives the same bits for 1, 2, 4, 8, ... processes."""

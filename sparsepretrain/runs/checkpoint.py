@@ -1,9 +1,9 @@
 """Atomic checkpoints: named parts as safetensors and JSON.
 
 ``step_<N>/`` holds ``state.json``, the parts without tensors; a safetensors file for each part with
-tensors, named by their path (``model.<name>``); ``config.yaml``; and ``manifest.json`` with the
-SHA-256 of the other files. It is written under a hidden name, every file flushed to disk, the
-manifest last, then renamed. No pickle is read.
+tensors and each rank that has some of them; ``config.yaml``; and ``manifest.json`` with the SHA-256
+of the other files. It is written under a hidden name, every file flushed to disk, the manifest
+last, then renamed. No pickle is read.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ import contextlib
 import hashlib
 import itertools
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from sparsepretrain.config import freeze
 from sparsepretrain.errors import CheckpointError, ConfigError, reason
 from sparsepretrain.files import is_plain_name, read_json, require_file, sync
+from sparsepretrain.runs import tensors
 
-if TYPE_CHECKING:
-    from torch import Tensor
+T = TypeVar("T")
 
 FORMAT = 2
 """Version of the layout, stored in the manifest."""
 STATE = "state.json"
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
+
+SHARD = "shard-{:05d}-{}.safetensors"
+"""Name of the file with the tensors of a part that a rank has written."""
 
 _whole: dict[Path, frozenset[tuple[str, int, int]]] = {}
 """Checkpoints written or verified by this process, with their :func:`_stamp`."""
@@ -49,6 +51,19 @@ class Retention:
     """Number of checkpoints with the lowest loss."""
     losses: Mapping[int, float] = field(default_factory=dict)
     """Step -> loss."""
+
+
+class Ranks:
+    """Ranks that save a checkpoint together: here only this process."""
+
+    rank = 0
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in rank order."""
+        return [value]
+
+
+ALONE = Ranks()
 
 
 class Checkpoint:
@@ -89,8 +104,8 @@ class Checkpoint:
         """Return all parts in saved order.
 
         Args:
-            mapped: parts whose tensors may be memory maps of the file; copy them before the file is
-                removed.
+            mapped: parts whose tensors are :class:`~sparsepretrain.runs.tensors.Stored`, which read
+                what is asked for.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -110,17 +125,17 @@ class Checkpoint:
             raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
 
     def _with_tensors(self, name: str, part: Any, *, copy: bool = True) -> Any:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
-        file, tensors = self.path / _shard(name), {}
         try:
-            if file.name in self._manifest["sha256"]:
-                with safe_open(file, framework="pt") as opened:
-                    tensors = {key: opened.get_tensor(key) for key in list(opened.keys())}
-                tensors = {k: t.clone() for k, t in tensors.items()} if copy else tensors
-            return _join(part, tensors)
+            found = tensors.read(
+                self.path / file for file in _files(name, self._manifest["sha256"])
+            )
+            values = {key: stored[...].clone() for key, stored in found.items()} if copy else found
+            return tensors.join(part, values)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
+            where = self.path / SHARD.format(0, name)
+            raise CheckpointError(f"{where} cannot be read: {reason(error)}") from error
 
     def require(self, parts: Iterable[str] | None = None) -> None:
         """Raise CheckpointError if missing or if :meth:`problem` finds damage."""
@@ -141,9 +156,11 @@ class Checkpoint:
             sums, needed = manifest["sha256"], {STATE, CONFIG}
             if not all(map(is_plain_name, sums)):
                 return f"{MANIFEST} names a file elsewhere"
-            if not {*needed, *(p.name for p in self.path.glob(_shard("*")))} <= sums.keys():
+            if not {*needed, *(p.name for p in self.path.glob("shard-*"))} <= sums.keys():
                 return f"{MANIFEST} does not name its files"
-            wanted = sums.keys() if parts is None else needed | set(map(_shard, parts))
+            wanted = (
+                sums.keys() if parts is None else needed.union(*(_files(p, sums) for p in parts))
+            )
             for name in sorted((wanted & sums.keys()) - self._checked):
                 require_file(self.path / name)
                 if _sum(self.path / name) != sums[name]:
@@ -160,45 +177,61 @@ class Checkpoint:
 
 
 def save(
-    directory: Path, step: int, parts: dict[str, Any], *, config: str, keep: Retention
+    directory: Path,
+    step: int,
+    parts: dict[str, Any],
+    *,
+    config: str,
+    keep: Retention,
+    ranks: Ranks = ALONE,
 ) -> Path:
     """Write ``directory/step_<step>`` and remove checkpoints not retained by ``keep``.
 
-    An intact checkpoint of this step stays: replacing a directory is not atomic.
+    An intact checkpoint of this step stays: replacing a directory is not atomic. Several ranks call
+    this together, on a file system that they share.
 
     Args:
         directory: ``checkpoints`` of a run directory; created if missing.
         step: completed optimizer steps.
-        parts: name -> tensors, numbers, strings, None, and lists, tuples and dicts of these.
+        parts: name -> tensors, :class:`~sparsepretrain.runs.tensors.Rows`, numbers, strings, None,
+            and lists, tuples and dicts of these. Of ranks other than the first, only rows.
         config: configuration as YAML text.
         keep: retention rule, the new checkpoint included.
+        ranks: those that save.
 
     Raises:
-        CheckpointError: the write failed; earlier checkpoints are untouched.
+        CheckpointError: the write failed on a rank, and raises on all; earlier checkpoints are
+            untouched.
     """
     final = directory / step_name(step)
-    if Checkpoint(final).problem() is None:
-        return final
-    from safetensors.torch import save_file
+    plain: dict[str, Any] = {}
 
-    with writing(final) as stage:
+    def begin() -> Path | None:
+        if ranks.rank or Checkpoint(final).problem() is None:
+            return None
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
+        stage = _stage(final)
         stage.mkdir()
-        plain = {}
-        for name, part in parts.items():
-            plain[name], tensors = _split(part, name)
-            if tensors:
-                save_file(tensors, stage / _shard(name))
-        _write_json(stage / STATE, plain)
         (stage / CONFIG).write_text(config, encoding="utf-8")
-        sums = {}
-        for file in sorted(stage.iterdir()):
-            shutil.copymode(stage / CONFIG, file)  # safetensors creates private files
-            sync(file)
-            sums[file.name] = _sum(file)
-        _write_json(stage / MANIFEST, {"format": FORMAT, "step": step, "sha256": sums})
+        return stage
+
+    def write() -> dict[str, str]:
+        for name, part in parts.items():
+            plain[name], found, firsts = tensors.split(part, name)
+            if found:
+                tensors.write(stage / SHARD.format(ranks.rank, name), found, firsts)
+        return {file.name: _flushed(file) for file in stage.glob(SHARD.format(ranks.rank, "*"))}
+
+    def finish() -> None:
+        if ranks.rank:
+            return
+        _write_json(stage / STATE, plain)
+        own = {name: _flushed(stage / name) for name in (CONFIG, STATE)}
+        sums = {name: value for part in (own, *written) for name, value in part.items()}
+        manifest = {"format": FORMAT, "step": step, "sha256": dict(sorted(sums.items()))}
+        _write_json(stage / MANIFEST, manifest)
         sync(stage / MANIFEST)
         sync(stage)
         if final.exists():  # damaged
@@ -206,8 +239,44 @@ def save(
         os.replace(stage, final)
         sync(directory)
         _whole[final.absolute()] = _stamp(final)
-    _prune(directory, step, keep)
+
+    begun = _together(ranks, final, begin)[0]
+    if begun is None:
+        return final
+    stage = begun
+    written = _together(ranks, final, write)
+    _together(ranks, final, finish)
+    if not ranks.rank:
+        _prune(directory, step, keep)
     return final
+
+
+def _together(ranks: Ranks, final: Path, action: Callable[[], T]) -> list[T]:
+    """Return what ``action`` returns on each rank.
+
+    Raises:
+        CheckpointError: on all ranks, if it fails on one.
+    """
+    result: Any = None
+    failure: CheckpointError | None = None
+    try:
+        with writing(final):
+            result = action()
+    except CheckpointError as error:
+        failure = error
+    results = ranks.gather((result, failure and str(failure)))
+    for _, text in results:
+        if text is not None:
+            shutil.rmtree(_stage(final), ignore_errors=True)
+            raise CheckpointError(text) from failure
+    return [result for result, _ in results]
+
+
+def _flushed(file: Path) -> str:
+    """Flush a file to disk and return its SHA-256."""
+    shutil.copymode(file.with_name(CONFIG), file)  # safetensors creates private files
+    sync(file)
+    return _sum(file)
 
 
 def step_name(step: int) -> str:
@@ -235,88 +304,19 @@ def newest_valid(
 
 
 @contextlib.contextmanager
-def writing(final: Path) -> Iterator[Path]:
-    """Provide a temporary path for ``final``; on error remove it and raise CheckpointError."""
+def writing(final: Path) -> Iterator[None]:
+    """Turn errors into a CheckpointError that names ``final``."""
     from safetensors import SafetensorError
 
-    stage = final.with_name(f".{final.name}.{os.getpid()}")
     try:
-        yield stage
+        yield
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        shutil.rmtree(stage, ignore_errors=True)
         raise CheckpointError(f"cannot write checkpoint {final}: {reason(error)}") from error
 
 
-def _shard(part: str) -> str:
-    return f"shard-00000-{part}.safetensors"
-
-
-def _split(part: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
-    """Separate ``part`` into JSON values and tensors by path.
-
-    Values that JSON lacks become a mapping with one key starting with a dollar sign. A tensor that
-    occurs twice, such as a tied weight, is stored once.
-    """
-    from torch import Tensor
-
-    tensors: dict[str, Tensor] = {}
-    names: dict[tuple[Any, ...], str] = {}
-    storages: set[int] = set()
-
-    def add(tensor: Tensor, path: str) -> str:
-        place = memory(tensor)
-        if place in names and tensor.numel():
-            return names[place]
-        if path in tensors:
-            raise ValueError(f"two tensors are called {path}")
-        value = tensor.detach().cpu().contiguous()
-        if value.untyped_storage().data_ptr() in storages:  # which safetensors refuses
-            value = value.clone()
-        storages.add(value.untyped_storage().data_ptr())
-        tensors[path] = value
-        return names.setdefault(place, path)
-
-    def convert(value: Any, path: str) -> Any:
-        if value is None or isinstance(value, bool | int | str):
-            return value
-        if isinstance(value, float):
-            return value if math.isfinite(value) else {"$float": str(value)}
-        if isinstance(value, Tensor):
-            return {"$tensor": add(value, path)}
-        if isinstance(value, list | tuple):
-            items = [convert(item, f"{path}.{i}") for i, item in enumerate(value)]
-            return items if isinstance(value, list) else {"$tuple": items}
-        if isinstance(value, dict):
-            entries = [(key, convert(item, f"{path}.{key}")) for key, item in value.items()]
-            if all(isinstance(key, str) and not key.startswith("$") for key in value):
-                return dict(entries)
-            return {"$items": [[convert(key, path), item] for key, item in entries]}
-        raise TypeError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
-
-    return convert(part, name), tensors
-
-
-def memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for two views of the same numbers in memory."""
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _join(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Invert :func:`_split`."""
-    if isinstance(value, list):
-        return [_join(item, tensors) for item in value]
-    match value:
-        case {"$float": text}:
-            return float(text)
-        case {"$tensor": name}:
-            return tensors[name]
-        case {"$tuple": items}:
-            return tuple(_join(items, tensors))
-        case {"$items": entries}:
-            return {key: item for key, item in _join(entries, tensors)}
-        case dict():
-            return {key: _join(item, tensors) for key, item in value.items()}
-    return value
+def _stage(final: Path) -> Path:
+    """Return the hidden name under which this process writes ``final``."""
+    return final.with_name(f".{final.name}.{os.getpid()}")
 
 
 def _prune(directory: Path, newest: int, keep: Retention) -> None:
@@ -339,6 +339,13 @@ def _first_whole(paths: dict[int, Path], order: Sequence[int], count: int) -> se
 def _is_whole(path: Path) -> bool:
     known = _whole.get(path.absolute())
     return (known is not None and known == _stamp(path)) or Checkpoint(path).problem() is None
+
+
+def _files(part: str, names: Iterable[str]) -> list[str]:
+    """Return those of ``names`` that are shards of ``part``."""
+    return sorted(
+        name for name in names if name.partition("-")[2].partition("-")[2] == f"{part}.safetensors"
+    )
 
 
 def _stamp(path: Path) -> frozenset[tuple[str, int, int]]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparsepretrain.errors import one_line
 from sparsepretrain.runs import checkpoint
-from sparsepretrain.runs.checkpoint import Retention, memory, step_name, writing
+from sparsepretrain.runs.checkpoint import ALONE, Ranks, Retention, step_name, writing
+from sparsepretrain.runs.tensors import memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,10 +24,11 @@ class Writer:
         directory: ``checkpoints`` of a run directory.
         background: copy the state in :meth:`save` and write it in a thread; the next :meth:`save`
             or :meth:`join` raises its errors.
+        ranks: those that save together; a writer in the background needs a group of its own.
     """
 
-    def __init__(self, directory: Path, *, background: bool) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, *, background: bool, ranks: Ranks = ALONE) -> None:
+        self.directory, self._ranks = directory, ranks
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future[Path] | None = None
         self._copies: dict[tuple[Any, ...], Tensor] = {}
@@ -48,7 +50,9 @@ class Writer:
         self.join()
 
         def write(state: dict[str, Any]) -> Path:
-            return checkpoint.save(self.directory, step, state, config=config, keep=keep())
+            return checkpoint.save(
+                self.directory, step, state, config=config, keep=keep(), ranks=self._ranks
+            )
 
         if self._thread is None:
             write(parts)

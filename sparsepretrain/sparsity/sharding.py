@@ -301,15 +301,34 @@ def whole(tensor: Tensor) -> Tensor:
     return found
 
 
-def part_of(whole: Tensor, like: Tensor) -> Tensor:
+def own_rows(tensor: Tensor) -> tuple[int, Tensor] | None:
+    """Return the index of the first own row and the own rows; None: not sharded.
+
+    Of several replicas only the first has any.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    rows, mesh = ShardedRows("a tensor", tensor), tensor.device_mesh
+    copies = zip(mesh.get_coordinate() or (), tensor.placements, strict=True)
+    local = plain(tensor).detach()
+    if any(index and isinstance(kind, Replicate) for index, kind in copies):
+        local = local[:0]
+    return rows.first, local
+
+
+def part_of(whole: Any, like: Tensor) -> Tensor:
     """Shard ``whole`` like another tensor, without communication.
 
     Args:
-        whole: equal on all ranks, on any device; returned if it is sharded already.
-        like: if it is not sharded or has another shape, ``whole`` is returned.
+        whole: a tensor, equal on all ranks and on any device, or what has its shape and gives rows
+            by index; a tensor that is sharded already is returned.
+        like: if it is not sharded or has another shape, all of ``whole`` is returned.
     """
-    if not isinstance(like, DTensor) or isinstance(whole, DTensor) or whole.shape != like.shape:
+    if isinstance(whole, DTensor):
         return whole
+    if not isinstance(like, DTensor) or tuple(whole.shape) != tuple(like.shape):
+        all_rows: Tensor = whole[...]
+        return all_rows
     rows = ShardedRows("a parameter", like)
     return rows.wrap(rows.mine(whole).to(like.device))
 

@@ -74,6 +74,8 @@ def build_session(
     # what is sharded goes to the device block by block; one process draws weights for all
     draws = world.is_main or not sharded
     model = build_model(task, (torch.device("cpu") if draws else META) if sharded else world.device)
+    if getattr(run.parallel, "sync_batchnorm", False):
+        model = synchronized(model, world)
     # before sparsify, which freezes what comes from initial weights
     loads = initial is not None and draws
     buffers = load_initial(initial, run, task, model, console) if initial and loads else {}
@@ -134,6 +136,19 @@ def build_model(task: Task, device: torch.device) -> nn.Module:
         with device:
             return task.build_model()
     return task.build_model().to(device)
+
+
+def synchronized(model: nn.Module, world: World) -> nn.Module:
+    """Replace BatchNorm by SyncBatchNorm, which torch has on GPUs only.
+
+    Raises:
+        ConfigError: on the CPU.
+    """
+    if world.device.type == "cpu":
+        text = "expected false on a CPU, got true; SyncBatchNorm needs GPUs"
+        raise ConfigError([("parallel.sync_batchnorm", f": {text}")])
+    found: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return found
 
 
 def layer_inputs(run: Run, task: Task, model: nn.Module) -> dict[str, torch.Size]:

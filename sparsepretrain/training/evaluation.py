@@ -155,7 +155,8 @@ def _load_weights(
         put(parameters, mean(averaged, list(parameters)), t.sparsifier)
         t.ema = None
     elif t.ema is not None:
-        t.ema.load(*averages({key: newest.part(key) for key in ("ema", "ema_updates")}, t.model))
+        kept, updates = averages({key: newest.part(key) for key in ("ema", "ema_updates")}, t.model)
+        t.ema.load({name: value[...] for name, value in kept.items()}, updates)
 
 
 def mean(checkpoints: Sequence[Checkpoint], names: Sequence[str]) -> dict[str, Tensor]:

@@ -69,6 +69,8 @@ def dry_run(run: Run, console: Console | None = None) -> None:
     entries = coverage.sparse_parameters, parameters - coverage.sparse_parameters
     sparse, others = entries[0] * sum(each), entries[1] * sum(other) + averages
     dense = sum(entries) * sum(other) + averages + saved
+    kept = (each.weight + each.moments + each.masks, other.weight + other.moments)
+    stored = averages + sum(n * own for n, own in zip(entries, kept, strict=True))
     rows = [
         ("run directory", str(freeze.run_directory(run))),
         ("parameters", f"{parameters:,} ({parameters / 1e6:.1f}M)"),
@@ -90,6 +92,7 @@ def dry_run(run: Run, console: Console | None = None) -> None:
             f"\n{(others + sparse + saved) / dense:.3f} of what a dense run needs",
         ),
         ("bytes per entry", f"{each}; others: {sum(other):.3g}"),
+        ("checkpoint", f"{size(stored)}: weights, moments{' and averages' * bool(averages)}"),
         *shard_rows(run, model, sparsifier, others + sparse - entries[1] * other.operands),
         (
             "steps",

@@ -21,7 +21,7 @@ def recompute_blocks(model: nn.Module) -> None:
     Results are those of a plain backward: random draws repeat, and BatchNorm counts a batch once.
     """
     for block in blocks(model):
-        block.forward = partial(_recomputed, block, block.forward)  # type: ignore[method-assign]
+        block.forward = partial(_recomputed, block, block.forward)
 
 
 def _recomputed(block: nn.Module, forward: Any, *inputs: Any, **options: Any) -> Any:
@@ -37,7 +37,8 @@ def _frozen(norms: list[_BatchNorm]) -> Iterator[None]:
     """Leave the running statistics of ``norms`` as they are."""
     kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm, _, batches in kept:
-        norm.momentum, norm.num_batches_tracked = 0.0, batches.clone()
+        norm.momentum = 0.0
+        norm.num_batches_tracked = None if batches is None else batches.clone()
     try:
         yield
     finally:

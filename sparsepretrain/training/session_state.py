@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsepretrain.errors import CheckpointError
+from sparsepretrain.runs.tensors import Stored
 from sparsepretrain.training.session import Session
 from sparsepretrain.training.world import World
 
 COUNTERS = ("step", "tokens", "evaluated", "lines")
 """Integers of a session that a checkpoint keeps."""
-COPIED = ("model", "optimizer", "ema")
-"""Parts of a checkpoint whose tensors are copied when loaded; a shard copies only its rows."""
+STORED = ("model", "optimizer", "ema")
+"""Parts of a checkpoint whose tensors are read when loaded; a shard reads only its rows."""
 
 
 def state_dict(t: Session) -> dict[str, Any]:
     """Return the state for a bit-exact resume, as named parts.
 
     ``model``, ``optimizer`` and ``ema`` hold tensors by name; the other parts are plain values
-    or small tensors. Collective; of a sharded model only rank 0 has the tensors.
+    or small tensors. Collective; of a sharded model each rank has its rows, and rank 0 all else.
     """
     tensors, options = _optimizer_state(t.model, t.optimizer)
     parts: dict[str, Any] = {
@@ -32,12 +34,12 @@ def state_dict(t: Session) -> dict[str, Any]:
         "sparsifier": t.sparsifier.state_dict(),
         "scaler": t.scaler.state_dict(),
         "optimizer_options": options,
-        "model": _whole(t, t.model.state_dict()),
-        "optimizer": _whole(t, tensors),
+        "model": _own(t, t.model.state_dict()),
+        "optimizer": _own(t, tensors),
     }
     if t.ema is not None:
-        parts |= {"ema": _whole(t, t.ema.averages), "ema_updates": t.ema.updates}
-    return parts
+        parts |= {"ema": _own(t, t.ema.averages), "ema_updates": t.ema.updates}
+    return parts if t.world.is_main else {key: parts[key] for key in STORED if key in parts}
 
 
 def load_state_dict(t: Session, state: dict[str, Any], source: object = "the checkpoint") -> None:
@@ -45,7 +47,7 @@ def load_state_dict(t: Session, state: dict[str, Any], source: object = "the che
 
     Args:
         t: session to restore into.
-        state: the parts, tensors on the CPU; tensors of :data:`COPIED` are not kept.
+        state: the parts; tensors of :data:`STORED` may be memory maps of a file, and are copied.
         source: name for error messages.
 
     Raises:
@@ -80,29 +82,22 @@ def load_state_dict(t: Session, state: dict[str, Any], source: object = "the che
         setattr(t, key, state[key])
 
 
-def _whole(t: Session, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather sharded tensors one by one to the CPU of rank 0; other ranks get none."""
+def _own(t: Session, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return what this rank saves: of sharded tensors its rows, and on rank 0 the other tensors."""
     if not t.is_sharded:
         return tensors
-    found: dict[str, Tensor] = {}
-    named = t.model.named_parameters(remove_duplicate=False)
-    first: dict[nn.Parameter, str] = {}
-    tied = {name: first.setdefault(parameter, name) for name, parameter in named}
-    for name, tensor in tensors.items():
-        if (other := tied.get(name, name)) in found:
-            found[name] = found[other]
-        else:
-            whole = t.world.whole(tensor)
-            found[name] = whole.cpu() if t.world.is_main else tensor
-    return found if t.world.is_main else {}
+    own = {name: t.world.rows(tensor) for name, tensor in tensors.items()}
+    return {name: value for name, value in own.items() if value is not None}
 
 
-def _parts(t: Session, whole: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the shards of this rank for tensors whose ``like`` is sharded."""
-    return {k: t.world.part(v, like[k]) if k in like else v for k, v in whole.items()}
+def _parts(
+    t: Session, whole: Mapping[str, Tensor | Stored], like: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the shards of this rank for tensors whose ``like`` is sharded, others whole."""
+    return {k: t.world.part(v, like[k]) if k in like else v[...] for k, v in whole.items()}
 
 
-def averages(state: dict[str, Any], model: nn.Module) -> tuple[dict[str, Tensor], int]:
+def averages(state: dict[str, Any], model: nn.Module) -> tuple[Mapping[str, Tensor | Stored], int]:
     """Return averaged weights of a checkpoint and the number of updates, or the model's own."""
     kept = state.get("ema")
     if kept is None:
@@ -134,12 +129,13 @@ def _load_optimizer(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     entries: dict[int, dict[str, Any]] = {}
     options = dict(state["optimizer_options"])
-    for word, value in {**state["optimizer"], **options.pop("values")}.items():
+    for word, stored in state["optimizer"].items():
         name, _, key = word.rpartition("|")
-        if isinstance(value, Tensor):
-            part = world.part(value, parameters[indices[name]])
-            value = value.clone() if part is value else part
-        entries.setdefault(indices[name], {})[key] = value
+        value = world.part(stored, parameters[indices[name]])
+        entries.setdefault(indices[name], {})[key] = value.clone()
+    for word, plain in options.pop("values").items():
+        name, _, key = word.rpartition("|")
+        entries.setdefault(indices[name], {})[key] = plain
     pairs = zip(options.pop("groups"), fresh["param_groups"], strict=True)
     groups = [saved | {"params": group["params"]} for saved, group in pairs]
     optimizer.load_state_dict({**options, "state": entries, "param_groups": groups})

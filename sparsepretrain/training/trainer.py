@@ -17,6 +17,7 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.runs import checkpoint, weights
+from sparsepretrain.runs.checkpoint import ALONE, Ranks
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import Record
 from sparsepretrain.runs.writer import Writer
@@ -96,7 +97,7 @@ def _train(
             return 0
         source = world.first(lambda: choose_checkpoint(directory, run, named, console))
         if source is not None:
-            session_state.load_state_dict(t, source.parts(mapped=session_state.COPIED), source)
+            session_state.load_state_dict(t, source.parts(mapped=session_state.STORED), source)
             console.info(f"continuing from {source} (step {t.step})")
         other = source if source is named else None
         world.first(lambda: _write_files(t, directory, source, other))
@@ -163,20 +164,27 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
         if stream is not None:
             t.lines = stream.lines
         state, config = session_state.state_dict(t), freeze.to_yaml(run.plain)
-        t.world.first(
-            lambda: writer.save(t.step, state, config=config, keep=lambda: directory.retention(run))
-        )
+
+        def write() -> None:
+            if t.world.is_main or t.is_sharded:
+                writer.save(t.step, state, config=config, keep=lambda: directory.retention(run))
+
+        t.world.together(write)
 
     def save_masks() -> None:
         masks = t.sparsifier.masks()
         t.world.first(lambda: _save_masks(masks, directory.masks_file(t.step), directory))
 
-    writer = Writer(directory.checkpoints, background=run.checkpoint.background)
+    background = run.checkpoint.background
+    ranks: Ranks = t.world if t.is_sharded else ALONE
+    if background and t.is_sharded:
+        ranks = t.world.for_thread()
+    writer = Writer(directory.checkpoints, background=background, ranks=ranks)
     t.save_failed = lambda: writer.failed
     exit_code, summary = 1, None
     try:
         code = run_steps(t, log, save, save_masks)
-        t.world.first(writer.join)
+        t.world.together(writer.join)
         exit_code = code or 0
         if code is None:
             proof = prove(t.sparsifier)

@@ -7,7 +7,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,6 +23,8 @@ from sparsepretrain.errors import (
     SparsePretrainWarning,
     one_line,
 )
+from sparsepretrain.runs.checkpoint import Ranks
+from sparsepretrain.runs.tensors import Rows, Stored
 from sparsepretrain.training.hardware import unusable_gpu
 
 T = TypeVar("T")
@@ -32,7 +34,7 @@ LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer",
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class World(Ranks):
     """Rank of this process, and collectives.
 
     In a world of one process every collective returns its argument.
@@ -44,6 +46,8 @@ class World:
     size: int = 1
     host: Any = None
     """Process group for CPU tensors and objects; None in a world of one."""
+    timeout: timedelta | None = None
+    """Time that a collective waits for the others."""
 
     @classmethod
     def single(cls, device: str) -> World:
@@ -83,13 +87,29 @@ class World:
 
         return sharding.whole(tensor)
 
-    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return the own shard of ``tensor``, which all ranks have, sharded like ``like``."""
+    def rows(self, tensor: Tensor) -> Tensor | Rows | None:
+        """Return what this rank saves of a tensor: its rows, all of it, or None."""
+        from sparsepretrain.sparsity import sharding
+
+        found = sharding.own_rows(tensor)
+        if found is None:
+            return tensor if self.is_main else None
+        first, local = found
+        return Rows(local, first) if len(local) else None
+
+    def part(self, tensor: Tensor | Stored, like: Tensor) -> Tensor:
+        """Return the own shard of ``tensor``, sharded like ``like``, or all of it."""
         if self.size == 1:
-            return tensor
+            return tensor[...]
         from sparsepretrain.sparsity import sharding
 
         return sharding.part_of(tensor, like)
+
+    def for_thread(self) -> World:
+        """Return this world with a host group of its own, which another thread needs."""
+        if self.size == 1:
+            return self
+        return replace(self, host=dist.new_group(backend="gloo", timeout=self.timeout))
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order."""
@@ -124,6 +144,21 @@ class World:
                 dist.barrier(group=self.host)
             raise RankError(exit_code)
         return result
+
+    def together(self, action: Callable[[], object]) -> None:
+        """Run ``action`` on every rank, and :meth:`first` raises what it raised on one of them."""
+        failure: SparsePretrainError | None = None
+        try:
+            action()
+        except SparsePretrainError as error:
+            failure = error
+        failures = [found for found in self.gather(failure) if found is not None]
+
+        def report() -> None:
+            for found in failures:
+                raise found
+
+        self.first(report)
 
 
 @functools.cache
@@ -171,7 +206,7 @@ def join(run: Run) -> Iterator[World]:
         host: Any = dist.group.WORLD
         if backend != "gloo":
             host = dist.new_group(backend="gloo", timeout=patience)
-        yield World(device, rank, size, host)
+        yield World(device, rank, size, host, patience)
         dist.barrier(group=host)
         dist.destroy_process_group()
     except RuntimeError as error:

@@ -24,6 +24,7 @@ from tiny_runs import assert_equal_bits
 
 from sparsepretrain import config
 from sparsepretrain.errors import SparsePretrainError
+from sparsepretrain.runs.tensors import Rows
 from sparsepretrain.tracking.console import Console
 from sparsepretrain.training import identity, session_state, trainer
 from sparsepretrain.training.session import Session
@@ -35,7 +36,16 @@ load_state_dict = session_state.load_state_dict
 def compared_with_its_source(own: Session, state: dict[str, Any], source: Any = None) -> None:
     """Load, collect again, and end; 0 if every tensor and number came back."""
     load_state_dict(own, state, source)
-    again = {k: dict(v) if isinstance(v, dict) else v for k, v in session_state.state_dict(own).items()}
+    again = session_state.state_dict(own)
+    for part in session_state.STORED:
+        for name, value in again.pop(part, {}).items():
+            stored = state[part][name]
+            if isinstance(value, Rows):
+                first, value = value.first, value.tensor
+                stored = stored[first : first + len(value)]
+            assert_equal_bits(stored[...], value.cpu())
+        if own.world.is_main:
+            state.pop(part, None)
     if own.world.is_main:
         for parts in (state, again):  # learning rates are set before each step
             for group in parts["optimizer_options"]["groups"]:

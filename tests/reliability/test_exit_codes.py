@@ -99,7 +99,7 @@ def other_data(tiny, run, stop_after, tmp_path, **_):
 
 
 def disk_full(tiny, run, monkeypatch, **_):
-    def full(tensors, file):
+    def full(tensors, file, *header):
         raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)

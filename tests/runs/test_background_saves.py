@@ -146,11 +146,11 @@ def failing(monkeypatch, error, *, call):
     """The ``call``-th file of tensors (two a save) cannot be written."""
     original, calls = safetensors.torch.save_file, []
 
-    def save_file(tensors, file):
+    def save_file(tensors, file, *header):
         calls.append(file)
         if len(calls) == call:
             raise error
-        original(tensors, file)
+        original(tensors, file, *header)
 
     monkeypatch.setattr(safetensors.torch, "save_file", save_file)
 

@@ -456,11 +456,11 @@ def test_a_damaged_final_checkpoint_is_not_a_finished_run(tiny):
 def test_disk_full_in_a_run(tiny, monkeypatch):
     original, calls = safetensors.torch.save_file, []
 
-    def full(tensors, file):
+    def full(tensors, file, *header):
         calls.append(file)
         if len(calls) == 4:  # two tensor files a save
             raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
-        original(tensors, file)
+        original(tensors, file, *header)
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*step_00000004: disk full") as caught:

@@ -221,3 +221,14 @@ def test_what_a_process_holds_and_receives():
     assert "memory per process" not in show(*words, "parallel=ddp", "parallel.nproc=8")
     two = show(*words, "sparsity=bimask", "parallel=fsdp", "parallel.nproc=8")
     assert f"{2 * width * (numbers + 56_623_104) * 7 / 8 / mib:.2f} MiB operands" in two
+
+
+@pytest.mark.parametrize("method", ["dense", "sste"])
+def test_size_of_a_checkpoint(tiny, method):
+    words = (f"sparsity={method}", "steps=2", "ema=0.9")
+    files = (tiny.train(*words).directory / "checkpoints" / "step_00000002").glob("*.safetensors")
+    out = io.StringIO()
+    dry_run(tiny.load(*words), Console(out))
+    number, unit = re.search(r"checkpoint +│ ([\d.]+) ([KM])iB", out.getvalue()).groups()
+    size = float(number) * {"K": 2**10, "M": 2**20}[unit]
+    assert size == pytest.approx(sum(file.stat().st_size for file in files), rel=0.15)

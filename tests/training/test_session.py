@@ -56,7 +56,7 @@ def test_loaded_state_does_not_depend_on_its_files(tiny):
     outcome = tiny.train("ema=0.9", "steps=2")
     (path,) = (outcome.directory / "checkpoints").iterdir()
     t = tiny.build("ema=0.9", "steps=2")
-    session_state.load_state_dict(t, Checkpoint(path).parts(mapped=session_state.COPIED))
+    session_state.load_state_dict(t, Checkpoint(path).parts(mapped=session_state.STORED))
     before = copy.deepcopy(session_state.state_dict(t))
     for file in path.glob("*.safetensors"):
         with open(file, "r+b") as opened:

@@ -1,11 +1,13 @@
 """What a process knows of the others before it has met them."""
 
 import pytest
+import torch
 
 from sparsepretrain import config
 from sparsepretrain.errors import ConfigError
+from sparsepretrain.training.assembly import synchronized
 from sparsepretrain.training.launch import processes
-from sparsepretrain.training.world import join
+from sparsepretrain.training.world import World, join
 
 CPU = ("parallel.device=cpu", "batch.size=16", "batch.micro=4")
 
@@ -61,3 +63,12 @@ def test_fsdp_refuses_unsupported_options(words, told):
 def test_one_process_on_a_machine_without_a_gpu():
     assert processes(config.load(["parallel=ddp", *CPU])) == 1
     assert processes(config.load(["parallel=ddp", "parallel.nproc=4", *CPU])) == 4
+
+
+def test_batchnorm_is_synchronized_on_gpus_only():
+    norm = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
+    with pytest.raises(ConfigError, match=r"parallel\.sync_batchnorm: expected false on a CPU"):
+        synchronized(norm, World(torch.device("cpu"), 0, 2))
+    found = synchronized(norm, World(torch.device("cuda"), 0, 2))
+    assert isinstance(found[0], torch.nn.SyncBatchNorm)
+    assert found.state_dict().keys() == norm.state_dict().keys()

@@ -1,0 +1,137 @@
+"""Checkpoints that several ranks save together; a thread stands for a rank."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import safetensors.torch
+import torch
+from torch.distributed import checkpoint as dcp
+
+from sparsepretrain.errors import CheckpointError
+from sparsepretrain.runs import checkpoint
+from sparsepretrain.runs.checkpoint import Checkpoint, Ranks, Retention
+from sparsepretrain.runs.tensors import Rows, Stored
+
+WHOLE = {
+    "w": torch.arange(21.0).view(7, 3),
+    "short": torch.arange(2.0, dtype=torch.float64),  # the third rank has no row of it
+    "scalar": torch.tensor(5),
+}
+
+
+class Thread(Ranks):
+    """Rank of a world of threads."""
+
+    def __init__(self, rank, size, shared, barrier):
+        self.rank, self.size, self._shared, self._barrier = rank, size, shared, barrier
+
+    def gather(self, value):
+        self._shared[self.rank] = value
+        self._barrier.wait(20)
+        found = list(self._shared)
+        self._barrier.wait(20)
+        return found
+
+
+def parts(rank, size):
+    """What a rank saves of WHOLE, in the chunks of torch.chunk."""
+    own = {}
+    for name, tensor in WHOLE.items():
+        if tensor.dim() == 0:
+            if rank == 0:
+                own[name] = tensor
+            continue
+        chunk = -(-len(tensor) // size)
+        rows = tensor[rank * chunk : (rank + 1) * chunk]
+        if len(rows):
+            own[name] = Rows(rows, rank * chunk)
+    return {"step": 3, "model": own} if rank == 0 else {"model": own}
+
+
+def save(directory, size, step=3, keep=1):
+    """Save with ``size`` ranks; their results, or what they raised."""
+    shared, barrier = [None] * size, threading.Barrier(size)
+
+    def one(rank):
+        ranks = Thread(rank, size, shared, barrier)
+        try:
+            return checkpoint.save(
+                directory,
+                step,
+                parts(rank, size),
+                config="a: 1\n",
+                keep=Retention(keep),
+                ranks=ranks,
+            )
+        except CheckpointError as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rows_of_all_ranks_are_joined(tmp_path, size):
+    paths = save(tmp_path, size)
+    assert len(set(paths)) == 1
+    state = Checkpoint(paths[0]).parts()
+    assert state["step"] == 3 and state["model"].keys() == WHOLE.keys()
+    for name, tensor in WHOLE.items():
+        assert torch.equal(state["model"][name], tensor)
+        assert state["model"][name].dtype == tensor.dtype
+        stored = Checkpoint(paths[0]).parts(mapped=["model"])["model"][name]
+        assert tuple(stored.shape) == tuple(tensor.shape)
+        for first in range(len(tensor) if tensor.dim() else 0):
+            for last in range(first, len(tensor) + 1):
+                assert torch.equal(stored[first:last], tensor[first:last])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_reader_of_torch_reads_it(tmp_path, size):
+    path = save(tmp_path, size)[0]
+    found = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in WHOLE.items()}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+    for name, tensor in WHOLE.items():
+        assert torch.equal(found[f"model.{name}"], tensor), name
+
+
+def test_a_lost_or_changed_shard_is_damage(tmp_path):
+    path = save(tmp_path, 3)[0]
+    shard = path / checkpoint.SHARD.format(1, "model")
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "shard-00001-model.safetensors does not match" in Checkpoint(path).problem()
+    shard.unlink()
+    assert Checkpoint(path).problem() == "shard-00001-model.safetensors is missing"
+    shard.write_bytes(content)
+    assert Checkpoint(path).problem() is None
+    (path / checkpoint.SHARD.format(7, "model")).write_bytes(content)
+    assert "does not name its files" in Checkpoint(path).problem()
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failure_of_one_rank_is_raised_on_all(tmp_path, monkeypatch, failing):
+    save(tmp_path, 3, step=1, keep=2)
+    original = safetensors.torch.save_file
+
+    def full(tensors, file, *header):
+        if f"shard-{failing:05d}" in file.name:
+            raise OSError(28, "No space left on device")
+        original(tensors, file, *header)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    errors = save(tmp_path, 3, keep=2)
+    assert len({str(error) for error in errors}) == 1
+    assert all(isinstance(error, CheckpointError) for error in errors)
+    assert "cannot write checkpoint" in str(errors[0]) and "disk full" in str(errors[0])
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+    monkeypatch.undo()
+    assert Checkpoint(save(tmp_path, 2, keep=2)[0]).problem() is None
+
+
+def test_missing_rows_are_refused():
+    rows = torch.zeros(2, 3)
+    for pieces in ({}, {1: rows}, {0: rows, 3: rows}, {0: rows, 1: rows}):
+        with pytest.raises(ValueError, match="rows"):
+            Stored(pieces)
