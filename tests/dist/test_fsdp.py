@@ -90,10 +90,11 @@ def test_single_precision(tiny, size, names):
 
 def test_averages_clipping_and_masks(tiny):
     words = (*variant("step"), *PROOF, "ema=0.9", "clip=0.05", "log.masks_every=4")
-    cases = [
-        Case(f"reshard {again}", words, parallel=(*FSDP, f"parallel.reshard_after_forward={again}"))
-        for again in ("true", "false")
-    ]
+    options = (
+        *("parallel.reshard_after_forward=true", "parallel.reshard_after_forward=false"),
+        *("parallel.reduce_each=true", "activation_checkpointing=true"),
+    )
+    cases = [Case(option, words, parallel=(*FSDP, option)) for option in options]
     one = alone(tiny, words)
     for many in train_with(tiny, 2, cases).values():
         assert_same(one, many)
@@ -102,6 +103,15 @@ def test_averages_clipping_and_masks(tiny):
         for file in files:
             mine, theirs = (numpy.load(run / "masks" / file.name) for run in (one, many))
             assert all(numpy.array_equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.parametrize("name", ["sste", "tsrste", "step", "bimask", "sdgp"])
+def test_compiled_blocks(tiny, name):
+    words = (*variant(name), *PROOF)
+    case = Case(name, words, parallel=(*FSDP, "compile=blocks"))
+    many = train_with(tiny, 2, [case])[name]
+    assert drift(alone(tiny, words), many) <= FP64
+    assert_equal_masks(alone(tiny, words), many)
 
 
 def test_replicas(tiny):

@@ -35,7 +35,7 @@ def counter(monkeypatch):
         ((), CPU, "none", False),
         ((), CUDA, "blocks", True),
         (("parallel=ddp",), CUDA, "blocks", True),
-        (("parallel=fsdp",), CUDA, "none", True),
+        (("parallel=fsdp",), CUDA, "blocks", True),
         (("probe=estimator",), CUDA, "none", False),
         (("compile=false",), CUDA, "none", False),
         (("compile=off",), CUDA, "none", False),
