@@ -257,7 +257,10 @@ def _summarize(t: Session, directory: RunDirectory, proof: Proof, console: Conso
         rows.append(("skipped steps", str(t.guard.skipped)))
     console.table(f"{t.run.name}, {t.run.sparsity.name}", rows)
     if proof.sparse and not proof.holds:
-        raise SparsePretrainError(f"the final weights are {proof}; please report this")
+        raise SparsePretrainError(
+            f"the final weights are {proof}: expected {proof.pattern} and no -0.0, which "
+            "weight * mask makes and masked_fill does not"
+        )
 
 
 def _course(lines: Sequence[dict[str, Any]]) -> str:
