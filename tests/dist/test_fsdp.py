@@ -107,7 +107,7 @@ def test_averages_clipping_and_masks(tiny):
 
 @pytest.mark.parametrize("name", ["sste", "tsrste", "step", "bimask", "sdgp"])
 def test_compiled_blocks(tiny, name):
-    words = (*variant(name), *PROOF)
+    words = (*variant(name), *PROOF, "model.dropout=0")  # inductor draws other dropout masks
     case = Case(name, words, parallel=(*FSDP, "compile=blocks"))
     many = train_with(tiny, 2, [case])[name]
     assert drift(alone(tiny, words), many) <= FP64
