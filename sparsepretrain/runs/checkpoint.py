@@ -343,9 +343,7 @@ def _is_whole(path: Path) -> bool:
 
 def _files(part: str, names: Iterable[str]) -> list[str]:
     """Return those of ``names`` that are shards of ``part``."""
-    return sorted(
-        name for name in names if name.partition("-")[2].partition("-")[2] == f"{part}.safetensors"
-    )
+    return sorted(name for name in names if name.endswith(f"-{part}.safetensors"))
 
 
 def _stamp(path: Path) -> frozenset[tuple[str, int, int]]:

@@ -21,13 +21,16 @@ def recompute_blocks(model: nn.Module) -> None:
     Results are those of a plain backward: random draws repeat, and BatchNorm counts a batch once.
     """
     for block in blocks(model):
-        block.forward = partial(_recomputed, block, block.forward)
+        norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+        block.forward = partial(_recomputed, block, block.forward, norms)
 
 
-def _recomputed(block: nn.Module, forward: Any, *inputs: Any, **options: Any) -> Any:
+def _recomputed(
+    block: nn.Module, forward: Any, norms: list[_BatchNorm], *inputs: Any, **options: Any
+) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*inputs, **options)
-    if norms := [m for m in block.modules() if isinstance(m, _BatchNorm)]:
+    if norms:
         options["context_fn"] = lambda: (contextlib.nullcontext(), _frozen(norms))
     return checkpoint(forward, *inputs, use_reentrant=False, **options)
 

@@ -17,7 +17,7 @@ from sparsepretrain.config.schema import Run
 from sparsepretrain.errors import SparsePretrainError
 from sparsepretrain.kernels import pack_24
 from sparsepretrain.runs import checkpoint, weights
-from sparsepretrain.runs.checkpoint import ALONE, Ranks
+from sparsepretrain.runs.checkpoint import ALONE
 from sparsepretrain.runs.directory import RunDirectory
 from sparsepretrain.runs.record import Record
 from sparsepretrain.runs.writer import Writer
@@ -175,11 +175,8 @@ def _run(t: Session, directory: RunDirectory, console: Console, *, resumed: bool
         masks = t.sparsifier.masks()
         t.world.first(lambda: _save_masks(masks, directory.masks_file(t.step), directory))
 
-    background = run.checkpoint.background
-    ranks: Ranks = t.world if t.is_sharded else ALONE
-    if background and t.is_sharded:
-        ranks = t.world.for_thread()
-    writer = Writer(directory.checkpoints, background=background, ranks=ranks)
+    ranks = t.world.for_thread() if t.is_sharded else ALONE
+    writer = Writer(directory.checkpoints, background=run.checkpoint.background, ranks=ranks)
     t.save_failed = lambda: writer.failed
     exit_code, summary = 1, None
     try:

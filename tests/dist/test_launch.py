@@ -43,6 +43,12 @@ def directory(tiny, *words):
     return RunDirectory(tiny.directory(*variant("sste"), "steps=8", plugin, *words))
 
 
+def wait_for_a_checkpoint(process, place):
+    while not any(place.checkpoints.glob("step_*")):
+        assert process.poll() is None
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize(
     ("fault", "code", "line"),
     [
@@ -94,9 +100,7 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint_and_a_status(tiny, launche
     words = (*DDP, "steps=100000", "eval.every=0")
     process = start(tiny, *words, launcher=launcher)
     place = directory(tiny, "steps=100000", "eval.every=0")
-    while not any(place.checkpoints.glob("step_*")):
-        assert process.poll() is None
-        time.sleep(0.1)
+    wait_for_a_checkpoint(process, place)
     process.send_signal(signal.SIGTERM)
     code, out, errors = end(process)
     assert "checkpoint saved" in out
@@ -109,9 +113,7 @@ def test_ranks_save_and_end_with_a_killed_launcher(tiny):
     words = ("steps=100000", "eval.every=0")
     process = start(tiny, *DDP, *words)
     place = directory(tiny, *words)
-    while not any(place.checkpoints.glob("step_*")):
-        assert process.poll() is None
-        time.sleep(0.1)
+    wait_for_a_checkpoint(process, place)
     process.kill()
     _, out, _ = end(process)  # the ranks hold the other end of the pipe
     assert "checkpoint saved" in out and place.status() == 143
@@ -125,9 +127,7 @@ def test_two_signals_to_the_launcher(tiny, number, code):
     words = ("steps=100000", "eval.every=0")
     process = start(tiny, *DDP, *words)
     place = directory(tiny, *words)
-    while not any(place.checkpoints.glob("step_*")):
-        assert process.poll() is None
-        time.sleep(0.1)
+    wait_for_a_checkpoint(process, place)
     children = subprocess.run(
         ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
     ).stdout.split()
