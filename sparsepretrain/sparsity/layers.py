@@ -271,15 +271,19 @@ class SparseLayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         own = self.sparsity
+        values = {f"{prefix}weight": self.weight}
         names = (*own.own_tensors, PREVIOUS_MASK)
-        brought = [_brings(state_dict, f"{prefix}sparsity.{k}", getattr(own, k)) for k in names]
-        brings_weight = _brings(state_dict, f"{prefix}weight", self.weight)
+        values |= {f"{prefix}sparsity.{name}": getattr(own, name) for name in names}
+        # broadcast_from_rank0 copies into the memory of a model that left the meta device
+        unset = not own.initialized
+        brings_weight, *brings_own = (_brings(state_dict, *item, unset) for item in values.items())
         super()._load_from_state_dict(state_dict, prefix, *rest)
         own.cache.clear()
         attachments.forget_frozen(self)
-        if all(brought):
+        is_new = own.model.is_new
+        if all(brings_own) and not (unset and is_new):
             own.initialized, own.reset_due = True, False
-        elif brings_weight and own.model.is_new and not self.weight.is_meta:
+        elif brings_weight and is_new and not self.weight.is_meta:
             # initial weights of a dense model
             if own.rows.is_prepared:
                 own.reset_due = True  # `attach` finds the own rows
@@ -293,15 +297,20 @@ class SparseLayer(nn.Module):
         return ", ".join(filter(None, words))
 
 
-def _brings(state_dict: Mapping[str, Tensor], key: str, present: Tensor) -> bool:
+def _brings(
+    state_dict: Mapping[str, Tensor], key: str, present: Tensor, unset: bool = False
+) -> bool:
     """Return True if ``state_dict`` has another tensor than ``present`` under ``key``.
 
     When torch loads whole tensors into shards, it adds tensors that the module already has.
+
+    Args:
+        unset: the module has no values of its own, so ``present`` itself was filled.
     """
     value = state_dict.get(key)
     if value is None:
         return False
-    if value.is_meta or present.is_meta or not value.numel():
+    if unset or value.is_meta or present.is_meta or not value.numel():
         return True
     return _memory(value).data_ptr() != _memory(present).data_ptr()
 

@@ -1,4 +1,4 @@
-"""What every process of tests/dist/test_sharded_loops.py runs: the library way, in anybody's loop."""
+"""What every process of test_sharded_loops.py runs: the library in a plain training loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_checkpoints import LOADS, save
 
 import sparsepretrain as sp
 from sparsepretrain.optim import StepAdamW
-from sparsepretrain.sparsity.sharding import plain, whole
+from sparsepretrain.sparsity.sharding import part_of, plain, whole
 from sparsepretrain.sparsity.sparsifier import prove
 
 STEPS, SAMPLES, WIDTH = 8, 2, 16
@@ -134,7 +134,7 @@ def train(
     fused: bool = True,
     micro_batches: int = 4,
     resume: str = "",
-    meta: bool = False,
+    meta: str = "",
 ) -> dict[str, Any]:
     """Losses, flips and metrics of every step; masks, proof and weights at the end.
 
@@ -163,10 +163,21 @@ def train(
                     module.set_force_sum_reduction_for_comms(True)
         if meta and shards:
             model.to_empty(device="cpu")
-            options = StateDictOptions(full_state_dict=True, strict=False)
-            set_model_state_dict(model, model_of(kind, inner, seed).state_dict(), options=options)
+            weights = model_of(kind, inner, seed).state_dict()
+            if meta == "initialized":  # torchtitan's order
+                with torch.no_grad():
+                    for key, value in weights.items():
+                        own = model.get_parameter(key)
+                        plain(own).copy_(plain(part_of(value, own)))
+            else:
+                options = StateDictOptions(
+                    full_state_dict=True, broadcast_from_rank0=True, strict=False
+                )
+                set_model_state_dict(model, {} if rank else weights, options=options)
         steps = optimizer(sparsifier.method.options.name, model, fused)
         sparsifier.attach(steps)
+        if meta == "initialized" and shards:
+            sparsifier.reset()
         return model, sparsifier, steps
 
     model, sparsifier, steps = start()

@@ -44,7 +44,7 @@ RESUMED = [
     for name in VARIANTS
     for order in ("together", "model_first", "optimizer_first")
 ]
-META = [{"name": name, "meta": True} for name in VARIANTS]
+META = [{"name": name, "meta": filled} for name in VARIANTS for filled in ("loaded", "initialized")]
 REPLICAS = [{"name": name, "replicas": 2} for name in ("sste", "bimask", "tsrste")]
 
 

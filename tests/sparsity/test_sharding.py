@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -265,8 +266,9 @@ def test_tensor_parallelism_is_refused(mesh, prepared):
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
+@pytest.mark.parametrize("filled", ["loaded", "initialized"])
 @pytest.mark.parametrize("method", ["sste", "slope", "tsrste", "bimask"])
-def test_a_model_from_the_meta_device_is_sharded_and_reset(mesh, method):
+def test_a_model_from_the_meta_device_trains_like_one_made_in_memory(mesh, method, filled):
     whole_model, its_sparsifier = pair(method)
     weights = {k: v.clone() for k, v in whole_model.named_parameters() if "sparsity" not in k}
     its_optimizer = sgd(whole_model)
@@ -276,10 +278,15 @@ def test_a_model_from_the_meta_device_is_sharded_and_reset(mesh, method):
     sparsifier.prepare_sharding()
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
+    if filled == "loaded":
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(model, weights, options=options)
+    else:
+        with torch.no_grad():
+            for name, value in weights.items():
+                plain(model.get_parameter(name)).copy_(value)
     optimizer = sgd(model)
     sparsifier.attach(optimizer)
-    with torch.no_grad():
-        for name, value in weights.items():
-            plain(model.get_parameter(name)).copy_(value)
-    sparsifier.reset()
+    if filled == "initialized":
+        sparsifier.reset()
     assert train(model, sparsifier, optimizer) == train(whole_model, its_sparsifier, its_optimizer)
